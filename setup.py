@@ -1,7 +1,8 @@
 """What pyproject.toml cannot say: a checkout without symbolic links installs the whole product.
 
-Folders of the repository's root are packages below ``rayloop``, through links. pip, Python's zipfile and Git for Windows unpack a
-link as a text file that holds its target. The links are made again before setuptools looks for packages.
+Folders of the repository's root are packages below ``rayloop``, through links. pip, Python's
+zipfile and Git for Windows unpack a link as a text file that holds its target. The links are made
+again before setuptools looks for packages.
 """
 
 import shutil
@@ -17,7 +18,9 @@ LONGEST_TARGET = 200
 
 
 def target_of(file: Path) -> Path | None:
-    """The file or folder of this checkout that an unpacked link names, or None for a file that was never a link."""
+    """The file or folder of this checkout that an unpacked link names, or None for a file that was
+    never a link.
+    """
     if file.is_symlink() or not file.is_file() or file.stat().st_size > LONGEST_TARGET:
         return None
     text = file.read_bytes().decode(errors="replace")

@@ -12,7 +12,9 @@ from typing import Any, Self
 import ray
 
 GROUPS = {"debug": 1, "background": 1}
-"""Ray's concurrency groups of every actor, a thread each: ``debug`` answers when others hang, ``background`` waits for work."""
+"""Ray's concurrency groups of every actor, a thread each: ``debug`` answers when others hang,
+``background`` waits for work.
+"""
 
 
 def dump() -> str:
@@ -21,7 +23,10 @@ def dump() -> str:
     parts = [f"pid {os.getpid()}"]
     for ident, frame in sys._current_frames().items():
         if ident != threading.get_ident():
-            parts.append(f"thread {names.get(ident, ident)}\n" + "".join(traceback.format_stack(frame)).rstrip())
+            parts.append(
+                f"thread {names.get(ident, ident)}\n"
+                + "".join(traceback.format_stack(frame)).rstrip()
+            )
     return "\n\n".join(parts)
 
 
@@ -30,8 +35,9 @@ class Actor:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Let the process see the exit codes of its children, and hide GPUs that are not its own."""
-        # A subreaper (rayloop/launch/ray_variables.py) ignores SIGCHLD, so every child would seem to end with code 0. Through libc,
-        # since Ray may create an actor outside of the main thread, where Python refuses.
+        # A subreaper (rayloop/launch/ray_variables.py) ignores SIGCHLD, so every child would seem
+        # to end with code 0. Through libc, since Ray may create an actor outside of the main
+        # thread, where Python refuses.
         ctypes.CDLL(None).signal(signal.SIGCHLD, ctypes.c_void_p(None))
         if ray.is_initialized() and not ray.get_runtime_context().get_accelerator_ids().get("GPU"):
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else it takes memory that vLLM counts as free
@@ -49,7 +55,9 @@ class Actor:
 
     @ray.method(concurrency_group="debug")
     def awaits(self) -> list[tuple[str, Any]]:
-        """What its calls wait for elsewhere, and the handle of the actor that must answer, or None; answers when others hang."""
+        """What its calls wait for elsewhere, and the handle of the actor that must answer, or None;
+        answers when others hang.
+        """
         return []
 
     @ray.method(concurrency_group="debug")

@@ -42,18 +42,27 @@ from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
 logger = logging.getLogger(__name__)
 
 REQUEST_SHARE = 1 / 6
-"""The time of one generation request, after which the engine counts as lost, as a share of ``environment.episode_timeout``."""
+"""The time of one generation request, after which the engine counts as lost, as a share of
+``environment.episode_timeout``.
+"""
 
 
 class EnvironmentActor(Actor):
-    """Plays on the engine of a lease, and gets another lease from the driver when that engine is lost."""
+    """Plays on the engine of a lease, and gets another lease from the driver when that engine is
+    lost.
+    """
 
     def __init__(
-        self, model: ModelSettings, episode: EpisodeSettings, kinds: Mapping[str, EnvironmentKind] | None = None,
-        timeout: float = 3600.0, at_once: int | None = None,
-    ) -> None:  # fmt: skip
-        """``timeout``: seconds for a whole episode, from when there is room for it; ``at_once``: how many are played, None for all
-        (``environment.*``)."""
+        self,
+        model: ModelSettings,
+        episode: EpisodeSettings,
+        kinds: Mapping[str, EnvironmentKind] | None = None,
+        timeout: float = 3600.0,
+        at_once: int | None = None,
+    ) -> None:
+        """``timeout``: seconds for a whole episode, from when there is room for it; ``at_once``:
+        how many are played, None for all (``environment.*``).
+        """
         self._settings = episode
         self._renderer = Renderer(model)
         every = (episode.environment, *(kinds or {}).values())
@@ -77,25 +86,41 @@ class EnvironmentActor(Actor):
         """How many episodes wait for each engine, and how many for their environment."""
         engines = list(self._engines)
         leases = [engine.lease for engine in engines if engine.generates]
-        counts, handles = Counter(lease.slot for lease in leases), {lease.slot: lease.handle for lease in leases}
-        found: list[tuple[str, Any]] = [(f"{n} generate on rollout {slot}", handles[slot]) for slot, n in sorted(counts.items())]
+        counts, handles = (
+            Counter(lease.slot for lease in leases),
+            {lease.slot: lease.handle for lease in leases},
+        )
+        found: list[tuple[str, Any]] = [
+            (f"{n} generate on rollout {slot}", handles[slot]) for slot, n in sorted(counts.items())
+        ]
         others = len(engines) - len(leases)
         return [*found, (f"{others} are in their environment", None)] if others else found
 
     async def play(
-        self, requests: Sequence[RolloutRequest], lease: Lease[Engine], driver: Handle[LeasesEngines]
+        self,
+        requests: Sequence[RolloutRequest],
+        lease: Lease[Engine],
+        driver: Handle[LeasesEngines],
     ) -> tuple[list[Summary | Failure], *tuple[Trajectory | None, ...]]:
-        """Play n episodes of a group at once, on one engine (call with ``num_returns`` 1 + n): their results, then their payloads.
-        A failure has no payload. Takes an episode's timeout and ``CLOSE_TIMEOUT`` at most, and as long again for each time that
-        ``at_once`` episodes were here before. Raises WorkerSpent at once."""
+        """Play n episodes of a group at once, on one engine (call with ``num_returns`` 1 + n):
+        their results, then their payloads. A failure has no payload. Takes an episode's timeout and
+        ``CLOSE_TIMEOUT`` at most, and as long again for each time that ``at_once`` episodes were
+        here before. Raises WorkerSpent at once.
+        """
         if (stuck := hanging()) >= threads.HUNG:
             raise WorkerSpent(f"{stuck} calls of tools hang in this process")
         single = self._for(requests[0]).max_turns == 1 and not self._leads
         first = FirstTurn(len(requests), self._images) if len(requests) > 1 and single else None
         timeout = self._timeout * REQUEST_SHARE
-        engines = [LeasedEngine(request, lease, driver, timeout, self._images, first) for request in requests]
+        engines = [
+            LeasedEngine(request, lease, driver, timeout, self._images, first)
+            for request in requests
+        ]
         prompts = FirstPrompts(self._renderer)
-        episodes = (self._episode(_own(one), engine, prompts) for one, engine in zip(requests, engines, strict=True))
+        episodes = (
+            self._episode(_own(one), engine, prompts)
+            for one, engine in zip(requests, engines, strict=True)
+        )
         played = await asyncio.gather(*episodes)
         return [summary for summary, _ in played], *(trajectory for _, trajectory in played)
 
@@ -109,14 +134,23 @@ class EnvironmentActor(Actor):
         self._engines.add(engine)
         try:
             environment = self._environments.of(request.task)
-            late = EnvironmentHung(f"the episode did not end within {self._timeout:g} s", environment.contained)
+            late = EnvironmentHung(
+                f"the episode did not end within {self._timeout:g} s", environment.contained
+            )
 
-            # The time begins with the room: an episode that waited for others has not hung. The wait
-            # ends, since each of those others has a deadline.
+            # The time begins with the room: an episode that waited for others has not hung. The
+            # wait ends, since each of those others has a deadline.
             async with self._room:
                 engine.begins()
                 began = time.monotonic()
-                playing = play(request, environment, self._renderer, self._for(request), engine.generate, prompts)
+                playing = play(
+                    request,
+                    environment,
+                    self._renderer,
+                    self._for(request),
+                    engine.generate,
+                    prompts,
+                )
                 trajectory = await bounded(self._timeout, playing, late)
                 seconds = time.monotonic() - began
             summary = summarize(trajectory, request.task, seconds, self._renderer.image_token)
@@ -131,9 +165,17 @@ class EnvironmentActor(Actor):
 
 
 def _own(request: RolloutRequest) -> RolloutRequest:
-    """The request with a copy of its task's values, so that episodes do not share them. Messages cannot be changed."""
+    """The request with a copy of its task's values, so that episodes do not share them.
+
+    Messages cannot be changed.
+    """
     task = request.task
-    return replace(request, task=replace(task, ground_truth=copy.deepcopy(task.ground_truth), extra=copy.deepcopy(task.extra)))
+    return replace(
+        request,
+        task=replace(
+            task, ground_truth=copy.deepcopy(task.ground_truth), extra=copy.deepcopy(task.extra)
+        ),
+    )
 
 
 def classify(raised: BaseException) -> Failure:
@@ -145,17 +187,32 @@ def classify(raised: BaseException) -> Failure:
         case Diverged():
             return Failure(Cause.DIVERGED, Scope.ENGINE, retryable=False, why=str(error))
         case OverLongPrompt():
-            return Failure(Cause.OVER_LONG, Scope.ENGINE, retryable=False, why=f"{error} (environment.episode.max_prompt_tokens)")
+            return Failure(
+                Cause.OVER_LONG,
+                Scope.ENGINE,
+                retryable=False,
+                why=f"{error} (environment.episode.max_prompt_tokens)",
+            )
         case EnvironmentHung():
             scope = Scope.EPISODE if error.contained else Scope.PROCESS
             return Failure(Cause.HUNG, scope, retryable=True, why=str(error))
         case EnvironmentFailed():
-            return Failure(Cause.BUG if error.bug else Cause.RAISED, Scope.EPISODE, retryable=not error.bug, why=str(error))
-    return Failure(Cause.RAISED, Scope.ENGINE, retryable=True, why=f"{type(error).__name__}: {error}")
+            return Failure(
+                Cause.BUG if error.bug else Cause.RAISED,
+                Scope.EPISODE,
+                retryable=not error.bug,
+                why=str(error),
+            )
+    return Failure(
+        Cause.RAISED, Scope.ENGINE, retryable=True, why=f"{type(error).__name__}: {error}"
+    )
 
 
 def _failed(request: RolloutRequest, raised: BaseException) -> Failure:
-    """The failure of an episode. Unforeseen errors, and those of environments, are logged with their traceback."""
+    """The failure of an episode.
+
+    Unforeseen errors, and those of environments, are logged with their traceback.
+    """
     error, failure = cause(raised), classify(raised)
     foreseen = isinstance(error, InfrastructureFailure | DataFailure | OverLongPrompt)
     if isinstance(error, EnvironmentFailed) or not foreseen:

@@ -1,4 +1,7 @@
-"""What is done about an actor's error, by its class. A test walks through ``ray.exceptions``: a new class must get its line."""
+"""What is done about an actor's error, by its class.
+
+A test walks through ``ray.exceptions``: a new class must get its line.
+"""
 
 import re
 import traceback
@@ -13,7 +16,14 @@ import ray
 import yaml
 from ray import exceptions
 
-from rayloop.core.failures import ConfigError, MachineFailed, RayloopError, Unforeseen, WorkerSpent, WorkerStartFailed
+from rayloop.core.failures import (
+    ConfigError,
+    MachineFailed,
+    RayloopError,
+    Unforeseen,
+    WorkerSpent,
+    WorkerStartFailed,
+)
 from rayloop.core.types import Ref
 
 T = TypeVar("T")
@@ -23,29 +33,41 @@ class FailureAction(StrEnum):
     """What is done about a failure."""
 
     REPLACE = "replace worker"
-    """The process that was called, or its machine, failed: another process takes its place and does the work."""
+    """The process that was called, or its machine, failed: another process takes its place and does
+    the work.
+    """
     REBUILD = "rebuild policy"
     """A rank failed: all ranks are replaced, and the newest checkpoint is restored."""
     EXCLUDE = "exclude payload"
     """An object is gone: its trajectory is replaced by another one; weights are synced again."""
     END = "end typed"
-    """Neither another process nor less data helps: the run saves what it can and ends with this error."""
+    """Neither another process nor less data helps: the run saves what it can and ends with this
+    error.
+    """
 
 
 REPLACE, REBUILD, EXCLUDE, END = FailureAction
 _TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 ACTIONS: Mapping[type[BaseException], tuple[FailureAction, str]] = MappingProxyType(
-    {resolve_name(name): (FailureAction[action.upper()], why) for name, (action, why) in _TABLE.items()}
+    {
+        resolve_name(name): (FailureAction[action.upper()], why)
+        for name, (action, why) in _TABLE.items()
+    }
 )
 """By class, with the reason. Another class has the action of its nearest base, or END."""
 DEVICE = ("AcceleratorError", "CUDA error")
-"""What torch calls a device that failed for good, which the process never gets back: the type's name, or words of its text."""
+"""What torch calls a device that failed for good, which the process never gets back: the type's
+name, or words of its text.
+"""
 FRAME = '\n  File "'
 """How each frame of a traceback begins."""
 MISCONFIGURED = re.compile(
-    rf"[^\n]*\n(?: [^\n]*\n)*{re.escape(f'{ConfigError.__module__}.{ConfigError.__name__}')}: (.*)", re.DOTALL
+    rf"[^\n]*\n(?: [^\n]*\n)*{re.escape(f'{ConfigError.__module__}.{ConfigError.__name__}')}: (.*)",
+    re.DOTALL,
 )
-"""The rest of a traceback after the beginning of its last frame, when the exception is a ConfigError; finds its message."""
+"""The rest of a traceback after the beginning of its last frame, when the exception is a
+ConfigError; finds its message.
+"""
 
 
 def cause(error: BaseException) -> BaseException:
@@ -56,10 +78,15 @@ def cause(error: BaseException) -> BaseException:
 
 
 def action(error: BaseException, ranks: int = 0) -> FailureAction:
-    """What is done about the error of a call, of the policy if ``ranks`` > 0. A collective that fails is a RuntimeError on the
-    ranks that live, so with several ranks each RuntimeError, except for a device out of memory, counts as a lost rank."""
+    """What is done about the error of a call, of the policy if ``ranks`` > 0.
+
+    A collective that fails is a RuntimeError on the ranks that live, so with several ranks each
+    RuntimeError, except for a device out of memory, counts as a lost rank.
+    """
     below = cause(error)
-    if getattr(below, "actor_init_failed", False):  # its constructor raised, which it would do again
+    if getattr(
+        below, "actor_init_failed", False
+    ):  # its constructor raised, which it would do again
         return END
     found = next((ACTIONS[kind][0] for kind in type(below).__mro__ if kind in ACTIONS), END)
     if found is END and isinstance(below, RuntimeError):
@@ -93,7 +120,9 @@ def typed(error: BaseException) -> RayloopError:
     if isinstance(below, RayloopError):
         return below
     if getattr(below, "actor_init_failed", False):
-        return misconfigured(below) or WorkerStartFailed(f"an actor did not start: {last_line(below)}")
+        return misconfigured(below) or WorkerStartFailed(
+            f"an actor did not start: {last_line(below)}"
+        )
     machine = isinstance(below, exceptions.RayError | OSError) or action(below) is not END
     text = (str(below).strip() or "no message").splitlines()[0]
     return (MachineFailed if machine else Unforeseen)(f"{type(below).__name__}: {text}")
@@ -110,7 +139,9 @@ def last_line(error: BaseException) -> str:
 
 
 def misconfigured(error: BaseException) -> ConfigError | None:
-    """The ConfigError that an actor's constructor raised, as it was raised; None for another error of the constructor."""
+    """The ConfigError that an actor's constructor raised, as it was raised; None for another error
+    of the constructor.
+    """
     # Ray keeps the text of what a constructor raised, and not the exception.
     _, _, after = str(error).rpartition(FRAME)
     found = MISCONFIGURED.fullmatch(after)
@@ -118,8 +149,13 @@ def misconfigured(error: BaseException) -> ConfigError | None:
 
 
 def as_value(error: BaseException) -> exceptions.RayTaskError:
-    """An error as one of the values that a call returns. The caller raises its ``as_instanceof_cause``."""
-    return exceptions.RayTaskError("one of several", "".join(traceback.format_exception(error)), error)
+    """An error as one of the values that a call returns.
+
+    The caller raises its ``as_instanceof_cause``.
+    """
+    return exceptions.RayTaskError(
+        "one of several", "".join(traceback.format_exception(error)), error
+    )
 
 
 def fetch(refs: Sequence[Ref[T]]) -> tuple[dict[Ref[T], T], set[Ref[T]]]:

@@ -1,4 +1,6 @@
-"""Typed handles of actors: the type checker refuses wrong methods and arguments of ``submit(handle, Class.method, ...)``."""
+"""Typed handles of actors: the type checker refuses wrong methods and arguments of ``submit(handle,
+Class.method, ...)``.
+"""
 
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
@@ -19,43 +21,67 @@ class Handle(Generic[A_co]):
     """The type of a handle of an actor of class ``A_co``. At run time it is Ray's handle."""
 
 
-def create(actor: Callable[P, A], options: Mapping[str, Any], *args: P.args, **kwargs: P.kwargs) -> Handle[A]:
+def create(
+    actor: Callable[P, A], options: Mapping[str, Any], *args: P.args, **kwargs: P.kwargs
+) -> Handle[A]:
     """Start an actor with Ray's ``options``. The first call raises what its constructor raised."""
-    return cast(Handle[A], ray.remote(concurrency_groups=GROUPS)(actor).options(**options).remote(*args, **kwargs))
+    return cast(
+        Handle[A],
+        ray.remote(concurrency_groups=GROUPS)(actor).options(**options).remote(*args, **kwargs),
+    )
 
 
 @overload
 def submit(
-    handle: Handle[A], method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
+    handle: Handle[A],
+    method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]],
+    *args: P.args,
+    **kwargs: P.kwargs,
 ) -> Ref[R]: ...
 
 
 @overload
-def submit(handle: Handle[A], method: Callable[Concatenate[A, P], R], *args: P.args, **kwargs: P.kwargs) -> Ref[R]: ...
+def submit(
+    handle: Handle[A], method: Callable[Concatenate[A, P], R], *args: P.args, **kwargs: P.kwargs
+) -> Ref[R]: ...
 
 
 def submit(handle: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Ref[Any]:
-    """Begin a call. This process owns the answer, which stays in the object store as long as the reference."""
+    """Begin a call.
+
+    This process owns the answer, which stays in the object store as long as the reference.
+    """
     return cast(Ref[Any], getattr(handle, method.__name__).remote(*args, **kwargs))
 
 
 def submit_split(
     handle: Handle[A],
     returns: int,
-    method: Callable[Concatenate[A, P], tuple[R, *tuple[S, ...]] | Coroutine[Any, Any, tuple[R, *tuple[S, ...]]]],
+    method: Callable[
+        Concatenate[A, P], tuple[R, *tuple[S, ...]] | Coroutine[Any, Any, tuple[R, *tuple[S, ...]]]
+    ],
     *args: P.args,
     **kwargs: P.kwargs,
 ) -> tuple[Ref[R], *tuple[Ref[S], ...]]:
-    """Begin a call of a method that returns ``returns`` values, each with a reference: one is awaited while others stay remote."""
+    """Begin a call of a method that returns ``returns`` values, each with a reference: one is
+    awaited while others stay remote.
+    """
     call: Any = getattr(handle, method.__name__).options(num_returns=returns)
     return cast(tuple[Ref[R], *tuple[Ref[S], ...]], tuple(call.remote(*args, **kwargs)))
 
 
 def submit_numbered(
-    handle: Handle[A], number: int, returns: int, method: Callable[Concatenate[A, P], Any], *args: P.args, **kwargs: P.kwargs
+    handle: Handle[A],
+    number: int,
+    returns: int,
+    method: Callable[Concatenate[A, P], Any],
+    *args: P.args,
+    **kwargs: P.kwargs,
 ) -> Any:
-    """Begin a call that the actor runs once, however often it comes with the same number (``PolicyRank.numbered``). Returns one
-    reference, or a list of as many as the method ``returns`` values."""
+    """Begin a call that the actor runs once, however often it comes with the same number
+    (``PolicyRank.numbered``). Returns one reference, or a list of as many as the method ``returns``
+    values.
+    """
     untyped: Any = handle
     # Ray shows a call, and the process that runs it, by this name.
     call = untyped.numbered.options(name=method.__qualname__, num_returns=returns)

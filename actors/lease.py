@@ -24,7 +24,9 @@ A_co = TypeVar("A_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Lease(Generic[A_co]):
-    """The right to use one worker: its serial number, its actor handle, its slot, and its node (Ray's id; "" when unknown)."""
+    """The right to use one worker: its serial number, its actor handle, its slot, and its node
+    (Ray's id; "" when unknown).
+    """
 
     worker: int
     handle: Handle[A_co]
@@ -51,12 +53,16 @@ class LeasesEngines(Protocol):
     """The actor that owns the pools: the driver, or an evaluation's."""
 
     async def lease_engine(self, episode: str, lost: int, why: str) -> Lease[Engine]:
-        """Another engine for an episode (``<trajectory>@<attempt>``) whose request failed on engine ``lost``."""
+        """Another engine for an episode (``<trajectory>@<attempt>``) whose request failed on engine
+        ``lost``.
+        """
 
 
 class FirstTurn:
-    """The first turn of the episodes of one call: those with the same prompt, except for the seed, share one request. It is sent
-    when all have asked, or after twice the time that the first one took since it began, at least ``PATIENCE`` seconds more."""
+    """The first turn of the episodes of one call: those with the same prompt, except for the seed,
+    share one request. It is sent when all have asked, or after twice the time that the first one
+    took since it began, at least ``PATIENCE`` seconds more.
+    """
 
     def __init__(self, episodes: int, images: SentImages) -> None:
         self._missing, self._images = episodes, images
@@ -66,14 +72,24 @@ class FirstTurn:
         self._late: asyncio.TimerHandle | None = None
 
     def begins(self) -> None:
-        """An episode has room. What it waited before says nothing about how long the others will take."""
+        """An episode has room.
+
+        What it waited before says nothing about how long the others will take.
+        """
         if self._began is None:
             self._began = time.monotonic()
 
     def ask(
-        self, lease: Lease[Engine], prompt: TokenPrompt, sampling: Sampling, count: Callable[[ImagesSent], None]
+        self,
+        lease: Lease[Engine],
+        prompt: TokenPrompt,
+        sampling: Sampling,
+        count: Callable[[ImagesSent], None],
     ) -> Awaitable[Completion]:
-        """The answer for one episode. Raises as a call of its own would. One ``count`` of each request gets the images sent."""
+        """The answer for one episode.
+
+        Raises as a call of its own would. One ``count`` of each request gets the images sent.
+        """
         loop = asyncio.get_running_loop()
         one = _Asked(lease, prompt, sampling, count, loop.create_future())
         self._asked.append(one)
@@ -116,7 +132,12 @@ class _Asked:
     @property
     def request(self) -> Any:
         """The key of those that share a request. Images are compared by hash."""
-        return self.prompt.token_ids, tuple(image.ref for image in self.prompt.images), self.prompt.cohort, self.sampling
+        return (
+            self.prompt.token_ids,
+            tuple(image.ref for image in self.prompt.images),
+            self.prompt.cohort,
+            self.sampling,
+        )
 
 
 async def _answer(asked: Sequence[_Asked], images: SentImages) -> None:
@@ -129,7 +150,9 @@ async def _answer(asked: Sequence[_Asked], images: SentImages) -> None:
 
     try:
         found = await images.exchange(first.lease.worker, first.prompt, send, first.count)
-        answers += [one.as_instanceof_cause() if isinstance(one, RayTaskError) else one for one in found]
+        answers += [
+            one.as_instanceof_cause() if isinstance(one, RayTaskError) else one for one in found
+        ]
     except Exception as error:
         answers += [error] * len(asked)
     for one, answer in zip(asked, answers, strict=True):
@@ -142,13 +165,21 @@ async def _answer(asked: Sequence[_Asked], images: SentImages) -> None:
 
 
 class LeasedEngine:
-    """Generation for one episode, on another leased engine when one is lost. With ``first``, its first request is shared. A group's
-    first attempt is decoded as one batch in deterministic mode (``request.cohort``), but not after a loss."""
+    """Generation for one episode, on another leased engine when one is lost.
+
+    With ``first``, its first request is shared. A group's first attempt is decoded as one batch in
+    deterministic mode (``request.cohort``), but not after a loss.
+    """
 
     def __init__(
-        self, request: RolloutRequest, lease: Lease[Engine], driver: Handle[LeasesEngines], timeout: float, images: SentImages,
+        self,
+        request: RolloutRequest,
+        lease: Lease[Engine],
+        driver: Handle[LeasesEngines],
+        timeout: float,
+        images: SentImages,
         first: FirstTurn | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.sent = ImagesSent()
         self.generates = False
         """Whether the episode waits for a turn."""
@@ -165,7 +196,10 @@ class LeasedEngine:
             self._first.begins()
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
-        """Sample one turn, on another engine when one is lost. Raises what the engine and ``driver.lease_engine`` raise."""
+        """Sample one turn, on another engine when one is lost.
+
+        Raises what the engine and ``driver.lease_engine`` raise.
+        """
         began, self.generates = time.time(), True
         try:
             completion = await self._generate(prompt, sampling)
@@ -191,10 +225,14 @@ class LeasedEngine:
             except Exception as error:
                 if not (is_lost(error) or object_lost(error)):  # also when the answer is lost
                     raise
-                logger.warning("episode %s lost engine %d: %r", self._key, self._lease.worker, error)
+                logger.warning(
+                    "episode %s lost engine %d: %r", self._key, self._lease.worker, error
+                )
                 self._cohort = None
                 why = f"{type(cause(error)).__name__}: {cause(error)}".splitlines()[0]
-                self._lease = await submit(self._driver, LeasesEngines.lease_engine, self._key, self._lease.worker, why)
+                self._lease = await submit(
+                    self._driver, LeasesEngines.lease_engine, self._key, self._lease.worker, why
+                )
 
     async def _ask(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         def send(sent: TokenPrompt) -> Awaitable[Completion | MissingImages]:

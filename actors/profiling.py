@@ -1,4 +1,6 @@
-"""Profiles of chosen steps (``profile.steps``): torch's in each actor that computes with it, and the timeline of all actors."""
+"""Profiles of chosen steps (``profile.steps``): torch's in each actor that computes with it, and
+the timeline of all actors.
+"""
 
 import asyncio
 import json
@@ -19,14 +21,27 @@ PATIENCE = 600.0
 
 
 class Profiles:
-    """Below the run's ``folder``, of the actors of ``services`` (cluster/services.py). ``warn`` is called with why one failed."""
+    """Below the run's ``folder``, of the actors of ``services`` (cluster/services.py).
 
-    def __init__(self, config: RunConfig, folder: Path, services: Any, warn: Callable[[str], None]) -> None:
-        self._steps, self._folder, self._services, self._warn = config.profile.steps, folder / "profile", services, warn
+    ``warn`` is called with why one failed.
+    """
+
+    def __init__(
+        self, config: RunConfig, folder: Path, services: Any, warn: Callable[[str], None]
+    ) -> None:
+        self._steps, self._folder, self._services, self._warn = (
+            config.profile.steps,
+            folder / "profile",
+            services,
+            warn,
+        )
 
     @asynccontextmanager
     async def step(self, number: int) -> AsyncIterator[None]:
-        """Profile what happens in the block, if ``number`` is to be. A profile that fails never ends the run."""
+        """Profile what happens in the block, if ``number`` is to be.
+
+        A profile that fails never ends the run.
+        """
         if number not in self._steps:
             yield
             return
@@ -48,13 +63,19 @@ class Profiles:
 
         await self._everywhere(folder)
         text = json.dumps(chrome(spans))
-        await self._safely(asyncio.to_thread((folder / "timeline.json").write_text, text, encoding="utf-8"))
+        await self._safely(
+            asyncio.to_thread((folder / "timeline.json").write_text, text, encoding="utf-8")
+        )
 
     async def _everywhere(self, folder: Path | None) -> None:
-        """Begin a profile in each actor that computes with torch; with ``folder``, end it, and write it there."""
+        """Begin a profile in each actor that computes with torch; with ``folder``, end it, and
+        write it there.
+        """
 
         def call(name: str, actor: Handle[PolicyRank]) -> Awaitable[None]:
-            answer = submit(actor, PolicyRank.profile, None if folder is None else f"{folder}/{name}.json.gz")
+            answer = submit(
+                actor, PolicyRank.profile, None if folder is None else f"{folder}/{name}.json.gz"
+            )
             return self._safely(with_deadline(PATIENCE, answer, f"profile of {name}", actor))
 
         await asyncio.gather(*(call(*each) for each in self._actors()))

@@ -14,16 +14,21 @@ from rayloop.core.types import Ref, Trajectory
 from rayloop.engines.settings import FsdpSettings, ModelSettings
 
 Annotation = tuple[list[int], *tuple[Any, ...]]
-"""Positions of lost payloads, then for each payload its log-probs [sampled_tokens] float32, or None."""
+"""Positions of lost payloads, then for each payload its log-probs [sampled_tokens] float32, or
+None.
+"""
 SEEN = 60.0
 """Seconds within which weights that a rank wrote must be seen here."""
 
 
 class ReferenceActor(Actor):
-    """One thread computes, one request after the other; the event loop goes on answering ``health``. ``server``: computes in place
-    of this actor, with the tokenizer of ``model``."""
+    """One thread computes, one request after the other; the event loop goes on answering
+    ``health``. ``server``: computes in place of this actor, with the tokenizer of ``model``.
+    """
 
-    def __init__(self, model: ModelSettings, engine: FsdpSettings, server: str | None = None) -> None:
+    def __init__(
+        self, model: ModelSettings, engine: FsdpSettings, server: str | None = None
+    ) -> None:
         self._model, self._engine, self._server = model, engine, server
         self._worker = ThreadPoolExecutor(1, "score")
         self._worker.submit(self._hold, None).result()
@@ -37,18 +42,30 @@ class ReferenceActor(Actor):
     def health(self) -> None:
         """That it answers is all that is asked."""
 
-    async def annotate(self, payloads: Sequence[Ref[Trajectory]], folder: str | None = None) -> Annotation:
-        """(lost, array, ...): one float32 array [sampled_tokens] per payload; the driver awaits ``lost`` only. Payloads are
-        references to trajectories. ``lost`` are the positions of those that are gone; their arrays are None. ``folder``: of the
-        weights that the policy had at the last refresh. Raises WorkerLost when they are not seen."""
-        return await asyncio.get_running_loop().run_in_executor(self._worker, self._annotate, payloads, folder)
+    async def annotate(
+        self, payloads: Sequence[Ref[Trajectory]], folder: str | None = None
+    ) -> Annotation:
+        """(lost, array, ...): one float32 array [sampled_tokens] per payload; the driver awaits
+        ``lost`` only. Payloads are references to trajectories. ``lost`` are the positions of those
+        that are gone; their arrays are None. ``folder``: of the weights that the policy had at the
+        last refresh. Raises WorkerLost when they are not seen.
+        """
+        return await asyncio.get_running_loop().run_in_executor(
+            self._worker, self._annotate, payloads, folder
+        )
 
     def _annotate(self, payloads: Sequence[Ref[Trajectory]], folder: str | None) -> Annotation:
         if folder != self._held:
             self._hold(folder)
         found, gone = fetch(payloads)
-        arrays = dict(zip(found, self.scorer.logprobs(list(found.values())), strict=True)) if found else {}
-        return [i for i, ref in enumerate(payloads) if ref in gone], *(arrays.get(ref) for ref in payloads)
+        arrays = (
+            dict(zip(found, self.scorer.logprobs(list(found.values())), strict=True))
+            if found
+            else {}
+        )
+        return [i for i, ref in enumerate(payloads) if ref in gone], *(
+            arrays.get(ref) for ref in payloads
+        )
 
     def _hold(self, folder: str | None) -> None:
         """Score with the model in ``folder`` from now on; None: with that of the settings."""
@@ -62,6 +79,10 @@ class ReferenceActor(Actor):
 
             if folder is not None and not appears(Path(folder), SEEN):
                 raise WorkerLost(f"{folder} was not seen on {self.host()} within {SEEN:g} s")
-            model = self._model.model_copy(update={"path": folder, "revision": None}) if folder else self._model
+            model = (
+                self._model.model_copy(update={"path": folder, "revision": None})
+                if folder
+                else self._model
+            )
             self.scorer = FrozenScorer(model, self._engine)
         self._held = folder

@@ -15,7 +15,14 @@ from rayloop.actors.failures import as_value
 from rayloop.actors.images import ImageCache, MissingImages
 from rayloop.config.model import Dtype
 from rayloop.core.failures import Diverged
-from rayloop.core.protocols import EngineHealth, GenerationEngine, Level, Manifest, ProfiledEngine, SleepingEngine
+from rayloop.core.protocols import (
+    EngineHealth,
+    GenerationEngine,
+    Level,
+    Manifest,
+    ProfiledEngine,
+    SleepingEngine,
+)
 from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
 from rayloop.engines.settings import EngineChoice, EnginePlace, ModelSettings, build_engine
 from rayloop.transports.plain import Arrays, ArraySender
@@ -26,11 +33,16 @@ from rayloop.transports.settings import TransportSettings
 
 def scratch() -> str:
     """A new folder within Ray's own, which Ray removes: an actor that is killed cannot."""
-    return tempfile.mkdtemp(prefix="rollout-", dir=ray.get_runtime_context().get_temp_dir() if ray.is_initialized() else None)
+    return tempfile.mkdtemp(
+        prefix="rollout-",
+        dir=ray.get_runtime_context().get_temp_dir() if ray.is_initialized() else None,
+    )
 
 
 def start_weights(model: ModelSettings, dtype: Dtype) -> WeightUpdate[Arrays]:
-    """The weights of ``model.path`` as version 0.0, as ``ObjectStoreTransport`` sends them: for engines without a trainer."""
+    """The weights of ``model.path`` as version 0.0, as ``ObjectStoreTransport`` sends them: for
+    engines without a trainer.
+    """
     from rayloop.engines.models import hf_state, load_model
     from rayloop.transports.manifest import DTYPES
 
@@ -40,9 +52,17 @@ def start_weights(model: ModelSettings, dtype: Dtype) -> WeightUpdate[Arrays]:
 class RolloutActor(Actor):
     """Many ``generate`` calls run at once on the actor's event loop; the engine batches them."""
 
-    def __init__(self, model: ModelSettings, settings: EngineChoice, transport: TransportSettings, folder: str) -> None:
+    def __init__(
+        self,
+        model: ModelSettings,
+        settings: EngineChoice,
+        transport: TransportSettings,
+        folder: str,
+    ) -> None:
         name = ray.get_runtime_context().get_actor_name() if ray.is_initialized() else None
-        self.engine: GenerationEngine = build_engine(model, settings, EnginePlace(folder, scratch, name))
+        self.engine: GenerationEngine = build_engine(
+            model, settings, EnginePlace(folder, scratch, name)
+        )
         self.images = ImageCache()
         self.receiver = choose(transport, folder).receiver()
         self._order = 0
@@ -62,23 +82,33 @@ class RolloutActor(Actor):
     async def generate_each(
         self, prompt: TokenPrompt, seeds: Sequence[int], sampling: Sampling
     ) -> list[Completion | RayTaskError] | MissingImages:
-        """Sample one turn for each seed, all at once; one that fails is returned by ``as_value``. Or return the missing images."""
+        """Sample one turn for each seed, all at once; one that fails is returned by ``as_value``.
+
+        Or return the missing images.
+        """
         async with self.images.whole(prompt) as whole:
             if isinstance(whole, MissingImages):
                 return whole
             asked = (self._turn(dataclasses.replace(whole, seed=seed), sampling) for seed in seeds)
             answers = await asyncio.gather(*asked, return_exceptions=True)
-            return [answer if isinstance(answer, Completion) else as_value(answer) for answer in answers]
+            return [
+                answer if isinstance(answer, Completion) else as_value(answer) for answer in answers
+            ]
 
     async def _turn(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
-        """Raises Diverged for log-probs that are not finite: another engine with the same weights would have the same."""
+        """Raises Diverged for log-probs that are not finite: another engine with the same weights
+        would have the same.
+        """
         done = await self.engine.generate(prompt, sampling)
-        wrong = 0 if self._without_logprobs else sum(not math.isfinite(one) for one in done.logprobs)
+        wrong = (
+            0 if self._without_logprobs else sum(not math.isfinite(one) for one in done.logprobs)
+        )
         if wrong:
             raise Diverged(
-                f"the engine's log-probs are not finite for {wrong} of {len(done.logprobs)} sampled tokens, with the weights of "
-                f"version {done.version}: NaN in the logits. The weights or their activations are out of range: lower "
-                "policy.optimizer.lr, or look at model.path and rollout.engine.dtype"
+                f"the engine's log-probs are not finite for {wrong} of {len(done.logprobs)} sampled"
+                f" tokens, with the weights of version {done.version}: NaN in the logits. The"
+                " weights or their activations are out of range: lower policy.optimizer.lr, or"
+                " look at model.path and rollout.engine.dtype"
             )
         return done
 
@@ -105,8 +135,11 @@ class RolloutActor(Actor):
             await self.engine.resume()
 
     async def load(self, manifest: Manifest, source: Any, order: int = 0) -> None:
-        """Load a weight update, whose ``source`` is the transport's. Raises WeightSyncError. ``order`` grows with each update of a
-        run: one before the last that was loaded is left out, since its source arrived when the driver had given the call up."""
+        """Load a weight update, whose ``source`` is the transport's.
+
+        Raises WeightSyncError. ``order`` grows with each update of a run: one before the last that
+        was loaded is left out, since its source arrived when the driver had given the call up.
+        """
         async with self._loading:  # an older one that is under way must not end after a newer one
             if order < self._order:
                 return

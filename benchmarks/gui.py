@@ -1,7 +1,9 @@
-"""What ``bench latency`` puts around the real driver, environment, rollout and reward actors: slow screens, an engine that waits.
+"""What ``bench latency`` puts around the real driver, environment, rollout and reward actors: slow
+screens, an engine that waits.
 
-Both loops that are compared are the same code: in the one with a barrier the engine begins a turn when every environment has taken
-its step, which is what a loop does that steps all environments together.
+Both loops that are compared are the same code: in the one with a barrier the engine begins a turn
+when every environment has taken its step, which is what a loop does that steps all environments
+together.
 """
 
 from __future__ import annotations
@@ -23,13 +25,24 @@ from rayloop.cluster.driver import Driver
 from rayloop.cluster.driver_actor import DriverActor
 from rayloop.config.settings import SettingsModel
 from rayloop.core.protocols import EngineHealth, Manifest, Observation, StepResult
-from rayloop.core.types import Completion, FinishReason, ImageSource, Message, Sampling, Task, TokenPrompt, Version
+from rayloop.core.types import (
+    Completion,
+    FinishReason,
+    ImageSource,
+    Message,
+    Sampling,
+    Task,
+    TokenPrompt,
+    Version,
+)
 from rayloop.run.records.step_metrics import Collected
 
 FASTEST, SLOWEST = 0.05, 5.0
 """Seconds of a step."""
 MEDIAN, SPREAD = 0.4, 1.1
-"""Of the log-normal distribution that is cut to these: its median in seconds, and the standard deviation of its logarithm."""
+"""Of the log-normal distribution that is cut to these: its median in seconds, and the standard
+deviation of its logarithm.
+"""
 SCREENS = [screen(20_000, seed) for seed in range(16)]
 
 
@@ -66,8 +79,10 @@ class Gui:
 
 
 class SlotEngine:
-    """A ``GenerationEngine`` with so many slots, each of which takes as long for a turn. With ``barrier`` it begins when as many
-    requests are there."""
+    """A ``GenerationEngine`` with so many slots, each of which takes as long for a turn.
+
+    With ``barrier`` it begins when as many requests are there.
+    """
 
     class Settings(SettingsModel):
         seconds: float = 1.0
@@ -96,7 +111,9 @@ class SlotEngine:
             self._busy += time.monotonic() - self._running.pop(turn)
         word = next(token for token in range(100, 1000) if token not in sampling.banned_tokens)
         tokens = (word,) * 7 + sampling.end_tokens[:1]
-        return Completion(tokens, (-0.5,) * len(tokens), FinishReason.END_TOKEN, self._version or Version(0, 0))
+        return Completion(
+            tokens, (-0.5,) * len(tokens), FinishReason.END_TOKEN, self._version or Version(0, 0)
+        )
 
     async def _together(self) -> None:
         all_there = asyncio.get_running_loop().create_future()
@@ -173,7 +190,7 @@ class GuiDriver(Driver):
     async def mark(self) -> None:
         """What the engine did so far."""
         engines: Sequence[Any] = list(self.services.rollout.workers.values())
-        (busy, turns) = await submit(engines[0].handle, SlotRollout.busy)
+        busy, turns = await submit(engines[0].handle, SlotRollout.busy)
         self.marks.append((time.monotonic(), busy, turns))
 
     async def record(self, report: Mapping[str, float], collected: Collected) -> None:
@@ -189,7 +206,9 @@ class GuiActor(DriverActor):
         return GuiDriver(self.config, services, self.reporter, self.origin, handle, self.hashes)
 
     async def measure(self, warm: int, environments: int) -> dict[str, float]:
-        """Run; returns what happened after the first ``warm`` steps: seconds, busy seconds of slots, and turns."""
+        """Run; returns what happened after the first ``warm`` steps: seconds, busy seconds of
+        slots, and turns.
+        """
         GuiDriver.environments = environments
         await self.main()
         driver = self.driver

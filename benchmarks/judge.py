@@ -1,6 +1,8 @@
-"""``bench judge``: what the judge's client and Ray Serve add to the time of the model, both sides alternately.
+"""``bench judge``: what the judge's client and Ray Serve add to the time of the model, both sides
+alternately.
 
-The model's server is a stub that takes a fixed time for each reply and answers so many at once: what is measured is all the rest.
+The model's server is a stub that takes a fixed time for each reply and answers so many at once:
+what is measured is all the rest.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ PATIENCE = 600.0
 
 
 class Stub:
-    """An ASGI application: a judge that answers at once, and the server of a model that takes ``seconds``, ``slots`` at once."""
+    """An ASGI application: a judge that answers at once, and the server of a model that takes
+    ``seconds``, ``slots`` at once.
+    """
 
     def __init__(self, seconds: float, slots: int) -> None:
         self._seconds, self._slots = seconds, asyncio.Semaphore(slots)
@@ -52,23 +56,42 @@ class Stub:
             message = await receive()
             data, more = data + message.get("body", b""), message.get("more_body", False)
         if scope["path"] == "/v1/judge":
-            verdict = {"verdict": "correct", "score": 1.0, "fingerprint": "stub", "backend": "rule", "decided_by": "model"}
-            answer: dict[str, Any] = {"results": [{"outcome": "scored", **verdict} for _ in json.loads(data)["items"]]}
+            verdict = {
+                "verdict": "correct",
+                "score": 1.0,
+                "fingerprint": "stub",
+                "backend": "rule",
+                "decided_by": "model",
+            }
+            answer: dict[str, Any] = {
+                "results": [{"outcome": "scored", **verdict} for _ in json.loads(data)["items"]]
+            }
         else:
             async with self._slots:
                 await asyncio.sleep(self._seconds)
             text = '{"reason": "stub", "verdict": "correct"}'
             answer = {"choices": [{"message": {"role": "assistant", "content": text}}]}
         body = json.dumps(answer).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="how often each side is measured")
-    parser.add_argument("--model-seconds", type=float, default=0.5, metavar="S", help="that the model takes for a verdict")
-    parser.add_argument("--model-slots", type=int, default=32, metavar="N", help="verdicts that it works on at once")
+    parser.add_argument(
+        "--model-seconds",
+        type=float,
+        default=0.5,
+        metavar="S",
+        help="that the model takes for a verdict",
+    )
+    parser.add_argument(
+        "--model-slots", type=int, default=32, metavar="N", help="verdicts that it works on at once"
+    )
     parser.add_argument("--trajectories", type=int, default=512, help="that are judged")
     parser.add_argument("--distinct", type=int, default=256, help="different answers among them")
     parser.add_argument("--calls", type=int, default=200, help="single calls per round")
@@ -76,7 +99,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _judge(arguments: argparse.Namespace) -> int:
-    with tempfile.TemporaryDirectory() as temporary, _stub(arguments) as url, _served(Path(temporary), url) as (judge, key):
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        _stub(arguments) as url,
+        _served(Path(temporary), url) as (judge, key),
+    ):
         found = asyncio.run(_measure(arguments, url, judge, key))
     print(json.dumps({**found, "machine": machine()}))
     return 0
@@ -85,12 +112,14 @@ def _judge(arguments: argparse.Namespace) -> int:
 async def _measure(a: argparse.Namespace, stub: str, judge: str, key: Path) -> dict[str, Any]:
     rounds = []
     for number in range(a.rounds):
-        rounds.append({
-            **await _single_calls(stub, a.calls, number),
-            **await _hop(judge, a.calls),
-            **await _throughput(a, stub, judge, key, number),
-            **await _trajectories(a, stub, judge, key, number),
-        })  # fmt: skip
+        rounds.append(
+            {
+                **await _single_calls(stub, a.calls, number),
+                **await _hop(judge, a.calls),
+                **await _throughput(a, stub, judge, key, number),
+                **await _trajectories(a, stub, judge, key, number),
+            }
+        )
         print(json.dumps(rounds[-1]), file=sys.stderr, flush=True)
     whole = {name: median(one[name] for one in rounds) for name in rounds[0]}
     ratios = {
@@ -103,7 +132,11 @@ async def _measure(a: argparse.Namespace, stub: str, judge: str, key: Path) -> d
 
 def _item(number: int, kind: str) -> JudgeItem:
     """One that no rule decides."""
-    return JudgeItem(question="What is shown?", reference=f"A big dog, {kind} {number}", answer=f"a large dog of {kind} {number}")
+    return JudgeItem(
+        question="What is shown?",
+        reference=f"A big dog, {kind} {number}",
+        answer=f"a large dog of {kind} {number}",
+    )
 
 
 async def _times(call: Callable[[int], Awaitable[Any]], count: int) -> list[float]:
@@ -117,7 +150,9 @@ async def _times(call: Callable[[int], Awaitable[Any]], count: int) -> list[floa
 
 
 async def _single_calls(stub: str, calls: int, number: int) -> dict[str, float]:
-    """Medians of a bare httpx call, of the client's, and of the client's when it knows the verdict, in parts that alternate."""
+    """Medians of a bare httpx call, of the client's, and of the client's when it knows the verdict,
+    in parts that alternate.
+    """
     client, part = JudgeClient(ClientSettings(url=stub)), max(1, calls // 10)
     bare: list[float] = []
     ours: list[float] = []
@@ -126,7 +161,9 @@ async def _single_calls(stub: str, calls: int, number: int) -> dict[str, float]:
         for block in range(10):
             items = [_item(n, f"single {number}.{block}") for n in range(part)]
             bodies = [JudgeRequest(items=(item,)).model_dump(mode="json") for item in items]
-            bare += await _times(lambda n, bodies=bodies: http.post("/v1/judge", json=bodies[n]), part)  # type: ignore[misc]
+            bare += await _times(
+                lambda n, bodies=bodies: http.post("/v1/judge", json=bodies[n]), part
+            )  # type: ignore[misc]
             ours += await _times(lambda n, items=items: client.judge(items[n], PATIENCE), part)  # type: ignore[misc]
             known += await _times(lambda n, items=items: client.judge(items[n], PATIENCE), part)  # type: ignore[misc]
     await client.close()
@@ -139,13 +176,22 @@ async def _hop(judge: str, calls: int) -> dict[str, float]:
         return {"serve_hop_ms": median(await _times(lambda _: http.get("/healthz"), calls))}
 
 
-async def _throughput(a: argparse.Namespace, stub: str, judge: str, key: Path, number: int) -> dict[str, float]:
-    """Items per second in requests of BATCH items, enough at once to fill the model: the backend itself, and through Serve."""
+async def _throughput(
+    a: argparse.Namespace, stub: str, judge: str, key: Path, number: int
+) -> dict[str, float]:
+    """Items per second in requests of BATCH items, enough at once to fill the model: the backend
+    itself, and through Serve.
+    """
     flight: int = max(1, 2 * a.model_slots // BATCH)
     headers = {"Authorization": f"Bearer {key.read_text(encoding='utf-8').strip()}"}
 
     async def measure(send: Callable[[Sequence[JudgeItem]], Awaitable[Any]], kind: str) -> float:
-        batches = iter([[_item(BATCH * n + i, f"{kind} {number}") for i in range(BATCH)] for n in range(4 * flight)])
+        batches = iter(
+            [
+                [_item(BATCH * n + i, f"{kind} {number}") for i in range(BATCH)]
+                for n in range(4 * flight)
+            ]
+        )
 
         async def worker() -> None:
             for batch in batches:
@@ -157,10 +203,14 @@ async def _throughput(a: argparse.Namespace, stub: str, judge: str, key: Path, n
         return 4 * flight * BATCH / seconds
 
     model = OpenAIModel(_model(stub))
-    async with httpx.AsyncClient(base_url=judge, trust_env=False, timeout=PATIENCE, headers=headers) as http:
+    async with httpx.AsyncClient(
+        base_url=judge, trust_env=False, timeout=PATIENCE, headers=headers
+    ) as http:
 
         async def post(items: Sequence[JudgeItem]) -> None:
-            answer = await http.post("/v1/judge", json=JudgeRequest(items=tuple(items)).model_dump(mode="json"))
+            answer = await http.post(
+                "/v1/judge", json=JudgeRequest(items=tuple(items)).model_dump(mode="json")
+            )
             answer.raise_for_status()
 
         grader = Grader(load_rubrics(), model, "openai")
@@ -170,8 +220,12 @@ async def _throughput(a: argparse.Namespace, stub: str, judge: str, key: Path, n
     return {"direct_items_per_s": direct, "serve_items_per_s": served}
 
 
-async def _trajectories(a: argparse.Namespace, stub: str, judge: str, key: Path, number: int) -> dict[str, float]:
-    """Seconds for all trajectories through client and Serve, and those that the backend itself takes for the distinct answers."""
+async def _trajectories(
+    a: argparse.Namespace, stub: str, judge: str, key: Path, number: int
+) -> dict[str, float]:
+    """Seconds for all trajectories through client and Serve, and those that the backend itself
+    takes for the distinct answers.
+    """
     model = OpenAIModel(_model(stub))
     grader = Grader(load_rubrics(), model, "openai")
     began = time.perf_counter()
@@ -194,7 +248,13 @@ def _model(stub: str) -> OpenAIBackendSettings:
 @contextmanager
 def _stub(arguments: argparse.Namespace) -> Iterator[str]:
     """The stub in a process of its own; yields its URL."""
-    command = [sys.executable, "-m", "benchmarks.judge", str(arguments.model_seconds), str(arguments.model_slots)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.judge",
+        str(arguments.model_seconds),
+        str(arguments.model_slots),
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -210,18 +270,34 @@ def _stub(arguments: argparse.Namespace) -> Iterator[str]:
 @contextmanager
 def _served(folder: Path, stub: str) -> Iterator[tuple[str, Path]]:
     """``judge serve`` in front of the stub; yields its URL and key file."""
-    args = {"backend": _model(stub).model_dump(), "cache": {"size": 0}, "limits": {"held": 4096}, "canary": {"right": False}}
+    args = {
+        "backend": _model(stub).model_dump(),
+        "cache": {"size": 0},
+        "limits": {"held": 4096},
+        "canary": {"right": False},
+    }
     config = {"http_options": {"port": 0}, "applications": [{"args": args}]}
     (folder / "judge.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     announced = folder / "judge.json"
-    command = [sys.executable, "-m", "rayloop", "judge", "serve", str(folder / "judge.yaml"), "--announce", str(announced)]
+    command = [
+        sys.executable,
+        "-m",
+        "rayloop",
+        "judge",
+        "serve",
+        str(folder / "judge.yaml"),
+        "--announce",
+        str(announced),
+    ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     with subprocess.Popen(command, stdout=sys.stderr, env=environment) as process:
         try:
             end = time.monotonic() + START
             while not announced.exists():
                 if process.poll() is not None or time.monotonic() > end:
-                    raise BenchFailed(f"no judge within {START:g} s (exit code {process.poll()}); see above")
+                    raise BenchFailed(
+                        f"no judge within {START:g} s (exit code {process.poll()}); see above"
+                    )
                 time.sleep(0.1)
             yield json.loads(announced.read_text(encoding="utf-8"))["url"], folder / "judge.key"
         finally:
@@ -241,7 +317,13 @@ def _until_answered(url: str, process: subprocess.Popen[str]) -> None:
 
 def main(seconds: str, slots: str) -> None:
     """Serve the stub on a free port, which is printed."""
-    config = uvicorn.Config(Stub(float(seconds), int(slots)), host="127.0.0.1", port=0, log_level="critical", lifespan="off")
+    config = uvicorn.Config(
+        Stub(float(seconds), int(slots)),
+        host="127.0.0.1",
+        port=0,
+        log_level="critical",
+        lifespan="off",
+    )
     listening = config.bind_socket()
     print(listening.getsockname()[1], flush=True)
     uvicorn.Server(config).run([listening])

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Load:
-    """What is simulated. ``latency``: mean seconds of an episode; ``train``: seconds of a step of the trainer."""
+    """What is simulated.
+
+    ``latency``: mean seconds of an episode; ``train``: seconds of a step of the trainer.
+    """
 
     engines: int
     slots: int

@@ -1,4 +1,6 @@
-"""What all measurements share: programs run in turn, the memory of process trees, and the machine beside the figures."""
+"""What all measurements share: programs run in turn, the memory of process trees, and the machine
+beside the figures.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class BenchFailed(RayloopError):
 def alternately(
     commands: Mapping[str, Sequence[str]], rounds: int, describe: Callable[[Mapping[str, Any]], str]
 ) -> list[dict[str, dict[str, Any]]]:
-    """What each program measured {name: result}, round by round, one after the other; prints what it does and finds."""
+    """What each program measured {name: result}, round by round, one after the other; prints what
+    it does and finds.
+    """
     found: list[dict[str, dict[str, Any]]] = []
     for number in range(1, rounds + 1):
         found.append({})
@@ -45,14 +49,20 @@ def alternately(
 
 
 def measured(command: Sequence[str]) -> dict[str, Any]:
-    """The last JSON object among the lines of a program's output. Raises BenchFailed.
+    """The last JSON object among the lines of a program's output.
 
-    ``warm_steps`` [n + 1] in it are the Unix seconds at which n steps began and the last one ended; then it gets ``cpu_s_mean``,
-    the CPU seconds that the program and all its descendants needed for a step.
+    Raises BenchFailed.
+
+    ``warm_steps`` [n + 1] in it are the Unix seconds at which n steps began and the last one ended;
+    then it gets ``cpu_s_mean``, the CPU seconds that the program and all its descendants needed for
+    a step.
     """
     # Our command line sets the variable for actors that share cores; the peer gets its own default.
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as said, tempfile.TemporaryFile("w+", encoding="utf-8") as blamed:
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8") as said,
+        tempfile.TemporaryFile("w+", encoding="utf-8") as blamed,
+    ):
         run = subprocess.Popen(command, stdout=said, stderr=blamed, env=environment)
         tree = Tree(run.pid)
         while run.poll() is None:
@@ -61,8 +71,12 @@ def measured(command: Sequence[str]) -> dict[str, Any]:
         said.seek(0)
         blamed.seek(0)
         if run.returncode:
-            raise BenchFailed(f"{shlex.join(command)} ended with {run.returncode}:\n{blamed.read()[-2000:]}")
-        *_, last = (line for line in said if line.startswith("{"))  # vLLM logs to stdout even at its end
+            raise BenchFailed(
+                f"{shlex.join(command)} ended with {run.returncode}:\n{blamed.read()[-2000:]}"
+            )
+        *_, last = (
+            line for line in said if line.startswith("{")
+        )  # vLLM logs to stdout even at its end
     result: dict[str, Any] = json.loads(last)
     if times := result.get("warm_steps"):
         spent = tree.until(times[-1]) - tree.until(times[0])
@@ -72,8 +86,14 @@ def measured(command: Sequence[str]) -> dict[str, Any]:
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on, and how busy it was (load average of the last minute)."""
-    info = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").is_file() else ""
-    names = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
+    info = (
+        Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").is_file() else ""
+    )
+    names = [
+        line.partition(":")[2].strip()
+        for line in info.splitlines()
+        if line.startswith("model name")
+    ]
     return {
         "cpu": names[0] if names else platform.processor(),
         "cores": os.cpu_count(),
@@ -84,9 +104,11 @@ def machine() -> dict[str, Any]:
 
 
 class PeakMemory:
-    """The most that this process and all its descendants held at once while the block ran, in MiB: RSS and PSS.
+    """The most that this process and all its descendants held at once while the block ran, in MiB:
+    RSS and PSS.
 
-    RSS counts what processes share (libraries, Ray's object store) once for each of them, PSS once in all.
+    RSS counts what processes share (libraries, Ray's object store) once for each of them, PSS once
+    in all.
     """
 
     def __init__(self) -> None:
@@ -98,7 +120,12 @@ class PeakMemory:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._ended.set()
         self._thread.join()
 
@@ -110,12 +137,17 @@ class PeakMemory:
 
 def rollup(pid: int) -> dict[str, float]:
     """MiB by kind (``Rss``, ``Pss``, ...). Raises OSError when the process has ended."""
-    parts = (line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()[1:])
+    parts = (
+        line.split()
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()[1:]
+    )
     return {name.rstrip(":"): int(kib) / 1024 for name, kib, _ in parts}
 
 
 def tree_memory(root: psutil.Process) -> tuple[float, float]:
-    """MiB of RSS and of PSS of a process and all its descendants; one that has just ended counts as nothing."""
+    """MiB of RSS and of PSS of a process and all its descendants; one that has just ended counts as
+    nothing.
+    """
     found = []
     for process in [root, *root.children(recursive=True)]:
         with suppress(FileNotFoundError, ProcessLookupError, PermissionError):

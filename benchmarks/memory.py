@@ -1,7 +1,9 @@
-"""``bench memory``: whether a run grows. A real run of any configuration, and the PSS of each of its actors step by step.
+"""``bench memory``: whether a run grows.
 
-The slope is that of a least-squares line over the steps after the first quarter; the object store's use is what Ray's node says
-on its metrics port.
+A real run of any configuration, and the PSS of each of its actors step by step.
+
+The slope is that of a least-squares line over the steps after the first quarter; the object store's
+use is what Ray's node says on its metrics port.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ EVERY = 0.2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, help="YAML file of a run")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="values to change")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="values to change"
+    )
     parser.add_argument("--steps", type=int, default=200, help="over which processes are weighed")
     parser.set_defaults(run=_memory)
 
@@ -40,15 +44,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _memory(arguments: argparse.Namespace) -> int:
     from rayloop.run.config import RunConfig
 
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(prefix="rl") as temporary:  # sockets want short paths
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory(prefix="rl") as temporary,
+    ):  # sockets want short paths
         options = [*arguments.overrides, f"output={folder}", f"steps={arguments.steps}"]
         name = load(arguments.config, options, RunConfig).name
         command = [sys.executable, "-m", "rayloop", "train", str(arguments.config), *options]
-        with subprocess.Popen(command, stdout=sys.stderr, env={**os.environ, "TMPDIR": temporary}) as process:
+        with subprocess.Popen(
+            command, stdout=sys.stderr, env={**os.environ, "TMPDIR": temporary}
+        ) as process:
             seen, store = _watch(process, Path(folder) / name / "metrics.jsonl", Path(temporary))
         if process.returncode:
             raise BenchFailed(f"the run ended with {process.returncode}; see above")
-    print(json.dumps({"config": str(arguments.config), "steps": arguments.steps, **_result(seen, store), "machine": machine()}))
+    print(
+        json.dumps(
+            {
+                "config": str(arguments.config),
+                "steps": arguments.steps,
+                **_result(seen, store),
+                "machine": machine(),
+            }
+        )
+    )
     return 0
 
 
@@ -68,7 +86,9 @@ def _watch(
         for child in psutil.Process(process.pid).children(recursive=True):
             with suppress(psutil.Error, OSError):
                 if (name := "".join(child.cmdline())).startswith("ray::") and "IDLE" not in name:
-                    seen[f"{name.removeprefix('ray::').partition('.')[0]} {child.pid}"][step] = rollup(child.pid)["Pss"]
+                    seen[f"{name.removeprefix('ray::').partition('.')[0]} {child.pid}"][step] = (
+                        rollup(child.pid)["Pss"]
+                    )
         if (used := _stored(temporary)) is not None:
             store[step] = used
     return seen, store
@@ -78,25 +98,37 @@ def _stored(temporary: Path) -> float | None:
     """MiB in the object store."""
     for file in temporary.rglob("metrics_export_port_*"):
         with suppress(httpx.TransportError, ValueError, OSError):
-            page = httpx.get(f"http://127.0.0.1:{int(file.read_text(encoding='utf-8'))}/metrics", trust_env=False).text
-            lines = [line for line in page.splitlines() if line.startswith("ray_object_store_memory{")]
+            page = httpx.get(
+                f"http://127.0.0.1:{int(file.read_text(encoding='utf-8'))}/metrics", trust_env=False
+            ).text
+            lines = [
+                line for line in page.splitlines() if line.startswith("ray_object_store_memory{")
+            ]
             return sum(float(line.rpartition(" ")[2]) for line in lines) / 2**20
     return None
 
 
-def _result(seen: Mapping[str, Mapping[int, float]], store: Mapping[int, float]) -> dict[str, object]:
+def _result(
+    seen: Mapping[str, Mapping[int, float]], store: Mapping[int, float]
+) -> dict[str, object]:
     last = max(max(steps) for steps in seen.values())
-    kept = {name: _after(steps, last // 4) for name, steps in seen.items() if max(steps) > 0.9 * last}
+    kept = {
+        name: _after(steps, last // 4) for name, steps in seen.items() if max(steps) > 0.9 * last
+    }
     parts: Sequence[tuple[int, float]] = _after(store, last // 4)
     tenth = max(1, len(parts) // 10)
     return {
         "measured_steps": [last // 4, last],
-        "mib_per_step": {name: round(linear_regression(*zip(*part, strict=True)).slope, 4) for name, part in kept.items()},
+        "mib_per_step": {
+            name: round(linear_regression(*zip(*part, strict=True)).slope, 4)
+            for name, part in kept.items()
+        },
         "mib_at_end": {name: round(part[-1][1], 1) for name, part in kept.items()},
         "object_store_mib": {
-            "begin": round(median(mib for _, mib in parts[:tenth]), 2), "end": round(median(mib for _, mib in parts[-tenth:]), 2)
+            "begin": round(median(mib for _, mib in parts[:tenth]), 2),
+            "end": round(median(mib for _, mib in parts[-tenth:]), 2),
         },
-    }  # fmt: skip
+    }
 
 
 def _after(steps: Mapping[int, float], first: int) -> list[tuple[int, float]]:

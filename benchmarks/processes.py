@@ -1,4 +1,6 @@
-"""CPU seconds of a process and its descendants over time, from /proc: what has ended counts up to the last look. Linux only."""
+"""CPU seconds of a process and its descendants over time, from /proc: what has ended counts up to
+the last look. Linux only.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,16 @@ EVERY = 0.25
 """Seconds between two looks."""
 TICK = 1 / os.sysconf("SC_CLK_TCK")
 DAEMONS = {
-    "gcs_server": "GCS", "raylet/raylet": "raylet", "dashboard/dashboard.py": "dashboard", "dashboard/agent.py": "agent",
-    "runtime_env/agent/main.py": "runtime-env agent", "log_monitor.py": "log monitor", "monitor.py": "autoscaler",
-    "setup_worker.py": "IDLE", "default_worker.py": "IDLE",
-}  # fmt: skip
+    "gcs_server": "GCS",
+    "raylet/raylet": "raylet",
+    "dashboard/dashboard.py": "dashboard",
+    "dashboard/agent.py": "agent",
+    "runtime_env/agent/main.py": "runtime-env agent",
+    "log_monitor.py": "log monitor",
+    "monitor.py": "autoscaler",
+    "setup_worker.py": "IDLE",
+    "default_worker.py": "IDLE",
+}
 """Part of a command -> what the process is called here."""
 IDLE = "IDLE"
 """Ray's own name of a worker that is no actor yet."""
@@ -31,7 +39,8 @@ class Tree:
         self._root = root
         self._names: dict[tuple[int, str], str] = {}
         self._looks: list[tuple[float, dict[tuple[int, str], float]]] = []
-        """When, and what each process (id and start time) had used until then, ended ones included."""
+        """When, and what each process (id and start time) had used until then, ended ones included.
+        """
 
     def look(self) -> None:
         """Note what has been used so far."""
@@ -47,7 +56,9 @@ class Tree:
                 _, begun, seconds = found[pid]
                 used[pid, begun] = seconds
                 name = "command line" if pid == self._root else _name(pid)
-                if name != IDLE or (pid, begun) not in self._names:  # a worker between two calls is still an actor
+                if (
+                    name != IDLE or (pid, begun) not in self._names
+                ):  # a worker between two calls is still an actor
                     self._names[pid, begun] = name
         self._looks.append((time.time(), used))
 
@@ -66,9 +77,15 @@ class Tree:
         for process, name in self._names.items():
             kinds[name].append(process)
         many = {name: f"{len(own)} {name}" if len(own) > 1 else name for name, own in kinds.items()}
-        used = {many[name]: [sum(self._until(p, end) for p in own) for end in ends.values()] for name, own in kinds.items()}
+        used = {
+            many[name]: [sum(self._until(p, end) for p in own) for end in ends.values()]
+            for name, own in kinds.items()
+        }
         return {
-            name: {part: round(now - before, 2) for part, now, before in zip(ends, sums, [0.0, *sums], strict=False)}
+            name: {
+                part: round(now - before, 2)
+                for part, now, before in zip(ends, sums, [0.0, *sums], strict=False)
+            }
             for name, sums in sorted(used.items(), key=lambda item: -item[1][-1])
         }
 
@@ -89,13 +106,25 @@ def _processes() -> dict[int, tuple[int, str, float]]:
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with suppress(OSError):
-                fields = Path(f"/proc/{entry}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-                found[int(entry)] = (int(fields[1]), fields[19], (int(fields[11]) + int(fields[12])) * TICK)
+                fields = (
+                    Path(f"/proc/{entry}/stat")
+                    .read_text(encoding="utf-8")
+                    .rpartition(")")[2]
+                    .split()
+                )
+                found[int(entry)] = (
+                    int(fields[1]),
+                    fields[19],
+                    (int(fields[11]) + int(fields[12])) * TICK,
+                )
     return found
 
 
 def _name(pid: int) -> str:
-    """What kind of process it is. Ray writes an actor's class and name over the command of its process."""
+    """What kind of process it is.
+
+    Ray writes an actor's class and name over the command of its process.
+    """
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -103,4 +132,6 @@ def _name(pid: int) -> str:
     if (actor := re.match(r"ray::(\w+)", words[0])) is not None:
         return actor[1]
     begin = " ".join(words[:3])  # the raylet's further arguments are the commands of others
-    return next((name for part, name in DAEMONS.items() if part in begin), Path(words[0]).name or IDLE)
+    return next(
+        (name for part, name in DAEMONS.items() if part in begin), Path(words[0]).name or IDLE
+    )

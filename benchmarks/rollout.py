@@ -1,8 +1,9 @@
-"""``bench rollout``: tokens per second through driver, environments and rollout actor, beside vLLM's own offline ``generate``.
+"""``bench rollout``: tokens per second through driver, environments and rollout actor, beside
+vLLM's own offline ``generate``.
 
-Both sides run the same vLLM with the same arguments, in as many processes of its own, on the same prompts, log-probs on.
-Ours are the steps of a whole run (``bench step --engine vllm``), counted from the moment when the driver wants a step's groups
-until the last answer is scored.
+Both sides run the same vLLM with the same arguments, in as many processes of its own, on the same
+prompts, log-probs on. Ours are the steps of a whole run (``bench step --engine vllm``), counted
+from the moment when the driver wants a step's groups until the last answer is scored.
 """
 
 from __future__ import annotations
@@ -36,13 +37,29 @@ def _rollout(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         rows = Path(temporary) / "rows.jsonl"
         write_rows(rows, shape)
-        rounds = alternately({
-            "bare": [sys.executable, str(PEER), "--rows", str(rows), "--engine", json.dumps(ENGINES["vllm"]), *options],
-            "ours": [sys.executable, "-m", "benchmarks", "step", "--engine", "vllm", *options],
-        }, arguments.rounds, _describe)  # fmt: skip
-    whole = {side: median(one[side]["gen_tok_per_s"] for one in rounds) for side in ("ours", "bare")}
+        rounds = alternately(
+            {
+                "bare": [
+                    sys.executable,
+                    str(PEER),
+                    "--rows",
+                    str(rows),
+                    "--engine",
+                    json.dumps(ENGINES["vllm"]),
+                    *options,
+                ],
+                "ours": [sys.executable, "-m", "benchmarks", "step", "--engine", "vllm", *options],
+            },
+            arguments.rounds,
+            _describe,
+        )
+    whole = {
+        side: median(one[side]["gen_tok_per_s"] for one in rounds) for side in ("ours", "bare")
+    }
     ratio = round(whole["ours"] / whole["bare"], 3)
-    print(json.dumps({"ratio": ratio, "tokens_per_s": whole, "machine": machine(), "rounds": rounds}))
+    print(
+        json.dumps({"ratio": ratio, "tokens_per_s": whole, "machine": machine(), "rounds": rounds})
+    )
     return 0
 
 

@@ -1,7 +1,9 @@
-"""What ``bench multi_turn`` puts around the real driver, environment, rollout and reward actors: a desktop, an engine, a trainer.
+"""What ``bench multi_turn`` puts around the real driver, environment, rollout and reward actors: a
+desktop, an engine, a trainer.
 
-The desktop shows noise of a given size, which nothing compresses; the engine waits instead of generating; its actor counts what
-arrives. The trainer looks at the size of what it is given, and learns nothing.
+The desktop shows noise of a given size, which nothing compresses; the engine waits instead of
+generating; its actor counts what arrives. The trainer looks at the size of what it is given, and
+learns nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +36,17 @@ from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Group
 from rayloop.core.protocols import EngineHealth, Manifest, Observation, StepResult
-from rayloop.core.types import Completion, FinishReason, ImageSource, Message, Sampling, Task, TokenPrompt, TrajectoryId, Version
+from rayloop.core.types import (
+    Completion,
+    FinishReason,
+    ImageSource,
+    Message,
+    Sampling,
+    Task,
+    TokenPrompt,
+    TrajectoryId,
+    Version,
+)
 from rayloop.run.records.step_metrics import Collected
 
 WIDTH = 640
@@ -44,7 +56,9 @@ WIDTH = 640
 def screen(size: int, seed: int | None = None) -> bytes:
     """A PNG of about ``size`` bytes: noise, stored as it is. Without a seed no two are alike."""
     height = max(1, size // (3 * WIDTH))
-    rows: npt.NDArray[np.uint8] = np.zeros((height, 1 + 3 * WIDTH), np.uint8)  # in front of each row its filter: none
+    rows: npt.NDArray[np.uint8] = np.zeros(
+        (height, 1 + 3 * WIDTH), np.uint8
+    )  # in front of each row its filter: none
     rows[:, 1:] = np.random.default_rng(seed).integers(0, 256, (height, 3 * WIDTH), np.uint8)
     header = struct.pack(">IIBBBBB", WIDTH, height, 8, 2, 0, 0, 0)
     parts = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 0)), (b"IEND", b""))
@@ -56,7 +70,10 @@ def _chunk(name: bytes, body: bytes) -> bytes:
 
 
 class Desktop:
-    """Whatever is done, the next screen is another one. All members of a group begin at the same one."""
+    """Whatever is done, the next screen is another one.
+
+    All members of a group begin at the same one.
+    """
 
     class Settings(SettingsModel):
         size: int = 1_000_000
@@ -77,7 +94,10 @@ class Desktop:
 
 
 class WaitingEngine:
-    """A ``GenerationEngine`` whose turns all take as long and say the same. Raises DataFailure for an image without bytes."""
+    """A ``GenerationEngine`` whose turns all take as long and say the same.
+
+    Raises DataFailure for an image without bytes.
+    """
 
     class Settings(SettingsModel):
         seconds: float = 0.2
@@ -111,7 +131,9 @@ class WaitingEngine:
 
 
 class CountingRollout(RolloutActor):
-    """The rollout actor, and how many bytes of images came with requests, of how many distinct images."""
+    """The rollout actor, and how many bytes of images came with requests, of how many distinct
+    images.
+    """
 
     def __init__(self, *made: Any) -> None:
         super().__init__(*made)
@@ -149,14 +171,21 @@ class LookingPolicy(SimulatedPolicy):
     async def start(self) -> None: ...
 
     async def fetch(self, groups: Sequence[Group], **options: Any) -> set[TrajectoryId]:
-        payloads = [member.payload for group in groups for member in group.members if member.payload is not None]
+        payloads = [
+            member.payload
+            for group in groups
+            for member in group.members
+            if member.payload is not None
+        ]
         found = await asyncio.to_thread(ray.experimental.get_object_locations, payloads)
         self.payload_bytes += sum(where["object_size"] for where in found.values())
         return set()
 
 
 class OwnEngines(TrainingServices):
-    """Those of a run, but with rollout actors of the class ``engine``, and a policy that does not train."""
+    """Those of a run, but with rollout actors of the class ``engine``, and a policy that does not
+    train.
+    """
 
     engine: type[RolloutActor]
 
@@ -183,17 +212,28 @@ class ScreensServices(OwnEngines):
 
 
 class Mark:
-    """Everything that is counted, at one moment; ``since`` an earlier one it is what happened between."""
+    """Everything that is counted, at one moment; ``since`` an earlier one it is what happened
+    between.
+    """
 
-    def __init__(self, services: ScreensServices, counts: Sequence[tuple[int, int, dict[str, int]]]) -> None:
-        self.seconds, self.cpu, self.payloads = time.monotonic(), cpu_by_role(), services.looking.payload_bytes
+    def __init__(
+        self, services: ScreensServices, counts: Sequence[tuple[int, int, dict[str, int]]]
+    ) -> None:
+        self.seconds, self.cpu, self.payloads = (
+            time.monotonic(),
+            cpu_by_role(),
+            services.looking.payload_bytes,
+        )
         self.requests, self.bytes = sum(one[0] for one in counts), sum(one[1] for one in counts)
         self.distinct = {name: size for one in counts for name, size in one[2].items()}
 
     def since(self, before: Mark, steps: int, episodes: int) -> dict[str, Any]:
         """Per step, of which there were so many, each with so many ``episodes``."""
         distinct = sum(size for name, size in self.distinct.items() if name not in before.distinct)
-        moved, cpu = self.bytes - before.bytes, {r: (s - before.cpu.get(r, 0.0)) / steps for r, s in self.cpu.items()}
+        moved, cpu = (
+            self.bytes - before.bytes,
+            {r: (s - before.cpu.get(r, 0.0)) / steps for r, s in self.cpu.items()},
+        )
         return {
             "step_s": round((self.seconds - before.seconds) / steps, 2),
             "requests": round((self.requests - before.requests) / steps),
@@ -201,13 +241,18 @@ class Mark:
             "distinct_mb": round(distinct / 1e6 / steps, 1),
             "ratio": round(moved / distinct, 3),
             "payload_mb": round((self.payloads - before.payloads) / 1e6 / steps, 1),
-            "cpu_s": {role: round(seconds, 2) for role, seconds in sorted(cpu.items()) if seconds >= 0.05},
+            "cpu_s": {
+                role: round(seconds, 2) for role, seconds in sorted(cpu.items()) if seconds >= 0.05
+            },
             "driver_ms_per_trajectory": round(1000 * cpu["ScreensActor"] / episodes, 2),
         }
 
 
 def cpu_by_role() -> dict[str, float]:
-    """CPU seconds so far of this cluster's processes, by their actor's class or else their name. For actors: asks their raylet."""
+    """CPU seconds so far of this cluster's processes, by their actor's class or else their name.
+
+    For actors: asks their raylet.
+    """
     found: dict[str, float] = defaultdict(float)
     for process in psutil.Process(psutil.Process(os.getppid()).ppid()).children(recursive=True):
         with suppress(psutil.Error):
@@ -235,7 +280,9 @@ class ScreensDriver(Driver):
     async def record(self, report: Mapping[str, float], collected: Collected) -> None:
         await super().record(report, collected)
         engines: Sequence[Any] = list(self.services.rollout.workers.values())
-        counts = await asyncio.gather(*(submit(worker.handle, CountingRollout.counts) for worker in engines))
+        counts = await asyncio.gather(
+            *(submit(worker.handle, CountingRollout.counts) for worker in engines)
+        )
         self.marks.append(Mark(self.services, counts))
 
 

@@ -1,9 +1,11 @@
-"""``bench shares``: tokens that each rank of a simulated trainer computes in a step, beside the fewest that whole groups allow.
+"""``bench shares``: tokens that each rank of a simulated trainer computes in a step, beside the
+fewest that whole groups allow.
 
-No ranks, no model: the function that deals a step's trajectories to the ranks is given lengths. They are those of a run
-(``--run``: its kept rollouts, of one turn each), or long-tailed: answers as the episodes of latencies.json, prompts of half to one
-and a half times the mean, the same for a group. The bound is the mean over the ranks with every prompt counted once, or the longest
-group: no dealing of whole groups is below it.
+No ranks, no model: the function that deals a step's trajectories to the ranks is given lengths.
+They are those of a run (``--run``: its kept rollouts, of one turn each), or long-tailed: answers as
+the episodes of latencies.json, prompts of half to one and a half times the mean, the same for a
+group. The bound is the mean over the ranks with every prompt counted once, or the longest group: no
+dealing of whole groups is below it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=20, help="that are dealt out")
     parser.add_argument("--prompt", type=int, default=1024, help="mean tokens")
     parser.add_argument("--answer", type=int, default=512, help="mean tokens")
-    parser.add_argument("--run", dest="folder", type=Path, metavar="FOLDER", help="take the lengths of this run instead")
+    parser.add_argument(
+        "--run",
+        dest="folder",
+        type=Path,
+        metavar="FOLDER",
+        help="take the lengths of this run instead",
+    )
     parser.set_defaults(run=_shares)
 
 
@@ -39,15 +47,27 @@ def _shares(arguments: argparse.Namespace) -> int:
     steps = [list(islice(source, arguments.groups)) for _ in range(arguments.steps)]
     found = [measure(groups, arguments.ranks) for groups in steps if groups]
     result = {name: round(fmean(one[name] for one in found), 3) for name in found[0]}
-    worst = {f"{name}_worst": round(max(one[name] for one in found), 3) for name in ("over_bound", "over_bound_each")}
-    shape = {name: value for name, value in vars(arguments).items() if name not in ("command", "folder", "run")}
+    worst = {
+        f"{name}_worst": round(max(one[name] for one in found), 3)
+        for name in ("over_bound", "over_bound_each")
+    }
+    shape = {
+        name: value
+        for name, value in vars(arguments).items()
+        if name not in ("command", "folder", "run")
+    }
     print(json.dumps({**shape, "steps": len(found), **result, **worst, "machine": machine()}))
     return 0
 
 
 def measure(groups: Groups, ranks: int) -> dict[str, float]:
-    """The fullest rank's packed tokens over the bound, with our shares and with trajectories dealt one by one (``each``)."""
-    whole = [packed(groups, [(number, i) for i in range(len(group))]) for number, group in enumerate(groups)]
+    """The fullest rank's packed tokens over the bound, with our shares and with trajectories dealt
+    one by one (``each``).
+    """
+    whole = [
+        packed(groups, [(number, i) for i in range(len(group))])
+        for number, group in enumerate(groups)
+    ]
     bound = max(sum(whole) / ranks, *whole)
     each = shares([[MemberLength(0, sum(length))] for group in groups for length in group], ranks)
     places = [(number, i) for number, group in enumerate(groups) for i in range(len(group))]
@@ -72,5 +92,7 @@ def _of_run(folder: Path) -> Iterator[list[MemberLength]]:
     for file in sorted((folder / "rollouts").glob("*.jsonl")):
         for record in JsonLines(file):
             rest = record["sampled_tokens"]
-            groups.setdefault((file.name, record["group"]), []).append(MemberLength(record["length"] - rest, rest))
+            groups.setdefault((file.name, record["group"]), []).append(
+                MemberLength(record["length"] - rest, rest)
+            )
     yield from groups.values()

@@ -1,4 +1,6 @@
-"""The driver's surroundings as ``bench scale`` simulates them: one actor that waits instead of generating, scoring or playing."""
+"""The driver's surroundings as ``bench scale`` simulates them: one actor that waits instead of
+generating, scoring or playing.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,18 @@ NOT_FINAL = ("issued", "in_flight", "ready", "attempts", "replayed")
 
 
 class World(Actor):
-    """All engines, environments and graders. An episode waits for a slot of its engine, then as long as its latency."""
+    """All engines, environments and graders.
+
+    An episode waits for a slot of its engine, then as long as its latency.
+    """
 
     def __init__(self, load: Load, latencies: Sequence[float]) -> None:
         scale = load.latency * len(latencies) / sum(latencies)
         self._latencies = [scale * latency for latency in latencies]
         self._uniform = load.uniform
-        self._slots: dict[int, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(load.slots))
+        self._slots: dict[int, asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(load.slots)
+        )
         self._version = Version(0, 0)
         self._busy = 0.0
         self._running: dict[int, float] = {}
@@ -65,14 +72,28 @@ class World(Actor):
             seconds = time.monotonic() - self._running.pop(key)
             self._busy += seconds
         return Summary(
-            request.id, request.attempt, request.task.id, "", EndReason.DONE, length=200, sampled_tokens=100, turns=1,
-            images=0, observation_images=0, images_consistent=True, first_version=version, last_version=self._version,
+            request.id,
+            request.attempt,
+            request.task.id,
+            "",
+            EndReason.DONE,
+            length=200,
+            sampled_tokens=100,
+            turns=1,
+            images=0,
+            observation_images=0,
+            images_consistent=True,
+            first_version=version,
+            last_version=self._version,
             seconds=seconds,
-        )  # fmt: skip
+        )
 
     async def score(self, task: Task, step: int, *payloads: Any) -> list[Outcome]:
         chance = random.Random(task.id).random()
-        return [Scored(1.0 if chance < self._uniform else float(random.random() < 0.5)) for _ in payloads]
+        return [
+            Scored(1.0 if chance < self._uniform else float(random.random() < 0.5))
+            for _ in payloads
+        ]
 
     async def busy(self) -> float:
         """Seconds that slots have been taken so far, in all."""
@@ -94,7 +115,9 @@ class SimulatedPolicy:
     async def fetch(self, groups: Sequence[Group], **options: Any) -> set[TrajectoryId]:
         return set()
 
-    async def all(self, method: Callable[..., Any]) -> list[tuple[dict[str, float], dict[TrajectoryId, Any]]]:
+    async def all(
+        self, method: Callable[..., Any]
+    ) -> list[tuple[dict[str, float], dict[TrajectoryId, Any]]]:
         """The driver calls ``train`` alone in this way."""
         assert method is PolicyRank.train
         await asyncio.sleep(self._seconds)
@@ -115,12 +138,20 @@ class SimulatedServices(TrainingServices):
     latencies: Sequence[float]
 
     async def start(self, admit_engine: Callable[[Any], Awaitable[None]]) -> None:
-        options = {"num_cpus": 0, "max_concurrency": 4 * max(CONCURRENCY, self.load.engines * self.load.slots)}
+        options = {
+            "num_cpus": 0,
+            "max_concurrency": 4 * max(CONCURRENCY, self.load.engines * self.load.slots),
+        }
         self.world = create(World, options, self.load, self.latencies)
         world = cast(Handle[Any], self.world)  # every role in one
         settings = self.config.recovery
-        self.rollout = Pool("rollout", self.load.engines, lambda _: world, settings, self._emit, admit_engine)
-        self.environment, self.reward = (Pool(role, 4, lambda _: world, settings, self._emit) for role in ("environment", "reward"))
+        self.rollout = Pool(
+            "rollout", self.load.engines, lambda _: world, settings, self._emit, admit_engine
+        )
+        self.environment, self.reward = (
+            Pool(role, 4, lambda _: world, settings, self._emit)
+            for role in ("environment", "reward")
+        )
         self.pools = [self.rollout, self.environment, self.reward]
         self.policy = SimulatedPolicy(self.load.train)  # type: ignore[assignment]
         for pool in self.pools:
@@ -152,27 +183,36 @@ class SimulatedDriver(Driver):
     async def record(self, report: Mapping[str, float], collected: Collected) -> None:
         await super().record(report, collected)
         busy = await submit(self.services.world, World.busy)
-        self.marks.append((time.monotonic(), time.process_time(), busy, Counter(self.ledger.counts())))
+        self.marks.append(
+            (time.monotonic(), time.process_time(), busy, Counter(self.ledger.counts()))
+        )
 
 
 class SimulatedActor(DriverActor):
     """The actor in which it lives."""
 
-    def __init__(self, config: RunConfig, folder: str, load: Load, latencies: Sequence[float]) -> None:
+    def __init__(
+        self, config: RunConfig, folder: str, load: Load, latencies: Sequence[float]
+    ) -> None:
         super().__init__(config, folder, "never")
         self.load, self.latencies = load, latencies
 
     def make(self, handle: Handle[LeasesEngines]) -> SimulatedDriver:
         services = SimulatedServices(self.config, self.folder, self.reporter.event)
         services.load, services.latencies = self.load, self.latencies
-        return SimulatedDriver(self.config, services, self.reporter, self.origin, handle, self.hashes)
+        return SimulatedDriver(
+            self.config, services, self.reporter, self.origin, handle, self.hashes
+        )
 
     async def measure(self, warm: int) -> dict[str, float]:
         """Run; returns what the steps after the first ``warm`` took."""
         await self.main()
         driver = self.driver
         assert isinstance(driver, SimulatedDriver)
-        (began, cpu, busy, before), (ended, cpu_end, busy_end, after) = driver.marks[warm - 1], driver.marks[-1]
+        (began, cpu, busy, before), (ended, cpu_end, busy_end, after) = (
+            driver.marks[warm - 1],
+            driver.marks[-1],
+        )
         seconds, load, counts = ended - began, self.load, after - before
         trained = counts["trained"]
         finished = sum(n for state, n in counts.items() if state not in NOT_FINAL)
@@ -184,12 +224,18 @@ class SimulatedActor(DriverActor):
             "sync_ms": round(1000 * median(wall for wall, _ in driver.syncs), 1),
             "sync_cpu_ms": round(1000 * median(cpu for _, cpu in driver.syncs), 1),
             "idle_share": round(1 - (busy_end - busy) / seconds / (load.engines * load.slots), 3),
-            "filtered_share": round(sum(n for state, n in counts.items() if state.startswith("filtered")) / finished, 3),
-            "stale_share": round(sum(n for state, n in counts.items() if state.startswith("stale")) / finished, 3),
+            "filtered_share": round(
+                sum(n for state, n in counts.items() if state.startswith("filtered")) / finished, 3
+            ),
+            "stale_share": round(
+                sum(n for state, n in counts.items() if state.startswith("stale")) / finished, 3
+            ),
         }
 
 
-def simulated_driver(path: Path, folder: str, load: Load, latencies: Sequence[float]) -> Handle[SimulatedActor]:
+def simulated_driver(
+    path: Path, folder: str, load: Load, latencies: Sequence[float]
+) -> Handle[SimulatedActor]:
     """The driver as an actor."""
     config = load_config(path, (), RunConfig)
     run = Path(folder) / config.name

@@ -1,7 +1,9 @@
-"""``bench start``: a run as a user starts it, until its first step is trained: seconds, and CPU seconds of every process.
+"""``bench start``: a run as a user starts it, until its first step is trained: seconds, and CPU
+seconds of every process.
 
-The run is a process of its own; all its descendants are looked at every ``EVERY`` seconds in /proc, so that what a process
-used counts also after its end (but for its last moment), with any parent. Linux only.
+The run is a process of its own; all its descendants are looked at every ``EVERY`` seconds in /proc,
+so that what a process used counts also after its end (but for its last moment), with any parent.
+Linux only.
 """
 
 from __future__ import annotations
@@ -27,16 +29,23 @@ from rayloop.run.records.jsonl import JsonLines
 LIMIT = 600.0
 """Seconds after which a run without a first step is given up."""
 PARTS = {
-    "start": "Ray is up", "starting": "driver is up", "started": "actors are up", "logprob_check": "synced and compared",
-    "self_test": "self-test", "evaluated": "evaluation", "step": "first step",
-}  # fmt: skip
+    "start": "Ray is up",
+    "starting": "driver is up",
+    "started": "actors are up",
+    "logprob_check": "synced and compared",
+    "self_test": "self-test",
+    "evaluated": "evaluation",
+    "step": "first step",
+}
 """Event -> the part that its last record before the first step ends."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="YAML file of a run")
     add_shape(parser, model=False)  # the run of `bench step` instead of CONFIG's
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="of the configuration")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="of the configuration"
+    )
     parser.set_defaults(run=_run)
 
 
@@ -55,8 +64,20 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def measure(config: Path, overrides: Sequence[str], output: Path) -> dict[str, Any]:
-    """Start the run with its folder below ``output`` and end it after its first step. Raises BenchFailed."""
-    command = [sys.executable, "-m", "rayloop", "train", str(config), *overrides, f"output={output}", "name=start"]
+    """Start the run with its folder below ``output`` and end it after its first step.
+
+    Raises BenchFailed.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "rayloop",
+        "train",
+        str(config),
+        *overrides,
+        f"output={output}",
+        "name=start",
+    ]
     began, folder = time.time(), output / "start"
     with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
         run = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
@@ -65,7 +86,9 @@ def measure(config: Path, overrides: Sequence[str], output: Path) -> dict[str, A
             while not (records := list(JsonLines(folder / "metrics.jsonl"))):
                 if run.poll() is not None or time.time() > began + LIMIT:
                     said.seek(0)
-                    raise BenchFailed(f"{' '.join(command)} had no first step:\n{said.read()[-2000:]}")
+                    raise BenchFailed(
+                        f"{' '.join(command)} had no first step:\n{said.read()[-2000:]}"
+                    )
                 tree.look()
                 time.sleep(EVERY)
             tree.look()
@@ -79,20 +102,35 @@ def measure(config: Path, overrides: Sequence[str], output: Path) -> dict[str, A
 
 def until(events: Sequence[Mapping[str, Any]], stepped: float) -> dict[str, float]:
     """When each part ended (Unix seconds), in order."""
-    times = {event["event"]: event["time"] for event in events if event["time"] < stepped} | {"step": stepped}
-    return dict(sorted(((name, times[kind]) for kind, name in PARTS.items() if kind in times), key=lambda end: end[1]))
+    times = {event["event"]: event["time"] for event in events if event["time"] < stepped} | {
+        "step": stepped
+    }
+    return dict(
+        sorted(
+            ((name, times[kind]) for kind, name in PARTS.items() if kind in times),
+            key=lambda end: end[1],
+        )
+    )
 
 
 def _lengths(ends: Mapping[str, float], began: float) -> dict[str, float]:
     times = [began, *ends.values()]
-    return {name: round(end - before, 2) for (name, end), before in zip(ends.items(), times, strict=False)}
+    return {
+        name: round(end - before, 2)
+        for (name, end), before in zip(ends.items(), times, strict=False)
+    }
 
 
 def table(found: Mapping[str, Any]) -> str:
     """Markdown: parts as columns, processes as rows."""
     wall: Mapping[str, float] = found["wall_s"]
     rows = {"wall": wall, **found["cpu_s"]}
-    rows["CPU of all"] = {part: sum(used[part] for used in found["cpu_s"].values()) for part in wall}
+    rows["CPU of all"] = {
+        part: sum(used[part] for used in found["cpu_s"].values()) for part in wall
+    }
     lines = [["seconds until", *wall, "in all"], ["---"] * (len(wall) + 2)]
-    lines += [[name, *(f"{row[part]:.1f}" for part in wall), f"{sum(row.values()):.1f}"] for name, row in rows.items()]
+    lines += [
+        [name, *(f"{row[part]:.1f}" for part in wall), f"{sum(row.values()):.1f}"]
+        for name, row in rows.items()
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,4 +1,5 @@
-"""``structure [FOLDER]``: the structure of a checkout in numbers, from its syntax trees alone; nothing of it is imported.
+"""``structure [FOLDER]``: the structure of a checkout in numbers, from its syntax trees alone;
+nothing of it is imported.
 
 ``--graph`` prints the packages and who imports whom, as drawn in docs/architecture.md.
 """
@@ -23,8 +24,14 @@ Graph = Mapping[str, set[str]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", nargs="?", type=Path, default=Path(), help="a checkout (default: here)")
-    parser.add_argument("--graph", action="store_true", help="the packages and their imports, for docs/architecture.md")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path(), help="a checkout (default: here)"
+    )
+    parser.add_argument(
+        "--graph",
+        action="store_true",
+        help="the packages and their imports, for docs/architecture.md",
+    )
     parser.set_defaults(run=_run)
 
 
@@ -36,7 +43,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 @dataclass
 class Module:
-    """``imports``: kind -> names as written (``a.b`` and, of ``from a import b``, both ``a.b`` and ``a``)."""
+    """``imports``: kind -> names as written (``a.b`` and, of ``from a import b``, both ``a.b`` and
+    ``a``).
+    """
 
     name: str
     path: Path
@@ -50,16 +59,29 @@ class Checkout:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
-        tops = sorted(p.parent for p in self.folder.glob("*/__init__.py") if p.parent.name != "tests")
+        tops = sorted(
+            p.parent for p in self.folder.glob("*/__init__.py") if p.parent.name != "tests"
+        )
         self.tops = [top.name for top in tops]
-        self._links = {p.resolve(): p for top in tops for p in top.glob("*") if p.is_symlink() and p.is_dir()}
-        self.modules = {m.name: m for top in tops for path in sorted(top.rglob("*.py")) for m in [self._read(path)]}
+        self._links = {
+            p.resolve(): p for top in tops for p in top.glob("*") if p.is_symlink() and p.is_dir()
+        }
+        self.modules = {
+            m.name: m
+            for top in tops
+            for path in sorted(top.rglob("*.py"))
+            for m in [self._read(path)]
+        }
 
     def _read(self, path: Path) -> Module:
         text = path.read_text(encoding="utf-8")
         top = self.folder / path.relative_to(self.folder).parts[0]
-        imported = self._links.get(top, top) / path.relative_to(top)  # a folder that is linked into a package is imported there
-        name = ".".join(imported.relative_to(self.folder).with_suffix("").parts).removesuffix(".__init__")
+        imported = self._links.get(top, top) / path.relative_to(
+            top
+        )  # a folder that is linked into a package is imported there
+        name = ".".join(imported.relative_to(self.folder).with_suffix("").parts).removesuffix(
+            ".__init__"
+        )
         tree = ast.parse(text)
         module = Module(name, path.relative_to(self.folder), len(text.splitlines()), tree)
         for kind, names in _imports(tree):
@@ -83,10 +105,14 @@ class Checkout:
     @cached_property
     def packages(self) -> dict[str, set[str]]:
         """Package -> packages that it imports in any way."""
-        found: dict[str, set[str]] = {self.package(name): set() for name in self.modules if name not in ROOTS}
+        found: dict[str, set[str]] = {
+            self.package(name): set() for name in self.modules if name not in ROOTS
+        }
         for name, imported in self.graph(*KINDS).items():
             if name not in ROOTS:
-                found[self.package(name)] |= {self.package(other) for other in imported - set(ROOTS)} - {self.package(name)}
+                found[self.package(name)] |= {
+                    self.package(other) for other in imported - set(ROOTS)
+                } - {self.package(name)}
         return found
 
 
@@ -106,7 +132,9 @@ def _imports(node: ast.AST, kind: str = "top level") -> Iterator[tuple[str, tupl
 
 
 def cycles(graph: Graph) -> list[list[str]]:
-    """Sets of nodes that reach each other, each sorted: Tarjan's strongly connected components of more than one."""
+    """Sets of nodes that reach each other, each sorted: Tarjan's strongly connected components of
+    more than one.
+    """
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -133,7 +161,9 @@ def cycles(graph: Graph) -> list[list[str]]:
 
 
 def siblings(checkout: Checkout) -> list[list[str]]:
-    """Cycles between the parts of each package, in every way of importing, as import-linter's contract sees them."""
+    """Cycles between the parts of each package, in every way of importing, as import-linter's
+    contract sees them.
+    """
     graph, found = checkout.graph(*KINDS), []
     for parent in sorted({name.rpartition(".")[0] for name in checkout.modules if "." in name}):
         depth = parent.count(".") + 2
@@ -141,7 +171,9 @@ def siblings(checkout: Checkout) -> list[list[str]]:
         for name, imported in graph.items():
             if name.startswith(f"{parent}."):
                 part = ".".join(name.split(".")[:depth])
-                others = {".".join(o.split(".")[:depth]) for o in imported if o.startswith(f"{parent}.")} - {part}
+                others = {
+                    ".".join(o.split(".")[:depth]) for o in imported if o.startswith(f"{parent}.")
+                } - {part}
                 parts[part] |= others
                 parts.update({other: parts[other] for other in others})
         found += cycles(parts)
@@ -149,11 +181,16 @@ def siblings(checkout: Checkout) -> list[list[str]]:
 
 
 def public(checkout: Checkout) -> Iterator[tuple[str, bool]]:
-    """Public classes, functions and methods that are not within a function, and whether each has a docstring."""
+    """Public classes, functions and methods that are not within a function, and whether each has a
+    docstring.
+    """
 
     def names(node: ast.AST, prefix: str) -> Iterator[tuple[str, bool]]:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and child.name[0] != "_":
+            if (
+                isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+                and child.name[0] != "_"
+            ):
                 yield f"{prefix}.{child.name}", ast.get_docstring(child) is not None
                 if isinstance(child, ast.ClassDef):
                     yield from names(child, f"{prefix}.{child.name}")
@@ -170,7 +207,10 @@ def report(checkout: Checkout) -> Iterator[str]:
         parts = module.path.parent.parts
         for folder in {"/".join(parts[:depth]) for depth in (1, 2) if depth <= len(parts)}:
             folders[folder] += Counter(files=1, lines=module.lines)
-    tests = [len(path.read_text(encoding="utf-8").splitlines()) for path in checkout.folder.glob("tests/**/*.py")]
+    tests = [
+        len(path.read_text(encoding="utf-8").splitlines())
+        for path in checkout.folder.glob("tests/**/*.py")
+    ]
     for folder, counts in sorted(folders.items()):
         yield f"| {folder}/ | {counts['files']} | {counts['lines']:,} |"
     modules = checkout.modules.values()
@@ -182,9 +222,15 @@ def report(checkout: Checkout) -> Iterator[str]:
 def _counts(checkout: Checkout) -> Iterator[str]:
     for number in range(1, len(KINDS) + 1):
         found = cycles(checkout.graph(*KINDS[:number]))
-        yield f"| import cycles of modules, {', '.join(KINDS[:number])} | {len(found)} | {_listed(found)} |"
+        yield (
+            f"| import cycles of modules, {', '.join(KINDS[:number])} | {len(found)} |"
+            f" {_listed(found)} |"
+        )
     found = siblings(checkout)
-    yield f"| import cycles between the parts of a package, any import | {len(found)} | {_listed(found)} |"
+    yield (
+        f"| import cycles between the parts of a package, any import | {len(found)} |"
+        f" {_listed(found)} |"
+    )
     config = checkout.folder / "docs" / "config.md"
     keys = re.search(r"(\d+) keys", config.read_text(encoding="utf-8")) if config.exists() else None
     yield f"| keys of a run (docs/config.md) | {keys[1] if keys else '?'} | |"
@@ -195,8 +241,13 @@ def _counts(checkout: Checkout) -> Iterator[str]:
     fan_in = Counter(other for imported in graph.values() for other in imported)
     for title, fan in (("out", Counter({n: len(o) for n, o in graph.items()})), ("in", fan_in)):
         (_, most), *_ = largest = fan.most_common(4)
-        yield f"| largest fan-{title} | {most} | {', '.join(f'{name} {count}' for name, count in largest)} |"
-    crowded = Counter(str(m.path.parent) for m in checkout.modules.values() if m.path.name != "__init__.py")
+        yield (
+            f"| largest fan-{title} | {most} |"
+            f" {', '.join(f'{name} {count}' for name, count in largest)} |"
+        )
+    crowded = Counter(
+        str(m.path.parent) for m in checkout.modules.values() if m.path.name != "__init__.py"
+    )
     folder, files = crowded.most_common(1)[0]
     yield f"| modules in the fullest folder | {files} | {folder}/ |"
     long = [f"{m.path} {m.lines}" for m in checkout.modules.values() if m.lines >= FILE_LINES]
@@ -228,12 +279,17 @@ def reachable(graph: Graph, start: str) -> set[str]:
 
 
 def drawing(checkout: Checkout) -> str:
-    """The packages as a mermaid graph: an arrow from each to those that it imports and does not reach through another."""
+    """The packages as a mermaid graph: an arrow from each to those that it imports and does not
+    reach through another.
+    """
     graph = checkout.packages
     lines = ["```mermaid", "graph TD"]
     for package in sorted(graph):
         through = set[str]().union(*(reachable(graph, other) for other in graph[package]))
-        lines += [f"    {_shown(package)} --> {_shown(other)}" for other in sorted(graph[package] - through)]
+        lines += [
+            f"    {_shown(package)} --> {_shown(other)}"
+            for other in sorted(graph[package] - through)
+        ]
     return "\n".join([*lines, "```"])
 
 

@@ -1,10 +1,13 @@
-"""``bench train``: how long the trainer takes for an update, and, of a text model, at what share of the speed of matrix products.
+"""``bench train``: how long the trainer takes for an update, and, of a text model, at what share of
+the speed of matrix products.
 
-One rank in this process, no Ray. ``--config``: the first rows of a configuration with random answers of full length, images
-included. Otherwise random tokens, of which ``--group`` sequences share a prompt; the ceiling is a product of square matrices in the
-same type with the same threads, measured between the updates. Model FLOPs are 6 per token and parameter that is multiplied with it
-(the head's: per sampled token), and 6 T^2 per layer and attention width for causal attention over T tokens (Kaplan et al. 2020;
-Chowdhery et al. 2022, appendix B); the prompt of a group counts once, as it is computed.
+One rank in this process, no Ray. ``--config``: the first rows of a configuration with random
+answers of full length, images included. Otherwise random tokens, of which ``--group`` sequences
+share a prompt; the ceiling is a product of square matrices in the same type with the same threads,
+measured between the updates. Model FLOPs are 6 per token and parameter that is multiplied with it
+(the head's: per sampled token), and 6 T^2 per layer and attention width for causal attention over T
+tokens (Kaplan et al. 2020; Chowdhery et al. 2022, appendix B); the prompt of a group counts once,
+as it is computed.
 """
 
 from __future__ import annotations
@@ -23,7 +26,16 @@ from typing import Any, get_args
 from benchmarks.measure import machine
 from rayloop.config.model import Dtype
 from rayloop.core.protocols import TrainItem
-from rayloop.core.types import EndReason, ImageRef, Sampling, TokenIds, Trajectory, TrajectoryId, Turn, Version
+from rayloop.core.types import (
+    EndReason,
+    ImageRef,
+    Sampling,
+    TokenIds,
+    Trajectory,
+    TrajectoryId,
+    Turn,
+    Version,
+)
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.grpo.losses.settings import PpoLoss
 
@@ -36,17 +48,39 @@ TEXT = 63
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", type=Path, metavar="DIR", help="folder of a text model")
-    what.add_argument("--config", type=Path, metavar="FILE", help="a run's configuration: its model and first rows")
+    what.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="a run's configuration: its model and first rows",
+    )
     parser.add_argument("--sequences", type=int, default=64, help="of an update")
     parser.add_argument("--group", type=int, default=1, help="of them with the same prompt")
     parser.add_argument("--prompt", type=int, default=64, help="tokens")
     parser.add_argument("--answer", type=int, default=192, help="sampled tokens")
-    parser.add_argument("--rounds", type=int, default=5, help="updates; another one before them warms up")
-    parser.add_argument("--threads", type=int, help="as policy.engine.threads; not given: all cores")
-    parser.add_argument("--dtype", choices=get_args(Dtype), default="float32", help="that is computed in")
-    parser.add_argument("--micro-batch-tokens", type=int, metavar="N", help="as policy.engine.micro_batch_tokens")
-    parser.add_argument("--gradient-checkpointing", action="store_true", help="as policy.engine.gradient_checkpointing")
-    parser.add_argument("--profile", type=int, metavar="ROWS", help="print the costliest operations of one more update")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="updates; another one before them warms up"
+    )
+    parser.add_argument(
+        "--threads", type=int, help="as policy.engine.threads; not given: all cores"
+    )
+    parser.add_argument(
+        "--dtype", choices=get_args(Dtype), default="float32", help="that is computed in"
+    )
+    parser.add_argument(
+        "--micro-batch-tokens", type=int, metavar="N", help="as policy.engine.micro_batch_tokens"
+    )
+    parser.add_argument(
+        "--gradient-checkpointing",
+        action="store_true",
+        help="as policy.engine.gradient_checkpointing",
+    )
+    parser.add_argument(
+        "--profile",
+        type=int,
+        metavar="ROWS",
+        help="print the costliest operations of one more update",
+    )
     parser.set_defaults(run=_train)
 
 
@@ -57,12 +91,23 @@ def _train(arguments: argparse.Namespace) -> int:
 
     wanted = arguments.micro_batch_tokens
     settings = FsdpSettings(
-        dtype=arguments.dtype, threads=arguments.threads, gradient_checkpointing=arguments.gradient_checkpointing,
+        dtype=arguments.dtype,
+        threads=arguments.threads,
+        gradient_checkpointing=arguments.gradient_checkpointing,
         **({} if wanted is None else {"micro_batch_tokens": wanted}),
-    )  # fmt: skip
+    )
     model, batch = _of_config(arguments) if arguments.config else _random(arguments)
     address = f"file://{tempfile.mkdtemp()}/group"
-    trainer = FsdpEngine(model, settings, OptimizerSettings(lr=1e-5), PpoLoss(), rank=0, world_size=1, init_method=address, seed=0)
+    trainer = FsdpEngine(
+        model,
+        settings,
+        OptimizerSettings(lr=1e-5),
+        PpoLoss(),
+        rank=0,
+        world_size=1,
+        init_method=address,
+        seed=0,
+    )
     seconds, processor, ceilings = [], [], []
     for number in range(arguments.rounds + 1):
         ceilings.append(ceiling(arguments.dtype))
@@ -71,32 +116,48 @@ def _train(arguments: argparse.Namespace) -> int:
         seconds.append(time.perf_counter() - began)
         processor.append(time.process_time() - spent)
         print(
-            f"update {number}: {seconds[-1]:.3f} s, {processor[-1]:.3f} of CPU, matrix products {ceilings[-1] / 1e9:.1f} GFLOP/s",
+            f"update {number}: {seconds[-1]:.3f} s, {processor[-1]:.3f} of CPU, matrix products"
+            f" {ceilings[-1] / 1e9:.1f} GFLOP/s",
             file=sys.stderr,
         )
     if arguments.profile:
         _profile(lambda: trainer.train([batch]), arguments.profile)
     trainer.close()
-    tokens, update = sum(len(item.trajectory.flatten().token_ids) for item in batch), median(seconds[1:])
+    tokens, update = (
+        sum(len(item.trajectory.flatten().token_ids) for item in batch),
+        median(seconds[1:]),
+    )
     gpu = torch.cuda.is_available()
-    print(json.dumps({
-        **{name: value for name, value in vars(arguments).items() if name not in ("command", "model", "config", "run")},
-        "model": model.path,
-        "update_s": significant(update),
-        "update_cpu_s": significant(median(processor[1:])),
-        "tokens_per_s": significant(tokens / update),
-        **(_rate(arguments, update, median(ceilings[1:])) if arguments.model else {}),
-        "torch_threads": torch.get_num_threads(),
-        "peak_gpu_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if gpu else None,
-        "device": torch.cuda.get_device_name() if gpu else "cpu",
-        "torch": torch.__version__,
-        "machine": machine(),
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                **{
+                    name: value
+                    for name, value in vars(arguments).items()
+                    if name not in ("command", "model", "config", "run")
+                },
+                "model": model.path,
+                "update_s": significant(update),
+                "update_cpu_s": significant(median(processor[1:])),
+                "tokens_per_s": significant(tokens / update),
+                **(_rate(arguments, update, median(ceilings[1:])) if arguments.model else {}),
+                "torch_threads": torch.get_num_threads(),
+                "peak_gpu_gib": (
+                    round(torch.cuda.max_memory_allocated() / 2**30, 2) if gpu else None
+                ),
+                "device": torch.cuda.get_device_name() if gpu else "cpu",
+                "torch": torch.__version__,
+                "machine": machine(),
+            }
+        )
+    )
     return 0
 
 
 def _rate(arguments: argparse.Namespace, update: float, most: float) -> dict[str, float]:
-    operations = flops(_config(arguments), arguments.sequences, arguments.prompt, arguments.answer, arguments.group)
+    operations = flops(
+        _config(arguments), arguments.sequences, arguments.prompt, arguments.answer, arguments.group
+    )
     return {
         "gflops": significant(operations / update / 1e9),
         "ceiling_gflops": significant(most / 1e9),
@@ -105,7 +166,10 @@ def _rate(arguments: argparse.Namespace, update: float, most: float) -> dict[str
 
 
 def significant(value: float) -> float:
-    """Four significant digits. A fixed number of decimals leaves nothing of a small model's rate on a busy machine."""
+    """Four significant digits.
+
+    A fixed number of decimals leaves nothing of a small model's rate on a busy machine.
+    """
     return float(f"{value:.4g}")
 
 
@@ -116,13 +180,18 @@ def _profile(update: Callable[[], Any], rows: int) -> None:
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         update()
     found = sorted(profiler.key_averages(), key=lambda one: -one.self_cpu_time_total)
-    print(f"{'ms':>9} {'calls':>7}  of {sum(one.self_cpu_time_total for one in found) / 1e3:.0f} ms", file=sys.stderr)
+    print(
+        f"{'ms':>9} {'calls':>7}  of {sum(one.self_cpu_time_total for one in found) / 1e3:.0f} ms",
+        file=sys.stderr,
+    )
     for one in found[:rows]:
         print(f"{one.self_cpu_time_total / 1e3:9.1f} {one.count:7}  {one.key}", file=sys.stderr)
 
 
 def _of_config(arguments: argparse.Namespace) -> tuple[ModelSettings, list[TrainItem]]:
-    """The model and a step of a configuration: its first rows, and a group of answers of full length to each."""
+    """The model and a step of a configuration: its first rows, and a group of answers of full
+    length to each.
+    """
     from rayloop.chat.rendering import Renderer
     from rayloop.data.dataset import Dataset
     from rayloop.run.config import read
@@ -136,7 +205,11 @@ def _of_config(arguments: argparse.Namespace) -> tuple[ModelSettings, list[Train
         images = tuple(image.ref for image in prompt.images)
         pages = {image.ref.sha256: image.data for image in prompt.images if image.data is not None}
         for member in range(config.algorithm.group_size):
-            made.append(train_item((number, member), prompt.token_ids, sampling.max_tokens, sampling, images, pages))
+            made.append(
+                train_item(
+                    (number, member), prompt.token_ids, sampling.max_tokens, sampling, images, pages
+                )
+            )
     return config.model, made
 
 
@@ -150,8 +223,13 @@ def _random(arguments: argparse.Namespace) -> tuple[ModelSettings, list[TrainIte
 
     rng, made = np.random.default_rng(0), []
     for number in range(arguments.sequences // arguments.group):
-        prompt = tuple(rng.integers(64, _config(arguments)["vocab_size"], arguments.prompt).tolist())
-        made += [train_item((number, member), prompt, arguments.answer, Sampling()) for member in range(arguments.group)]
+        prompt = tuple(
+            rng.integers(64, _config(arguments)["vocab_size"], arguments.prompt).tolist()
+        )
+        made += [
+            train_item((number, member), prompt, arguments.answer, Sampling())
+            for member in range(arguments.group)
+        ]
     return ModelSettings(path=str(arguments.model)), made
 
 
@@ -171,13 +249,23 @@ def train_item(
     behaviour = tuple(rng.normal(-6, 0.5, answer).tolist())
     turns = (Turn("user", prompt, images), Turn("assistant", sampled, (), behaviour, Version(0, 0)))
     id = TrajectoryId(*number)
-    trajectory = Trajectory(id, 0, f"task-{number[0]}", 0, turns, sampling, EndReason.DONE, image_bytes=pages or {})
+    trajectory = Trajectory(
+        id, 0, f"task-{number[0]}", 0, turns, sampling, EndReason.DONE, image_bytes=pages or {}
+    )
     return TrainItem(trajectory, float(rng.choice([-1, 1])))
 
 
-def flops(config: Mapping[str, Any], sequences: int, prompt: int, answer: int, group: int = 1) -> float:
-    """Of one update of so many sequences with a text model's configuration; ``group`` share a prompt. Forward and backward."""
-    hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
+def flops(
+    config: Mapping[str, Any], sequences: int, prompt: int, answer: int, group: int = 1
+) -> float:
+    """Of one update of so many sequences with a text model's configuration; ``group`` share a
+    prompt. Forward and backward.
+    """
+    hidden, layers, heads = (
+        config["hidden_size"],
+        config["num_hidden_layers"],
+        config["num_attention_heads"],
+    )
     width = heads * config.get("head_dim", hidden // heads)
     cache = config["num_key_value_heads"] * (width // heads)
     layer = hidden * (2 * width + 2 * cache) + 3 * hidden * config["intermediate_size"]
@@ -191,7 +279,9 @@ def flops(config: Mapping[str, Any], sequences: int, prompt: int, answer: int, g
 
 
 def ceiling(dtype: str, side: int = SIDE) -> float:
-    """FLOP/s of square matrix products of ``side`` rows (4 times as many on a GPU), the best of three."""
+    """FLOP/s of square matrix products of ``side`` rows (4 times as many on a GPU), the best of
+    three.
+    """
     import torch
 
     from rayloop.transports.manifest import DTYPES

@@ -1,7 +1,9 @@
-"""``bench weight_sync``: weights from one actor into the tensors of another, over each transport, beside a plain copy.
+"""``bench weight_sync``: weights from one actor into the tensors of another, over each transport,
+beside a plain copy.
 
-The plain copy is the same bytes returned by the one actor (Ray puts them into its store) and copied into tensors by the other.
-A transport does the same and describes and checks every tensor (checksums on both sides).
+The plain copy is the same bytes returned by the one actor (Ray puts them into its store) and copied
+into tensors by the other. A transport does the same and describes and checks every tensor
+(checksums on both sides).
 """
 
 from __future__ import annotations
@@ -36,8 +38,19 @@ TRANSPORTS = ("object_store", "collective")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mib", type=int, default=512, help="of weights")
     parser.add_argument("--tensors", type=int, default=64, help="that they consist of")
-    parser.add_argument("--rounds", type=int, default=5, help="how often each is measured; the first one is left out")
-    parser.add_argument("--transports", nargs="*", choices=TRANSPORTS, default=TRANSPORTS, help="those to compare (all)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help="how often each is measured; the first one is left out",
+    )
+    parser.add_argument(
+        "--transports",
+        nargs="*",
+        choices=TRANSPORTS,
+        default=TRANSPORTS,
+        help="those to compare (all)",
+    )
     parser.set_defaults(run=_weight_sync)
 
 
@@ -97,7 +110,9 @@ class Receiving(_End):
 
 @dataclass(frozen=True)
 class _Pair:
-    """One sender and one receiver: the policy and the engines as a transport sees them (``rayloop.transports.seam``)."""
+    """One sender and one receiver: the policy and the engines as a transport sees them
+    (``rayloop.transports.seam``).
+    """
 
     sending: Any
     receiving: Any
@@ -144,17 +159,31 @@ def _weight_sync(arguments: argparse.Namespace) -> int:
                 began = time.perf_counter()
                 way(number)
                 found[name].append(time.perf_counter() - began)
-            print({name: round(seconds[-1], 3) for name, seconds in found.items()}, file=sys.stderr, flush=True)
+            print(
+                {name: round(seconds[-1], 3) for name, seconds in found.items()},
+                file=sys.stderr,
+                flush=True,
+            )
         ray.shutdown()
     seconds = {name: median(each[1:]) for name, each in found.items()}
-    print(json.dumps({
-        "mib": arguments.mib,
-        "tensors": arguments.tensors,
-        "seconds": {name: round(value, 4) for name, value in seconds.items()},
-        "gb_per_s": {name: round(arguments.mib * 2**20 / 1e9 / value, 3) for name, value in seconds.items()},
-        "ratio": {name: round(seconds[name] / seconds["plain"], 3) for name in arguments.transports},
-        "machine": machine(),
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "mib": arguments.mib,
+                "tensors": arguments.tensors,
+                "seconds": {name: round(value, 4) for name, value in seconds.items()},
+                "gb_per_s": {
+                    name: round(arguments.mib * 2**20 / 1e9 / value, 3)
+                    for name, value in seconds.items()
+                },
+                "ratio": {
+                    name: round(seconds[name] / seconds["plain"], 3)
+                    for name in arguments.transports
+                },
+                "machine": machine(),
+            }
+        )
+    )
     return 0
 
 

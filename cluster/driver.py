@@ -1,5 +1,8 @@
-"""The driver: GRPO with partial dynamic filtering over actors. It moves references and decisions, never tensors. ``Driver.run`` and
-``Driver.finish`` are the algorithm; the methods that they call follow in the order of the calls."""
+"""The driver: GRPO with partial dynamic filtering over actors.
+
+It moves references and decisions, never tensors. ``Driver.run`` and ``Driver.finish`` are the
+algorithm; the methods that they call follow in the order of the calls.
+"""
 
 import asyncio
 import time
@@ -28,7 +31,14 @@ from rayloop.cluster.supervision.pool import ATTEMPTS
 from rayloop.cluster.supervision.watchdog import watch, watch_liveness
 from rayloop.core import incidents
 from rayloop.core.deadlines import Timings, background, decisive, timed, until_stopped
-from rayloop.core.failures import Diverged, GenerationBudgetSpent, GraderBroken, PolicyLost, Preempted, RayloopError
+from rayloop.core.failures import (
+    Diverged,
+    GenerationBudgetSpent,
+    GraderBroken,
+    PolicyLost,
+    Preempted,
+    RayloopError,
+)
 from rayloop.core.groups import Group
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import TrajectoryId, Version
@@ -50,17 +60,27 @@ from rayloop.view.completions import completions
 from rayloop.view.words import EXAMPLE, quoted
 
 REFERENCE_SHARE = 1 / 6
-"""Of ``policy.step_timeout``: the reference computes the log-probs of one group, a small part of a step."""
+"""Of ``policy.step_timeout``: the reference computes the log-probs of one group, a small part of a
+step.
+"""
 
 
 class Driver:
-    """One per run; it lives in an actor (cluster/driver_actor.py), ``handle``, and owns all others. ``origin`` is the checkpoint to
-    continue from; ``hashes`` are those of rayloop/run/identity.py, for the checkpoints."""
+    """One per run; it lives in an actor (cluster/driver_actor.py), ``handle``, and owns all others.
+
+    ``origin`` is the checkpoint to continue from; ``hashes`` are those of rayloop/run/identity.py,
+    for the checkpoints.
+    """
 
     def __init__(
-        self, config: RunConfig, services: TrainingServices, reporter: Reporter, origin: Origin,
-        handle: Handle[LeasesEngines], hashes: Mapping[str, str] = NOTHING,
-    ) -> None:  # fmt: skip
+        self,
+        config: RunConfig,
+        services: TrainingServices,
+        reporter: Reporter,
+        origin: Origin,
+        handle: Handle[LeasesEngines],
+        hashes: Mapping[str, str] = NOTHING,
+    ) -> None:
         """Reads the data. Raises ConfigError."""
         self.config, self.services, self.reporter = config, services, reporter
         self.origin, self.hashes = origin, hashes
@@ -76,27 +96,47 @@ class Driver:
         self.ledger = Ledger()
         self.weight_sync = WeightSync(config, services, reporter)
 
-        self.profiles = Profiles(config, reporter.folder.path, services, lambda why: reporter.event(incidents.WarningEvent(why)))
-        self.checkpoints = origin.store(config.checkpoint.keep, lambda why: reporter.event(incidents.WarningEvent(why)))
+        self.profiles = Profiles(
+            config,
+            reporter.folder.path,
+            services,
+            lambda why: reporter.event(incidents.WarningEvent(why)),
+        )
+        self.checkpoints = origin.store(
+            config.checkpoint.keep, lambda why: reporter.event(incidents.WarningEvent(why))
+        )
         self.reference = RefreshedReference(config.reference.refresh_every, reporter.folder.path)
         self.saving = Saving(
-            self.checkpoints, reporter.event, beside=config.checkpoint.asynchronous, timeout=config.policy.step_timeout,
-            beforehand=self.reference.keep, stopping=self.stopping,
-        )  # fmt: skip
+            self.checkpoints,
+            reporter.event,
+            beside=config.checkpoint.asynchronous,
+            timeout=config.policy.step_timeout,
+            beforehand=self.reference.keep,
+            stopping=self.stopping,
+        )
         # One history for both: the player counts failures
         # in it, and the manager asks it when a group ends.
         self.history = FailureHistory(config.environment)
 
-        self.rollouts = RolloutManager(config, self.ledger, training_rows(config, reporter), reporter, self.history)
+        self.rollouts = RolloutManager(
+            config, self.ledger, training_rows(config, reporter), reporter, self.history
+        )
         self.filters = build_filters(config.algorithm.filtering.filters)
         self.advantage = build_advantage(config.algorithm.advantage)
 
-        known = (on_training_rows(config), never_evaluated(config), beyond_positions(config), *idle_settings(config))
+        known = (
+            on_training_rows(config),
+            never_evaluated(config),
+            beyond_positions(config),
+            *idle_settings(config),
+        )
         for why in filter(None, known):
             reporter.event(incidents.WarningEvent(why))
 
         self.held_out = held_out_rows(config, reporter)
-        self.player = EpisodeRunner(config, services, handle, reporter.event, self.rollouts.quarantine, self.history)
+        self.player = EpisodeRunner(
+            config, services, handle, reporter.event, self.rollouts.quarantine, self.history
+        )
         # Taken before anything runs: a rebuilt policy that
         # has no checkpoint starts from this state again.
         self.initial = self.state()
@@ -131,21 +171,35 @@ class Driver:
                 # become the checkpoint that a resume starts from.
                 self.notice_skipped(report)
                 await self.checkpoint()
-                del collected  # what it refers to is let go before the next groups fill the object store
+                # what it refers to is let go before the next groups fill the object store
+                del collected
 
     async def finish(self, group: Group) -> Group:
-        """Called as soon as a group's last trajectory is scored; what it returns competes for the next step."""
-        group = self.rollouts.finished.replay(group, self.step)  # ARPO, before the statistics; off by default
+        """Called as soon as a group's last trajectory is scored; what it returns competes for the
+        next step.
+        """
+        group = self.rollouts.finished.replay(
+            group, self.step
+        )  # ARPO, before the statistics; off by default
         group = with_advantages(group, self.advantage)  # over the scored members
         group = apply_filters(group, self.filters)  # may leave it partial, or empty
         return await self.annotate(group)  # skipped without a KL term; off the training path
 
     async def main(self) -> dict[str, Any]:
-        """Start, run, and rebuild a lost policy. Returns the last step's summary; raises a RayloopError, Preempted after a stop."""
+        """Start, run, and rebuild a lost policy.
+
+        Returns the last step's summary; raises a RayloopError, Preempted after a stop.
+        """
         try:
             logs = self.reporter.folder.path / "logs"
-            emit, phase, recovery = self.reporter.event, lambda: self.timings.phase, self.config.recovery
-            async with background(watch(recovery, phase, emit, logs), watch_liveness(emit, recovery.health_timeout)):
+            emit, phase, recovery = (
+                self.reporter.event,
+                lambda: self.timings.phase,
+                self.config.recovery,
+            )
+            async with background(
+                watch(recovery, phase, emit, logs), watch_liveness(emit, recovery.health_timeout)
+            ):
                 await until_stopped(self.stopping, self.services.start(self.weight_sync.admit))
                 await self.run_and_rebuild()
             # A stop interrupted the last evaluation, so the
@@ -169,21 +223,32 @@ class Driver:
 
     @property
     def done(self) -> bool:
-        """Whether all steps are trained, or held-out rewards stopped improving (``evaluation.patience``)."""
+        """Whether all steps are trained, or held-out rewards stopped improving
+        (``evaluation.patience``).
+        """
         return self.step >= self.config.steps or self.reporter.given_up
 
     async def run_and_rebuild(self) -> None:
-        """Run; when a rank of the policy is lost, replace all of them and run on from the newest checkpoint."""
+        """Run; when a rank of the policy is lost, replace all of them and run on from the newest
+        checkpoint.
+        """
         while True:
             try:
                 if self.lost:
                     began = time.monotonic()
-                    await until_stopped(self.stopping, self.services.sharing.start_ranks(self.services.policy.rebuild()))
+                    await until_stopped(
+                        self.stopping,
+                        self.services.sharing.start_ranks(self.services.policy.rebuild()),
+                    )
                     seconds = round(time.monotonic() - began, 3)
-                    self.reporter.event(incidents.PolicyRebuilt(seconds, self.services.policy.places))
+                    self.reporter.event(
+                        incidents.PolicyRebuilt(seconds, self.services.policy.places)
+                    )
                 return await self.services.policy.while_there(self.run())
             except PolicyLost as error:
-                self.reporter.event(incidents.PolicyLostEvent(str(error), self.services.policy.blamed))
+                self.reporter.event(
+                    incidents.PolicyLostEvent(str(error), self.services.policy.blamed)
+                )
                 self.lost = True
                 # The wait for the budget may last as long as
                 # ``recovery.start_timeout``; a stop ends it.
@@ -193,11 +258,16 @@ class Driver:
         """Begin a new lineage from a checkpoint (``Origin``), or from the start model."""
         with suppress(PolicyLost):  # whose ranks wrote it
             await self.saving.settle()
-        checkpoint = await self.origin.restore(self.take, self.reporter.event, self.config.recovery.start_timeout)
+        checkpoint = await self.origin.restore(
+            self.take, self.reporter.event, self.config.recovery.start_timeout
+        )
         if checkpoint is None:
             self.saving.anew(self.origin.since)
             if gone := self.saving.latest():
-                why = f"{gone} was saved below {self.checkpoints.folder}, and no checkpoint is left there: the run begins at step 0"
+                why = (
+                    f"{gone} was saved below {self.checkpoints.folder}, and no checkpoint is left"
+                    " there: the run begins at step 0"
+                )
                 self.reporter.event(incidents.WarningEvent(why))
             self.reinstate(self.initial)
             self.reference.restore(None)
@@ -237,7 +307,9 @@ class Driver:
 
     @timed("update_weights")
     async def sync_weights(self) -> None:
-        """Bring the weights of this step to the engines, and to the reference when due; a stop ends it early."""
+        """Bring the weights of this step to the engines, and to the reference when due; a stop ends
+        it early.
+        """
         # From here the step can be saved, even when its weights do not reach the engines.
         self.version, self.updating = Version(self.version.lineage, self.step), False
         # A checkpoint contains the reference of its step,
@@ -252,7 +324,9 @@ class Driver:
         """The log-prob check, and the self-test of the weight sync, before the first step."""
         self.timings.phase = "verify"
         probes = self.rollouts.scheduler.probe_tasks()
-        await until_stopped(self.stopping, self.weight_sync.verify(self.version, probes, self.player))
+        await until_stopped(
+            self.stopping, self.weight_sync.verify(self.version, probes, self.player)
+        )
 
     async def produce(self) -> None:
         """Start groups as the staleness bound admits them."""
@@ -264,7 +338,9 @@ class Driver:
             raise
 
     async def supervise(self) -> None:
-        """Replace actors that died between calls, and limit the episodes when engines have too much to do."""
+        """Replace actors that died between calls, and limit the episodes when engines have too much
+        to do.
+        """
         while True:
             await asyncio.sleep(self.config.recovery.health_every)
             for pool in self.services.pools:
@@ -274,8 +350,9 @@ class Driver:
 
     @timed("gen")
     async def collect(self) -> Collected:
-        """The groups of this step, ranked, cut to the target and fetched by the ranks, with the advantages that these have got, and
-        the counts since the step before."""
+        """The groups of this step, ranked, cut to the target and fetched by the ranks, with the
+        advantages that these have got, and the counts since the step before.
+        """
         try:
             collected = await self.rollouts.collect(self.version, self.inherited, self.hold)
             # The ranks got these advantages in ``hold``;
@@ -289,13 +366,20 @@ class Driver:
 
     async def unusable(self, error: RayloopError) -> RayloopError:
         """The error with an answer quoted; some rollouts of this step are kept."""
-        records = await self.dump(self.rollouts.finished.groups[: self.config.keep_rollouts or 1], self.step + 1)
+        records = await self.dump(
+            self.rollouts.finished.groups[: self.config.keep_rollouts or 1], self.step + 1
+        )
         cause = self.rollouts.alarms.collapsed(self.config.policy.optimizer.lr)
-        examples = [*quoted(records[:1], self.step + 1, self.config.keep_rollouts)] or [self.reporter.quoted_before(EXAMPLE)]
+        examples = [*quoted(records[:1], self.step + 1, self.config.keep_rollouts)] or [
+            self.reporter.quoted_before(EXAMPLE)
+        ]
         return type(error)(" ".join([str(error), *filter(None, [cause, *examples])]))
 
     async def hold(self, groups: tuple[Group, ...]) -> set[TrajectoryId]:
-        """Each rank fetches its share, before any of them waits for another. Returns the lost trajectories."""
+        """Each rank fetches its share, before any of them waits for another.
+
+        Returns the lost trajectories.
+        """
         c = self.config.algorithm
         fetched = self.services.policy.fetch(
             over_step(groups, self.advantage),
@@ -307,17 +391,28 @@ class Driver:
         return await until_stopped(self.stopping, fetched)
 
     async def annotate(self, group: Group) -> Group:
-        """Attach the reference's log-probs (as references) to the kept members; those whose payloads are lost are excluded."""
+        """Attach the reference's log-probs (as references) to the kept members; those whose
+        payloads are lost are excluded.
+        """
         kept = [(i, m) for i, m in enumerate(group.members) if m.kept]
         if self.services.reference is None or not kept:
             return group
 
         payloads = [member.payload for _, member in kept if member.payload is not None]
-        reference = self.services.reference.within(self.config.policy.step_timeout * REFERENCE_SHARE, ATTEMPTS)
+        reference = self.services.reference.within(
+            self.config.policy.step_timeout * REFERENCE_SHARE, ATTEMPTS
+        )
         # Absolute, since an actor's working directory may be another one.
         folder = None if self.reference.folder is None else str(self.reference.folder.resolve())
-        lost, arrays = await reference.split(1 + len(kept), ReferenceActor.annotate, payloads, folder)
-        group = group.map({i: replace(group.members[i], reference=array) for (i, _), array in zip(kept, arrays, strict=True)})
+        lost, arrays = await reference.split(
+            1 + len(kept), ReferenceActor.annotate, payloads, folder
+        )
+        group = group.map(
+            {
+                i: replace(group.members[i], reference=array)
+                for (i, _), array in zip(kept, arrays, strict=True)
+            }
+        )
 
         if lost:
             ids = {kept[i][1].summary.id for i in lost}
@@ -335,13 +430,17 @@ class Driver:
         self.rollouts.ready.settle_trained(groups)
         self.origin.check()  # before the weights of this step are synced or recorded
         self.reporter.trained(self.step + 1, groups)
-        self.reporter.gaps = {trajectory: gaps for _, of_rank in found for trajectory, gaps in of_rank.items()}
+        self.reporter.gaps = {
+            trajectory: gaps for _, of_rank in found for trajectory, gaps in of_rank.items()
+        }
         # The metrics are reduced over all ranks, so those of the first rank stand for every rank.
         return found[0][0]
 
     @timed("testing")
     async def evaluate(self, ending: bool = False) -> None:
-        """Play the held-out tasks when due, before the first and after the last step, and when the run is ``ending`` early."""
+        """Play the held-out tasks when due, before the first and after the last step, and when the
+        run is ``ending`` early.
+        """
         if not self.held_out:
             return
         setting, last = self.config.evaluation, self.done or ending
@@ -353,40 +452,64 @@ class Driver:
         images: dict[str, bytes] = {}
         asked = plays(self.config, self.held_out, controls=controls, samples=setting.samples)
         report = self.rollouts.alarms.held_out
-        playing = play(asked, self.config, self.player, self.step, lambda item, found: images.update(found), report)
+        playing = play(
+            asked,
+            self.config,
+            self.player,
+            self.step,
+            lambda item, found: images.update(found),
+            report,
+        )
 
         self.owes_evaluation = True
         try:
             items = await until_stopped(self.stopping, playing)
         except Preempted:
-            return self.reporter.event(incidents.EvaluationStopped())  # the run that continues begins with it
+            return self.reporter.event(
+                incidents.EvaluationStopped()
+            )  # the run that continues begins with it
 
         self.owes_evaluation = False
         if controls:
             items += blind(self.config, self.rollouts.dataset, self.held_out)
         self.reporter.evaluated(self.step, items, images)
-        self.rollouts.alarms.evaluated(first=self.step <= (0 if self.config.evaluation.first else self.config.evaluation.every))
+        self.rollouts.alarms.evaluated(
+            first=self.step <= (0 if self.config.evaluation.first else self.config.evaluation.every)
+        )
 
     async def record(self, report: Mapping[str, float], collected: Collected) -> None:
-        """Metrics of the step, and a sample of its groups with texts and images, trained and dropped ones in turn."""
+        """Metrics of the step, and a sample of its groups with texts and images, trained and
+        dropped ones in turn.
+        """
         self.ledger.check()
         self.rollouts.alarms.step(report)
         if self.rollouts.alarms.unseen:
             await self.observe()
 
-        trained = {group.number: group for group in sorted(collected.groups, key=lambda g: g.number)}
-        dropped = [g for g in sorted(collected.finished, key=lambda g: g.number) if g.number not in trained]
+        trained = {
+            group.number: group for group in sorted(collected.groups, key=lambda g: g.number)
+        }
+        dropped = [
+            g for g in sorted(collected.finished, key=lambda g: g.number) if g.number not in trained
+        ]
         sample = [g for two in zip_longest(trained.values(), dropped) for g in two if g]
         records = await self.dump(sample[: self.config.keep_rollouts], self.step)
 
         ledger, seconds = self.ledger.counts(), self.timings.take()
-        self.rollouts.alarms.recorded(self.reporter.step(self.step, report, collected, ledger, seconds, self.player.metrics()))
+        self.rollouts.alarms.recorded(
+            self.reporter.step(self.step, report, collected, ledger, seconds, self.player.metrics())
+        )
         if records:
             self.reporter.updates.append(("samples", completions(records)))
 
     def notice_skipped(self, report: Mapping[str, float]) -> None:
-        """Say which updates of the step were skipped. Raises Diverged when the run would end with a step that changed nothing."""
-        skipped, applied = (int(report.get(f"actor/{name}", 0)) for name in ("skipped_updates", "updates"))
+        """Say which updates of the step were skipped.
+
+        Raises Diverged when the run would end with a step that changed nothing.
+        """
+        skipped, applied = (
+            int(report.get(f"actor/{name}", 0)) for name in ("skipped_updates", "updates")
+        )
         if skipped:
             self.reporter.event(incidents.UpdatesSkipped(skipped, skipped + applied))
         if skipped and not applied and self.done:
@@ -395,13 +518,19 @@ class Driver:
 
     @timed("logprob_check")
     async def observe(self) -> None:
-        """Steps that train on nothing fresh cannot see drift: compare fresh episodes, while the ranks hold no groups."""
-        looked = self.weight_sync.observe(self.rollouts.scheduler.probe_tasks(), self.player, self.step)
+        """Steps that train on nothing fresh cannot see drift: compare fresh episodes, while the
+        ranks hold no groups.
+        """
+        looked = self.weight_sync.observe(
+            self.rollouts.scheduler.probe_tasks(), self.player, self.step
+        )
         with suppress(Preempted):  # the step is still recorded and saved
             self.rollouts.alarms.compared(await until_stopped(self.stopping, looked))
 
     async def dump(self, groups: list[Group], step: int) -> list[RolloutRecord]:
-        """A reward actor, which has the tokenizer, opens the payloads; the driver only writes the records (``keep_rollouts``)."""
+        """A reward actor, which has the tokenizer, opens the payloads; the driver only writes the
+        records (``keep_rollouts``).
+        """
         described = await asyncio.gather(*(self.player.rewards.describe(group) for group in groups))
         records = [record for rows, _ in described for record in rows]
         images = {sha: data for _, found in described for sha, data in found.items()}
@@ -411,10 +540,14 @@ class Driver:
 
     @timed("save_checkpoint")
     async def checkpoint(self, last: bool = False) -> None:
-        """When due, or when this was the ``last`` step. A failed save is reported and tried again (``Saving.save``)."""
+        """When due, or when this was the ``last`` step.
+
+        A failed save is reported and tried again (``Saving.save``).
+        """
         c, ends = self.config.checkpoint, last or self.stopping.is_set()
         last = ends or self.done
-        # A run that is to end has half of its grace for storage that refuses, and the other half for a save.
+        # A run that is to end has half of its grace for storage that refuses, and the other half
+        # for a save.
         patience = self.config.preemption.grace / 2 if ends else self.config.recovery.start_timeout
 
         # What a save beside training raised must end the run here, and not at its last step.
@@ -426,12 +559,17 @@ class Driver:
         ours = about(self.config, self.hashes, len(self.rollouts.dataset))
         # Each try of a save captures again: payloads may be lost while the storage refuses.
         state = partial(capture, self.state, self.rollouts.lose, self.config.policy.step_timeout)
-        await self.saving.save(SavedStep(self.version, state, ours, best, last, patience), self.services.policy)
+        await self.saving.save(
+            SavedStep(self.version, state, ours, best, last, patience), self.services.policy
+        )
 
-    # The driver's part of a checkpoint (docs/algorithm.md, section 12) ---------------------------------------------
+    # The driver's part of a checkpoint (docs/algorithm.md, section 12)
+    # ---------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The present state as plain values, with ``HeldValue`` for payloads, so that rollouts go on while these are fetched."""
+        """The present state as plain values, with ``HeldValue`` for payloads, so that rollouts go
+        on while these are fetched.
+        """
         return {
             "step": self.step,
             "version": astuple(self.version),
@@ -454,6 +592,8 @@ class Driver:
         self.reporter.restore(state["reporter"])
 
     def stop(self) -> None:
-        """End as preempted: finish an update or checkpoint under way, abandon everything else, and save."""
+        """End as preempted: finish an update or checkpoint under way, abandon everything else, and
+        save.
+        """
         self.stopping.set()
         self.rollouts.stop()

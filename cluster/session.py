@@ -1,4 +1,7 @@
-"""Connecting to Ray, or starting a private local cluster on this machine. The only file that uses private names of Ray."""
+"""Connecting to Ray, or starting a private local cluster on this machine.
+
+The only file that uses private names of Ray.
+"""
 
 import atexit
 import functools
@@ -28,12 +31,17 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def session(
-    needed: Mapping[str, float], address: str | None, temporary: str | None, logs: Path, namespace: str | None = None,
+    needed: Mapping[str, float],
+    address: str | None,
+    temporary: str | None,
+    logs: Path,
+    namespace: str | None = None,
     store: int = OBJECT_STORE,
-) -> Iterator[None]:  # fmt: skip
-    """Join the cluster at ``address``; without one, start a private cluster that ends with the block. It has as
-    many logical CPUs as ``needed``, so that a laptop can hold all roles. Its files are below ``temporary``; ``store``: in bytes.
-    Raises ConfigError on another system than Linux."""
+) -> Iterator[None]:
+    """Join the cluster at ``address``; without one, start a private cluster that ends with the
+    block. It has as many logical CPUs as ``needed``, so that a laptop can hold all roles. Its files
+    are below ``temporary``; ``store``: in bytes. Raises ConfigError on another system than Linux.
+    """
     needs_linux("a command that starts actors")
     if address:
         ray.init(address=address, log_to_driver=False, namespace=namespace)
@@ -42,7 +50,9 @@ def session(
         finally:
             ray.shutdown()
         return
-    with tempfile.TemporaryDirectory(prefix="ray-", dir=temporary, ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="ray-", dir=temporary, ignore_cleanup_errors=True
+    ) as folder:
         if needed.get("GPU", 0) > (visible := _gpus()):
             raise ResourcesUnavailable(
                 f"the run needs {needed['GPU']:g} GPUs, this machine has {visible}. "
@@ -69,18 +79,26 @@ def session(
 
 
 FILES = 128
-"""Minimum limit of open files: Ray's processes have up to 71 open with four actors; with 64 its daemon dies and the run hangs."""
+"""Minimum limit of open files: Ray's processes have up to 71 open with four actors; with 64 its
+daemon dies and the run hangs.
+"""
 STARTS = 3
-"""Attempts at starting a cluster. Ray ends an attempt after 30 seconds, which a busy machine may exceed."""
+"""Attempts at starting a cluster.
+
+Ray ends an attempt after 30 seconds, which a busy machine may exceed.
+"""
 
 
 def start(folder: str, *, store: int = OBJECT_STORE, **options: Any) -> None:
-    """Start a cluster on this machine, whose files are all in ``folder``. Raises ConfigError where fewer than ``FILES`` files may
-    be open at once, MachineFailed when Ray does not start."""
+    """Start a cluster on this machine, whose files are all in ``folder``.
+
+    Raises ConfigError where fewer than ``FILES`` files may be open at once, MachineFailed when Ray
+    does not start.
+    """
     if 0 <= (most := open_files()[1]) < FILES:
         raise ConfigError(
-            f"{most} files may be open at once here (ulimit -Hn), and Ray needs {FILES} at least. Run `ulimit -n 8192` before the "
-            "command, as root if the shell refuses it"
+            f"{most} files may be open at once here (ulimit -Hn), and Ray needs {FILES} at least."
+            " Run `ulimit -n 8192` before the command, as root if the shell refuses it"
         )
 
     # Children that exist already are not Ray's: a failed attempt must not end them.
@@ -89,9 +107,13 @@ def start(folder: str, *, store: int = OBJECT_STORE, **options: Any) -> None:
         try:
             with _sessions_of_their_own():
                 ray.init(
-                    address="local", include_dashboard=False, log_to_driver=False, object_store_memory=store,
-                    _temp_dir=folder, **options,
-                )  # fmt: skip
+                    address="local",
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    object_store_memory=store,
+                    _temp_dir=folder,
+                    **options,
+                )
             return
         except Exception as error:
             ray.shutdown()
@@ -100,8 +122,9 @@ def start(folder: str, *, store: int = OBJECT_STORE, **options: Any) -> None:
             # Only a start that was too slow is worth another try; anything else would fail again.
             if attempt == STARTS or "timed out during startup" not in str(error):
                 raise MachineFailed(
-                    f"Ray did not start here, {attempt} attempt{'s' * (attempt > 1)} in {time.monotonic() - began:.0f} s: "
-                    f"{str(error).partition(chr(10))[0]} Look at `uptime` (other work), `free -g` and `df -h /dev/shm`"
+                    f"Ray did not start here, {attempt} attempt{'s' * (attempt > 1)} in"
+                    f" {time.monotonic() - began:.0f} s: {str(error).partition(chr(10))[0]} Look at"
+                    " `uptime` (other work), `free -g` and `df -h /dev/shm`"
                 ) from error
             logger.warning("Ray did not start within 30 s, this machine has much to do: once more")
 
@@ -111,8 +134,10 @@ _apart = False
 
 @contextmanager
 def _sessions_of_their_own() -> Iterator[None]:
-    """Daemons that are started within the block get no signal that is sent to our process group, as timeout(1) does: a run needs
-    them while it saves. Ray starts them with ``preexec_fn``, so Python runs what ``register_at_fork`` registered."""
+    """Daemons that are started within the block get no signal that is sent to our process group, as
+    timeout(1) does: a run needs them while it saves. Ray starts them with ``preexec_fn``, so Python
+    runs what ``register_at_fork`` registered.
+    """
     global _apart
     _apart = True
     try:
@@ -126,11 +151,17 @@ os.register_at_fork(after_in_child=lambda: os.setsid() if _apart else None)
 
 def metrics_ports() -> list[str]:
     """Where (host:port) the cluster's nodes serve metrics."""
-    return [f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in ray.nodes() if node["Alive"]]
+    return [
+        f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
 
 
 def serve_details() -> dict[str, Any] | None:
-    """The address, options and applications of Ray Serve in this cluster; None when it does not run here."""
+    """The address, options and applications of Ray Serve in this cluster; None when it does not run
+    here.
+    """
     from ray.serve.context import _get_global_client
 
     client = _get_global_client(raise_if_no_controller_running=False)
@@ -138,7 +169,9 @@ def serve_details() -> dict[str, Any] | None:
 
 
 def actor_table() -> list[dict[str, Any]]:
-    """A row for every actor of the cluster: ``Name``, ``ActorID``, ``State``, ``Pid``, ``Address`` with its ``NodeID``."""
+    """A row for every actor of the cluster: ``Name``, ``ActorID``, ``State``, ``Pid``, ``Address``
+    with its ``NodeID``.
+    """
     from ray._private.state import state
 
     return list(state.actor_table(None).values())
@@ -152,7 +185,9 @@ def logs_folder() -> Path:
 
 
 def ask_head(seconds: float) -> None:
-    """Raises AuthenticationError when another head answers, ConnectionError when none listens; a silent one is only busy."""
+    """Raises AuthenticationError when another head answers, ConnectionError when none listens; a
+    silent one is only busy.
+    """
     from ray._private.worker import global_worker
 
     try:
@@ -166,7 +201,10 @@ def ask_head(seconds: float) -> None:
 
 
 def node_lives() -> bool:
-    """Whether Ray's head counts the node of this process as alive. Raises what Ray does when the head does not answer."""
+    """Whether Ray's head counts the node of this process as alive.
+
+    Raises what Ray does when the head does not answer.
+    """
     own = ray.get_runtime_context().get_node_id()
     return not any(node["NodeID"] == own and not node["Alive"] for node in ray.nodes())
 
@@ -179,7 +217,10 @@ def room() -> dict[str, dict[str, float]]:
 
 
 def _keep_logs(folder: Path, logs: Path) -> None:
-    """Copy the logs of the actors and of Ray, without empty files. A disk that is full or not mounted does not end the run."""
+    """Copy the logs of the actors and of Ray, without empty files.
+
+    A disk that is full or not mounted does not end the run.
+    """
     if not logs.is_dir():
         return
     for file in (folder / LOGS).glob("worker-*.*"):
@@ -190,7 +231,9 @@ def _keep_logs(folder: Path, logs: Path) -> None:
 
 
 def _clean_up(folder: str) -> None:
-    """After an interrupted ray.init: end daemons that Ray's own exit handler does not know yet, and remove their files."""
+    """After an interrupted ray.init: end daemons that Ray's own exit handler does not know yet, and
+    remove their files.
+    """
     end(psutil.Process().children(recursive=True))
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,4 +1,6 @@
-"""The bodies of ``POST /v1/judge``: items to judge, and for each a verdict or the reason why there is none."""
+"""The bodies of ``POST /v1/judge``: items to judge, and for each a verdict or the reason why there
+is none.
+"""
 
 from enum import StrEnum
 from typing import Annotated, Literal, Self
@@ -14,7 +16,9 @@ MAX_IMAGES = 8
 class JudgeMessage(BaseModel):
     """Base of all bodies: immutable; unknown keys, infinities and NaN are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class JudgeItem(JudgeMessage):
@@ -30,7 +34,10 @@ class JudgeItem(JudgeMessage):
     source: str = Field("", max_length=128)
     """The data source, which chooses the rubric's examples."""
     images: tuple[Annotated[str, Field(max_length=1024)], ...] = Field((), max_length=MAX_IMAGES)
-    """Image files below the server's ``image_roots``, for rubrics that show them. Never fetched from a URL."""
+    """Image files below the server's ``image_roots``, for rubrics that show them.
+
+    Never fetched from a URL.
+    """
     fresh: bool = False
     """Ask the model itself: neither rules nor caches answer (canaries, drift checks)."""
 
@@ -65,7 +72,11 @@ Decider = Literal["rules", "model"]
 
 
 class JudgeVerdict(JudgeMessage):
-    """A verdict. ``fingerprint`` names model, prompts, rules and sampling. ``decided_by`` rules: no model was asked."""
+    """A verdict.
+
+    ``fingerprint`` names model, prompts, rules and sampling. ``decided_by`` rules: no model was
+    asked.
+    """
 
     outcome: Literal["scored"] = "scored"
     verdict: VerdictKind

@@ -1,4 +1,7 @@
-"""Verdicts that are known, in memory and in an SQLite file that runs and processes share. Failures are never kept."""
+"""Verdicts that are known, in memory and in an SQLite file that runs and processes share.
+
+Failures are never kept.
+"""
 
 import hashlib
 import json
@@ -14,8 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 def cache_key(item: JudgeItem, fingerprint: str) -> str:
-    """The digest of all that a verdict depends on: judge, rubric, source, question, reference, images and answer."""
-    # Answers that differ in more than spaces and tabs have different keys: 5² is another answer than 52.
+    """The digest of all that a verdict depends on: judge, rubric, source, question, reference,
+    images and answer.
+    """
+    # Answers that differ in more than spaces and tabs have different keys: 5² is another answer
+    # than 52.
     answer = re.sub(r"[ \t]+", " ", item.answer).strip()
     images = [_version(Path(path)) for path in item.images]
     parts = [fingerprint, item.rubric, item.source, item.question, item.reference, answer, images]
@@ -23,7 +29,9 @@ def cache_key(item: JudgeItem, fingerprint: str) -> str:
 
 
 def _version(image: Path) -> tuple[str, int, int]:
-    """Path, size in bytes and time of the last change in ns, since the file at a path may change; zeros when it is missing."""
+    """Path, size in bytes and time of the last change in ns, since the file at a path may change;
+    zeros when it is missing.
+    """
     try:
         found = image.stat()
     except (OSError, ValueError):
@@ -32,8 +40,10 @@ def _version(image: Path) -> tuple[str, int, int]:
 
 
 class VerdictCache:
-    """At most ``size`` verdicts in memory, the least recently used go first; and all of them in the SQLite file ``path``, if any. A
-    file that fails (full, locked, corrupt, on a file system without locks) is reported once and not used again."""
+    """At most ``size`` verdicts in memory, the least recently used go first; and all of them in the
+    SQLite file ``path``, if any. A file that fails (full, locked, corrupt, on a file system without
+    locks) is reported once and not used again.
+    """
 
     def __init__(self, size: int, path: Path | None = None) -> None:
         self._memory: Cache[str, JudgeVerdict] = Cache(size)
@@ -49,7 +59,9 @@ class VerdictCache:
         verdict = self._memory.get(key)
         if verdict is None and self._file is not None:
             try:
-                row = self._file.execute("SELECT verdict FROM verdicts WHERE key = ?", (key,)).fetchone()
+                row = self._file.execute(
+                    "SELECT verdict FROM verdicts WHERE key = ?", (key,)
+                ).fetchone()
                 verdict = JudgeVerdict.model_validate_json(row[0]) if row else None
             except (sqlite3.Error, ValueError) as error:
                 self._give_up(error)
@@ -64,7 +76,10 @@ class VerdictCache:
         if self._file is not None:
             try:
                 with self._file:
-                    self._file.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (key, verdict.model_dump_json()))
+                    self._file.execute(
+                        "INSERT OR REPLACE INTO verdicts VALUES (?, ?)",
+                        (key, verdict.model_dump_json()),
+                    )
             except sqlite3.Error as error:
                 self._give_up(error)
 
@@ -86,5 +101,8 @@ def _open(path: Path) -> sqlite3.Connection:
     connection.execute("PRAGMA journal_mode = WAL")
     # A power cut may cost the last verdicts, which are then asked for again, but never the file.
     connection.execute("PRAGMA synchronous = NORMAL")
-    connection.execute("CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, verdict TEXT NOT NULL) WITHOUT ROWID")
+    connection.execute(
+        "CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, verdict TEXT NOT NULL) WITHOUT"
+        " ROWID"
+    )
     return connection

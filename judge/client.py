@@ -1,6 +1,8 @@
-"""The judge's client, one per process: it asks each question once, waits through failures, and never makes one a zero. Questions
-that wait are sent together, at most ``batch`` per request and ``concurrency`` requests at a time; while a request is free a
-question is sent at once, so batches form only under load."""
+"""The judge's client, one per process: it asks each question once, waits through failures, and
+never makes one a zero. Questions that wait are sent together, at most ``batch`` per request and
+``concurrency`` requests at a time; while a request is free a question is sent at once, so batches
+form only under load.
+"""
 
 import asyncio
 import logging
@@ -14,7 +16,15 @@ from pydantic import Field, ValidationError
 from rayloop.config.settings import local_path
 from rayloop.core.failures import InfrastructureFailure, RayloopError
 from rayloop.judge import transport
-from rayloop.judge.api import MAX_ITEMS, JudgeItem, JudgeUnscored, JudgeVerdict, JudgeVersion, NoVerdict, Result
+from rayloop.judge.api import (
+    MAX_ITEMS,
+    JudgeItem,
+    JudgeUnscored,
+    JudgeVerdict,
+    JudgeVersion,
+    NoVerdict,
+    Result,
+)
 from rayloop.judge.cache import VerdictCache, cache_key
 from rayloop.judge.discovery import Find
 from rayloop.judge.health import Breaker, BreakerState, Canary
@@ -24,18 +34,26 @@ from rayloop.judge.transport import ConnectionSettings, JudgeConnection, JudgeRe
 logger = logging.getLogger(__name__)
 
 ENOUGH = 8
-"""Failures in a row of one item alone, the canary being right each time, after which it has no verdict."""
+"""Failures in a row of one item alone, the canary being right each time, after which it has no
+verdict.
+"""
 
 
 class ClientSettings(ConnectionSettings):
     """Settings of the client of one process. Times are in seconds."""
 
     concurrency: int = Field(16, ge=1)
-    """Requests at a time, per reward actor. Raise it when the judge's queue is empty and steps wait for rewards."""
+    """Requests at a time, per reward actor.
+
+    Raise it when the judge's queue is empty and steps wait for rewards.
+    """
     batch: int = Field(16, ge=1, le=MAX_ITEMS)
     """Items per request; at most what the server takes."""
     backoff: float = Field(0.25, gt=0)
-    """Seconds before the second try; they double, with jitter, up to ``backoff_max``. A longer ``Retry-After`` is honoured."""
+    """Seconds before the second try; they double, with jitter, up to ``backoff_max``.
+
+    A longer ``Retry-After`` is honoured.
+    """
     backoff_max: float = Field(15.0, gt=0)
     """Seconds between two tries at most. Lower it when a judge comes back quickly."""
     breaker_failures: int = Field(5, ge=1)
@@ -43,34 +61,57 @@ class ClientSettings(ConnectionSettings):
     probe_interval: float = Field(2.0, gt=0)
     """Seconds between two canaries while the breaker is open."""
     canary: bool = True
-    """Whether the canary's verdicts must be right; off only for judges whose verdicts are noise (tests of the path)."""
+    """Whether the canary's verdicts must be right; off only for judges whose verdicts are noise
+    (tests of the path).
+    """
     cache_size: int = Field(100_000, ge=1)
     """Verdicts kept in memory. Raise it when questions repeat over more than that."""
     cache_file: str = ""
-    """SQLite file that keeps verdicts between runs and for other processes of this machine; "" for none."""
+    """SQLite file that keeps verdicts between runs and for other processes of this machine; "" for
+    none.
+    """
 
 
 @dataclass(eq=False)
 class _Question:
-    """A distinct item without a verdict, and the number of callers that wait for it. ``alone``: it is sent by itself."""
+    """A distinct item without a verdict, and the number of callers that wait for it.
+
+    ``alone``: it is sent by itself.
+    """
 
     item: JudgeItem
     key: str = ""
     alone: bool = False
-    future: asyncio.Future[Result] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    future: asyncio.Future[Result] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
     waiters: int = 0
 
 
 class JudgeClient:
-    """The client for one event loop, outside of which it may be made. ``fingerprint`` is the judge's, "" before an answer."""
+    """The client for one event loop, outside of which it may be made.
 
-    def __init__(self, settings: ClientSettings, find: Find | None = None, known: Sequence[Labelled] | None = None) -> None:
+    ``fingerprint`` is the judge's, "" before an answer.
+    """
+
+    def __init__(
+        self,
+        settings: ClientSettings,
+        find: Find | None = None,
+        known: Sequence[Labelled] | None = None,
+    ) -> None:
         """``known``: items that a judge in good health judges right; the shipped ones by default."""
         self.settings = settings
         self.connection = JudgeConnection(settings, find)
-        self.canary = Canary(canary() if known is None else known, self.connection, settings.canary, self._count)
-        self.cache = VerdictCache(settings.cache_size, local_path(settings.cache_file) if settings.cache_file else None)
-        self.breaker = Breaker(settings.breaker_failures, settings.probe_interval, self.canary.ask, self._note)
+        self.canary = Canary(
+            canary() if known is None else known, self.connection, settings.canary, self._count
+        )
+        self.cache = VerdictCache(
+            settings.cache_size, local_path(settings.cache_file) if settings.cache_file else None
+        )
+        self.breaker = Breaker(
+            settings.breaker_failures, settings.probe_interval, self.canary.ask, self._note
+        )
         self.fingerprint = ""
         self.fingerprints: list[str] = []
         """The fingerprints of all judges that answered, oldest first."""
@@ -81,7 +122,10 @@ class JudgeClient:
         self._introduction: asyncio.Task[None] | None = None
 
     async def judge(self, item: JudgeItem, patience: float) -> Result:
-        """The verdict, or after ``patience`` seconds the reason why there is none. Raises ConfigError for an unusable key file."""
+        """The verdict, or after ``patience`` seconds the reason why there is none.
+
+        Raises ConfigError for an unusable key file.
+        """
         deadline = asyncio.get_running_loop().time() + patience
         if not self.fingerprint and self.settings.cache_file:  # the keys of the cache need it
             self._introduction = self._introduction or asyncio.create_task(self._introduce())
@@ -106,7 +150,9 @@ class JudgeClient:
         try:
             return JudgeVersion.model_validate_json(await self.connection.get("/version"))
         except ValidationError as error:
-            raise InfrastructureFailure(f"{self.connection.url}/version is not a judge's: {error}") from error
+            raise InfrastructureFailure(
+                f"{self.connection.url}/version is not a judge's: {error}"
+            ) from error
 
     async def close(self) -> None:
         """End all requests; callers that still wait get no verdict."""
@@ -121,7 +167,10 @@ class JudgeClient:
         self.cache.close()
 
     async def _introduce(self) -> None:
-        """Ask for the fingerprint, once. A judge that does not answer now shows it with its first verdict."""
+        """Ask for the fingerprint, once.
+
+        A judge that does not answer now shows it with its first verdict.
+        """
         try:
             self._met((await self.version()).fingerprint)
         except InfrastructureFailure as error:
@@ -146,7 +195,9 @@ class JudgeClient:
         transport.WAITING.set(len(self._questions))
         try:
             # A caller that gives up or is cancelled must not cancel a question of others.
-            done, _ = await asyncio.wait({question.future}, timeout=max(deadline - asyncio.get_running_loop().time(), 0.0))
+            done, _ = await asyncio.wait(
+                {question.future}, timeout=max(deadline - asyncio.get_running_loop().time(), 0.0)
+            )
             return question.future.result() if done else self._none()
         finally:
             question.waiters -= 1
@@ -160,7 +211,10 @@ class JudgeClient:
         late = error is None or (isinstance(error, Transient) and error.reason == "timeout")
         reason = str(error) if error else f"{self.connection.url}: no verdict in time"
         state = "" if self.breaker.state is BreakerState.CLOSED else " (the breaker is open)"
-        return JudgeUnscored(kind=NoVerdict.TIMEOUT if late else NoVerdict.UNAVAILABLE, reason=f"{reason}{state}"[:1024])
+        return JudgeUnscored(
+            kind=NoVerdict.TIMEOUT if late else NoVerdict.UNAVAILABLE,
+            reason=f"{reason}{state}"[:1024],
+        )
 
     async def _send_all(self) -> None:
         task = asyncio.current_task()
@@ -186,9 +240,11 @@ class JudgeClient:
         return batch
 
     async def _send(self, batch: list[_Question]) -> None:
-        """Send a batch until each item has a verdict, is refused, or no caller waits for it any more. A batch that fails twice in
-        the same way is sent item by item. The failure of a single item is not the judge's while the canary is right; after ENOUGH
-        of them the item has no verdict."""
+        """Send a batch until each item has a verdict, is refused, or no caller waits for it any
+        more. A batch that fails twice in the same way is sent item by item. The failure of a single
+        item is not the judge's while the canary is right; after ENOUGH of them the item has no
+        verdict.
+        """
         tries, blamed, before = 0, 0, ""
         while batch:
             await self.breaker.closed()
@@ -208,7 +264,11 @@ class JudgeClient:
                 return
             self._note(failure)
             transport.RETRIES.labels(failure.reason).inc()
-            if len(again) == len(batch) > 1 and failure.perhaps_an_item and failure.reason == before:
+            if (
+                len(again) == len(batch) > 1
+                and failure.perhaps_an_item
+                and failure.reason == before
+            ):
                 return self._one_by_one(batch)
 
             if len(again) == len(batch):
@@ -230,7 +290,11 @@ class JudgeClient:
             batch = _open(again)
 
     async def _send_once(self, batch: list[_Question]) -> tuple[list[_Question], Transient | None]:
-        """Send a batch once. Returns the questions without a result, and the failure because of which they are sent again."""
+        """Send a batch once.
+
+        Returns the questions without a result, and the failure because of which they are sent
+        again.
+        """
         if not batch:
             return [], None
         try:
@@ -257,7 +321,9 @@ class JudgeClient:
             self._more_senders()
 
     async def _its_own_doing(self, batch: list[_Question], failure: Transient) -> bool:
-        """Whether the only item of a request is the cause of its failure: the canary is judged right at the same time."""
+        """Whether the only item of a request is the cause of its failure: the canary is judged
+        right at the same time.
+        """
         if len(batch) > 1 or not failure.perhaps_an_item:
             return False
         try:
@@ -286,9 +352,12 @@ class JudgeClient:
             if self.fingerprints:
                 transport.CHANGES.inc()
                 logger.warning(
-                    "the judge at %s changed in mid-run: its fingerprint was %s and is now %s; verdicts before and after "
-                    "may differ", self.connection.url, self.fingerprint, fingerprint,
-                )  # fmt: skip
+                    "the judge at %s changed in mid-run: its fingerprint was %s and is now %s;"
+                    " verdicts before and after may differ",
+                    self.connection.url,
+                    self.fingerprint,
+                    fingerprint,
+                )
             self.fingerprints.append(fingerprint)
         self.fingerprint = fingerprint
 

@@ -1,4 +1,6 @@
-"""Discovery of the judge: it writes its address to a file on a shared file system, and clients read that file."""
+"""Discovery of the judge: it writes its address to a file on a shared file system, and clients read
+that file.
+"""
 
 import errno
 from collections.abc import Awaitable, Callable
@@ -15,14 +17,26 @@ from rayloop.core.threads import in_thread
 
 READ = 30.0
 """Seconds within which a shared file system must return a file."""
-PASSING = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
+PASSING = (
+    errno.EIO,
+    errno.ESTALE,
+    errno.EAGAIN,
+    errno.EINTR,
+    errno.ETIMEDOUT,
+    errno.EMFILE,
+    errno.ENFILE,
+)
 """Errors of the file system itself: another try may work."""
 
 
 def checked_url(text: str) -> str:
     """``text``, if it is ``http(s)://host[:port][/path]``. Raises ValueError for any other."""
     parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname or any(c.isspace() or not c.isprintable() for c in text):
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or any(c.isspace() or not c.isprintable() for c in text)
+    ):
         raise ValueError(f"{text!r} is no address of a judge: http://host:port is expected")
     if parts.port == 0:  # a port beyond 65535 raises by itself
         raise ValueError(f"{text!r}: a port is 1 to 65535")
@@ -35,7 +49,10 @@ class Address(SettingsModel):
     url: str
     key_file: str = ""
     folder: str = Field("", exclude=True)
-    """The folder of the file with this address. A key outside of it is sent only when the configuration names the key file."""
+    """The folder of the file with this address.
+
+    A key outside of it is sent only when the configuration names the key file.
+    """
 
     @field_validator("url")
     @classmethod
@@ -44,11 +61,16 @@ class Address(SettingsModel):
 
 
 Find = Callable[[], Awaitable[Address]]
-"""Returns the judge's present address, and is called again when requests fail. Raises InfrastructureFailure without one."""
+"""Returns the judge's present address, and is called again when requests fail.
+
+Raises InfrastructureFailure without one.
+"""
 
 
 class FileDiscovery:
-    """Reads the address from a JSON file that only its owner can write, for judges outside of the run's cluster."""
+    """Reads the address from a JSON file that only its owner can write, for judges outside of the
+    run's cluster.
+    """
 
     class Settings(SettingsModel):
         """The place of the file."""
@@ -68,14 +90,18 @@ class FileDiscovery:
             found = Address.model_validate_json(self.path.read_bytes())
             trusted(self.path, "the judge's address")
         except (OSError, ValidationError) as error:
-            raise InfrastructureFailure(f"no judge has written its address to {self.path}: {error}") from error
+            raise InfrastructureFailure(
+                f"no judge has written its address to {self.path}: {error}"
+            ) from error
         return found.model_copy(update={"folder": str(self.path.parent)})
 
 
 def announce(path: Path, address: Address) -> None:
     """Write the judge's address. A reader sees the old address or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, address.model_dump_json().encode(), mode=0o644)  # clients believe no file that others can write
+    write_whole(
+        path, address.model_dump_json().encode(), mode=0o644
+    )  # clients believe no file that others can write
 
 
 def withdraw(path: Path, address: Address) -> None:
@@ -86,7 +112,10 @@ def withdraw(path: Path, address: Address) -> None:
 
 
 def read_key(path: str) -> str:
-    """The bearer key in a file that only its owner can read; "" for no file. Raises ConfigError, InfrastructureFailure."""
+    """The bearer key in a file that only its owner can read; "" for no file.
+
+    Raises ConfigError, InfrastructureFailure.
+    """
     if not path:
         return ""
     file = local_path(path)
@@ -97,18 +126,22 @@ def read_key(path: str) -> str:
         kind = InfrastructureFailure if error.errno in PASSING else ConfigError
         raise kind(f"the judge's key file {file} cannot be read: {error}") from error
     if not key or not key.isascii() or any(c.isspace() or not c.isprintable() for c in key):
-        raise ConfigError(f"the judge's key file {file} holds no key (one line of ASCII without spaces)")
+        raise ConfigError(
+            f"the judge's key file {file} holds no key (one line of ASCII without spaces)"
+        )
     return key
 
 
 def key_of(address: Address, named: str) -> str:
-    """The key for an address, from the file that the configuration has ``named``, else from the announced file. Raises like
-    ``read_key``, and ConfigError for a file outside of the announcement's folder (it may be another secret)."""
+    """The key for an address, from the file that the configuration has ``named``, else from the
+    announced file. Raises like ``read_key``, and ConfigError for a file outside of the
+    announcement's folder (it may be another secret).
+    """
     if not named and address.key_file and address.folder:
         file, folder = local_path(address.key_file).resolve(), Path(address.folder).resolve()
         if not file.is_relative_to(folder):
             raise ConfigError(
-                f"the judge's address in {folder} names the key file {file}, which lies elsewhere. If that is the judge's key, "
-                "name it in the configuration: key_file"
+                f"the judge's address in {folder} names the key file {file}, which lies elsewhere."
+                " If that is the judge's key, name it in the configuration: key_file"
             )
     return read_key(named or address.key_file)

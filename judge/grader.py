@@ -13,7 +13,15 @@ from pydantic import ValidationError
 from rayloop.core.failures import DataFailure, DeadlineExceeded
 from rayloop.core.threads import in_thread
 from rayloop.judge import prompt
-from rayloop.judge.api import BackendLabel, JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict, Result, VerdictKind
+from rayloop.judge.api import (
+    BackendLabel,
+    JudgeItem,
+    JudgeUnscored,
+    JudgeVerdict,
+    NoVerdict,
+    Result,
+    VerdictKind,
+)
 from rayloop.judge.cache import VerdictCache, cache_key
 from rayloop.judge.discovery import READ
 from rayloop.judge.rubric import Rubric
@@ -25,7 +33,10 @@ NO_RULE = rules.Decision(False, "none", "no rule decides this; a model would hav
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A model's whole reply. ``probability`` is P(correct) at the verdict's token, None from an engine without log-probs."""
+    """A model's whole reply.
+
+    ``probability`` is P(correct) at the verdict's token, None from an engine without log-probs.
+    """
 
     text: str
     probability: float | None = None
@@ -38,17 +49,30 @@ class ChatModel(Protocol):
     settings: Mapping[str, Any]
 
     async def identity(self) -> Mapping[str, Any]:
-        """What is known of the model behind the name now. Raises InfrastructureFailure when it does not answer."""
+        """What is known of the model behind the name now.
 
-    async def reply(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any]) -> Reply:
-        """The reply to chat messages (OpenAI's form), constrained to the JSON schema. Raises InfrastructureFailure when the engine
-        fails, DeadlineExceeded when it takes too long, and DataFailure when it refuses the messages (too long, a broken image)."""
+        Raises InfrastructureFailure when it does not answer.
+        """
+
+    async def reply(
+        self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any]
+    ) -> Reply:
+        """The reply to chat messages (OpenAI's form), constrained to the JSON schema.
+
+        Raises InfrastructureFailure when the engine fails, DeadlineExceeded when it takes too long,
+        and DataFailure when it refuses the messages (too long, a broken image).
+        """
 
 
 def fingerprint(
-    label: BackendLabel, rubrics: Mapping[str, Rubric], model: ChatModel | None = None, identity: Mapping[str, Any] = {}
+    label: BackendLabel,
+    rubrics: Mapping[str, Rubric],
+    model: ChatModel | None = None,
+    identity: Mapping[str, Any] = {},
 ) -> str:
-    """The digest of all that decides a verdict: backend, model, sampling, identity, rubrics; versions of rules, prompt, parser."""
+    """The digest of all that decides a verdict: backend, model, sampling, identity, rubrics;
+    versions of rules, prompt, parser.
+    """
     code = {"rules": rules.VERSION, "prompt": prompt.VERSION, "reply": prompt.REPLY_VERSION}
     about = [label, model.name, dict(model.settings), dict(identity)] if model else [label]
     parts = [*about, {name: rubric.digest for name, rubric in rubrics.items()}, code]
@@ -56,9 +80,12 @@ def fingerprint(
 
 
 class Grader:
-    """Judges items by rules, and by ``model`` those that no rule decides. Without a model those are incorrect, with that reason.
-    The cache is asked before the model; equal questions at the same time reach the model once. An item that fails is unscored, and
-    does not affect the other items of its batch. A reply that is no verdict is unscored as ``invalid``."""
+    """Judges items by rules, and by ``model`` those that no rule decides.
+
+    Without a model those are incorrect, with that reason. The cache is asked before the model;
+    equal questions at the same time reach the model once. An item that fails is unscored, and does
+    not affect the other items of its batch. A reply that is no verdict is unscored as ``invalid``.
+    """
 
     def __init__(
         self,
@@ -74,9 +101,14 @@ class Grader:
         self._asking: dict[str, asyncio.Task[Result]] = {}
 
     async def refresh(self) -> None:
-        """Ask the model again for its identity, which may change. Raises InfrastructureFailure when it does not answer."""
+        """Ask the model again for its identity, which may change.
+
+        Raises InfrastructureFailure when it does not answer.
+        """
         if self.chat:
-            self.fingerprint = fingerprint(self.label, self.rubrics, self.chat, await self.chat.identity())
+            self.fingerprint = fingerprint(
+                self.label, self.rubrics, self.chat, await self.chat.identity()
+            )
 
     async def judge(self, items: Sequence[JudgeItem]) -> Sequence[Result]:
         """One result for each item, in order. Their rubrics must exist."""
@@ -106,10 +138,18 @@ class Grader:
         # A client that leaves cancels its request, not the question that others may share.
         return await asyncio.shield(task)
 
-    async def _ask(self, model: ChatModel, rubric: Rubric, item: JudgeItem, key: str = "") -> Result:
-        """Ask the model. With ``key`` in a task that outlives the request: the cache has the verdict when the client asks again."""
+    async def _ask(
+        self, model: ChatModel, rubric: Rubric, item: JudgeItem, key: str = ""
+    ) -> Result:
+        """Ask the model.
+
+        With ``key`` in a task that outlives the request: the cache has the verdict when the client
+        asks again.
+        """
         try:
-            if item.images and rubric.sees_images:  # in a thread: a slow file system delays this item alone
+            if (
+                item.images and rubric.sees_images
+            ):  # in a thread: a slow file system delays this item alone
                 asked = await in_thread(prompt.messages, rubric, item, timeout=READ)
             else:
                 asked = prompt.messages(rubric, item)
@@ -117,24 +157,37 @@ class Grader:
             found = prompt.parse(reply.text, rubric.kind)
             probability = reply.probability if rubric.kind == "binary" else None
             result = JudgeVerdict(
-                verdict=found.verdict, score=found.score, probability=probability, reason=found.reason,
-                fingerprint=self.fingerprint, backend=self.label, decided_by="model",
-            )  # fmt: skip
+                verdict=found.verdict,
+                score=found.score,
+                probability=probability,
+                reason=found.reason,
+                fingerprint=self.fingerprint,
+                backend=self.label,
+                decided_by="model",
+            )
             if key and self._cache is not None:
                 self._cache.put(key, result)
             return result
-        except Exception as error:  # here too, since this may run in a task that outlives its request
+        except (
+            Exception
+        ) as error:  # here too, since this may run in a task that outlives its request
             return self._unscored(error)
 
     def _by_rule(self, decision: rules.Decision) -> JudgeVerdict:
         kind = VerdictKind.CORRECT if decision.correct else VerdictKind.INCORRECT
         return JudgeVerdict(
-            verdict=kind, score=float(bool(decision.correct)), reason=f"{decision.rule}: {decision.reason}",
-            fingerprint=self.fingerprint, backend=self.label, decided_by="rules",
-        )  # fmt: skip
+            verdict=kind,
+            score=float(bool(decision.correct)),
+            reason=f"{decision.rule}: {decision.reason}",
+            fingerprint=self.fingerprint,
+            backend=self.label,
+            decided_by="rules",
+        )
 
     def _unscored(self, error: Exception) -> JudgeUnscored:
-        """Why an item has no verdict: ``invalid`` when a reply or a value cannot be read, else the judge's own failure."""
+        """Why an item has no verdict: ``invalid`` when a reply or a value cannot be read, else the
+        judge's own failure.
+        """
         match error:
             case DeadlineExceeded() | TimeoutError():
                 kind = NoVerdict.TIMEOUT
@@ -142,17 +195,27 @@ class Grader:
                 kind = NoVerdict.INVALID
             case _:
                 kind = NoVerdict.UNAVAILABLE
-        reason = str(error).encode(errors="backslashreplace").decode()[:1024] or type(error).__name__
-        return JudgeUnscored(kind=kind, reason=reason, fingerprint=self.fingerprint, backend=self.label)
+        reason = (
+            str(error).encode(errors="backslashreplace").decode()[:1024] or type(error).__name__
+        )
+        return JudgeUnscored(
+            kind=kind, reason=reason, fingerprint=self.fingerprint, backend=self.label
+        )
 
 
 def decide(rubric: Rubric, item: JudgeItem) -> rules.Decision:
     """The rules' decision on an item. A rule that raises is logged, and has decided nothing."""
     try:
         return rules.decide(
-            item.reference, item.answer, question=item.question, tolerance=rubric.tolerance_for(item.source),
-            max_length=rubric.max_answer, exact=rubric.is_formula(item.source),
-        )  # fmt: skip
+            item.reference,
+            item.answer,
+            question=item.question,
+            tolerance=rubric.tolerance_for(item.source),
+            max_length=rubric.max_answer,
+            exact=rubric.is_formula(item.source),
+        )
     except Exception:
-        logger.warning("a rule fails on %.200r against %.200r", item.answer, item.reference, exc_info=True)
+        logger.warning(
+            "a rule fails on %.200r against %.200r", item.answer, item.reference, exc_info=True
+        )
         return rules.UNDECIDED

@@ -23,11 +23,17 @@ class BreakerState(IntEnum):
 
 
 class Breaker:
-    """Opens after ``failures`` in a row, until ``probe`` succeeds, which it awaits every ``interval`` seconds. ``probe`` raises
-    RayloopError while the judge is not well; ``on_failure`` receives that error."""
+    """Opens after ``failures`` in a row, until ``probe`` succeeds, which it awaits every
+    ``interval`` seconds. ``probe`` raises RayloopError while the judge is not well; ``on_failure``
+    receives that error.
+    """
 
     def __init__(
-        self, failures: int, interval: float, probe: Callable[[], Awaitable[None]], on_failure: Callable[[Exception], None]
+        self,
+        failures: int,
+        interval: float,
+        probe: Callable[[], Awaitable[None]],
+        on_failure: Callable[[Exception], None],
     ) -> None:
         self.failures, self.interval = failures, interval
         self._enter(BreakerState.CLOSED)
@@ -87,27 +93,50 @@ GOOD = 5.0
 
 
 class Canary:
-    """Asks the judge about ``items``. Unless ``right``, any verdict will do. ``on_results`` receives the results."""
+    """Asks the judge about ``items``.
+
+    Unless ``right``, any verdict will do. ``on_results`` receives the results.
+    """
 
     def __init__(
-        self, items: Sequence[Labelled], connection: JudgeConnection, right: bool, on_results: Callable[[Sequence[Result]], None]
+        self,
+        items: Sequence[Labelled],
+        connection: JudgeConnection,
+        right: bool,
+        on_results: Callable[[Sequence[Result]], None],
     ) -> None:
-        self._items, self._connection, self._right, self._on_results = items, connection, right, on_results
+        self._items, self._connection, self._right, self._on_results = (
+            items,
+            connection,
+            right,
+            on_results,
+        )
         self._asking: asyncio.Task[None] | None = None
         self._ended = 0.0
 
     async def ask(self) -> None:
-        """Check the judge, once for all callers. Raises InfrastructureFailure for wrong verdicts, ConfigError for the key file."""
+        """Check the judge, once for all callers.
+
+        Raises InfrastructureFailure for wrong verdicts, ConfigError for the key file.
+        """
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
-            self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())  # marks it as seen
+            self._asking.add_done_callback(
+                lambda task: task.cancelled() or task.exception()
+            )  # marks it as seen
         # A caller that is cancelled must not end the check for the others.
         await asyncio.shield(self._asking)
 
     async def recent(self) -> None:
-        """Like ``ask``, but a result of the last seconds counts: a burst of bad answers causes one check."""
+        """Like ``ask``, but a result of the last seconds counts: a burst of bad answers causes one
+        check.
+        """
         asked = self._asking
-        if asked is not None and asked.done() and asyncio.get_running_loop().time() - self._ended < GOOD:
+        if (
+            asked is not None
+            and asked.done()
+            and asyncio.get_running_loop().time() - self._ended < GOOD
+        ):
             asked.result()
         else:
             await self.ask()

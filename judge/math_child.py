@@ -19,9 +19,13 @@ from math_verify.parser import LatexExtractionConfig
 DIGITS = 60
 """Decimal digits that values are computed to."""
 RELATIVE = sympy.Rational(1, 10**6)
-"""How far a value may lie from a decimal, as a share of the larger of both: math-verify's own six digits, for small values too."""
+"""How far a value may lie from a decimal, as a share of the larger of both: math-verify's own six
+digits, for small values too.
+"""
 EXACT = sympy.Rational(1, 10 ** (DIGITS - 15))
-"""The same for values without a decimal: what is left of their difference is an error of the computation."""
+"""The same for values without a decimal: what is left of their difference is an error of the
+computation.
+"""
 
 
 def main() -> None:
@@ -47,7 +51,10 @@ def accepted(reference: str, answer: str) -> bool:
 
 
 def confirmed(reference: str, answer: str) -> bool | None:
-    """What math-verify says of texts that it reads as a whole. Equal values are computed again, to ``DIGITS`` digits."""
+    """What math-verify says of texts that it reads as a whole.
+
+    Equal values are computed again, to ``DIGITS`` digits.
+    """
     gold, said = read(reference), read(answer)
     if gold is None or said is None:
         return None
@@ -57,8 +64,15 @@ def confirmed(reference: str, answer: str) -> bool | None:
 
 
 def read(text: str) -> list[Any] | None:
-    """The expression in dollars or a box, and its text; None where math-verify understands a part of it only."""
-    found = parse(text, extraction_config=[LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
+    """The expression in dollars or a box, and its text; None where math-verify understands a part
+    of it only.
+    """
+    found = parse(
+        text,
+        extraction_config=[LatexExtractionConfig()],
+        fallback_mode="no_fallback",
+        parsing_timeout=None,
+    )
     return found if found and isinstance(found[0], sympy.Basic | sympy.MatrixBase) else None
 
 
@@ -71,7 +85,11 @@ def equal(gold: Any, said: Any) -> bool | None:
         return equal_sets(list(gold.args), list(said.args))
     if gold == said:
         return True
-    if gold.func == said.func and len(gold.args) == len(said.args) and not isinstance(gold, sympy.Expr):
+    if (
+        gold.func == said.func
+        and len(gold.args) == len(said.args)
+        and not isinstance(gold, sympy.Expr)
+    ):
         return all_equal(zip(gold.args, said.args, strict=True))
     if isinstance(gold, sympy.Expr) and isinstance(said, sympy.Expr):
         difference = sympy.simplify(exactly(gold) - exactly(said))
@@ -83,12 +101,18 @@ def value_of(expression: Any) -> Any:
     """The right side of ``x = 2``; of ``2 < x`` the form ``x > 2``; else the expression itself."""
     if isinstance(expression, sympy.Eq) and isinstance(expression.lhs, sympy.Symbol):
         return expression.rhs
-    return expression.canonical if isinstance(expression, sympy.core.relational.Relational) else expression
+    return (
+        expression.canonical
+        if isinstance(expression, sympy.core.relational.Relational)
+        else expression
+    )
 
 
 def exactly(expression: Any) -> Any:
     """The expression with each decimal as the fraction that it is written as."""
-    return expression.replace(lambda part: isinstance(part, sympy.Float), lambda part: sympy.Rational(str(part)))
+    return expression.replace(
+        lambda part: isinstance(part, sympy.Float), lambda part: sympy.Rational(str(part))
+    )
 
 
 def equal_numbers(gold: Any, said: Any) -> bool:

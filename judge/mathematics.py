@@ -1,5 +1,7 @@
-"""Whether two mathematical texts are equivalent, by ``math-verify`` in a child process, which is killed when a pair takes too long.
-Sympy may compute for hours on a policy's text, and its own deadlines need signals of the main thread."""
+"""Whether two mathematical texts are equivalent, by ``math-verify`` in a child process, which is
+killed when a pair takes too long. Sympy may compute for hours on a policy's text, and its own
+deadlines need signals of the main thread.
+"""
 
 import json
 import select
@@ -24,11 +26,17 @@ _PROGRAM = Path(__file__).with_name("math_child.py")
 
 
 class MathVerifier:
-    """One child process, started with the first pair. Calls from several threads wait for each other."""
+    """One child process, started with the first pair.
+
+    Calls from several threads wait for each other.
+    """
 
     def __init__(self, timeout: float, confirm: bool = True) -> None:
-        """``timeout``: seconds for a pair. Without ``confirm`` what math-verify accepts is accepted, rounded and half-read texts
-        too, as published rewards do. Raises ConfigError without ``math-verify``."""
+        """``timeout``: seconds for a pair.
+
+        Without ``confirm`` what math-verify accepts is accepted, rounded and half-read texts too,
+        as published rewards do. Raises ConfigError without ``math-verify``.
+        """
         if find_spec("math_verify") is None:
             raise ConfigError('mathematical answers need math-verify: pip install "rayloop[math]"')
         self._timeout, self._confirm, self._lock = timeout, confirm, threading.Lock()
@@ -37,8 +45,9 @@ class MathVerifier:
     def same(self, reference: str, answer: str) -> bool | None:
         """Whether ``answer`` is equivalent to ``reference``, both with or without ``$``.
 
-        None when that cannot be decided: a text is not read as a whole, it took too long, or the child died of it. Raises
-        InfrastructureFailure when no child can be started."""
+        None when that cannot be decided: a text is not read as a whole, it took too long, or the
+        child died of it. Raises InfrastructureFailure when no child can be started.
+        """
         if reference.strip() == answer.strip():
             return True
         if len(answer) >= LONGEST:
@@ -47,7 +56,9 @@ class MathVerifier:
             child = self._child = self._child or self._started()
             assert child.stdin is not None
             try:
-                child.stdin.write(json.dumps([_marked(reference), _marked(answer), self._confirm]) + "\n")
+                child.stdin.write(
+                    json.dumps([_marked(reference), _marked(answer), self._confirm]) + "\n"
+                )
                 child.stdin.flush()
             except OSError:
                 self._end()
@@ -90,7 +101,10 @@ class MathVerifier:
 
 
 def _line(child: subprocess.Popen[str], timeout: float) -> str | None:
-    """The next line of the child, None when it did not come in time. It writes whole lines, one for each that it reads."""
+    """The next line of the child, None when it did not come in time.
+
+    It writes whole lines, one for each that it reads.
+    """
     assert child.stdout is not None
     ready, _, _ = select.select([child.stdout], [], [], timeout)
     return child.stdout.readline().strip() or None if ready else None

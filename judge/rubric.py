@@ -1,4 +1,6 @@
-"""Rubrics (judge/rubrics), one versioned YAML file each, and items with a known verdict (judge/data)."""
+"""Rubrics (judge/rubrics), one versioned YAML file each, and items with a known verdict
+(judge/data).
+"""
 
 import hashlib
 import json
@@ -21,7 +23,10 @@ DEFAULT = "default"
 
 
 class Example(SettingsModel):
-    """One graded answer that the model is shown. ``verdict`` for binary rubrics, ``score`` for scored ones."""
+    """One graded answer that the model is shown.
+
+    ``verdict`` for binary rubrics, ``score`` for scored ones.
+    """
 
     question: str
     reference: str
@@ -32,7 +37,10 @@ class Example(SettingsModel):
 
 
 class Rubric(SettingsModel):
-    """Instructions and examples. The verdicts of ``binary`` are correct or incorrect, those of ``scored`` one of SCORES."""
+    """Instructions and examples.
+
+    The verdicts of ``binary`` are correct or incorrect, those of ``scored`` one of SCORES.
+    """
 
     name: str = Field(pattern=r"^[a-z0-9_]{1,64}$")
     """The name of the file without its suffix."""
@@ -41,17 +49,26 @@ class Rubric(SettingsModel):
     kind: Literal["binary", "scored"]
     instructions: str
     sees_images: bool = False
-    """Whether the model is shown the item's images, for judges that can see; otherwise they are left out."""
+    """Whether the model is shown the item's images, for judges that can see; otherwise they are
+    left out.
+    """
     max_answer: int = Field(1000, ge=1)
     """Characters; answers of so many or more are wrong without asking."""
     tolerance: float = Field(0.0, ge=0)
-    """Relative, for numbers that a rule compares; 0 compares exactly. Raise it only where answers are read off a scale."""
+    """Relative, for numbers that a rule compares; 0 compares exactly.
+
+    Raise it only where answers are read off a scale.
+    """
     tolerances: dict[str, float] = {}
-    """Tolerances of single data sources, by a whole word of the source's name; never for counts, years and codes."""
+    """Tolerances of single data sources, by a whole word of the source's name; never for counts,
+    years and codes.
+    """
     formulas: list[str] = []
     """Sets of examples whose answers are formulas: the case of a letter counts there."""
     sources: dict[str, list[str]] = {}
-    """Which data sources a set of examples serves: whole words one of which is in the source's name, "8k" and such aside."""
+    """Which data sources a set of examples serves: whole words one of which is in the source's
+    name, "8k" and such aside.
+    """
     examples: dict[str, list[Example]]
 
     @model_validator(mode="after")
@@ -62,18 +79,33 @@ class Rubric(SettingsModel):
             scored = self.kind == "scored"
             if any((e.score is None) == scored or (e.verdict is None) != scored for e in examples):
                 field = "score" if scored else "verdict"
-                raise ValueError(f"examples.{name}: a {self.kind} rubric's examples need a {field} and nothing else")
+                raise ValueError(
+                    f"examples.{name}: a {self.kind} rubric's examples need a {field} and nothing"
+                    " else"
+                )
         return self
 
     def family(self, source: str) -> str:
-        """The name of the set of examples for a data source; ``default`` for one that no set serves."""
+        """The name of the set of examples for a data source; ``default`` for one that no set
+        serves.
+        """
         name = _words(source)
-        return next((family for family, words in self.sources.items() if any(_words(word) in name for word in words)), DEFAULT)
+        return next(
+            (
+                family
+                for family, words in self.sources.items()
+                if any(_words(word) in name for word in words)
+            ),
+            DEFAULT,
+        )
 
     def tolerance_for(self, source: str) -> float:
         """The relative tolerance for numbers of a data source."""
         name = _words(source)
-        return next((value for word, value in self.tolerances.items() if _words(word) in name), self.tolerance)
+        return next(
+            (value for word, value in self.tolerances.items() if _words(word) in name),
+            self.tolerance,
+        )
 
     def is_formula(self, source: str) -> bool:
         """Whether the answers of a data source are formulas."""
@@ -86,12 +118,20 @@ class Rubric(SettingsModel):
 
 
 def _words(name: str) -> str:
-    """A source's words, each between underscores and without a size at its end: ``_math_`` of Math-8k, ``_gsm_`` of gsm8k."""
-    return "_" + "".join(f"{re.sub(r'(?<=[a-z])[0-9]+k?$', '', word)}_" for word in re.findall(r"[a-z0-9]+", name.casefold()))
+    """A source's words, each between underscores and without a size at its end: ``_math_`` of
+    Math-8k, ``_gsm_`` of gsm8k.
+    """
+    return "_" + "".join(
+        f"{re.sub(r'(?<=[a-z])[0-9]+k?$', '', word)}_"
+        for word in re.findall(r"[a-z0-9]+", name.casefold())
+    )
 
 
 def load_rubrics(folder: Path = FOLDER) -> dict[str, Rubric]:
-    """Every rubric of a folder, by name. Raises ConfigError for an invalid file and for a folder without rubrics."""
+    """Every rubric of a folder, by name.
+
+    Raises ConfigError for an invalid file and for a folder without rubrics.
+    """
     rubrics = {}
     for path in sorted(folder.glob("*.yaml")):
         try:
@@ -99,7 +139,9 @@ def load_rubrics(folder: Path = FOLDER) -> dict[str, Rubric]:
         except (ValidationError, yaml.YAMLError) as error:
             raise ConfigError(f"{path}: no valid rubric: {error}") from error
         if rubric.name != path.stem:
-            raise ConfigError(f"{path}: the rubric calls itself {rubric.name!r}; name file and rubric alike")
+            raise ConfigError(
+                f"{path}: the rubric calls itself {rubric.name!r}; name file and rubric alike"
+            )
         rubrics[rubric.name] = rubric
     if not rubrics:
         raise ConfigError(f"{folder}: no rubric (*.yaml) in this folder")
@@ -117,13 +159,18 @@ def canary_image() -> bytes:
 
 
 class Labelled(JudgeMessage):
-    """An item and its right verdict. ``attack``: the answer is wrong and tries to be judged right."""
+    """An item and its right verdict.
+
+    ``attack``: the answer is wrong and tries to be judged right.
+    """
 
     id: str
     item: JudgeItem
     verdict: VerdictKind
     kind: str
-    """The class of the item: exact, synonym, unit, order, number, wrong, empty, opener, injection, ..."""
+    """The class of the item: exact, synonym, unit, order, number, wrong, empty, opener, injection,
+    ...
+    """
     attack: bool = False
 
     @property
@@ -138,12 +185,16 @@ def calibration() -> list[Labelled]:
 
 
 def canary(rubrics: Iterable[Rubric] = ()) -> list[Labelled]:
-    """A few items with a certain verdict, for the model itself; some have an image for each of ``rubrics`` that shows images."""
+    """A few items with a certain verdict, for the model itself; some have an image for each of
+    ``rubrics`` that shows images.
+    """
     found = _shipped("canary.jsonl")
     for rubric in rubrics:
         if rubric.sees_images:
             for one in _shipped("canary_seeing.jsonl"):
-                item = one.item.model_copy(update={"rubric": rubric.name, "images": (CANARY_IMAGE,)})
+                item = one.item.model_copy(
+                    update={"rubric": rubric.name, "images": (CANARY_IMAGE,)}
+                )
                 found.append(one.model_copy(update={"id": f"{one.id}-{rubric.name}", "item": item}))
     return found
 

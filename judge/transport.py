@@ -1,4 +1,6 @@
-"""HTTP requests to the judge: its address and key, time limits, the meaning of its answers, and the client's Prometheus metrics."""
+"""HTTP requests to the judge: its address and key, time limits, the meaning of its answers, and the
+client's Prometheus metrics.
+"""
 
 import asyncio
 import email.utils
@@ -19,25 +21,46 @@ from rayloop.judge.discovery import READ, Address, Find, checked_url, key_of
 
 REQUESTS = Counter("judge_client_requests", "Requests to the judge by how they ended.", ["outcome"])
 LATENCY = Histogram(
-    "judge_client_latency_seconds", "One request to the judge, from sending to the parsed reply.",
+    "judge_client_latency_seconds",
+    "One request to the judge, from sending to the parsed reply.",
     buckets=(0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120),
-)  # fmt: skip
+)
 IN_FLIGHT = Gauge("judge_client_in_flight", "Requests being made.")
 WAITING = Gauge("judge_client_waiting", "Distinct questions without a verdict yet.")
 RETRIES = Counter("judge_client_retries", "Requests that will be made again, by cause.", ["reason"])
-BREAKER = Gauge("judge_client_breaker_state", "0 closed, 1 half open (the canary is being asked), 2 open.")
-CACHE_HITS = Counter("judge_client_cache_hits", "Verdicts that were known, or being asked for already.", ["kind"])
-VERDICTS = Counter("judge_client_verdicts", "Verdicts received, by kind and by rules or model.", ["verdict", "decided_by"])
+BREAKER = Gauge(
+    "judge_client_breaker_state", "0 closed, 1 half open (the canary is being asked), 2 open."
+)
+CACHE_HITS = Counter(
+    "judge_client_cache_hits", "Verdicts that were known, or being asked for already.", ["kind"]
+)
+VERDICTS = Counter(
+    "judge_client_verdicts",
+    "Verdicts received, by kind and by rules or model.",
+    ["verdict", "decided_by"],
+)
 CANARY = Gauge("judge_client_canary_ok", "1 when the last canary was judged right, 0 when not.")
-CHANGES = Counter("judge_client_fingerprint_changes", "How often the judge was another one than before.")
-EXCLUDED = Counter("judge_excluded_samples", "Trajectories left without a reward by the judge's policy.", ["reason"])
-DRIFT = Gauge("judge_client_drift", "Share of the drift subset's verdicts that differ from those at the start.")
+CHANGES = Counter(
+    "judge_client_fingerprint_changes", "How often the judge was another one than before."
+)
+EXCLUDED = Counter(
+    "judge_excluded_samples",
+    "Trajectories left without a reward by the judge's policy.",
+    ["reason"],
+)
+DRIFT = Gauge(
+    "judge_client_drift",
+    "Share of the drift subset's verdicts that differ from those at the start.",
+)
 
 
 LONGEST_WAIT = 5.0
 """The most seconds of ``Retry-After`` that are honoured: the judge may be well much earlier."""
 PASSING = (404, 408, 425, 429)
-"""Statuses below 500 that are retried. Ray Serve answers 404 while the application is not there yet."""
+"""Statuses below 500 that are retried.
+
+Ray Serve answers 404 while the application is not there yet.
+"""
 
 
 class ConnectionSettings(SettingsModel):
@@ -46,9 +69,13 @@ class ConnectionSettings(SettingsModel):
     url: str = "auto"
     """``http://host:port`` of the judge, or ``auto``: ``discovery`` finds it."""
     key_file: str = ""
-    """File (mode 0600) with the bearer key; for ``auto`` the judge's own entry names it unless this is set."""
+    """File (mode 0600) with the bearer key; for ``auto`` the judge's own entry names it unless this
+    is set.
+    """
     discovery: Component = Component(use="rayloop.judge.discovery:FileDiscovery")
-    """Finds the judge when ``url`` is ``auto``: an instance is awaited and returns a ``rayloop.judge.discovery.Address``."""
+    """Finds the judge when ``url`` is ``auto``: an instance is awaited and returns a
+    ``rayloop.judge.discovery.Address``.
+    """
     connect_timeout: float = Field(5.0, gt=0)
     """Seconds for the connection alone. Raise it for a judge that is far away."""
     read_timeout: float = Field(120.0, gt=0)
@@ -63,7 +90,10 @@ class ConnectionSettings(SettingsModel):
 
 
 class Transient(InfrastructureFailure):
-    """A request that failed and may be retried. ``reason`` labels the metric; ``retry_after`` is in seconds."""
+    """A request that failed and may be retried.
+
+    ``reason`` labels the metric; ``retry_after`` is in seconds.
+    """
 
     def __init__(self, reason: str, message: str, retry_after: float = 0.0) -> None:
         super().__init__(message)
@@ -71,12 +101,16 @@ class Transient(InfrastructureFailure):
 
     @property
     def perhaps_an_item(self) -> bool:
-        """Whether a single item can be the cause: the judge answered with an error, with nonsense, or not for this item."""
+        """Whether a single item can be the cause: the judge answered with an error, with nonsense,
+        or not for this item.
+        """
         return self.reason in ("unavailable", "bad_body") or self.reason.startswith("5")
 
 
 class JudgeRefused(InfrastructureFailure):
-    """A request that would fail again: no or wrong key, malformed, too large, or the server is no judge."""
+    """A request that would fail again: no or wrong key, malformed, too large, or the server is no
+    judge.
+    """
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -84,12 +118,17 @@ class JudgeRefused(InfrastructureFailure):
 
 
 class JudgeConnection:
-    """Requests to one judge, from one event loop. Proxies of the environment are not used: the judge is our own process."""
+    """Requests to one judge, from one event loop.
+
+    Proxies of the environment are not used: the judge is our own process.
+    """
 
     def __init__(self, limits: ConnectionSettings, find: Find | None = None) -> None:
         self.limits = limits
         self.url = limits.url.rstrip("/")  # "auto" until it is found
-        self._find: Find | None = (find or limits.discovery.build()) if limits.url == "auto" else None
+        self._find: Find | None = (
+            (find or limits.discovery.build()) if limits.url == "auto" else None
+        )
         self._address: Address | None = None
         self._headers: Mapping[str, str] = {}
         self._http = httpx.AsyncClient(
@@ -99,11 +138,16 @@ class JudgeConnection:
         )
 
     async def judge(self, items: Sequence[JudgeItem]) -> list[Result]:
-        """One result for each item. Raises Transient, JudgeRefused; ConfigError for a key file that is unusable."""
+        """One result for each item.
+
+        Raises Transient, JudgeRefused; ConfigError for a key file that is unusable.
+        """
         began = time.perf_counter()
         with IN_FLIGHT.track_inprogress():
             try:
-                body = await self._request("POST", "/v1/judge", JudgeRequest(items=tuple(items)).model_dump_json())
+                body = await self._request(
+                    "POST", "/v1/judge", JudgeRequest(items=tuple(items)).model_dump_json()
+                )
                 results = _results(body, len(items), self.url)
             except (Transient, JudgeRefused) as error:
                 REQUESTS.labels(error.reason).inc()
@@ -128,7 +172,9 @@ class JudgeConnection:
         except RayloopError:
             raise
         except (httpx.TimeoutException, TimeoutError) as error:
-            raise Transient("timeout", f"{self.url}: no answer in time ({type(error).__name__})") from error
+            raise Transient(
+                "timeout", f"{self.url}: no answer in time ({type(error).__name__})"
+            ) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             reason = "connect" if isinstance(error, httpx.ConnectError) else "transport"
             raise Transient(reason, f"{self.url}: {type(error).__name__}: {error}") from error
@@ -138,11 +184,19 @@ class JudgeConnection:
             return response.content
         message = f"{self.url}{path}: HTTP {response.status_code}: {response.text[:1000]}"
         if response.status_code in PASSING or response.status_code >= 500:
-            raise Transient(str(response.status_code), message, retry_after(response.headers.get("retry-after", "")))
+            raise Transient(
+                str(response.status_code),
+                message,
+                retry_after(response.headers.get("retry-after", "")),
+            )
         raise JudgeRefused(response.status_code, message)
 
     async def _answer(self, method: str, path: str, content: str | None) -> httpx.Response:
-        """The answer. After a 401 or 403 address and key are read once more, and tried if they changed: the judge may be new."""
+        """The answer.
+
+        After a 401 or 403 address and key are read once more, and tried if they changed: the judge
+        may be new.
+        """
         await self._locate()
         response = await self._send(method, path, content)
         if response.status_code in (401, 403):
@@ -170,7 +224,9 @@ class JudgeConnection:
 
 
 def retry_after(header: str) -> float:
-    """The seconds from now in a ``Retry-After`` header, a number or a date; 0 without one, at most LONGEST_WAIT."""
+    """The seconds from now in a ``Retry-After`` header, a number or a date; 0 without one, at most
+    LONGEST_WAIT.
+    """
     if not header:
         return 0.0
     try:
@@ -185,11 +241,16 @@ def retry_after(header: str) -> float:
 
 
 def _results(body: bytes, count: int, url: str) -> list[Result]:
-    """The results of a body; one that is no verdict is unscored as invalid. Raises Transient when the body is no response."""
+    """The results of a body; one that is no verdict is unscored as invalid.
+
+    Raises Transient when the body is no response.
+    """
     try:
         raw = json.loads(body)["results"]
     except (ValueError, TypeError, LookupError, RecursionError) as error:
-        raise Transient("bad_body", f"{url}: the answer is no judge response: {body[:120]!r}") from error
+        raise Transient(
+            "bad_body", f"{url}: the answer is no judge response: {body[:120]!r}"
+        ) from error
     if not isinstance(raw, list) or len(raw) != count:
         raise Transient("bad_body", f"{url}: expected {count} results: {body[:120]!r}")
     return [_result(one) for one in raw]
@@ -201,4 +262,7 @@ def _result(raw: Any) -> Result:
         return RESULT.validate_json(json.dumps(raw), strict=True)
     except (ValueError, RecursionError) as error:  # of which pydantic's is one
         first = str(error).splitlines()[1:3]
-        return JudgeUnscored(kind=NoVerdict.INVALID, reason=f"no verdict ({' '.join(first)}): {str(raw)[:200]}"[:1024])
+        return JudgeUnscored(
+            kind=NoVerdict.INVALID,
+            reason=f"no verdict ({' '.join(first)}): {str(raw)[:200]}"[:1024],
+        )

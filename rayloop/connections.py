@@ -6,14 +6,19 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEADERS = 10.0
-"""Seconds for the headers of a request: the first one's since the connection was made, a later one's since its first byte."""
+"""Seconds for the headers of a request: the first one's since the connection was made, a later
+one's since its first byte.
+"""
 MOST = 1 << 17
 """Bytes of these headers."""
 _BASE: Any = HttpToolsProtocol
 
 
 class Impatient(_BASE):
-    """For uvicorn's ``http``: closes a connection whose headers are late or long. Bodies have a deadline of their own."""
+    """For uvicorn's ``http``: closes a connection whose headers are late or long.
+
+    Bodies have a deadline of their own.
+    """
 
     _late: asyncio.TimerHandle | None = None
     _sent = 0

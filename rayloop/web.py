@@ -1,4 +1,6 @@
-"""HTTP that all applications share: the key, sizes, health routes, parts of a message, and one form of error (OpenAI's)."""
+"""HTTP that all applications share: the key, sizes, health routes, parts of a message, and one form
+of error (OpenAI's).
+"""
 
 import asyncio
 import hmac
@@ -49,7 +51,10 @@ class Service(Protocol):
         """What must be entered before the first request and left after the last one."""
 
     def failing(self) -> dict[str, str]:
-        """Each condition that fails, and why; empty when the replica is ready. Must return at once."""
+        """Each condition that fails, and why; empty when the replica is ready.
+
+        Must return at once.
+        """
 
     def scrape(self) -> bytes:
         """The metrics in Prometheus' text format."""
@@ -83,14 +88,20 @@ class Readiness(BaseModel):
 
 
 class TextPart(BaseModel):
-    """A text within a message. Further keys of a part, which clients of several providers add, are ignored."""
+    """A text within a message.
+
+    Further keys of a part, which clients of several providers add, are ignored.
+    """
 
     type: Literal["text"]
     text: str
 
 
 class ImageData(BaseModel):
-    """An image as a ``data:`` URL; nothing is fetched. OpenAI's ``detail`` is ignored: the model has image limits of its own."""
+    """An image as a ``data:`` URL; nothing is fetched.
+
+    OpenAI's ``detail`` is ignored: the model has image limits of its own.
+    """
 
     url: str = Field(pattern=r"^data:image/(png|jpeg|webp);base64,[A-Za-z0-9+/=]+$")
 
@@ -103,12 +114,15 @@ class ImagePart(BaseModel):
 
 
 Key = str | Callable[[bytes], bool]
-"""The key that clients must show ("" admits everybody), or whether one that is shown is admitted."""
+"""The key that clients must show ("" admits everybody), or whether one that is shown is admitted.
+"""
 
 
 class Guard:
-    """Middleware: checks the key, the body's size and its time, and answers an unexpected exception with a 503. It reads a body
-    before the application is called, and never for an open path: a client without a key cannot occupy a replica."""
+    """Middleware: checks the key, the body's size and its time, and answers an unexpected exception
+    with a 503. It reads a body before the application is called, and never for an open path: a
+    client without a key cannot occupy a replica.
+    """
 
     def __init__(self, app: ASGIApp, key: Key, limits: BodyLimits, who: str) -> None:
         """``who`` names the application in errors ("the judge")."""
@@ -116,7 +130,9 @@ class Guard:
         expected = key.encode() if isinstance(key, str) else b""
         self._open = key == ""
         # In constant time: a comparison that ends early would reveal how much of a guess is right.
-        self._admits = (lambda shown: hmac.compare_digest(shown, expected)) if isinstance(key, str) else key
+        self._admits = (
+            (lambda shown: hmac.compare_digest(shown, expected)) if isinstance(key, str) else key
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request (ASGI)."""
@@ -151,10 +167,14 @@ class Guard:
             if begun:
                 raise
             logger.exception("%s %s failed", scope["method"], scope["path"])
-            await problem(503, "failed", f"{self._who} failed: {type(error).__name__}")(scope, receive, send)
+            await problem(503, "failed", f"{self._who} failed: {type(error).__name__}")(
+                scope, receive, send
+            )
 
     async def _body(self, receive: Receive) -> bytes | Response | None:
-        """The whole body, None when the client went away, or the answer to one that is too large or too slow."""
+        """The whole body, None when the client went away, or the answer to one that is too large or
+        too slow.
+        """
         chunks, size, more = list[bytes](), 0, True
         try:
             async with asyncio.timeout(self._limits.body_seconds):
@@ -165,14 +185,22 @@ class Guard:
                     chunks.append(message.get("body", b""))
                     size, more = size + len(chunks[-1]), message.get("more_body", False)
                     if size > self._limits.bytes:
-                        return problem(413, "too_large", f"the body has more than {self._limits.bytes} bytes")
+                        return problem(
+                            413, "too_large", f"the body has more than {self._limits.bytes} bytes"
+                        )
         except TimeoutError:
-            return problem(408, "too_slow", f"the body was not there within {self._limits.body_seconds:g} s")
+            return problem(
+                408, "too_slow", f"the body was not there within {self._limits.body_seconds:g} s"
+            )
         return b"".join(chunks)
 
     def _refused(self, scope: Scope) -> Response | None:
         if self._open and not addressed(scope):
-            return problem(421, "wrong_host", f"without a key {self._who} answers to its address or localhost only")
+            return problem(
+                421,
+                "wrong_host",
+                f"without a key {self._who} answers to its address or localhost only",
+            )
         if self._open or scope["path"] in OPEN:
             return None
         token = bearer(scope)
@@ -186,8 +214,11 @@ class Guard:
 
 
 def addressed(scope: Scope) -> bool:
-    """Whether a request names its server by an address or as localhost. A page of another site can have its own name lead to this
-    machine (DNS rebinding), and would read what needs no key."""
+    """Whether a request names its server by an address or as localhost.
+
+    A page of another site can have its own name lead to this machine (DNS rebinding), and would
+    read what needs no key.
+    """
     with suppress(ValueError):
         host = urlsplit("//" + dict(scope["headers"]).get(b"host", b"").decode("latin-1")).hostname
         return host == "localhost" or bool(ip_address(host or ""))
@@ -195,8 +226,9 @@ def addressed(scope: Scope) -> bool:
 
 
 def with_token(url: str, token: str, file: Callable[[], Path]) -> str:
-    """The address to print: with its token for a terminal, else with the ``file`` that has it, which is made then. Other outputs
-    are kept in files that others may read."""
+    """The address to print: with its token for a terminal, else with the ``file`` that has it,
+    which is made then. Other outputs are kept in files that others may read.
+    """
     if not token:
         return url
     return f"{url}?token={token}" if sys.stdout.isatty() else f"{url} (its ?token= is in {file()})"
@@ -212,18 +244,27 @@ def problem(status: int, code: str, message: str) -> Response:
     """An error as ``ErrorBody``. In ASCII, so that no text of a request can make it fail."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     body = json.dumps({"error": {"message": message, "type": kind, "code": code}})
-    return Response(body, status, {"Retry-After": str(RETRY_AFTER)} if status == 503 else None, media_type="application/json")
+    return Response(
+        body,
+        status,
+        {"Retry-After": str(RETRY_AFTER)} if status == 503 else None,
+        media_type="application/json",
+    )
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The meaning of these statuses, for the OpenAPI document."""
     meanings = {
-        400: "The body is no JSON, or not what is expected.", 401: "No key was shown.", 403: "The key is wrong.",
+        400: "The body is no JSON, or not what is expected.",
+        401: "No key was shown.",
+        403: "The key is wrong.",
         413: "The body is too large.",
-        404: "There is no such model.", 408: "The body came too slowly.", 422: "The body is not what is expected.",
+        404: "There is no such model.",
+        408: "The body came too slowly.",
+        422: "The body is not what is expected.",
         429: "The model's server is full.",
         503: "Overloaded, too slow, or the model is gone: try again after Retry-After seconds.",
-    }  # fmt: skip
+    }
     return {status: {"model": ErrorBody, "description": meanings[status]} for status in statuses}
 
 
@@ -231,7 +272,9 @@ KEY = [Depends(HTTPBearer(auto_error=False))]
 """Shows in the OpenAPI document that a route needs the key, which Guard checks."""
 
 
-def application(title: str, service: Service, key: Key, limits: BodyLimits, who: str, invalid: int = 422) -> FastAPI:
+def application(
+    title: str, service: Service, key: Key, limits: BodyLimits, who: str, invalid: int = 422
+) -> FastAPI:
     """An application with Guard, errors and the routes for health and metrics."""
 
     @asynccontextmanager
@@ -239,7 +282,9 @@ def application(title: str, service: Service, key: Key, limits: BodyLimits, who:
         async with service.running():
             yield
 
-    app = FastAPI(title=title, version=version("rayloop"), lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title=title, version=version("rayloop"), lifespan=lifespan, docs_url=None, redoc_url=None
+    )
     app.add_middleware(Guard, key=key, limits=limits, who=who)
 
     async def failed(request: Request, error: Exception) -> Response:
@@ -247,13 +292,20 @@ def application(title: str, service: Service, key: Key, limits: BodyLimits, who:
 
     for kind in (RequestValidationError, HTTPException, DataFailure, InfrastructureFailure):
         app.add_exception_handler(kind, failed)
-    not_ready: dict[int | str, dict[str, Any]] = {503: {"model": Readiness, "description": "Names the condition that fails."}}
+    not_ready: dict[int | str, dict[str, Any]] = {
+        503: {"model": Readiness, "description": "Names the condition that fails."}
+    }
 
     @app.get("/healthz")
     async def healthz() -> Health:
         return Health()
 
-    @app.get("/readyz", responses=documented(401, 403) | not_ready, response_model=Readiness, dependencies=KEY)
+    @app.get(
+        "/readyz",
+        responses=documented(401, 403) | not_ready,
+        response_model=Readiness,
+        dependencies=KEY,
+    )
     async def readyz(response: Response) -> Readiness:
         failing = service.failing()
         response.status_code = 503 if failing else 200
@@ -270,7 +322,13 @@ def _answer(error: Exception, invalid: int) -> Response:
     """The answer to an exception of a route; ``invalid`` is the status of a malformed request."""
     match error:
         case RequestValidationError():
-            return problem(invalid, "invalid", "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]))
+            return problem(
+                invalid,
+                "invalid",
+                "; ".join(
+                    f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]
+                ),
+            )
         case HTTPException():
             answer = problem(error.status_code, "refused", str(error.detail))
             answer.headers.update(error.headers or {})
@@ -286,22 +344,43 @@ class Overloaded(InfrastructureFailure):
 
 
 class RequestMetrics:
-    """The metrics of one replica, which holds at most ``limit`` of ``held`` ("items"). ``prefix`` ("judge") begins every name,
-    ``owner`` are labels of every series."""
+    """The metrics of one replica, which holds at most ``limit`` of ``held`` ("items").
+
+    ``prefix`` ("judge") begins every name, ``owner`` are labels of every series.
+    """
 
     def __init__(self, prefix: str, owner: Mapping[str, str], held: str, limit: int) -> None:
         self.registry = CollectorRegistry()
-        self._prefix, self._owner, self._what, self._limit, self._held = prefix, owner, held, limit, 0
-        self._requests = self.made(Counter, "requests", "Requests by how they ended.", "route", "outcome")
-        self._latency = self.made(Histogram, "latency_seconds", "From the parsed request to the answer.", "route", buckets=BUCKETS)
+        self._prefix, self._owner, self._what, self._limit, self._held = (
+            prefix,
+            owner,
+            held,
+            limit,
+            0,
+        )
+        self._requests = self.made(
+            Counter, "requests", "Requests by how they ended.", "route", "outcome"
+        )
+        self._latency = self.made(
+            Histogram,
+            "latency_seconds",
+            "From the parsed request to the answer.",
+            "route",
+            buckets=BUCKETS,
+        )
         self._in_flight = self.one(Gauge, "inflight", "Requests being answered.")
-        self._queue = self.one(Gauge, "queue", f"{held.capitalize()} that are being answered or wait.")
+        self._queue = self.one(
+            Gauge, "queue", f"{held.capitalize()} that are being answered or wait."
+        )
 
     @contextmanager
     def request(self, route: str) -> Iterator[None]:
         """Count a request and its time; an exception's name is its outcome."""
         outcome = "ok"
-        with self._in_flight.track_inprogress(), self._latency.labels(**self._owner, route=route).time():
+        with (
+            self._in_flight.track_inprogress(),
+            self._latency.labels(**self._owner, route=route).time(),
+        ):
             try:
                 yield
             except BaseException as error:
@@ -312,7 +391,10 @@ class RequestMetrics:
 
     @contextmanager
     def holding(self, count: int) -> Iterator[None]:
-        """Hold the work of one request while the block runs. Raises Overloaded when it does not fit beside other work."""
+        """Hold the work of one request while the block runs.
+
+        Raises Overloaded when it does not fit beside other work.
+        """
         # A request alone is always admitted: a large one could never be answered otherwise.
         if self._held and self._held + count > self._limit:
             raise Overloaded(f"{self._held} {self._what} are held, limits.held is {self._limit}")
@@ -324,7 +406,11 @@ class RequestMetrics:
 
     def full(self) -> str:
         """Why no more work is accepted; "" while it is."""
-        return f"{self._held} {self._what} are held, the limit is {self._limit}" if self._held >= self._limit else ""
+        return (
+            f"{self._held} {self._what} are held, the limit is {self._limit}"
+            if self._held >= self._limit
+            else ""
+        )
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -332,7 +418,13 @@ class RequestMetrics:
 
     def made(self, kind: type[Any], name: str, about: str, *labels: str, **options: Any) -> Any:
         """A new metric with the owner's labels and ``labels``."""
-        return kind(f"{self._prefix}_{name}", about, [*self._owner, *labels], registry=self.registry, **options)
+        return kind(
+            f"{self._prefix}_{name}",
+            about,
+            [*self._owner, *labels],
+            registry=self.registry,
+            **options,
+        )
 
     def one(self, kind: type[Any], name: str, about: str) -> Any:
         """A new metric with no labels but the owner's."""

@@ -1,5 +1,7 @@
-"""One folder per recipe: ``prepare.main(arguments)`` makes its rows (``data prepare NAME``), ``score.SCORING`` scores completions.
-``datasets/`` has maps of published data sets for ``data prepare``, ``benchmarks/`` configurations for ``eval --benchmark``."""
+"""One folder per recipe: ``prepare.main(arguments)`` makes its rows (``data prepare NAME``),
+``score.SCORING`` scores completions. ``datasets/`` has maps of published data sets for ``data
+prepare``, ``benchmarks/`` configurations for ``eval --benchmark``.
+"""
 
 import json
 import pkgutil
@@ -17,7 +19,10 @@ def having(module: str) -> list[str]:
     return sorted(name for name in names if find_spec(f"{__name__}.{name}.{module}"))
 
 
-PREPARED = {"osworld": "rayloop.recipes.arpo.osworld", "chart_chains": "rayloop.recipes.chart_rvr.chains"}
+PREPARED = {
+    "osworld": "rayloop.recipes.arpo.osworld",
+    "chart_chains": "rayloop.recipes.chart_rvr.chains",
+}
 """Data sets whose rows no map of columns can make -> the module with their ``main(arguments)``."""
 
 
@@ -27,12 +32,20 @@ def datasets() -> dict[str, Path]:
 
 
 def benchmarks() -> dict[str, Path]:
-    """The files that ``eval --benchmark`` lays over a run's configuration (rows, reader, reward, splits), by name, sorted."""
+    """The files that ``eval --benchmark`` lays over a run's configuration (rows, reader, reward,
+    splits), by name, sorted.
+    """
     return _files("benchmarks")
 
 
 def _files(kind: str) -> dict[str, Path]:
-    return dict(sorted((path.stem, path) for folder in __path__ for path in Path(folder).glob(f"*/{kind}/*.yaml")))
+    return dict(
+        sorted(
+            (path.stem, path)
+            for folder in __path__
+            for path in Path(folder).glob(f"*/{kind}/*.yaml")
+        )
+    )
 
 
 def write_rows(out: Path, split: str, rows: Iterable[Mapping[str, Any]]) -> Path:

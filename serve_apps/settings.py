@@ -1,5 +1,8 @@
-"""Settings of the applications. Imported before Ray is. The judge's file has Ray Serve's own format, so that ``serve deploy``
-accepts it; ``policy serve`` fills in what describes the run."""
+"""Settings of the applications.
+
+Imported before Ray is. The judge's file has Ray Serve's own format, so that ``serve deploy``
+accepts it; ``policy serve`` fills in what describes the run.
+"""
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -15,14 +18,18 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MIB = 2**20
 CONFIGS = Path(__file__).parent / "judge" / "configs"
 AbsolutePath = Annotated[str, AfterValidator(lambda text: str(local_path(text)) if text else text)]
-"""A path that becomes absolute when it is read: a replica runs in another folder, and so do clients."""
+"""A path that becomes absolute when it is read: a replica runs in another folder, and so do
+clients.
+"""
 
 
 class HttpOptions(SettingsModel):
     """Host and port."""
 
     host: str = "127.0.0.1"
-    """The interface to listen on; 0.0.0.0 to be reached from other machines, which needs ``key_file``."""
+    """The interface to listen on; 0.0.0.0 to be reached from other machines, which needs
+    ``key_file``.
+    """
     port: int = Field(8000, ge=0, le=65535)
     """Change it when the port is taken. 0: a free one (the ``serve`` commands only)."""
 
@@ -40,7 +47,9 @@ class OpenAIBackendSettings(SettingsModel):
     url: str = Field(pattern=r"^https?://.+")
     """Up to and including ``/v1``. It must be reachable from the replicas' nodes."""
     model: str
-    """The model's name on that server: vLLM's ``--served-model-name``, or the name in its /v1/models."""
+    """The model's name on that server: vLLM's ``--served-model-name``, or the name in its
+    /v1/models.
+    """
     key_file: AbsolutePath = ""
     """That server's bearer key, in a file that only its owner can read. "" for none."""
     concurrency: int = Field(64, ge=1)
@@ -50,7 +59,10 @@ class OpenAIBackendSettings(SettingsModel):
     timeout: float = Field(90.0, gt=0)
     """Seconds for one reply. Raise it for a slow model; below ``limits.seconds``."""
     max_tokens: int = Field(512, ge=16)
-    """Of a verdict with its reason: 200 characters of Thai or of emoji do not fit into 256. Raise it when replies are cut off."""
+    """Of a verdict with its reason: 200 characters of Thai or of emoji do not fit into 256.
+
+    Raise it when replies are cut off.
+    """
     logprobs: bool = True
     """Ask for the verdict's probability. Turn it off for a server that refuses it."""
 
@@ -60,46 +72,81 @@ class VllmBackendSettings(SettingsModel):
 
     kind: Literal["vllm"] = "vllm"
     model: str
-    """A folder in Hugging Face layout, or a model of the Hub, that all nodes with replicas can read."""
+    """A folder in Hugging Face layout, or a model of the Hub, that all nodes with replicas can
+    read.
+    """
     gpus: int = Field(1, ge=0)
     """GPUs of one replica, which its engine is spread over; 0 on CPUs."""
     engine: VllmEngineSettings = VllmEngineSettings(extra={"max_model_len": 8192})
     """As for rollouts. A rubric with its examples has 2,000 to 3,000 tokens."""
     revision: str | None = None
-    """Branch, tag or commit of a model of the Hub: of weights, tokenizer and chat template alike. Set a commit, so that
-    every replica loads the same model whenever it starts."""
+    """Branch, tag or commit of a model of the Hub: of weights, tokenizer and chat template alike.
+
+    Set a commit, so that every replica loads the same model whenever it starts.
+    """
     timeout: float = Field(90.0, gt=0)
     """Seconds for one reply. Raise it for a slow model; below ``limits.seconds``."""
     max_tokens: int = Field(512, ge=16)
-    """Of a verdict with its reason: 200 characters of Thai or of emoji do not fit into 256. Raise it when replies are cut off."""
+    """Of a verdict with its reason: 200 characters of Thai or of emoji do not fit into 256.
+
+    Raise it when replies are cut off.
+    """
 
 
-BackendSettings = Annotated[RuleBackendSettings | OpenAIBackendSettings | VllmBackendSettings, Field(discriminator="kind")]
+BackendSettings = Annotated[
+    RuleBackendSettings | OpenAIBackendSettings | VllmBackendSettings, Field(discriminator="kind")
+]
 
 
 class LimitSettings(SettingsModel):
-    """Limits of one replica. Beyond ``held`` and ``ongoing`` it answers 503 with Retry-After, and clients wait."""
+    """Limits of one replica.
+
+    Beyond ``held`` and ``ongoing`` it answers 503 with Retry-After, and clients wait.
+    """
 
     items: int = Field(64, ge=1, le=MAX_ITEMS)
-    """Items of one request. Lower it when single requests take too long; clients then ask more often."""
+    """Items of one request.
+
+    Lower it when single requests take too long; clients then ask more often.
+    """
     bytes: int = Field(4 * MIB, ge=1024)
     """Bytes of one request's body. Raise it for long questions and answers."""
     image: int = Field(20 * MIB, ge=1024)
     """Bytes of one image file. Raise it for large screenshots that are not compressed."""
     images: int = Field(64 * MIB, ge=1024)
-    """Bytes of all image files of one request. Raise it for large batches with images; a replica holds them in memory."""
+    """Bytes of all image files of one request.
+
+    Raise it for large batches with images; a replica holds them in memory.
+    """
     seconds: float = Field(120.0, gt=0)
-    """Seconds for one request's answer; a client's own budget should be longer. Raise it for slow models."""
+    """Seconds for one request's answer; a client's own budget should be longer.
+
+    Raise it for slow models.
+    """
     body_seconds: float = Field(5.0, gt=0)
-    """Seconds in which one request's body must arrive. Raise it for clients behind slow lines; such a body holds a place."""
+    """Seconds in which one request's body must arrive.
+
+    Raise it for clients behind slow lines; such a body holds a place.
+    """
     held: int = Field(512, ge=1)
-    """Items that are being judged or wait. Raise it when clients are turned away (503) while the backend is idle."""
+    """Items that are being judged or wait.
+
+    Raise it when clients are turned away (503) while the backend is idle.
+    """
     ongoing: int = Field(128, ge=2)
-    """Requests of all kinds at once (Serve's max_ongoing_requests): more than ``held`` lets through, so that /healthz answers."""
+    """Requests of all kinds at once (Serve's max_ongoing_requests): more than ``held`` lets
+    through, so that /healthz answers.
+    """
     queued: int = Field(256, ge=1)
-    """Requests that wait in front of all replicas (Serve's max_queued_requests). Raise it for many clients at once."""
+    """Requests that wait in front of all replicas (Serve's max_queued_requests).
+
+    Raise it for many clients at once.
+    """
     chat_tokens: int = Field(4096, ge=1)
-    """The most that POST /v1/chat/completions generates. Raise it for long answers of that route."""
+    """The most that POST /v1/chat/completions generates.
+
+    Raise it for long answers of that route.
+    """
 
 
 class ReplicaSettings(SettingsModel):
@@ -112,9 +159,14 @@ class ReplicaSettings(SettingsModel):
     target: float = Field(8.0, gt=0)
     """Ongoing requests per replica that Serve aims at. Lower it to add replicas sooner."""
     cpus: float = Field(1.0, ge=0)
-    """Logical CPUs of a replica. Raise it for an engine in the replica, lower it on small machines."""
+    """Logical CPUs of a replica.
+
+    Raise it for an engine in the replica, lower it on small machines.
+    """
     resources: dict[str, float] = {}
-    """Further resources of a replica, as Ray's nodes offer them (``judge: 1`` in deploy/): keeps it off nodes that runs use."""
+    """Further resources of a replica, as Ray's nodes offer them (``judge: 1`` in deploy/): keeps it
+    off nodes that runs use.
+    """
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -124,23 +176,33 @@ class ReplicaSettings(SettingsModel):
 
 
 class CanarySettings(SettingsModel):
-    """The canary: items whose verdict is known. /readyz fails while the judge does not judge them right."""
+    """The canary: items whose verdict is known. /readyz fails while the judge does not judge them
+    right.
+    """
 
     every: float = Field(60.0, gt=0)
     """Seconds between two canaries. Raise it when the canary's questions cost too much."""
     within: float = Field(30.0, gt=0)
     """Seconds that all of its items may take together. Raise it for slow models."""
     right: bool = True
-    """Whether the verdicts must be right; off only for models whose verdicts are noise (tests of the path)."""
+    """Whether the verdicts must be right; off only for models whose verdicts are noise (tests of
+    the path).
+    """
 
 
 class CacheSettings(SettingsModel):
     """Where verdicts are kept."""
 
     size: int = Field(100_000, ge=0)
-    """Verdicts in the memory of each replica. Raise it when questions repeat over more than that; 0 for none."""
+    """Verdicts in the memory of each replica.
+
+    Raise it when questions repeat over more than that; 0 for none.
+    """
     path: AbsolutePath | None = None
-    """An SQLite file on the replica's own disk, for verdicts that outlive it. Set it when replicas are restarted often."""
+    """An SQLite file on the replica's own disk, for verdicts that outlive it.
+
+    Set it when replicas are restarted often.
+    """
 
 
 class JudgeSettings(SettingsModel):
@@ -148,14 +210,21 @@ class JudgeSettings(SettingsModel):
 
     backend: BackendSettings = RuleBackendSettings()
     key_file: AbsolutePath | None = None
-    """The bearer key that clients must show, in a file that only its owner can read and that all nodes see; made when it is
-    missing. Relative to the folder in which the application is deployed."""
+    """The bearer key that clients must show, in a file that only its owner can read and that all
+    nodes see; made when it is missing. Relative to the folder in which the application is deployed.
+    """
     insecure: bool = False
-    """Whether a judge without a key may be served: then everybody who reaches the port may ask it. For loopback only."""
+    """Whether a judge without a key may be served: then everybody who reaches the port may ask it.
+
+    For loopback only.
+    """
     rubrics: AbsolutePath | None = None
     """A folder of rubrics in place of judge/rubrics, for other definitions of a right answer."""
     image_roots: tuple[AbsolutePath, ...] = ()
-    """Folders below which an item's images must lie. Empty: no images. A rubric with ``sees_images`` shows them to the model."""
+    """Folders below which an item's images must lie.
+
+    Empty: no images. A rubric with ``sees_images`` shows them to the model.
+    """
     limits: LimitSettings = LimitSettings()
     replicas: ReplicaSettings = ReplicaSettings()
     canary: CanarySettings = CanarySettings()
@@ -166,7 +235,10 @@ class ApplicationSettings(SettingsModel):
     """The judge as one application of Ray Serve."""
 
     name: str = "judge"
-    """Of the application in Serve's status; clients do not see it. Change it beside another judge on one cluster."""
+    """Of the application in Serve's status; clients do not see it.
+
+    Change it beside another judge on one cluster.
+    """
     import_path: Literal["rayloop.serve_apps.judge.app:app"] = "rayloop.serve_apps.judge.app:app"
     """Where Ray Serve finds the application. It is always this one."""
     route_prefix: Literal["/"] = "/"
@@ -175,12 +247,19 @@ class ApplicationSettings(SettingsModel):
 
 
 class ServeFile(SettingsModel):
-    """A file like serve_apps/judge/configs/judge_cpu.yaml: the part of Ray Serve's format that a judge needs."""
+    """A file like serve_apps/judge/configs/judge_cpu.yaml: the part of Ray Serve's format that a
+    judge needs.
+    """
 
     proxy_location: Literal["EveryNode", "HeadOnly"] = "EveryNode"
-    """The nodes that answer. EveryNode: those with replicas, and the head. HeadOnly: for clients that know only the head."""
+    """The nodes that answer.
+
+    EveryNode: those with replicas, and the head. HeadOnly: for clients that know only the head.
+    """
     http_options: HttpOptions = HttpOptions()
-    applications: tuple[ApplicationSettings, ...] = Field((ApplicationSettings(),), min_length=1, max_length=1)
+    applications: tuple[ApplicationSettings, ...] = Field(
+        (ApplicationSettings(),), min_length=1, max_length=1
+    )
     """The judge is the one application that Ray Serve starts from such a file."""
 
 
@@ -190,29 +269,50 @@ class ConsolePlace(SettingsModel):
     folder: AbsolutePath
     """The run's folder, at a path that the replica's node sees."""
     key_file: str | None = None
-    """The token that a browser must show, in a file that only its owner can read; made when it is missing."""
+    """The token that a browser must show, in a file that only its owner can read; made when it is
+    missing.
+    """
     insecure: bool = False
     """Whether a console without a token may be served. For loopback only."""
 
 
 class PolicyLimits(SettingsModel):
-    """Limits of what the endpoint accepts. Beyond ``held`` it answers 503 with Retry-After, and clients wait."""
+    """Limits of what the endpoint accepts.
+
+    Beyond ``held`` it answers 503 with Retry-After, and clients wait.
+    """
 
     bytes: int = Field(32 * MIB, ge=1024)
-    """Bytes of one request's body, with its images. Raise it for long histories of large screenshots."""
+    """Bytes of one request's body, with its images.
+
+    Raise it for long histories of large screenshots.
+    """
     body_seconds: float = Field(10.0, gt=0)
     """Seconds in which one request's body must arrive. Raise it for clients behind slow lines."""
     seconds: float = Field(300.0, gt=0)
-    """Seconds for one answer, weight syncs and replaced engines included. Raise it where a weight sync takes long."""
+    """Seconds for one answer, weight syncs and replaced engines included.
+
+    Raise it where a weight sync takes long.
+    """
     choices: int = Field(16, ge=1)
-    """The most answers that one request may ask for (``n``). Raise it to evaluate with many samples."""
+    """The most answers that one request may ask for (``n``).
+
+    Raise it to evaluate with many samples.
+    """
     held: int = Field(256, ge=1)
-    """Answers that are being sampled or wait. Lower it to leave more of the engines to the run that trains."""
+    """Answers that are being sampled or wait.
+
+    Lower it to leave more of the engines to the run that trains.
+    """
     queued: int = Field(512, ge=1)
-    """Requests that wait in front of the replica (Serve's max_queued_requests). Raise it for many clients at once."""
+    """Requests that wait in front of the replica (Serve's max_queued_requests).
+
+    Raise it for many clients at once.
+    """
     history: int = Field(256 * MIB, ge=0)
-    """Bytes of tokens and images of remembered conversations, which continue with the very tokens that were sampled.
-    Raise it when answers have ``exact: false`` for unchanged conversations."""
+    """Bytes of tokens and images of remembered conversations, which continue with the very tokens
+    that were sampled. Raise it when answers have ``exact: false`` for unchanged conversations.
+    """
 
 
 class PolicyEndpointSettings(SettingsModel):
@@ -225,7 +325,9 @@ class PolicyEndpointSettings(SettingsModel):
     model: ModelSettings
     """The run's model, whose chat template and image rules make the tokens."""
     temperature: float = Field(1.0, gt=0)
-    """The temperature of requests that name none: the run's, so that a foreign loop samples the policy that is trained."""
+    """The temperature of requests that name none: the run's, so that a foreign loop samples the
+    policy that is trained.
+    """
     max_tokens: int = Field(64, gt=0)
     """The limit of sampled tokens for requests that name none: that of a turn of the run."""
     min_tokens: int = Field(0, ge=0)
@@ -235,7 +337,11 @@ class PolicyEndpointSettings(SettingsModel):
     images: int = Field(32, ge=0)
     """The most images of a conversation: those of an episode of the run."""
     key_file: str | None = None
-    """The bearer key that clients must show, in a file that only its owner can read; made when it is missing."""
+    """The bearer key that clients must show, in a file that only its owner can read; made when it
+    is missing.
+    """
     insecure: bool = False
-    """Whether an endpoint without a key may be served: then everybody who reaches the port may ask it. For loopback only."""
+    """Whether an endpoint without a key may be served: then everybody who reaches the port may ask
+    it. For loopback only.
+    """
     limits: PolicyLimits = PolicyLimits()

@@ -1,7 +1,8 @@
-"""For all tests: no hub, nothing of this machine (tests/support/hermetic.py), and threads that spin only briefly while they wait,
-since tests share few cores with actors.
+"""For all tests: no hub, nothing of this machine (tests/support/hermetic.py), and threads that spin
+only briefly while they wait, since tests share few cores with actors.
 
-For the same reason no example of hypothesis has a deadline: on a busy machine any may take half a second.
+For the same reason no example of hypothesis has a deadline: on a busy machine any may take half a
+second.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from rayloop.launch.restarts import RESTARTED
 from tests.support import hermetic
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
-os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # a call outside a cluster is an error: it would start one, for all tests that follow
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = (
+    "0"  # a call outside a cluster is an error: it would start one, for all tests that follow
+)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("busy", deadline=None)
 settings.load_profile("busy")

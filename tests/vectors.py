@@ -1,14 +1,20 @@
-"""Compare rayloop with the numbers that the original systems return: ``python tests/vectors.py FILE.json...``
+"""Compare rayloop with the numbers that the original systems return: ``python tests/vectors.py
+FILE.json...``
 
-A file is a JSON list of entries ``{recipe, reward, inputs, expected, note?}``. The entry's ``reward`` names the
-original function; a table of rules (one module per recipe in tests/vector_rules) maps it to our function with the
-options that express the original. Numbers agree within 1e-5 (relative above 1), NaN with NaN; an error that our code raises on
-purpose meets any ``{"raises": ...}``.
+A file is a JSON list of entries ``{recipe, reward, inputs, expected, note?}``. The entry's
+``reward`` names the original function; a table of rules (one module per recipe in
+tests/vector_rules) maps it to our function with the options that express the original. Numbers
+agree within 1e-5 (relative above 1), NaN with NaN; an error that our code raises on purpose meets
+any ``{"raises": ...}``.
 
-Prints every mismatch, every deliberate deviation with its reason, and every entry that no rule knows. A reason holds under
-conditions on the raw inputs, which the rules state without the functions under test. What deviates by default must still agree
-with the settings that express the original, where there are any, and be what the rule works out by hand, where it does. Exit code:
-0 when nothing mismatched, 1 otherwise, 2 when a file cannot be read. ``--strict``: unknown entries fail too.
+Prints every mismatch, every deliberate deviation with its reason, and every entry that no rule
+knows. A reason holds under
+conditions on the raw inputs, which the rules state without the functions under test. What deviates
+by default must still agree
+with the settings that express the original, where there are any, and be what the rule works out by
+hand, where it does. Exit code:
+0 when nothing mismatched, 1 otherwise, 2 when a file cannot be read. ``--strict``: unknown entries
+fail too.
 """
 
 from __future__ import annotations
@@ -30,14 +36,24 @@ from rayloop.core.failures import RayloopError
 from tests.vector_rules import algorithm, arc_vision, arpo, chart_rvr, pyvision
 from tests.vector_rules.entries import Deviation, Entry, Nothing, Refused, Rule, Unknown
 
-RULES: dict[str, Rule] = {**arc_vision.RULES, **chart_rvr.RULES, **pyvision.RULES, **arpo.RULES, **algorithm.RULES}
-"""The first pattern found in an entry's name decides; the algorithm's are broad, so they come last."""
+RULES: dict[str, Rule] = {
+    **arc_vision.RULES,
+    **chart_rvr.RULES,
+    **pyvision.RULES,
+    **arpo.RULES,
+    **algorithm.RULES,
+}
+"""The first pattern found in an entry's name decides; the algorithm's are broad, so they come last.
+"""
 TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``ok`` None: no rule knows the entry, and ``got`` says why. ``why`` is the reason of a deliberate deviation."""
+    """``ok`` None: no rule knows the entry, and ``got`` says why.
+
+    ``why`` is the reason of a deliberate deviation.
+    """
 
     entry: Entry
     ok: bool | None
@@ -53,7 +69,9 @@ def read(path: str) -> list[Entry]:
     for i, row in enumerate(rows):
         if missing := {"recipe", "reward", "inputs", "expected"} - set(row):
             raise ValueError(f"entry {i} has no {sorted(missing)}")
-    return [Entry(r["recipe"], r["reward"], r["inputs"], r["expected"], r.get("note", "")) for r in rows]
+    return [
+        Entry(r["recipe"], r["reward"], r["inputs"], r["expected"], r.get("note", "")) for r in rows
+    ]
 
 
 def check(entry: Entry, file: Sequence[Entry]) -> Verdict:
@@ -68,8 +86,18 @@ def check(entry: Entry, file: Sequence[Entry]) -> Verdict:
     except (RayloopError, Refused) as error:
         got = {"raises": f"{type(error).__name__}: {error}"}
         return Verdict(entry, matches(got, entry.expected), got)
-    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError, AssertionError) as error:
-        return Verdict(entry, False, f"the rule broke on these inputs: {type(error).__name__}: {error}")
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        RuntimeError,
+        ArithmeticError,
+        AssertionError,
+    ) as error:
+        return Verdict(
+            entry, False, f"the rule broke on these inputs: {type(error).__name__}: {error}"
+        )
     if not isinstance(got, Deviation):
         return Verdict(entry, matches(got, entry.expected), got)
     if got.original is not Nothing.EXPRESSES_IT and not matches(got.original, entry.expected):
@@ -81,22 +109,35 @@ def check(entry: Entry, file: Sequence[Entry]) -> Verdict:
 
 
 def matches(got: Any, expected: Any) -> bool:
-    """Equal, numbers within the tolerance; of a mapping only the keys that are expected count. Any error is as good as another."""
+    """Equal, numbers within the tolerance; of a mapping only the keys that are expected count.
+
+    Any error is as good as another.
+    """
     if isinstance(expected, Mapping) and "raises" in expected:
         return isinstance(got, Mapping) and "raises" in got
     if isinstance(expected, Mapping):
-        return isinstance(got, Mapping) and all(key in got and matches(got[key], expected[key]) for key in expected)
+        return isinstance(got, Mapping) and all(
+            key in got and matches(got[key], expected[key]) for key in expected
+        )
     if isinstance(expected, list):
-        return isinstance(got, list | tuple) and len(got) == len(expected) and all(map(matches, got, expected))
+        return (
+            isinstance(got, list | tuple)
+            and len(got) == len(expected)
+            and all(map(matches, got, expected))
+        )
     if isinstance(expected, bool) or isinstance(got, bool) or not isinstance(expected, int | float):
         return type(got) is type(expected) and got == expected
     if math.isnan(expected):
         return isinstance(got, float) and math.isnan(got)
-    return isinstance(got, int | float) and math.isclose(got, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    return isinstance(got, int | float) and math.isclose(
+        got, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", nargs="+", metavar="FILE.json")
     parser.add_argument("--strict", action="store_true", help="entries that no rule knows fail too")
     options = parser.parse_args(arguments)
@@ -112,7 +153,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wrong = [v for v in verdicts if v.ok is False and not v.why]
     unknown = [v for v in verdicts if v.ok is None]
     for v in wrong:
-        print(f"MISMATCH {v.entry.recipe}: {v.entry.reward}\n  inputs   {json.dumps(v.entry.inputs)}")
+        print(
+            f"MISMATCH {v.entry.recipe}: {v.entry.reward}\n  inputs   {json.dumps(v.entry.inputs)}"
+        )
         print(f"  expected {json.dumps(v.entry.expected)}\n  got      {v.got}")
     for v in unknown:
         print(f"UNKNOWN  {v.entry.recipe}: {v.entry.reward} ({v.got})")

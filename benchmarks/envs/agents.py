@@ -1,8 +1,9 @@
 """``bench agents``: what the endpoint of agents costs a call, with an engine that answers at once.
 
-Each of ``--sessions`` clients, all at once in another process, holds conversations of ``--turns`` turns; the policy's answers have
-64 tokens. ``cpu_ms``: CPU time of the endpoint's process for one call (HTTP, checks, rendering, decoding, JSON). ``latency_ms``:
-from a client's request to its answer, with all clients at once on the same cores, median and 95th percentile.
+Each of ``--sessions`` clients, all at once in another process, holds conversations of ``--turns``
+turns; the policy's answers have 64 tokens. ``cpu_ms``: CPU time of the endpoint's process for one
+call (HTTP, checks, rendering, decoding, JSON). ``latency_ms``: from a client's request to its
+answer, with all clients at once on the same cores, median and 95th percentile.
 """
 
 from __future__ import annotations
@@ -20,7 +21,17 @@ from typing import Any
 from benchmarks.measure import machine
 from rayloop.chat.rendering import Renderer
 from rayloop.config.model import ModelSettings
-from rayloop.core.types import Completion, FinishReason, Message, RolloutRequest, Sampling, Task, TokenPrompt, TrajectoryId, Version
+from rayloop.core.types import (
+    Completion,
+    FinishReason,
+    Message,
+    RolloutRequest,
+    Sampling,
+    Task,
+    TokenPrompt,
+    TrajectoryId,
+    Version,
+)
 from rayloop.envs.agents.endpoint import Endpoint
 from rayloop.envs.agents.session import Session
 from rayloop.envs.settings import EpisodeSettings
@@ -33,8 +44,16 @@ ANSWER = 64
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sessions", type=int, default=64, help="agents at once")
     parser.add_argument("--turns", type=int, default=4, help="of a conversation")
-    parser.add_argument("--episodes", type=int, default=4, help="conversations of each agent, one after the other")
-    parser.add_argument("--model", type=Path, default=MODEL, metavar="DIR", help="whose template and tokenizer are used")
+    parser.add_argument(
+        "--episodes", type=int, default=4, help="conversations of each agent, one after the other"
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=MODEL,
+        metavar="DIR",
+        help="whose template and tokenizer are used",
+    )
     parser.set_defaults(run=_agents)
 
 
@@ -52,7 +71,13 @@ async def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
         return Completion(tokens, (-0.5,) * len(tokens), FinishReason.END_TOKEN, Version(0, 0))
 
     def session(number: int) -> Session:
-        request = RolloutRequest(Task(str(number), (Message("user", ("go",)),)), TrajectoryId(number, 0), 0, 0, Sampling())
+        request = RolloutRequest(
+            Task(str(number), (Message("user", ("go",)),)),
+            TrajectoryId(number, 0),
+            0,
+            0,
+            Sampling(),
+        )
         return Session(request, renderer, settings, generate, "policy")
 
     addresses, open_ones = [], []
@@ -60,7 +85,11 @@ async def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
         open_ones.append(endpoint.serving(session(number)))
         addresses.append(await open_ones[-1].__aenter__())
     client = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks.envs.agents", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        sys.executable,
+        "-m",
+        "benchmarks.envs.agents",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
     )
     asked = {"addresses": addresses, "turns": arguments.turns, "episodes": arguments.episodes}
     began, cpu = time.perf_counter(), time.process_time()
@@ -69,10 +98,12 @@ async def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
     for one in open_ones:
         await one.__aexit__(None, None, None)
     return {
-        "sessions": arguments.sessions, "calls": len(took), "cpu_ms": round(1000 * spent / len(took), 2),
+        "sessions": arguments.sessions,
+        "calls": len(took),
+        "cpu_ms": round(1000 * spent / len(took), 2),
         "latency_ms": [round(1000 * median(took), 1), round(1000 * quantiles(took, n=20)[-1], 1)],
         "calls_per_second": round(len(took) / (time.perf_counter() - began)),
-    }  # fmt: skip
+    }
 
 
 async def clients(asked: dict[str, Any]) -> list[float]:
@@ -86,15 +117,28 @@ async def clients(asked: dict[str, Any]) -> list[float]:
         for _ in range(asked["episodes"]):
             messages: list[dict[str, Any]] = []
             for _ in range(asked["turns"]):
-                messages.append({"role": "user", "content": f"Add {next(numbers)} and 1. Say only the sum, and nothing else."})
+                messages.append(
+                    {
+                        "role": "user",
+                        "content": (
+                            f"Add {next(numbers)} and 1. Say only the sum, and nothing else."
+                        ),
+                    }
+                )
                 began = time.perf_counter()
                 answer = await http.post(
-                    f"{address['base_url']}/chat/completions", json={"model": address["model"], "messages": messages},
+                    f"{address['base_url']}/chat/completions",
+                    json={"model": address["model"], "messages": messages},
                     headers={"Authorization": f"Bearer {address['api_key']}"},
-                )  # fmt: skip
+                )
                 took.append(time.perf_counter() - began)
                 messages.append(
-                    {"role": "assistant", "content": answer.raise_for_status().json()["choices"][0]["message"]["content"]}
+                    {
+                        "role": "assistant",
+                        "content": (
+                            answer.raise_for_status().json()["choices"][0]["message"]["content"]
+                        ),
+                    }
                 )
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)

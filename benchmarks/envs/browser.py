@@ -1,8 +1,12 @@
-"""``bench browser``: steps of MiniWoB++ pages in the real Chromium, as an environment actor plays them, without a policy.
+"""``bench browser``: steps of MiniWoB++ pages in the real Chromium, as an environment actor plays
+them, without a policy.
 
-A step is the text of a turn, read, clicked, and a screenshot with the page's reward; starts of episodes count into the time and
-into the CPU, not into the steps. ``cpu_ms`` is that of all processes, ``own_cpu_ms`` that of the one which stands for the actor:
-threads, grammar, Playwright's Python side. ``pss_mb`` is the memory of browser and driver with all contexts open, what processes
+A step is the text of a turn, read, clicked, and a screenshot with the page's reward; starts of
+episodes count into the time and
+into the CPU, not into the steps. ``cpu_ms`` is that of all processes, ``own_cpu_ms`` that of the
+one which stands for the actor:
+threads, grammar, Playwright's Python side. ``pss_mb`` is the memory of browser and driver with all
+contexts open, what processes
 share counted once; ``driver_mb`` the driver's part of it.
 """
 
@@ -23,9 +27,15 @@ from rayloop.envs.instance import Environments
 from rayloop.envs.settings import EnvironmentKind
 
 PAGES = (
-    "click-test-2", "click-color", "click-button", "click-shape",
-    "click-checkboxes", "click-dialog-2", "grid-coordinate", "identify-shape",
-)  # fmt: skip
+    "click-test-2",
+    "click-color",
+    "click-button",
+    "click-shape",
+    "click-checkboxes",
+    "click-dialog-2",
+    "grid-coordinate",
+    "identify-shape",
+)
 STEPS = 5
 """Of an episode, at most."""
 TIMEOUT = 60.0
@@ -40,7 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _browser(arguments: argparse.Namespace) -> int:
     found = asyncio.run(_measured(arguments.pages, arguments.seconds, arguments.reload))
-    print(json.dumps({"pages": arguments.pages, "reload": arguments.reload, **found, "machine": machine()}))
+    print(
+        json.dumps(
+            {"pages": arguments.pages, "reload": arguments.reload, **found, "machine": machine()}
+        )
+    )
     return 0
 
 
@@ -49,10 +63,14 @@ async def _measured(pages: int, seconds: float, reload: bool) -> dict[str, float
     from rayloop.envs.browser.host import host_of
 
     settings = {"reload": reload, "browser": {"pages": max(pages, 16), "recycle_episodes": 10**6}}
-    kind = EnvironmentKind.model_validate({"use": "rayloop.envs.browser.miniwob:MiniWob", "with": settings})
+    kind = EnvironmentKind.model_validate(
+        {"use": "rayloop.envs.browser.miniwob:MiniWob", "with": settings}
+    )
     environments = Environments(kind, {})
     player = _Player(environments)
-    await asyncio.gather(*(player.episode(n, 0) for n in range(pages)))  # browser, contexts and files are there
+    await asyncio.gather(
+        *(player.episode(n, 0) for n in range(pages))
+    )  # browser, contexts and files are there
     player.took.clear()
     tree, own, began = Tree(os.getpid()), _own(), time.monotonic()
     tree.look()
@@ -104,7 +122,9 @@ class _Player:
             for _ in range(STEPS):
                 at = f"({clicks.randrange(168)},{clicks.randrange(53, 224)})"
                 began = time.monotonic()
-                result = await environment.call("step", f"Action: click(start_box='{at}')", timeout=TIMEOUT)
+                result = await environment.call(
+                    "step", f"Action: click(start_box='{at}')", timeout=TIMEOUT
+                )
                 self.took.append(time.monotonic() - began)
                 if result.done:
                     break

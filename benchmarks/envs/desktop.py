@@ -1,7 +1,9 @@
-"""``bench desktop``: what local desktops cost: being up, an editor's window, screenshots, clicks, being closed, and memory.
+"""``bench desktop``: what local desktops cost: being up, an editor's window, screenshots, clicks,
+being closed, and memory.
 
-``pss_mib`` is the memory of all of them with an editor each, what processes share counted once; ``cpu_percent`` is that of all of
-them while nobody touches them, of one core. Nothing acts at once: figures are those of one call at a time.
+``pss_mib`` is the memory of all of them with an editor each, what processes share counted once;
+``cpu_percent`` is that of all of them while nobody touches them, of one core. Nothing acts at once:
+figures are those of one call at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ SHOTS = 5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--desktops", type=int, default=12, help="at once")
-    parser.add_argument("--idle", type=float, default=10.0, help="seconds in which nobody touches them")
+    parser.add_argument(
+        "--idle", type=float, default=10.0, help="seconds in which nobody touches them"
+    )
     parser.set_defaults(run=_desktop)
 
 
@@ -40,7 +44,16 @@ def _desktop(arguments: argparse.Namespace) -> int:
     finally:
         closed = [_seconds(one.close) for one in desktops]
     found |= _spread("close_ms", closed, 1000)
-    print(json.dumps({"desktops": arguments.desktops, **found, "load": os.getloadavg()[0], "machine": machine()}))
+    print(
+        json.dumps(
+            {
+                "desktops": arguments.desktops,
+                **found,
+                "load": os.getloadavg()[0],
+                "machine": machine(),
+            }
+        )
+    )
     return 0
 
 
@@ -78,4 +91,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def _spread(name: str, seconds: list[float], scale: int) -> dict[str, float]:
-    return {name: round(scale * median(seconds), 2), f"{name}_worst": round(scale * max(seconds), 2)}
+    return {
+        name: round(scale * median(seconds), 2),
+        f"{name}_worst": round(scale * max(seconds), 2),
+    }

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 SUPERVISED = "supervised"
-"""The arm that takes supervised steps on the same rows for the seconds that the first arm's steps took, with seed 0 only."""
+"""The arm that takes supervised steps on the same rows for the seconds that the first arm's steps
+took, with seed 0 only.
+"""
 
 
 @dataclass(frozen=True)
@@ -21,10 +23,13 @@ class HeldOutRows:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Runs of one configuration: every arm with every seed. ``arms``: overrides by name; the others are compared with the first.
+    """Runs of one configuration: every arm with every seed.
 
-    ``needs``: the commands that make what the runs read. ``shown``: scores of the tables. ``training``:
-    metrics that are kept of every step. ``promised``: kind of answer -> least gain of the reward, within ``seconds``.
+    ``arms``: overrides by name; the others are compared with the first.
+
+    ``needs``: the commands that make what the runs read. ``shown``: scores of the tables.
+    ``training``: metrics that are kept of every step. ``promised``: kind of answer -> least gain of
+    the reward, within ``seconds``.
     """
 
     about: str
@@ -50,7 +55,9 @@ class Experiment:
 
 
 def _taught(weight: float, *more: str) -> tuple[str, ...]:
-    """The KL to the quickstart's last checkpoint as a term of the loss, also of groups with equal rewards."""
+    """The KL to the quickstart's last checkpoint as a term of the loss, also of groups with equal
+    rewards.
+    """
     kl = f"policy.loss={{clip_high: 0.28, kl: k2, kl_coef: {weight}}}"
     return ("reference.path=runs/data/teacher", "algorithm.filtering.filters=[]", kl, *more)
 
@@ -66,7 +73,12 @@ def _variants(recipe: str, score: str, *common: str, needs: str = "") -> Experim
         arms={"corrected": (), "original": ()},
         files={"original": folder / "quickstart_original.yaml"},
         needs=needs,
-        training=(f"reward/component/{score}/mean", "reward/mean", "rollout/trained", "rollout/tokens"),
+        training=(
+            f"reward/component/{score}/mean",
+            "reward/mean",
+            "rollout/trained",
+            "rollout/tokens",
+        ),
         picture=Path("docs") / f"variants_{recipe}.png",
     )
 
@@ -81,7 +93,8 @@ EXPERIMENTS = {
         seconds=240.0,
     ),
     "arc_vision": Experiment(
-        "GRPO from the shipped checkpoint, beside permuted rewards and supervised steps, on test pages and unseen page types",
+        "GRPO from the shipped checkpoint, beside permuted rewards and supervised steps, on test"
+        " pages and unseen page types",
         Path("recipes/arc_vision/learn.yaml"),
         ("iou", "click"),
         arms={"grpo": (), "permuted": ("algorithm.advantage.kind=permuted",)},
@@ -100,7 +113,8 @@ EXPERIMENTS = {
         picture=Path("docs/arpo.png"),
     ),
     "arpo_short": Experiment(
-        "multi-turn GRPO on four pages of the live browser, in a third of the quickstart's episodes",
+        "multi-turn GRPO on four pages of the live browser, in a third of the quickstart's"
+        " episodes",
         Path("recipes/arpo/short.yaml"),
         ("success",),
         common=("checkpoint.resume=never",),
@@ -128,46 +142,81 @@ EXPERIMENTS = {
         Path("recipes/digits/quickstart.yaml"),
         ("reward",),
         seeds=(0,),
-        needs="python -m rayloop data prepare digits --out runs/data/digits; python -m rayloop sft recipes/digits/warm.yaml",
+        needs=(
+            "python -m rayloop data prepare digits --out runs/data/digits; python -m rayloop sft"
+            " recipes/digits/warm.yaml"
+        ),
     ),
     "reasoning": Experiment(
-        "SmolLM2-135M-Instruct on two tasks of reasoning-gym: asked directly, and by an agent with an OpenAI client",
+        "SmolLM2-135M-Instruct on two tasks of reasoning-gym: asked directly, and by an agent with"
+        " an OpenAI client",
         Path("recipes/reasoning/quickstart.yaml"),
         ("reward", "exact"),
         common=("checkpoint.resume=never", "model.path=runs/models/smollm2"),
         arms={"single": (), "agent": ()},
         files={"agent": Path("recipes/reasoning/agent.yaml")},
         by_source=True,
-        needs="python -m rayloop data prepare reasoning --out runs/data/reasoning; benchmarks/makers/smollm2.py",
-        training=("reward/mean", "rollout/tokens", "rollout/trained", "timing_s/step", "actor/entropy"),
+        needs=(
+            "python -m rayloop data prepare reasoning --out runs/data/reasoning;"
+            " benchmarks/makers/smollm2.py"
+        ),
+        training=(
+            "reward/mean",
+            "rollout/tokens",
+            "rollout/trained",
+            "timing_s/step",
+            "actor/entropy",
+        ),
         promised={"sampled": 0.15},
         seconds=3600.0,
     ),
     "gigpo": Experiment(
-        "GiGPO, whose turns are compared where the screen is the same, against GRPO, on multi-turn pages in the live browser",
+        "GiGPO, whose turns are compared where the screen is the same, against GRPO, on multi-turn"
+        " pages in the live browser",
         Path("recipes/arpo/quickstart.yaml"),
         ("success",),
         common=(
-            "steps=12", "evaluation.every=12", "evaluation.samples=2", "algorithm.replay.kind=none", "checkpoint.resume=never",
+            "steps=12",
+            "evaluation.every=12",
+            "evaluation.samples=2",
+            "algorithm.replay.kind=none",
+            "checkpoint.resume=never",
             "algorithm.filtering={filters: [], ranking: fifo}",
         ),
         arms={"grpo": (), "gigpo": ("algorithm.advantage.kind=gigpo",)},
         by_source=True,
-        training=("reward/component/success/mean", "reward/mean", "rollout/tokens", "rollout/turns/mean"),
+        training=(
+            "reward/component/success/mean",
+            "reward/mean",
+            "rollout/tokens",
+            "rollout/turns/mean",
+        ),
     ),
     "ablation_replay": Experiment(
         "ARPO: GRPO against GRPO with replay where successes are rare",
         Path("recipes/arpo/quickstart.yaml"),
         ("success",),
         common=(
-            "data.train=runs/data/arpo_sparse/train.jsonl", "data.eval=runs/data/arpo_sparse/val.jsonl", "steps=20",
-            "evaluation.every=10", "evaluation.samples=2",
+            "data.train=runs/data/arpo_sparse/train.jsonl",
+            "data.eval=runs/data/arpo_sparse/val.jsonl",
+            "steps=20",
+            "evaluation.every=10",
+            "evaluation.samples=2",
         ),
-        arms={"grpo": ("algorithm.replay.kind=none",), "with replay": ("algorithm.replay.kind=corrected",)},
-        needs="python -m rayloop data prepare arpo --out runs/data/arpo_sparse "
-        "--pages click-button click-button-sequence click-test-2 --train 24 --val 48",
+        arms={
+            "grpo": ("algorithm.replay.kind=none",),
+            "with replay": ("algorithm.replay.kind=corrected",),
+        },
+        needs=(
+            "python -m rayloop data prepare arpo --out runs/data/arpo_sparse "
+            "--pages click-button click-button-sequence click-test-2 --train 24 --val 48"
+        ),
         training=(
-            "reward/component/success/mean", "rollout/trained", "rollout/replayed", "rollout/all_wrong", "rollout/tokens",
+            "reward/component/success/mean",
+            "rollout/trained",
+            "rollout/replayed",
+            "rollout/all_wrong",
+            "rollout/tokens",
         ),
     ),
     "ablation_tool_bonus": Experiment(
@@ -175,34 +224,64 @@ EXPERIMENTS = {
         Path("recipes/pyvision/quickstart.yaml"),
         ("accuracy", "calls"),
         common=("steps=12", "evaluation.every=4"),
-        arms={"without": ("reward.source.with.per_call=0.0",), "with": ("reward.source.with.per_call=0.1",)},
+        arms={
+            "without": ("reward.source.with.per_call=0.0",),
+            "with": ("reward.source.with.per_call=0.1",),
+        },
         needs="python -m rayloop data prepare pyvision --out runs/data/pyvision",
-        training=("reward/component/accuracy/mean", "reward/component/calls/mean", "rollout/trained", "rollout/tokens"),
+        training=(
+            "reward/component/accuracy/mean",
+            "reward/component/calls/mean",
+            "rollout/trained",
+            "rollout/tokens",
+        ),
     ),
     "distillation": Experiment(
-        "on-policy distillation from the quickstart's last checkpoint, beside GRPO and both together",
+        "on-policy distillation from the quickstart's last checkpoint, beside GRPO and both"
+        " together",
         Path("recipes/arc_vision/quickstart.yaml"),
         ("reward",),
         common=(
-            "checkpoint={resume: never, every: 100}", "steps=20", "evaluation.every=5", "evaluation.controls=false",
-            "weight_sync.logprob_check=stop", "algorithm.groups_per_step=8", "policy.optimizer.schedule=constant",
+            "checkpoint={resume: never, every: 100}",
+            "steps=20",
+            "evaluation.every=5",
+            "evaluation.controls=false",
+            "weight_sync.logprob_check=stop",
+            "algorithm.groups_per_step=8",
+            "policy.optimizer.schedule=constant",
             "report.boxes=null",
         ),
-        arms={"grpo": (), "distill": _taught(1.0, "algorithm.advantage.kind=distill"), "both": _taught(1.0)},
-        needs="python -m rayloop train recipes/arc_vision/quickstart.yaml name=teacher; "
-        "python -m rayloop export runs/teacher runs/data/teacher",
+        arms={
+            "grpo": (),
+            "distill": _taught(1.0, "algorithm.advantage.kind=distill"),
+            "both": _taught(1.0),
+        },
+        needs=(
+            "python -m rayloop train recipes/arc_vision/quickstart.yaml name=teacher; "
+            "python -m rayloop export runs/teacher runs/data/teacher"
+        ),
         training=("reward/mean", "rollout/tokens", "rollout/trained", "actor/kl"),
     ),
     "variants_arc_vision": _variants("arc_vision", "iou", "steps=30", "evaluation.every=10"),
     "variants_arpo": _variants("arpo", "success", "steps=12", "evaluation.every=6"),
     "variants_pyvision": _variants(
-        "pyvision", "accuracy", "steps=12", "evaluation.every=4",
-        needs="python -m rayloop data prepare pyvision --out runs/data/pyvision; python -m benchmarks.makers.code_demonstrations "
-        "runs/data/pyvision_original --rows 400 --config recipes/pyvision/quickstart_original.yaml; python -m rayloop sft "
-        "benchmarks/makers/pyvision/original.yaml",
+        "pyvision",
+        "accuracy",
+        "steps=12",
+        "evaluation.every=4",
+        needs=(
+            "python -m rayloop data prepare pyvision --out runs/data/pyvision; python -m"
+            " benchmarks.makers.code_demonstrations runs/data/pyvision_original --rows 400 --config"
+            " recipes/pyvision/quickstart_original.yaml; python -m rayloop sft"
+            " benchmarks/makers/pyvision/original.yaml"
+        ),
     ),
     "variants_chart_rvr": _variants(
-        "chart_rvr", "accuracy", "steps=20", "evaluation.every=10", "data.eval=runs/data/chart_rvr/test.jsonl",
-        needs="python -m rayloop data prepare chart_rvr --out runs/data/chart_rvr"
+        "chart_rvr",
+        "accuracy",
+        "steps=20",
+        "evaluation.every=10",
+        "data.eval=runs/data/chart_rvr/test.jsonl",
+        needs="python -m rayloop data prepare chart_rvr --out runs/data/chart_rvr",
     ),
-}  # fmt: skip
+}

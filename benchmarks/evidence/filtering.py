@@ -1,18 +1,23 @@
-"""What filters cost and gain, at equal updates, at equal generated tokens and in equal seconds, on three tasks.
+"""What filters cost and gain, at equal updates, at equal generated tokens and in equal seconds, on
+three tasks.
 
-    python -m benchmarks.evidence filtering      writes filtering.json beside it and prints the tables
+    python -m benchmarks.evidence filtering      writes filtering.json beside it and prints the
+    tables
 
-Runs that are in the file are taken as they are: delete it to make them anew. ``digits`` and ``pages`` are tiny models in one
-process (``one_process``): steps of 8 x 8, sampled held-out answers, CPU seconds without evaluations. First:
+Runs that are in the file are taken as they are: delete it to make them anew. ``digits`` and
+``pages`` are tiny models in one process (``one_process``): steps of 8 x 8, sampled held-out
+answers, CPU seconds without evaluations. First:
 
-    python -m rayloop data prepare digits --out runs/data/digits; python -m rayloop sft recipes/digits/warm.yaml
+    python -m rayloop data prepare digits --out runs/data/digits; python -m rayloop sft
+    recipes/digits/warm.yaml
 
-``formula``: a policy that is a formula under the real RolloutManager. A task has 16 features and one right answer of eight, which
-a hidden linear map names; a ninth answer is malformed. The policy is the softmax of a linear map that begins as a poor copy of the
-hidden one; Adam moves it along the GRPO gradient. Steps of 16 x 8, half of 512 tasks held out. Of its two learning rates the
-smaller limits what a step learns by itself, at the larger the noise of the gradient does. All answers have 100 tokens. Seconds are
-those of a virtual clock: an episode lasts one on average (``World``), a full batch is trained in ``TRAINING``, of which answers
-with advantage 0 take nothing.
+``formula``: a policy that is a formula under the real RolloutManager. A task has 16 features and
+one right answer of eight, which a hidden linear map names; a ninth answer is malformed. The policy
+is the softmax of a linear map that begins as a poor copy of the hidden one; Adam moves it along the
+GRPO gradient. Steps of 16 x 8, half of 512 tasks held out. Of its two learning rates the smaller
+limits what a step learns by itself, at the larger the noise of the gradient does. All answers have
+100 tokens. Seconds are those of a virtual clock: an episode lasts one on average (``World``), a
+full batch is trained in ``TRAINING``, of which answers with advantage 0 take nothing.
 """
 
 from __future__ import annotations
@@ -41,13 +46,20 @@ from rayloop.run.config import RunConfig
 
 RESULT = Path(__file__).with_suffix(".json")
 HERE = "benchmarks.evidence.filtering"
-EQUAL, MEMBERS, WHOLE = {"kind": "equal_rewards"}, {"use": f"{HERE}:Members"}, {"use": f"{HERE}:WholeGroup"}
+EQUAL, MEMBERS, WHOLE = (
+    {"kind": "equal_rewards"},
+    {"use": f"{HERE}:Members"},
+    {"use": f"{HERE}:WholeGroup"},
+)
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A way of filtering. ``groups``: that a step trains, in those of the task's step; ``started`` at once (None: what is missing),
-    in the same."""
+    """A way of filtering.
+
+    ``groups``: that a step trains, in those of the task's step; ``started`` at once (None: what is
+    missing), in the same.
+    """
 
     filters: tuple[dict[str, str], ...] = ()
     ranking: str = "fifo"
@@ -77,8 +89,9 @@ BROKEN = ANSWERS
 
 @dataclass(frozen=True)
 class Learner:
-    """A task: updates that arms are compared after, groups of a step, seeds, and the configuration of a tiny model or the formula's
-    learning rate."""
+    """A task: updates that arms are compared after, groups of a step, seeds, and the configuration
+    of a tiny model or the formula's learning rate.
+    """
 
     steps: int
     groups: int
@@ -88,24 +101,39 @@ class Learner:
     overrides: tuple[str, ...] = ()
 
     def updates(self, arm: str) -> int:
-        """Of a run: in the first arm twice as many, so that the others' tokens and seconds lie within its own."""
+        """Of a run: in the first arm twice as many, so that the others' tokens and seconds lie
+        within its own.
+        """
         return 2 * self.steps if arm == NONE else self.steps
 
 
 LEARNERS = {
     "digits": Learner(
-        30, 8, range(5), config="recipes/digits/quickstart.yaml",
-        overrides=("rollout.sampling={max_tokens: 10, temperature: 0.8}", "rollout.engine.max_sequences=256",
-                   f"reward.source={{use: '{HERE}:Exact'}}", "evaluation={every: 15, limit: 100, samples: 4}"),
+        30,
+        8,
+        range(5),
+        config="recipes/digits/quickstart.yaml",
+        overrides=(
+            "rollout.sampling={max_tokens: 10, temperature: 0.8}",
+            "rollout.engine.max_sequences=256",
+            f"reward.source={{use: '{HERE}:Exact'}}",
+            "evaluation={every: 15, limit: 100, samples: 4}",
+        ),
     ),
     "pages": Learner(
-        20, 8, range(5), config="recipes/arc_vision/quickstart.yaml",
-        overrides=("policy.optimizer.schedule=constant", f"reward.source={{use: '{HERE}:HalfOverlap'}}",
-                   "evaluation={every: 10, samples: 3}"),
+        20,
+        8,
+        range(5),
+        config="recipes/arc_vision/quickstart.yaml",
+        overrides=(
+            "policy.optimizer.schedule=constant",
+            f"reward.source={{use: '{HERE}:HalfOverlap'}}",
+            "evaluation={every: 10, samples: 3}",
+        ),
     ),
     "formula, learning rate 0.01": Learner(60, GROUPS, range(6), rate=0.01),
     "formula, learning rate 0.05": Learner(60, GROUPS, range(6), rate=0.05),
-}  # fmt: skip
+}
 
 
 class Exact:
@@ -114,24 +142,40 @@ class Exact:
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
         """The component ``exact`` of SortReward as the reward."""
         found = SortReward().score(trajectory, task, context)
-        return Scored(found.components["exact"], {}, found.flags) if isinstance(found, Scored) else found
+        return (
+            Scored(found.components["exact"], {}, found.flags)
+            if isinstance(found, Scored)
+            else found
+        )
 
 
 class HalfOverlap:
-    """1 when the answered box and the true one have an intersection over union of at least ``HALF``, else 0."""
+    """1 when the answered box and the true one have an intersection over union of at least
+    ``HALF``, else 0.
+    """
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
         """The reward of IoUReward as right or wrong."""
         found = IoUReward().score(trajectory, task, context)
-        return Scored(float(found.value >= HALF), {}, found.flags) if isinstance(found, Scored) else found
+        return (
+            Scored(float(found.value >= HALF), {}, found.flags)
+            if isinstance(found, Scored)
+            else found
+        )
 
 
 class Members:
-    """Refuse the answers that cannot be read, as PyVision refuses broken trajectories: the others of the group stay."""
+    """Refuse the answers that cannot be read, as PyVision refuses broken trajectories: the others
+    of the group stay.
+    """
 
     def refused(self, group: Group) -> Mapping[int, str]:
         """Index of each unparsable member -> reason."""
-        return {i: "unparsable" for i, member in enumerate(group.members) if member.kept and broken(member)}
+        return {
+            i: "unparsable"
+            for i, member in enumerate(group.members)
+            if member.kept and broken(member)
+        }
 
 
 class WholeGroup:
@@ -165,14 +209,20 @@ class Learning(World):
 
     def success(self) -> float:
         """Over the held-out tasks."""
-        return float(self.chances(self.held_out)[np.arange(len(self.held_out)), self.right[self.held_out]].mean())
+        return float(
+            self.chances(self.held_out)[
+                np.arange(len(self.held_out)), self.right[self.held_out]
+            ].mean()
+        )
 
     def outcome(self, request: RolloutRequest) -> Scored:
         """1 for the right answer, 0 for another; the answer is drawn from the policy."""
         task = self.index(request.task.id)
         answer = int(np.random.default_rng(request.seed).choice(ANSWERS + 1, p=self.chances(task)))
         self.said[request.id.group, request.id.sample] = answer
-        return Scored(float(answer == self.right[task]), {}, ("unparsable",) if answer == BROKEN else ())
+        return Scored(
+            float(answer == self.right[task]), {}, ("unparsable",) if answer == BROKEN else ()
+        )
 
     @staticmethod
     def index(task: str) -> int:
@@ -180,8 +230,14 @@ class Learning(World):
         return 2 * (int(task) % (TASKS // 2))
 
     def update(self, groups: tuple[Group, ...], step: int) -> float:
-        """Adam, one step along the mean of advantage * gradient of the log-probability. Returns the gradient's norm."""
-        gradient, members = np.zeros_like(self.weights), [(group.task.id, m) for group in groups for m in group.kept]
+        """Adam, one step along the mean of advantage * gradient of the log-probability.
+
+        Returns the gradient's norm.
+        """
+        gradient, members = (
+            np.zeros_like(self.weights),
+            [(group.task.id, m) for group in groups for m in group.kept],
+        )
         for name, member in members:
             assert member.advantage is not None
             task, id = self.index(name), member.summary.id
@@ -202,7 +258,9 @@ class Learning(World):
                 collected = await self.rollouts.collect(self.version, {})
                 trained = [member for group in collected.groups for member in group.kept]
                 norm = self.update(collected.groups, step)
-                await asyncio.sleep(TRAINING * sum(member.advantage != 0 for member in trained) / (GROUPS * GROUP))
+                await asyncio.sleep(
+                    TRAINING * sum(member.advantage != 0 for member in trained) / (GROUPS * GROUP)
+                )
                 self.rollouts.ready.settle_trained(collected.groups)
                 self.version = Version(1, step)
                 self.rollouts.synced(self.version)
@@ -220,18 +278,25 @@ def algorithm(learner: Learner, arm: str) -> dict[str, Any]:
     return {
         "groups_per_step": int(chosen.groups * learner.groups),
         "filtering": {
-            "filters": chosen.filters, "ranking": chosen.ranking, "groups_per_generation": started, "min_fraction": 0.05,
+            "filters": chosen.filters,
+            "ranking": chosen.ranking,
+            "groups_per_generation": started,
+            "min_fraction": 0.05,
             "max_generation_batches": 16,
         },
-    }  # fmt: skip
+    }
 
 
 def configuration(learner: Learner, arm: str, seed: int) -> RunConfig:
     """A tiny model's run."""
     overrides = [
-        f"steps={learner.updates(arm)}", f"seed={seed}", "algorithm.group_size=8", "rollout.engine.threads=1",
-        "policy.engine.threads=1", *(f"algorithm.{key}={json.dumps(value)}" for key, value in algorithm(learner, arm).items()),
-    ]  # fmt: skip
+        f"steps={learner.updates(arm)}",
+        f"seed={seed}",
+        "algorithm.group_size=8",
+        "rollout.engine.threads=1",
+        "policy.engine.threads=1",
+        *(f"algorithm.{key}={json.dumps(value)}" for key, value in algorithm(learner, arm).items()),
+    ]
     return load(Path(learner.config), [*overrides, *learner.overrides], RunConfig)
 
 
@@ -249,7 +314,9 @@ def curve(learner: Learner, arm: str, seed: int) -> Curve:
 
 
 def main() -> None:
-    """Make the runs that filtering.json lacks, a seed of all tasks after the other, and print the tables."""
+    """Make the runs that filtering.json lacks, a seed of all tasks after the other, and print the
+    tables.
+    """
     found = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
     for seed in sorted({seed for learner in LEARNERS.values() for seed in learner.seeds}):
         for name, learner in LEARNERS.items():
@@ -259,7 +326,10 @@ def main() -> None:
                 if str(seed) not in by_seed:
                     by_seed[str(seed)] = asdict(curve(learner, arm, seed))
                     print(name, arm, seed, by_seed[str(seed)]["scores"], flush=True)
-                curves = {arm: {seed: Curve(**run) for seed, run in runs.items()} for arm, runs in of_task["runs"].items()}
+                curves = {
+                    arm: {seed: Curve(**run) for seed, run in runs.items()}
+                    for arm, runs in of_task["runs"].items()
+                }
                 of_task["compared"] = compared({arm: curves[arm] for arm in ARMS if arm in curves})
                 RESULT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     for name, of_task in found.items():

@@ -1,9 +1,11 @@
-"""The picture of a group: the members of one task act in their own copies of a live page (docs/group.png).
+"""The picture of a group: the members of one task act in their own copies of a live page
+(docs/group.png).
 
     python -m benchmarks.evidence.group [--task ID] [--visit N] [--out FILE]
 
-Plays one held-out task of recipes/arpo/quickstart.yaml with the shipped policy, in this process and without Ray. A column is a
-member, a row is a turn. The screenshots are the browser's, before ``model.position_tint`` colours them for the tiny model.
+Plays one held-out task of recipes/arpo/quickstart.yaml with the shipped policy, in this process and
+without Ray. A column is a member, a row is a turn. The screenshots are the browser's, before
+``model.position_tint`` colours them for the tiny model.
 """
 
 from __future__ import annotations
@@ -25,7 +27,14 @@ from rayloop.chat.rendering import Renderer
 from rayloop.config.settings import load
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import Observation
-from rayloop.core.types import Completion, RolloutRequest, Sampling, TokenPrompt, Trajectory, TrajectoryId
+from rayloop.core.types import (
+    Completion,
+    RolloutRequest,
+    Sampling,
+    TokenPrompt,
+    Trajectory,
+    TrajectoryId,
+)
 from rayloop.data.dataset import Dataset
 from rayloop.envs.episode import play
 from rayloop.envs.grammar.actions import Actions, Click
@@ -39,13 +48,18 @@ CONFIG = Path("recipes/arpo/quickstart.yaml")
 INK, FAINT, RED, GREEN, LINE = "#1c2128", "#57606a", "#d1242f", "#1a7f37", "#d0d7de"
 WIDTH, HEIGHT, GAP, HEAD, LABEL = 160, 210, 16, 34, 26
 FONTS = (("-Bold", 17), ("", 15))
-TITLE = "One task, eight members of a group. A column is an episode, a row a turn, a red circle a click."
+TITLE = (
+    "One task, eight members of a group. A column is an episode, a row a turn, a red circle a"
+    " click."
+)
 THOUSAND = 1000
 """The policy writes points in thousandths of the screen."""
 
 
 class Filmed:
-    """An environment that keeps what it showed (``screens``), where the policy clicked (``clicks``) and its reward."""
+    """An environment that keeps what it showed (``screens``), where the policy clicked (``clicks``)
+    and its reward.
+    """
 
     def __init__(self, inner: Instance) -> None:
         self._inner, self.name, self.contained = inner, inner.name, inner.contained
@@ -69,19 +83,31 @@ class Filmed:
         elif method == "step":
             turn = read(args[0])
             first = turn.actions[0] if isinstance(turn, Actions) else None
-            self.clicks.append((first.at.x / THOUSAND, first.at.y / THOUSAND) if isinstance(first, Click) else None)
+            self.clicks.append(
+                (first.at.x / THOUSAND, first.at.y / THOUSAND) if isinstance(first, Click) else None
+            )
             self._keep(answer.observation)
         return answer
 
     def _keep(self, seen: Observation | None) -> None:
-        images = [image.data for message in seen.messages for image in message.images if image.data] if seen else []
-        self.screens += [Image.open(io.BytesIO(data)).convert("RGB").resize((WIDTH, HEIGHT)) for data in images]
+        images = (
+            [image.data for message in seen.messages for image in message.images if image.data]
+            if seen
+            else []
+        )
+        self.screens += [
+            Image.open(io.BytesIO(data)).convert("RGB").resize((WIDTH, HEIGHT)) for data in images
+        ]
 
 
 async def rollout(config: RunConfig, task_id: str, visit: int) -> tuple[str, list[Filmed]]:
-    """Play the task ``group_size`` times at once; returns its instruction and a film of each member."""
+    """Play the task ``group_size`` times at once; returns its instruction and a film of each
+    member.
+    """
     assert config.data.eval
-    rows = Dataset(config.data.eval, config.data.reader.build(), False, print, config.environment.kinds)
+    rows = Dataset(
+        config.data.eval, config.data.reader.build(), False, print, config.environment.kinds
+    )
     task = next(task for task in rows if task.id == task_id)
     episode, renderer = config.environment.episode, Renderer(config.model)
     environments = Environments(episode.environment, config.environment.kinds)
@@ -111,8 +137,15 @@ async def rollout(config: RunConfig, task_id: str, visit: int) -> tuple[str, lis
 def draw(films: Sequence[Filmed], title: str) -> Image.Image:
     """A column per member, a row per turn, below it reward and advantage."""
     rows = max(len(film.clicks) for film in films)
-    sheet = Image.new("RGB", (GAP + len(films) * (WIDTH + GAP), HEAD + rows * (HEIGHT + GAP) + 2 * LABEL + 6), "white")
-    pen, text, small = ImageDraw.Draw(sheet), *(ImageFont.truetype(f"DejaVuSans{name}.ttf", size) for name, size in FONTS)
+    sheet = Image.new(
+        "RGB",
+        (GAP + len(films) * (WIDTH + GAP), HEAD + rows * (HEIGHT + GAP) + 2 * LABEL + 6),
+        "white",
+    )
+    pen, text, small = (
+        ImageDraw.Draw(sheet),
+        *(ImageFont.truetype(f"DejaVuSans{name}.ttf", size) for name, size in FONTS),
+    )
     pen.text((GAP, 8), title, INK, text)
     rewards = [film.reward for film in films]
     spread = stdev(rewards) + 1e-6
@@ -130,16 +163,25 @@ def draw(films: Sequence[Filmed], title: str) -> Image.Image:
                 pen.text((left + 8, top + HEIGHT - LABEL), "no valid action", RED, small)
         top = HEAD + rows * (HEIGHT + GAP)
         pen.text((left, top), f"reward {film.reward:g}", GREEN if film.reward > 0 else RED, text)
-        pen.text((left, top + LABEL), f"advantage {(film.reward - fmean(rewards)) / spread:+.2f}", FAINT, small)
+        pen.text(
+            (left, top + LABEL),
+            f"advantage {(film.reward - fmean(rewards)) / spread:+.2f}",
+            FAINT,
+            small,
+        )
     return sheet
 
 
 def main() -> None:
     """Play a group and write its picture."""
-    parser = argparse.ArgumentParser(description="A picture of eight members of a group in a live page.")
+    parser = argparse.ArgumentParser(
+        description="A picture of eight members of a group in a live page."
+    )
     parser.add_argument("--task", default="val-click-tab-2", help="id of a held-out task")
     parser.add_argument("--visit", type=int, default=1, help="another number samples anew")
-    parser.add_argument("--out", type=Path, default=Path("docs/group.png"), help="the file to write")
+    parser.add_argument(
+        "--out", type=Path, default=Path("docs/group.png"), help="the file to write"
+    )
     chosen = parser.parse_args()
     prompt, films = asyncio.run(rollout(load(CONFIG, [], RunConfig), chosen.task, chosen.visit))
     print(prompt, [(film.reward, film.clicks, len(film.screens)) for film in films], sep="\n")

@@ -1,4 +1,5 @@
-"""A run in one process, without Ray: the product's engine, episodes, reward, trainer and RolloutManager, on one thread.
+"""A run in one process, without Ray: the product's engine, episodes, reward, trainer and
+RolloutManager, on one thread.
 
 Its seconds are the process's CPU seconds, which other programs on the machine hardly change.
 """
@@ -23,7 +24,15 @@ from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Group, Member
 from rayloop.core.ledger import Ledger
 from rayloop.core.protocols import TrainItem
-from rayloop.core.types import RolloutRequest, Sampling, Task, Trajectory, TrajectoryId, Version, derive
+from rayloop.core.types import (
+    RolloutRequest,
+    Sampling,
+    Task,
+    Trajectory,
+    TrajectoryId,
+    Version,
+    derive,
+)
 from rayloop.data.dataset import Dataset
 from rayloop.engines.training.fsdp import FsdpEngine
 from rayloop.envs.episode import FirstPrompts, play, summarize
@@ -42,23 +51,51 @@ HELD_OUT = 1_000_000
 
 
 class OneProcess:
-    """Driver, player and trainer of a run with one update per step. ``steps``: what each step's groups and update were."""
+    """Driver, player and trainer of a run with one update per step.
+
+    ``steps``: what each step's groups and update were.
+    """
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self.config, self.ledger, self.version = config, Ledger(), Version(1, 0)
-        self.rollouts = RolloutManager(config, self.ledger, training_rows(config, self), self, FailureHistory(config.environment))
+        self.rollouts = RolloutManager(
+            config,
+            self.ledger,
+            training_rows(config, self),
+            self,
+            FailureHistory(config.environment),
+        )
         self.rollouts.synced(self.version)
-        self.renderer, self.filters = Renderer(config.model), build_filters(config.algorithm.filtering.filters)
+        self.renderer, self.filters = (
+            Renderer(config.model),
+            build_filters(config.algorithm.filtering.filters),
+        )
         self.advantage = build_advantage(config.algorithm.advantage)
-        self.environments = Environments(config.environment.episode.environment, config.environment.kinds)
-        self.sampler = RolloutActor(config.model, config.engine, ObjectStoreTransport(), str(folder))
+        self.environments = Environments(
+            config.environment.episode.environment, config.environment.kinds
+        )
+        self.sampler = RolloutActor(
+            config.model, config.engine, ObjectStoreTransport(), str(folder)
+        )
         self.reward = RewardActor(config.model, config.reward)
         self.trainer = FsdpEngine(
-            config.model, config.policy.engine, config.policy.optimizer, config.policy.loss,
-            rank=0, world_size=1, init_method=f"file://{folder}/ranks", seed=config.seed,
-        )  # fmt: skip
+            config.model,
+            config.policy.engine,
+            config.policy.optimizer,
+            config.policy.loss,
+            rank=0,
+            world_size=1,
+            init_method=f"file://{folder}/ranks",
+            seed=config.seed,
+        )
         assert config.data.eval
-        rows = Dataset(config.data.eval, config.data.reader.build(), True, self.bad_row, config.environment.kinds)
+        rows = Dataset(
+            config.data.eval,
+            config.data.reader.build(),
+            True,
+            self.bad_row,
+            config.environment.kinds,
+        )
         self.held_out = list(rows)[: config.evaluation.limit]
         self.steps = Steps()
 
@@ -69,19 +106,30 @@ class OneProcess:
         """Raise the failure: all rows are good."""
         raise failure
 
-    async def play(self, asked: Sequence[RolloutRequest], step: int, begins: Callable[[RolloutRequest], None]) -> list[Member]:
+    async def play(
+        self, asked: Sequence[RolloutRequest], step: int, begins: Callable[[RolloutRequest], None]
+    ) -> list[Member]:
         """Play the requests, which are of one task, and score them."""
 
         async def episode(request: RolloutRequest) -> Trajectory:
             begins(request)
-            environment, settings = self.environments.of(request.task), self.config.environment.episode
-            return await play(request, environment, self.renderer, settings, self.sampler.engine.generate, prompts)
+            environment, settings = (
+                self.environments.of(request.task),
+                self.config.environment.episode,
+            )
+            return await play(
+                request, environment, self.renderer, settings, self.sampler.engine.generate, prompts
+            )
 
         prompts = FirstPrompts(self.renderer)
         task = asked[0].task
-        played: list[Any] = await asyncio.gather(*map(episode, asked))  # in place of references to the object store
+        played: list[Any] = await asyncio.gather(
+            *map(episode, asked)
+        )  # in place of references to the object store
         outcomes = await self.reward.score(task, step, *played)
-        summaries = [summarize(trajectory, task, 0.0, self.renderer.image_token) for trajectory in played]
+        summaries = [
+            summarize(trajectory, task, 0.0, self.renderer.image_token) for trajectory in played
+        ]
         return [Member(*member) for member in zip(summaries, outcomes, played, strict=True)]
 
     async def finish(self, group: Group) -> Group:
@@ -90,15 +138,27 @@ class OneProcess:
         return apply_filters(with_advantages(group, self.advantage), self.filters)
 
     async def score(self, samples: int) -> float:
-        """Mean reward of so many sampled answers to each held-out task; equal weights give equal answers."""
+        """Mean reward of so many sampled answers to each held-out task; equal weights give equal
+        answers.
+        """
         sampling = self.config.rollout.sampling.sampling()
-        groups = [self._held_out(number, task, sampling, samples) for number, task in enumerate(self.held_out)]
+        groups = [
+            self._held_out(number, task, sampling, samples)
+            for number, task in enumerate(self.held_out)
+        ]
         members = [member for group in await asyncio.gather(*groups) for member in group]
         return fmean(member.reward for member in members)
 
-    async def _held_out(self, number: int, task: Task, sampling: Sampling, samples: int) -> list[Member]:
+    async def _held_out(
+        self, number: int, task: Task, sampling: Sampling, samples: int
+    ) -> list[Member]:
         ids = [TrajectoryId(HELD_OUT + number, sample) for sample in range(samples)]
-        asked = [RolloutRequest(task, id, 0, derive(self.config.seed, "held out", task.id, id.sample), sampling) for id in ids]
+        asked = [
+            RolloutRequest(
+                task, id, 0, derive(self.config.seed, "held out", task.id, id.sample), sampling
+            )
+            for id in ids
+        ]
         return await self.play(asked, 0, lambda request: None)
 
     async def sync(self) -> None:
@@ -108,8 +168,10 @@ class OneProcess:
         self.rollouts.synced(self.version)
 
     async def learn(self, compared: int, start: dict[str, float]) -> Curve:
-        """The score before the first step and after each ``evaluation.every``. ``start``: the first one by model and seed, which
-        all arms share."""
+        """The score before the first step and after each ``evaluation.every``.
+
+        ``start``: the first one by model and seed, which all arms share.
+        """
         every, samples = self.config.evaluation.every, self.config.evaluation.samples
         await self.sync()
         if (same := f"{self.config.model.path} {self.config.seed}") not in start:
@@ -120,12 +182,20 @@ class OneProcess:
                 began = time.process_time()
                 collected = await self.rollouts.collect(self.version, {})
                 members = [member for group in collected.groups for member in group.kept]
-                metrics = await asyncio.to_thread(self.trainer.train, [[_item(member) for member in members]])
+                metrics = await asyncio.to_thread(
+                    self.trainer.train, [[_item(member) for member in members]]
+                )
                 self.rollouts.ready.settle_trained(collected.groups)
                 self.version = Version(1, step)
                 await self.sync()
                 seconds = time.process_time() - began
-                noted(self.steps, collected.finished, members, metrics.get("actor/grad_norm", 0.0), seconds)
+                noted(
+                    self.steps,
+                    collected.finished,
+                    members,
+                    metrics.get("actor/grad_norm", 0.0),
+                    seconds,
+                )
                 if step % every == 0:
                     scores.append(await self.score(samples))
         self.rollouts.close()

@@ -1,4 +1,6 @@
-"""One run of an experiment: training with its seconds, the evaluations on record, and comparisons with other runs."""
+"""One run of an experiment: training with its seconds, the evaluations on record, and comparisons
+with other runs.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,19 @@ KINDS = {SAMPLED: "sampled", RIGHT: "greedy"}
 Record = dict[str, Any]
 
 
-def configured(experiment: Experiment, arm: str, overrides: Sequence[str]) -> tuple[Path, list[str], str]:
-    """Configuration file and overrides of an arm, and a hash of all their values but seed and place, and of the start weights."""
+def configured(
+    experiment: Experiment, arm: str, overrides: Sequence[str]
+) -> tuple[Path, list[str], str]:
+    """Configuration file and overrides of an arm, and a hash of all their values but seed and
+    place, and of the start weights.
+    """
     if arm == SUPERVISED:
         assert experiment.supervised is not None
-        return experiment.supervised, [], hashlib.sha256(experiment.supervised.read_bytes()).hexdigest()[:16]
+        return (
+            experiment.supervised,
+            [],
+            hashlib.sha256(experiment.supervised.read_bytes()).hexdigest()[:16],
+        )
     chosen = [*experiment.common, *experiment.arms[arm], *overrides]
     file = experiment.files.get(arm, experiment.config)
     config = load(file, chosen, RunConfig)
@@ -43,7 +53,9 @@ def configured(experiment: Experiment, arm: str, overrides: Sequence[str]) -> tu
 
 
 def timed(*arguments: object) -> Record:
-    """Run ``python -m rayloop`` with these arguments: wall seconds, and CPU seconds of all processes. Raises BenchFailed."""
+    """Run ``python -m rayloop`` with these arguments: wall seconds, and CPU seconds of all
+    processes. Raises BenchFailed.
+    """
     command = [sys.executable, "-m", "rayloop", *map(str, arguments)]
     print("+ " + " ".join(command), flush=True)
     began = time.monotonic()
@@ -57,22 +69,41 @@ def timed(*arguments: object) -> Record:
     return {"wall_s": round(time.monotonic() - began, 1), "cpu_s": round(tree.seconds)}
 
 
-def measured(experiment: Experiment, name: str, arm: str, seed: int, overrides: Sequence[str]) -> Record:
-    """Train an arm with a seed, evaluate its checkpoint on the experiment's sets, and record both. Raises BenchFailed."""
+def measured(
+    experiment: Experiment, name: str, arm: str, seed: int, overrides: Sequence[str]
+) -> Record:
+    """Train an arm with a seed, evaluate its checkpoint on the experiment's sets, and record both.
+
+    Raises BenchFailed.
+    """
     config, chosen, digest = configured(experiment, arm, overrides)
     folder = RUNS / name / f"{arm.replace(', ', '-').replace(' ', '_')}-{seed}"
-    about = {"config": digest, "folder": str(folder), "machine": machine(), "overrides": list(overrides)}
+    about = {
+        "config": digest,
+        "folder": str(folder),
+        "machine": machine(),
+        "overrides": list(overrides),
+    }
     if arm == SUPERVISED:
         first = RunFolder.at(RUNS / name / f"{next(iter(experiment.arms))}-{seed}")
         seconds = sum(float(record["timing_s/step"]) for record in first.metrics)
         spent = timed("sft", config, f"output={folder}", f"seed={seed}", f"seconds={seconds:.1f}")
         return about | spent | evaluated(experiment, name, folder)
-    spent = timed("train", config, *chosen, f"output={folder.parent}", f"name={folder.name}", f"seed={seed}")
-    return about | spent | recorded(experiment, RunFolder.at(folder)) | evaluated(experiment, name, folder)
+    spent = timed(
+        "train", config, *chosen, f"output={folder.parent}", f"name={folder.name}", f"seed={seed}"
+    )
+    return (
+        about
+        | spent
+        | recorded(experiment, RunFolder.at(folder))
+        | evaluated(experiment, name, folder)
+    )
 
 
 def recorded(experiment: Experiment, run: RunFolder) -> Record:
-    """Of a run folder: the kept metrics by step, each evaluation, and the gain from the first to the last one."""
+    """Of a run folder: the kept metrics by step, each evaluation, and the gain from the first to
+    the last one.
+    """
     records, events = list(run.metrics), list(run.events)
     tokens = [int(record["rollout/tokens"]) for record in records]
     seconds = sorted(float(record["timing_s/step"]) for record in records)
@@ -82,18 +113,26 @@ def recorded(experiment: Experiment, run: RunFolder) -> Record:
         "steps": len(records),
         "first_step_s": round(records[0]["time"] - events[0]["time"], 1),
         "median_step_s": round(seconds[len(seconds) // 2], 2),
-        "training": {name: [round(record.get(name, 0.0), PLACES) for record in records] for name in experiment.training},
+        "training": {
+            name: [round(record.get(name, 0.0), PLACES) for record in records]
+            for name in experiment.training
+        },
         "held_out": {
-            str(step): {"tokens": sum(tokens[:step]), **summary(items, by_source=experiment.by_source)}
+            str(step): {
+                "tokens": sum(tokens[:step]),
+                **summary(items, by_source=experiment.by_source),
+            }
             for step, items in held_out.items()
         },
         "gain": gained(last, first),
         "ledger": next(event["ledger"] for event in events if event["event"] == "finished"),
-    }  # fmt: skip
+    }
 
 
 def summary(items: Sequence[Item], *, by_source: bool = False) -> Record:
-    """Means by arm with their 95 % intervals, what the right image gains over each control, and scores of each source."""
+    """Means by arm with their 95 % intervals, what the right image gains over each control, and
+    scores of each source.
+    """
     found: Record = rounded(summarise(items, 0))
     if by_source:
         found["by_source"] = {kind: sources(only(items, arm)) for arm, kind in KINDS.items()}
@@ -103,7 +142,10 @@ def summary(items: Sequence[Item], *, by_source: bool = False) -> Record:
 def sources(items: Sequence[Item]) -> Record:
     """Score means of all items (``all``), and of those of each source."""
     names = ["all", *sorted({item.source for item in items})]
-    return {name: rounded(means(item for item in items if name in ("all", item.source))) for name in names}
+    return {
+        name: rounded(means(item for item in items if name in ("all", item.source)))
+        for name in names
+    }
 
 
 def gained(after: Iterable[Item], before: Iterable[Item]) -> Record:
@@ -131,11 +173,23 @@ def rounded(value: Any) -> Any:
 
 
 def evaluated(experiment: Experiment, name: str, checkpoint: Path, label: str = "") -> Record:
-    """Set -> summary of ``rayloop eval`` with this checkpoint, and its gain over the start weights. Empty without sets."""
+    """Set -> summary of ``rayloop eval`` with this checkpoint, and its gain over the start weights.
+
+    Empty without sets.
+    """
     found = {}
     for key, rows in experiment.sets.items():
         folder = RUNS / name / "eval" / (label or checkpoint.name) / key
-        asked = ["--checkpoint", checkpoint, "--data", rows.path, "--samples", rows.samples, "--out", folder]
+        asked = [
+            "--checkpoint",
+            checkpoint,
+            "--data",
+            rows.path,
+            "--samples",
+            rows.samples,
+            "--out",
+            folder,
+        ]
         timed("eval", experiment.config, *asked, *(["--controls"] if rows.controls else []))
         start = RUNS / name / "eval" / "start" / key / "items.jsonl"
         items = read_items(folder / "items.jsonl")
@@ -144,23 +198,38 @@ def evaluated(experiment: Experiment, name: str, checkpoint: Path, label: str = 
 
 
 def start_of(experiment: Experiment, name: str) -> Record:
-    """What the runs start from: the start weights on the experiment's sets, and random clicks on its held-out tasks."""
+    """What the runs start from: the start weights on the experiment's sets, and random clicks on
+    its held-out tasks.
+    """
     config = load(experiment.config, list(experiment.common), RunConfig)
     found = evaluated(experiment, name, Path(config.model.path), label="start")
     if experiment.random_episodes and config.data.eval:
-        rows = [json.loads(line) for line in Path(config.data.eval).read_text(encoding="utf-8").splitlines()]
-        found["random"] = sources(play(rows, config.environment.episode.max_turns, experiment.random_episodes))
+        rows = [
+            json.loads(line)
+            for line in Path(config.data.eval).read_text(encoding="utf-8").splitlines()
+        ]
+        found["random"] = sources(
+            play(rows, config.environment.episode.max_turns, experiment.random_episodes)
+        )
     return found
 
 
 def differences(experiment: Experiment, runs: Mapping[str, Mapping[str, Record]]) -> Record:
-    """Seed -> arm -> how it differs from the first arm, of runs whose folders are here: a comparison reads every answer."""
+    """Seed -> arm -> how it differs from the first arm, of runs whose folders are here: a
+    comparison reads every answer.
+    """
     found: Record = {}
     first = next(iter(experiment.arms))
     for seed, by_arm in runs.items():
-        here = {arm: run for arm, run in by_arm.items() if "held_out" in run and Path(run["folder"]).is_dir()}
+        here = {
+            arm: run
+            for arm, run in by_arm.items()
+            if "held_out" in run and Path(run["folder"]).is_dir()
+        }
         if first in here:
-            found[seed] = {arm: _difference(run, here[first]) for arm, run in here.items() if arm != first}
+            found[seed] = {
+                arm: _difference(run, here[first]) for arm, run in here.items() if arm != first
+            }
     return {seed: by_arm for seed, by_arm in found.items() if by_arm}
 
 
@@ -168,5 +237,11 @@ def _difference(run: Record, other: Record) -> Record:
     """``run`` minus ``other`` at the last evaluation that both have."""
     pair = run, other
     step = min(max(map(int, each["held_out"])) for each in pair)
-    ours, theirs = (read_items(RunFolder.at(Path(each["folder"])).evaluations.file(step)) for each in pair)
-    return {"steps": [step] * 2, "tokens": [each["held_out"][str(step)]["tokens"] for each in pair], **gained(ours, theirs)}
+    ours, theirs = (
+        read_items(RunFolder.at(Path(each["folder"])).evaluations.file(step)) for each in pair
+    )
+    return {
+        "steps": [step] * 2,
+        "tokens": [each["held_out"][str(step)]["tokens"] for each in pair],
+        **gained(ours, theirs),
+    }

@@ -1,5 +1,6 @@
-"""Measuring in processes of their own: what hangs is killed with all it started, what dies is reported, and the GPU's memory comes
-back."""
+"""Measuring in processes of their own: what hangs is killed with all it started, what dies is
+reported, and the GPU's memory comes back.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ GRACE = 15.0
 """Seconds that processes have to end by themselves after SIGTERM."""
 
 
-def completed(command: Sequence[str], limit: float, **options: Any) -> subprocess.CompletedProcess[Any]:
+def completed(
+    command: Sequence[str], limit: float, **options: Any
+) -> subprocess.CompletedProcess[Any]:
     """As ``subprocess.run``, in a session of its own, whose end is the end of all that it started.
 
     Raises TimeoutExpired after ``limit`` seconds, when all of it has ended.
@@ -34,7 +37,9 @@ def completed(command: Sequence[str], limit: float, **options: Any) -> subproces
 
 
 def end_all(leader: int) -> None:
-    """End a process, those below it and those of its session: SIGTERM, and SIGKILL after ``GRACE`` seconds."""
+    """End a process, those below it and those of its session: SIGTERM, and SIGKILL after ``GRACE``
+    seconds.
+    """
     found: dict[int, psutil.Process] = {}
     with suppress(psutil.NoSuchProcess):
         top = psutil.Process(leader)
@@ -64,9 +69,15 @@ class Child:
         other.close()
 
     def answer(self, within: float) -> dict[str, Any]:
-        """``seconds`` since its start, and ``answer``, ``error``, ``died`` (its exit code) or ``hung``. It has ended then."""
+        """``seconds`` since its start, and ``answer``, ``error``, ``died`` (its exit code) or
+        ``hung``. It has ended then.
+        """
         try:
-            found: dict[str, Any] = self._pipe.recv() if self._pipe.poll(within) else {"hung": f"ended after {within:g} s"}
+            found: dict[str, Any] = (
+                self._pipe.recv()
+                if self._pipe.poll(within)
+                else {"hung": f"ended after {within:g} s"}
+            )
         except EOFError:
             self._process.join(5)
             found = {"died": self._process.exitcode}

@@ -1,4 +1,6 @@
-"""vLLM by itself: whether its compiled code loads beside this torch, how long an engine needs to start, which sampler works."""
+"""vLLM by itself: whether its compiled code loads beside this torch, how long an engine needs to
+start, which sampler works.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def extensions(place: Place) -> Found:
 
 
 def start(place: Place) -> Found:
-    """Seconds from nothing to a healthy engine, to loaded weights, and tokens per second; the second time caches are warm.
+    """Seconds from nothing to a healthy engine, to loaded weights, and tokens per second; the
+    second time caches are warm.
 
     ``recovery.start_timeout`` is to be longer. Eager: without compilation and CUDA graphs.
     """
@@ -39,7 +42,9 @@ def start(place: Place) -> Found:
 
 
 def sampler(place: Place) -> Found:
-    """A judge samples with top-k and top-p, for which vLLM may take FlashInfer's sampler, which is compiled at its first use."""
+    """A judge samples with top-k and top-p, for which vLLM may take FlashInfer's sampler, which is
+    compiled at its first use.
+    """
     _folder()
     folder = str(models.text(place))
     for name, flashinfer in (("PyTorch's", "0"), ("FlashInfer's", "1")):
@@ -70,7 +75,9 @@ def versions() -> dict[str, str]:
     return {"vllm": vllm.__version__, "platform": str(current_platform.device_type)}
 
 
-def engine(folder: str, tiny: bool, extra: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
+def engine(
+    folder: str, tiny: bool, extra: dict[str, Any], variables: dict[str, str]
+) -> dict[str, Any]:
     """Start rayloop's engine, load weights as a weight update does, and generate."""
     os.environ |= variables
     from rayloop.core.types import Sampling, TokenPrompt, Version
@@ -81,10 +88,17 @@ def engine(folder: str, tiny: bool, extra: dict[str, Any], variables: dict[str, 
     from rayloop.transports.manifest import DTYPES, manifest
 
     dtype, size = ("float32", 64 << 20) if tiny else ("bfloat16", 8 << 30)
-    settings = VllmEngineSettings.model_validate({
-        "dtype": dtype, "max_sequences": 8 if tiny else 128,
-        "extra": {"kv_cache_memory_bytes": size, "max_model_len": 512 if tiny else 4096, **extra},
-    })  # fmt: skip
+    settings = VllmEngineSettings.model_validate(
+        {
+            "dtype": dtype,
+            "max_sequences": 8 if tiny else 128,
+            "extra": {
+                "kv_cache_memory_bytes": size,
+                "max_model_len": 512 if tiny else 4096,
+                **extra,
+            },
+        }
+    )
     count, tokens = (2, 4) if tiny else (128, 256)
 
     async def use() -> dict[str, Any]:
@@ -104,15 +118,18 @@ def engine(folder: str, tiny: bool, extra: dict[str, Any], variables: dict[str, 
         served.close()
         made = sum(len(answer.token_ids) for answer in answers)
         return {
-            "start_s": round(started - began, 2), "load_s": round(loaded - ready, 2),
+            "start_s": round(started - began, 2),
+            "load_s": round(loaded - ready, 2),
             "tokens_per_s": round(made / (ended - loaded), 1),
-        }  # fmt: skip
+        }
 
     return asyncio.run(use())
 
 
 def sampled(folder: str, tiny: bool, flashinfer: str) -> dict[str, Any]:
-    """vLLM's own offline engine with top-k and top-p: seconds to its first answer, and of another one."""
+    """vLLM's own offline engine with top-k and top-p: seconds to its first answer, and of another
+    one.
+    """
     os.environ |= {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_USE_FLASHINFER_SAMPLER": flashinfer,
@@ -124,8 +141,14 @@ def sampled(folder: str, tiny: bool, flashinfer: str) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     began = time.perf_counter()
-    llm = LLM(folder, enforce_eager=True, max_model_len=512, kv_cache_memory_bytes=(64 << 20) if tiny else (4 << 30),
-              gpu_memory_utilization=0.4, generation_config="vllm")  # fmt: skip
+    llm = LLM(
+        folder,
+        enforce_eager=True,
+        max_model_len=512,
+        kv_cache_memory_bytes=(64 << 20) if tiny else (4 << 30),
+        gpu_memory_utilization=0.4,
+        generation_config="vllm",
+    )
     wanted = SamplingParams(top_k=20, top_p=0.9, max_tokens=4 if tiny else 128, detokenize=False)
     prompts = [{"prompt_token_ids": list(range(100, 120))}] * 4
     seconds = []

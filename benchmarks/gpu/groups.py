@@ -1,4 +1,6 @@
-"""Weights from process to process without Ray: what a group of NCCL does when a member does not come."""
+"""Weights from process to process without Ray: what a group of NCCL does when a member does not
+come.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ LIMIT = 90.0
 
 
 def probe(place: Place) -> Found:
-    """Each case in processes of its own, gloo on a CPU. With one GPU, NCCL refuses two members: it says so within its deadline."""
+    """Each case in processes of its own, gloo on a CPU. With one GPU, NCCL refuses two members: it
+    says so within its deadline.
+    """
     import torch
 
     gpu = torch.cuda.is_available()
@@ -25,7 +29,10 @@ def probe(place: Place) -> Found:
     timeout = 30.0 if place.tiny else TIMEOUT  # a busy CPU starts the second process late
     yield "backend", backend
     yield "a group of one", Child(alone, backend, timeout, mib).answer(LIMIT)
-    yield "the second of two never comes", Child(in_vain, backend, 1.0 if place.tiny else TIMEOUT).answer(LIMIT)
+    yield (
+        "the second of two never comes",
+        Child(in_vain, backend, 1.0 if place.tiny else TIMEOUT).answer(LIMIT),
+    )
     yield "two members", _two(backend, timeout, mib, dies=False)
     yield "the second member dies before the broadcast", _two(backend, timeout, mib, dies=True)
 
@@ -53,7 +60,10 @@ def in_vain(backend: Backend, timeout: float) -> None:
 
 
 def first(backend: Backend, timeout: float, mib: int, other: Any) -> dict[str, float]:
-    """Be the one whose bytes are sent, and say how long each of two broadcasts took. ``other``: a pipe to the second."""
+    """Be the one whose bytes are sent, and say how long each of two broadcasts took.
+
+    ``other``: a pipe to the second.
+    """
     import torch
 
     from rayloop.transports.process_group import Membership
@@ -68,11 +78,18 @@ def first(backend: Backend, timeout: float, mib: int, other: Any) -> dict[str, f
         began = time.perf_counter()
         member.broadcast(torch.ones(mib << 20, dtype=torch.uint8, device=member.device))
         seconds.append(round(time.perf_counter() - began, 3))
-    return {"first_s": seconds[0], "second_s": seconds[1], "gb_per_s": round((mib << 20) / 1e9 / seconds[1], 3)}
+    return {
+        "first_s": seconds[0],
+        "second_s": seconds[1],
+        "gb_per_s": round((mib << 20) / 1e9 / seconds[1], 3),
+    }
 
 
 def second(backend: Backend, timeout: float, mib: int, other: Any, dies: bool) -> bool:
-    """Receive two broadcasts, on another GPU if there is one. Returns whether the bytes are right."""
+    """Receive two broadcasts, on another GPU if there is one.
+
+    Returns whether the bytes are right.
+    """
     import os
 
     import torch
@@ -95,5 +112,8 @@ def second(backend: Backend, timeout: float, mib: int, other: Any, dies: bool) -
 
 def _two(backend: Backend, timeout: float, mib: int, dies: bool) -> dict[str, Any]:
     here, there = CONTEXT.Pipe()
-    members = {"first": Child(first, backend, timeout, mib, here), "second": Child(second, backend, timeout, mib, there, dies)}
+    members = {
+        "first": Child(first, backend, timeout, mib, here),
+        "second": Child(second, backend, timeout, mib, there, dies),
+    }
     return {name: member.answer(LIMIT) for name, member in members.items()}

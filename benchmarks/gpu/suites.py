@@ -1,4 +1,6 @@
-"""The project's own tests with the GPU visible: everywhere that a tensor lies on the wrong device, most faults per minute."""
+"""The project's own tests with the GPU visible: everywhere that a tensor lies on the wrong device,
+most faults per minute.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from benchmarks.gpu.engine import LIMIT, engine
 from benchmarks.gpu.result import Found, Place, Skipped
 
 ROOT = Path(__file__).parents[2]
-TRAINER = ["tests/engines", "tests/contracts/test_engine.py", "-k", "not ranks and not page and not (vllm or sglang or openai)"]
+TRAINER = [
+    "tests/engines",
+    "tests/contracts/test_engine.py",
+    "-k",
+    "not ranks and not page and not (vllm or sglang or openai)",
+]
 """Not the tests of several ranks, which need as many GPUs."""
 VLLM = ["-m", "vllm", "tests/contracts/test_engine.py", "tests/engines/test_vllm_engine.py"]
 HELD = 0.2
@@ -34,12 +41,16 @@ def trainer_suite(place: Place) -> Found:
 
 
 def contract(place: Place) -> Found:
-    """vLLM against what an engine owes, without compilation: log-probs, end tokens, reload of every part, death of a process."""
+    """vLLM against what an engine owes, without compilation: log-probs, end tokens, reload of every
+    part, death of a process.
+    """
     yield "eager", tests([*VLLM, *(["-k", "dead_worker"] if place.tiny else [])], {})
 
 
 def graphs(place: Place) -> Found:
-    """The same with compilation and CUDA graphs, with vLLM's other model runner, and an engine beside somebody else's memory."""
+    """The same with compilation and CUDA graphs, with vLLM's other model runner, and an engine
+    beside somebody else's memory.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -48,7 +59,9 @@ def graphs(place: Place) -> Found:
     yield "the first model runner", tests(VLLM, {"VLLM_USE_V2_MODEL_RUNNER": "0"})
     holder = Child(hold, HELD)
     try:
-        found = Child(engine, str(models.vlm(place)), place.tiny, {"enforce_eager": True}, {}).answer(LIMIT)
+        found = Child(
+            engine, str(models.vlm(place)), place.tiny, {"enforce_eager": True}, {}
+        ).answer(LIMIT)
     finally:
         holder.end()
     yield f"an engine with kv_cache_memory_bytes while another process holds {HELD:.0%}", found
@@ -58,17 +71,38 @@ def tests(arguments: Sequence[str], variables: Mapping[str, str]) -> dict[str, A
     """How many tests passed, failed and were skipped, and the names and ends of those that failed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "--timeout=300", f"--junitxml={report}", *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--timeout=300",
+            f"--junitxml={report}",
+            *arguments,
+        ]
         try:
-            done = completed(command, TESTS_LIMIT, cwd=ROOT, env={**os.environ, **variables}, stdout=sys.stderr)
+            done = completed(
+                command, TESTS_LIMIT, cwd=ROOT, env={**os.environ, **variables}, stdout=sys.stderr
+            )
         except subprocess.TimeoutExpired:
             return {"error": f"not done after {TESTS_LIMIT:g} s"}
         if not report.exists():
-            raise Skipped(f"pytest ended with {done.returncode} and left no report: its output says why")
+            raise Skipped(
+                f"pytest ended with {done.returncode} and left no report: its output says why"
+            )
         cases = list(tree.parse(report).iter("testcase"))
-    failed = {f"{case.get('classname')}::{case.get('name')}": _why(case) for case in cases if _ends(case, "failure", "error")}
+    failed = {
+        f"{case.get('classname')}::{case.get('name')}": _why(case)
+        for case in cases
+        if _ends(case, "failure", "error")
+    }
     skipped = sum(_ends(case, "skipped") for case in cases)
-    return {"tests": len(cases), "passed": len(cases) - len(failed) - skipped, "skipped": skipped, "failed": failed}
+    return {
+        "tests": len(cases),
+        "passed": len(cases) - len(failed) - skipped,
+        "skipped": skipped,
+        "failed": failed,
+    }
 
 
 def _ends(case: tree.Element, *kinds: str) -> bool:
@@ -76,7 +110,11 @@ def _ends(case: tree.Element, *kinds: str) -> bool:
 
 
 def _why(case: tree.Element) -> str:
-    return "\n".join((one.text or one.get("message") or "")[-1500:] for one in case if one.tag in ("failure", "error"))
+    return "\n".join(
+        (one.text or one.get("message") or "")[-1500:]
+        for one in case
+        if one.tag in ("failure", "error")
+    )
 
 
 def hold(share: float) -> None:
@@ -85,6 +123,10 @@ def hold(share: float) -> None:
 
     import torch
 
-    kept = torch.empty(int(share * torch.cuda.get_device_properties(0).total_memory), dtype=torch.uint8, device="cuda")
+    kept = torch.empty(
+        int(share * torch.cuda.get_device_properties(0).total_memory),
+        dtype=torch.uint8,
+        device="cuda",
+    )
     time.sleep(2 * LIMIT)
     del kept

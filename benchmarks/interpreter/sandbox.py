@@ -1,4 +1,6 @@
-"""``bench sandbox``: what an interpreter in the sandbox costs: being ready, a call, fifty episodes at once and their memory."""
+"""``bench sandbox``: what an interpreter in the sandbox costs: being ready, a call, fifty episodes
+at once and their memory.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ _DEADLINE = 120.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--level", choices=list(Level), help="default: the strongest that works here")
+    parser.add_argument(
+        "--level", choices=list(Level), help="default: the strongest that works here"
+    )
     parser.add_argument("--episodes", type=int, default=50, help="that play at once")
     parser.set_defaults(run=_sandbox)
 
@@ -37,7 +41,11 @@ def _sandbox(arguments: argparse.Namespace) -> int:
     began = time.perf_counter()
     sandbox = Sandbox(level, Options(spares=0))  # so that each is made when it is asked for
     sandbox.interpreter().close()
-    result: dict[str, Any] = {"level": level, "episodes": arguments.episodes, "server_s": round(time.perf_counter() - began, 2)}
+    result: dict[str, Any] = {
+        "level": level,
+        "episodes": arguments.episodes,
+        "server_s": round(time.perf_counter() - began, 2),
+    }
     try:
         result |= _alone(sandbox) | _together(sandbox, arguments.episodes)
     finally:
@@ -60,7 +68,9 @@ def _alone(sandbox: Sandbox, rounds: int = 40) -> dict[str, float]:
 
 
 def _together(sandbox: Sandbox, episodes: int) -> dict[str, float]:
-    """Milliseconds of calls that all make at once, and MiB of the fork server with all of them (PSS)."""
+    """Milliseconds of calls that all make at once, and MiB of the fork server with all of them
+    (PSS).
+    """
     encoded = io.BytesIO()
     noise = np.random.default_rng(0).integers(0, 255, (1000, 1500, 3), dtype="uint8")
     Image.fromarray(noise).save(encoded, "PNG")
@@ -73,7 +83,9 @@ def _together(sandbox: Sandbox, episodes: int) -> dict[str, float]:
             return list(threads.map(lambda one: _seconds(lambda: call(one)), all_of_them))
 
         result: dict[str, float] = {"spawn_all_s": round(spawned, 2)}
-        prints = [took for _ in range(10) for took in each(lambda one: one.run("print(1)", _DEADLINE))]
+        prints = [
+            took for _ in range(10) for took in each(lambda one: one.run("print(1)", _DEADLINE))
+        ]
         result |= _spread("print_together", prints) | {"idle_mib": _memory(sandbox)}
         each(lambda one: one.images({"image_clue_0": encoded.getvalue()}, _DEADLINE))
         result |= {"with_image_mib": _memory(sandbox)}
@@ -93,7 +105,10 @@ def _seconds(call: Callable[[], object]) -> float:
 def _spread(name: str, seconds: list[float]) -> dict[str, float]:
     ordered = sorted(seconds)
     p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-    return {f"{name}_p50_ms": round(1000 * median(seconds), 2), f"{name}_p99_ms": round(1000 * p99, 2)}
+    return {
+        f"{name}_p50_ms": round(1000 * median(seconds), 2),
+        f"{name}_p99_ms": round(1000 * p99, 2),
+    }
 
 
 def _memory(sandbox: Sandbox) -> int:

@@ -1,15 +1,19 @@
-"""Makes the tiny models that are shipped: ``python -m benchmarks.makers RECIPE`` writes the recipe's ``tiny`` again.
+"""Makes the tiny models that are shipped: ``python -m benchmarks.makers RECIPE`` writes the
+recipe's ``tiny`` again.
 
-Each stage is a command of rayloop with a YAML file in the folder of that name here; rows that are there are not made again. It
-takes 10 to 20 minutes on two cores. The evaluation's summary is written beside the model as ``NAME.json``.
+Each stage is a command of rayloop with a YAML file in the folder of that name here; rows that are
+there are not made again. It takes 10 to 20 minutes on two cores. The evaluation's summary is
+written beside the model as ``NAME.json``.
 
-arc_vision: a Qwen2.5-VL of 2.6 M parameters learns boxes on MiniWoB++ pages (``rendered_pages.py``) from random weights. ``tiny``
-is the first snapshot whose reward is above that of every control by more than ``MARGIN``, with its whole interval: a policy that is
-sure of its answers samples the same one eight times, and GRPO learns from differences. ``loose`` is ``tiny`` after more steps on
-boxes that are too large: it finds elements, but not their size, which minutes of GRPO teach.
-arpo: ``recipes/arc_vision/tiny`` gets one token for each coordinate, which starts as a copy of the token of that fraction, and
-learns the action grammar from hasty clicks (``browser_clicks.py``). chart_rvr: a model of 0.7 M parameters learns small charts,
-then from an annotator who makes mistakes (``hasty_charts.py``). pyvision: a model learns to look at images with code
+arc_vision: a Qwen2.5-VL of 2.6 M parameters learns boxes on MiniWoB++ pages (``rendered_pages.py``)
+from random weights. ``tiny`` is the first snapshot whose reward is above that of every control by
+more than ``MARGIN``, with its whole interval: a policy that is sure of its answers samples the same
+one eight times, and GRPO learns from differences. ``loose`` is ``tiny`` after more steps on boxes
+that are too large: it finds elements, but not their size, which minutes of GRPO teach. arpo:
+``recipes/arc_vision/tiny`` gets one token for each coordinate, which starts as a copy of the token
+of that fraction, and learns the action grammar from hasty clicks (``browser_clicks.py``).
+chart_rvr: a model of 0.7 M parameters learns small charts, then from an annotator who makes
+mistakes (``hasty_charts.py``). pyvision: a model learns to look at images with code
 (``code_demonstrations.py``), then to guess most of the time.
 """
 
@@ -24,7 +28,12 @@ from typing import Any
 
 from benchmarks.makers.browser_clicks import beginnings
 
-HERE, RECIPES, MODELS, DATA = Path(__file__).parent, Path("recipes"), Path("runs/models"), Path("runs/data")
+HERE, RECIPES, MODELS, DATA = (
+    Path(__file__).parent,
+    Path("recipes"),
+    Path("runs/models"),
+    Path("runs/data"),
+)
 PAGES, CLICKS, CHARTS, SCENES = 8000, 7700, 8000, 600
 """Rows that each model learns from; none is a row of another split."""
 MARGIN = 0.05
@@ -33,7 +42,9 @@ MARGIN = 0.05
 def main() -> int:
     """Make the model of one recipe. Returns 0, and 1 when no snapshot is good enough."""
     makers = {"arc_vision": arc_vision, "arpo": arpo, "chart_rvr": chart_rvr, "pyvision": pyvision}
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.makers", description="Make a tiny model.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.makers", description="Make a tiny model."
+    )
     parser.add_argument("recipe", choices=makers)
     parser.add_argument("--out", type=Path, help="folder to write into (default: the recipe's)")
     chosen = parser.parse_args()
@@ -43,10 +54,18 @@ def main() -> int:
 def arc_vision(out: Path) -> int:
     """``tiny`` and ``loose``."""
     if not (DATA / "miniwob/pretrain.parquet").exists():
-        run("benchmarks.makers.rendered_pages", "--out", DATA / "miniwob", "--rows", f"pretrain={PAGES}")
+        run(
+            "benchmarks.makers.rendered_pages",
+            "--out",
+            DATA / "miniwob",
+            "--rows",
+            f"pretrain={PAGES}",
+        )
     rayloop("sft", HERE / "arc_vision/pretrain.yaml")
     learn, trained = RECIPES / "arc_vision/learn.yaml", MODELS / "miniwob-pretrained"
-    for snapshot in sorted(trained.glob("step_*"), key=lambda folder: int(folder.name.removeprefix("step_"))):
+    for snapshot in sorted(
+        trained.glob("step_*"), key=lambda folder: int(folder.name.removeprefix("step_"))
+    ):
         summary = measured(learn, snapshot, snapshot / "eval", "--controls")
         print(f"{snapshot.name}: " + json.dumps(summary["arms"]), flush=True)
         if min(by["reward"][1] for by in summary["differences"].values()) > MARGIN:
@@ -74,7 +93,9 @@ def chart_rvr(out: Path) -> int:
     """``tiny``."""
     if not (DATA / "chart_rvr/warm.jsonl").exists():
         rayloop("data", "prepare", "chart_rvr", "--out", DATA / "chart_rvr", "--warm", CHARTS)
-    return taught("chart_rvr", ("warm", "loosen"), MODELS / "chart-loose", out, "--controls", "--samples", 2)
+    return taught(
+        "chart_rvr", ("warm", "loosen"), MODELS / "chart-loose", out, "--controls", "--samples", 2
+    )
 
 
 def pyvision(out: Path) -> int:
@@ -85,12 +106,16 @@ def pyvision(out: Path) -> int:
 
 
 def taught(recipe: str, stages: tuple[str, ...], model: Path, out: Path, *options: object) -> int:
-    """Run the supervised stages, and write the last one's ``model`` as ``out/tiny``; with ``options`` it is evaluated."""
+    """Run the supervised stages, and write the last one's ``model`` as ``out/tiny``; with
+    ``options`` it is evaluated.
+    """
     for stage in stages:
         rayloop("sft", HERE / recipe / f"{stage}.yaml")
     write(model, out / "tiny", None)
     if options:
-        summary = measured(RECIPES / recipe / "quickstart.yaml", out / "tiny", model / "eval", *options)
+        summary = measured(
+            RECIPES / recipe / "quickstart.yaml", out / "tiny", model / "eval", *options
+        )
         (out / "tiny.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return 0
 

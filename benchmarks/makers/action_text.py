@@ -1,4 +1,6 @@
-"""Writes actions in the canonical spelling, for demonstrations: what ``read`` makes of the text is what was written."""
+"""Writes actions in the canonical spelling, for demonstrations: what ``read`` makes of the text is
+what was written.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,22 @@ from rayloop.envs.grammar.actions import Action
 from rayloop.envs.grammar.scanner import ESCAPES, MARK, THOUGHT
 
 Spelling = Literal["box", "box_tokens", "point"]
-"""``box``: ``start_box='(12,34)'`` (UI-TARS 1.0); ``box_tokens``: with ``<|box_start|>`` (1.5's history); ``point``: 1.5's newer
-prompts."""
+"""``box``: ``start_box='(12,34)'`` (UI-TARS 1.0); ``box_tokens``: with ``<|box_start|>`` (1.5's
+history); ``point``: 1.5's newer prompts.
+"""
 _ESCAPED = {meant: "\\" + letter for letter, meant in ESCAPES.items() if letter != '"'}
-_POINTS = {"box": "({},{})", "box_tokens": "<|box_start|>({},{})<|box_end|>", "point": "<point>{} {}</point>"}
+_POINTS = {
+    "box": "({},{})",
+    "box_tokens": "<|box_start|>({},{})<|box_end|>",
+    "point": "<point>{} {}</point>",
+}
 
 
 def write(turn: actions.Actions, spelling: Spelling = "box") -> str:
-    """The turn's text; a thought that is empty is left out. Raises ValueError for a click that the grammar has no name for."""
+    """The turn's text; a thought that is empty is left out.
+
+    Raises ValueError for a click that the grammar has no name for.
+    """
     thought = f"{THOUGHT} {turn.thought}\n" if turn.thought else ""
     return f"{thought}{MARK} " + "\n\n".join(written(action, spelling) for action in turn.actions)
 
@@ -31,7 +41,11 @@ def _call(action: Action, spelling: Spelling) -> tuple[str, dict[str, str]]:
     """The function's name and its arguments, as texts."""
 
     def at(point: actions.Point, first: bool = True, alone: bool = True) -> dict[str, str]:
-        names = ("point" if alone else "start_point", "end_point") if spelling == "point" else ("start_box", "end_box")
+        names = (
+            ("point" if alone else "start_point", "end_point")
+            if spelling == "point"
+            else ("start_box", "end_box")
+        )
         return {names[not first]: _POINTS[spelling].format(_number(point.x), _number(point.y))}
 
     match action:
@@ -69,7 +83,9 @@ _CLICKS = {("left", 1): "click", ("left", 2): "left_double", ("right", 1): "righ
 def _known(click: actions.Click) -> tuple[str, int]:
     kind = (click.button, click.times)
     if kind not in _CLICKS:
-        raise ValueError(f"the grammar has no name for {click.times} clicks of the {click.button} button")
+        raise ValueError(
+            f"the grammar has no name for {click.times} clicks of the {click.button} button"
+        )
     return kind
 
 

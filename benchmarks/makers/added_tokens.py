@@ -16,8 +16,10 @@ from rayloop.engines.tiny_vlm import VOCABULARY_MULTIPLE
 
 
 def add_tokens(model: str | Path, out: str | Path, tokens: Mapping[str, str]) -> Path:
-    """Copy the model folder to ``out``, which is made anew, with ``tokens``: new text -> a single token of the model, whose
-    embedding it starts with. Weights are float32. Raises ConfigError for a token that the model lacks."""
+    """Copy the model folder to ``out``, which is made anew, with ``tokens``: new text -> a single
+    token of the model, whose embedding it starts with. Weights are float32. Raises ConfigError for
+    a token that the model lacks.
+    """
     model, out = Path(model), Path(out)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     if unknown := [known for known in tokens.values() if tokenizer.token_to_id(known) is None]:

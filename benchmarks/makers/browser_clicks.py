@@ -1,8 +1,9 @@
-"""Demonstrations for ARPO's tiny model, from live pages: ``python -m benchmarks.makers.browser_clicks OUT --episodes N``.
+"""Demonstrations for ARPO's tiny model, from live pages: ``python -m
+benchmarks.makers.browser_clicks OUT --episodes N``.
 
-A script knows the right element and clicks hastily: its clicks are spread over ``haste`` times the element's width and height, so
-some miss, and it tries again as long as the page allows. It teaches the grammar, roughly where to click, and to try again after a
-miss; GRPO teaches to hit.
+A script knows the right element and clicks hastily: its clicks are spread over ``haste`` times the
+element's width and height, so some miss, and it tries again as long as the page allows. It teaches
+the grammar, roughly where to click, and to try again after a miss; GRPO teaches to hit.
 """
 
 from __future__ import annotations
@@ -29,14 +30,18 @@ WARM_PAGES = (*PAGES, "click-color", "click-widget")
 HASTE, TURNS, PAGES_AT_ONCE = 1.6, 4, 8
 TARGETS = Path(__file__).parent / "arpo/targets.js"
 STEP = 10
-"""Thousandths of the screen between two coordinates that the tiny model can write: each is one token."""
+"""Thousandths of the screen between two coordinates that the tiny model can write: each is one
+token.
+"""
 POINTING = Pointing(coordinates="relative")
 SETTINGS = MiniWob.Settings(pointing=POINTING, success_at=1.0, reload=False)
 Box = tuple[float, float, float, float]
 
 
 class Pointed(MiniWob):
-    """A page whose ``box`` is that of the element to click next, in pixels; None when there is none."""
+    """A page whose ``box`` is that of the element to click next, in pixels; None when there is
+    none.
+    """
 
     STATE = f"[WOB_DONE_GLOBAL, WOB_RAW_REWARD_GLOBAL, {TARGETS.read_text(encoding='utf-8')}]"
     box: Box | None = None
@@ -48,8 +53,9 @@ class Pointed(MiniWob):
 
 
 def record(file: Path, rows: Sequence[Mapping[str, Any]], haste: float) -> tuple[float, int]:
-    """Play each row once, and write a row for each turn: what was seen until then, and what was done. Returns the share of solved
-    episodes and the number of turns."""
+    """Play each row once, and write a row for each turn: what was seen until then, and what was
+    done. Returns the share of solved episodes and the number of turns.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -69,13 +75,17 @@ def demonstrated(row: Mapping[str, Any], haste: float) -> tuple[list[dict[str, A
     said: list[dict[str, str]] = []
     images: list[dict[str, bytes | None]] = []
     try:
-        seen: Observation | None = page.reset(Task(row["id"], (Message("user", (row["prompt"],)),), extra=row))
+        seen: Observation | None = page.reset(
+            Task(row["id"], (Message("user", (row["prompt"],)),), extra=row)
+        )
         while seen is not None and page.box is not None and len(turns) < TURNS:
             last = seen.messages[-1]
             texts = "".join(part for part in last.parts if isinstance(part, str))
             said.append({"role": "user", "content": f"{texts}<image>"})
             images.append({"bytes": last.images[0].data})
-            answer = write(Actions("", (hasty(page.box, (page.size.width, page.size.height), haste, rng),)))
+            answer = write(
+                Actions("", (hasty(page.box, (page.size.width, page.size.height), haste, rng),))
+            )
             turn = {"id": f"{row['id']}-{len(turns)}", "data_source": row["page"], "answer": answer}
             turns.append({**turn, "prompt": list(said), "images": list(images)})
             said.append({"role": "assistant", "content": answer})
@@ -98,12 +108,17 @@ def _rounded(fraction: float) -> int:
 
 
 class DemonstratedClicks:
-    """The supervised answer is what the demonstrator wrote in that turn. An action is four of the ``tokens``."""
+    """The supervised answer is what the demonstrator wrote in that turn.
+
+    An action is four of the ``tokens``.
+    """
 
     tokens = (
-        "Action: click(start_box='", "')",
-        *(f"({x}," for x in range(0, 1001, STEP)), *(f"{y})" for y in range(0, 1001, STEP)),
-    )  # fmt: skip
+        "Action: click(start_box='",
+        "')",
+        *(f"({x}," for x in range(0, 1001, STEP)),
+        *(f"{y})" for y in range(0, 1001, STEP)),
+    )
 
     def answer(self, task: Task, rng: random.Random) -> str:
         """The demonstrated turn."""
@@ -113,7 +128,9 @@ class DemonstratedClicks:
 def beginnings() -> dict[str, str]:
     """Each new token -> the token of ``recipes/arc_vision/tiny`` whose weights it starts with."""
     known = [f"{n / 1000:.2f}" for n in range(0, 1001, STEP)]
-    return dict(zip(DemonstratedClicks.tokens, ("<bbox>[", "]</bbox>", *known, *known), strict=True))
+    return dict(
+        zip(DemonstratedClicks.tokens, ("<bbox>[", "]</bbox>", *known, *known), strict=True)
+    )
 
 
 def main() -> int:
@@ -121,7 +138,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.makers.browser_clicks")
     parser.add_argument("out", type=Path, help="folder to write into")
     parser.add_argument("--episodes", type=int, required=True)
-    parser.add_argument("--haste", type=float, default=HASTE, help="spread of the clicks (default: %(default)s)")
+    parser.add_argument(
+        "--haste", type=float, default=HASTE, help="spread of the clicks (default: %(default)s)"
+    )
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
     file = chosen.out / "warm.parquet"

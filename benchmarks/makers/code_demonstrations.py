@@ -1,6 +1,8 @@
-"""Demonstrations for PyVision's tiny model: ``python -m benchmarks.makers.code_demonstrations OUT --rows N`` writes demos.jsonl.
+"""Demonstrations for PyVision's tiny model: ``python -m benchmarks.makers.code_demonstrations OUT
+--rows N`` writes demos.jsonl.
 
-Each row is a scene with an expert's code and with the answer to it of the interpreter of ``--config`` (quickstart.yaml).
+Each row is a scene with an expert's code and with the answer to it of the interpreter of
+``--config`` (quickstart.yaml).
 """
 
 from __future__ import annotations
@@ -32,17 +34,23 @@ RESULT = (opened("|").split("|")[0], CLOSED)
 
 
 class CluedRows(QuestionRows):
-    """``QuestionRows`` with the image between the interpreter's tags: the supervised stage runs without the interpreter."""
+    """``QuestionRows`` with the image between the interpreter's tags: the supervised stage runs
+    without the interpreter.
+    """
 
     def _shown(self, images: list[ImageSource]) -> tuple[str | ImageSource, ...]:
         return (CLUES[0], *super()._shown(images), CLUES[1])
 
 
 def code(kind: str, part: Sequence[int]) -> str:
-    """Code that looks at ``part`` (left, top, right, bottom) of the first image: counts its dots, or shows it."""
+    """Code that looks at ``part`` (left, top, right, bottom) of the first image: counts its dots,
+    or shows it.
+    """
     cut = f"image_clue_0.crop({tuple(part)})"
     lines = {
-        "count": f'import numpy as np\nprint((np.array({cut}.convert("L")) < 40).sum() // {COUNTED**2})',
+        "count": (
+            f'import numpy as np\nprint((np.array({cut}.convert("L")) < 40).sum() // {COUNTED**2})'
+        ),
         "dot": f"plt.imshow({cut})\nplt.show()",
     }
     return f"<code>\n```python\n{lines[kind]}\n```\n</code>"
@@ -57,11 +65,16 @@ def _tokens() -> tuple[str, ...]:
 
 
 class CodeDemonstrations:
-    """The supervised answers: an expert's turns in the interpreter, or, with the share ``hesitant``, an answer at once."""
+    """The supervised answers: an expert's turns in the interpreter, or, with the share
+    ``hesitant``, an answer at once.
+    """
 
     class Settings(SettingsModel):
         hesitant: float = Field(0.6, ge=0, le=1)
-        """Share of answers without code. A warm policy that often guesses leaves something to be learned by reward."""
+        """Share of answers without code.
+
+        A warm policy that often guesses leaves something to be learned by reward.
+        """
         unsure: float = Field(0.0, ge=0, le=1)
         """Share of the answers without code that are drawn at random instead of being right."""
 
@@ -76,7 +89,9 @@ class CodeDemonstrations:
             return answered(self._guess(task, rng))
         seen = field(task.extra, "seen", f"demonstration {task.id}")
         root = Path(task.extra["root"])
-        parts = tuple(p if isinstance(p, str) else ImageSource(str(root / p["image"])) for p in seen["parts"])
+        parts = tuple(
+            p if isinstance(p, str) else ImageSource(str(root / p["image"])) for p in seen["parts"]
+        )
         return [
             Message("assistant", (str(field(task.extra, "code", f"demonstration {task.id}")),)),
             Message(seen["role"], parts),
@@ -86,18 +101,29 @@ class CodeDemonstrations:
     def _guess(self, task: Task, rng: random.Random) -> str:
         if rng.random() >= self._settings.unsure:
             return str(task.ground_truth)
-        return rng.choice(list(DOTS) if task.source == "dot" else [str(n) for n in range(1, MOST + 1)])
+        return rng.choice(
+            list(DOTS) if task.source == "dot" else [str(n) for n in range(1, MOST + 1)]
+        )
 
 
-def demonstrated(out: Path, rows: Sequence[dict[str, Any]], config: Path = QUICKSTART) -> Iterator[dict[str, Any]]:
-    """The rows with ``code`` and with ``seen``, the interpreter's answer to it. Raises EnvironmentFailed if it showed none."""
+def demonstrated(
+    out: Path, rows: Sequence[dict[str, Any]], config: Path = QUICKSTART
+) -> Iterator[dict[str, Any]]:
+    """The rows with ``code`` and with ``seen``, the interpreter's answer to it.
+
+    Raises EnvironmentFailed if it showed none.
+    """
     configured = load(config, (), RunConfig).environment.episode.environment
     reader = QuestionRows(QuestionRows.Settings())
     for row in rows:
         environment: Environment = configured.build()
         try:
             said = code(row["kind"], row["box"])
-            yield {**row, "code": said, "seen": seen(environment, reader.task(row, row["id"], out), said, out)}
+            yield {
+                **row,
+                "code": said,
+                "seen": seen(environment, reader.task(row, row["id"], out), said, out),
+            }
         finally:
             environment.close()
 
@@ -107,7 +133,9 @@ def seen(environment: Environment, task: Task, said: str, out: Path) -> dict[str
     environment.reset(task)
     step: Any = environment.step(said)
     if step.observation is None or step.error is not None:
-        raise EnvironmentFailed(f"demonstration {task.id}: the interpreter answered {step.error or 'nothing'}")
+        raise EnvironmentFailed(
+            f"demonstration {task.id}: the interpreter answered {step.error or 'nothing'}"
+        )
     (message,) = step.observation.messages
     parts: list[Any] = []
     for number, part in enumerate(message.parts):
@@ -125,9 +153,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.makers.code_demonstrations")
     parser.add_argument("out", type=Path, help="folder to write into")
     parser.add_argument("--rows", type=int, required=True)
-    parser.add_argument("--config", type=Path, default=QUICKSTART, help="the run whose interpreter answers")
+    parser.add_argument(
+        "--config", type=Path, default=QUICKSTART, help="the run whose interpreter answers"
+    )
     chosen = parser.parse_args()
-    write_rows(chosen.out, "demos", demonstrated(chosen.out, list(drawn(chosen.out, "demos", chosen.rows)), chosen.config))
+    write_rows(
+        chosen.out,
+        "demos",
+        demonstrated(chosen.out, list(drawn(chosen.out, "demos", chosen.rows)), chosen.config),
+    )
     return 0
 
 

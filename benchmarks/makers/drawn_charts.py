@@ -1,5 +1,7 @@
-"""Draws charts of six kinds as large as Chart-RVR's, with exact tables, questions and steps, as rows of its recipe: ``python -m
-benchmarks.makers.drawn_charts --out DIR``. Equal seeds draw equal charts."""
+"""Draws charts of six kinds as large as Chart-RVR's, with exact tables, questions and steps, as
+rows of its recipe: ``python -m benchmarks.makers.drawn_charts --out DIR``. Equal seeds draw equal
+charts.
+"""
 
 import random
 import sys
@@ -17,9 +19,15 @@ WIDTH, HEIGHT = 560, 448
 """Pixels: 320 patches of 28 x 28, the size that Chart-RVR trains at, so nothing is resized."""
 DPI = 100
 _SUBJECTS = (
-    ("Sales", "million dollars"), ("Visitors", "thousands"), ("Exports", "thousand tons"), ("Rainfall", "mm"),
-    ("Output", "units"), ("Members", "people"), ("Revenue", "million euros"), ("Trips", "thousands"),
-)  # fmt: skip
+    ("Sales", "million dollars"),
+    ("Visitors", "thousands"),
+    ("Exports", "thousand tons"),
+    ("Rainfall", "mm"),
+    ("Output", "units"),
+    ("Members", "people"),
+    ("Revenue", "million euros"),
+    ("Trips", "thousands"),
+)
 _CATEGORIES = {
     "City": ("Lagos", "Lima", "Oslo", "Quito", "Rome", "Seoul", "Tunis", "Vienna"),
     "Product": ("Bikes", "Boats", "Cars", "Lamps", "Radios", "Tables", "Tents", "Toys"),
@@ -31,14 +39,19 @@ _COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#
 
 
 def chart(kind: str, seed: int, split: str, index: int) -> Chart:
-    """The chart of this place in a split. Equal arguments, equal charts. Raises ValueError for another kind."""
+    """The chart of this place in a split.
+
+    Equal arguments, equal charts. Raises ValueError for another kind.
+    """
     if kind not in KINDS:
         raise ValueError(f"{kind!r} is no kind of chart; there are {', '.join(KINDS)}")
     draw = random.Random(derive(seed, "charts", kind, split, index))
     subject, unit = draw.choice(_SUBJECTS)
     columns, rows = _DATA[kind](draw, subject)
     title = f"{subject} by {columns[0].lower()} ({'%' if kind == 'pie' else unit})"
-    question, answer, steps = draw.choice(_questions(kind))(draw, Chart(kind, title, columns, rows, "", "", ()))
+    question, answer, steps = draw.choice(_questions(kind))(
+        draw, Chart(kind, title, columns, rows, "", "", ())
+    )
     opening = f"The chart is a {kind} chart of {subject.lower()} by {columns[0].lower()}."
     return Chart(kind, title, columns, rows, question, answer, (opening, *steps))
 
@@ -51,7 +64,9 @@ Asking = Callable[[random.Random, Chart], Question]
 def _categories(draw: random.Random, subject: str) -> Data:
     name, items = draw.choice(list(_CATEGORIES.items()))
     chosen = sorted(draw.sample(items, draw.randint(3, 6)))
-    return (name, subject), tuple(zip(chosen, map(str, draw.sample(range(5, 100), len(chosen))), strict=True))
+    return (name, subject), tuple(
+        zip(chosen, map(str, draw.sample(range(5, 100), len(chosen))), strict=True)
+    )
 
 
 def _years(draw: random.Random, subject: str) -> Data:
@@ -75,7 +90,9 @@ def _shares(draw: random.Random, subject: str) -> Data:
 def _stacks(draw: random.Random, subject: str) -> Data:
     columns, rows = _categories(draw, subject)
     groups = _GROUPS[: draw.randint(2, 3)]
-    return (columns[0], *groups), tuple((row[0], *(str(draw.randint(8, 60)) for _ in groups)) for row in rows[:5])
+    return (columns[0], *groups), tuple(
+        (row[0], *(str(draw.randint(8, 60)) for _ in groups)) for row in rows[:5]
+    )
 
 
 def _points(draw: random.Random, subject: str) -> Data:
@@ -83,18 +100,29 @@ def _points(draw: random.Random, subject: str) -> Data:
     count = draw.randint(4, 8)
     places = sorted(draw.sample(range(1, 20), count))
     return ("Week", subject), tuple(
-        (str(place), str(value)) for place, value in zip(places, draw.sample(range(5, 100), count), strict=True)
+        (str(place), str(value))
+        for place, value in zip(places, draw.sample(range(5, 100), count), strict=True)
     )
 
 
 _DATA: dict[str, Callable[[random.Random, str], Data]] = {
-    "bar": _categories, "line": _years, "pie": _shares, "stacked bar": _stacks, "scatterplot": _points, "area": _years,
-}  # fmt: skip
+    "bar": _categories,
+    "line": _years,
+    "pie": _shares,
+    "stacked bar": _stacks,
+    "scatterplot": _points,
+    "area": _years,
+}
 
 
 def _questions(kind: str) -> Sequence[Asking]:
-    highest, lowest = (partial(_extreme, word=word, pick=pick) for word, pick in (("highest", max), ("lowest", min)))
-    return (_value, highest, lowest, _difference, _sum, _larger) + ((_total,) if kind == "stacked bar" else ())
+    highest, lowest = (
+        partial(_extreme, word=word, pick=pick)
+        for word, pick in (("highest", max), ("lowest", min))
+    )
+    return (_value, highest, lowest, _difference, _sum, _larger) + (
+        (_total,) if kind == "stacked bar" else ()
+    )
 
 
 def _series(draw: random.Random, about: Chart) -> tuple[int, str, list[int]]:
@@ -108,22 +136,33 @@ def _value(draw: random.Random, about: Chart) -> Question:
     i = draw.randrange(len(values))
     item = about.rows[i][0]
     steps = (f"The question asks for {name} of {item}.", f"The chart shows {values[i]} for {item}.")
-    return f"What is the value of {name} for {about.columns[0].lower()} {item}?", str(values[i]), steps
+    return (
+        f"What is the value of {name} for {about.columns[0].lower()} {item}?",
+        str(values[i]),
+        steps,
+    )
 
 
-def _extreme(draw: random.Random, about: Chart, word: str, pick: Callable[[Sequence[int]], int]) -> Question:
+def _extreme(
+    draw: random.Random, about: Chart, word: str, pick: Callable[[Sequence[int]], int]
+) -> Question:
     index, name, values = _series(draw, about)
     found = pick(values)
     listed = ", ".join(f"{row[0]}: {row[index]}" for row in about.rows)
     if values.count(found) > 1:
         return _value(draw, about)
     item = about.rows[values.index(found)][0]
-    steps = (f"The values of {name} are {listed}.", f"The {word} of them is {found}, which is that of {item}.")
+    steps = (
+        f"The values of {name} are {listed}.",
+        f"The {word} of them is {found}, which is that of {item}.",
+    )
     return f"Which {about.columns[0].lower()} has the {word} value of {name}?", item, steps
 
 
 def _pair(draw: random.Random, about: Chart) -> tuple[str, tuple[str, str], tuple[int, int], str]:
-    """Two items of a series: the series' name, the items, their values, and the step that reads them."""
+    """Two items of a series: the series' name, the items, their values, and the step that reads
+    them.
+    """
     _, name, values = _series(draw, about)
     i, j = draw.sample(range(len(values)), 2)
     (a, *_), (b, *_), x, y = about.rows[i], about.rows[j], values[i], values[j]
@@ -139,7 +178,11 @@ def _difference(draw: random.Random, about: Chart) -> Question:
 
 def _sum(draw: random.Random, about: Chart) -> Question:
     name, (a, b), (x, y), read = _pair(draw, about)
-    return f"What is the sum of {name} for {a} and {b}?", str(x + y), (read, f"The sum is {x} + {y} = {x + y}.")
+    return (
+        f"What is the sum of {name} for {a} and {b}?",
+        str(x + y),
+        (read, f"The sum is {x} + {y} = {x + y}."),
+    )
 
 
 def _larger(draw: random.Random, about: Chart) -> Question:
@@ -152,12 +195,17 @@ def _total(draw: random.Random, about: Chart) -> Question:
     i = draw.randrange(len(about.rows))
     item, *parts = about.rows[i]
     total = sum(map(int, parts))
-    steps = (f"The parts of {item} are {', '.join(parts)}.", f"Together they are {' + '.join(parts)} = {total}.")
+    steps = (
+        f"The parts of {item} are {', '.join(parts)}.",
+        f"Together they are {' + '.join(parts)} = {total}.",
+    )
     return f"What is the total for {about.columns[0].lower()} {item}?", str(total), steps
 
 
 def figure(about: Chart) -> Any:
-    """The chart as a matplotlib figure of WIDTH x HEIGHT pixels, every value written beside its mark."""
+    """The chart as a matplotlib figure of WIDTH x HEIGHT pixels, every value written beside its
+    mark.
+    """
     from matplotlib.figure import Figure
 
     drawn = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI, layout="constrained")
@@ -200,7 +248,9 @@ def _points_drawn(axes: Any, about: Chart) -> None:
 
 def _written(axes: Any, places: Sequence[Any], values: Sequence[int]) -> None:
     for place, value in zip(places, values, strict=True):
-        axes.annotate(str(value), (place, value), textcoords="offset points", xytext=(0, 6), ha="center")
+        axes.annotate(
+            str(value), (place, value), textcoords="offset points", xytext=(0, 6), ha="center"
+        )
 
 
 def _pie(axes: Any, about: Chart) -> None:
@@ -213,14 +263,21 @@ def _stacked(axes: Any, about: Chart) -> None:
     for index, name in enumerate(about.columns[1:], start=1):
         values = about.column(index)
         bars = axes.bar(names, values, bottom=below, label=name, color=_COLOURS[index - 1])
-        axes.bar_label(bars, labels=[str(value) for value in values], label_type="center", color="white")
+        axes.bar_label(
+            bars, labels=[str(value) for value in values], label_type="center", color="white"
+        )
         below = [a + b for a, b in zip(below, values, strict=True)]
     axes.legend()
 
 
 _DRAWN: dict[str, Callable[[Any, Chart], None]] = {
-    "bar": _bar, "line": _line, "pie": _pie, "stacked bar": _stacked, "scatterplot": _points_drawn, "area": _area,
-}  # fmt: skip
+    "bar": _bar,
+    "line": _line,
+    "pie": _pie,
+    "stacked bar": _stacked,
+    "scatterplot": _points_drawn,
+    "area": _area,
+}
 
 
 MADE = Made(KINDS, {"train": 600, "val": 60, "test": 120}, chart, save)

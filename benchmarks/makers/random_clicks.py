@@ -1,4 +1,6 @@
-"""The reward of chance: an actor that writes valid actions and clicks anywhere, with as many turns as the policy has."""
+"""The reward of chance: an actor that writes valid actions and clicks anywhere, with as many turns
+as the policy has.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,16 @@ SETTINGS = MiniWob.Settings(pointing=Pointing(coordinates="relative"), success_a
 
 
 def play(rows: Sequence[Mapping[str, Any]], turns: int, samples: int, seed: int = 0) -> list[Item]:
-    """Each row ``samples`` times, at most ``turns`` clicks an episode; items of the arm ``random``, the result as reward."""
+    """Each row ``samples`` times, at most ``turns`` clicks an episode; items of the arm ``random``,
+    the result as reward.
+    """
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(lambda asked: _episode(asked[0], asked[1], turns, seed), product(rows, range(samples))))
+        return list(
+            pool.map(
+                lambda asked: _episode(asked[0], asked[1], turns, seed),
+                product(rows, range(samples)),
+            )
+        )
 
 
 def _episode(row: Mapping[str, Any], sample: int, turns: int, seed: int) -> Item:
@@ -31,7 +40,9 @@ def _episode(row: Mapping[str, Any], sample: int, turns: int, seed: int) -> Item
     try:
         page.reset(Task(row["id"], (Message("user", (row["prompt"],)),), extra=row))
         for _ in range(turns):
-            if page.step(write(Actions("", (Click(Point(rng.randrange(1001), rng.randrange(1001))),)))).done:
+            if page.step(
+                write(Actions("", (Click(Point(rng.randrange(1001), rng.randrange(1001))),)))
+            ).done:
                 break
         result = page.evaluate()
         return Item(ARM, row["id"], row["page"], sample, result, {"success": result})

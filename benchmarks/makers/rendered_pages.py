@@ -1,6 +1,8 @@
-"""Renders UI grounding on MiniWoB++ pages with a real Chromium: ``python -m benchmarks.makers.rendered_pages --out DIR``. A row is
-kept only when the page rewards a real click on the middle of the target. Splits share page types (``ood`` has its own), never
-seeds, and no screenshot occurs with the same instruction twice. The files are parquet in Arc Vision's schema."""
+"""Renders UI grounding on MiniWoB++ pages with a real Chromium: ``python -m
+benchmarks.makers.rendered_pages --out DIR``. A row is kept only when the page rewards a real click
+on the middle of the target. Splits share page types (``ood`` has its own), never seeds, and no
+screenshot occurs with the same instruction twice. The files are parquet in Arc Vision's schema.
+"""
 
 import argparse
 import hashlib
@@ -24,9 +26,15 @@ from PIL import Image
 from rayloop.core.failures import ConfigError, InfrastructureFailure
 
 PAGES = (
-    "click-button", "click-color", "click-dialog", "click-dialog-2",
-    "click-test", "click-test-2", "click-widget", "focus-text",
-)  # fmt: skip
+    "click-button",
+    "click-color",
+    "click-dialog",
+    "click-dialog-2",
+    "click-test",
+    "click-test-2",
+    "click-widget",
+    "focus-text",
+)
 """Page types whose target does not follow from the instruction alone."""
 OOD_PAGES = ("focus-text-2", "identify-shape")
 ALL_PAGES = (*PAGES, *OOD_PAGES)
@@ -42,15 +50,22 @@ _VIEWPORT = {"width": 500, "height": 320}  # wider than the page: a dialog must 
 _AWAY = (490, 310)  # where the mouse rests during a screenshot, so that nothing is drawn as hovered
 _SMALLEST = 4
 _BROWSER_OPTIONS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-]  # fmt: skip
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 _TIMEOUT_MS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
 class PageRow:
-    """One verified page: ``box`` is x1, y1, x2, y2 as fractions of the screenshot, ``png`` its bytes."""
+    """One verified page: ``box`` is x1, y1, x2, y2 as fractions of the screenshot, ``png`` its
+    bytes.
+    """
 
     id: str
     page: str
@@ -72,44 +87,80 @@ class RenderedPages:
     counts: Counter[str] = field(default_factory=Counter)
 
 
-def prepare(out: Path, rows: Mapping[str, int], browser: str | None = None, jobs: int = 2) -> dict[str, Any]:
-    """Render ``rows[split]`` rows for each split into ``out``, and return the manifest. A page type with fewer screens gives fewer
-    rows. Raises ConfigError (unknown split, no Chromium, missing packages) and InfrastructureFailure (the browser failed)."""
+def prepare(
+    out: Path, rows: Mapping[str, int], browser: str | None = None, jobs: int = 2
+) -> dict[str, Any]:
+    """Render ``rows[split]`` rows for each split into ``out``, and return the manifest.
+
+    A page type with fewer screens gives fewer rows. Raises ConfigError (unknown split, no Chromium,
+    missing packages) and InfrastructureFailure (the browser failed).
+    """
     if unknown := [split for split in rows if split not in SPLITS]:
         raise ConfigError(f"no split is called {', '.join(unknown)}; there are {', '.join(SPLITS)}")
     browser = find_browser(browser)
     wanted = [_share(rows, page) for page in ALL_PAGES]
     rendered = []
     with ProcessPoolExecutor(jobs) as pool:
-        for page, result in zip(ALL_PAGES, pool.map(render, ALL_PAGES, wanted, repeat(browser)), strict=True):
-            print(f"{page}: " + ", ".join(f"{count} {verdict}" for verdict, count in result.counts.items()), flush=True)
+        for page, result in zip(
+            ALL_PAGES, pool.map(render, ALL_PAGES, wanted, repeat(browser)), strict=True
+        ):
+            print(
+                f"{page}: "
+                + ", ".join(f"{count} {verdict}" for verdict, count in result.counts.items()),
+                flush=True,
+            )
             rendered.append(result)
     out.mkdir(parents=True, exist_ok=True)
-    splits = {split: _interleaved([page.rows[split] for page in rendered if split in page.rows]) for split in rows}
+    splits = {
+        split: _interleaved([page.rows[split] for page in rendered if split in page.rows])
+        for split in rows
+    }
     for split, members in splits.items():
         write_parquet(out / f"{split}.parquet", split, members)
     manifest = {
-        "made_with": {name: version(name) for name in ("miniwob", "pillow")} | {"chromium": browser_version(browser)},
+        "made_with": (
+            {name: version(name) for name in ("miniwob", "pillow")}
+            | {"chromium": browser_version(browser)}
+        ),
         "splits": {
-            split: {"rows": len(members), "pages": dict(Counter(row.page for row in members)), "sha256": digest(members)}
+            split: {
+                "rows": len(members),
+                "pages": dict(Counter(row.page for row in members)),
+                "sha256": digest(members),
+            }
             for split, members in splits.items()
         },
-        "seeds": {page: dict(result.counts) for page, result in zip(ALL_PAGES, rendered, strict=True)},
+        "seeds": {
+            page: dict(result.counts) for page, result in zip(ALL_PAGES, rendered, strict=True)
+        },
     }
     (out / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     return manifest
 
 
 def find_browser(path: str | None) -> str:
-    """The Chromium to use: ``path``, else the system's. Raises ConfigError when there is none or Playwright is missing."""
+    """The Chromium to use: ``path``, else the system's.
+
+    Raises ConfigError when there is none or Playwright is missing.
+    """
     try:
         import miniwob  # noqa: F401
         import playwright  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f'{error.name} is not installed; rendering pages needs: pip install "rayloop[browser]"') from error
-    found = path or shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+        raise ConfigError(
+            f'{error.name} is not installed; rendering pages needs: pip install "rayloop[browser]"'
+        ) from error
+    found = (
+        path
+        or shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     if found is None or not os.access(found, os.X_OK):
-        raise ConfigError(f"{found or 'chromium'} is no program here: install Debian's chromium, or name one with --browser")
+        raise ConfigError(
+            f"{found or 'chromium'} is no program here: install Debian's chromium, or name one with"
+            " --browser"
+        )
     return found
 
 
@@ -130,7 +181,9 @@ def render(page: str, rows: Mapping[str, int], browser: str) -> RenderedPages:
     try:
         with _page(browser) as tab:
             tab.goto(html.as_uri())
-            tab.evaluate((Path(__file__).parent / "arc_vision/targets.js").read_text(encoding="utf-8"))
+            tab.evaluate(
+                (Path(__file__).parent / "arc_vision/targets.js").read_text(encoding="utf-8")
+            )
             for split, members in result.rows.items():
                 for attempt in range(4 * rows[split] + 50):
                     if len(members) == rows[split]:
@@ -156,7 +209,9 @@ def _episode(tab: Any, page: str, seed: str) -> tuple[PageRow | None, str]:
     x1, y1, x2, y2 = episode["boxes"][0]
     if min(x1, y1) < 0 or x2 > WIDTH or y2 > HEIGHT or min(x2 - x1, y2 - y1) < _SMALLEST:
         return None, "outside or tiny"
-    shot = tab.screenshot(clip={"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT}, animations="disabled")
+    shot = tab.screenshot(
+        clip={"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT}, animations="disabled"
+    )
     tab.mouse.click((x1 + x2) / 2, (y1 + y2) / 2)
     if tab.evaluate("() => WOB_RAW_REWARD_GLOBAL") <= 0:
         return None, "click not rewarded"
@@ -169,7 +224,10 @@ def _page(browser: str) -> Iterator[Any]:
     """A tab of a new headless browser, closed on exit."""
     from playwright.sync_api import sync_playwright
 
-    with sync_playwright() as playwright, playwright.chromium.launch(executable_path=browser, args=_BROWSER_OPTIONS) as opened:
+    with (
+        sync_playwright() as playwright,
+        playwright.chromium.launch(executable_path=browser, args=_BROWSER_OPTIONS) as opened,
+    ):
         tab = opened.new_page(viewport=_VIEWPORT)
         tab.set_default_timeout(_TIMEOUT_MS)
         yield tab
@@ -179,7 +237,9 @@ def _reduced(screenshot: bytes) -> bytes:
     """The screenshot as a PNG of at most 64 colours, about 2 kB."""
     image = Image.open(io.BytesIO(screenshot)).convert("RGB")
     file = io.BytesIO()
-    image.quantize(COLOURS, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(file, "PNG", optimize=True)
+    image.quantize(COLOURS, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(
+        file, "PNG", optimize=True
+    )
     return file.getvalue()
 
 
@@ -189,17 +249,27 @@ def _share(rows: Mapping[str, int], page: str) -> dict[str, int]:
     for split in (split for split in SPLITS if split in rows):
         pages = OOD_PAGES if split == "ood" else PAGES
         if page in pages:
-            shares[split] = rows[split] // len(pages) + (pages.index(page) < rows[split] % len(pages))
+            shares[split] = rows[split] // len(pages) + (
+                pages.index(page) < rows[split] % len(pages)
+            )
     return shares
 
 
 def _interleaved(pages: list[list[PageRow]]) -> list[PageRow]:
     """Round robin over the page types, so that each prefix of a split has all of them."""
-    return [page[index] for index in range(max(map(len, pages), default=0)) for page in pages if index < len(page)]
+    return [
+        page[index]
+        for index in range(max(map(len, pages), default=0))
+        for page in pages
+        if index < len(page)
+    ]
 
 
 def digest(rows: list[PageRow]) -> str:
-    """One hash of all ids, instructions, boxes and screenshots. It does not depend on the parquet writer."""
+    """One hash of all ids, instructions, boxes and screenshots.
+
+    It does not depend on the parquet writer.
+    """
     lines = (json.dumps([row.id, row.instruction, row.box, row.screenshot]) for row in rows)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -209,7 +279,9 @@ def write_parquet(path: Path, split: str, rows: list[PageRow]) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    table = pyarrow.Table.from_pylist([_arc_row(split, index, row) for index, row in enumerate(rows)])
+    table = pyarrow.Table.from_pylist(
+        [_arc_row(split, index, row) for index, row in enumerate(rows)]
+    )
     pyarrow.parquet.write_table(table, path, compression="zstd")
 
 
@@ -220,7 +292,11 @@ def _arc_row(split: str, index: int, row: PageRow) -> dict[str, Any]:
         "images": [{"bytes": row.png}],
         "ability": "ui_detection",
         "ground_truth": list(row.box),
-        "reward_model": {"style": "arc_vision", "ground_truth": list(row.box), "reward_weights": WEIGHTS},
+        "reward_model": {
+            "style": "arc_vision",
+            "ground_truth": list(row.box),
+            "reward_weights": WEIGHTS,
+        },
         "extra_info": {
             "id": row.id,
             "split": split,
@@ -237,7 +313,9 @@ def read_parquet(path: Path) -> list[PageRow]:
     """The rows of a file that ``write_parquet`` wrote."""
     import pyarrow.parquet
 
-    rows = pyarrow.parquet.read_table(path, columns=["images", "ground_truth", "extra_info"]).to_pylist()
+    rows = pyarrow.parquet.read_table(
+        path, columns=["images", "ground_truth", "extra_info"]
+    ).to_pylist()
     return [
         PageRow(
             row["extra_info"]["id"],
@@ -269,26 +347,45 @@ def _different_pixels(a: bytes, b: bytes) -> int:
     from PIL import ImageChops
 
     first, second = (Image.open(io.BytesIO(data)).convert("RGB") for data in (a, b))
-    return ImageChops.difference(first, second).convert("L").point(lambda value: 255 * (value > 0)).histogram()[255]
+    return (
+        ImageChops.difference(first, second)
+        .convert("L")
+        .point(lambda value: 255 * (value > 0))
+        .histogram()[255]
+    )
 
 
 SHOWN = 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Render the splits into a folder and compare them with the shipped set. Returns exit code 0; raises RayloopError."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.makers.rendered_pages", description=__doc__)
+    """Render the splits into a folder and compare them with the shipped set.
+
+    Returns exit code 0; raises RayloopError.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.makers.rendered_pages", description=__doc__
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
     parser.add_argument(
-        "--rows", action="append", default=[], metavar="SPLIT=N", help="another number of rows than shipped; may be repeated"
+        "--rows",
+        action="append",
+        default=[],
+        metavar="SPLIT=N",
+        help="another number of rows than shipped; may be repeated",
     )
     parser.add_argument("--browser", help="the Chromium to use (default: the system's)")
     parser.add_argument("--jobs", type=int, default=2, help="browsers at once")
     chosen = parser.parse_args(arguments)
     manifest = prepare(chosen.out, {**ROWS, **asked(chosen.rows)}, chosen.browser, chosen.jobs)
-    print("made with " + ", ".join(f"{name} {version}" for name, version in manifest["made_with"].items()))
+    print(
+        "made with "
+        + ", ".join(f"{name} {version}" for name, version in manifest["made_with"].items())
+    )
     for split, described in manifest["splits"].items():
-        print(f"{chosen.out / split}.parquet: {described['rows']} rows, sha256 {described['sha256']}")
+        print(
+            f"{chosen.out / split}.parquet: {described['rows']} rows, sha256 {described['sha256']}"
+        )
         print(f"  {compared(chosen.out, split)}")
     return 0
 
@@ -314,7 +411,11 @@ def compared(out: Path, split: str) -> str:
     if not different:
         return f"equal to the {len(theirs)} shipped rows"
     more = f"\n  and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
-    return f"{len(different)} differences from the shipped rows:\n  " + "\n  ".join(different[:SHOWN]) + more
+    return (
+        f"{len(different)} differences from the shipped rows:\n  "
+        + "\n  ".join(different[:SHOWN])
+        + more
+    )
 
 
 if __name__ == "__main__":

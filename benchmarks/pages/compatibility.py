@@ -1,4 +1,6 @@
-"""``python -m benchmarks.pages.compatibility`` prints docs/compatibility.md: published artefacts, tried as it is made."""
+"""``python -m benchmarks.pages.compatibility`` prints docs/compatibility.md: published artefacts,
+tried as it is made.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ SECTIONS = (templates.section, tokenizers.section, rows.section, pictures.sectio
 
 def page() -> str:
     """docs/compatibility.md."""
-    return "\n".join([HEADER, *(line for section in SECTIONS for line in (*section(), ""))]).rstrip() + "\n"
+    return (
+        "\n".join([HEADER, *(line for section in SECTIONS for line in (*section(), ""))]).rstrip()
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

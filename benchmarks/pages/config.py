@@ -1,6 +1,7 @@
 """The reference of a settings class in markdown, made from its fields and docstrings.
 
-``python -m benchmarks.pages.config rayloop.run.config:RunConfig`` prints docs/config.md, ``... components`` docs/components.md.
+``python -m benchmarks.pages.config rayloop.run.config:RunConfig`` prints docs/config.md, ``...
+components`` docs/components.md.
 """
 
 from __future__ import annotations
@@ -88,7 +89,10 @@ COMPONENTS = {
         "rayloop.grpo.advantage_kinds:TurnReturns",
         "rayloop.grpo.advantage_kinds:Gigpo",
     ),
-    ("Curricula", "data.order"): ("rayloop.run.order:BySolveRate", "rayloop.recipes.arc_vision.data:LargeFirst"),
+    ("Curricula", "data.order"): (
+        "rayloop.run.order:BySolveRate",
+        "rayloop.recipes.arc_vision.data:LargeFirst",
+    ),
     ("Blind priors", "evaluation.blind"): (
         "rayloop.recipes.arc_vision.boxes:BlindBox",
         "rayloop.recipes.chart_rvr.measure:BlindChart",
@@ -146,13 +150,17 @@ def settings_of(model: type[BaseModel]) -> str:
     for current, paths in _used_at(model).items():
         if paths != [()]:
             kind = f" with `kind: {kind_of(current)}`" if kind_of(current) else ""
-            lines += [f"Within `with`, {', '.join(f'`{dotted(path)}`' for path in paths)}{kind}:", ""]
+            lines += [
+                f"Within `with`, {', '.join(f'`{dotted(path)}`' for path in paths)}{kind}:",
+                "",
+            ]
         lines += [*_table(current), ""]
     return "\n".join(lines)
 
 
 def describe(model: type[BaseModel]) -> str:
-    """One section per settings class below ``model``: keys, types, defaults and meanings, in the order of the file.
+    """One section per settings class below ``model``: keys, types, defaults and meanings, in the
+    order of the file.
 
     A class used at several places is described once, under all of its paths.
     """
@@ -162,15 +170,17 @@ def describe(model: type[BaseModel]) -> str:
 def count_fields(model: type[BaseModel]) -> int:
     """Number of different keys a person can set.
 
-    A section is none, but the choice between several kinds of one is a key; the ``kind`` that each of them carries is that choice.
-    A field counts once for all paths of its class, for all classes that inherit it, and, when the class that declares it is a kind,
-    for all kinds of one choice.
+    A section is none, but the choice between several kinds of one is a key; the ``kind`` that each
+    of them carries is that choice. A field counts once for all paths of its class, for all classes
+    that inherit it, and, when the class that declares it is a kind, for all kinds of one choice.
     """
     found = set[tuple[object, str]]()
     for current, paths in _used_at(model).items():
         for name, info in current.model_fields.items():
             if not _tag(current, name) and len(models(info.annotation)) != 1:
-                owner = next(c for c in reversed(current.__mro__) if name in inspect.get_annotations(c))
+                owner = next(
+                    c for c in reversed(current.__mro__) if name in inspect.get_annotations(c)
+                )
                 found.add((paths[0] if kind_of(owner) else owner, name))
     return len(found)
 
@@ -216,7 +226,9 @@ def _linked(text: str) -> str:
 def _type(info: FieldInfo) -> str:
     limits = [limit for part in info.metadata if (limit := _limit(part))]
     optional = type(None) in get_args(info.annotation)
-    return ", ".join([" or ".join(_alternatives(info.annotation)) + (" or null" if optional else ""), *limits])
+    return ", ".join(
+        [" or ".join(_alternatives(info.annotation)) + (" or null" if optional else ""), *limits]
+    )
 
 
 def _limit(constraint: Any) -> str:
@@ -253,9 +265,17 @@ def _plain(annotation: Any) -> str:
         return _plain(get_args(annotation)[0])
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         kind = kind_of(annotation)
-        return f"kind `{kind}`" if kind else "component" if "use" in annotation.model_fields else "section"
+        return (
+            f"kind `{kind}`"
+            if kind
+            else "component"
+            if "use" in annotation.model_fields
+            else "section"
+        )
     name = str(annotation.__name__)
-    return {"str": "text", "bool": "true or false", "int": "integer", "float": "number"}.get(name, name)
+    return {"str": "text", "bool": "true or false", "int": "integer", "float": "number"}.get(
+        name, name
+    )
 
 
 def _default(info: FieldInfo) -> str:

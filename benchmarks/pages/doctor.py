@@ -20,7 +20,8 @@ there is an error, else 0 (2: the CONFIG itself is wrong).
 def page() -> str:
     """docs/doctor.md: what each check says about what it looks at."""
     rows = [
-        f"| {name} | {' '.join((check.func.__doc__ or '').split(chr(10) * 2)[0].split()).replace('``', '`')} |"
+        f"| {name} |"
+        f" {' '.join((check.func.__doc__ or '').split(chr(10) * 2)[0].split()).replace('``', '`')} |"
         for name, check in checks(None, None, None, []).items()
     ]
     return "\n".join([HEADER, *rows, ""])

@@ -42,7 +42,8 @@ def reference() -> str:
     common = "".join(f"| `{name}` | {meaning} |\n" for name, meaning in COMMON.items())
     return (
         HEADER
-        + "Fields that mean the same everywhere, unless the event says otherwise:\n\n| field | meaning |\n|---|---|\n"
+        + "Fields that mean the same everywhere, unless the event says otherwise:\n\n| field |"
+        " meaning |\n|---|---|\n"
         + common
         + "".join(_part(title, module.__name__) for title, module in PARTS.items())
     )
@@ -50,12 +51,22 @@ def reference() -> str:
 
 def _part(title: str, module: str) -> str:
     rows = "".join(_row(kind) for kind in KINDS.values() if kind.__module__ == module)
-    return f"\n## {title}\n\n| event | what happened, and its fields | what to do | emitted by |\n|---|---|---|---|\n{rows}"
+    return (
+        f"\n## {title}\n\n| event | what happened, and its fields | what to do | emitted by"
+        f" |\n|---|---|---|---|\n{rows}"
+    )
 
 
 def _row(kind: type[Event]) -> str:
-    happened, _, remedy = inspect.cleandoc(kind.__doc__ or "").replace("\n", " ").partition(" To do: ")
-    cells = (f"`{kind.kind}`", " ".join([happened, *_fields(kind)]), remedy[:1].upper() + remedy[1:] or "Nothing.", f"`{kind.by}`")
+    happened, _, remedy = (
+        inspect.cleandoc(kind.__doc__ or "").replace("\n", " ").partition(" To do: ")
+    )
+    cells = (
+        f"`{kind.kind}`",
+        " ".join([happened, *_fields(kind)]),
+        remedy[:1].upper() + remedy[1:] or "Nothing.",
+        f"`{kind.by}`",
+    )
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 

@@ -1,5 +1,7 @@
-"""``python -m benchmarks.pages.idle`` prints docs/idle_settings.md: the menu of losses, corrections, terms, replay and filters, and
-beside which other settings each of its entries does nothing. A test computes the gradients of each cell."""
+"""``python -m benchmarks.pages.idle`` prints docs/idle_settings.md: the menu of losses,
+corrections, terms, replay and filters, and beside which other settings each of its entries does
+nothing. A test computes the gradients of each cell.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ SITUATIONS: dict[str, tuple[Changes, Situation]] = {
 
 MASK = {"action": "mask", "low": 0.5, "high": 1.5}
 ENTRIES: dict[str, Changes] = {
-    **{f"loss.kind: {kind}": {"loss.kind": kind} for kind in ("gspo", "cispo", "sapo", "dppo", "reinforce")},
+    **{
+        f"loss.kind: {kind}": {"loss.kind": kind}
+        for kind in ("gspo", "cispo", "sapo", "dppo", "reinforce")
+    },
     "loss.clip_low: 0.1": {"loss.clip_low": 0.1},
     "loss.clip_high: 0.28": {"loss.clip_high": 0.28},
     "loss.dual_clip: 2": {"loss.dual_clip": 2.0},
@@ -50,9 +55,14 @@ ENTRIES: dict[str, Changes] = {
     "loss: {kind: dppo, clip_low: 0.05}": {"loss.kind": "dppo", "loss.clip_low": 0.05},
     "loss.correction: none": {"loss.correction": "none"},
     "loss.correction: bypass": {"loss.correction": "bypass"},
-    "loss: {kind: reinforce, correction: bypass}": {"loss.kind": "reinforce", "loss.correction": "bypass"},
+    "loss: {kind: reinforce, correction: bypass}": {
+        "loss.kind": "reinforce",
+        "loss.correction": "bypass",
+    },
     **{
-        f"loss.correction: {{level: {level}, action: mask}}": {"loss.correction": {**MASK, "level": level}}
+        f"loss.correction: {{level: {level}, action: mask}}": {
+            "loss.correction": {**MASK, "level": level}
+        }
         for level in ("token", "sequence", "geometric")
     },
     "loss.correction: {level: sequence}": {"loss.correction": {"level": "sequence"}},
@@ -66,18 +76,38 @@ ENTRIES: dict[str, Changes] = {
     "loss.top_entropy_quantile: 0.2": {"loss.top_entropy_quantile": 0.2},
     "loss.aggregation: seq-mean-token-mean": {"loss.aggregation": "seq-mean-token-mean"},
     "replay.kind: corrected": {"algorithm.replay.kind": "corrected"},
-    "filters: [equal_rewards]": {"algorithm.filtering.filters": [{"kind": "equal_rewards"}, {"kind": "overlong"}]},
-    "filters: [positive_negative_advantage]": {"algorithm.filtering.filters": [{"kind": "positive_negative_advantage"}]},
-}  # fmt: skip
+    "filters: [equal_rewards]": {
+        "algorithm.filtering.filters": [{"kind": "equal_rewards"}, {"kind": "overlong"}]
+    },
+    "filters: [positive_negative_advantage]": {
+        "algorithm.filtering.filters": [{"kind": "positive_negative_advantage"}]
+    },
+}
 """The menu: how the page names an entry, and its settings."""
 
 EXCLUDED = {
-    ("loss.correction: none", "one update, `none`"), ("loss.correction: bypass", "one update, `bypass`"),
-    *((name, f"one update, `{how}`") for name in ENTRIES if "correction" in name for how in ("none", "bypass")),
+    ("loss.correction: none", "one update, `none`"),
+    ("loss.correction: bypass", "one update, `bypass`"),
+    *(
+        (name, f"one update, `{how}`")
+        for name in ENTRIES
+        if "correction" in name
+        for how in ("none", "bypass")
+    ),
     *((name, f"one update, `{how}`") for name in ENTRIES if "dppo" in name for how in ("none",)),
-    *((name, situation) for name in ("replay.kind: corrected",) for situation in SITUATIONS if "exact" in situation),
-    *((name, "`distill`") for name in ENTRIES for what in ("entropy_coef", "kl", "replay", "reinforce, ") if what in name),
-}  # fmt: skip
+    *(
+        (name, situation)
+        for name in ("replay.kind: corrected",)
+        for situation in SITUATIONS
+        if "exact" in situation
+    ),
+    *(
+        (name, "`distill`")
+        for name in ENTRIES
+        for what in ("entropy_coef", "kl", "replay", "reinforce, ")
+        if what in name
+    ),
+}
 """Entries that say themselves what the situation says, or that a run refuses there."""
 
 
@@ -91,7 +121,11 @@ def built(changes: Changes) -> tuple[LossSettings, AlgorithmSettings, UpdateSett
             place = place.setdefault(parent, {})
         place[last] = value
     loss: LossSettings = TypeAdapter(LossChoice).validate_python(parts["loss"])
-    return loss, AlgorithmSettings.model_validate(parts["algorithm"]), UpdateSettings.model_validate(parts["update"])
+    return (
+        loss,
+        AlgorithmSettings.model_validate(parts["algorithm"]),
+        UpdateSettings.model_validate(parts["update"]),
+    )
 
 
 def cell(entry: str, situation: str) -> list[str] | None:
@@ -107,12 +141,16 @@ def cell(entry: str, situation: str) -> list[str] | None:
 def idles(entry: str, said: list[str]) -> bool:
     """Whether a sentence is about what distinguishes the entry from ``baseline``."""
     without = baseline(entry)
-    names = [key for key, value in ENTRIES[entry].items() if key not in without or without[key] != value]
+    names = [
+        key for key, value in ENTRIES[entry].items() if key not in without or without[key] != value
+    ]
     return any(name in sentence.split(":")[0] for sentence in said for name in names)
 
 
 def baseline(entry: str) -> Changes:
-    """The settings that an entry is compared with: those of its loss, and for ``corrected`` what it corrects."""
+    """The settings that an entry is compared with: those of its loss, and for ``corrected`` what it
+    corrects.
+    """
     changes = ENTRIES[entry]
     if "algorithm.replay.kind" in changes:
         return {"algorithm.replay.kind": "on_policy"}
@@ -130,7 +168,11 @@ def page() -> str:
         for situation in SITUATIONS:
             said = cell(entry, situation)
             cells.append("" if said is None else "nothing" if idles(entry, said) else "acts")
-            sentences |= {why: one for one in said or () if (why := one.partition(" here: ")[2]) not in sentences}
+            sentences |= {
+                why: one
+                for one in said or ()
+                if (why := one.partition(" here: ")[2]) not in sentences
+            }
         lines.append(f"| `{entry}` | " + " | ".join(cells) + " |")
     return (
         HEADER

@@ -26,7 +26,8 @@ Alert rules are in deploy/prometheus, a dashboard in deploy/grafana/run.json.
 def reference() -> str:
     """docs/metrics.md."""
     return HEADER + "".join(
-        f"| `{m.name}` | {m.unit} | {m.meaning.replace('|', chr(92) + '|')} | `{m.prometheus}{_braces(m.labels)}` |\n"
+        f"| `{m.name}` | {m.unit} | {m.meaning.replace('|', chr(92) + '|')} |"
+        f" `{m.prometheus}{_braces(m.labels)}` |\n"
         for m in METRICS
     )
 

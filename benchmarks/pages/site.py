@@ -1,8 +1,9 @@
-"""``python -m benchmarks.pages.site OUT``: the pages as a site with search, and ``llms.txt``, a list of them for language models.
+"""``python -m benchmarks.pages.site OUT``: the pages as a site with search, and ``llms.txt``, a
+list of them for language models.
 
-mkdocs with its theme material (the extra ``site``) builds it strictly: a link that leads nowhere ends the build. Pages keep their
-places, so that their links among each other and to files of the repository hold; these files go along. Nothing is fetched from
-elsewhere when the site is read.
+mkdocs with its theme material (the extra ``site``) builds it strictly: a link that leads nowhere
+ends the build. Pages keep their places, so that their links among each other and to files of the
+repository hold; these files go along. Nothing is fetched from elsewhere when the site is read.
 """
 
 from __future__ import annotations
@@ -27,14 +28,24 @@ TITLE = re.compile(r"^(```\w* )title=(\S+)", re.MULTILINE)
 THEME = {
     "name": "material",
     "font": False,
-    "features": ["navigation.tabs", "navigation.top", "search.suggest", "search.highlight", "content.code.copy"],
+    "features": [
+        "navigation.tabs",
+        "navigation.top",
+        "search.suggest",
+        "search.highlight",
+        "content.code.copy",
+    ],
     "palette": [
         {
             "media": "(prefers-color-scheme: light)",
             "scheme": "default",
             "toggle": {"icon": "material/weather-night", "name": "dark"},
         },
-        {"media": "(prefers-color-scheme: dark)", "scheme": "slate", "toggle": {"icon": "material/weather-sunny", "name": "light"}},
+        {
+            "media": "(prefers-color-scheme: dark)",
+            "scheme": "slate",
+            "toggle": {"icon": "material/weather-sunny", "name": "light"},
+        },
     ],
 }
 
@@ -53,12 +64,17 @@ def linked(page: Path) -> Iterator[Path]:
 
 
 def sections() -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """The headings of docs/README.md, and of each the lines below it as (paths joined by spaces, what they answer)."""
+    """The headings of docs/README.md, and of each the lines below it as (paths joined by spaces,
+    what they answer).
+    """
     for part in (ROOT / "docs/README.md").read_text(encoding="utf-8").split("\n## ")[1:]:
         heading, _, lines = part.partition("\n")
         entries = []
         for line in lines.splitlines():
-            paths = [str((ROOT / "docs" / match["path"]).resolve().relative_to(ROOT)) for match in ENTRY.finditer(line)]
+            paths = [
+                str((ROOT / "docs" / match["path"]).resolve().relative_to(ROOT))
+                for match in ENTRY.finditer(line)
+            ]
             if paths:
                 entries.append((" ".join(paths), line.rpartition(": ")[2]))
         yield heading, entries
@@ -71,14 +87,26 @@ def navigation() -> list[dict[str, Any]]:
     tabs: list[dict[str, Any]] = [{"Start": ["README.md"]}]
     for heading, entries in sections():
         paths = [path for paths, _ in entries for path in paths.split() if path != "README.md"]
-        tabs.append({heading: [page for path in paths for page in (path, *(other for other in rest if _below(other, path)))]})
+        tabs.append(
+            {
+                heading: [
+                    page
+                    for path in paths
+                    for page in (path, *(other for other in rest if _below(other, path)))
+                ]
+            }
+        )
     placed = {page for tab in tabs for listed in tab.values() for page in listed}
     tabs.append({"More": [page for page in rest if page not in placed]})
     return tabs
 
 
 def _below(page: str, index: str) -> bool:
-    return index.endswith("/README.md") and index != "docs/README.md" and Path(page).parent == Path(index).parent
+    return (
+        index.endswith("/README.md")
+        and index != "docs/README.md"
+        and Path(page).parent == Path(index).parent
+    )
 
 
 def title(page: str) -> str:
@@ -94,7 +122,11 @@ def llms() -> str:
     lines = ["# rayloop", "", f"> {first}"]
     for heading, entries in sections():
         lines += ["", f"## {heading}", ""]
-        lines += [f"- [{title(path)}]({path}): {answer}" for paths, answer in entries for path in paths.split()]
+        lines += [
+            f"- [{title(path)}]({path}): {answer}"
+            for paths, answer in entries
+            for path in paths.split()
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -106,16 +138,43 @@ def build(out: Path) -> None:
             (source / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / path, source / path)
             if path.suffix == ".md":
-                (source / path).write_text(TITLE.sub(r'\1title="\2"', (ROOT / path).read_text(encoding="utf-8")), encoding="utf-8")
+                (source / path).write_text(
+                    TITLE.sub(r'\1title="\2"', (ROOT / path).read_text(encoding="utf-8")),
+                    encoding="utf-8",
+                )
         (source / "llms.txt").write_text(llms(), encoding="utf-8")
         configuration = {
-            "site_name": "rayloop", "docs_dir": "pages", "site_dir": str(out.resolve()), "strict": True, "theme": THEME,
-            "nav": navigation(), "plugins": ["search"], "use_directory_urls": False,
-            "markdown_extensions": ["tables", "admonition", "pymdownx.superfences", {"toc": {"permalink": True}}],
-            "validation": {"links": {"anchors": "warn", "unrecognized_links": "warn"}, "omitted_files": "info"},
-        }  # fmt: skip
-        (Path(folder) / "mkdocs.yml").write_text(yaml.safe_dump(configuration, sort_keys=False), encoding="utf-8")
-        command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", f"{folder}/mkdocs.yml"]
+            "site_name": "rayloop",
+            "docs_dir": "pages",
+            "site_dir": str(out.resolve()),
+            "strict": True,
+            "theme": THEME,
+            "nav": navigation(),
+            "plugins": ["search"],
+            "use_directory_urls": False,
+            "markdown_extensions": [
+                "tables",
+                "admonition",
+                "pymdownx.superfences",
+                {"toc": {"permalink": True}},
+            ],
+            "validation": {
+                "links": {"anchors": "warn", "unrecognized_links": "warn"},
+                "omitted_files": "info",
+            },
+        }
+        (Path(folder) / "mkdocs.yml").write_text(
+            yaml.safe_dump(configuration, sort_keys=False), encoding="utf-8"
+        )
+        command = [
+            sys.executable,
+            "-m",
+            "mkdocs",
+            "build",
+            "--strict",
+            "--config-file",
+            f"{folder}/mkdocs.yml",
+        ]
         subprocess.run(command, check=True)
 
 

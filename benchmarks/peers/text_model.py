@@ -1,4 +1,5 @@
-"""Makes the model of ``bench``: a Qwen2 of 8.1 M parameters with random weights and a tokenizer trained on the spot.
+"""Makes the model of ``bench``: a Qwen2 of 8.1 M parameters with random weights and a tokenizer
+trained on the spot.
 
 python -m benchmarks.peers.text_model DIR
 """
@@ -13,15 +14,26 @@ from typing import Any
 
 from rayloop.engines.tiny_vlm import write_tiny_vlm
 
-SIZES: dict[str, Any] = {"hidden": 256, "layers": 8, "heads": 4, "kv_heads": 2, "intermediate": 1024, "vocabulary": 1024}
+SIZES: dict[str, Any] = {
+    "hidden": 256,
+    "layers": 8,
+    "heads": 4,
+    "kv_heads": 2,
+    "intermediate": 1024,
+    "vocabulary": 1024,
+}
 
 
 def texts(number: int, seed: int = 0) -> list[str]:
     """Made-up words and sums, enough of them for a tokenizer to fill its vocabulary."""
     generator = random.Random(seed)
-    words = ["".join(generator.choices(string.ascii_lowercase, k=generator.randint(2, 7))) for _ in range(400)]
+    words = [
+        "".join(generator.choices(string.ascii_lowercase, k=generator.randint(2, 7)))
+        for _ in range(400)
+    ]
     return [
-        f"{' '.join(generator.choices(words, k=30))} {generator.randint(0, 99)} + {generator.randint(0, 99)} = "
+        f"{' '.join(generator.choices(words, k=30))} {generator.randint(0, 99)} +"
+        f" {generator.randint(0, 99)} = "
         for _ in range(number)
     ]
 

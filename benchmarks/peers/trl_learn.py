@@ -1,8 +1,9 @@
-"""The peer's side of ``python -m benchmarks.evidence reasoning``: TRL's GRPOTrainer on the same rows, with the same reward.
+"""The peer's side of ``python -m benchmarks.evidence reasoning``: TRL's GRPOTrainer on the same
+rows, with the same reward.
 
-It runs in an environment of its own that has trl, torch, transformers, datasets and reasoning-gym, and nothing of rayloop. The
-held-out rows are sampled before the first step and after every ``--every`` steps; the seconds of that are left out. The last line
-is JSON.
+It runs in an environment of its own that has trl, torch, transformers, datasets and reasoning-gym,
+and nothing of rayloop. The held-out rows are sampled before the first step and after every
+``--every`` steps; the seconds of that are left out. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -39,13 +40,19 @@ def prompt(row: dict[str, Any], shots: int) -> list[dict[str, str]]:
     """The row's question behind ``shots`` solved ones."""
     data, messages = data_of(row), []
     for index in range(shots):
-        messages += [{"role": "user", "content": data[index]["question"]}, {"role": "assistant", "content": data[index]["answer"]}]
+        messages += [
+            {"role": "user", "content": data[index]["question"]},
+            {"role": "assistant", "content": data[index]["answer"]},
+        ]
     return [*messages, {"role": "user", "content": data[row["index"]]["question"]}]
 
 
 def scores(completions: list[Any], row: list[str], **columns: Any) -> list[float]:
     """The package's own score of each completion."""
-    return [scored(text[-1]["content"], json.loads(each)) for text, each in zip(completions, row, strict=True)]
+    return [
+        scored(text[-1]["content"], json.loads(each))
+        for text, each in zip(completions, row, strict=True)
+    ]
 
 
 def scored(text: str, row: dict[str, Any]) -> float:
@@ -60,7 +67,9 @@ def scored(text: str, row: dict[str, Any]) -> float:
 class HeldOut(TrainerCallback):
     """Samples the held-out rows now and then, and notes the training seconds until then."""
 
-    def __init__(self, shape: argparse.Namespace, tokenizer: Any, rows: list[dict[str, Any]]) -> None:
+    def __init__(
+        self, shape: argparse.Namespace, tokenizer: Any, rows: list[dict[str, Any]]
+    ) -> None:
         self.shape, self.tokenizer, self.rows = shape, tokenizer, rows
         self.found: dict[int, dict[str, float]] = {}
         self.seconds, self._began = 0.0, 0.0
@@ -81,31 +90,60 @@ class HeldOut(TrainerCallback):
         for at in range(0, len(self.rows), 16):
             part = self.rows[at : at + 16]
             texts = [
-                self.tokenizer.apply_chat_template(prompt(row, self.shape.shots), tokenize=False, add_generation_prompt=True)
+                self.tokenizer.apply_chat_template(
+                    prompt(row, self.shape.shots), tokenize=False, add_generation_prompt=True
+                )
                 for row in part
             ]
-            prompts = self.tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+            prompts = self.tokenizer(
+                texts, return_tensors="pt", padding=True, add_special_tokens=False
+            )
             made = model.generate(
-                **prompts, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=self.shape.completion,
-                num_return_sequences=self.shape.samples, pad_token_id=self.tokenizer.pad_token_id,
-            )  # fmt: skip
-            said = self.tokenizer.batch_decode(made[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+                **prompts,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=self.shape.completion,
+                num_return_sequences=self.shape.samples,
+                pad_token_id=self.tokenizer.pad_token_id,
+            )
+            said = self.tokenizer.batch_decode(
+                made[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True
+            )
             for index, text in enumerate(said):
                 row = part[index // self.shape.samples]
                 rewards[row["task"]].append(scored(text, row))
         model.train()
         means = {name: round(fmean(values), 4) for name, values in sorted(rewards.items())}
-        self.found[step] = {"all": round(fmean(means.values()), 4), **means, "train_s": round(self.seconds, 1)}
+        self.found[step] = {
+            "all": round(fmean(means.values()), 4),
+            **means,
+            "train_s": round(self.seconds, 1),
+        }
         print(step, self.found[step], flush=True)
         self._began = time.perf_counter()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--train", type=Path, required=True, help="JSON lines {task, seed, index, size, config}")
+    parser.add_argument(
+        "--train", type=Path, required=True, help="JSON lines {task, seed, index, size, config}"
+    )
     parser.add_argument("--eval", type=Path, required=True)
     parser.add_argument("--model", type=Path, required=True)
-    for name in ("prompts", "group", "completion", "steps", "threads", "seed", "every", "samples", "micro", "shots"):
+    for name in (
+        "prompts",
+        "group",
+        "completion",
+        "steps",
+        "threads",
+        "seed",
+        "every",
+        "samples",
+        "micro",
+        "shots",
+    ):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--lr", type=float, required=True)
     shape = parser.parse_args()
@@ -113,28 +151,57 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(shape.model, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     train, held_out = (
-        [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] for file in (shape.train, shape.eval)
+        [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        for file in (shape.train, shape.eval)
     )
     watch = HeldOut(shape, tokenizer, held_out)
     batch = shape.prompts * shape.group
     with tempfile.TemporaryDirectory() as output:
         config = GRPOConfig(
-            output_dir=output, max_steps=shape.steps, per_device_train_batch_size=shape.micro,
-            gradient_accumulation_steps=batch // shape.micro, num_generations=shape.group, max_completion_length=shape.completion,
-            learning_rate=shape.lr, lr_scheduler_type="constant", beta=0.0, temperature=1.0, use_cpu=True, bf16=False,
-            gradient_checkpointing=False, save_strategy="no", report_to=[], logging_steps=1, disable_tqdm=True, seed=shape.seed,
-        )  # fmt: skip
+            output_dir=output,
+            max_steps=shape.steps,
+            per_device_train_batch_size=shape.micro,
+            gradient_accumulation_steps=batch // shape.micro,
+            num_generations=shape.group,
+            max_completion_length=shape.completion,
+            learning_rate=shape.lr,
+            lr_scheduler_type="constant",
+            beta=0.0,
+            temperature=1.0,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            save_strategy="no",
+            report_to=[],
+            logging_steps=1,
+            disable_tqdm=True,
+            seed=shape.seed,
+        )
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(shape.model, dtype=torch.float32), processing_class=tokenizer,
-            reward_funcs=scores, args=config, callbacks=[watch],
-            train_dataset=Dataset.from_list([{"prompt": prompt(row, shape.shots), "row": json.dumps(row)} for row in train]),
-        )  # fmt: skip
+            model=AutoModelForCausalLM.from_pretrained(shape.model, dtype=torch.float32),
+            processing_class=tokenizer,
+            reward_funcs=scores,
+            args=config,
+            callbacks=[watch],
+            train_dataset=Dataset.from_list(
+                [{"prompt": prompt(row, shape.shots), "row": json.dumps(row)} for row in train]
+            ),
+        )
         trainer.train()
     logged = {
-        name: [round(record[name], 4) for record in trainer.state.log_history if name in record] for name in ("reward", "entropy")
+        name: [round(record[name], 4) for record in trainer.state.log_history if name in record]
+        for name in ("reward", "entropy")
     }
-    shown = {name: str(value) for name, value in vars(shape).items() if name not in ("train", "eval", "model")}
-    print(json.dumps({"tool": "trl", "trl": version("trl"), **shown, **logged, "held_out": watch.found}))
+    shown = {
+        name: str(value)
+        for name, value in vars(shape).items()
+        if name not in ("train", "eval", "model")
+    }
+    print(
+        json.dumps(
+            {"tool": "trl", "trl": version("trl"), **shown, **logged, "held_out": watch.found}
+        )
+    )
 
 
 if __name__ == "__main__":

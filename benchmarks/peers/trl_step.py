@@ -1,7 +1,9 @@
-"""The peer's side of ``python -m benchmarks compare``: the same GRPO step with TRL's GRPOTrainer, measured alike.
+"""The peer's side of ``python -m benchmarks compare``: the same GRPO step with TRL's GRPOTrainer,
+measured alike.
 
-It runs in an environment of its own that has trl, torch, transformers and datasets, and nothing of rayloop. The last line
-is JSON. Generation is from the step's begin to its scored answers, training the rest of the step.
+It runs in an environment of its own that has trl, torch, transformers and datasets, and nothing of
+rayloop. The last line is JSON. Generation is from the step's begin to its scored answers, training
+the rest of the step.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 def digit_share(completions: list[str], **columns: Any) -> list[float]:
     """The same toy reward as ours: the share of characters that are digits."""
-    return [sum(character.isdigit() for character in text) / max(1, len(text)) for text in completions]
+    return [
+        sum(character.isdigit() for character in text) / max(1, len(text)) for text in completions
+    ]
 
 
 class Timed(GRPOTrainer):
@@ -62,7 +66,9 @@ class Ends(TrainerCallback):
 
 def trainer(shape: argparse.Namespace, output: str) -> Timed:
     torch.set_num_threads(shape.threads)
-    prompts = [json.loads(line)["prompt"] for line in shape.rows.read_text(encoding="utf-8").splitlines()]
+    prompts = [
+        json.loads(line)["prompt"] for line in shape.rows.read_text(encoding="utf-8").splitlines()
+    ]
     config = GRPOConfig(
         output_dir=output,
         max_steps=shape.steps,
@@ -126,7 +132,12 @@ def main() -> None:
     for name in ("prompts", "group", "completion", "steps", "threads"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--lr", type=float, required=True)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True, help="master weights stay float32")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        required=True,
+        help="master weights stay float32",
+    )
     shape = parser.parse_args()
     ends = Ends()
     with tempfile.TemporaryDirectory() as output:

@@ -1,7 +1,9 @@
-"""``bench saving``: how long training is held up by a checkpoint, written while it waits and beside it, alternately.
+"""``bench saving``: how long training is held up by a checkpoint, written while it waits and beside
+it, alternately.
 
-One rank in this process, no Ray, a text model of random weights with Adam's moments, all in float32. Both ways write the same bytes
-(the model three times) and wait for the disk; beside training they are copied first, which takes as much memory again.
+One rank in this process, no Ray, a text model of random weights with Adam's moments, all in
+float32. Both ways write the same bytes (the model three times) and wait for the disk; beside
+training they are copied first, which takes as much memory again.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ SIZES: dict[str, dict[str, Any]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=SIZES, default="digits", help="of the model")
     parser.add_argument("--sequences", type=int, default=8, help="of an update, 64 tokens each")
-    parser.add_argument("--rounds", type=int, default=5, help="of both ways; another one before them warms up")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="of both ways; another one before them warms up"
+    )
     parser.set_defaults(run=_saving)
 
 
@@ -42,11 +46,22 @@ def _saving(arguments: argparse.Namespace) -> int:
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        model = write_tiny_vlm(folder / "model", [f"word {n}" for n in range(500)], vision=False, **SIZES[arguments.size])
+        model = write_tiny_vlm(
+            folder / "model",
+            [f"word {n}" for n in range(500)],
+            vision=False,
+            **SIZES[arguments.size],
+        )
         trainer = FsdpEngine(
-            ModelSettings(path=str(model)), FsdpSettings(), OptimizerSettings(), PpoLoss(),
-            rank=0, world_size=1, init_method=f"file://{folder}/group", seed=0,
-        )  # fmt: skip
+            ModelSettings(path=str(model)),
+            FsdpSettings(),
+            OptimizerSettings(),
+            PpoLoss(),
+            rank=0,
+            world_size=1,
+            init_method=f"file://{folder}/group",
+            seed=0,
+        )
         batch = [train_item((n, 0), (70,) * 32, 32, Sampling()) for n in range(arguments.sequences)]
         found: dict[str, list[float]] = {}
 
@@ -68,8 +83,21 @@ def _saving(arguments: argparse.Namespace) -> int:
             size = sum(file.stat().st_size for file in (folder / "beside").iterdir())
             shutil.rmtree(folder / "waiting")
             shutil.rmtree(folder / "beside")
-            print(f"round {number}: { {name: round(each[-1], 3) for name, each in found.items()} }", file=sys.stderr)
+            print(
+                f"round {number}: { {name: round(each[-1], 3) for name, each in found.items()} }",
+                file=sys.stderr,
+            )
         trainer.close()
     medians = {name: round(median(each[1:]), 4) for name, each in found.items()}
-    print(json.dumps({"size": arguments.size, "rounds": arguments.rounds, "bytes": size, **medians, "machine": machine()}))
+    print(
+        json.dumps(
+            {
+                "size": arguments.size,
+                "rounds": arguments.rounds,
+                "bytes": size,
+                **medians,
+                "machine": machine(),
+            }
+        )
+    )
     return 0

@@ -1,4 +1,6 @@
-"""How a run ends before its last step: saved if possible, recorded, and with the step that a resume starts from."""
+"""How a run ends before its last step: saved if possible, recorded, and with the step that a resume
+starts from.
+"""
 
 import asyncio
 import logging
@@ -33,11 +35,16 @@ from rayloop.run.reporter import Reporter
 logger = logging.getLogger(__name__)
 
 SUSPECT = (Diverged, LedgerError, LogprobMismatch, WeightSyncError, AlarmStopped, RunTaken)
-"""Errors after which weights or counts cannot be trusted, or another process has the run: a resume starts from an earlier step."""
+"""Errors after which weights or counts cannot be trusted, or another process has the run: a resume
+starts from an earlier step.
+"""
 
 
 class Run(Protocol):
-    """The driver at its end. ``begun``: the step that was restored. ``lost``: a rank died, and no step was restored since."""
+    """The driver at its end.
+
+    ``begun``: the step that was restored. ``lost``: a rank died, and no step was restored since.
+    """
 
     config: RunConfig
     reporter: Reporter
@@ -56,8 +63,11 @@ class Run(Protocol):
 
 
 async def ended(run: Run, error: Exception) -> RayloopError:
-    """Record the end of a run by ``error``, and save what can be saved. Returns the typed error, with a note about the checkpoint;
-    after a stop Preempted when this step is saved, else NotSaved, or one of ``SUSPECT``."""
+    """Record the end of a run by ``error``, and save what can be saved.
+
+    Returns the typed error, with a note about the checkpoint; after a stop Preempted when this step
+    is saved, else NotSaved, or one of ``SUSPECT``.
+    """
     end = typed(error)
     # A stop cancels calls on its way, and their errors
     # belong to it, unless they make the step untrustworthy.
@@ -68,7 +78,8 @@ async def ended(run: Run, error: Exception) -> RayloopError:
     restored = run.version.lineage > 0
     if stopped and not restored:
         return _recorded(run, run.origin.stopped(run.reporter.folder.last_step), error)
-    # Before the version is that of the restored step, a checkpoint would have the version 0.0 and replace the one it came from.
+    # Before the version is that of the restored step, a checkpoint would have the version 0.0 and
+    # replace the one it came from.
     saves = restored and (stopped or run.step > run.begun)
     why = await _save(run, end) if saves else ""
 
@@ -79,18 +90,31 @@ async def ended(run: Run, error: Exception) -> RayloopError:
     if stopped:
         where = f"stopped at step {run.step} of {run.config.steps}"
         again = run.origin.again()
-        end = Preempted(f"{where}, saved; {again}") if saved else NotSaved(f"{where}, not saved: {why}; {again}")
+        end = (
+            Preempted(f"{where}, saved; {again}")
+            if saved
+            else NotSaved(f"{where}, not saved: {why}; {again}")
+        )
     elif run.step or end.exit_code == AGAIN:
         if isinstance(end, Unforeseen):
             end.add_note("its traceback is in events.jsonl")
-        outcome = f"step {run.step} is saved; " if saved else f"step {run.step} is not saved: {why}; " if why else ""
+        outcome = (
+            f"step {run.step} is saved; "
+            if saved
+            else f"step {run.step} is not saved: {why}; "
+            if why
+            else ""
+        )
         end.add_note(outcome + run.origin.again())
 
     return _recorded(run, end, error)
 
 
 async def _save(run: Run, end: RayloopError) -> str:
-    """Save the step, unless it is being written or on disk. Returns why it could not be saved, or ""."""
+    """Save the step, unless it is being written or on disk.
+
+    Returns why it could not be saved, or "".
+    """
     try:
         # One save at a time: the one under way counts against the same grace.
         async with asyncio.timeout(run.config.preemption.grace):
@@ -99,7 +123,10 @@ async def _save(run: Run, end: RayloopError) -> str:
                 return why
             await run.checkpoint(last=True)
     except TimeoutError:
-        return f"the checkpoint was not written within preemption.grace ({run.config.preemption.grace:g} s)"
+        return (
+            "the checkpoint was not written within preemption.grace"
+            f" ({run.config.preemption.grace:g} s)"
+        )
     except Exception as error:
         # The run ends because of ``end``; that it could not be saved is only a part of the message.
         return brief(error)
@@ -123,6 +150,10 @@ def _recorded(run: Run, end: RayloopError, error: Exception) -> RayloopError:
         if isinstance(end, Preempted):
             run.reporter.event(events.PreemptedEvent(run.ledger.counts()))
         else:
-            trace = "".join(traceback.format_exception(error)) if isinstance(end, Unforeseen | MachineFailed) else ""
+            trace = (
+                "".join(traceback.format_exception(error))
+                if isinstance(end, Unforeseen | MachineFailed)
+                else ""
+            )
             run.reporter.failed(end, run.ledger.counts(), trace)
     return end

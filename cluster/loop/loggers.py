@@ -1,4 +1,6 @@
-"""The loggers of a run, opened by their settings, and the Prometheus logger, whose gauges are on Ray's metrics port."""
+"""The loggers of a run, opened by their settings, and the Prometheus logger, whose gauges are on
+Ray's metrics port.
+"""
 
 import threading
 import time
@@ -7,7 +9,12 @@ from typing import Any
 
 from rayloop.config.settings import Component
 from rayloop.core.deadlines import WAITS
-from rayloop.loggers.settings import AnySettings, PrometheusSettings, TensorBoardSettings, WandbSettings
+from rayloop.loggers.settings import (
+    AnySettings,
+    PrometheusSettings,
+    TensorBoardSettings,
+    WandbSettings,
+)
 from rayloop.loggers.threads import Logger
 from rayloop.loggers.writers import TensorBoard, Wandb
 from rayloop.run.folder import RunFolder
@@ -15,12 +22,16 @@ from rayloop.run.records.metrics import prometheus
 from rayloop.view.vitals import Vitals
 
 REPEAT = 3.0
-"""Seconds between two exports of the gauges: Ray drops a gauge that was not set within its report period of 10 s."""
+"""Seconds between two exports of the gauges: Ray drops a gauge that was not set within its report
+period of 10 s.
+"""
 
 
 class Prometheus:
-    """Gauges of ``ray.util.metrics``, named by ``rayloop.run.records.metrics.prometheus``, with the label ``run``. A metric keeps
-    its value until a step has a new one; those of ``vitals`` are as old as the last export."""
+    """Gauges of ``ray.util.metrics``, named by ``rayloop.run.records.metrics.prometheus``, with the
+    label ``run``. A metric keeps its value until a step has a new one; those of ``vitals`` are as
+    old as the last export.
+    """
 
     def __init__(self, run: str, vitals: Vitals) -> None:
         from ray.util.metrics import Gauge
@@ -48,7 +59,9 @@ class Prometheus:
         for name, value in metrics.items():
             row, labels = prometheus(name)
             if row.prometheus not in self._gauges:
-                self._gauges[row.prometheus] = self._make(row.prometheus, row.meaning, ("run", *labels))
+                self._gauges[row.prometheus] = self._make(
+                    row.prometheus, row.meaning, ("run", *labels)
+                )
             self._gauges[row.prometheus].set(value, {"run": self._run, **labels})
 
 
@@ -63,7 +76,9 @@ def alive(vitals: Vitals) -> dict[str, float]:
     return {**found, "recovery/progress_age": min(quiet, found.get("recovery/progress_age", quiet))}
 
 
-def open_logger(settings: AnySettings, name: str, config: Mapping[str, Any], folder: RunFolder) -> Logger:
+def open_logger(
+    settings: AnySettings, name: str, config: Mapping[str, Any], folder: RunFolder
+) -> Logger:
     """The logger of the run ``name``; W&B shows ``config``. Raises what its package raises."""
     match settings:
         case PrometheusSettings():

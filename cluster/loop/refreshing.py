@@ -1,5 +1,7 @@
-"""A reference that takes over the policy's weights every so many steps (``reference.refresh_every``; TRL's ``sync_ref_model``):
-model folders ``reference/STEP-LINEAGE/``, of which the newest two are kept, and links to the one in use in each checkpoint."""
+"""A reference that takes over the policy's weights every so many steps
+(``reference.refresh_every``; TRL's ``sync_ref_model``): model folders ``reference/STEP-LINEAGE/``,
+of which the newest two are kept, and links to the one in use in each checkpoint.
+"""
 
 import shutil
 from pathlib import Path
@@ -14,14 +16,19 @@ NAME = "reference"
 
 
 class RefreshedReference:
-    """``folder``: the model folder of the last refresh; None: the reference is the one of the configuration."""
+    """``folder``: the model folder of the last refresh; None: the reference is the one of the
+    configuration.
+    """
 
     def __init__(self, every: int | None, run: Path) -> None:
         self.folder: Path | None = None
         self._every, self._below = every, run / NAME
 
     async def refresh(self, policy: PolicyGroup, version: Version) -> None:
-        """Take over the weights of ``version``, when its step is one for that. Raises PolicyLost."""
+        """Take over the weights of ``version``, when its step is one for that.
+
+        Raises PolicyLost.
+        """
         if not self._every or version.step % self._every:
             return
         # Without parents: on an unmounted storage they would be made below its mount point.
@@ -41,7 +48,10 @@ class RefreshedReference:
             linked(self.folder, checkpoint / NAME / self.folder.name)
 
     def restore(self, checkpoint: Checkpoint | None) -> None:
-        """Use what ``keep`` put into the checkpoint. Raises Damaged when it is not what was written."""
+        """Use what ``keep`` put into the checkpoint.
+
+        Raises Damaged when it is not what was written.
+        """
         self.folder = None
         if not self._every or checkpoint is None:
             return

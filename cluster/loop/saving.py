@@ -1,4 +1,6 @@
-"""Saving the steps of a run, one at a time, beside training with ``checkpoint.asynchronous`` (docs/algorithm.md, section 12)."""
+"""Saving the steps of a run, one at a time, beside training with ``checkpoint.asynchronous``
+(docs/algorithm.md, section 12).
+"""
 
 import asyncio
 import time
@@ -23,8 +25,10 @@ from rayloop.run.checkpoint import FAILED_SAVES, Checkpoint, CheckpointStore, co
 
 @dataclass(frozen=True)
 class SavedStep:
-    """A step to save: the driver's part, what goes into the marker, whether it is kept, and whether no step follows. ``patience``:
-    seconds of failures in a row after which storage that refuses is given up."""
+    """A step to save: the driver's part, what goes into the marker, whether it is kept, and whether
+    no step follows. ``patience``: seconds of failures in a row after which storage that refuses is
+    given up.
+    """
 
     version: Version
     state: Callable[[], Awaitable[Any]]
@@ -35,14 +39,27 @@ class SavedStep:
 
 
 class Saving:
-    """``saved``: what was saved last. ``failed``: saves in a row that could not be written, the last one because of ``trouble``."""
+    """``saved``: what was saved last.
+
+    ``failed``: saves in a row that could not be written, the last one because of ``trouble``.
+    """
 
     def __init__(
-        self, store: CheckpointStore, emit: Callable[[Event, int], None], *, beside: bool, timeout: float,
-        beforehand: Callable[[Path], None] = lambda folder: None, stopping: asyncio.Event | None = None,
-    ) -> None:  # fmt: skip
-        """``beside``: training goes on meanwhile. ``timeout``: seconds that one save may take. ``beforehand`` puts something of its
-        own into each checkpoint's folder, before training goes on. ``stopping``: set when the run is asked to end."""
+        self,
+        store: CheckpointStore,
+        emit: Callable[[Event, int], None],
+        *,
+        beside: bool,
+        timeout: float,
+        beforehand: Callable[[Path], None] = lambda folder: None,
+        stopping: asyncio.Event | None = None,
+    ) -> None:
+        """``beside``: training goes on meanwhile.
+
+        ``timeout``: seconds that one save may take. ``beforehand`` puts something of its own into
+        each checkpoint's folder, before training goes on. ``stopping``: set when the run is asked
+        to end.
+        """
         self.saved: tuple[Version, Checkpoint] | None = None
         self.failed = 0
         self.trouble: CheckpointError | None = None
@@ -53,34 +70,46 @@ class Saving:
         self._under_way: asyncio.Task[None] | None = None
 
     def anew(self, since: int) -> None:
-        """Raises CheckpointError when this start has saved a checkpoint, which is gone: the run may not begin at step 0. ``since``:
-        lineages that had begun before it. A driver that replaces another one reads in ``latest`` what that one saved."""
+        """Raises CheckpointError when this start has saved a checkpoint, which is gone: the run may
+        not begin at step 0. ``since``: lineages that had begun before it. A driver that replaces
+        another one reads in ``latest`` what that one saved.
+        """
         newest = self.saved[1].folder.name if self.saved else ""
         if not newest and self._store.lineages() > since:
             newest = self.latest()
         if newest:
             raise CheckpointError(
-                f"{self._store.folder}: {newest} was saved there, and no checkpoint is left. Nothing was begun anew: bring the "
-                "folder back and start again, name another checkpoint with checkpoint.resume=FOLDER, or begin anew under another "
-                "name=..."
+                f"{self._store.folder}: {newest} was saved there, and no checkpoint is left."
+                " Nothing was begun anew: bring the folder back and start again, name another"
+                " checkpoint with checkpoint.resume=FOLDER, or begin anew under another name=..."
             )
 
     def latest(self) -> str:
-        """The name of the checkpoint that was saved last, even if it is gone; "" when that is not known."""
+        """The name of the checkpoint that was saved last, even if it is gone; "" when that is not
+        known.
+        """
         with suppress(OSError):
             return (self._store.folder / "latest").read_text(encoding="utf-8")
         return ""
 
     def on_disk(self, version: Version) -> bool:
         """Whether there is a complete checkpoint of ``version``."""
-        return self.saved is not None and self.saved[0] == version and complete(self.saved[1].folder) is not None
+        return (
+            self.saved is not None
+            and self.saved[0] == version
+            and complete(self.saved[1].folder) is not None
+        )
 
     async def save(self, step: SavedStep, policy: PolicyGroup) -> None:
-        """Save a step. Returns when the ranks may go on; for the last step, when it is on disk.
+        """Save a step.
 
-        A save that fails is recorded, and tried again at the next step. After ``FAILED_SAVES`` of them, and for the last step,
-        training waits here while it is tried again: storage that comes back is worth more than steps that would be lost. Raises
-        its CheckpointError ``step.patience`` seconds after the first failure; another error now or from ``settle``."""
+        Returns when the ranks may go on; for the last step, when it is on disk.
+
+        A save that fails is recorded, and tried again at the next step. After ``FAILED_SAVES`` of
+        them, and for the last step, training waits here while it is tried again: storage that comes
+        back is worth more than steps that would be lost. Raises its CheckpointError
+        ``step.patience`` seconds after the first failure; another error now or from ``settle``.
+        """
         await self.settle()
         while True:
             waits = step.last or self.failed >= FAILED_SAVES
@@ -95,7 +124,10 @@ class Saving:
                 return  # the end of the run tries once more
 
     async def _begin(self, step: SavedStep, policy: PolicyGroup, *, beside: bool) -> None:
-        """Begin to save. Returns when the ranks may go on: with ``beside`` when they have copied what they write."""
+        """Begin to save.
+
+        Returns when the ranks may go on: with ``beside`` when they have copied what they write.
+        """
         copied = asyncio.Event()
         self._under_way = asyncio.create_task(self._write(step, policy, copied if beside else None))
         # Also after a failed save: otherwise training would wait for the copy for ever.
@@ -105,10 +137,15 @@ class Saving:
         await self.settle(wait=not beside)
 
     async def settle(self, *, wait: bool = True) -> None:
-        """Return when nothing is being written; without ``wait`` at once. Raises the error of the save that has ended."""
+        """Return when nothing is being written; without ``wait`` at once.
+
+        Raises the error of the save that has ended.
+        """
         if self._under_way is None or not (wait or self._under_way.done()):
             return
-        late = CheckpointStorageFailed(f"a checkpoint was not written within {self._timeout:g} s (policy.step_timeout)")
+        late = CheckpointStorageFailed(
+            f"a checkpoint was not written within {self._timeout:g} s (policy.step_timeout)"
+        )
         # ``asyncio.wait`` leaves the save running at the
         # deadline; awaiting the task would cancel it.
         await bounded(self._timeout, asyncio.wait({self._under_way}), late)
@@ -124,7 +161,9 @@ class Saving:
             # error: the run already ends for another reason.
             await asyncio.wait({self._under_way}, timeout=self._timeout)
 
-    async def _write(self, step: SavedStep, policy: PolicyGroup, copied: asyncio.Event | None) -> None:
+    async def _write(
+        self, step: SavedStep, policy: PolicyGroup, copied: asyncio.Event | None
+    ) -> None:
         """``copied`` is set when the ranks may go on; None: they wait."""
         began, number = time.monotonic(), step.version.step
         write = policy.save if copied is None else partial(policy.save_beside, copied=copied)
@@ -134,7 +173,9 @@ class Saving:
             return await write(folder)
 
         try:
-            saved = await self._store.save(number, await step.state(), trainer, step.about, best=step.best)
+            saved = await self._store.save(
+                number, await step.state(), trainer, step.about, best=step.best
+            )
         except CheckpointError as error:
             # Only these failures are tried again; ``settle``
             # raises all others, such as PolicyLost and RunTaken.
@@ -146,18 +187,27 @@ class Saving:
             return
 
         self.failed, self.trouble, self.saved = 0, None, (step.version, saved)
-        self._emit(events.CheckpointEvent(saved.folder.name, round(time.monotonic() - began, 3)), number)
+        self._emit(
+            events.CheckpointEvent(saved.folder.name, round(time.monotonic() - began, 3)), number
+        )
 
 
-async def capture(state: Callable[[], Plain], lose: Callable[[Collection[TrajectoryId]], None], timeout: float) -> Plain:
-    """A state with its payloads in it; the run goes on while they are fetched. ``lose`` gets the trajectories whose payloads are
-    gone, and then a later state is taken. Raises CheckpointError when payloads do not come within ``timeout`` seconds."""
+async def capture(
+    state: Callable[[], Plain], lose: Callable[[Collection[TrajectoryId]], None], timeout: float
+) -> Plain:
+    """A state with its payloads in it; the run goes on while they are fetched.
+
+    ``lose`` gets the trajectories whose payloads are gone, and then a later state is taken. Raises
+    CheckpointError when payloads do not come within ``timeout`` seconds.
+    """
     # Outside the loop: values that arrived are not fetched again for the later state.
     values: dict[Any, Any] = {}
     while True:
         taken = state()
         try:
-            lost = await with_deadline(timeout, fetch(held(taken), values), "payloads for the checkpoint")
+            lost = await with_deadline(
+                timeout, fetch(held(taken), values), "payloads for the checkpoint"
+            )
         except WorkerLost as error:
             raise CheckpointError(str(error)) from error
         if not lost:
@@ -166,7 +216,10 @@ async def capture(state: Callable[[], Plain], lose: Callable[[Collection[Traject
 
 
 async def fetch(wanted: Iterable[HeldValue], values: dict[Any, Any]) -> set[TrajectoryId]:
-    """Add the values of the references to ``values``. Returns the trajectories of which something is lost."""
+    """Add the values of the references to ``values``.
+
+    Returns the trajectories of which something is lost.
+    """
     # With replay several members hold one payload, which is fetched once.
     ids = {(found.reference, found.id) for found in wanted}
 

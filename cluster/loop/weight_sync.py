@@ -1,4 +1,6 @@
-"""Weight sync to the rollout engines, and the check at the start that weights arrive (docs/algorithm.md, sections 10 and 11)."""
+"""Weight sync to the rollout engines, and the check at the start that weights arrive
+(docs/algorithm.md, sections 10 and 11).
+"""
 
 import asyncio
 import random
@@ -35,23 +37,35 @@ from rayloop.run.reporter import Reporter
 from rayloop.transports.seam import WeightTransport, WeightUpdate, transport
 
 VISIBLE = 10.0
-"""A perturbation is visible when it moves the log-probs by this many times what engines and trainer differ by anyway."""
+"""A perturbation is visible when it moves the log-probs by this many times what engines and trainer
+differ by anyway.
+"""
 PROBES = 4
 """Training tasks played for the log-prob check, the self-test and the drift check."""
 FAILING = 4
-"""The check at the start ends the run when it has played no task and so many have failed; ``PROBES`` or more."""
+"""The check at the start ends the run when it has played no task and so many have failed;
+``PROBES`` or more.
+"""
 LOGPROB_CHECK = "log-prob check"
-"""The purpose of the probes of the log-prob check. The self-test's probes have the name of the changed parameters as theirs."""
+"""The purpose of the probes of the log-prob check.
+
+The self-test's probes have the name of the changed parameters as theirs.
+"""
 SELF_TEST_TOKENS = 32
 """Maximum tokens of an answer of the self-test, whose first tokens show whether weights arrived."""
 ARRIVED = 1 / 3
-"""Changed weights have arrived when engines and trainer differ by at most this share of the change."""
+"""Changed weights have arrived when engines and trainer differ by at most this share of the change.
+"""
 LOADS, LOAD_FACTOR, LOAD_FLOOR = 5, 20.0, 60.0
-"""A load may take this many times what the longest of so many before it took, and this many seconds in any case."""
+"""A load may take this many times what the longest of so many before it took, and this many seconds
+in any case.
+"""
 
 
 class WeightSync:
-    """Brings the policy's weights into every engine; the transport sees it as ``rayloop.transports.seam.Rollouts``."""
+    """Brings the policy's weights into every engine; the transport sees it as
+    ``rayloop.transports.seam.Rollouts``.
+    """
 
     def __init__(self, config: RunConfig, services: TrainingServices, reporter: Reporter) -> None:
         self.config, self.services, self.reporter = config, services, reporter
@@ -67,7 +81,10 @@ class WeightSync:
         return transport(self.config.transport, self.services.weights)
 
     async def send(self, version: Version) -> None:
-        """Load ``version`` into all engines in service. Raises WeightSyncError, and PolicyLost when weights were lost."""
+        """Load ``version`` into all engines in service.
+
+        Raises WeightSyncError, and PolicyLost when weights were lost.
+        """
         try:
             # Ranks that share GPUs with the engines must be awake before they can gather weights.
             await self.services.sharing.to_policy()
@@ -79,12 +96,16 @@ class WeightSync:
             if object_lost(error):
                 # The driver recovers from PolicyLost: it rebuilds
                 # the ranks and syncs the checkpoint's weights.
-                raise PolicyLost(f"the weights of version {version} were lost while they were synced: {brief(error)}") from error
+                raise PolicyLost(
+                    f"the weights of version {version} were lost while they were synced:"
+                    f" {brief(error)}"
+                ) from error
             raise
 
     async def _send_again(self, version: Version, late: AnswerLate) -> None:
-        """Export and load ``version`` once more: a transfer that a broken link interrupted may not go on, and one of a new object
-        does. An engine that is late again is replaced."""
+        """Export and load ``version`` once more: a transfer that a broken link interrupted may not
+        go on, and one of a new object does. An engine that is late again is replaced.
+        """
         self.reporter.event(incidents.WeightsLost(str(version), why=brief(late)))
         self._spares = False
         try:
@@ -94,9 +115,15 @@ class WeightSync:
             self._spares = True
 
     def _patience(self) -> float:
-        """Seconds for a load: a multiple of what the last ones took, at most a sixth of ``policy.step_timeout``."""
+        """Seconds for a load: a multiple of what the last ones took, at most a sixth of
+        ``policy.step_timeout``.
+        """
         longest = self.config.sync_timeout
-        return min(longest, max(LOAD_FLOOR, LOAD_FACTOR * max(self._loads))) if self._loads else longest
+        return (
+            min(longest, max(LOAD_FLOOR, LOAD_FACTOR * max(self._loads)))
+            if self._loads
+            else longest
+        )
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -110,8 +137,11 @@ class WeightSync:
         self._kept.set()
 
     async def load(self, update: WeightUpdate[Any]) -> None:
-        """Load an update into every engine in service. Raises the first failure, when all have ended, and AnswerLate when one that
-        is ``kept``, and so can be exported again, takes much longer than those before."""
+        """Load an update into every engine in service.
+
+        Raises the first failure, when all have ended, and AnswerLate when one that is ``kept``, and
+        so can be exported again, takes much longer than those before.
+        """
         await self.services.sharing.to_rollout()
         kept, longest = update is self._current, self.config.sync_timeout
         within = self._patience() if kept else longest
@@ -131,7 +161,10 @@ class WeightSync:
         self.reporter.event(incidents.BroadcastFailedEvent(str(version), why=brief(error)))
 
     async def admit(self, engine: Handle[RolloutActor]) -> None:
-        """Load the current weights into a new engine, if there are any. Waits for others when these are lost."""
+        """Load the current weights into a new engine, if there are any.
+
+        Waits for others when these are lost.
+        """
         patience = max(self.config.recovery.start_timeout, LOADING) + self.config.sync_timeout
         loaded, within = None, self._patience()
         while self._current is not None and self._current is not loaded:
@@ -143,24 +176,39 @@ class WeightSync:
                 if isinstance(loaded.source, asyncio.Task):
                     # Several engines await this copy; without the
                     # shield one deadline would cancel it for all.
-                    update = await with_deadline(patience, asyncio.shield(loaded.source), "the copy of weights that are sent")
-                answer = submit(engine, RolloutActor.load, update.manifest, update.source, self._order)
+                    update = await with_deadline(
+                        patience, asyncio.shield(loaded.source), "the copy of weights that are sent"
+                    )
+                answer = submit(
+                    engine, RolloutActor.load, update.manifest, update.source, self._order
+                )
                 await with_deadline(within, answer, "load of a new rollout engine", engine)
             except Exception as error:
                 late = isinstance(error, AnswerLate) and within < self.config.sync_timeout
                 if not (late or object_lost(error) or isinstance(error, PolicyLost)):
                     raise
-                if late:  # its transfer may not go on, and one of a new object does; after that the engine is to blame
+                if (
+                    late
+                    # its transfer may not go on, and one of a new object does; after that the engine is
+                    # to blame
+                ):
                     within = self.config.sync_timeout
                 # Otherwise newer weights were kept in the meantime, and the loop loads those.
                 if loaded is self._current:
                     self._kept.clear()
                     self._gone.set()
-                    self.reporter.event(incidents.WeightsLost(str(loaded.manifest.version), why=brief(error)))
-                    await with_deadline(patience, self._kept.wait(), "weights in place of those that were lost")
+                    self.reporter.event(
+                        incidents.WeightsLost(str(loaded.manifest.version), why=brief(error))
+                    )
+                    await with_deadline(
+                        patience, self._kept.wait(), "weights in place of those that were lost"
+                    )
 
     async def remake(self, version: Callable[[], Version]) -> None:
-        """Sync weights again that were lost with their node, while the run goes on. Raises PolicyLost when the ranks were on it."""
+        """Sync weights again that were lost with their node, while the run goes on.
+
+        Raises PolicyLost when the ranks were on it.
+        """
         while True:
             await self._gone.wait()
             async with self.making:
@@ -169,7 +217,10 @@ class WeightSync:
                     await self.send(version())
 
     async def verify(self, version: Version, tasks: Sequence[Task], player: EpisodeRunner) -> None:
-        """Check log-probs at step 0, then the self-test, on ``tasks``. Raises LogprobMismatch or WeightSyncError, or warns."""
+        """Check log-probs at step 0, then the self-test, on ``tasks``.
+
+        Raises LogprobMismatch or WeightSyncError, or warns.
+        """
         self._unplayable.clear()
         try:
             await self._logprob_check(tasks, player)
@@ -179,7 +230,9 @@ class WeightSync:
             if self.config.weight_sync.logprob_check != "warn":
                 raise
             self.reporter.event(incidents.LogprobWarning(why=str(error)))
-            await self.send(version)  # a self-test that ended early left changed weights in the engines
+            await self.send(
+                version
+            )  # a self-test that ended early left changed weights in the engines
 
     async def _logprob_check(self, tasks: Sequence[Task], player: EpisodeRunner) -> None:
         self._probes = await self._probe(tasks, player, LOGPROB_CHECK)
@@ -188,29 +241,42 @@ class WeightSync:
         # Written as ``not a <= b``, so that NaN fails as well.
         if not found.mean <= self.config.tolerance:
             raise LogprobMismatch(
-                f"rollout and trainer disagree: mean |log-prob difference| {found.mean:.2e} over {found.tokens} sampled tokens, "
-                f"{self.config.tolerance:.0e} is allowed. Check that engine and trainer use the same weights, dtype, attention, "
-                "pixels, temperature and banned tokens"
+                f"rollout and trainer disagree: mean |log-prob difference| {found.mean:.2e} over"
+                f" {found.tokens} sampled tokens, {self.config.tolerance:.0e} is allowed. Check"
+                " that engine and trainer use the same weights, dtype, attention, pixels,"
+                " temperature and banned tokens"
             )
 
         if found.images and not found.swapped > found.mean:
             raise LogprobMismatch(
-                f"swapping the images of {found.images} probes changed the trainer's log-probs by {found.swapped:.2e} on average: "
-                "the pixels do not reach the model"
+                f"swapping the images of {found.images} probes changed the trainer's log-probs by"
+                f" {found.swapped:.2e} on average: the pixels do not reach the model"
             )
 
-    async def observe(self, tasks: Sequence[Task], player: EpisodeRunner, step: int) -> float | None:
-        """Mean |log-prob difference| in nats between engines and trainer, over fresh episodes of ``PROBES`` tasks, other ones at
-        each step. None, with an event, when nothing could be compared. The ranks must hold nothing fetched."""
+    async def observe(
+        self, tasks: Sequence[Task], player: EpisodeRunner, step: int
+    ) -> float | None:
+        """Mean |log-prob difference| in nats between engines and trainer, over fresh episodes of
+        ``PROBES`` tasks, other ones at each step. None, with an event, when nothing could be
+        compared. The ranks must hold nothing fetched.
+        """
         draw = random.Random(derive(self.config.seed, "probe", "drift", step))
         chosen = draw.sample(list(tasks), min(PROBES, len(tasks)))
         sampling = self.config.rollout.sampling.sampling()
         requests = [
-            RolloutRequest(task, TrajectoryId(-1 - i, 0), 0, derive(self.config.seed, "probe", "drift", step, task.id), sampling)
+            RolloutRequest(
+                task,
+                TrajectoryId(-1 - i, 0),
+                0,
+                derive(self.config.seed, "probe", "drift", step, task.id),
+                sampling,
+            )
             for i, task in enumerate(chosen)
         ]
 
-        played = await asyncio.gather(*(self._episode("drift", request, player) for request in requests))
+        played = await asyncio.gather(
+            *(self._episode("drift", request, player) for request in requests)
+        )
         payloads = [payload for payload in played if not isinstance(payload, Unscored)]
         try:
             if not payloads:
@@ -239,8 +305,13 @@ class WeightSync:
         self.reporter.event(incidents.ProbeFailed(purpose, request.task.id, why=played.why))
         return Unscored.of(played)
 
-    async def _self_test(self, version: Version, tasks: Sequence[Task], player: EpisodeRunner) -> None:
-        """Sync visibly changed weights, one parameter group at a time; the engines must follow. Restores the weights."""
+    async def _self_test(
+        self, version: Version, tasks: Sequence[Task], player: EpisodeRunner
+    ) -> None:
+        """Sync visibly changed weights, one parameter group at a time; the engines must follow.
+
+        Restores the weights.
+        """
         groups, *_ = await self.services.policy.all(PolicyRank.parameter_groups)
         # Versions below the real one: the last send, of the restored weights, is then the newest.
         for number, group in enumerate(groups, start=-len(groups)):
@@ -249,8 +320,12 @@ class WeightSync:
                 continue
             try:  # a perturbation that is cancelled here goes on at the ranks
                 await self.services.policy.all(PolicyRank.perturb, group)
-                await self.send(Version(version.lineage, version.step + number))  # rising: older ones are pruned
-                moved, probes = await asyncio.gather(self._compare(self._probes), self._probe(tasks, player, group))
+                await self.send(
+                    Version(version.lineage, version.step + number)
+                )  # rising: older ones are pruned
+                moved, probes = await asyncio.gather(
+                    self._compare(self._probes), self._probe(tasks, player, group)
+                )
                 follows = await self._compare(probes)
             finally:
                 await self.services.policy.all(PolicyRank.restore_parameters)
@@ -260,28 +335,35 @@ class WeightSync:
         await self.send(version)
 
     def _judge(self, group: str, moved: LogprobGap, follows: LogprobGap) -> None:
-        """``moved``: the trainer after the change against before; ``follows``: the engines against the trainer, after it."""
+        """``moved``: the trainer after the change against before; ``follows``: the engines against
+        the trainer, after it.
+        """
         # ``not a > b``, so that NaN fails as well.
         if not moved.mean > VISIBLE * self._unchanged.mean:
             raise WeightSyncError(
-                f"perturbing the {group} weights moved log-probs by only {moved.mean:.2e}, and engine and trainer differ by "
-                f"{self._unchanged.mean:.2e} anyway: the self-test could not see whether they arrive. Set "
-                "weight_sync.logprob_check=stop to leave the self-test out"
+                f"perturbing the {group} weights moved log-probs by only {moved.mean:.2e}, and"
+                f" engine and trainer differ by {self._unchanged.mean:.2e} anyway: the self-test"
+                " could not see whether they arrive. Set weight_sync.logprob_check=stop to leave"
+                " the self-test out"
             )
 
-        # In bfloat16 two implementations of a network with this much noise differ by more than those of a sound one.
+        # In bfloat16 two implementations of a network with this much noise differ by more than
+        # those of a sound one.
         share = ARRIVED * moved.mean
         allowed = share if self.config.rounds else min(self.config.tolerance, share)
         if not follows.mean <= allowed:
             raise WeightSyncError(
-                f"syncing changed {group} weights moved the trainer's log-probs by {moved.mean:.2e}, but the engines' are "
-                f"{follows.mean:.2e} away from them ({allowed:.0e} is allowed): this part did not arrive"
+                f"syncing changed {group} weights moved the trainer's log-probs by"
+                f" {moved.mean:.2e}, but the engines' are {follows.mean:.2e} away from them"
+                f" ({allowed:.0e} is allowed): this part did not arrive"
             )
 
     async def _probe(self, tasks: Sequence[Task], player: EpisodeRunner, purpose: str) -> list[Any]:
-        """Payloads of fresh episodes on the first ``PROBES`` tasks that can be played; fewer after ``FAILING`` failures. A task
-        that fails is not tried again, since it may have cost several deadlines. Raises EnvironmentFailed when no task could be
-        played, or DataFailure where only the rows are to blame."""
+        """Payloads of fresh episodes on the first ``PROBES`` tasks that can be played; fewer after
+        ``FAILING`` failures. A task that fails is not tried again, since it may have cost several
+        deadlines. Raises EnvironmentFailed when no task could be played, or DataFailure where only
+        the rows are to blame.
+        """
         payloads: list[Any] = []
         failed: list[Unscored] = []
         sampling = self.config.rollout.sampling.sampling()
@@ -289,13 +371,23 @@ class WeightSync:
             most = min(sampling.max_tokens, SELF_TEST_TOKENS)
             sampling = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
 
-        playable = ((number, task) for number, task in enumerate(tasks) if task.id not in self._unplayable)
+        playable = (
+            (number, task) for number, task in enumerate(tasks) if task.id not in self._unplayable
+        )
         while chosen := list(islice(playable, min(PROBES - len(payloads), FAILING - len(failed)))):
             requests = [
-                RolloutRequest(task, TrajectoryId(-1 - number, 0), 0, derive(self.config.seed, "probe", purpose, task.id), sampling)
+                RolloutRequest(
+                    task,
+                    TrajectoryId(-1 - number, 0),
+                    0,
+                    derive(self.config.seed, "probe", purpose, task.id),
+                    sampling,
+                )
                 for number, task in chosen
             ]
-            answers = await asyncio.gather(*(self._episode(purpose, request, player) for request in requests))
+            answers = await asyncio.gather(
+                *(self._episode(purpose, request, player) for request in requests)
+            )
             for (_, task), played in zip(chosen, answers, strict=True):
                 if isinstance(played, Unscored):
                     failed.append(played)
@@ -304,7 +396,10 @@ class WeightSync:
                     payloads.append(played)
 
         if not payloads:
-            reason = f"none of {len(failed)} tasks could be played for the {purpose} probe: {failed[-1].reason if failed else ''}"
+            reason = (
+                f"none of {len(failed)} tasks could be played for the {purpose} probe:"
+                f" {failed[-1].reason if failed else ''}"
+            )
             if all(outcome.kind is UnscoredKind.BAD_DATA for outcome in failed):
                 raise DataFailure(self.config.data.train, reason)
             raise EnvironmentFailed(reason)

@@ -1,4 +1,6 @@
-"""``python -m rayloop eval``: a checkpoint on held-out rows, through the actors of training, item by item."""
+"""``python -m rayloop eval``: a checkpoint on held-out rows, through the actors of training, item
+by item.
+"""
 
 import asyncio
 import hashlib
@@ -32,7 +34,16 @@ from rayloop.data.cursor import evenly
 from rayloop.data.dataset import Dataset
 from rayloop.estimate.shape import read_shape
 from rayloop.grpo.alarms import grader_error
-from rayloop.measure.controls import RIGHT, SAMPLED, Item, by_column, over_cells, pass_rates, summarise, table
+from rayloop.measure.controls import (
+    RIGHT,
+    SAMPLED,
+    Item,
+    by_column,
+    over_cells,
+    pass_rates,
+    summarise,
+    table,
+)
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, store, total
 from rayloop.run.folder import RolloutDump, is_answer, make_folder
@@ -52,11 +63,21 @@ class NothingScored(RayloopError):
 
 
 def evaluate(
-    config: RunConfig, data: str, out: Path, *, controls: bool, samples: int, address: str | None, temporary: str | None,
-    retries: int = 0, benchmark: str = "",
-) -> int:  # fmt: skip
-    """Evaluate ``config.model`` on the rows of ``data`` into ``out``, continuing what is there; cut items again, up to ``retries``
-    times, with twice the room. Returns 0, or 1 when some have no score. Raises ConfigError when ``out`` is another's."""
+    config: RunConfig,
+    data: str,
+    out: Path,
+    *,
+    controls: bool,
+    samples: int,
+    address: str | None,
+    temporary: str | None,
+    retries: int = 0,
+    benchmark: str = "",
+) -> int:
+    """Evaluate ``config.model`` on the rows of ``data`` into ``out``, continuing what is there; cut
+    items again, up to ``retries`` times, with twice the room. Returns 0, or 1 when some have no
+    score. Raises ConfigError when ``out`` is another's.
+    """
     tasks = evenly([*_read(data, config)], config.evaluation.limit)
     asked = plays(config, tasks, controls=controls, samples=samples)
     if controls and not any(task.images for task in tasks):
@@ -77,29 +98,44 @@ def evaluate(
     # Before anything is played: answers of two configurations must not mix in one folder.
     _claim(out / "identity.json", identity, empty=not done)
     missing = _missing(config, asked, {item.key for item in done})
-    print(f"{len(asked)} answers to play, {len(asked) - len(missing)} of them on record in {out}", flush=True)
+    print(
+        f"{len(asked)} answers to play, {len(asked) - len(missing)} of them on record in {out}",
+        flush=True,
+    )
 
     why = ""
     if missing:
-        held = 0 if config.engine.own_weights else read_shape(config.model.path, config.model.revision).parameters
+        held = (
+            0
+            if config.engine.own_weights
+            else read_shape(config.model.path, config.model.revision).parameters
+        )
         room = store(config, held)
         make_folder(out / "logs", "--out")
-        with session(total(bundles(config, trains=False)), address, temporary, out / "logs", store=room):
+        with session(
+            total(bundles(config, trains=False)), address, temporary, out / "logs", store=room
+        ):
             why = _play(config, out, missing, retries)
     wanted = {(p.arm, p.task.id, p.sample) for p in asked}
 
     # A group that is scored together is played again as a whole: the last answer of a key counts.
-    items = [item for key, item in {item.key: item for item in read_items(items_file)}.items() if key in wanted] + blinds
+    items = [
+        item
+        for key, item in {item.key: item for item in read_items(items_file)}.items()
+        if key in wanted
+    ] + blinds
     if wanted and not items:
         raise NothingScored(
-            f"none of {len(wanted)} answers has a score, so there is nothing to report. The first: {why}. Fix that, and run the "
-            f"command again; {out}/events.jsonl has all reasons"
+            f"none of {len(wanted)} answers has a score, so there is nothing to report. The first:"
+            f" {why}. Fix that, and run the command again; {out}/events.jsonl has all reasons"
         )
 
     summary = {
-        "identity": identity, "data": data, **summarise(items, len(wanted) - len(items) + len(blinds)),
+        "identity": identity,
+        "data": data,
+        **summarise(items, len(wanted) - len(items) + len(blinds)),
         **_more(config, tasks, items),
-    }  # fmt: skip
+    }
     _write_json(out / "summary.json", summary)
 
     scored = {item.task: item.scores for item in items if item.arm == RIGHT and item.sample == 0}
@@ -111,10 +147,15 @@ def evaluate(
 
 
 def _more(config: RunConfig, tasks: Sequence[Task], items: Sequence[Item]) -> dict[str, Any]:
-    """Means ``by`` each column that the configuration names, ``pass_at`` k of the sampled answers, how many answers are ``cut``."""
+    """Means ``by`` each column that the configuration names, ``pass_at`` k of the sampled answers,
+    how many answers are ``cut``.
+    """
     setting = config.evaluation
     columns = {
-        name: {task.id: " ".join(str(task.extra.get(part, "")) for part in name.split("+")) for task in tasks}
+        name: {
+            task.id: " ".join(str(task.extra.get(part, "")) for part in name.split("+"))
+            for task in tasks
+        }
         for name in setting.by
     }
     by = {name: by_column(items, values) for name, values in columns.items()}
@@ -127,8 +168,12 @@ def _more(config: RunConfig, tasks: Sequence[Task], items: Sequence[Item]) -> di
     }
 
 
-def _missing(config: RunConfig, asked: Sequence[Play], done: set[tuple[str, str, int]]) -> list[Play]:
-    """The answers that are not on record; with ``reward.per: group`` all answers of a group in which one is missing."""
+def _missing(
+    config: RunConfig, asked: Sequence[Play], done: set[tuple[str, str, int]]
+) -> list[Play]:
+    """The answers that are not on record; with ``reward.per: group`` all answers of a group in
+    which one is missing.
+    """
     missing = [p for p in asked if (p.arm, p.task.id, p.sample) not in done]
     if config.reward.per == "trajectory":
         return missing
@@ -138,7 +183,9 @@ def _missing(config: RunConfig, asked: Sequence[Play], done: set[tuple[str, str,
 
 def _play(config: RunConfig, out: Path, missing: list[Play], retries: int) -> str:
     # It waits most of the time, so it takes no CPU away from the actors that it owns.
-    actor = create(Evaluator, {"num_cpus": 0, "max_concurrency": CONCURRENCY}, config, str(out.resolve()))
+    actor = create(
+        Evaluator, {"num_cpus": 0, "max_concurrency": CONCURRENCY}, config, str(out.resolve())
+    )
     try:
         return str(ray.get(submit(actor, Evaluator.main, missing, retries)))
     except ray.exceptions.RayTaskError as error:
@@ -154,21 +201,33 @@ class Evaluator(Actor):
     """The actor that owns the others during an evaluation, and writes the items."""
 
     def __init__(self, config: RunConfig, out: str) -> None:
-        weight_sync = config.weight_sync.model_copy(update={"transport": ObjectStoreTransport()})  # there is no policy to send
+        weight_sync = config.weight_sync.model_copy(
+            update={"transport": ObjectStoreTransport()}
+        )  # there is no policy to send
         self.config, self.out = config.model_copy(update={"weight_sync": weight_sync}), Path(out)
-        self.items, self.events = JsonLines(self.out / "items.jsonl", is_answer), EventLog(self.out / "events.jsonl")
+        self.items, self.events = (
+            JsonLines(self.out / "items.jsonl", is_answer),
+            EventLog(self.out / "events.jsonl"),
+        )
         self.images = RolloutDump(self.out, is_answer)
         self.weights: WeightUpdate[Any] | None = None
         self.why = self.trace = ""
         self.retries = 0
 
     async def main(self, missing: Sequence[Play], retries: int = 0) -> str:
-        """Play what is missing. Returns why the first item without a score has none; "" when all have one."""
+        """Play what is missing.
+
+        Returns why the first item without a score has none; "" when all have one.
+        """
         services = Services(self.config, str(self.out), self._emit)
-        self.player = EpisodeRunner(self.config, services, ray.get_runtime_context().current_actor, self._emit)
+        self.player = EpisodeRunner(
+            self.config, services, ray.get_runtime_context().current_actor, self._emit
+        )
         try:
             if not self.config.engine.own_weights:
-                start = await asyncio.to_thread(start_weights, self.config.model, self.config.engine.dtype)
+                start = await asyncio.to_thread(
+                    start_weights, self.config.model, self.config.engine.dtype
+                )
                 self.weights = WeightUpdate(start.manifest, ray.put(start.source))
             await services.start(self._admit)
             # A single member cannot be played again where the reward compares the group.
@@ -182,12 +241,17 @@ class Evaluator(Actor):
         for self.retries in reversed(range(retries + 1)):
             items = await play(missing, self.config, self.player, 0, self._keep, self._report)
             cut = [asked for asked, item in zip(missing, items, strict=True) if item.cut]
-            missing = [replace(one, sampling=replace(one.sampling, max_tokens=2 * one.sampling.max_tokens)) for one in cut]
+            missing = [
+                replace(one, sampling=replace(one.sampling, max_tokens=2 * one.sampling.max_tokens))
+                for one in cut
+            ]
             if not missing:
                 return
 
     async def lease_engine(self, episode: str, lost: int, why: str) -> Lease[RolloutActor]:
-        """For environment actors: another engine for an episode whose request failed on engine ``lost``."""
+        """For environment actors: another engine for an episode whose request failed on engine
+        ``lost``.
+        """
         return await self.player.calls.replace_engine(episode, lost, why)
 
     async def _admit(self, engine: Handle[RolloutActor]) -> None:
@@ -227,7 +291,9 @@ class Evaluator(Actor):
 def config_hash(config: RunConfig) -> str:
     """16 hex digits over the settings that decide the answers: all but the run's name and paths."""
     model = config.model.model_copy(update={"path": "", "revision": None})
-    return hashlib.sha256(dump(config.model_copy(update={"name": "x", "output": "", "model": model})).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        dump(config.model_copy(update={"name": "x", "output": "", "model": model})).encode()
+    ).hexdigest()[:16]
 
 
 def weights_hash(path: str, revision: str | None = None) -> str:
@@ -257,10 +323,20 @@ def _read(path: str, config: RunConfig) -> Dataset:
 
 
 def _claim(file: Path, identity: dict[str, str], *, empty: bool) -> None:
-    """Write the identity of an evaluation into its folder. Raises ConfigError when the folder has answers of another one."""
-    if not empty and file.exists() and (before := json.loads(file.read_text(encoding="utf-8"))) != identity:
+    """Write the identity of an evaluation into its folder.
+
+    Raises ConfigError when the folder has answers of another one.
+    """
+    if (
+        not empty
+        and file.exists()
+        and (before := json.loads(file.read_text(encoding="utf-8"))) != identity
+    ):
         changed = ", ".join(name for name in identity if before.get(name) != identity[name])
-        raise ConfigError(f"{file.parent} holds an evaluation with another {changed}; name another folder with --out")
+        raise ConfigError(
+            f"{file.parent} holds an evaluation with another {changed}; name another folder with"
+            " --out"
+        )
     write_whole(file, (json.dumps(identity) + "\n").encode())
 
 

@@ -1,4 +1,7 @@
-"""A live run seen from outside. All but ``stop_driver`` asks Ray, not the driver, and so answers when the driver hangs."""
+"""A live run seen from outside.
+
+All but ``stop_driver`` asks Ray, not the driver, and so answers when the driver hangs.
+"""
 
 import asyncio
 import logging
@@ -55,14 +58,23 @@ class LiveActor:
 
 @contextmanager
 def joined(place: Place) -> Iterator[list[LiveActor]]:
-    """Join the run's cluster for the block. Yields its actors; raises ConfigError when it has none, and MachineFailed when no
-    node of it lives on this machine."""
+    """Join the run's cluster for the block.
+
+    Yields its actors; raises ConfigError when it has none, and MachineFailed when no node of it
+    lives on this machine.
+    """
     try:
-        ray.init(address=place.address, log_to_driver=False, namespace=place.namespace, logging_level=logging.WARNING)
+        ray.init(
+            address=place.address,
+            log_to_driver=False,
+            namespace=place.namespace,
+            logging_level=logging.WARNING,
+        )
     except ConnectionError as error:
         raise MachineFailed(
-            f"the head at {place.address} answers, but no node of its cluster lives on this machine: run this command on one of "
-            "its nodes. If this is one, Ray has died here (its raylet: was it killed for memory?), and the run ends by itself"
+            f"the head at {place.address} answers, but no node of its cluster lives on this"
+            " machine: run this command on one of its nodes. If this is one, Ray has died here"
+            " (its raylet: was it killed for memory?), and the run ends by itself"
         ) from error
     try:
         yield _actors(place)
@@ -72,13 +84,26 @@ def joined(place: Place) -> Iterator[list[LiveActor]]:
 
 def _actors(place: Place) -> list[LiveActor]:
     # Rows of Ray's table of actors have no namespace, so the names of this run are listed first.
-    ours = {entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == place.namespace}
-    alive = [entry for entry in actor_table() if entry["State"] == "ALIVE" and entry["Name"] in ours]
+    ours = {
+        entry["name"]
+        for entry in ray.util.list_named_actors(all_namespaces=True)
+        if entry["namespace"] == place.namespace
+    }
+    alive = [
+        entry for entry in actor_table() if entry["State"] == "ALIVE" and entry["Name"] in ours
+    ]
     if not alive:
-        raise ConfigError(f"the run has no actors at {place.address}: it has just begun, or just ended")
+        raise ConfigError(
+            f"the run has no actors at {place.address}: it has just begun, or just ended"
+        )
     names = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
     found = [
-        LiveActor(entry["Name"], entry["ActorID"], entry["Pid"], names.get(entry["Address"]["NodeID"], "an unknown node"))
+        LiveActor(
+            entry["Name"],
+            entry["ActorID"],
+            entry["Pid"],
+            names.get(entry["Address"]["NodeID"], "an unknown node"),
+        )
         for entry in alive
     ]
     return sorted(found, key=lambda actor: actor.name)
@@ -88,12 +113,17 @@ def of_role(actors: list[LiveActor], role: str | None) -> list[LiveActor]:
     """The actors of a role, or all. Raises ConfigError with the present roles."""
     chosen = [actor for actor in actors if role in (None, actor.role)]
     if not chosen:
-        raise ConfigError(f"no live actor of role {role}; there are: {', '.join(sorted({a.role for a in actors}))}")
+        raise ConfigError(
+            f"no live actor of role {role}; there are:"
+            f" {', '.join(sorted({a.role for a in actors}))}"
+        )
     return chosen
 
 
 def stacks(place: Place, role: str | None) -> Iterator[tuple[str, str]]:
-    """Each actor, and the stacks of its threads: from py-spy on this machine, else from the actor's own debug thread."""
+    """Each actor, and the stacks of its threads: from py-spy on this machine, else from the actor's
+    own debug thread.
+    """
     with joined(place) as actors:
         chosen = of_role(actors, role)
         for actor, answer in zip(chosen, complete(_answers(place, chosen)), strict=True):
@@ -107,20 +137,31 @@ async def _answers(place: Place, actors: list[LiveActor]) -> list[str]:
             async with asyncio.timeout(ANSWER):
                 return await submit(handle, Actor.stacks)
         except (RayError, TimeoutError, ValueError) as error:
-            return f"does not answer within {ANSWER:g} s: {type(error).__name__} {error}".splitlines()[0]
+            return (
+                f"does not answer within {ANSWER:g} s: {type(error).__name__} {error}".splitlines()[
+                    0
+                ]
+            )
 
     # All at once, so that many actors that hang cost one deadline.
     return await asyncio.gather(*(one(actor) for actor in actors))
 
 
 def _spied(pid: int) -> str | None:
-    """The stacks of a process on this machine from py-spy, even if it holds the interpreter's lock; None without py-spy."""
+    """The stacks of a process on this machine from py-spy, even if it holds the interpreter's lock;
+    None without py-spy.
+    """
     program = shutil.which("py-spy")
     if program is None:
         return None
     try:
         # Without ``--nonblocking`` py-spy stops the process while it reads its stacks.
-        done = subprocess.run([program, "dump", "--nonblocking", "--pid", str(pid)], capture_output=True, text=True, timeout=ANSWER)
+        done = subprocess.run(
+            [program, "dump", "--nonblocking", "--pid", str(pid)],
+            capture_output=True,
+            text=True,
+            timeout=ANSWER,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
@@ -130,12 +171,19 @@ def logs(place: Place, role: str | None, lines: int) -> Iterator[tuple[str, str]
     """Each actor, and the last lines of its stdout and stderr."""
     with joined(place) as actors:
         for actor in of_role(actors, role):
-            yield str(actor), _printed_here(actor, lines) if actor.here else _printed_there(actor, lines)
+            yield (
+                str(actor),
+                _printed_here(actor, lines) if actor.here else _printed_there(actor, lines),
+            )
 
 
 def _printed_here(actor: LiveActor, lines: int) -> str:
     printed: list[str] = []
-    for file in (file for end in ("out", "err") for file in sorted(logs_folder().glob(f"worker-*-{actor.pid}.{end}"))):
+    for file in (
+        file
+        for end in ("out", "err")
+        for file in sorted(logs_folder().glob(f"worker-*-{actor.pid}.{end}"))
+    ):
         with file.open(errors="replace", encoding="utf-8") as text:
             printed += deque(text, maxlen=lines)
     return "".join(printed)
@@ -147,16 +195,24 @@ def _printed_there(actor: LiveActor, lines: int) -> str:
 
     try:
         return "".join(
-            part for end in ("out", "err") for part in get_log(actor_id=actor.number, tail=lines, suffix=end, timeout=int(ANSWER))
+            part
+            for end in ("out", "err")
+            for part in get_log(actor_id=actor.number, tail=lines, suffix=end, timeout=int(ANSWER))
         )
     except Exception as error:  # the other actors' logs are still shown
         why = str(error).partition("\n")[0]
-        return f"cannot be read from here ({why}). On {actor.node}: session_latest/logs/worker-*-{actor.pid}.out\n"
+        return (
+            f"cannot be read from here ({why}). On {actor.node}:"
+            f" session_latest/logs/worker-*-{actor.pid}.out\n"
+        )
 
 
 def stop_driver(place: Place) -> None:
-    """Have the run save and end, as a SIGTERM to its process does. Raises NoAnswer, and ConfigError when there is no driver yet. A
-    driver that ends before it answers is no error: a small run ends within milliseconds."""
+    """Have the run save and end, as a SIGTERM to its process does.
+
+    Raises NoAnswer, and ConfigError when there is no driver yet. A driver that ends before it
+    answers is no error: a small run ends within milliseconds.
+    """
     with joined(place) as actors:
         # Ray may still list a driver that died after its successor has started. Names do not
         # show which is which, so all are asked, and one that answers is enough.
@@ -172,4 +228,6 @@ def stop_driver(place: Place) -> None:
             except (RayError, TimeoutError) as error:
                 silent = error
         if silent is not None:
-            raise NoAnswer(f"the driver of the run does not answer: {type(silent).__name__}") from silent
+            raise NoAnswer(
+                f"the driver of the run does not answer: {type(silent).__name__}"
+            ) from silent

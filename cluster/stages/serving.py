@@ -1,4 +1,6 @@
-"""Serving the judge, the policy of a live run or a run's console with Ray Serve, until a signal comes or the run ends."""
+"""Serving the judge, the policy of a live run or a run's console with Ray Serve, until a signal
+comes or the run ends.
+"""
 
 import io
 import json
@@ -6,7 +8,13 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+    redirect_stdout,
+    suppress,
+)
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +38,21 @@ from rayloop.serve_apps.console import service as console
 from rayloop.serve_apps.judge import app as judge
 from rayloop.serve_apps.judge.address import announce_in_ray, unclaimed
 from rayloop.serve_apps.policy import app as policy
-from rayloop.serve_apps.settings import LOOPBACK, ConsolePlace, HttpOptions, PolicyEndpointSettings, PolicyLimits, ServeFile
+from rayloop.serve_apps.settings import (
+    LOOPBACK,
+    ConsolePlace,
+    HttpOptions,
+    PolicyEndpointSettings,
+    PolicyLimits,
+    ServeFile,
+)
 from rayloop.web import with_token
 
 POLL = 1.0
 ASKED = 5.0
-"""Seconds for one look at Serve's status; Ray itself waits a minute for a cluster that is gone, and then ends the process."""
+"""Seconds for one look at Serve's status; Ray itself waits a minute for a cluster that is gone, and
+then ends the process.
+"""
 PROXY = 60.0
 """Seconds within which a proxy must answer once the replicas run."""
 ANSWER = 60.0
@@ -46,8 +63,12 @@ class ServeFailed(InfrastructureFailure):
     """Ray Serve did not bring the application up, or lost it."""
 
 
-def serve_judge(file: ServeFile, address: str | None, temporary: str | None, announced: Path) -> int:
-    """Serve in the cluster at ``address``, or in its own, until SIGTERM or SIGINT. Raises ServeFailed, ConfigError (``room``)."""
+def serve_judge(
+    file: ServeFile, address: str | None, temporary: str | None, announced: Path
+) -> int:
+    """Serve in the cluster at ``address``, or in its own, until SIGTERM or SIGINT. Raises
+    ServeFailed, ConfigError (``room``).
+    """
     (application,) = file.applications
     settings, replicas = application.args, application.args.replicas
     each = {"CPU": replicas.cpus, "GPU": judge.gpus(settings), **replicas.resources}
@@ -68,27 +89,49 @@ def serve_judge(file: ServeFile, address: str | None, temporary: str | None, ann
             with suppress(RayError):
                 ray.kill(actor)
 
-    interrupt = signal.default_int_handler  # SIGTERM is KeyboardInterrupt, like SIGINT; Ray's own handler ends the process
+    interrupt = (
+        signal.default_int_handler
+    )  # SIGTERM is KeyboardInterrupt, like SIGINT; Ray's own handler ends the process
     with session(needed, address, temporary, logs), handling(interrupt, *STOP):
         unclaimed(application.name)
         made = judge.app(settings.model_dump())
-        _serve("judge", application.name, made, file.http_options, findable, proxies=file.proxy_location)
+        _serve(
+            "judge",
+            application.name,
+            made,
+            file.http_options,
+            findable,
+            proxies=file.proxy_location,
+        )
     return 0
 
 
 def serve_policy(
-    address: str, namespace: str, name: str, http: HttpOptions, limits: PolicyLimits, key_file: Path | None,
-    announced: Path, alive: Callable[[], bool],
-) -> int:  # fmt: skip
-    """Serve the run in ``namespace``, or the one called ``name``, of the cluster at ``address`` until a signal or the run's end.
-    ``alive`` returns whether the run lives. Raises ServeFailed, and ConfigError without such a run, or without ``room``."""
+    address: str,
+    namespace: str,
+    name: str,
+    http: HttpOptions,
+    limits: PolicyLimits,
+    key_file: Path | None,
+    announced: Path,
+    alive: Callable[[], bool],
+) -> int:
+    """Serve the run in ``namespace``, or the one called ``name``, of the cluster at ``address``
+    until a signal or the run's end. ``alive`` returns whether the run lives. Raises ServeFailed,
+    and ConfigError without such a run, or without ``room``.
+    """
     key = None if key_file is None else str(key_file.resolve())
 
     @contextmanager
     def findable(url: str) -> Iterator[str]:
         """Announce the base URL and the key file in the file."""
         # Readable by all: it names the file of the key, and does not contain the key.
-        write_whole(announced, json.dumps({"url": f"{url}/v1", "key_file": key or ""}).encode(), mode=0o644, durable=False)
+        write_whole(
+            announced,
+            json.dumps({"url": f"{url}/v1", "key_file": key or ""}).encode(),
+            mode=0o644,
+            durable=False,
+        )
         try:
             yield f"{url}/v1 model {config.name}, announced in {announced}"
         finally:
@@ -109,8 +152,10 @@ def serve_policy(
 
 
 def serve_console(folder: Path, address: str, http: HttpOptions, key: Path | None) -> int:
-    """Serve the console of the run in ``folder`` below /console/ in the cluster at ``address``, until a signal comes. ``key``: the
-    token's file. Raises ServeFailed, and ConfigError without ``room``."""
+    """Serve the console of the run in ``folder`` below /console/ in the cluster at ``address``,
+    until a signal comes. ``key``: the token's file. Raises ServeFailed, and ConfigError without
+    ``room``.
+    """
     prefix, file = f"/console/{folder.name}", str(key) if key else None
     with session({}, address, None, folder / "logs"), handling(signal.default_int_handler, *STOP):
 
@@ -124,11 +169,19 @@ def serve_console(folder: Path, address: str, http: HttpOptions, key: Path | Non
 
 
 def _serve(
-    who: str, name: str, application: Any, http: HttpOptions, findable: Callable[[str], AbstractContextManager[str]],
-    alive: Callable[[], bool] = lambda: True, proxies: str = "HeadOnly", prefix: str = "/",
-) -> None:  # fmt: skip
-    """Serve an application of ``serve.deployment(...).bind`` until a signal comes, or ``alive()`` is false. ``findable`` announces
-    a URL while it is entered, and returns a line to print. Raises ServeFailed, ConfigError (``room``)."""
+    who: str,
+    name: str,
+    application: Any,
+    http: HttpOptions,
+    findable: Callable[[str], AbstractContextManager[str]],
+    alive: Callable[[], bool] = lambda: True,
+    proxies: str = "HeadOnly",
+    prefix: str = "/",
+) -> None:
+    """Serve an application of ``serve.deployment(...).bind`` until a signal comes, or ``alive()``
+    is false. ``findable`` announces a URL while it is entered, and returns a line to print. Raises
+    ServeFailed, ConfigError (``room``).
+    """
     running = room(name, http, prefix)
     try:
         port = running or http.port or free_port(http.host)
@@ -143,7 +196,8 @@ def _serve(
             try:
                 watch(name, who, alive)
             except ServeFailed:
-                # The end of the run takes Serve down with it, which is not a failure of the endpoint.
+                # The end of the run takes Serve down with it, which is not a failure of the
+                # endpoint.
                 if alive():
                     raise
             print(f"{who}: the run has ended, and with it the endpoint", flush=True)
@@ -155,35 +209,45 @@ def _serve(
 
 
 def room(name: str, wanted: HttpOptions, prefix: str = "/") -> int:
-    """The port of a Ray Serve that runs in this cluster already and has room for an application at ``prefix``; 0: none runs. Raises
-    ConfigError: Ray Serve would ignore other options in silence, and replace what has the same name."""
+    """The port of a Ray Serve that runs in this cluster already and has room for an application at
+    ``prefix``; 0: none runs. Raises ConfigError: Ray Serve would ignore other options in silence,
+    and replace what has the same name.
+    """
     found = serve_details()
     if found is None:
         return 0
     host, port = found["http_options"]["host"], found["http_options"]["port"]
 
     if name in found["applications"]:
-        raise ConfigError(f"Ray Serve has an application named {name} in this cluster already. Choose another name")
+        raise ConfigError(
+            f"Ray Serve has an application named {name} in this cluster already. Choose another"
+            " name"
+        )
     for served, other in found["applications"].items():
         if other["route_prefix"] == prefix:
             raise ConfigError(
-                f"the application {served} answers at {other['route_prefix']} of this cluster's Ray Serve ({host}:{port}) already. "
-                "Use it, or serve in a cluster of its own (without --address)"
+                f"the application {served} answers at {other['route_prefix']} of this cluster's Ray"
+                f" Serve ({host}:{port}) already. Use it, or serve in a cluster of its own (without"
+                " --address)"
             )
 
     if host != wanted.host or wanted.port not in (0, port):
         raise ConfigError(
-            f"Ray Serve answers at {host}:{port} in this cluster already, and cannot answer at {wanted.host}:{wanted.port} too. "
-            f"Set http_options.host={host} http_options.port={port} (--host, --port), or serve elsewhere (without --address)"
+            f"Ray Serve answers at {host}:{port} in this cluster already, and cannot answer at"
+            f" {wanted.host}:{wanted.port} too. Set http_options.host={host}"
+            f" http_options.port={port} (--host, --port), or serve elsewhere (without --address)"
         )
     return int(port)
 
 
 def end(name: str, *, started: bool) -> None:
-    """Remove the application and, when this process has ``started`` Ray Serve and no other application uses it, Ray Serve."""
+    """Remove the application and, when this process has ``started`` Ray Serve and no other
+    application uses it, Ray Serve.
+    """
     with suppress(RayError, RayServeException):  # gone already
         if started and not set(ray_serve.status().applications) - {name}:
-            # Its controller ends itself within the call. Ray prints in a thread that the call has failed and will be tried again.
+            # Its controller ends itself within the call. Ray prints in a thread that the call has
+            # failed and will be tried again.
             with redirect_stdout(io.StringIO()):
                 ray_serve.shutdown()
                 time.sleep(POLL)
@@ -199,22 +263,38 @@ def free_port(host: str) -> int:
 
 
 def url(host: str, port: int) -> str:
-    """The URL of a healthy proxy: this node's if there is one. Raises ServeFailed when none is healthy in time."""
+    """The URL of a healthy proxy: this node's if there is one.
+
+    Raises ServeFailed when none is healthy in time.
+    """
     if host in LOOPBACK:
         return f"http://{host}:{port}"
     deadline = time.monotonic() + PROXY
     while time.monotonic() < deadline:
-        healthy = [node for node, status in ray_serve.status().proxies.items() if status == ProxyStatus.HEALTHY]
-        hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] in healthy}
+        healthy = [
+            node
+            for node, status in ray_serve.status().proxies.items()
+            if status == ProxyStatus.HEALTHY
+        ]
+        hosts = {
+            node["NodeID"]: node["NodeManagerAddress"]
+            for node in ray.nodes()
+            if node["NodeID"] in healthy
+        }
         if hosts:
             here = ray.get_runtime_context().get_node_id()
             return f"http://{hosts.get(here) or min(hosts.values())}:{port}"
         time.sleep(POLL)
-    raise ServeFailed(f"no proxy of Ray Serve is healthy within {PROXY:g} s: {ray_serve.status().proxies}")
+    raise ServeFailed(
+        f"no proxy of Ray Serve is healthy within {PROXY:g} s: {ray_serve.status().proxies}"
+    )
 
 
 def watch(name: str, who: str, still: Callable[[], bool] = lambda: True) -> None:
-    """Print the application's changes of state while ``still()``. Raises ServeFailed when another process ends it."""
+    """Print the application's changes of state while ``still()``.
+
+    Raises ServeFailed when another process ends it.
+    """
     before = "RUNNING"
     while still():
         time.sleep(POLL)
@@ -223,35 +303,60 @@ def watch(name: str, who: str, still: Callable[[], bool] = lambda: True) -> None
         except DeadlineExceeded:
             continue
         except (RayError, RayServeException) as error:
-            raise ServeFailed(f"Ray Serve, or its cluster, was ended from outside: {str(error).splitlines()[0]}") from error
+            raise ServeFailed(
+                f"Ray Serve, or its cluster, was ended from outside: {str(error).splitlines()[0]}"
+            ) from error
         if application is None:
             raise ServeFailed(f"the application {name} was deleted from outside")
         state = application.status.value
         if state != before:
-            print(f"{who}: {state} {application.message.splitlines()[0] if application.message else ''}".rstrip(), flush=True)
+            print(
+                f"{who}: {state}"
+                f" {application.message.splitlines()[0] if application.message else ''}".rstrip(),
+                flush=True,
+            )
         before = state
 
 
-def _endpoint(config: RunConfig, namespace: str, limits: PolicyLimits, key_file: str | None) -> PolicyEndpointSettings:
-    """The endpoint's settings from a run's configuration, with which its tokens are those of the run's episodes."""
+def _endpoint(
+    config: RunConfig, namespace: str, limits: PolicyLimits, key_file: str | None
+) -> PolicyEndpointSettings:
+    """The endpoint's settings from a run's configuration, with which its tokens are those of the
+    run's episodes.
+    """
     sampling, episode = config.rollout.sampling, config.environment.episode
     return PolicyEndpointSettings(
-        run=config.name, namespace=namespace, model=config.model, temperature=sampling.temperature,
-        max_tokens=sampling.max_tokens, min_tokens=sampling.min_tokens, tokens=episode.max_tokens, images=episode.max_images,
-        key_file=key_file, insecure=key_file is None, limits=limits,
-    )  # fmt: skip
+        run=config.name,
+        namespace=namespace,
+        model=config.model,
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        tokens=episode.max_tokens,
+        images=episode.max_images,
+        key_file=key_file,
+        insecure=key_file is None,
+        limits=limits,
+    )
 
 
 def _config(namespace: str) -> RunConfig:
-    """The configuration of the run in ``namespace``, from its driver. Raises ConfigError when no driver answers."""
+    """The configuration of the run in ``namespace``, from its driver.
+
+    Raises ConfigError when no driver answers.
+    """
     # A driver that is being replaced may be listed beside its successor: the first answer counts.
-    for name in [name for found, name in _actors() if found == namespace and name.startswith("driver-")]:
+    for name in [
+        name for found, name in _actors() if found == namespace and name.startswith("driver-")
+    ]:
         # ``get_actor`` raises ValueError for an actor that has ended since it was listed.
         with suppress(ValueError, RayError, TimeoutError):
             driver: Handle[DriverActor] = ray.get_actor(name, namespace=namespace)
             config: RunConfig = ray.get(submit(driver, DriverActor.about), timeout=ANSWER)
             return config
-    raise ConfigError(f"no driver of the run in namespace {namespace} answers: it is starting, or has ended")
+    raise ConfigError(
+        f"no driver of the run in namespace {namespace} answers: it is starting, or has ended"
+    )
 
 
 def _named(name: str) -> str:
@@ -261,10 +366,17 @@ def _named(name: str) -> str:
     if len(ours) == 1:
         return ours[0]
     there = ", ".join(filter(None, map(run_of, found))) or "none"
-    many = f"{len(ours)} runs of this name are live: name one by its folder, --run" if ours else "it is not live"
+    many = (
+        f"{len(ours)} runs of this name are live: name one by its folder, --run"
+        if ours
+        else "it is not live"
+    )
     raise ConfigError(f"--name {name}: {many}. Live runs of this cluster: {there}")
 
 
 def _actors() -> list[tuple[str, str]]:
     """Namespace and name of all named actors."""
-    return [(actor["namespace"], actor["name"]) for actor in ray.util.list_named_actors(all_namespaces=True)]
+    return [
+        (actor["namespace"], actor["name"])
+        for actor in ray.util.list_named_actors(all_namespaces=True)
+    ]

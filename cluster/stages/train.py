@@ -1,4 +1,6 @@
-"""The ``train`` process: owns the driver actor, shows its progress, restarts it, and turns its end into an exit code."""
+"""The ``train`` process: owns the driver actor, shows its progress, restarts it, and turns its end
+into an exit code.
+"""
 
 import math
 import platform
@@ -54,8 +56,10 @@ CONCURRENCY = 10_000
 """Coroutines of the driver: one per episode in flight, and the calls of the environment actors."""
 
 ANSWER, SILENT, LIVE = 30.0, 10.0, 5.0
-"""Seconds for the driver's first and last answer; those after which one that does not answer in between is reported; and those
-in which its thread for questions must then show that the process runs."""
+"""Seconds for the driver's first and last answer; those after which one that does not answer in
+between is reported; and those in which its thread for questions must then show that the process
+runs.
+"""
 Check = Callable[[], None]
 
 
@@ -66,7 +70,10 @@ class DriverLost(RayloopError):
 
 
 def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
-    """Run to the end, in the cluster at ``address`` or in a private one in ``temporary``. Returns 0; raises RayloopError."""
+    """Run to the end, in the cluster at ``address`` or in a private one in ``temporary``.
+
+    Returns 0; raises RayloopError.
+    """
     folder = RunFolder(config.output, config.name)
     # Before the folder is made, which would hide that its storage is missing.
     if is_restart():
@@ -91,7 +98,9 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
         if (checkpoint := origin.find()) is None:
             folder.write_config(dump(config))
         else:
-            check_fit(checkpoint, config, hashes)  # the driver writes the configuration when it has restored
+            check_fit(
+                checkpoint, config, hashes
+            )  # the driver writes the configuration when it has restored
 
         with needed(folder.path):
             write_whole(folder.path / STARTED_IN, str(Path.cwd()).encode())
@@ -99,9 +108,14 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
         names = namespace(folder.path)
         room = store(config, read_shape(config.model.path, config.model.revision).parameters)
         started = session(total(bundles(config)), address, temporary, folder.logs, names, room)
-        with started, findable(folder.cluster, ray.get_runtime_context().gcs_address, names, metrics_ports()):
+        with (
+            started,
+            findable(folder.cluster, ray.get_runtime_context().gcs_address, names, metrics_ports()),
+        ):
             packages = {name: version(name) for name in ("torch", "transformers", "ray")}
-            folder.events.emit(events.Start(config_hash(config), {"python": platform.python_version(), **packages}))
+            folder.events.emit(
+                events.Start(config_hash(config), {"python": platform.python_version(), **packages})
+            )
             folder.events.close()  # the driver goes on writing it
             with watched(progress.note) as head:
                 result = _run(config, folder, origin, hashes, progress, check, head)
@@ -112,7 +126,9 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
 
 @contextmanager
 def _recorded(folder: RunFolder, origin: Origin) -> Iterator[None]:
-    """Make what ends the run a RayloopError and an event, unless the driver recorded it, or its checkpoint refused the start."""
+    """Make what ends the run a RayloopError and an event, unless the driver recorded it, or its
+    checkpoint refused the start.
+    """
     try:
         yield
     except Exception as error:
@@ -144,24 +160,48 @@ def _shown(config: RunConfig, folder: RunFolder, address: str | None) -> Iterato
     """The console of a run; it shows the run folder before Ray starts, which takes a while."""
     sampling = config.rollout.sampling
     held_out = config.in_evaluation.rollout.sampling.sampling(greedy=config.evaluation.greedy)
-    with Progress(config.steps, sampled(sampling.temperature), sampled(held_out.temperature)) as progress:
+    with Progress(
+        config.steps, sampled(sampling.temperature), sampled(held_out.temperature)
+    ) as progress:
         progress.note(f"run folder {folder.path}; live: python -m rayloop console {folder.path}")
         progress.note(f"joining Ray at {address}" if address else "starting Ray on this machine")
         yield progress
 
 
 def _run(
-    config: RunConfig, folder: RunFolder, origin: Origin, hashes: dict[str, str], progress: Progress, check: Check, head: HeadWatch
+    config: RunConfig,
+    folder: RunFolder,
+    origin: Origin,
+    hashes: dict[str, str],
+    progress: Progress,
+    check: Check,
+    head: HeadWatch,
 ) -> dict[str, Any]:
-    """Create the driver and follow it; when it dies, create another, which continues from the newest checkpoint of this start.
-    ``check`` raises ``Origin.stopped`` when a SIGTERM came while there was no driver. Raises RayGone when Ray is."""
+    """Create the driver and follow it; when it dies, create another, which continues from the
+    newest checkpoint of this start. ``check`` raises ``Origin.stopped`` when a SIGTERM came while
+    there was no driver. Raises RayGone when Ray is.
+    """
     path = str(folder.path.resolve())
     budget = Budget(config.recovery.driver_restarts)
     for restarts in count():
         # num_cpus=0: the driver waits most of the time. Its death ends every actor it owns.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        options = {"name": actor_name("driver"), "num_cpus": 0, "max_concurrency": CONCURRENCY, "scheduling_strategy": here}
-        driver = create(DriverActor, options, config, path, origin.resume, hashes, origin.since, folder.lock.fence)
+        options = {
+            "name": actor_name("driver"),
+            "num_cpus": 0,
+            "max_concurrency": CONCURRENCY,
+            "scheduling_strategy": here,
+        }
+        driver = create(
+            DriverActor,
+            options,
+            config,
+            path,
+            origin.resume,
+            hashes,
+            origin.since,
+            folder.lock.fence,
+        )
         # For an error before the handler is in place: nobody has asked for a stop by then.
         until = _never
         try:
@@ -182,14 +222,17 @@ def _run(
                 head.decide()
             except RayGone as gone:
                 raise _without_ray(gone, until, origin) from error
-            lost = folder.events.emit(incidents.DriverLostEvent(restarts, brief(error), socket.gethostname()))
+            lost = folder.events.emit(
+                incidents.DriverLostEvent(restarts, brief(error), socket.gethostname())
+            )
             folder.events.close()  # the next driver goes on writing it
             progress.note(describe(lost))
             if until() < math.inf:
                 raise NotSaved(f"the driver was lost while it saved; {origin.again()}") from error
             if (wait := budget.wait(time.monotonic())) > config.recovery.start_timeout:
                 raise DriverLost(
-                    f"the driver actor died {restarts + 1} times; a sixth of recovery.replacements allows {budget.per_hour} an hour"
+                    f"the driver actor died {restarts + 1} times; a sixth of recovery.replacements"
+                    f" allows {budget.per_hour} an hour"
                 ) from error
         finally:
             if not head.gone:  # the head and the node end actors
@@ -213,12 +256,20 @@ def _never() -> float:
 
 
 def _follow(
-    driver: Handle[DriverActor], progress: Progress, recovery: RecoverySettings, until: Callable[[], float], origin: Origin,
-    folder: RunFolder, head: HeadWatch,
-) -> dict[str, Any]:  # fmt: skip
-    """Show the driver's reports until it ends. Returns its result; raises its error, RunTaken, RayGone, WorkerLost when its
-    process gives no sign of life for ``health_timeout`` seconds or its loop for ``stall_timeout``, and NotSaved when it has not
-    ended at the time ``until`` (``time.monotonic``)."""
+    driver: Handle[DriverActor],
+    progress: Progress,
+    recovery: RecoverySettings,
+    until: Callable[[], float],
+    origin: Origin,
+    folder: RunFolder,
+    head: HeadWatch,
+) -> dict[str, Any]:
+    """Show the driver's reports until it ends.
+
+    Returns its result; raises its error, RunTaken, RayGone, WorkerLost when its process gives no
+    sign of life for ``health_timeout`` seconds or its loop for ``stall_timeout``, and NotSaved when
+    it has not ended at the time ``until`` (``time.monotonic``).
+    """
     running, seen, answered, due = submit(driver, DriverActor.main), 0, time.monotonic(), ANSWER
     up, frozen, questions = False, 0.0, 0
     while True:
@@ -228,14 +279,17 @@ def _follow(
         # A driver that has ended still has its last reports, which are worth a longer wait.
         patience = ANSWER if ended else max(POLL, min(SILENT, until() - time.monotonic()))
         try:
-            seen, updates, doing = ray.get(submit(driver, DriverActor.updates, seen), timeout=patience)
+            seen, updates, doing = ray.get(
+                submit(driver, DriverActor.updates, seen), timeout=patience
+            )
             answered, due = time.monotonic(), SILENT
             up, frozen, questions = True, 0.0, 0
         except GetTimeoutError:
             updates, doing = [], "waiting for the driver"
             silent = time.monotonic() - answered
-            # A driver that is still being started is no frozen one. What is counted is what was waited: the time that has passed
-            # may be that of this process's own stop (Ctrl-Z), and the driver's answers are only late then.
+            # A driver that is still being started is no frozen one. What is counted is what was
+            # waited: the time that has passed may be that of this process's own stop (Ctrl-Z), and
+            # the driver's answers are only late then.
             if up and not _lives(driver, min(LIVE, max(POLL, until() - time.monotonic()))):
                 frozen, questions = frozen + patience + LIVE, questions + 1
             else:
@@ -246,7 +300,9 @@ def _follow(
             if silent > due:
                 event = incidents.DriverSilent(round(silent, 1), left=round(max(0.0, left), 1))
                 progress.note(describe(event.record()))
-                write = threading.Thread(target=folder.events.beside, args=(event.record(),), daemon=True)
+                write = threading.Thread(
+                    target=folder.events.beside, args=(event.record(),), daemon=True
+                )
                 write.start()  # storage that hangs must not hold up this process too
                 due = 2 * silent
         except RayError as error:
@@ -255,8 +311,8 @@ def _follow(
             updates, doing = [], ""  # ``running`` raises it
         if not ended and time.monotonic() > until():
             raise NotSaved(
-                "the run was not saved within preemption.grace. Raise it (and what the scheduler allows) above the time of a step "
-                f"and a checkpoint; {origin.again()}"
+                "the run was not saved within preemption.grace. Raise it (and what the scheduler"
+                f" allows) above the time of a step and a checkpoint; {origin.again()}"
             )
         for kind, record in updates:
             if kind == "step":
@@ -272,16 +328,19 @@ def _follow(
 
 
 def _lives(driver: Handle[DriverActor], within: float) -> bool:
-    """Whether the driver's process runs, even if its loop is held up: an actor has a thread for questions (actors/base.py)."""
+    """Whether the driver's process runs, even if its loop is held up: an actor has a thread for
+    questions (actors/base.py).
+    """
     answered, _ = ray.wait([submit(driver, DriverActor.host)], timeout=within)
     return bool(answered)
 
 
 @contextmanager
 def _while_idle(stopped: Callable[[], RayloopError]) -> Iterator[Callable[[], None]]:
-    """A SIGTERM, or the SIGHUP of a closed terminal, while there is no driver unwinds, so that the private cluster ends too. Yields
-    a function that raises ``stopped()`` after one: a callback may swallow the exception of a signal handler, but the wakeup pipe
-    gets every signal."""
+    """A SIGTERM, or the SIGHUP of a closed terminal, while there is no driver unwinds, so that the
+    private cluster ends too. Yields a function that raises ``stopped()`` after one: a callback may
+    swallow the exception of a signal handler, but the wakeup pipe gets every signal.
+    """
     seen, written = socket.socketpair()
 
     def unwind(number: int, frame: Any) -> None:
@@ -311,17 +370,23 @@ def _while_idle(stopped: Callable[[], RayloopError]) -> Iterator[Callable[[], No
 
 
 @contextmanager
-def _stop_on_signal(driver: Handle[DriverActor], progress: Progress, grace: float) -> Iterator[Callable[[], float]]:
-    """The first signal of ``STOP`` asks the driver to save and stop, the second one ends this process at once, unless it is a
-    SIGHUP. Yields a function that returns the time (``time.monotonic``) at which the driver must have ended: ``grace`` s after a
-    signal."""
+def _stop_on_signal(
+    driver: Handle[DriverActor], progress: Progress, grace: float
+) -> Iterator[Callable[[], float]]:
+    """The first signal of ``STOP`` asks the driver to save and stop, the second one ends this
+    process at once, unless it is a SIGHUP. Yields a function that returns the time
+    (``time.monotonic``) at which the driver must have ended: ``grace`` s after a signal.
+    """
     until = math.inf
 
     def stop(number: int, frame: Any) -> None:
         nonlocal until
         until = time.monotonic() + grace
         leave_terminal()
-        progress.note(f"received {signal.Signals(number).name}: saving, within {grace:g} s; send it again to stop at once")
+        progress.note(
+            f"received {signal.Signals(number).name}: saving, within {grace:g} s; send it again to"
+            " stop at once"
+        )
         for again in (signal.SIGTERM, signal.SIGINT):
             signal.signal(again, lambda *_: sys.exit(1))
         # A shell that closes sends a second SIGHUP, which does not ask for an end at once.

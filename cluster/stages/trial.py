@@ -1,5 +1,7 @@
-"""``python -m rayloop try``: one row as the model sees it, two sampled answers, and the reward of each. No Ray cluster is started.
-The reader, the renderer, the episode loop and the rollout and reward classes run in this process."""
+"""``python -m rayloop try``: one row as the model sees it, two sampled answers, and the reward of
+each. No Ray cluster is started. The reader, the renderer, the episode loop and the rollout and
+reward classes run in this process.
+"""
 
 import asyncio
 import copy
@@ -18,7 +20,14 @@ from pydantic import ValidationError
 from rayloop.actors.reward import RewardActor
 from rayloop.actors.rollout import RolloutActor, start_weights
 from rayloop.chat.rendering import Rendered, Renderer
-from rayloop.core.failures import AGAIN, ConfigError, DataFailure, EnvironmentFailed, RayloopError, WorkerStartFailed
+from rayloop.core.failures import (
+    AGAIN,
+    ConfigError,
+    DataFailure,
+    EnvironmentFailed,
+    RayloopError,
+    WorkerStartFailed,
+)
 from rayloop.core.groups import Outcome, Scored, UnscoredKind
 from rayloop.core.threads import complete, own_frames
 from rayloop.core.types import (
@@ -52,8 +61,10 @@ Scoring = asyncio.Task[dict[TrajectoryId, Outcome]]
 
 
 def try_row(config: RunConfig, row: int | None, show: Write = partial(print, flush=True)) -> int:
-    """Play row ``row`` of ``data.train`` (counted from 1; None: the first usable one) and ``show`` what happens. Returns 0 when
-    both answers have a reward, 69 when what scores is away, else 1. Raises RayloopError, as a run would before its first step."""
+    """Play row ``row`` of ``data.train`` (counted from 1; None: the first usable one) and ``show``
+    what happens. Returns 0 when both answers have a reward, 69 when what scores is away, else 1.
+    Raises RayloopError, as a run would before its first step.
+    """
 
     def write(text: str) -> None:
         show(visible(text))  # neither rows nor answers may steer the terminal
@@ -85,13 +96,18 @@ def _chosen(config: RunConfig, row: int | None, write: Write) -> tuple[Dataset, 
     where = f"{config.data.train}:{row}"
     found = next((task for task in dataset if dataset.where(task) == where), None)
     if found is None:
-        why = next((failure.reason for failure in failures if failure.path == where), "there is no such row")
+        why = next(
+            (failure.reason for failure in failures if failure.path == where),
+            "there is no such row",
+        )
         raise ConfigError(f"--row {row}: {where}: {why}")
     return dataset, found
 
 
 def local_engine(config: RunConfig) -> EngineChoice:
-    """The configured engine; transformers in place of one that has processes of its own and starts in minutes."""
+    """The configured engine; transformers in place of one that has processes of its own and starts
+    in minutes.
+    """
     engine = config.engine
     return TransformersEngineSettings(dtype=engine.dtype) if engine.starts_slowly else engine
 
@@ -101,7 +117,9 @@ class _CheckingRenderer(Renderer):
 
     unshown: tuple[str, ...] = ()
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Rendered:
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> Rendered:
         rendered = super().prompt(messages, tools)
         if tools and rendered.token_ids == super().prompt(messages).token_ids:
             self.unshown = tuple(tool["function"]["name"] for tool in tools)
@@ -120,19 +138,31 @@ class _Trial:
         self.written: set[str] = set()
 
     async def run(self) -> int:
-        """Play and report. Reward and environment are made before the model is loaded, since the user wrote them."""
+        """Play and report.
+
+        Reward and environment are made before the model is loaded, since the user wrote them.
+        """
         reward, task = self.config.reward, self.task
         with _making(reward.source.use):
             self.reward = RewardActor(self.config.model, reward, trial=True)
         self._write_preview(task)
         await self._made_once(task)
         self.engine = await self._engine()
-        asked = requests(self.config, task, [TrajectoryId(1, sample) for sample in range(ANSWERS)], visit=1)
+        asked = requests(
+            self.config, task, [TrajectoryId(1, sample) for sample in range(ANSWERS)], visit=1
+        )
         played = await asyncio.gather(*map(self._play, asked), return_exceptions=True)
         # Scored beside the report: the answers are shown even while a judge does not answer.
-        scoring = asyncio.create_task(self._outcomes([one for one in played if isinstance(one, Trajectory)], task))
-        codes = [await self._answered(number, one, scoring) for number, one in enumerate(played, start=1)]
-        self.write(f"\n{codes.count(0)} of {ANSWERS} answers have a reward" + ("; fix that before you train" if any(codes) else ""))
+        scoring = asyncio.create_task(
+            self._outcomes([one for one in played if isinstance(one, Trajectory)], task)
+        )
+        codes = [
+            await self._answered(number, one, scoring) for number, one in enumerate(played, start=1)
+        ]
+        self.write(
+            f"\n{codes.count(0)} of {ANSWERS} answers have a reward"
+            + ("; fix that before you train" if any(codes) else "")
+        )
         return max(codes)
 
     async def _engine(self) -> RolloutActor:
@@ -145,7 +175,10 @@ class _Trial:
         wanted = self.config.engine
         instead = f" (for {wanted.label})" if wanted.starts_slowly else ""
         seconds = time.monotonic() - began
-        self.write(f"model {self.config.model.path}, engine {settings.label}{instead}, loaded in {seconds:.1f} s")
+        self.write(
+            f"model {self.config.model.path}, engine {settings.label}{instead}, loaded in"
+            f" {seconds:.1f} s"
+        )
         return actor
 
     async def _made_once(self, task: Task) -> None:
@@ -159,13 +192,22 @@ class _Trial:
                 await environment.close(CLOSE_TIMEOUT)
             except Exception as error:
                 raise WorkerStartFailed(
-                    f"{environment.name}: close() raised on an environment that was made and not reset:\n{own_frames(error)}"
+                    f"{environment.name}: close() raised on an environment that was made and not"
+                    f" reset:\n{own_frames(error)}"
                 ) from error
 
     async def _play(self, request: RolloutRequest) -> Trajectory:
         async with asyncio.timeout(self.config.environment.episode_timeout):
-            request = copy.deepcopy(request)  # as through Ray: what one episode does to its task, the others do not see
-            return await play(request, self.environments.of(request.task), self.renderer, self.episode, self._generate)
+            request = copy.deepcopy(
+                request
+            )  # as through Ray: what one episode does to its task, the others do not see
+            return await play(
+                request,
+                self.environments.of(request.task),
+                self.renderer,
+                self.episode,
+                self._generate,
+            )
 
     async def _generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         """Generate with the engine; the first prompt is shown before that."""
@@ -177,39 +219,59 @@ class _Trial:
             return await self.engine.engine.generate(prompt, sampling)
 
     def _write_preview(self, task: Task) -> None:
-        """Of an environment with ``preview``: it may take long until it shows the rest, or have no machine here."""
+        """Of an environment with ``preview``: it may take long until it shows the rest, or have no
+        machine here.
+        """
         kind = self.environments.kind(task)
         if preview := getattr(kind.resolve(), "preview", None):
             self.write("\nwhat the model sees first, but for the screen, which is asked for now:")
-            self.write(_indented(self.renderer.shown(self.renderer.prompt(preview(kind.options(), task)).token_ids)))
+            self.write(
+                _indented(
+                    self.renderer.shown(
+                        self.renderer.prompt(preview(kind.options(), task)).token_ids
+                    )
+                )
+            )
 
     def _write_prompt(self, prompt: TokenPrompt) -> None:
         size, limit = len(prompt.token_ids), self.episode.max_prompt_tokens
         self.write(f"\nwhat the model sees: {size} tokens (max_prompt_tokens: {limit})")
         self.write(_indented(self.renderer.shown(prompt.token_ids)))
         if unshown := ", ".join(self.renderer.unshown):
-            self.write(f"the chat template shows none of the tools: {unshown} (docs/bring_your_own/tool.md)")
+            self.write(
+                f"the chat template shows none of the tools: {unshown}"
+                " (docs/bring_your_own/tool.md)"
+            )
         for number, image in enumerate((image.ref for image in prompt.images), start=1):
             width, height = self.renderer.resized(image)
             self.write(
-                f"image {number}: {image.width}x{image.height} pixels, resized to {width}x{height}; "
-                f"grid (t, h, w) {image.grid}, {image.tokens} tokens"
+                f"image {number}: {image.width}x{image.height} pixels, resized to {width}x{height};"
+                f" grid (t, h, w) {image.grid}, {image.tokens} tokens"
             )
 
     def _write_truth(self, task: Task) -> None:
         if task.ground_truth is None and self.config.reward.compares:
             self.write(
-                "truth: NONE. The reader found no answer in this row, so a reward that compares with it cannot work. "
-                f"ChatRows takes the column that data.reader.with.truth names, else one of {', '.join(TRUTHS)}. Kept of the row "
-                "besides: " + (", ".join(task.extra) or "nothing")
+                "truth: NONE. The reader found no answer in this row, so a reward that compares"
+                " with it cannot work. ChatRows takes the column that data.reader.with.truth"
+                f" names, else one of {', '.join(TRUTHS)}. Kept of the row besides: "
+                + (", ".join(task.extra) or "nothing")
             )
             return
-        text = "none is needed" if task.ground_truth is None else json.dumps(jsonable(task.ground_truth), ensure_ascii=False)
+        text = (
+            "none is needed"
+            if task.ground_truth is None
+            else json.dumps(jsonable(task.ground_truth), ensure_ascii=False)
+        )
         self.write(f"truth: {textwrap.shorten(text, SHOWN, placeholder=' ...')}")
 
-    async def _outcomes(self, played: Sequence[Trajectory], task: Task) -> dict[TrajectoryId, Outcome]:
+    async def _outcomes(
+        self, played: Sequence[Trajectory], task: Task
+    ) -> dict[TrajectoryId, Outcome]:
         """The rewards of the answers: one by one, or together with ``reward.per: group``."""
-        logger = logging.getLogger("rayloop.actors.reward")  # whose messages are written here in another way
+        logger = logging.getLogger(
+            "rayloop.actors.reward"
+        )  # whose messages are written here in another way
         before, logger.disabled = logger.disabled, True
         try:
             outcomes = await self.reward.score(task, 0, *played)
@@ -217,8 +279,13 @@ class _Trial:
             logger.disabled = before
         return {one.id: outcome for one, outcome in zip(played, outcomes, strict=True)}
 
-    async def _answered(self, number: int, played: Trajectory | BaseException, scoring: Scoring) -> int:
-        """Write one answer, and its reward once it is known. Returns 0 when it has one, else the exit code."""
+    async def _answered(
+        self, number: int, played: Trajectory | BaseException, scoring: Scoring
+    ) -> int:
+        """Write one answer, and its reward once it is known.
+
+        Returns 0 when it has one, else the exit code.
+        """
         if isinstance(played, BaseException):
             self.write(f"\nanswer {number} could not be played")
             self._write_error(played)
@@ -226,13 +293,23 @@ class _Trial:
 
         sampled = sum(len(turn.token_ids) for turn in played.sampled_turns)
         limit = played.sampling.max_tokens
-        cut = any(turn.finish is FinishReason.LENGTH and len(turn.token_ids) == limit for turn in played.sampled_turns)
+        cut = any(
+            turn.finish is FinishReason.LENGTH and len(turn.token_ids) == limit
+            for turn in played.sampled_turns
+        )
         by = f"; CUT at rollout.sampling.max_tokens={limit}" if cut else ""
-        self.write(f"\nanswer {number}: {sampled} tokens sampled, the episode ended as {played.end_reason}{by}")
+        self.write(
+            f"\nanswer {number}: {sampled} tokens sampled, the episode ended as"
+            f" {played.end_reason}{by}"
+        )
 
         for turn in played.turns[1:]:
             role = f"{turn.role}: " if len(played.turns) > 2 else ""
-            self.write(_indented(role + (RESTARTS if turn.restart else self.renderer.shown(turn.token_ids))))
+            self.write(
+                _indented(
+                    role + (RESTARTS if turn.restart else self.renderer.shown(turn.token_ids))
+                )
+            )
 
         outcome = (await scoring)[played.id]
         self.write(rewarded(outcome))
@@ -246,7 +323,9 @@ class _Trial:
         """Write the message of a RayloopError, or the traceback of the user's own code."""
         own = error.__cause__ if isinstance(error, EnvironmentFailed) else error
         deliberate = own is None or isinstance(own, RayloopError)
-        self._write_once(f"{type(error).__name__}: {error}" if deliberate else own_frames(own or error))
+        self._write_once(
+            f"{type(error).__name__}: {error}" if deliberate else own_frames(own or error)
+        )
 
     def _write_once(self, text: str) -> None:
         self.write(_indented(text if text not in self.written else "the same"))

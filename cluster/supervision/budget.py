@@ -1,4 +1,6 @@
-"""How often a role may replace its actors: a budget for each slot, and the end of a run whose role has no actor."""
+"""How often a role may replace its actors: a budget for each slot, and the end of a run whose role
+has no actor.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -18,7 +20,10 @@ def now() -> float:
 
 
 class ReplacementBudget:
-    """The ``size`` slots of a role, and the budget of each. ``why``: the last loss, or the last start that failed."""
+    """The ``size`` slots of a role, and the budget of each.
+
+    ``why``: the last loss, or the last start that failed.
+    """
 
     def __init__(self, role: str, size: int, settings: RecoverySettings) -> None:
         self.role, self.size, self.settings = role, size, settings
@@ -42,7 +47,9 @@ class ReplacementBudget:
 
     @contextmanager
     def trying(self, slot: int) -> Iterator[None]:
-        """The slot may get an actor while the block lasts: the role is not given up, if the block began in time."""
+        """The slot may get an actor while the block lasts: the role is not given up, if the block
+        began in time.
+        """
         self._trying[slot] = now()
         try:
             yield
@@ -50,14 +57,18 @@ class ReplacementBudget:
             del self._trying[slot]
 
     async def afford(self, slot: int) -> None:
-        """Wait until the slot's budget has a unit, and take it. Raises RolesExhausted when the role cannot be saved."""
+        """Wait until the slot's budget has a unit, and take it.
+
+        Raises RolesExhausted when the role cannot be saved.
+        """
         budget, patience = self._budgets[slot], self.settings.start_timeout
         while True:
             if self._hopeless():
                 raise RolesExhausted(
-                    f"the {self.role} role had fewer than 1 of {self.size} actors in service, and none came back within "
-                    f"recovery.start_timeout ({patience:g} s); recovery.replacements allows {budget.per_hour} per slot and "
-                    f"hour. The last loss: {self.why}; see events.jsonl for the others"
+                    f"the {self.role} role had fewer than 1 of {self.size} actors in service, and"
+                    f" none came back within recovery.start_timeout ({patience:g} s);"
+                    f" recovery.replacements allows {budget.per_hour} per slot and hour. The last"
+                    f" loss: {self.why}; see events.jsonl for the others"
                 )
             if not (wait := budget.wait(now())):
                 return budget.take(now())
@@ -67,7 +78,9 @@ class ReplacementBudget:
             await asyncio.sleep(min(wait, max(left, LOOK)))
 
     def _hopeless(self) -> bool:
-        """Whether the role has no actor, and no start that is under way or affordable can change that in time."""
+        """Whether the role has no actor, and no start that is under way or affordable can change
+        that in time.
+        """
         if self._short is None:
             return False
         limit = self._short + self.settings.start_timeout

@@ -1,11 +1,18 @@
-"""Which failures of episodes count against the task, which against the environment actor, and which against neither.
+"""Which failures of episodes count against the task, which against the environment actor, and which
+against neither.
 
-- The task: it failed on two actors (or nodes) while other episodes went well, or on actors where nothing else fails. It is
-  quarantined after ``TASK_FAILURES`` such groups in a row, or when ``environment.attempts`` episodes of one group hung.
-- The actor: episodes of ``ACTOR_FAILURES`` different tasks failed on it in a row, while others went well. It is replaced.
-- Neither: nothing goes well, so the environment is broken. The generation budget ends the run and gives the reason.
+- The task: it failed on two actors (or nodes) while other episodes went well, or on actors where
+  nothing else fails. It is
+  quarantined after ``TASK_FAILURES`` such groups in a row, or when ``environment.attempts``
+  episodes of one group hung.
+- The actor: episodes of ``ACTOR_FAILURES`` different tasks failed on it in a row, while others went
+  well. It is replaced.
+- Neither: nothing goes well, so the environment is broken. The generation budget ends the run and
+  gives the reason.
 
-An actor is counted by its node when the pool is on several, else by its slot; in a pool of one by its process."""
+An actor is counted by its node when the pool is on several, else by its slot; in a pool of one by
+its process.
+"""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -22,7 +29,9 @@ ACTOR_FAILURES = 3
 
 @dataclass
 class _GroupFailures:
-    """Failures of a group being played: ``began`` is the number of successes at its start; ``hung``: a place per hung episode."""
+    """Failures of a group being played: ``began`` is the number of successes at its start;
+    ``hung``: a place per hung episode.
+    """
 
     began: int
     places: set[int | str] = field(default_factory=set)
@@ -32,7 +41,9 @@ class _GroupFailures:
 
 @dataclass
 class _Service:
-    """An actor's process: the number of successes when it ``began``, whether it ``served`` one, the tasks failing since."""
+    """An actor's process: the number of successes when it ``began``, whether it ``served`` one, the
+    tasks failing since.
+    """
 
     began: int
     served: bool = False
@@ -40,7 +51,11 @@ class _Service:
 
 
 class FailureHistory:
-    """One per run. ``groups_failed`` counts the groups in which a task failed since it last went well (checkpointed)."""
+    """One per run.
+
+    ``groups_failed`` counts the groups in which a task failed since it last went well
+    (checkpointed).
+    """
 
     def __init__(self, settings: EnvironmentSettings) -> None:
         self._settings = settings
@@ -62,7 +77,10 @@ class FailureHistory:
         service.failing.clear()
 
     def failed(self, group: int, task: str, worker: int, place: int | str, failure: Failure) -> str:
-        """An episode's environment failed at ``place``, the node or the slot of its actor. Returns why to replace it, or ""."""
+        """An episode's environment failed at ``place``, the node or the slot of its actor.
+
+        Returns why to replace it, or "".
+        """
         place, found = place if self._settings.actors > 1 else worker, self._groups[group]
         found.places.add(place)
         found.workers.add(worker)
@@ -78,7 +96,10 @@ class FailureHistory:
         # Without a success anywhere since it began, the environment is broken, and not this actor.
         if len(service.failing) < ACTOR_FAILURES or self._successes == service.began:
             return ""
-        return f"episodes of {len(service.failing)} different tasks failed on it one after the other, last: {failure.why}"
+        return (
+            f"episodes of {len(service.failing)} different tasks failed on it one after the other,"
+            f" last: {failure.why}"
+        )
 
     def clear(self) -> None:
         """Forget in how many groups tasks failed."""
@@ -98,14 +119,19 @@ class FailureHistory:
         self._groups.pop(group, None)
 
     def hangs(self, group: int) -> str:
-        """Why no further episode of this group should be played, or "": too many of them hung, on more than one place."""
+        """Why no further episode of this group should be played, or "": too many of them hung, on
+        more than one place.
+        """
         hung = self._groups[group].hung if group in self._groups else []
         if len(hung) < max(self._settings.attempts, 2) or len(set(hung)) < 2:
             return ""
         return f"{len(hung)} episodes of its group hung"
 
     def ended(self, group: int, task: str, failed: bool) -> str:
-        """The group is finished; ``failed``: the environment of some member. Returns why to quarantine the task, or ""."""
+        """The group is finished; ``failed``: the environment of some member.
+
+        Returns why to quarantine the task, or "".
+        """
         hangs, found = self.hangs(group), self._groups.pop(group, _GroupFailures(self._successes))
         if not failed:
             # A Counter does not raise for a key that it lacks.
@@ -113,7 +139,9 @@ class FailureHistory:
             return ""
 
         others_went_well = self._successes > found.began
-        if len(found.places) < min(2, self._settings.actors) or not (others_went_well or self._only_this(found, task)):
+        if len(found.places) < min(2, self._settings.actors) or not (
+            others_went_well or self._only_this(found, task)
+        ):
             return ""
         # The task is to blame, so its failures must not count against the actors.
         if others_went_well:
@@ -126,6 +154,8 @@ class FailureHistory:
         return hangs
 
     def _only_this(self, found: _GroupFailures, task: str) -> bool:
-        """Whether the actors on which the group failed have served others, and no other task fails on them."""
+        """Whether the actors on which the group failed have served others, and no other task fails
+        on them.
+        """
         services = [self._services[worker] for worker in found.workers]
         return all(service.served and service.failing <= {task} for service in services)

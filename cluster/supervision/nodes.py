@@ -1,4 +1,6 @@
-"""The nodes of a run's actors: a node is lost once, with all actors on it; one on which actors fail again and again is avoided."""
+"""The nodes of a run's actors: a node is lost once, with all actors on it; one on which actors fail
+again and again is avoided.
+"""
 
 import asyncio
 import logging
@@ -23,17 +25,23 @@ PERIOD = 1.0
 ANSWER = 5.0
 """Seconds in which the head lists the nodes, or a node accepts a connection."""
 DOUBT = 45.0
-"""Seconds in which the cluster finds out that a node which accepts no connection is gone; Ray asks it several times."""
+"""Seconds in which the cluster finds out that a node which accepts no connection is gone; Ray asks
+it several times.
+"""
 FAILURES = 3
-"""Failures of actors in an hour after which their node is avoided, with its GPUs, if there is room elsewhere."""
+"""Failures of actors in an hour after which their node is avoided, with its GPUs, if there is room
+elsewhere.
+"""
 HOUR = 3600.0
 """Seconds in which failures count."""
 AVOIDED = 1200.0
 """Seconds that a node is avoided after the last of them."""
 
 Evict = Callable[[str, str], Sequence[int] | None]
-"""Takes all actors on a lost node (id, why) out of service. A pool returns its workers' serial numbers; the policy
-group, whose ranks have none, returns None."""
+"""Takes all actors on a lost node (id, why) out of service.
+
+A pool returns its workers' serial numbers; the policy group, whose ranks have none, returns None.
+"""
 
 
 class Nodes:
@@ -56,7 +64,9 @@ class Nodes:
 
     async def locate(self, handle: Handle[Any], role: str) -> str:
         """The node of a new actor, which is recorded (``came``). Raises WorkerLost."""
-        node = await with_deadline(DOUBT, submit(handle, Actor.node), f"node of a new {role} actor", handle)
+        node = await with_deadline(
+            DOUBT, submit(handle, Actor.node), f"node of a new {role} actor", handle
+        )
         self.came(node, role)
         return node
 
@@ -79,7 +89,9 @@ class Nodes:
             await asyncio.sleep(PERIOD)
 
     async def lost(self, node: str) -> bool:
-        """Whether the node of a lost actor is gone, which the cluster learns some seconds later than the actor's caller."""
+        """Whether the node of a lost actor is gone, which the cluster learns some seconds later
+        than the actor's caller.
+        """
         now = asyncio.get_running_loop().time
         until = now() + DOUBT
         while node in self._there and now() < until:
@@ -90,7 +102,9 @@ class Nodes:
         return node in self._gone
 
     def charge(self, node: str) -> bool:
-        """Whether the caller is the first on this lost node: all of its actors together cost one unit of a budget."""
+        """Whether the caller is the first on this lost node: all of its actors together cost one
+        unit of a budget.
+        """
         first = node in self._unpaid
         self._unpaid.discard(node)
         return first
@@ -106,7 +120,9 @@ class Nodes:
                 logger.warning("the cluster's nodes cannot be listed: %r", error)
                 return
             self._rows = {row["NodeID"]: row for row in rows}
-            for node in [node for node in self._there if not self._rows.get(node, {}).get("Alive", False)]:
+            for node in [
+                node for node in self._there if not self._rows.get(node, {}).get("Alive", False)
+            ]:
                 self._lose(node)
 
     def _lose(self, node: str) -> None:
@@ -125,7 +141,10 @@ class Nodes:
         if not node:
             return ""
         row = self._rows.get(node, {})
-        return f"{row.get('NodeManagerHostname', node)} ({row.get('NodeManagerAddress', 'address unknown')})"
+        return (
+            f"{row.get('NodeManagerHostname', node)}"
+            f" ({row.get('NodeManagerAddress', 'address unknown')})"
+        )
 
     async def _accepts(self, node: str) -> bool:
         """Whether Ray's process of this node accepts connections. Unknown counts as yes."""
@@ -134,7 +153,9 @@ class Nodes:
             return True
         try:
             async with asyncio.timeout(ANSWER):
-                _, writer = await asyncio.open_connection(row["NodeManagerAddress"], row["NodeManagerPort"])
+                _, writer = await asyncio.open_connection(
+                    row["NodeManagerAddress"], row["NodeManagerPort"]
+                )
         except (OSError, TimeoutError):
             return False
         writer.close()

@@ -33,8 +33,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 LOCAL = ("node", "host", "fetch", "finish_save")
-"""Calls that a rank may run twice: it answers them without the other ranks. All others are numbered (``PolicyRank.numbered``),
-except for those by which the ranks meet, and those of the transport's sender."""
+"""Calls that a rank may run twice: it answers them without the other ranks.
+
+All others are numbered (``PolicyRank.numbered``), except for those by which the ranks meet, and
+those of the transport's sender.
+"""
 PAUSE = 2.0
 """Seconds until a rank that could not be reached is asked again."""
 LOADING = 600.0
@@ -44,7 +47,9 @@ SHARED = 30.0
 
 
 class PolicyGroup:
-    """Raises PolicyLost when a rank died or a collective failed: the whole group must then be rebuilt (``rebuild``)."""
+    """Raises PolicyLost when a rank died or a collective failed: the whole group must then be
+    rebuilt (``rebuild``).
+    """
 
     def __init__(
         self,
@@ -53,7 +58,9 @@ class PolicyGroup:
         recovery: RecoverySettings | None = None,
         nodes: Nodes | None = None,
     ) -> None:
-        """``recovery.start_timeout``: seconds for all ranks to load the model, at least ``LOADING``."""
+        """``recovery.start_timeout``: seconds for all ranks to load the model, at least
+        ``LOADING``.
+        """
         self.settings, self.recovery = settings, recovery or RecoverySettings()
         self._start_timeout = max(self.recovery.start_timeout, LOADING)
         self._budget = Budget(self.recovery.policy_restarts)
@@ -67,7 +74,10 @@ class PolicyGroup:
         self._number = 0  # of the last numbered call
 
     async def start(self) -> None:
-        """Create the ranks and let them meet. If one is lost, the first call raises PolicyLost. Raises WorkerStartFailed."""
+        """Create the ranks and let them meet.
+
+        If one is lost, the first call raises PolicyLost. Raises WorkerStartFailed.
+        """
         try:
             await self._meet()
         except PolicyLost as error:
@@ -81,17 +91,28 @@ class PolicyGroup:
         self._number = 0
         self.ranks = [self._spawn(rank) for rank in range(self.settings.ranks)]
         within = self._start_timeout
-        if self._nodes is not None:  # before they load, so that it is known what a rank is lost with
-            nodes = await self._answers("node", [partial(submit, rank, PolicyRank.node) for rank in self.ranks], within)
+        if (
+            self._nodes is not None
+        ):  # before they load, so that it is known what a rank is lost with
+            nodes = await self._answers(
+                "node", [partial(submit, rank, PolicyRank.node) for rank in self.ranks], within
+            )
             for node in nodes:
                 self._nodes.came(node, "policy")
             self._places = nodes
-        meeting, *_ = await self._answers("address", [partial(submit, rank, PolicyRank.address) for rank in self.ranks], within)
+        meeting, *_ = await self._answers(
+            "address", [partial(submit, rank, PolicyRank.address) for rank in self.ranks], within
+        )
         assert meeting is not None, "the first rank opens the place where all meet"
-        await self._answers("join", [partial(submit, rank, PolicyRank.join, meeting) for rank in self.ranks], within)
+        await self._answers(
+            "join", [partial(submit, rank, PolicyRank.join, meeting) for rank in self.ranks], within
+        )
 
     async def afford(self, lost: PolicyLost) -> None:
-        """Wait for a unit of the ranks' budget (half of ``recovery.replacements``). Raises ``lost`` when that takes too long."""
+        """Wait for a unit of the ranks' budget (half of ``recovery.replacements``).
+
+        Raises ``lost`` when that takes too long.
+        """
         now = asyncio.get_running_loop().time
         if (wait := self._budget.wait(now())) > self.recovery.start_timeout:
             raise lost
@@ -99,7 +120,10 @@ class PolicyGroup:
         self._budget.take(now())
 
     async def rebuild(self) -> None:
-        """Replace all ranks. They hold the start model until ``load``. Raises PolicyLost, WorkerStartFailed."""
+        """Replace all ranks.
+
+        They hold the start model until ``load``. Raises PolicyLost, WorkerStartFailed.
+        """
         # The old ranks end first: they hold the GPUs that the new ones need.
         self.stop()
         for node in self._places:
@@ -132,7 +156,10 @@ class PolicyGroup:
             self._gone.set()
 
     async def while_there(self, work: Coroutine[Any, Any, R]) -> R:
-        """Await ``work``, but cancel it when the policy is lost while nobody calls it. Raises PolicyLost then."""
+        """Await ``work``, but cancel it when the policy is lost while nobody calls it.
+
+        Raises PolicyLost then.
+        """
         try:
             return await until_stopped(self._gone, work)
         except Preempted:
@@ -140,13 +167,23 @@ class PolicyGroup:
                 raise
             raise PolicyLost(self._why) from None
 
-    async def all(self, method: Callable[Concatenate[PolicyRank, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call a method on all ranks with the same arguments. Returns the answers by rank; raises PolicyLost."""
+    async def all(
+        self, method: Callable[Concatenate[PolicyRank, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        """Call a method on all ranks with the same arguments.
+
+        Returns the answers by rank; raises PolicyLost.
+        """
         name = method.__name__
         if name in LOCAL:
-            return await self._answers(name, [partial(submit, rank, method, *args, **kwargs) for rank in self.ranks])
+            return await self._answers(
+                name, [partial(submit, rank, method, *args, **kwargs) for rank in self.ranks]
+            )
         number = self._next()
-        asks = [partial(submit_numbered, rank, number, 1, method, *args, **kwargs) for rank in self.ranks]
+        asks = [
+            partial(submit_numbered, rank, number, 1, method, *args, **kwargs)
+            for rank in self.ranks
+        ]
         return await self._answers(name, asks, again=True)
 
     def _next(self) -> int:
@@ -155,15 +192,24 @@ class PolicyGroup:
         return self._number
 
     async def _answers(
-        self, method: str, asks: Sequence[Callable[[], Ref[R]]], deadline: float | None = None, *, again: bool = False
+        self,
+        method: str,
+        asks: Sequence[Callable[[], Ref[R]]],
+        deadline: float | None = None,
+        *,
+        again: bool = False,
     ) -> list[R]:
-        """One answer per rank, each asked by its function, within ``policy.step_timeout`` or ``deadline``. ``again``: a rank that
-        could not be reached may be asked once more, as for ``LOCAL`` methods. Raises PolicyLost, and the first failure."""
+        """One answer per rank, each asked by its function, within ``policy.step_timeout`` or
+        ``deadline``. ``again``: a rank that could not be reached may be asked once more, as for
+        ``LOCAL`` methods. Raises PolicyLost, and the first failure.
+        """
         if not asks:
             raise PolicyLost(self._why)
         within = deadline or self.settings.step_timeout
         ranks = list(self.ranks)  # while they are awaited a rebuild may take them away
-        refs = [ask() for ask in asks]  # before anything is awaited: every rank gets collective calls in one order
+        refs = [
+            ask() for ask in asks
+        ]  # before anything is awaited: every rank gets collective calls in one order
 
         async def one(rank: int, ref: Ref[R]) -> R:
             what, starts = f"{method} of policy rank {rank}", deadline is not None
@@ -173,12 +219,19 @@ class PolicyGroup:
 
             try:
                 if again or method in LOCAL:
-                    return await self._reached(what, partial(answer, ref), lambda: answer(asks[rank]()))
+                    return await self._reached(
+                        what, partial(answer, ref), lambda: answer(asks[rank]())
+                    )
                 return await answer(ref)
             except Exception as error:
                 # After a rebuild, late errors of the former
                 # ranks must not blame the new ranks' nodes.
-                if self._nodes is not None and is_lost(error) and ranks == self.ranks and rank < len(self._places):
+                if (
+                    self._nodes is not None
+                    and is_lost(error)
+                    and ranks == self.ranks
+                    and rank < len(self._places)
+                ):
                     self._blamed.add(self._places[rank])
                 raise
 
@@ -197,9 +250,13 @@ class PolicyGroup:
             for call in calls:
                 call.cancel()
 
-    async def _reached(self, what: str, first: Callable[[], Awaitable[R]], again: Callable[[], Awaitable[R]]) -> R:
-        """The answer to ``first``, or to ``again`` while Ray says that the rank, which lives, could not be reached. Raises
-        ActorUnavailableError when that has lasted for ``recovery.health_timeout``."""
+    async def _reached(
+        self, what: str, first: Callable[[], Awaitable[R]], again: Callable[[], Awaitable[R]]
+    ) -> R:
+        """The answer to ``first``, or to ``again`` while Ray says that the rank, which lives, could
+        not be reached. Raises ActorUnavailableError when that has lasted for
+        ``recovery.health_timeout``.
+        """
         now = asyncio.get_running_loop().time
         ask, until = first, 0.0
         while True:
@@ -214,18 +271,41 @@ class PolicyGroup:
             ask = again
 
     async def fetch(
-        self, groups: Sequence[Group], *, seed: int, version: Version, treat_as_on_policy: bool, nominal: int
+        self,
+        groups: Sequence[Group],
+        *,
+        seed: int,
+        version: Version,
+        treat_as_on_policy: bool,
+        nominal: int,
     ) -> set[TrajectoryId]:
-        """Let each rank fetch its share (``assignments``) of a step. Returns lost trajectories, to fetch again without them."""
+        """Let each rank fetch its share (``assignments``) of a step.
+
+        Returns lost trajectories, to fetch again without them.
+        """
         plan = assignments(
-            groups, len(self.ranks), self.settings.update, seed, version, nominal, treat_as_on_policy=treat_as_on_policy,
+            groups,
+            len(self.ranks),
+            self.settings.update,
+            seed,
+            version,
+            nominal,
+            treat_as_on_policy=treat_as_on_policy,
             together=self.settings.engine.sequence_parallel,
-        )  # fmt: skip
-        asks = [partial(submit, rank, PolicyRank.fetch, share) for rank, share in zip(self.ranks, plan, strict=True)]
+        )
+        asks = [
+            partial(submit, rank, PolicyRank.fetch, share)
+            for rank, share in zip(self.ranks, plan, strict=True)
+        ]
         return {id for lost in await self._answers("fetch", asks) for id in lost}
 
-    async def compare(self, payloads: Sequence[Ref[Trajectory]], *, swap_images: bool = False) -> LogprobGap:
-        """The sampling engine's log-probs against the trainer's, over all sampled tokens. Raises WorkerLost when all are gone."""
+    async def compare(
+        self, payloads: Sequence[Ref[Trajectory]], *, swap_images: bool = False
+    ) -> LogprobGap:
+        """The sampling engine's log-probs against the trainer's, over all sampled tokens.
+
+        Raises WorkerLost when all are gone.
+        """
         together, number = self.settings.engine.sequence_parallel, self._next()
         asks = [
             partial(
@@ -240,10 +320,17 @@ class PolicyGroup:
             for rank, handle in enumerate(self.ranks)
         ]
         # The ranks of one sequence-parallel group return the same rows: those of one rank count.
-        rows = [row for part in (await self._answers("compare", asks, again=True))[::together] for row in part]
+        rows = [
+            row
+            for part in (await self._answers("compare", asks, again=True))[::together]
+            for row in part
+        ]
 
         if not rows:
-            raise WorkerLost(f"all {len(payloads)} trajectories to compare were lost with the nodes that held them")
+            raise WorkerLost(
+                f"all {len(payloads)} trajectories to compare were lost with the nodes that held"
+                " them"
+            )
         return LogprobGap.of(rows)
 
     async def send(self, version: Version, meeting: Any) -> None:
@@ -251,27 +338,42 @@ class PolicyGroup:
         await self.all(PolicyRank.send, version, meeting)
 
     async def export(self, version: Version) -> WeightUpdate[Any]:
-        """Gather the weights, or take what was sent. The update's source is a *reference*, owned by the driver."""
+        """Gather the weights, or take what was sent.
+
+        The update's source is a *reference*, owned by the driver.
+        """
         number, ranks, sources = self._next(), list(self.ranks), dict[int, Ref[Any]]()
 
         def begin(rank: int) -> Ref[Any]:
-            manifest, sources[rank] = submit_numbered(ranks[rank], number, 2, PolicyRank.export, version)
+            manifest, sources[rank] = submit_numbered(
+                ranks[rank], number, 2, PolicyRank.export, version
+            )
             return cast(Ref[Any], manifest)
 
-        manifest, *_ = await self._answers("export", [partial(begin, rank) for rank in range(len(ranks))], again=True)
+        manifest, *_ = await self._answers(
+            "export", [partial(begin, rank) for rank in range(len(ranks))], again=True
+        )
         assert manifest is not None, "the first rank gathers"
         # The answer may hold all weights, which the object store has by now.
         for rank in ranks:
             submit(rank, PolicyRank.forget, number)
         return WeightUpdate(manifest, sources[0])
 
-    async def ask(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+    async def ask(
+        self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
         """Call a method of the transport's sender, which lives in the first rank."""
-        first = [partial(submit, rank, PolicyRank.ask, method.__name__, *args, **kwargs) for rank in self.ranks[:1]]
+        first = [
+            partial(submit, rank, PolicyRank.ask, method.__name__, *args, **kwargs)
+            for rank in self.ranks[:1]
+        ]
         return (await self._answers(method.__name__, first))[0]
 
     async def save(self, folder: str) -> Checksums:
-        """Write the trainer's state into a folder that all ranks see. Returns name -> checksum of their files."""
+        """Write the trainer's state into a folder that all ranks see.
+
+        Returns name -> checksum of their files.
+        """
         return _merged(await self.all(PolicyRank.save, folder))
 
     async def save_beside(self, folder: str, copied: asyncio.Event) -> Checksums:
@@ -282,21 +384,31 @@ class PolicyGroup:
         return _merged(await self.all(PolicyRank.finish_save, self.settings.step_timeout))
 
     async def load(self, folder: str, sums: Checksums) -> None:
-        """Restore what ``save`` wrote; ``sums`` is what it returned, as far as known. Raises Damaged."""
+        """Restore what ``save`` wrote; ``sums`` is what it returned, as far as known.
+
+        Raises Damaged.
+        """
         await self.all(PolicyRank.load, folder, sums)
 
     async def check_shared(self, folder: Path) -> None:
-        """Raises ConfigError unless every rank sees what the driver writes into ``folder``, and the driver what ranks write."""
+        """Raises ConfigError unless every rank sees what the driver writes into ``folder``, and the
+        driver what ranks write.
+        """
         probe = folder / f".shared-{secrets.token_hex(4)}"
         probe.mkdir(parents=True)
         try:
-            unseen = [host for host in await self.all(PolicyRank.shares, str(probe), SHARED) if host]
+            unseen = [
+                host for host in await self.all(PolicyRank.shares, str(probe), SHARED) if host
+            ]
             signs = [probe / f"rank-{rank}" for rank in range(len(self.ranks))]
-            if unseen or not all([await asyncio.to_thread(appears, sign, SHARED) for sign in signs]):
+            if unseen or not all(
+                [await asyncio.to_thread(appears, sign, SHARED) for sign in signs]
+            ):
                 where = ", ".join(dict.fromkeys(unseen or await self.all(PolicyRank.host)))
                 raise ConfigError(
-                    f"output: {folder} is not shared by the nodes of the policy ({where}), which save their part of each "
-                    "checkpoint there. Set output=FOLDER to one that all nodes see"
+                    f"output: {folder} is not shared by the nodes of the policy ({where}), which"
+                    " save their part of each checkpoint there. Set output=FOLDER to one that all"
+                    " nodes see"
                 )
         finally:
             shutil.rmtree(probe, ignore_errors=True)

@@ -1,5 +1,8 @@
-"""A pool leases the interchangeable workers of one role, and replaces one that is gone. Serial numbers are never used twice, so a
-late report about a former worker has no effect. Ray's ``max_restarts`` would only rerun ``__init__``, without ``admit``."""
+"""A pool leases the interchangeable workers of one role, and replaces one that is gone.
+
+Serial numbers are never used twice, so a late report about a former worker has no effect. Ray's
+``max_restarts`` would only rerun ``__init__``, without ``admit``.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +42,17 @@ R = TypeVar("R")
 S = TypeVar("S")
 
 ATTEMPTS = 3
-"""Workers that may be lost with one call of a reward or reference actor, and times that each worker is started at first."""
+"""Workers that may be lost with one call of a reward or reference actor, and times that each worker
+is started at first.
+"""
 
 
 @dataclass
 class Worker(Generic[A]):
-    """An actor in service. ``misses``: its slot's failures since a success; ``leased``: the number of its last lease."""
+    """An actor in service.
+
+    ``misses``: its slot's failures since a success; ``leased``: the number of its last lease.
+    """
 
     serial: int
     slot: int
@@ -57,15 +65,24 @@ class Worker(Generic[A]):
 
 
 class Pool(Generic[A]):
-    """Workers of one role, actors of class ``A``. ``ended``: serial numbers of those retired, whose other calls are not to blame.
-    ``spawn(slot)`` creates an actor; ``admit(handle)`` prepares it for service; ``starting()`` surrounds each replacement's start.
-    Raises RolesExhausted by ``ReplacementBudget``."""
+    """Workers of one role, actors of class ``A``.
+
+    ``ended``: serial numbers of those retired, whose other calls are not to blame. ``spawn(slot)``
+    creates an actor; ``admit(handle)`` prepares it for service; ``starting()`` surrounds each
+    replacement's start. Raises RolesExhausted by ``ReplacementBudget``.
+    """
 
     def __init__(
-        self, role: str, size: int, spawn: Callable[[int], Handle[A]], settings: RecoverySettings, emit: Emit,
-        admit: Callable[[Handle[A]], Awaitable[None]] | None = None, nodes: Nodes | None = None,
+        self,
+        role: str,
+        size: int,
+        spawn: Callable[[int], Handle[A]],
+        settings: RecoverySettings,
+        emit: Emit,
+        admit: Callable[[Handle[A]], Awaitable[None]] | None = None,
+        nodes: Nodes | None = None,
         starting: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.role, self.size, self.settings = role, size, settings
         self.workers: dict[int, Worker[A]] = {}
         self.replaced = 0
@@ -74,7 +91,13 @@ class Pool(Generic[A]):
         self._misses: dict[int, int] = {}
         self._homes: dict[int, str] = {}
         self._leases = 0
-        self._spawn, self._admit, self._emit, self._nodes, self._starting = spawn, admit, emit, nodes, starting
+        self._spawn, self._admit, self._emit, self._nodes, self._starting = (
+            spawn,
+            admit,
+            emit,
+            nodes,
+            starting,
+        )
         if nodes is not None:
             nodes.add(self._evict, role)
         self._serial = 0
@@ -83,8 +106,11 @@ class Pool(Generic[A]):
         self._failure: BaseException | None = None
 
     async def start(self) -> None:
-        """Start all workers. Raises ConfigError when a constructor does, WorkerStartFailed for another error of a constructor,
-        and WorkerLost when a worker does not answer in time."""
+        """Start all workers.
+
+        Raises ConfigError when a constructor does, WorkerStartFailed for another error of a
+        constructor, and WorkerLost when a worker does not answer in time.
+        """
         await asyncio.gather(*(self._first(slot) for slot in range(self.size)))
 
     async def _first(self, slot: int) -> None:
@@ -107,7 +133,11 @@ class Pool(Generic[A]):
                 if not left or not is_lost(error) or isinstance(error, WorkerLost):
                     raise
                 serial = self._serial if worker is None else worker.serial
-                self._emit(incidents.ReplacementFailed(self.role, serial, brief(error), self._where(worker)))
+                self._emit(
+                    incidents.ReplacementFailed(
+                        self.role, serial, brief(error), self._where(worker)
+                    )
+                )
 
     def _made(self, slot: int) -> Worker[A]:
         self._serial += 1
@@ -120,19 +150,28 @@ class Pool(Generic[A]):
 
     async def _start(self, worker: Worker[A]) -> None:
         try:
-            healthy, what = submit(worker.handle, Pooled.health), f"start of {self.role} {worker.slot}"
-            await with_deadline(self.settings.start_timeout, healthy, what, worker.handle, starts=True)
+            healthy, what = (
+                submit(worker.handle, Pooled.health),
+                f"start of {self.role} {worker.slot}",
+            )
+            await with_deadline(
+                self.settings.start_timeout, healthy, what, worker.handle, starts=True
+            )
             if self._nodes is not None:
                 worker.node = await self._nodes.locate(worker.handle, self.role)
             if self._admit is not None:
-                await self._admit(worker.handle)  # last: a later weight sync finds it among the workers
+                await self._admit(
+                    worker.handle
+                )  # last: a later weight sync finds it among the workers
         except BaseException as error:
             # Also when cancelled: an actor in no pool would keep its CPUs and GPUs.
             ray.kill(worker.handle)
             if self._nodes is not None:
                 self._nodes.left(worker.node, self.role)
             if isinstance(error, RayActorError) and not is_lost(error):
-                raise WorkerStartFailed(f"an actor of role {self.role} did not start: {last_line(error)}") from error
+                raise WorkerStartFailed(
+                    f"an actor of role {self.role} did not start: {last_line(error)}"
+                ) from error
             raise
 
         self.workers[worker.serial] = worker
@@ -140,15 +179,23 @@ class Pool(Generic[A]):
         self.budget.served(worker.slot)
         self._changed.set()
 
-    async def lease(self, affinity: str = "", avoid: Collection[int] = (), count: int = 1) -> Lease[A]:
-        """The worker that already serves this affinity, or the least loaded one (a failure weighs as much as a lease), if possible
-        on no node of the slots to ``avoid``. Waits for a replacement; raises RolesExhausted, or WorkerLost when none comes."""
+    async def lease(
+        self, affinity: str = "", avoid: Collection[int] = (), count: int = 1
+    ) -> Lease[A]:
+        """The worker that already serves this affinity, or the least loaded one (a failure weighs
+        as much as a lease), if possible on no node of the slots to ``avoid``. Waits for a
+        replacement; raises RolesExhausted, or WorkerLost when none comes.
+        """
         while not self.workers:
             if self._failure is not None:
                 raise self._failure
             self._changed.clear()
             try:
-                await with_deadline(self.settings.start_timeout, self._changed.wait(), f"a replacement for the {self.role} role")
+                await with_deadline(
+                    self.settings.start_timeout,
+                    self._changed.wait(),
+                    f"a replacement for the {self.role} role",
+                )
             except WorkerLost:
                 # A replacement under way has deadlines of its own, and the wait goes on with it.
                 if not self._replacing:
@@ -173,7 +220,9 @@ class Pool(Generic[A]):
         return set(self._homes.values())
 
     def place(self, lease: Lease[A]) -> int | str:
-        """The place to which failures of a lease are counted: the node when the pool is on several, else the slot."""
+        """The place to which failures of a lease are counted: the node when the pool is on several,
+        else the slot.
+        """
         return lease.node if len(self.homes) > 1 else lease.slot
 
     def name(self, lease: Lease[A]) -> str:
@@ -181,8 +230,13 @@ class Pool(Generic[A]):
         worker = self.workers.get(lease.worker)
         return f"{self.role} {worker.slot if worker else '(replaced)'}"
 
-    def release(self, serial: int, affinity: str = "", well: bool | None = None, count: int = 1) -> None:
-        """End a lease, or a part of it. ``well``: whether the worker did its work; None if unknown."""
+    def release(
+        self, serial: int, affinity: str = "", well: bool | None = None, count: int = 1
+    ) -> None:
+        """End a lease, or a part of it.
+
+        ``well``: whether the worker did its work; None if unknown.
+        """
         if (worker := self.workers.get(serial)) is not None:
             worker.leases -= count
             if well is not None:
@@ -192,16 +246,23 @@ class Pool(Generic[A]):
                 del worker.affinities[affinity]
 
     def lost(self, serial: int, why: object) -> None:
-        """Replace a lost or sick worker in the background, at the cost of one of ``recovery.replacements``. Idempotent."""
+        """Replace a lost or sick worker in the background, at the cost of one of
+        ``recovery.replacements``. Idempotent.
+        """
         self._end(serial, why, charged=True)
 
     def retire(self, serial: int, why: object, charged: bool = False) -> None:
-        """Replace a worker that holds a call that hangs, or fails at every task; costs a replacement only when ``charged``."""
+        """Replace a worker that holds a call that hangs, or fails at every task; costs a
+        replacement only when ``charged``.
+        """
         self.ended.add(serial)
         self._end(serial, why, charged)
 
     def _evict(self, node: str, why: str) -> list[int]:
-        """Replace all workers on a lost node, which the event ``node_lost`` records. Returns their serial numbers."""
+        """Replace all workers on a lost node, which the event ``node_lost`` records.
+
+        Returns their serial numbers.
+        """
         gone = [serial for serial, worker in self.workers.items() if worker.node == node]
         for serial in gone:
             self._end(serial, why, charged=False, recorded=True)
@@ -237,7 +298,9 @@ class Pool(Generic[A]):
             self._failure = cause(error)
             self._changed.set()
             return
-        self._emit(incidents.WorkerReplaced(self.role, serial, round(now() - began, 3), self._where(made)))
+        self._emit(
+            incidents.WorkerReplaced(self.role, serial, round(now() - began, 3), self._where(made))
+        )
 
     async def _costs(self, worker: Worker[A], charged: bool) -> bool:
         """Whether its replacement is charged; waits until it is known whether its node is lost."""
@@ -267,7 +330,9 @@ class Pool(Generic[A]):
             if not (is_lost(error) or isinstance(error, WorkerStartFailed)):
                 raise
             self.budget.why = str(error)
-            self._emit(incidents.ReplacementFailed(self.role, serial, str(error), self._where(worker)))
+            self._emit(
+                incidents.ReplacementFailed(self.role, serial, str(error), self._where(worker))
+            )
             # What Ray could not place failed on no node.
             placed = not isinstance(cause(error), ActorUnschedulableError)
             if placed and worker is not None and self._nodes is not None:
@@ -276,17 +341,28 @@ class Pool(Generic[A]):
         return worker
 
     def within(
-        self, deadline: float, attempts: int = 1, unable: Callable[[Any], bool] | None = None, avoid: set[int] | None = None,
+        self,
+        deadline: float,
+        attempts: int = 1,
+        unable: Callable[[Any], bool] | None = None,
+        avoid: set[int] | None = None,
         spares: bool = False,
-    ) -> Calls[A]:  # fmt: skip
-        """The options of a call: ``attempts`` of ``deadline`` seconds each, on workers of slots not in ``avoid``, to which those
-        that were lost or unable are added. ``unable``: whether an answer shows that something around the worker failed.
-        ``spares``: ``everywhere`` raises AnswerLate for workers that are late, and does not replace them."""
+    ) -> Calls[A]:
+        """The options of a call: ``attempts`` of ``deadline`` seconds each, on workers of slots not
+        in ``avoid``, to which those that were lost or unable are added. ``unable``: whether an
+        answer shows that something around the worker failed. ``spares``: ``everywhere`` raises
+        AnswerLate for workers that are late, and does not replace them.
+        """
         return Calls(self, deadline, attempts, unable, set() if avoid is None else avoid, spares)
 
     async def check(self) -> list[Any]:
-        """The health of every worker; replaces those that do not answer. Raises the failure of a replacement."""
-        healthy = [(worker, submit(worker.handle, Pooled.health)) for worker in self.workers.values()]
+        """The health of every worker; replaces those that do not answer.
+
+        Raises the failure of a replacement.
+        """
+        healthy = [
+            (worker, submit(worker.handle, Pooled.health)) for worker in self.workers.values()
+        ]
         # Health checks are not progress: counted, they would keep the watchdog from seeing a stall.
         answers = await self.answers("health", healthy, self.settings.health_timeout, counts=False)
         if self._failure is not None:
@@ -294,10 +370,19 @@ class Pool(Generic[A]):
         return answers
 
     async def answers(
-        self, method: str, asked: Sequence[tuple[Worker[A], Ref[R]]], deadline: float, *, counts: bool = True, spares: bool = False
+        self,
+        method: str,
+        asked: Sequence[tuple[Worker[A], Ref[R]]],
+        deadline: float,
+        *,
+        counts: bool = True,
+        spares: bool = False,
     ) -> list[R]:
-        """The answers of these workers, without those lost, which are replaced. Raises the first failure, when all have ended.
-        ``spares``: a call that is late raises AnswerLate; it may still be answered."""
+        """The answers of these workers, without those lost, which are replaced.
+
+        Raises the first failure, when all have ended. ``spares``: a call that is late raises
+        AnswerLate; it may still be answered.
+        """
 
         async def one(worker: Worker[A], answer: Ref[R]) -> list[R]:
             what = f"{method} of {self.role} {worker.slot}"
@@ -336,8 +421,16 @@ class Calls(Generic[A]):
     avoid: set[int]
     spares: bool
 
-    async def call(self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call a method of some worker, up to ``attempts`` times. Raises its error, or WorkerLost after the last attempt."""
+    async def call(
+        self,
+        method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
+        """Call a method of some worker, up to ``attempts`` times.
+
+        Raises its error, or WorkerLost after the last attempt.
+        """
 
         def begin(handle: Handle[A]) -> tuple[Ref[R]]:
             return (submit(handle, method, *args, **kwargs),)
@@ -352,7 +445,9 @@ class Calls(Generic[A]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> tuple[R, Sequence[Ref[S]]]:
-        """``call`` of a method with ``returns`` values: the first, and references to the others, which the caller owns."""
+        """``call`` of a method with ``returns`` values: the first, and references to the others,
+        which the caller owns.
+        """
 
         def begin(handle: Handle[A]) -> tuple[Ref[R], *tuple[Ref[S], ...]]:
             return submit_split(handle, returns, method, *args, **kwargs)
@@ -360,10 +455,19 @@ class Calls(Generic[A]):
         return await self._attempt(method.__name__, begin)
 
     async def everywhere(
-        self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
+        self,
+        method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]],
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> list[R]:
-        """Call a method of every worker in service. Returns the answers of those not lost, or raises the first failure."""
-        asked = [(worker, submit(worker.handle, method, *args, **kwargs)) for worker in self.pool.workers.values()]
+        """Call a method of every worker in service.
+
+        Returns the answers of those not lost, or raises the first failure.
+        """
+        asked = [
+            (worker, submit(worker.handle, method, *args, **kwargs))
+            for worker in self.pool.workers.values()
+        ]
         return await self.pool.answers(method.__name__, asked, self.deadline, spares=self.spares)
 
     async def _attempt(
@@ -375,7 +479,9 @@ class Calls(Generic[A]):
             well = None
             try:
                 answer, *others = begin(lease.handle)
-                value = await with_deadline(self.deadline, answer, f"{method} of {pool.name(lease)}", lease.handle)
+                value = await with_deadline(
+                    self.deadline, answer, f"{method} of {pool.name(lease)}", lease.handle
+                )
                 if self.unable is not None and not (well := not self.unable(value)):
                     self.avoid.add(lease.slot)
                 return value, others
@@ -391,4 +497,6 @@ class Calls(Generic[A]):
                     pool.lost(lease.worker, caught)
             finally:
                 pool.release(lease.worker, well=well)
-        raise WorkerLost(f"{pool.role}.{method} failed {self.attempts} times, last: {error}") from error
+        raise WorkerLost(
+            f"{pool.role}.{method} failed {self.attempts} times, last: {error}"
+        ) from error

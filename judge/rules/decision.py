@@ -1,5 +1,8 @@
-"""Deterministic rules for short answers: the same text, option, yes or no, number, list. A rule decides only what is the same, or
-another answer, however the question is meant; the rest is left to a model."""
+"""Deterministic rules for short answers: the same text, option, yes or no, number, list.
+
+A rule decides only what is the same, or another answer, however the question is meant; the rest is
+left to a model.
+"""
 
 import re
 from collections.abc import Sequence
@@ -15,10 +18,15 @@ _OPPOSITES = (frozenset({"yes", "no"}), frozenset({"true", "false"}))
 _WHO = "(?:it|he|she|they|there|this|that|these|those|you|we|i)"
 _VERB = "(?:is|are|was|were|am|do|does|did|could|has|have|had|would)"
 _IN_A_SENTENCE = re.compile(
-    rf"(yes), {_WHO} (?:{_VERB}|can|will)|(no), {_WHO} (?:{_VERB}(?: not|n't)|cannot|can't|will not|won't)", re.IGNORECASE
+    rf"(yes), {_WHO} (?:{_VERB}|can|will)|(no), {_WHO} (?:{_VERB}(?: not|n't)|cannot|can't|will"
+    r" not|won't)",
+    re.IGNORECASE,
 )
 """Yes or no, and the same said once more: "yes, it is". "Yes, it is not" contradicts itself."""
-_NOTHING = re.compile(r"\W*(?:none|nothing|empty.*|blank|null|zero|0|n/?a|nil|no .*|silence|∅|\\emptyset)?\W*", re.IGNORECASE)
+_NOTHING = re.compile(
+    r"\W*(?:none|nothing|empty.*|blank|null|zero|0|n/?a|nil|no .*|silence|∅|\\emptyset)?\W*",
+    re.IGNORECASE,
+)
 _DASH = re.compile(r"\s*(?:[-–—−/]+|_+|\.{2,}|…)\s*")
 _JUNK = re.compile(r"[.:,。：，…*_`#]|\.{2,}|\*+|_+|`+|#+|-{3,}")
 _MARK = re.compile(
@@ -27,7 +35,8 @@ _MARK = re.compile(
     re.IGNORECASE,
 )
 _WORD_OF_OPENER = (
-    "thought process|solution|final answer|answer|reasoning|explanation|analysis|response|judge?ment|verdict|output|result"
+    "thought process|solution|final"
+    " answer|answer|reasoning|explanation|analysis|response|judge?ment|verdict|output|result"
     "|think(?:ing)?|解|解答|答案|かいせつ|respuesta|antwort"
 )
 _BARE_OPENER = re.compile(rf"(?:{_WORD_OF_OPENER})[\s,.!…]*", re.IGNORECASE)
@@ -35,7 +44,8 @@ _STEP = re.compile(r"step (\d+)[\s:：,.!…]*", re.IGNORECASE)
 _OPENERS = re.compile(
     r"(?:(?:ok(?:ay)?|sure|certainly|alright|well)[,.! ]*)?"
     rf"(?:{_WORD_OF_OPENER}|the (?:final )?answer is|step \d+"
-    r"|let(?:'s|s| us| me) (?:solve|think|analy[sz]e|work|break|start|begin|examine|consider)\b[^.:!?0-9]{0,80}"
+    r"|let(?:'s|s| us| me)"
+    r" (?:solve|think|analy[sz]e|work|break|start|begin|examine|consider)\b[^.:!?0-9]{0,80}"
     r"|to (?:solve|answer) (?:this|the) (?:question|problem|equation)\b[^.:!?0-9]{0,60})"
     r"[\s:：,.!…]*",
     re.IGNORECASE,
@@ -44,7 +54,9 @@ _AND = frozenset({"and", ",and", "&"})
 _SEPARATOR = re.compile(r"( ?; ?|,? and | & |, ?)")
 _MAX_ITEMS = 64
 _LONGEST = 8192
-"""Characters of a question or reference that are searched; with a longer one only equal texts and empty answers are decided."""
+"""Characters of a question or reference that are searched; with a longer one only equal texts and
+empty answers are decided.
+"""
 
 
 VERSION = 3
@@ -53,7 +65,10 @@ VERSION = 3
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A decision about an answer. ``correct`` None: no rule decides. ``rule`` names the rule, ``reason`` explains it."""
+    """A decision about an answer.
+
+    ``correct`` None: no rule decides. ``rule`` names the rule, ``reason`` explains it.
+    """
 
     correct: bool | None
     rule: str = ""
@@ -66,12 +81,22 @@ _LETTERS = frozenset("ABCDEFGH")
 
 
 def decide(
-    reference: str, answer: str, *, question: str = "", tolerance: float = 0.0, max_length: int = 1000, exact: bool = False
+    reference: str,
+    answer: str,
+    *,
+    question: str = "",
+    tolerance: float = 0.0,
+    max_length: int = 1000,
+    exact: bool = False,
 ) -> Decision:
-    """Whether ``answer`` is right, given the right answer ``reference``. Never raises. ``tolerance`` is relative, for numbers read
-    off a chart; 0 compares exactly. ``exact``: formulas, where case counts. The question can only make a rule more careful, or say
-    what a letter, a number or a sign means. An answer that says nothing (blank, punctuation, the beginning of a solution) is wrong,
-    and so is one of ``max_length`` characters or more that is not the reference itself."""
+    """Whether ``answer`` is right, given the right answer ``reference``.
+
+    Never raises. ``tolerance`` is relative, for numbers read off a chart; 0 compares exactly.
+    ``exact``: formulas, where case counts. The question can only make a rule more careful, or say
+    what a letter, a number or a sign means. An answer that says nothing (blank, punctuation, the
+    beginning of a solution) is wrong, and so is one of ``max_length`` characters or more that is
+    not the reference itself.
+    """
     if is_blank(answer):
         return Decision(False, "empty", "no answer")
     if reference.strip() == answer.strip():
@@ -86,14 +111,22 @@ def decide(
         return Decision(True, "exact", "the same text")
     if len(question) > _LONGEST:
         return _nothing(reference, answer, asked)
-    for decision in (_options(wanted, got, asked), _yes_no(wanted, got, asked), _nothing(reference, answer, asked)):
+    for decision in (
+        _options(wanted, got, asked),
+        _yes_no(wanted, got, asked),
+        _nothing(reference, answer, asked),
+    ):
         if decision is not UNDECIDED:
             return decision
     relation = compare(wanted, got, asked, tolerance)
     if relation != "unclear":
         same = relation == "same"
         return Decision(same, "number", "the same quantity" if same else "another quantity")
-    return Decision(True, "list", "the same items in the same order") if same_list(wanted, got, asked) else UNDECIDED
+    return (
+        Decision(True, "list", "the same items in the same order")
+        if same_list(wanted, got, asked)
+        else UNDECIDED
+    )
 
 
 @lru_cache(maxsize=256)
@@ -103,8 +136,10 @@ def _question(text: str, exact: bool) -> Question:
 
 
 def _nothing(reference: str, answer: str, asked: Question) -> Decision:
-    """An answer without a letter, digit or sign, or with the beginning of a solution alone ("Let's solve this", "Solution:"). A
-    mark, or a single word, is wrong only where a number, an option, yes or no is wanted; elsewhere it may be what is meant."""
+    """An answer without a letter, digit or sign, or with the beginning of a solution alone ("Let's
+    solve this", "Solution:"). A mark, or a single word, is wrong only where a number, an option,
+    yes or no is wanted; elsewhere it may be what is meant.
+    """
     wanted = asked.plain(reference)
     definite = (
         _letter(wanted) is not None
@@ -114,7 +149,13 @@ def _nothing(reference: str, answer: str, asked: Question) -> Decision:
     )
     if says_nothing(answer):
         a_dash = _DASH.fullmatch(answer) is not None and _NOTHING.fullmatch(reference) is not None
-        meant = a_dash or asked.marks or says_nothing(reference) or asked.offers(answer) or _MARK.search(reference) is not None
+        meant = (
+            a_dash
+            or asked.marks
+            or says_nothing(reference)
+            or asked.offers(answer)
+            or _MARK.search(reference) is not None
+        )
         return _EMPTY if not meant and (definite or _JUNK.fullmatch(answer.strip())) else UNDECIDED
     text = answer.replace("’", "'").strip(" \t\r\n*#`\"'_")
     if _OPENERS.fullmatch(text) is None or not _starts(reference).isdisjoint(_starts(answer)):
@@ -136,10 +177,16 @@ def _options(wanted: str, got: str, asked: Question) -> Decision:
     """Both name an option of the question, or both are no more than an option's letter."""
     if asked.ambiguous:
         return UNDECIDED
-    chosen, named = (_chosen(text, asked) if asked.options else _letter(text) for text in (wanted, got))
+    chosen, named = (
+        _chosen(text, asked) if asked.options else _letter(text) for text in (wanted, got)
+    )
     if not chosen or not named:
         return UNDECIDED
-    return Decision(chosen == named, "option", f"option {named}" if chosen == named else f"option {named}, not {chosen}")
+    return Decision(
+        chosen == named,
+        "option",
+        f"option {named}" if chosen == named else f"option {named}, not {chosen}",
+    )
 
 
 def _letter(text: str) -> str | None:
@@ -149,35 +196,55 @@ def _letter(text: str) -> str | None:
 
 
 def _chosen(text: str, asked: Question) -> str | None:
-    """The letter of the one option that a text names by its letter, its words, or both; None when they contradict."""
+    """The letter of the one option that a text names by its letter, its words, or both; None when
+    they contradict.
+    """
     if found := option(text):
         letter, words = found[0].upper(), asked.plain(found[1])
-        fits = letter in asked.options and (not words or asked.same_text(words, asked.options[letter]))
+        fits = letter in asked.options and (
+            not words or asked.same_text(words, asked.options[letter])
+        )
         return letter if fits else None
-    same = [letter for letter, words in asked.options.items() if words and asked.same_text(words, text)]
-    return next((letter for letter in same if len(same) == 1 or asked.options[letter] == text), None)
+    same = [
+        letter for letter, words in asked.options.items() if words and asked.same_text(words, text)
+    ]
+    return next(
+        (letter for letter in same if len(same) == 1 or asked.options[letter] == text), None
+    )
 
 
 def _yes_no(wanted: str, got: str, asked: Question) -> Decision:
-    """Yes and no, true and false. Across the two pairs, only agreement counts: "false" may be the answer to a statement."""
+    """Yes and no, true and false.
+
+    Across the two pairs, only agreement counts: "false" may be the answer to a statement.
+    """
     left, right = (_said(text, asked) for text in (wanted, got))
     if not {left, right} <= _YES | _NO or asked.options or asked.negated:
         return UNDECIDED
     if {left, right} in _OPPOSITES:
         return Decision(False, "yes_no", "the opposite")
-    agree = (left in _YES) == (right in _YES) and (asked.blank or asked.asks_yes_or_no) and not asked.wording
+    agree = (
+        (left in _YES) == (right in _YES)
+        and (asked.blank or asked.asks_yes_or_no)
+        and not asked.wording
+    )
     return Decision(True, "yes_no", "both say the same") if agree else UNDECIDED
 
 
 def _said(text: str, asked: Question) -> str:
-    """A text in small letters; "yes" or "no" where it says just that in a sentence, to a question that asks for it."""
+    """A text in small letters; "yes" or "no" where it says just that in a sentence, to a question
+    that asks for it.
+    """
     found = _IN_A_SENTENCE.fullmatch(text) if asked.asks_yes_or_no else None
     return (text if found is None else found.group(1) or found.group(2)).casefold()
 
 
 def items(text: str) -> tuple[str, list[str]] | None:
-    """A plain text's list: its notation and its parts. None for no list, a number, and a comma that may be a decimal's. The
-    notation has the brackets, ``and`` alone between two items, commas that may be a decimal's, and separators of two levels."""
+    """A plain text's list: its notation and its parts.
+
+    None for no list, a number, and a comma that may be a decimal's. The notation has the brackets,
+    ``and`` alone between two items, commas that may be a decimal's, and separators of two levels.
+    """
     brackets = text[0] + text[-1] if re.fullmatch(r"[\[({].*[\])}]", text) else ""
     inner = text[1:-1] if brackets else text
     if quantity(inner) is not None or (not brackets and re.fullmatch(r"[-+]?[0-9]+,[0-9]+", inner)):
@@ -187,16 +254,28 @@ def items(text: str) -> tuple[str, list[str]] | None:
         # Where a comma and a blank separate items, a comma alone belongs to one, as in 1,000.
         inner = re.sub(r",(?! )", "\0", inner)
     split = _SEPARATOR.split(inner, maxsplit=_MAX_ITEMS)
-    parts, separators = ([part.replace("\0", ",") for part in split[::2]], ["".join(mark.split()) for mark in split[1::2]])
-    if not 2 <= len(parts) <= _MAX_ITEMS or not all(parts) or any(re.search(r"[\[\](){}]", part) for part in parts):
+    parts, separators = (
+        [part.replace("\0", ",") for part in split[::2]],
+        ["".join(mark.split()) for mark in split[1::2]],
+    )
+    if (
+        not 2 <= len(parts) <= _MAX_ITEMS
+        or not all(parts)
+        or any(re.search(r"[\[\](){}]", part) for part in parts)
+    ):
         return None
     in_thousands = r"(?<![0-9])[0-9]{1,3},[0-9]{3}(?![0-9])"
     perhaps_decimal = tight and re.search(in_thousands if brackets else r"[0-9],[0-9]", inner)
-    return brackets + ("tight" if perhaps_decimal else "") + _levels(separators, bool(brackets)), parts
+    return (
+        brackets + ("tight" if perhaps_decimal else "") + _levels(separators, bool(brackets)),
+        parts,
+    )
 
 
 def _levels(separators: list[str], brackets: bool) -> str:
-    """The separators where they mean more than the end of an item: "" for "a, b", "a; b" and "a, b and c"."""
+    """The separators where they mean more than the end of an item: "" for "a, b", "a; b" and "a, b
+    and c".
+    """
     if len(separators) == 1 and separators[0] in _AND:
         return "and"
     first = separators[:-1] if separators[-1] in _AND else separators
@@ -205,9 +284,18 @@ def _levels(separators: list[str], brackets: bool) -> str:
 
 
 def same_list(wanted: str, got: str, asked: Question) -> bool:
-    """Both are lists in the same notation, of the same items in the same order. Another order is the question's matter."""
+    """Both are lists in the same notation, of the same items in the same order.
+
+    Another order is the question's matter.
+    """
     left, right = items(wanted), items(got)
-    if asked.wording or left is None or right is None or left[0] != right[0] or len(left[1]) != len(right[1]):
+    if (
+        asked.wording
+        or left is None
+        or right is None
+        or left[0] != right[0]
+        or len(left[1]) != len(right[1])
+    ):
         return False
     if any(part.casefold() in _YES | _NO for part in left[1]):
         return False
@@ -220,11 +308,17 @@ def _same_item(wanted: str, got: str, asked: Question) -> bool:
 
 
 VSI_THRESHOLDS = tuple(0.5 + 0.05 * i for i in range(10))
-"""0.5 to 0.95, rounded as the originals round: 1 - 0.85 is a little above 0.15, and an error of exactly 15 % would be below it."""
+"""0.5 to 0.95, rounded as the originals round: 1 - 0.85 is a little above 0.15, and an error of
+exactly 15 % would be below it.
+"""
 
 
-def mean_relative_accuracy(reference: float, answer: float, thresholds: Sequence[float] = VSI_THRESHOLDS) -> float:
-    """The share of thresholds t with ``|answer - reference| / |reference| < 1 - t`` (VSI-Bench); a reference of 0 must be met."""
+def mean_relative_accuracy(
+    reference: float, answer: float, thresholds: Sequence[float] = VSI_THRESHOLDS
+) -> float:
+    """The share of thresholds t with ``|answer - reference| / |reference| < 1 - t`` (VSI-Bench); a
+    reference of 0 must be met.
+    """
     if reference == 0:
         return float(answer == 0)
     error = abs(answer - reference) / abs(reference)

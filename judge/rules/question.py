@@ -1,4 +1,6 @@
-"""What a question's wording means for comparing answers: a code, a year, an option, a percentage, a notation, a negation."""
+"""What a question's wording means for comparing answers: a code, a year, an option, a percentage, a
+notation, a negation.
+"""
 
 import re
 from dataclasses import dataclass
@@ -6,33 +8,52 @@ from functools import cached_property
 
 from rayloop.judge.rules.plain import CHARACTERS, plain, same_text
 
-_NEAREST = r"nearest (?:\w+ )?(?:whole|integer|tens?|tenths?|hundred\w*|thousand\w*|million|cent|dollar|degree|percent)"
+_NEAREST = (
+    r"nearest (?:\w+"
+    r" )?(?:whole|integer|tens?|tenths?|hundred\w*|thousand\w*|million|cent|dollar|degree|percent)"
+)
 _MEASURE = (
     "value|price|cost|percentage|percent|share|proportion|rate|revenue|profit|income|average|mean|median|area|volume|length|height"
     "|width|distance|weight|mass|speed|slope|perimeter|probability|difference"
 )
 _UNITS = (
-    "(?:square |cubic )?(?:(?:milli|centi|kilo)?(?:met(?:re|er)|gram|lit(?:re|er))s?|[mck]?m|[mk]?g|m?l|ha|hectares?|seconds?|sec"
+    "(?:square |cubic"
+    " )?(?:(?:milli|centi|kilo)?(?:met(?:re|er)|gram|lit(?:re|er))s?|[mck]?m|[mk]?g|m?l|ha|hectares?|seconds?|sec"
     r"|min(?:ute)?s?|hours?|days?)"
 )
 _SENTENCE = re.compile(r"[.!?]\s+|\n")
 _ASKS_MONEY = re.compile(
     r"(?:^|, )(?:"
     r"how much (?:more |less )?(?:money|profit|revenue|income|change|tax)\b"
-    r"|(?:how much|what) (?:did|does|do|will|would|should|must|can) (?:[\w']+ ){1,4}(?:cost|pay|spend|earn|owe|charge)\b"
+    r"|(?:how much|what) (?:did|does|do|will|would|should|must|can) (?:[\w']+"
+    r" ){1,4}(?:cost|pay|spend|earn|owe|charge)\b"
     r"|what(?:'s| is| was| will be| would be) (?:the |her |his |their |its )?"
-    r"(?:(?:total|average|final|full|original|new|sales?) ){0,3}(?:cost|price|profit|revenue|income|salary|fee|bill)"
+    r"(?:(?:total|average|final|full|original|new|sales?)"
+    r" ){0,3}(?:cost|price|profit|revenue|income|salary|fee|bill)"
     r"(?= (?:of|for|in|at|per|if|after|before)\b|$)"
     r").*",
     re.IGNORECASE,
 )
-_NO_AMOUNT = re.compile(r"%|\b(?:per ?cent\w*|ratio|fraction|share|margin|growth|increase|cents?|pence|times)\b", re.IGNORECASE)
-_SCALES = re.compile(r"\b(?:thousands?|millions?|billions?|trillions?|lakhs?|crores?|dozens?|bn|mn)\b", re.IGNORECASE)
+_NO_AMOUNT = re.compile(
+    r"%|\b(?:per ?cent\w*|ratio|fraction|share|margin|growth|increase|cents?|pence|times)\b",
+    re.IGNORECASE,
+)
+_SCALES = re.compile(
+    r"\b(?:thousands?|millions?|billions?|trillions?|lakhs?|crores?|dozens?|bn|mn)\b", re.IGNORECASE
+)
 _CURRENCIES = {
-    "$": r"\$|\bdollars?\b|\busd\b", "€": r"€|\beuros?\b|\beur\b", "£": r"£|\bpounds?\b|\bgbp\b", "¥": r"¥|\byen\b|\bjpy\b",
-    "others": r"[₹₩₽₺₫₴₪฿]|\b(?:rupees?|rs|inr|yuan|rmb|cny|francs?|chf|pesos?|won|krw|roubles?|rubles?|lira|kr|reais|rand)\b",
-}  # fmt: skip
-_BOTH = re.compile(r"\b(?:yes|true|correct|right)\b\W{1,4}(?:(?:or|and)\W{1,4})?(?:no|false|incorrect|wrong)\b", re.IGNORECASE)
+    "$": r"\$|\bdollars?\b|\busd\b",
+    "€": r"€|\beuros?\b|\beur\b",
+    "£": r"£|\bpounds?\b|\bgbp\b",
+    "¥": r"¥|\byen\b|\bjpy\b",
+    "others": (
+        r"[₹₩₽₺₫₴₪฿]|\b(?:rupees?|rs|inr|yuan|rmb|cny|francs?|chf|pesos?|won|krw|roubles?|rubles?|lira|kr|reais|rand)\b"
+    ),
+}
+_BOTH = re.compile(
+    r"\b(?:yes|true|correct|right)\b\W{1,4}(?:(?:or|and)\W{1,4})?(?:no|false|incorrect|wrong)\b",
+    re.IGNORECASE,
+)
 _NEGATED = re.compile(
     r"\b(?:not|no|never|none|nothing|nobody|neither|nor|cannot|without|lack\w*|absent|missing|fail\w*|den(?:y|ies|ied)|disagree\w*|false"
     r"|wrong|incorrect\w*|untrue|invalid|unable|impossible|mistaken|lies?|lying|myth|fake|hoax|contradict\w*|refut\w+|reject\w*)\b"
@@ -40,17 +61,22 @@ _NEGATED = re.compile(
     re.IGNORECASE,
 )
 _HOW_TO_ANSWER = re.compile(
-    r"\b(?:answer|respond|reply)(?: the question)?(?: only| directly| briefly)? (?:with|using|in|by)\b[^.?!\n]{0,40}?\b"
+    r"\b(?:answer|respond|reply)(?: the question)?(?: only| directly| briefly)?"
+    r" (?:with|using|in|by)\b[^.?!\n]{0,40}?\b"
     r"(?:(?:single|one|few) (?:words?|phrase)(?: or (?:a )?(?:short )?phrase)?"
     r"|letters?(?= ?(?:$|[.?!\n]|only|of the (?:correct|right|option|best|answer))))",
     re.IGNORECASE,
 )
-_FIRST, _SECOND = (re.compile(rf"(?:^|[\s(\[])(?:{number}\s?[).:\]]|{circled})\s*\S") for number, circled in ((1, "①"), (2, "②")))
+_FIRST, _SECOND = (
+    re.compile(rf"(?:^|[\s(\[])(?:{number}\s?[).:\]]|{circled})\s*\S")
+    for number, circled in ((1, "①"), (2, "②"))
+)
 _CIRCLED = str.maketrans({0x2460 + i: f"{i + 1})" for i in range(20)})
 _MARKER = re.compile(r"(?:^|(?<=[\s(\[,;*]))([A-Ja-j])(?:[).:\]](?![A-Za-z]?\.)|、)")
 _LOOSE_MARKER = re.compile(r"(?:^|(?<=[\s(\[,;*]))([A-Ja-j])(?:[).:\]]|、| is | ?[=–-] )")
 _OPTION = re.compile(
-    r"(?:(?:option|choice) )?(?:\(\s?([A-Za-z])\s?\)|\[\s?([A-Za-z])\s?\]|([A-Za-z])(?=\s?[.):]|$))\s?[.):]?\s?(.*)",
+    r"(?:(?:option|choice)"
+    r" )?(?:\(\s?([A-Za-z])\s?\)|\[\s?([A-Za-z])\s?\]|([A-Za-z])(?=\s?[.):]|$))\s?[.):]?\s?(.*)",
     re.IGNORECASE | re.DOTALL,
 )
 
@@ -62,14 +88,19 @@ def _matches(pattern: str) -> cached_property[bool]:
 
 
 def _mentions(*words: str) -> cached_property[bool]:
-    """A property of Question: whether its text has one of these words and phrases, which commas separate."""
+    """A property of Question: whether its text has one of these words and phrases, which commas
+    separate.
+    """
     return _matches(rf"\b(?:{'|'.join(', '.join(words).split(', '))})\b")
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question's text and the hints in it. ``exact`` (formulas): letters keep their case, and numbers are meant as numbers. A
-    hint makes rules more careful, or says that a number is one."""
+    """A question's text and the hints in it.
+
+    ``exact`` (formulas): letters keep their case, and numbers are meant as numbers. A hint makes
+    rules more careful, or says that a number is one.
+    """
 
     text: str = ""
     exact: bool = False
@@ -85,30 +116,45 @@ class Question:
         return not self.text.strip()
 
     names_code = _mentions(
-        r"versions?, zip, postal, post ?code, codes?, phone, telephone, fax, serial, plate, licen[cs]e, ids?, isbn, pages?",
-        r"chapter, section, verse, scores?, scored, result, clock, o'?clock, (?:what|which) time, opening hours, dates?, day",
-        r"month, signature, indicator, room, route, flight, gate, platform, extension, channel, model, address",
-        r"(?:what|which) numbers?, digits?, printed, written, jersey, odds, account, passwords?, pin, label, sign, screen",
-        r"display(?:ed)?, ip, identifier, number on, tempo, rhythm, beat, (?:the|what|which) met(?:er|re), releases?",
+        r"versions?, zip, postal, post ?code, codes?, phone, telephone, fax, serial, plate,"
+        r" licen[cs]e, ids?, isbn, pages?",
+        r"chapter, section, verse, scores?, scored, result, clock, o'?clock, (?:what|which) time,"
+        r" opening hours, dates?, day",
+        r"month, signature, indicator, room, route, flight, gate, platform, extension, channel,"
+        r" model, address",
+        r"(?:what|which) numbers?, digits?, printed, written, jersey, odds, account, passwords?,"
+        r" pin, label, sign, screen",
+        r"display(?:ed)?, ip, identifier, number on, tempo, rhythm, beat, (?:the|what|which)"
+        r" met(?:er|re), releases?",
     )
     how_many = _mentions("how many")
     names_year = _mentions("years?, when, decades?, dates?")
-    asks_year = _matches(r"^\W*(?:\w+ )?(?:what|which)(?: \w+)? (?:years?|decade)\b|^\W*(?:when|years?)\b")
-    times = _mentions("time, clock, o'?clock, hour, hour hand, when, opens?, closes?, departure, arrival")
-    angles = _mentions(r"angles?, degrees?, rotat\w*, turn\w*, bearing, heading, direction, argument")
+    asks_year = _matches(
+        r"^\W*(?:\w+ )?(?:what|which)(?: \w+)? (?:years?|decade)\b|^\W*(?:when|years?)\b"
+    )
+    times = _mentions(
+        "time, clock, o'?clock, hour, hour hand, when, opens?, closes?, departure, arrival"
+    )
+    angles = _mentions(
+        r"angles?, degrees?, rotat\w*, turn\w*, bearing, heading, direction, argument"
+    )
     wording = _mentions(
         r"words?, letters?, text, names?, named, titles?, called, phrase, button, whom?, written",
-        r"(?:what|which) (?:symbols?|characters?), spell\w*, reads?, says?, inscri\w+, captions?, printed, label\w*",
+        r"(?:what|which) (?:symbols?|characters?), spell\w*, reads?, says?, inscri\w+, captions?,"
+        r" printed, label\w*",
     )
     """May ask for the very word or name, where SEVEN is not 7, TRUE not yes and The Who not who."""
     case = _mentions(
-        r"letters?, case, capital\w*, upper\w*, lower\w*, passwords?, exactly, plate, captcha, licen[cs]e, serial, variables?",
-        r"symbols?, units?, codes?, formulas?, formulae, compounds?, elements?, genotypes?, alleles?, genes?",
+        r"letters?, case, capital\w*, upper\w*, lower\w*, passwords?, exactly, plate, captcha,"
+        r" licen[cs]e, serial, variables?",
+        r"symbols?, units?, codes?, formulas?, formulae, compounds?, elements?, genotypes?,"
+        r" alleles?, genes?",
     )
     marks = _mentions("symbols?, punctuation, characters?, operators?, operation, marks?, morse")
     """May ask for a punctuation mark."""
     scales = _mentions(
-        r"hundreds?, thousands?, millions?, billions?, trillions?, lakhs?, crores?, dozens?, pairs?, bn, mn, k, 0?00s?",
+        r"hundreds?, thousands?, millions?, billions?, trillions?, lakhs?, crores?, dozens?,"
+        r" pairs?, bn, mn, k, 0?00s?",
         r"1,000s?, 1000s?",
     )
     """Names thousands or millions: it may say in which of them the answer is."""
@@ -117,24 +163,29 @@ class Question:
     names_measure = _matches(
         rf"^\W*(?:(?:what|how much)(?:'s| is| was| are| were) the (?:[a-z]+ ){{0,2}}(?:{_MEASURE})"
         r"(?: (?:of|for|in|at|between|per)\b|\W*$)"
-        r"|how (?:much|far|tall|wide|heavy|deep|high)\b|what (?:percentage|percent|share|proportion)\b)"
+        r"|how (?:much|far|tall|wide|heavy|deep|high)\b|what"
+        r" (?:percentage|percent|share|proportion)\b)"
     )
     names_place = _mentions(
-        r"ticks?, intervals?, rank\w*, \w+tiles?, exact\w*, rounds?, steps?, index, levels?, grades?, sizes?, ages?, axis, axes",
+        r"ticks?, intervals?, rank\w*, \w+tiles?, exact\w*, rounds?, steps?, index, levels?,"
+        r" grades?, sizes?, ages?, axis, axes",
         "scale, generation, bins?, group, p-value, numbers?, count, counts, times?",
     )
     picks = _matches(r"^\W*(?:\w+ )?(?:which|where|when|who|whose)\b")
     """Asks for one of several things, whose name may look like a number."""
     forms = _mentions(
-        r"convert\w*, express\w*, simplif\w*, simplest, lowest terms, reduced?, decimals?, fractions?, mixed number, improper",
-        r"scientific, standard form, notation, in (?:words|figures|digits|numerals), round(?:ed|ing)?, significant, binary, roman",
+        r"convert\w*, express\w*, simplif\w*, simplest, lowest terms, reduced?, decimals?,"
+        r" fractions?, mixed number, improper",
+        r"scientific, standard form, notation, in (?:words|figures|digits|numerals),"
+        r" round(?:ed|ing)?, significant, binary, roman",
         rf"hex\w*, form of, as a percent\w*, {_NEAREST}",
     )
     """May ask for a way to write a number: 0.5 and not 1/2."""
     units = _mentions(rf"convert\w*, express\w*, units?, (?:in|how many|into|to) {_UNITS}")
     """May ask for a unit: 5000 m where the question gives 5 km."""
     names_percent = _matches(
-        r"^\W*(?:what|which|how many)(?:'s| is| was| are| were)?(?: the)?(?: \w+)? (?:percent|per cent|percentage)\b"
+        r"^\W*(?:what|which|how many)(?:'s| is| was| are| were)?(?: the)?(?: \w+)? (?:percent|per"
+        r" cent|percentage)\b"
         r"|\bin (?:percent\b|%)"
     )
     names_points = _matches(r"\bof\s+\$?[0-9]|\bpoints?\b")
@@ -145,15 +196,25 @@ class Question:
 
     @cached_property
     def asks_money(self) -> bool:
-        """Asks, in its last sentence, for an amount of money: not for a share of it, nor in thousands or cents."""
+        """Asks, in its last sentence, for an amount of money: not for a share of it, nor in
+        thousands or cents.
+        """
         last = _SENTENCE.split(self.asked.rstrip(" \n\t.?!"))[-1]
         found = _ASKS_MONEY.search(last)
-        return found is not None and not _NO_AMOUNT.search(found.group()) and not _SCALES.search(self.text)
+        return (
+            found is not None
+            and not _NO_AMOUNT.search(found.group())
+            and not _SCALES.search(self.text)
+        )
 
     @cached_property
     def currencies(self) -> frozenset[str]:
         """The signs of the currencies that it names ($, €, £, ¥), and "others"."""
-        return frozenset(sign for sign, names in _CURRENCIES.items() if re.search(names, self.text, re.IGNORECASE))
+        return frozenset(
+            sign
+            for sign, names in _CURRENCIES.items()
+            if re.search(names, self.text, re.IGNORECASE)
+        )
 
     @cached_property
     def codes(self) -> bool:
@@ -185,8 +246,10 @@ class Question:
 
     @cached_property
     def options(self) -> dict[str, str]:
-        """The plain texts of the lettered options by letter (upper case); empty unless there are at least A and B. Empty too when
-        they are ambiguous. Every text is "" when two are equal, or when the question goes on behind the last one."""
+        """The plain texts of the lettered options by letter (upper case); empty unless there are at
+        least A and B. Empty too when they are ambiguous. Every text is "" when two are equal, or
+        when the question goes on behind the last one.
+        """
         found, rest = self._offered
         distinct = len(set(found.values())) == len(found) and all(found.values())
         if self.ambiguous:
@@ -195,10 +258,17 @@ class Question:
 
     @cached_property
     def ambiguous(self) -> bool:
-        """An option's text is, or ends with, another one's letter, as in "A. B B. A": a letter could mean either."""
+        """An option's text is, or ends with, another one's letter, as in "A. B B. A": a letter
+        could mean either.
+        """
         found = self._lettered(_LOOSE_MARKER)[0] | self._offered[0]
-        ends = {letter: re.search(r"(?:^|[^\W\d_]\s)(\w)\W*$", text) for letter, text in found.items()}
-        return any(end is not None and end.group(1).upper() in found.keys() - {letter} for letter, end in ends.items())
+        ends = {
+            letter: re.search(r"(?:^|[^\W\d_]\s)(\w)\W*$", text) for letter, text in found.items()
+        }
+        return any(
+            end is not None and end.group(1).upper() in found.keys() - {letter}
+            for letter, end in ends.items()
+        )
 
     @cached_property
     def _offered(self) -> tuple[dict[str, str], str]:
@@ -215,9 +285,14 @@ class Question:
         if len(found) < 2:
             return {}, ""
         ends = [marker.start() for marker in found[1:]] + [len(question)]
-        cut = [question[m.end() : end].strip().split("\n")[0] for m, end in zip(found, ends, strict=True)]
+        cut = [
+            question[m.end() : end].strip().split("\n")[0]
+            for m, end in zip(found, ends, strict=True)
+        ]
         texts = [self.plain(text.strip(" ([,;*")) for text in cut]
-        return {m.group(1).upper(): text for m, text in zip(found, texts, strict=True)}, question[found[-1].end() :]
+        return {m.group(1).upper(): text for m, text in zip(found, texts, strict=True)}, question[
+            found[-1].end() :
+        ]
 
     def plain(self, text: str) -> str:
         """The plain text of a reference or an answer to this question."""
@@ -230,24 +305,37 @@ class Question:
     def offers(self, mark: str) -> bool:
         """Whether a mark is an option's text, as in "(A) : (B) ;"."""
         mark = mark.strip()
-        return mark in self.text and re.search(rf"[).:\]]\s*{re.escape(mark)}(?!\S)", self.text) is not None
+        return (
+            mark in self.text
+            and re.search(rf"[).:\]]\s*{re.escape(mark)}(?!\S)", self.text) is not None
+        )
 
     def holds(self, number: str) -> bool:
         """Whether a number stands in the question: an answer that repeats it is perhaps none."""
         number = number.lstrip("+-")
-        return number in self.text and re.search(rf"(?<![0-9.]){re.escape(number)}(?![0-9])", self.text) is not None
+        return (
+            number in self.text
+            and re.search(rf"(?<![0-9.]){re.escape(number)}(?![0-9])", self.text) is not None
+        )
 
     def labels(self, first: str, second: str) -> bool:
-        """Whether one number stands for the other in the question: "2 = 20", "Option 2 is 20", "2: 20"."""
+        """Whether one number stands for the other in the question: "2 = 20", "Option 2 is 20", "2:
+        20".
+        """
         text = self.text.translate(_CIRCLED)
         if first not in text or second not in text:
             return False
-        pair = rf"(?<![\w.,]){re.escape(first)} ?(?:[).:\]=–-]|is\b)? ?{re.escape(second)}(?!\w|[.,][0-9])"
+        pair = (
+            rf"(?<![\w.,]){re.escape(first)} ?(?:[).:\]=–-]|is\b)?"
+            rf" ?{re.escape(second)}(?!\w|[.,][0-9])"
+        )
         return re.search(pair, text) is not None
 
 
 def option(text: str) -> tuple[str, str] | None:
-    """The letter as written and the text of ``B``, ``(B)``, ``B. red``, ``option B``; None for anything else. Of a plain text."""
+    """The letter as written and the text of ``B``, ``(B)``, ``B. red``, ``option B``; None for
+    anything else. Of a plain text.
+    """
     found = _OPTION.fullmatch(text)
     if found is None:
         return None

@@ -1,4 +1,6 @@
-"""Jinja for chat templates of strangers: a rendering that takes too long, or too much memory, ends with an error."""
+"""Jinja for chat templates of strangers: a rendering that takes too long, or too much memory, ends
+with an error.
+"""
 
 import functools
 import re
@@ -15,23 +17,44 @@ import jinja2.sandbox
 import jinja2.visitor
 
 MOST = 1 << 26
-"""Characters and elements that one rendering may make, those of intermediate texts and lists counted too."""
+"""Characters and elements that one rendering may make, those of intermediate texts and lists
+counted too.
+"""
 LONGEST = 60.0
 """Seconds for one rendering, which takes milliseconds."""
 _GROWING = {
-    "batch", "center", "expandtabs", "format", "format_map", "indent", "join", "ljust", "replace", "rjust", "slice", "tojson",
-    "wordwrap", "zfill",
-}  # fmt: skip
+    "batch",
+    "center",
+    "expandtabs",
+    "format",
+    "format_map",
+    "indent",
+    "join",
+    "ljust",
+    "replace",
+    "rjust",
+    "slice",
+    "tojson",
+    "wordwrap",
+    "zfill",
+}
 """Methods of texts, and filters, whose result may be as long as the product of their arguments."""
 _SIZED = (str, bytes, list, tuple, dict, range)
 _ROUND, _JOINED, _LITERAL = "(round of a loop)", "(parts of a text)", "(collection)"
 """Names of the filters with which ``_Hooks`` counts: no template can write them."""
-_OTHER_FILES = (jinja2.nodes.Extends, jinja2.nodes.FromImport, jinja2.nodes.Import, jinja2.nodes.Include)
+_OTHER_FILES = (
+    jinja2.nodes.Extends,
+    jinja2.nodes.FromImport,
+    jinja2.nodes.Import,
+    jinja2.nodes.Include,
+)
 
 
 class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """A sandbox without other files, in which ``bounded`` must be called before a template is compiled or rendered, by the same
-    thread. What goes beyond MOST or LONGEST raises jinja2.TemplateError."""
+    """A sandbox without other files, in which ``bounded`` must be called before a template is
+    compiled or rendered, by the same thread. What goes beyond MOST or LONGEST raises
+    jinja2.TemplateError.
+    """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -40,11 +63,16 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self._now = threading.local()
         # It makes as much text as its argument says, and nothing here would count that.
         self.globals.pop("lipsum")
-        self.filters = {name: self._filter(name, function) for name, function in (self.filters | filters).items()}
-        # Filters are called directly, without ``call``. Jinja computes a filter of constants once, when it compiles, unless the
-        # filter takes the context: these must run each time.
+        self.filters = {
+            name: self._filter(name, function)
+            for name, function in (self.filters | filters).items()
+        }
+        # Filters are called directly, without ``call``. Jinja computes a filter of constants once,
+        # when it compiles, unless the filter takes the context: these must run each time.
         self.filters[_ROUND] = jinja2.pass_context(lambda _context, _value: self.tick())
-        self.filters[_JOINED] = jinja2.pass_context(lambda _context, parts: self._concat(map(str, parts)))
+        self.filters[_JOINED] = jinja2.pass_context(
+            lambda _context, parts: self._concat(map(str, parts))
+        )
         self.filters[_LITERAL] = jinja2.pass_context(lambda _context, value: self._literal(value))
         self.concat = self._concat  # type: ignore[method-assign]
 
@@ -54,7 +82,10 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self._now.deadline = time.monotonic() + LONGEST
 
     def tick(self, size: int = 0) -> None:
-        """Count ``size`` characters or elements that are about to be made. Every round of a loop and every call comes here."""
+        """Count ``size`` characters or elements that are about to be made.
+
+        Every round of a loop and every call comes here.
+        """
         now = self._now
         now.left -= size
         if now.left < 0:
@@ -62,20 +93,30 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if time.monotonic() > now.deadline:
             raise jinja2.TemplateError(f"it takes more than {LONGEST:g} s")
 
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(
+        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
+    ) -> Any:
         """The operation, counted before it is made."""
         if operator == "+":
             self.tick(_size(left) + _size(right))
         elif operator == "%":
             self.tick(_grown("%", left, (right,)) if isinstance(left, str) else 0)
-        elif isinstance(left, int) and isinstance(right, int):  # ``*`` or ``**``: the bits of the result
-            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+        elif isinstance(left, int) and isinstance(
+            right, int
+        ):  # ``*`` or ``**``: the bits of the result
+            bits = (
+                left.bit_length() * right
+                if operator == "**"
+                else left.bit_length() + right.bit_length()
+            )
             self.tick(max(bits, 0))
         elif operator == "*":
             self.tick(_length(left) * _length(right))
         return self.binop_table[operator](left, right)
 
-    def call(__self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(
+        __self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """The call, counted before it is made where it is a method of a text that may grow."""
         method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
         text = getattr(method, "__self__", None)
@@ -100,7 +141,10 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return counted
 
     def _concat(self, parts: Iterable[str]) -> str:
-        """The parts in one text. Each is made only when it is taken, so the loop ends at the first that is too much."""
+        """The parts in one text.
+
+        Each is made only when it is taken, so the loop ends at the first that is too much.
+        """
         kept: list[str] = []
         size = 0
         for part in parts:
@@ -112,7 +156,9 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return "".join(kept)
 
     def _literal(self, value: Any) -> Any:
-        """A list, tuple or dictionary that the template writes: it may hold another one twice, which may hold another one twice."""
+        """A list, tuple or dictionary that the template writes: it may hold another one twice,
+        which may hold another one twice.
+        """
         self.tick(_written(value))
         return value
 
@@ -120,16 +166,22 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         for node in source.find_all(jinja2.nodes.Stmt):
             if isinstance(node, _OTHER_FILES):
                 name = type(node).__name__.lower()
-                raise jinja2.TemplateSyntaxError(f"{name}: a chat template is one file, and cannot read others", node.lineno)
+                raise jinja2.TemplateSyntaxError(
+                    f"{name}: a chat template is one file, and cannot read others", node.lineno
+                )
         return super()._generate(_Hooks().visit(source), *args, **kwargs)
 
 
 class _Hooks(jinja2.visitor.NodeTransformer):
-    """Lets each round of a loop, each ``~`` and each collection be counted: Jinja itself gives no hook for these."""
+    """Lets each round of a loop, each ``~`` and each collection be counted: Jinja itself gives no
+    hook for these.
+    """
 
     def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.Node:
         self.generic_visit(node)
-        node.body.insert(0, jinja2.nodes.ExprStmt(_filtered(jinja2.nodes.Const(0), _ROUND), lineno=node.lineno))
+        node.body.insert(
+            0, jinja2.nodes.ExprStmt(_filtered(jinja2.nodes.Const(0), _ROUND), lineno=node.lineno)
+        )
         return node
 
     def visit_List(self, node: jinja2.nodes.List) -> jinja2.nodes.Node:
@@ -142,7 +194,9 @@ class _Hooks(jinja2.visitor.NodeTransformer):
 
     def visit_Tuple(self, node: jinja2.nodes.Tuple) -> jinja2.nodes.Node:
         self.generic_visit(node)
-        return _filtered(node, _LITERAL) if node.ctx == "load" else node  # else the names that a loop or set gives
+        return (
+            _filtered(node, _LITERAL) if node.ctx == "load" else node
+        )  # else the names that a loop or set gives
 
     def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:
         self.generic_visit(node)
@@ -179,11 +233,17 @@ def _written(value: Any) -> int:
 
 def _length(value: Any) -> int:
     """``_size``, and an integer as the length that it may mean."""
-    return max(int(value), 0) if isinstance(value, int) and not isinstance(value, bool) else _size(value)
+    return (
+        max(int(value), 0)
+        if isinstance(value, int) and not isinstance(value, bool)
+        else _size(value)
+    )
 
 
 def _grown(name: str, value: Any, arguments: Iterable[Any]) -> int:
-    """The most that a growing operation on ``value`` makes: numbers in it may be the widths of a format."""
+    """The most that a growing operation on ``value`` makes: numbers in it may be the widths of a
+    format.
+    """
     widths = 0
     if isinstance(value, str) and ("%" in value or "{" in value):
         widths = sum(int(number[:20]) for number in re.findall(r"[0-9]+", value))

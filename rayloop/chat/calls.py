@@ -1,4 +1,6 @@
-"""Calls of tools as the chat templates of Qwen and Hermes define them; for environments and the policy's endpoint."""
+"""Calls of tools as the chat templates of Qwen and Hermes define them; for environments and the
+policy's endpoint.
+"""
 
 import json
 import re
@@ -6,12 +8,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 CALL, CALLED = "<tool_call>", "</tool_call>"
-"""What stands before and behind a call. ``CALLED`` belongs into ``rollout.sampling.stop``, or the policy invents the result."""
+"""What stands before and behind a call.
+
+``CALLED`` belongs into ``rollout.sampling.stop``, or the policy invents the result.
+"""
 
 
 class Enclosed:
-    """The pattern ``opening(.*?)closing`` with DOTALL, in time that is linear in the text, where ``re`` needs the square of it for
-    openings without an end. Both are regular expressions, the way of which to match does not depend on what follows."""
+    """The pattern ``opening(.*?)closing`` with DOTALL, in time that is linear in the text, where
+    ``re`` needs the square of it for openings without an end. Both are regular expressions, the way
+    of which to match does not depend on what follows.
+    """
 
     def __init__(self, opening: str, closing: str) -> None:
         self._opening, self._closing = re.compile(opening), re.compile(closing)
@@ -29,7 +36,9 @@ class Enclosed:
         return "".join([*kept, text[at:]])
 
     def _places(self, text: str) -> Iterator[tuple[int, int, int, int]]:
-        """Where each begins, with its opening and behind it, and ends, before its closing and with it."""
+        """Where each begins, with its opening and behind it, and ends, before its closing and with
+        it.
+        """
         at = 0
         while begin := self._opening.search(text, at):
             end = self._closing.search(text, begin.end())
@@ -63,8 +72,10 @@ def without_calls(text: str) -> str:
 
 
 def called(body: str) -> tuple[str, dict[str, Any]]:
-    """Name and arguments of what stands within a call; arguments that are JSON in a text, as some templates write them, are read.
-    Raises ValueError, in words for the policy, also for halves of characters, which nothing else takes."""
+    """Name and arguments of what stands within a call; arguments that are JSON in a text, as some
+    templates write them, are read. Raises ValueError, in words for the policy, also for halves of
+    characters, which nothing else takes.
+    """
     try:
         call = json.loads(body)
         json.dumps(call, ensure_ascii=False).encode()

@@ -21,17 +21,29 @@ _NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "
 
 
 class ChatTemplate:
-    """``source`` is Jinja. It sees ``special_tokens`` (bos_token, eos_token, ...) and ``variables`` by name. The variable
-    ``strftime_now`` is the time, in ISO 8601, that the template's function of that name formats; without it, that of now. Either
-    way it stands still: what is rendered first and last agrees about the date. Raises jinja2.TemplateError."""
+    """``source`` is Jinja.
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], variables: Mapping[str, Any] | None = None) -> None:
+    It sees ``special_tokens`` (bos_token, eos_token, ...) and ``variables`` by name. The variable
+    ``strftime_now`` is the time, in ISO 8601, that the template's function of that name formats;
+    without it, that of now. Either way it stands still: what is rendered first and last agrees
+    about the date. Raises jinja2.TemplateError.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
         others = dict(variables or {})
         time = others.pop(CLOCK, None)
         moment = datetime.now() if time is None else datetime.fromisoformat(str(time))
         # The options of transformers: other blanks between blocks would be other tokens.
         environment = BoundedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols], filters={"tojson": _tojson}
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, jinja2.ext.loopcontrols],
+            filters={"tojson": _tojson},
         )
         environment.globals["raise_exception"] = _raise
         environment.globals[CLOCK] = moment.strftime
@@ -40,25 +52,47 @@ class ChatTemplate:
         environment.bounded()
         try:
             self._template = environment.from_string(source)
-        except (RecursionError, ValueError, ArithmeticError) as error:  # nested too deep; a constant that cannot be computed
+        except (
+            RecursionError,
+            ValueError,
+            ArithmeticError,
+        ) as error:  # nested too deep; a constant that cannot be computed
             raise jinja2.TemplateError(f"{type(error).__name__}: {error}") from error
         self._variables = {**special_tokens, **others}
 
-    def __call__(self, messages: Sequence[Mapping[str, Any]], *, generation: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The conversation's text; ``generation`` appends the assistant's header. Raises jinja2.TemplateError, whatever fails."""
+    def __call__(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        generation: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """The conversation's text; ``generation`` appends the assistant's header.
+
+        Raises jinja2.TemplateError, whatever fails.
+        """
         self._environment.bounded()
         try:
             return self._template.render(
-                messages=messages, tools=list(tools) or None, documents=None, add_generation_prompt=generation, **self._variables
+                messages=messages,
+                tools=list(tools) or None,
+                documents=None,
+                add_generation_prompt=generation,
+                **self._variables,
             )
         except jinja2.TemplateError:
             raise
-        except Exception as error:  # the template's own code: a text added to a list, a key that is not there
+        except (
+            Exception
+        ) as error:  # the template's own code: a text added to a list, a key that is not there
             raise jinja2.TemplateError(f"{type(error).__name__}: {error}") from error
 
 
 def load_chat_template(folder: Path, variables: Mapping[str, Any] | None = None) -> ChatTemplate:
-    """From chat_template.jinja, chat_template.json or tokenizer_config.json. Raises ConfigError when none has one."""
+    """From chat_template.jinja, chat_template.json or tokenizer_config.json.
+
+    Raises ConfigError when none has one.
+    """
     source, tokenizer = template_source(folder), read_json(folder / "tokenizer_config.json")
     special = {}
     for name in _NAMED:
@@ -82,8 +116,9 @@ def template_source(folder: Path) -> str:
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     if not isinstance(template, str):
         raise ConfigError(
-            f"{folder} has no chat template (chat_template.jinja, chat_template.json, or chat_template in "
-            "tokenizer_config.json). Use an instruction-tuned checkpoint, or add one"
+            f"{folder} has no chat template (chat_template.jinja, chat_template.json, or"
+            " chat_template in tokenizer_config.json). Use an instruction-tuned checkpoint, or"
+            " add one"
         )
     return template
 
@@ -99,10 +134,16 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
     """As in transformers: Jinja's own filter escapes the characters of HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise(message: str) -> None:

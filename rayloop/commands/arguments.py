@@ -26,9 +26,17 @@ def add_overrides(parser: argparse.ArgumentParser, help: str) -> None:
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     """Which Ray cluster to use, for ``cluster``."""
-    parser.add_argument("--address", help="Ray cluster to join (default: RAY_ADDRESS, else a private local cluster)")
-    parser.add_argument("--token-file", type=Path, help="the joined cluster's token (default: RAY_AUTH_TOKEN_PATH)")
-    parser.add_argument("--insecure", action="store_true", help="no token: everybody who reaches the ports may run code")
+    parser.add_argument(
+        "--address", help="Ray cluster to join (default: RAY_ADDRESS, else a private local cluster)"
+    )
+    parser.add_argument(
+        "--token-file", type=Path, help="the joined cluster's token (default: RAY_AUTH_TOKEN_PATH)"
+    )
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="no token: everybody who reaches the ports may run code",
+    )
 
 
 JOINED = 15
@@ -37,7 +45,10 @@ JOINED = 15
 
 @contextmanager
 def cluster(arguments: argparse.Namespace) -> Iterator[tuple[str | None, str | None]]:
-    """The address to join, or a private cluster's folder. Read a configuration inside: a component may import ray."""
+    """The address to join, or a private cluster's folder.
+
+    Read a configuration inside: a component may import ray.
+    """
     address = arguments.address or os.environ.get("RAY_ADDRESS")
     if address:
         with joined_cluster(address, arguments.token_file, arguments.insecure):
@@ -49,7 +60,10 @@ def cluster(arguments: argparse.Namespace) -> Iterator[tuple[str | None, str | N
 
 @contextmanager
 def live_cluster(folder: RunFolder) -> Iterator[Place]:
-    """Where the run in ``folder`` lives, with Ray's variables set for joining it. Raises ConfigError when it is no live run."""
+    """Where the run in ``folder`` lives, with Ray's variables set for joining it.
+
+    Raises ConfigError when it is no live run.
+    """
     place = live_place(folder)
     token = Path(place.token_file) if place.token_file else None
     with joined_cluster(place.address, token, insecure=token is None, within=JOINED):
@@ -57,12 +71,21 @@ def live_cluster(folder: RunFolder) -> Iterator[Place]:
 
 
 def live_place(folder: RunFolder) -> Place:
-    """Where the run in ``folder`` lives, and answers. Raises ConfigError when it is no live run of this user."""
+    """Where the run in ``folder`` lives, and answers.
+
+    Raises ConfigError when it is no live run of this user.
+    """
     place = read_place(folder.cluster)
     holder = folder.lock.holder()
     if holder is None:  # killed: by now another program, or another user's, may have its ports
-        raise ConfigError(f"{folder.path} is no live run: the process that ran it has ended, or was killed")
-    why = "the run has ended, or was killed" if holder.lives() else f"if the run lives, run this command where {holder} is"
+        raise ConfigError(
+            f"{folder.path} is no live run: the process that ran it has ended, or was killed"
+        )
+    why = (
+        "the run has ended, or was killed"
+        if holder.lives()
+        else f"if the run lives, run this command where {holder} is"
+    )
     reachable(place.address, str(folder.cluster), why)
     return place
 

@@ -1,4 +1,6 @@
-"""``console``, ``watch`` and ``compare``: runs in a browser, in a terminal, and beside each other, from their folders alone."""
+"""``console``, ``watch`` and ``compare``: runs in a browser, in a terminal, and beside each other,
+from their folders alone.
+"""
 
 import argparse
 import os
@@ -31,28 +33,57 @@ from rayloop.view.words import gained, number, sampled, visible
 from rayloop.web import with_token
 
 POLL = 1.0
-FIGURES = ("reward/mean", "actor/entropy", "actor/kl", "rollout/trained_share", "timing_s/step", "perf/tokens_per_second")
+FIGURES = (
+    "reward/mean",
+    "actor/entropy",
+    "actor/kl",
+    "rollout/trained_share",
+    "timing_s/step",
+    "perf/tokens_per_second",
+)
 """Metrics of ``compare``, each as its mean over the last ``SEEN`` steps."""
 
 
 def add_console(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``console``."""
-    parser.add_argument("run_folder", type=Path, metavar="RUN_DIR", help="folder of the run, <output>/<name>; it may be live")
-    parser.add_argument("--host", default="127.0.0.1", help="interface to listen on (127.0.0.1); it speaks plain HTTP")
+    parser.add_argument(
+        "run_folder",
+        type=Path,
+        metavar="RUN_DIR",
+        help="folder of the run, <output>/<name>; it may be live",
+    )
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="interface to listen on (127.0.0.1); it speaks plain HTTP",
+    )
     parser.add_argument("--port", type=int, default=0, help="port to listen on (a free one)")
     parser.add_argument("--insecure", action="store_true", help="no token; on loopback only")
-    parser.add_argument("--address", help="serve it on the Ray Serve of this Ray cluster, beside a judge")
-    parser.add_argument("--token-file", type=Path, help="with --address: the cluster's token (default: RAY_AUTH_TOKEN_PATH)")
+    parser.add_argument(
+        "--address", help="serve it on the Ray Serve of this Ray cluster, beside a judge"
+    )
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        help="with --address: the cluster's token (default: RAY_AUTH_TOKEN_PATH)",
+    )
     parser.set_defaults(run=_console)
 
 
 def _console(arguments: argparse.Namespace) -> int:
-    """Serve until a signal comes. Raises ConfigError without a run, and for an address that cannot be had."""
+    """Serve until a signal comes.
+
+    Raises ConfigError without a run, and for an address that cannot be had.
+    """
     if arguments.insecure and arguments.host not in LOOPBACK:
-        raise ConfigError(f"--insecure with --host {arguments.host}: without a token only loopback is served")
+        raise ConfigError(
+            f"--insecure with --host {arguments.host}: without a token only loopback is served"
+        )
     folder = RunFolder.begun(arguments.run_folder)
     if arguments.address:
-        http = load(Path(os.devnull), [f"host={arguments.host}", f"port={arguments.port}"], HttpOptions)
+        http = load(
+            Path(os.devnull), [f"host={arguments.host}", f"port={arguments.port}"], HttpOptions
+        )
         reachable(arguments.address, "--address")
         with joined_cluster(arguments.address, arguments.token_file):
             from rayloop.cluster.stages.serving import serve_console  # imports ray
@@ -62,7 +93,10 @@ def _console(arguments: argparse.Namespace) -> int:
     try:
         listening = socket.create_server((arguments.host, arguments.port))
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"--host {arguments.host} --port {arguments.port}: {error}. Choose others, or leave them out") from error
+        raise ConfigError(
+            f"--host {arguments.host} --port {arguments.port}: {error}. Choose others, or leave"
+            " them out"
+        ) from error
     with suppress(KeyboardInterrupt):
         _serve(folder, listening, _token(folder, arguments.host, listening, arguments.insecure))
     return 0
@@ -77,14 +111,18 @@ def _token(folder: RunFolder, host: str, listening: socket.socket, insecure: boo
 
 
 def _written(folder: RunFolder, token: str) -> Path:
-    """A file with the token, which only this user can read: a new one, since the user who made the folder knows what was in it.
-    Raises ConfigError."""
+    """A file with the token, which only this user can read: a new one, since the user who made the
+    folder knows what was in it. Raises ConfigError.
+    """
     for path in (folder.path / "console.key", own_copy(folder.cluster).with_suffix(".console.key")):
         with suppress(OSError):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_whole(path, token.encode(), mode=0o600, durable=False)
             return path
-    raise ConfigError(f"{path}: no place for the console's token; run the command in a terminal, which it is printed to")
+    raise ConfigError(
+        f"{path}: no place for the console's token; run the command in a terminal, which it is"
+        " printed to"
+    )
 
 
 def _serve(folder: RunFolder, listening: socket.socket, token: str) -> None:
@@ -94,12 +132,16 @@ def _serve(folder: RunFolder, listening: socket.socket, token: str) -> None:
     from rayloop.serve_apps.console.app import web
 
     app = web(folder, token)
-    config = uvicorn.Config(app, http=Impatient, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app, http=Impatient, log_level="warning", access_log=False, timeout_graceful_shutdown=1
+    )
     complete(uvicorn.Server(config).serve([listening]))
 
 
 def serve_beside(folder: RunFolder) -> None:
-    """Print the address of a console on loopback, and serve it from when the run has begun until this process ends."""
+    """Print the address of a console on loopback, and serve it from when the run has begun until
+    this process ends.
+    """
     listening = socket.create_server((LOOPBACK[0], 0))
     token = _token(folder, LOOPBACK[0], listening)
 
@@ -113,7 +155,9 @@ def serve_beside(folder: RunFolder) -> None:
 
 def add_watch(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``watch``."""
-    parser.add_argument("run_folder", type=Path, metavar="RUN_DIR", help="folder of the run, <output>/<name>")
+    parser.add_argument(
+        "run_folder", type=Path, metavar="RUN_DIR", help="folder of the run, <output>/<name>"
+    )
     parser.set_defaults(run=_watch)
 
 
@@ -126,7 +170,13 @@ def _watch(arguments: argparse.Namespace) -> int:
         while True:
             found, records = status(folder, time.time(), folder.events), metrics.records()
             for record in records[shown if shown <= len(records) else 0 :]:
-                progress.step({name: value for name, value in record.items() if isinstance(value, int | float)})
+                progress.step(
+                    {
+                        name: value
+                        for name, value in record.items()
+                        if isinstance(value, int | float)
+                    }
+                )
             shown = len(records)
             if found["damaged"] != damage:
                 damage = found["damaged"]
@@ -140,8 +190,16 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``compare``."""
-    parser.add_argument("run_folders", type=Path, nargs="+", metavar="RUN_DIR", help="folders of runs, <output>/<name>")
-    parser.add_argument("--out", type=Path, metavar="FILE.png", help="draw the runs' rewards over each other")
+    parser.add_argument(
+        "run_folders",
+        type=Path,
+        nargs="+",
+        metavar="RUN_DIR",
+        help="folders of runs, <output>/<name>",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.png", help="draw the runs' rewards over each other"
+    )
     parser.set_defaults(run=_compare)
 
 
@@ -149,7 +207,9 @@ def _compare(arguments: argparse.Namespace) -> int:
     """Print a column for each run. Returns 0; raises ConfigError."""
     folders = [RunFolder.begun(path) for path in arguments.run_folders]
     columns = [_figures(folder) for folder in folders]
-    table = Table(f"means of the last {SEEN} steps", *(folder.path.name for folder in folders), box=None)
+    table = Table(
+        f"means of the last {SEEN} steps", *(folder.path.name for folder in folders), box=None
+    )
     for name in dict.fromkeys(name for column in columns for name in column):
         table.add_row(name, *(column.get(name, "") for column in columns))
     Console(soft_wrap=True, markup=False, highlight=False).print(table)
@@ -173,4 +233,6 @@ def _figures(folder: RunFolder) -> dict[str, str]:
     for name in HELD_OUT:
         if points := held_out.get(name):
             found[name] = " -> ".join(number(value) for _, value in (points[0], points[-1]))
-    return found | {"gain": "\n".join(line for end in by_step(events, "gain").values() for line in gained(end))}
+    return found | {
+        "gain": "\n".join(line for end in by_step(events, "gain").values() for line in gained(end))
+    }

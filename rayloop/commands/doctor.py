@@ -15,10 +15,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``doctor``."""
     config = "YAML file of a run, for its disk, memory, GPUs and files"
     parser.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help=config)
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="values to change in CONFIG")
-    parser.add_argument("--address", help="Ray cluster or dashboard to look at (default: RAY_ADDRESS)")
-    parser.add_argument("--token-file", type=Path, help="the cluster's token (default: RAY_AUTH_TOKEN_PATH)")
-    parser.add_argument("--port", type=int, action="append", default=[], help="a port that must be free here; may be repeated")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="values to change in CONFIG"
+    )
+    parser.add_argument(
+        "--address", help="Ray cluster or dashboard to look at (default: RAY_ADDRESS)"
+    )
+    parser.add_argument(
+        "--token-file", type=Path, help="the cluster's token (default: RAY_AUTH_TOKEN_PATH)"
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        action="append",
+        default=[],
+        help="a port that must be free here; may be repeated",
+    )
     parser.add_argument("--json", action="store_true", help="findings as JSON")
     parser.set_defaults(run=run)
 
@@ -29,7 +41,11 @@ def run(arguments: argparse.Namespace) -> int:
     address = arguments.address or os.environ.get("RAY_ADDRESS")
     found = complete(examine(checks(config, address, arguments.token_file, arguments.port)))
     if arguments.json:
-        rows = [{"check": name, **asdict(finding)} for name, findings in found.items() for finding in findings]
+        rows = [
+            {"check": name, **asdict(finding)}
+            for name, findings in found.items()
+            for finding in findings
+        ]
         print(json.dumps(rows, indent=1))
     else:
         print(text(found))

@@ -1,4 +1,6 @@
-"""``env list|play|check``: which environments there are, one episode of them played by a person, many started at once."""
+"""``env list|play|check``: which environments there are, one episode of them played by a person,
+many started at once.
+"""
 
 import argparse
 import asyncio
@@ -61,18 +63,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listed.set_defaults(run=_list)
     play = actions.add_parser("play", help="play an episode by hand, seeing what the policy sees")
     play.add_argument(
-        "name", metavar="NAME", help="family:task, such as miniwob:click-color, or the YAML file of a run, or its folder"
+        "name",
+        metavar="NAME",
+        help="family:task, such as miniwob:click-color, or the YAML file of a run, or its folder",
     )
     add_overrides(play, "with a run: values to change")
-    play.add_argument("--seed", type=int, default=0, help="of the task; equal seeds give equal ones (default: 0)")
+    play.add_argument(
+        "--seed", type=int, default=0, help="of the task; equal seeds give equal ones (default: 0)"
+    )
     again = (
-        "with a run's folder as NAME: replay an episode on record up to this turn, then go on; or a turn's address in the console"
+        "with a run's folder as NAME: replay an episode on record up to this turn, then go on; or a"
+        " turn's address in the console"
     )
     play.add_argument("--from", dest="origin", metavar="STEP/GROUP/SAMPLE:TURN", help=again)
-    play.add_argument("--row", type=int, default=1, help="with a run: row of data.train, counted from 1 (default: 1)")
-    play.add_argument("--pictures", type=Path, metavar="DIR", help="write pictures there, also in a colour terminal")
+    play.add_argument(
+        "--row",
+        type=int,
+        default=1,
+        help="with a run: row of data.train, counted from 1 (default: 1)",
+    )
+    play.add_argument(
+        "--pictures",
+        type=Path,
+        metavar="DIR",
+        help="write pictures there, also in a colour terminal",
+    )
     play.set_defaults(run=_play)
-    env_check.add_arguments(actions.add_parser("check", help="start the environments of a run on this machine, and reset each"))
+    env_check.add_arguments(
+        actions.add_parser(
+            "check", help="start the environments of a run on this machine, and reset each"
+        )
+    )
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -98,12 +119,18 @@ def _play(arguments: argparse.Namespace) -> int:
     config = None
     file, record = Path(arguments.name), Recorded()
     if arguments.origin:
-        file, record = RunFolder.begun(file).config, Recorded.of(RunFolder.begun(file), arguments.origin)
+        file, record = (
+            RunFolder.begun(file).config,
+            Recorded.of(RunFolder.begun(file), arguments.origin),
+        )
     if file.suffix in (".yaml", ".yml"):
         config = read(file, arguments.overrides)
         kind, task = _of_run(config, record.task or arguments.row)
     elif arguments.overrides:
-        raise ConfigError(f"{arguments.overrides[0]}: {arguments.name} is no YAML file of a run, which alone has keys to set")
+        raise ConfigError(
+            f"{arguments.overrides[0]}: {arguments.name} is no YAML file of a run, which alone has"
+            " keys to set"
+        )
     else:
         found, kind, task = playable(arguments.name, arguments.seed)
         example, turn = found.example, found.turn
@@ -125,7 +152,9 @@ def _play(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The ``task`` of a recorded episode, what the policy said before the turn that is played, and the states that it saw."""
+    """The ``task`` of a recorded episode, what the policy said before the turn that is played, and
+    the states that it saw.
+    """
 
     task: str = ""
     said: Sequence[str] = ()
@@ -133,14 +162,21 @@ class Recorded:
 
     @classmethod
     def of(cls, folder: RunFolder, origin: str) -> "Recorded":
-        """``origin`` ends with the numbers of step, group, sample and turn, the turn counted from 1. Raises ConfigError."""
+        """``origin`` ends with the numbers of step, group, sample and turn, the turn counted from
+        1. Raises ConfigError.
+        """
         numbers = [int(number) for number in re.findall(r"[0-9]+", origin)[-4:]]
         if len(numbers) < 4:
             raise ConfigError(f"--from {origin}: expected STEP/GROUP/SAMPLE:TURN, such as 12/3/0:2")
         step, group, sample, turn = numbers
-        found = next((one for one in members(folder, step).get(group, ()) if one["sample"] == sample), None)
+        found = next(
+            (one for one in members(folder, step).get(group, ()) if one["sample"] == sample), None
+        )
         if found is None:
-            raise ConfigError(f"--from {origin}: episode {sample} of group {group} of step {step} is not on record (keep_rollouts)")
+            raise ConfigError(
+                f"--from {origin}: episode {sample} of group {group} of step {step} is not on"
+                " record (keep_rollouts)"
+            )
         said = [one["text"] for one in found["turns"] if one["sampled"]]
         if not 1 <= turn <= len(said):
             raise ConfigError(f"--from {origin}: this episode has the turns 1 to {len(said)}")
@@ -148,17 +184,32 @@ class Recorded:
 
 
 def _of_run(config: RunConfig, row: int | str) -> tuple[EnvironmentKind, Task]:
-    """The environment and the task of a usable row of a run, by its number or by the task's id. Raises ConfigError."""
+    """The environment and the task of a usable row of a run, by its number or by the task's id.
+
+    Raises ConfigError.
+    """
     kinds, default = config.environment.kinds, config.environment.episode.environment
     dataset = Dataset(
-        config.data.train, config.data.reader.build(), False, lambda failure: None, kinds, anywhere=config.data.anywhere
+        config.data.train,
+        config.data.reader.build(),
+        False,
+        lambda failure: None,
+        kinds,
+        anywhere=config.data.anywhere,
     )
     if isinstance(row, str):
-        if (task := next((one for one in map(dataset.__getitem__, range(len(dataset))) if one.id == row), None)) is None:
+        if (
+            task := next(
+                (one for one in map(dataset.__getitem__, range(len(dataset))) if one.id == row),
+                None,
+            )
+        ) is None:
             raise ConfigError(f"--from: {config.data.train} has no usable row of the task {row}")
         return kinds.get(task.environment, default), task
     if not 1 <= row <= len(dataset):
-        raise ConfigError(f"--row {row}: {config.data.train} has the usable rows 1 to {len(dataset)}")
+        raise ConfigError(
+            f"--row {row}: {config.data.train} has the usable rows 1 to {len(dataset)}"
+        )
     task = dataset[row - 1]
     return kinds.get(task.environment, default), task
 
@@ -168,8 +219,10 @@ FENCE = '"""'
 
 
 def _keyboard(echo: bool) -> str | None:
-    """The next turn, a line or the lines between two of ``FENCE``; None at the end of input. ``echo`` prints it too, for input that
-    no terminal shows."""
+    """The next turn, a line or the lines between two of ``FENCE``; None at the end of input.
+
+    ``echo`` prints it too, for input that no terminal shows.
+    """
     print("> ", end="", flush=True)
     line = _line(echo)
     if line is None or line.strip() != FENCE:
@@ -210,16 +263,22 @@ class PictureView:
         print(f"picture of {width}x{height} pixels: {file}")
 
 
-async def _episode(kind: EnvironmentKind, task: Task, ask: Ask, pictures: PictureView, example: str, ends: bool) -> None:
-    """Play until the environment ends the episode, ``ask`` gives None or ``quit``, or, with ``ends``, an action is not carried out.
-    Raises what the environment raises."""
+async def _episode(
+    kind: EnvironmentKind, task: Task, ask: Ask, pictures: PictureView, example: str, ends: bool
+) -> None:
+    """Play until the environment ends the episode, ``ask`` gives None or ``quit``, or, with
+    ``ends``, an action is not carried out. Raises what the environment raises.
+    """
     environments = Environments(kind, {})
     instance = environments.of(task)
     try:
         await instance.make(DEFAULTS.step_timeout)
         _show(await instance.call("reset", task, timeout=DEFAULTS.step_timeout), pictures)
         such = f", such as {example}" if example else ""
-        print(f"Type what the policy would, one turn a line{such}, or lines between {FENCE}; quit ends it.")
+        print(
+            f"Type what the policy would, one turn a line{such}, or lines between {FENCE}; quit"
+            " ends it."
+        )
         await _turns(instance, ask, pictures, ends)
         result = await instance.call("evaluate", timeout=DEFAULTS.step_timeout)
         print("the environment gives no result" if result is None else f"result: {result:g}")
@@ -228,8 +287,17 @@ async def _episode(kind: EnvironmentKind, task: Task, ask: Ask, pictures: Pictur
         environments.end()
 
 
-async def _led(config: RunConfig, kind: EnvironmentKind, task: Task, ask: Ask, pictures: PictureView, record: Recorded) -> None:
-    """The episode of a run, whose turns are those of the ``record`` and then a person's, until ``ask`` gives None or ``quit``."""
+async def _led(
+    config: RunConfig,
+    kind: EnvironmentKind,
+    task: Task,
+    ask: Ask,
+    pictures: PictureView,
+    record: Recorded,
+) -> None:
+    """The episode of a run, whose turns are those of the ``record`` and then a person's, until
+    ``ask`` gives None or ``quit``.
+    """
     renderer, environments = Renderer(config.model), Environments(kind, {})
     known: TokenIds = ()
     images, said = 0, list(record.said)
@@ -238,17 +306,26 @@ async def _led(config: RunConfig, kind: EnvironmentKind, task: Task, ask: Ask, p
     async def typed(prompt: TokenPrompt, sampling: Sampling) -> Completion:
         nonlocal known, images
         goes_on = bool(known) and prompt.token_ids[: len(known)] == known
-        fresh, shown = prompt.token_ids[len(known) if goes_on else 0 :], prompt.images[images if goes_on else 0 :]
+        fresh, shown = (
+            prompt.token_ids[len(known) if goes_on else 0 :],
+            prompt.images[images if goes_on else 0 :],
+        )
         print(visible(renderer.shown(fresh)))
         for image in shown:
             pictures.show(ImageSource(image.ref.path, image.data))
         expected = states.pop(0) if states else ""
         if expected and (goes_on or not known):
-            turns = (Turn("user", fresh, tuple(image.ref for image in shown)), Turn("assistant", (), logprobs=()))
+            turns = (
+                Turn("user", fresh, tuple(image.ref for image in shown)),
+                Turn("assistant", (), logprobs=()),
+            )
             here = Trajectory(TrajectoryId(0, 0), 0, task.id, 0, turns, sampling, EndReason.DONE)
             if here.states[0] != expected:
                 states.clear()
-                print(f"turn {1 + len(record.said) - len(said)}: the environment shows something else than on record")
+                print(
+                    f"turn {1 + len(record.said) - len(said)}: the environment shows something else"
+                    " than on record"
+                )
         replayed, text = bool(said), said.pop(0) if said else await asyncio.to_thread(ask)
         if text is None or (not replayed and text.strip().lower() in QUIT):
             raise EpisodeLeft("the episode was left")
@@ -260,14 +337,20 @@ async def _led(config: RunConfig, kind: EnvironmentKind, task: Task, ask: Ask, p
 
     request = RolloutRequest(task, TrajectoryId(0, 0), 0, 0, config.rollout.sampling.sampling())
     try:
-        played = await play(request, environments.of(task), renderer, config.environment.episode, typed)
+        played = await play(
+            request, environments.of(task), renderer, config.environment.episode, typed
+        )
     except EpisodeLeft as left:
         print(left)
         return
     finally:
         environments.end()
     print(f"the episode is over: {played.end_reason}")
-    print("the agent gives no result" if played.env_result is None else f"result: {played.env_result:g}")
+    print(
+        "the agent gives no result"
+        if played.env_result is None
+        else f"result: {played.env_result:g}"
+    )
 
 
 async def _turns(instance: Instance, ask: Ask, pictures: PictureView, ends: bool) -> None:

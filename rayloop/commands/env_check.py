@@ -1,4 +1,6 @@
-"""``env check RUN``: starts the environments of a run as an evaluation or a step would, resets each, and says what failed."""
+"""``env check RUN``: starts the environments of a run as an evaluation or a step would, resets
+each, and says what failed.
+"""
 
 import argparse
 import asyncio
@@ -28,26 +30,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of ``env check``."""
     parser.add_argument("config", type=Path, metavar="RUN", help="the YAML file of a run")
     add_overrides(parser, "environment.episode.environment.with.machines=4")
-    parser.add_argument("--count", type=int, metavar="N", help="environments at once on this machine (default: group_size)")
     parser.add_argument(
-        "--rounds", type=int, default=2, help="rounds, each of new environments on the next rows (default: %(default)s)"
+        "--count",
+        type=int,
+        metavar="N",
+        help="environments at once on this machine (default: group_size)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=2,
+        help="rounds, each of new environments on the next rows (default: %(default)s)",
     )
     parser.set_defaults(run=check)
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Print a line for each round. Returns 0, or 1 when an environment was not ready or not closed. Raises ConfigError."""
+    """Print a line for each round.
+
+    Returns 0, or 1 when an environment was not ready or not closed. Raises ConfigError.
+    """
     config = read(arguments.config, arguments.overrides)
     count = config.algorithm.group_size if arguments.count is None else arguments.count
     if min(count, arguments.rounds) < 1:
         raise ConfigError("--count and --rounds: expected a number above 0")
     kinds, episode = config.environment.kinds, config.environment.episode
-    rows = [*Dataset(config.data.train, config.data.reader.build(), False, _left_out, kinds, anywhere=config.data.anywhere)]
+    rows = [
+        *Dataset(
+            config.data.train,
+            config.data.reader.build(),
+            False,
+            _left_out,
+            kinds,
+            anywhere=config.data.anywhere,
+        )
+    ]
     environments, tasks = Environments(episode.environment, kinds), cycle(rows)
     failed = 0
     try:
         for number in range(1, arguments.rounds + 1):
-            failed += complete(_round(f"round {number}", config, environments, list(islice(tasks, count))))
+            failed += complete(
+                _round(f"round {number}", config, environments, list(islice(tasks, count)))
+            )
     finally:
         environments.end()
     return 1 if failed else 0
@@ -59,14 +83,18 @@ def _left_out(failure: DataFailure) -> None:
 
 @dataclass
 class _Found:
-    """Of one environment: ``seconds`` until it was ready; else why not; and why it could not be closed."""
+    """Of one environment: ``seconds`` until it was ready; else why not; and why it could not be
+    closed.
+    """
 
     seconds: float | None = None
     not_ready: str = ""
     not_closed: str = ""
 
 
-async def _round(name: str, config: RunConfig, environments: Environments, tasks: Sequence[Task]) -> int:
+async def _round(
+    name: str, config: RunConfig, environments: Environments, tasks: Sequence[Task]
+) -> int:
     """All at once: made, reset on a task, closed. Returns how many failed."""
     limit = config.environment.episode.step_timeout
     waits = asyncio.Event()
@@ -94,7 +122,9 @@ async def _round(name: str, config: RunConfig, environments: Environments, tasks
 
     results = await asyncio.gather(*map(one, tasks))
     seconds = [found.seconds for found in results if found.seconds is not None]
-    took = f" in {median(seconds):.1f} s (median), {max(seconds):.1f} s (slowest)" if seconds else ""
+    took = (
+        f" in {median(seconds):.1f} s (median), {max(seconds):.1f} s (slowest)" if seconds else ""
+    )
     print(f"{name}: {len(seconds)} of {len(tasks)} environments ready{took}", flush=True)
     for what, reasons in {
         "not ready": [found.not_ready for found in results],
@@ -113,4 +143,6 @@ def _unusable(seen: object) -> str:
 
 
 def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error.reason if isinstance(error, DataFailure) else error}"[:SHOWN]
+    return f"{type(error).__name__}: {error.reason if isinstance(error, DataFailure) else error}"[
+        :SHOWN
+    ]

@@ -1,4 +1,6 @@
-"""``estimate``: steps, tokens, time and memory of a run before it is started, by arithmetic and from measured steps."""
+"""``estimate``: steps, tokens, time and memory of a run before it is started, by arithmetic and
+from measured steps.
+"""
 
 import argparse
 import json
@@ -18,7 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser, "steps=1000")
     source = "a run whose steps are measured (default: its own, if there)"
     parser.add_argument("--from", dest="run_folder", type=Path, metavar="RUN", help=source)
-    parser.add_argument("--step-seconds", type=float, metavar="S", help="take this as the time of a step")
+    parser.add_argument(
+        "--step-seconds", type=float, metavar="S", help="take this as the time of a step"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(run=run)
 
@@ -65,8 +69,15 @@ def _verdict(role: RoleMemory, roles: list[RoleMemory]) -> str:
     if not role.gpus:
         return ""
     fewer = ", which then decodes fewer sequences together" if role.spare else ""
-    smallest, shared = card(role, roles), "with what shares it, " if on_card(role, roles) > role.needed else ""
-    return f"; {shared}fits a card of {smallest} GB{fewer}" if smallest else "; FITS NO CARD: use more ranks or num_gpus"
+    smallest, shared = (
+        card(role, roles),
+        "with what shares it, " if on_card(role, roles) > role.needed else "",
+    )
+    return (
+        f"; {shared}fits a card of {smallest} GB{fewer}"
+        if smallest
+        else "; FITS NO CARD: use more ranks or num_gpus"
+    )
 
 
 def _table(roles: list[RoleMemory]) -> list[str]:
@@ -74,7 +85,9 @@ def _table(roles: list[RoleMemory]) -> list[str]:
     for role in roles:
         gpus = f" on {role.gpus:g} GPU" if role.gpus else ""
         places = {"GPU": role.of_gpu, "host": role.of_host}
-        sums = "; ".join(f"{place} {_sum(parts)}" for place, parts in places.items() if any(parts.values()))
+        sums = "; ".join(
+            f"{place} {_sum(parts)}" for place, parts in places.items() if any(parts.values())
+        )
         lines.append(f"  {role.count} x {role.name}{gpus}: {sums}{_verdict(role, roles)}")
     return lines
 

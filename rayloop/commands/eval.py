@@ -16,7 +16,11 @@ from rayloop.run.preflight import preflight
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``eval``."""
     add_run(parser, "evaluation.limit=100")
-    parser.add_argument("--checkpoint", type=Path, help="run folder, checkpoint, model or peft adapters (default: model.path)")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        help="run folder, checkpoint, model or peft adapters (default: model.path)",
+    )
     parser.add_argument(
         "--benchmark",
         metavar="NAME",
@@ -24,19 +28,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"rows, reader and measure of a benchmark, laid over CONFIG: {', '.join(known)}",
     )
     parser.add_argument("--data", help="rows to evaluate on (default: data.eval)")
-    parser.add_argument("--controls", action="store_true", help="also wrong images, and the best answers without one")
-    parser.add_argument("--samples", type=int, help="sampled answers per row, besides the greedy one (default: evaluation.samples)")
+    parser.add_argument(
+        "--controls",
+        action="store_true",
+        help="also wrong images, and the best answers without one",
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        help="sampled answers per row, besides the greedy one (default: evaluation.samples)",
+    )
     retries = (
-        "times that an answer cut by sampling.max_tokens is played again with twice the room (default: 3 with --benchmark, else 0)"
+        "times that an answer cut by sampling.max_tokens is played again with twice the room"
+        " (default: 3 with --benchmark, else 0)"
     )
     parser.add_argument("--retries", type=int, metavar="N", help=retries)
-    parser.add_argument("--out", type=Path, help="folder of the items, continued when it exists (default: <run>-eval)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder of the items, continued when it exists (default: <run>-eval)",
+    )
     add_cluster(parser)
     parser.set_defaults(run=run)
 
 
 def evaluation_folder(config: RunConfig, checkpoint: Path | None, benchmark: str = "eval") -> Path:
-    """Beside the run that the checkpoint is of, and named after it; of a model folder, or without one, below ``output``."""
+    """Beside the run that the checkpoint is of, and named after it; of a model folder, or without
+    one, below ``output``.
+    """
     if checkpoint is None:
         return Path(config.output) / f"{config.name}-{benchmark}"
     run = run_of(checkpoint)
@@ -48,37 +67,54 @@ def evaluation_folder(config: RunConfig, checkpoint: Path | None, benchmark: str
 def run_of(checkpoint: Path) -> Path | None:
     """The folder of the run that the checkpoint is of; None for a model folder."""
     path = checkpoint.resolve()
-    return next((folder for folder in (path, *path.parents[:2]) if (folder / "config.yaml").is_file()), None)
+    return next(
+        (folder for folder in (path, *path.parents[:2]) if (folder / "config.yaml").is_file()), None
+    )
 
 
 def as_asked(model: ModelSettings, checkpoint: Path, folder: Path) -> ModelSettings:
-    """The model of a checkpoint, exported below ``folder``; a date in its prompts is that of its run."""
+    """The model of a checkpoint, exported below ``folder``; a date in its prompts is that of its
+    run.
+    """
     from rayloop.run.export import model_of  # imports torch
 
     run, variables = run_of(checkpoint), model.chat_template_kwargs
     then = RunFolder.at(run).configuration.get("model", {}) if run else {}
-    date = {name: value for name, value in (then.get("chat_template_kwargs") or {}).items() if name == CLOCK}
+    date = {
+        name: value
+        for name, value in (then.get("chat_template_kwargs") or {}).items()
+        if name == CLOCK
+    }
     path = str(model_of(checkpoint, folder))
-    return model.model_copy(update={"path": path, "revision": None, "chat_template_kwargs": {**date, **variables}})
+    return model.model_copy(
+        update={"path": path, "revision": None, "chat_template_kwargs": {**date, **variables}}
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate. Returns the exit code; raises RayloopError."""
     with cluster(arguments) as (address, temporary):
         name = arguments.benchmark
-        config = read(arguments.config, arguments.overrides, [recipes.benchmarks()[name]] if name else [])
+        config = read(
+            arguments.config, arguments.overrides, [recipes.benchmarks()[name]] if name else []
+        )
         out = arguments.out or evaluation_folder(config, arguments.checkpoint, name or "eval")
         data = arguments.data or config.data.eval
         if data is None:
             raise ConfigError("data.eval names no rows, and --data was not given")
         if name and not Path(data).is_file():
-            raise ConfigError(f"{data} is not there. {recipes.benchmarks()[name]} says in its first line how it is made")
+            raise ConfigError(
+                f"{data} is not there. {recipes.benchmarks()[name]} says in its first line how it"
+                " is made"
+            )
         if arguments.checkpoint is not None:
             given = as_asked(config.model, arguments.checkpoint, out / "models")
             config = config.model_copy(update={"model": given})
         asked = config.model_copy(update={"data": config.data.model_copy(update={"eval": data})})
         preflight(asked, trains=False, reads=("train", "eval") if arguments.controls else ("eval",))
-        from rayloop.cluster.stages.evaluate import evaluate  # imports ray, which reads the environment
+        from rayloop.cluster.stages.evaluate import (
+            evaluate,
+        )  # imports ray, which reads the environment
 
         return evaluate(
             config,

@@ -1,5 +1,7 @@
-"""``status``, ``logs``, ``stacks`` and ``stop``: commands that need a run's folder and nothing else. ``stop`` sends SIGTERM to a
-process that it can see, and asks the driver of another machine's or container's through the run's Ray cluster."""
+"""``status``, ``logs``, ``stacks`` and ``stop``: commands that need a run's folder and nothing
+else. ``stop`` sends SIGTERM to a process that it can see, and asks the driver of another machine's
+or container's through the run's Ray cluster.
+"""
 
 import argparse
 import json
@@ -27,8 +29,12 @@ LOOKED_AT = 2**20
 
 def add_status(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``status``."""
-    parser.add_argument("run_folder", type=Path, metavar="RUN_DIR", help="folder of the run, <output>/<name>")
-    parser.add_argument("--json", action="store_true", help="the same as one JSON object, for programs")
+    parser.add_argument(
+        "run_folder", type=Path, metavar="RUN_DIR", help="folder of the run, <output>/<name>"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="the same as one JSON object, for programs"
+    )
     parser.set_defaults(run=_status)
 
 
@@ -42,9 +48,16 @@ def _status(arguments: argparse.Namespace) -> int:
 
 def add_logs(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``logs``."""
-    parser.add_argument("run_folder", type=Path, metavar="RUN_DIR", help="folder of the run, <output>/<name>")
-    parser.add_argument("--role", help="only these actors: driver, rollout, environment, reward, reference or policy")
-    parser.add_argument("--lines", type=int, default=40, metavar="N", help="last lines of each file (40)")
+    parser.add_argument(
+        "run_folder", type=Path, metavar="RUN_DIR", help="folder of the run, <output>/<name>"
+    )
+    parser.add_argument(
+        "--role",
+        help="only these actors: driver, rollout, environment, reward, reference or policy",
+    )
+    parser.add_argument(
+        "--lines", type=int, default=40, metavar="N", help="last lines of each file (40)"
+    )
     parser.set_defaults(run=_logs)
 
 
@@ -66,10 +79,17 @@ def _logs(arguments: argparse.Namespace) -> int:
 
 
 def _kept(folder: RunFolder, role: str | None, lines: int) -> Iterator[tuple[str, str]]:
-    """Files of a run that has ended. Raises ConfigError when there are none, or for a role, which their names do not have."""
+    """Files of a run that has ended.
+
+    Raises ConfigError when there are none, or for a role, which their names do not have.
+    """
     files = sorted(path for path in folder.logs.glob("**/*") if path.is_file())
     if role is not None or not files:
-        why = "the names of its files have no roles: leave out --role" if files else "its folder keeps no logs"
+        why = (
+            "the names of its files have no roles: leave out --role"
+            if files
+            else "its folder keeps no logs"
+        )
         raise ConfigError(f"{folder.path} is no live run, and {why}")
     for path in files:
         with path.open("rb") as file:
@@ -80,8 +100,13 @@ def _kept(folder: RunFolder, role: str | None, lines: int) -> Iterator[tuple[str
 
 def add_stacks(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``stacks``."""
-    parser.add_argument("run_folder", type=Path, metavar="RUN_DIR", help="folder of the live run, <output>/<name>")
-    parser.add_argument("--role", help="only these actors: driver, rollout, environment, reward, reference or policy")
+    parser.add_argument(
+        "run_folder", type=Path, metavar="RUN_DIR", help="folder of the live run, <output>/<name>"
+    )
+    parser.add_argument(
+        "--role",
+        help="only these actors: driver, rollout, environment, reward, reference or policy",
+    )
     parser.set_defaults(run=_stacks)
 
 
@@ -97,10 +122,19 @@ def _stacks(arguments: argparse.Namespace) -> int:
 
 def add_stop(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``stop``."""
-    parser.add_argument("run_folders", type=Path, nargs="+", metavar="RUN_DIR", help="folders of live runs, <output>/<name>")
+    parser.add_argument(
+        "run_folders",
+        type=Path,
+        nargs="+",
+        metavar="RUN_DIR",
+        help="folders of live runs, <output>/<name>",
+    )
     within = "how long to wait for the end (180): above the run's preemption.grace"
     parser.add_argument("--within", type=float, default=180.0, metavar="SECONDS", help=within)
-    here = "leave alone what is no run of a process on this machine: for a machine that is about to be taken away"
+    here = (
+        "leave alone what is no run of a process on this machine: for a machine that is about to be"
+        " taken away"
+    )
     parser.add_argument("--here", action="store_true", help=here)
     parser.set_defaults(run=_stop)
 
@@ -115,11 +149,18 @@ def _stop(arguments: argparse.Namespace) -> int:
         if arguments.here and (holder is None or holder.host != socket.gethostname()):
             continue
         if holder is None:
-            raise ConfigError(f"{path}: no process runs it. `python -m rayloop status {path}` says how it ended")
+            raise ConfigError(
+                f"{path}: no process runs it. `python -m rayloop status {path}` says how it ended"
+            )
         asked.append((folder, holder, time.time() - 1.0))  # records have rounded times
         _ask(folder, holder)
-        print(f"{path}: asked {holder} to save and end; waiting for up to {span(arguments.within)}", flush=True)
-    return max([_waited(folder, holder, since, deadline) for folder, holder, since in asked], default=0)
+        print(
+            f"{path}: asked {holder} to save and end; waiting for up to {span(arguments.within)}",
+            flush=True,
+        )
+    return max(
+        [_waited(folder, holder, since, deadline) for folder, holder, since in asked], default=0
+    )
 
 
 def _ask(folder: RunFolder, holder: Holder) -> None:
@@ -140,15 +181,20 @@ def _waited(folder: RunFolder, holder: Holder, since: float, deadline: float) ->
     while folder.lock.holder() == holder:
         if time.monotonic() > deadline:
             print(
-                f"rayloop: {folder.path}: {holder} has not ended in time. `python -m rayloop stacks {folder.path}` shows what it "
-                "does; a second `stop` ends it without saving",
+                f"rayloop: {folder.path}: {holder} has not ended in time. `python -m rayloop stacks"
+                f" {folder.path}` shows what it does; a second `stop` ends it without saving",
                 file=sys.stderr,
             )
             return 1
         time.sleep(POLL)
-    ends = [record for record in folder.events if record["event"] in ENDS and record["time"] >= since]
+    ends = [
+        record for record in folder.events if record["event"] in ENDS and record["time"] >= since
+    ]
     if not ends:
-        print(f"rayloop: {folder.path}: it recorded no end; what is saved is in its checkpoints", file=sys.stderr)
+        print(
+            f"rayloop: {folder.path}: it recorded no end; what is saved is in its checkpoints",
+            file=sys.stderr,
+        )
         return 1
     print(visible(f"{folder.path}: {describe(ends[-1])}"))
     return int(ends[-1]["event"] == "failed")

@@ -36,24 +36,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     known = recipes.having("score")
     parser.add_argument("recipe", metavar="RECIPE", choices=known, help=", ".join(known))
-    parser.add_argument("file", type=Path, metavar="FILE", help="JSONL or parquet with completions and truths, or a run's rollouts")
-    parser.add_argument("--variant", metavar="V", help="definition of the rewards (default: the recipe's first)")
-    parser.add_argument("--reward", metavar="NAME", help="one component instead of the whole reward")
+    parser.add_argument(
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="JSONL or parquet with completions and truths, or a run's rollouts",
+    )
+    parser.add_argument(
+        "--variant", metavar="V", help="definition of the rewards (default: the recipe's first)"
+    )
+    parser.add_argument(
+        "--reward", metavar="NAME", help="one component instead of the whole reward"
+    )
     setting = "a setting of the reward, for example tolerance=0.1; may be repeated"
-    parser.add_argument("--with", dest="options", action="append", default=[], metavar="KEY=VALUE", help=setting)
+    parser.add_argument(
+        "--with", dest="options", action="append", default=[], metavar="KEY=VALUE", help=setting
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print one JSON line per row on stdout and a summary on stderr. Returns 0; raises ConfigError."""
+    """Print one JSON line per row on stdout and a summary on stderr.
+
+    Returns 0; raises ConfigError.
+    """
     scoring: OfflineScoring = import_module(f"rayloop.recipes.{arguments.recipe}.score").SCORING
     variant = arguments.variant or scoring.variants[0]
     reward = scoring.aliases.get(arguments.reward, arguments.reward)
-    for option, value, known in (("--variant", variant, scoring.variants), ("--reward", reward, scoring.rewards)):
+    for option, value, known in (
+        ("--variant", variant, scoring.variants),
+        ("--reward", reward, scoring.rewards),
+    ):
         if value is not None and value not in known:
             raise ConfigError(f"{option} {value}: {arguments.recipe} has {', '.join(known)}")
     source = built(scoring, variant, reward, arguments.options)
-    for line in complete(score(arguments.file, scoring, source, variant, reward)).lines(scoring, variant):
+    for line in complete(score(arguments.file, scoring, source, variant, reward)).lines(
+        scoring, variant
+    ):
         print(line, file=sys.stderr)
     return 0
 
@@ -65,7 +84,9 @@ def built(scoring: OfflineScoring, variant: str, reward: str | None, options: Se
         name, equals, text = option.partition("=")
         *path, last = name.split(".")
         if not equals or not all((*path, last)):
-            raise ConfigError(f"--with {option}: expected KEY=VALUE, for example --with tolerance=0.1")
+            raise ConfigError(
+                f"--with {option}: expected KEY=VALUE, for example --with tolerance=0.1"
+            )
         place = chosen
         for part in path:
             place = place.setdefault(part, {})
@@ -73,9 +94,14 @@ def built(scoring: OfflineScoring, variant: str, reward: str | None, options: Se
                 raise ConfigError(f"--with {option}: {part} has no keys of its own")
         place[last] = parse_value(text, f"--with {name}")
     try:
-        return Component.model_validate({"use": scoring.others.get(variant, scoring.use), "with": chosen}).build()
+        return Component.model_validate(
+            {"use": scoring.others.get(variant, scoring.use), "with": chosen}
+        ).build()
     except ValidationError as error:
-        problems = (f"{'.'.join(map(str, one['loc'])) or scoring.use}: {one['msg']}" for one in error.errors())
+        problems = (
+            f"{'.'.join(map(str, one['loc'])) or scoring.use}: {one['msg']}"
+            for one in error.errors()
+        )
         raise ConfigError("the reward's settings:\n  " + "\n  ".join(problems)) from error
 
 
@@ -114,26 +140,39 @@ class ScoreSummary:
             if values:
                 mean, low, high = interval(values)
                 bounds = "too few for an interval" if low is None else f"[{low:.4f}, {high:.4f}]"
-                yield f"  {name:<{width}}  {mean:.4f}  {bounds}" + ("" if len(values) == scored else f"  of {len(values)}")
+                yield f"  {name:<{width}}  {mean:.4f}  {bounds}" + (
+                    "" if len(values) == scored else f"  of {len(values)}"
+                )
         if self.sure:
-            error = calibration_error([confidence for confidence, _ in self.sure], [right for _, right in self.sure])
+            error = calibration_error(
+                [confidence for confidence, _ in self.sure], [right for _, right in self.sure]
+            )
             yield f"expected calibration error of {len(self.sure)} stated confidences: {error:.4f}"
         if self.flags:
             yield f"flags{_counts(self.flags)}"
         if self.seconds:
             yield (
-                f"{self.seconds:.3f} s of CPU for scoring: {scored / self.seconds:,.0f} completions/s, "
-                f"{self.components / self.seconds:,.0f} components/s"
+                f"{self.seconds:.3f} s of CPU for scoring: {scored / self.seconds:,.0f}"
+                f" completions/s, {self.components / self.seconds:,.0f} components/s"
             )
         yield from scoring.notes(self.saved, variant)
 
 
 def _counts(counted: Mapping[str, int]) -> str:
-    return ": " + ", ".join(f"{name} {count}" for name, count in sorted(counted.items())) if counted else ""
+    return (
+        ": " + ", ".join(f"{name} {count}" for name, count in sorted(counted.items()))
+        if counted
+        else ""
+    )
 
 
-async def score(path: Path, scoring: OfflineScoring, source: Any, variant: str, reward: str | None) -> ScoreSummary:
-    """Score and print each row in the file's order. Raises ConfigError for a file that cannot be read."""
+async def score(
+    path: Path, scoring: OfflineScoring, source: Any, variant: str, reward: str | None
+) -> ScoreSummary:
+    """Score and print each row in the file's order.
+
+    Raises ConfigError for a file that cannot be read.
+    """
     summary = ScoreSummary()
     found = _read(path, scoring)
     while block := list(islice(found, TOGETHER)):
@@ -162,9 +201,16 @@ def _read(path: Path, scoring: OfflineScoring) -> Iterator[tuple[str, Saved | Da
                 yield where, failure
 
 
-async def _outcomes(source: Any, block: Sequence[Saved | DataFailure], reward: str | None) -> list[Outcome]:
-    """The outcome of each completion, of one component alone if ``reward`` names it. An exception is no reward."""
-    found: list[Any] = [saved if isinstance(saved, DataFailure) else _asked(source, saved) for saved in block]
+async def _outcomes(
+    source: Any, block: Sequence[Saved | DataFailure], reward: str | None
+) -> list[Outcome]:
+    """The outcome of each completion, of one component alone if ``reward`` names it.
+
+    An exception is no reward.
+    """
+    found: list[Any] = [
+        saved if isinstance(saved, DataFailure) else _asked(source, saved) for saved in block
+    ]
     later = [i for i, one in enumerate(found) if inspect.isawaitable(one)]
     answers = await asyncio.gather(*(found[i] for i in later), return_exceptions=True)
     for i, answer in zip(later, answers, strict=True):
@@ -176,21 +222,30 @@ def _asked(source: Any, saved: Saved) -> Any:
     """The reward's result, which may be awaitable, or its exception."""
     try:
         whole = saved.row.get("transcript")
-        context = ScoreContext(saved.step, saved.texts, transcript=whole if isinstance(whole, str) else None)
+        context = ScoreContext(
+            saved.step, saved.texts, transcript=whole if isinstance(whole, str) else None
+        )
         return source.score(saved.trajectory, saved.task, context)
     except Exception as error:
         return error
 
 
 def _understood(found: Any, source: Any) -> Outcome:
-    """The outcome of a result or an exception. Raises ConfigError, and an exception that is no Exception."""
+    """The outcome of a result or an exception.
+
+    Raises ConfigError, and an exception that is no Exception.
+    """
     if not isinstance(found, BaseException):
         return as_outcome(found)
     if isinstance(found, DataFailure):
         return Unscored(UnscoredKind.BAD_DATA, str(found))
     if isinstance(found, ConfigError) or not isinstance(found, Exception):
         raise found
-    kind = UnscoredKind.REWARD_UNAVAILABLE if isinstance(found, around(source)) else UnscoredKind.GRADER_ERROR
+    kind = (
+        UnscoredKind.REWARD_UNAVAILABLE
+        if isinstance(found, around(source))
+        else UnscoredKind.GRADER_ERROR
+    )
     return Unscored(kind, f"{type(found).__name__}: {found}")
 
 
@@ -203,10 +258,18 @@ def _one(outcome: Outcome, reward: str | None) -> Outcome:
     return Scored(value, {reward: value}, outcome.flags)
 
 
-def _line(where: str, saved: Saved | DataFailure, outcome: Outcome, scoring: OfflineScoring, variant: str) -> Mapping[str, Any]:
-    line: dict[str, Any] = {"row": int(row) if (row := where.rpartition(":")[2]).isdigit() else where}
+def _line(
+    where: str, saved: Saved | DataFailure, outcome: Outcome, scoring: OfflineScoring, variant: str
+) -> Mapping[str, Any]:
+    line: dict[str, Any] = {
+        "row": int(row) if (row := where.rpartition(":")[2]).isdigit() else where
+    }
     if isinstance(saved, Saved):
         line |= {"id": saved.task.id, "answer": scoring.answer(saved, variant)}
     if isinstance(outcome, Unscored):
         return line | {"unscored": str(outcome.kind), "reason": outcome.reason}
-    return line | {"value": outcome.value, "components": dict(outcome.components), "flags": list(outcome.flags)}
+    return line | {
+        "value": outcome.value,
+        "components": dict(outcome.components),
+        "flags": list(outcome.flags),
+    }

@@ -1,4 +1,6 @@
-"""``slurm render|up|status|down``: a cluster of Slurm jobs from the scripts in deploy/slurm, and its end."""
+"""``slurm render|up|status|down``: a cluster of Slurm jobs from the scripts in deploy/slurm, and
+its end.
+"""
 
 import argparse
 import shlex
@@ -22,13 +24,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("down", _down, "stop runs, cancel the cluster's jobs and remove its rendezvous folder"),
     ):
         action = actions.add_parser(name, help=help)
-        action.add_argument("--site", type=Path, default=SITE, help="YAML file of the site (default: deploy/slurm/site.yaml)")
-        action.add_argument("--set", action="append", default=[], metavar="key=value", help="of the site, such as worker.count=4")
+        action.add_argument(
+            "--site",
+            type=Path,
+            default=SITE,
+            help="YAML file of the site (default: deploy/slurm/site.yaml)",
+        )
+        action.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            metavar="key=value",
+            help="of the site, such as worker.count=4",
+        )
         if run in (_render, _up):
-            action.add_argument("config", nargs="?", type=Path, help="YAML file of a run to train on the cluster")
-            action.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="overrides of the run")
+            action.add_argument(
+                "config", nargs="?", type=Path, help="YAML file of a run to train on the cluster"
+            )
+            action.add_argument(
+                "overrides", nargs="*", default=[], metavar="key=value", help="overrides of the run"
+            )
         if run is _down:
-            action.add_argument("--grace", type=float, default=150.0, metavar="SECONDS", help="for runs to save (150)")
+            action.add_argument(
+                "--grace",
+                type=float,
+                default=150.0,
+                metavar="SECONDS",
+                help="for runs to save (150)",
+            )
         action.set_defaults(run=run)
 
 
@@ -53,7 +76,10 @@ def _up(a: argparse.Namespace) -> int:
     place = site.place
     found = place.head()
     if found is not None and found.stale() is None:
-        raise ConfigError(f"the cluster {site.cluster} is up, at {found.address}. `slurm down` ends it; cluster=NAME is another")
+        raise ConfigError(
+            f"the cluster {site.cluster} is up, at {found.address}. `slurm down` ends it;"
+            " cluster=NAME is another"
+        )
     Path(site.logs).mkdir(parents=True, exist_ok=True)
     head = ""
     for job in jobs:
@@ -74,16 +100,26 @@ def _status(a: argparse.Namespace) -> int:
         print("head: none" if head is None else f"head: stale, {why}")
         return 1
     print(f"head: {head.address} on {head.node}, dashboard {head.dashboard}")
-    print(f"token file: {head.token}" if head.token else "token file: none, everybody who reaches the ports may run code")
+    print(
+        f"token file: {head.token}"
+        if head.token
+        else "token file: none, everybody who reaches the ports may run code"
+    )
     print("nodes:")
     for node in nodes(head):
-        total = {name: amount for name, amount in node["resources_total"].items() if ":" not in name and "memory" not in name}
+        total = {
+            name: amount
+            for name, amount in node["resources_total"].items()
+            if ":" not in name and "memory" not in name
+        }
         print(f"  {node['state']} {node['node_ip']} {node['node_name']} {total}")
     return 0
 
 
 def _down(a: argparse.Namespace) -> int:
-    """Stop runs first, by SIGINT to the batch step alone, so that Ray stays until they have saved; then cancel all jobs."""
+    """Stop runs first, by SIGINT to the batch step alone, so that Ray stays until they have saved;
+    then cancel all jobs.
+    """
     site = load(a.site, a.set, SiteSettings)
     place = site.place
     saving = [job.number for job in active(place.jobs(programs=True)) if job.state == "RUNNING"]
@@ -95,7 +131,8 @@ def _down(a: argparse.Namespace) -> int:
         slurm("scancel", *(job.number for job in jobs))
     if jobs := still_active(place.jobs(), CANCEL):
         raise SlurmError(
-            f"cancelled jobs have not ended within {CANCEL:g} s: {', '.join(job.text for job in jobs)}. Run down again"
+            f"cancelled jobs have not ended within {CANCEL:g} s:"
+            f" {', '.join(job.text for job in jobs)}. Run down again"
         )
     place.remove()
     print(f"{site.cluster}: no jobs, {place.folder} removed")

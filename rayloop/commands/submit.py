@@ -1,4 +1,6 @@
-"""``submit``: run ``train`` as a Ray job on a cluster that has the dependencies but not this checkout."""
+"""``submit``: run ``train`` as a Ray job on a cluster that has the dependencies but not this
+checkout.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ if TYPE_CHECKING:
 KEYS = (".key", ".pem", ".p12", ".token")
 """How files that hold a secret end: those that this package makes, and others."""
 LEFT_OUT = ("runs", "checkpoints", "wandb", "node_modules", "build", "dist")
-"""Folders, wherever they are, that hold data and not code. So are hidden ones, environments and caches."""
+"""Folders, wherever they are, that hold data and not code.
+
+So are hidden ones, environments and caches.
+"""
 LIMIT = 200 * 2**20
 """Bytes of the package. Ray itself refuses 500 MiB, with an error that does not say so."""
 PATIENCE = 60.0
@@ -42,88 +47,149 @@ class SubmissionFailed(RayloopError):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``submit``."""
     parser.add_argument("config", type=Path, help="YAML file of the run, inside this folder")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="for example output=/shared/runs steps=200")
-    parser.add_argument("--address", required=True, metavar="http://HEAD:8265", help="the cluster's dashboard")
-    parser.add_argument("--token-file", type=Path, help="the cluster's token (default: RAY_AUTH_TOKEN_PATH)")
-    parser.add_argument("--insecure", action="store_true", help="for a cluster that was started without a token")
-    parser.add_argument("--working-dir", type=Path, default=Path(), help="the checkout to send (default: this folder)")
-    parser.add_argument("--follow", action="store_true", help="show the log and end with the job's exit code")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="for example output=/shared/runs steps=200",
+    )
+    parser.add_argument(
+        "--address", required=True, metavar="http://HEAD:8265", help="the cluster's dashboard"
+    )
+    parser.add_argument(
+        "--token-file", type=Path, help="the cluster's token (default: RAY_AUTH_TOKEN_PATH)"
+    )
+    parser.add_argument(
+        "--insecure", action="store_true", help="for a cluster that was started without a token"
+    )
+    parser.add_argument(
+        "--working-dir",
+        type=Path,
+        default=Path(),
+        help="the checkout to send (default: this folder)",
+    )
+    parser.add_argument(
+        "--follow", action="store_true", help="show the log and end with the job's exit code"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check the run here, send the folder and start ``train`` in it. Returns 0, or with --follow the job's exit code."""
+    """Check the run here, send the folder and start ``train`` in it.
+
+    Returns 0, or with --follow the job's exit code.
+    """
     lasting(read(arguments.config, arguments.overrides))  # refused here, not on the cluster
     address, folder = arguments.address, arguments.working_dir.resolve()
     if not address.startswith(("http://", "https://")):
         raise ConfigError(f"--address {address}: expected the dashboard, http://HEAD:8265")
     if not arguments.config.resolve().is_relative_to(folder):
-        raise ConfigError(f"{arguments.config} is not below {folder}, the folder that is sent. See --working-dir")
+        raise ConfigError(
+            f"{arguments.config} is not below {folder}, the folder that is sent. See --working-dir"
+        )
     config = arguments.config.resolve().relative_to(folder)
     command = shlex.join(["python", "-m", "rayloop", "train", str(config), *arguments.overrides])
-    with joined_cluster(address, arguments.token_file, arguments.insecure), tempfile.TemporaryDirectory() as temporary:
+    with (
+        joined_cluster(address, arguments.token_file, arguments.insecure),
+        tempfile.TemporaryDirectory() as temporary,
+    ):
         from ray.exceptions import AuthenticationError
         from ray.job_submission import JobSubmissionClient
 
         package = pack(folder, Path(temporary) / "package.zip")
-        print(f"package: {len(zipfile.ZipFile(package).namelist())} files, {package.stat().st_size / 2**20:.1f} MiB")
+        print(
+            f"package: {len(zipfile.ZipFile(package).namelist())} files,"
+            f" {package.stat().st_size / 2**20:.1f} MiB"
+        )
         try:
             client = JobSubmissionClient(address)
             job = client.submit_job(entrypoint=command, runtime_env={"working_dir": str(package)})
         except AuthenticationError as error:
-            raise SubmissionFailed(f"{address} wants a token: give its file with --token-file") from error
+            raise SubmissionFailed(
+                f"{address} wants a token: give its file with --token-file"
+            ) from error
         except (ConnectionError, RuntimeError) as error:
-            raise SubmissionFailed(f"{address} did not take the job: {str(error).splitlines()[0]}") from error
+            raise SubmissionFailed(
+                f"{address} did not take the job: {str(error).splitlines()[0]}"
+            ) from error
         print(f"job: {job}")
-        variables = authentication(arguments.token_file, arguments.insecure) | (past_proxies(address) if getproxies() else {})
+        variables = authentication(arguments.token_file, arguments.insecure) | (
+            past_proxies(address) if getproxies() else {}
+        )
         for what, words in (("log:  ", ("logs", "--follow")), ("stop: ", ("stop",))):
             print(f"  {what}{job_command(variables, address, *words, job)}")
         return follow(client, job) if arguments.follow else 0
 
 
 def job_command(variables: Mapping[str, str], address: str, action: str, *words: str) -> str:
-    """A command of Ray's about a job, as a line for a shell that has none of the ``variables`` which reach the cluster."""
+    """A command of Ray's about a job, as a line for a shell that has none of the ``variables``
+    which reach the cluster.
+    """
     prefix = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     return " ".join([*prefix, shlex.join(["ray", "job", action, "--address", address, *words])])
 
 
 def pack(folder: Path, package: Path) -> Path:
-    """A zip of all that git does not ignore; without git, of all but data and caches. Keys, and what links lead to elsewhere, stay
-    here. Raises ConfigError above LIMIT bytes."""
+    """A zip of all that git does not ignore; without git, of all but data and caches.
+
+    Keys, and what links lead to elsewhere, stay here. Raises ConfigError above LIMIT bytes.
+    """
     files = [file for file in _files(folder) if not _is_data(file)]
-    kept = [file for file in files if file.suffix in KEYS or not (folder / file).resolve().is_relative_to(folder.resolve())]
+    kept = [
+        file
+        for file in files
+        if file.suffix in KEYS or not (folder / file).resolve().is_relative_to(folder.resolve())
+    ]
     if kept:
-        print(f"not sent, since they are keys or links that lead elsewhere: {', '.join(map(str, kept[:5]))}", flush=True)
+        print(
+            "not sent, since they are keys or links that lead elsewhere:"
+            f" {', '.join(map(str, kept[:5]))}",
+            flush=True,
+        )
         files = [file for file in files if file not in kept]
     with zipfile.ZipFile(package, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for file in files:
             # A fixed time stamp: Ray recognises a package that it has by its hash.
             entry = zipfile.ZipInfo(str(file))
             entry.external_attr = ((folder / file).stat().st_mode & 0o777) << 16
-            archive.writestr(entry, (folder / file).read_bytes(), zipfile.ZIP_DEFLATED, compresslevel=1)
+            archive.writestr(
+                entry, (folder / file).read_bytes(), zipfile.ZIP_DEFLATED, compresslevel=1
+            )
     if (size := package.stat().st_size) > LIMIT:
         largest = sorted(files, key=lambda f: (folder / f).stat().st_size, reverse=True)[:5]
         names = ", ".join(f"{f} ({(folder / f).stat().st_size / 2**20:.0f} MiB)" for f in largest)
         raise ConfigError(
-            f"{folder.resolve()}: packed it has {size / 2**20:.0f} MiB, {LIMIT / 2**20:.0f} are allowed. "
-            f"The largest files: {names}. Data and models belong on storage that the nodes see; git-ignore them or move them"
+            f"{folder.resolve()}: packed it has {size / 2**20:.0f} MiB, {LIMIT / 2**20:.0f} are"
+            f" allowed. The largest files: {names}. Data and models belong on storage that the"
+            " nodes see; git-ignore them or move them"
         )
     return package
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files to pack. A link to a folder becomes that folder: a job's machine unpacks no links."""
+    """The files to pack.
+
+    A link to a folder becomes that folder: a job's machine unpacks no links.
+    """
     listed = subprocess.run(
         ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if listed.returncode == 0:
         found = [Path(name) for name in listed.stdout.split("\0") if name]
     else:
         found = [path.relative_to(folder) for path in folder.rglob("*")]
-    # rayloop/__init__.py finds the folders of a checkout beside itself: through its links they would be sent twice.
+    # rayloop/__init__.py finds the folders of a checkout beside itself: through its links they
+    # would be sent twice.
     ours = Path("rayloop")
-    linked = {path: (folder / path).resolve() for path in found if path.parent != ours and (folder / path).is_symlink()}
+    linked = {
+        path: (folder / path).resolve()
+        for path in found
+        if path.parent != ours and (folder / path).is_symlink()
+    }
     below = [
         link / (folder.resolve() / file).relative_to(target)
         for link, target in linked.items()
@@ -136,12 +202,18 @@ def _files(folder: Path) -> list[Path]:
 
 def _is_data(file: Path) -> bool:
     return any(
-        part in LEFT_OUT or part.startswith((".", "__pycache__", "venv")) or part.endswith(".egg-info") for part in file.parts
+        part in LEFT_OUT
+        or part.startswith((".", "__pycache__", "venv"))
+        or part.endswith(".egg-info")
+        for part in file.parts
     )
 
 
 def follow(client: JobSubmissionClient, job: str) -> int:
-    """Show the job's log until it ends. Returns its exit code, or 1. Raises SubmissionFailed when the head is silent."""
+    """Show the job's log until it ends.
+
+    Returns its exit code, or 1. Raises SubmissionFailed when the head is silent.
+    """
     shown, reached = 0, time.monotonic()
     while True:
         try:
@@ -150,7 +222,9 @@ def follow(client: JobSubmissionClient, job: str) -> int:
             reached = time.monotonic()
         except (OSError, RuntimeError, asyncio.IncompleteReadError) as error:
             if time.monotonic() - reached > PATIENCE:
-                raise SubmissionFailed(f"no contact to the head for {PATIENCE:g} s ({error}); job {job} may go on") from error
+                raise SubmissionFailed(
+                    f"no contact to the head for {PATIENCE:g} s ({error}); job {job} may go on"
+                ) from error
             time.sleep(POLL)
             continue
         except KeyboardInterrupt:
@@ -160,13 +234,18 @@ def follow(client: JobSubmissionClient, job: str) -> int:
             return int(info.driver_exit_code)
         if info.status.is_terminal():
             reason = (info.message or "no message").splitlines()[0]
-            print(f"rayloop: the job ended without an exit code: {info.status} ({reason})", file=sys.stderr)
+            print(
+                f"rayloop: the job ended without an exit code: {info.status} ({reason})",
+                file=sys.stderr,
+            )
             return 1
         time.sleep(POLL)
 
 
 async def _show(client: JobSubmissionClient, job: str, shown: int) -> int:
-    """Print the log from character ``shown`` on (a new connection starts again at the beginning); returns its length."""
+    """Print the log from character ``shown`` on (a new connection starts again at the beginning);
+    returns its length.
+    """
     seen = 0
     async for text in client.tail_job_logs(job):
         print(text[max(0, shown - seen) :], end="", flush=True)

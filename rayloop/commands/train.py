@@ -1,4 +1,6 @@
-"""``train``, ``try``, ``sft``, ``export`` and ``report``: train a policy, look at one row first, write the model and a page."""
+"""``train``, ``try``, ``sft``, ``export`` and ``report``: train a policy, look at one row first,
+write the model and a page.
+"""
 
 import argparse
 import sys
@@ -18,9 +20,21 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``train``."""
     add_run(parser, "steps=20 model.path=/models/qwen")
     add_cluster(parser)
-    parser.add_argument("--again", type=int, default=0, metavar="N", help="restart up to N times when machines fail (exit code 69)")
-    parser.add_argument("--console", action="store_true", help="serve the run's console meanwhile, on loopback with a token")
-    parser.add_argument("--print-config", action="store_true", help="show the expanded configuration and stop")
+    parser.add_argument(
+        "--again",
+        type=int,
+        default=0,
+        metavar="N",
+        help="restart up to N times when machines fail (exit code 69)",
+    )
+    parser.add_argument(
+        "--console",
+        action="store_true",
+        help="serve the run's console meanwhile, on loopback with a token",
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="show the expanded configuration and stop"
+    )
     parser.set_defaults(run=_train)
 
 
@@ -28,10 +42,14 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.print_config:
         return _print_config(arguments)
     if arguments.again:
-        return supervised([sys.executable, "-m", "rayloop", *sys.argv[1:], "--again=0"], arguments.again)
+        return supervised(
+            [sys.executable, "-m", "rayloop", *sys.argv[1:], "--again=0"], arguments.again
+        )
     with cluster(arguments) as (address, temporary):
         config = read(arguments.config, arguments.overrides)
-        config = from_start(config, Path(config.output) / config.name)  # a run that was begun in another folder
+        config = from_start(
+            config, Path(config.output) / config.name
+        )  # a run that was begun in another folder
         preflight(config)
         if arguments.console:
             from rayloop.commands.console import serve_beside
@@ -43,7 +61,9 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _print_config(arguments: argparse.Namespace) -> int:
-    """Print it, and what does nothing in it, and import nothing that it names: this is how one looks at a stranger's."""
+    """Print it, and what does nothing in it, and import nothing that it names: this is how one
+    looks at a stranger's.
+    """
     with without_foreign_code():
         config = read(arguments.config, arguments.overrides)
         print(dump(config), end="")
@@ -55,9 +75,16 @@ def _print_config(arguments: argparse.Namespace) -> int:
 
 
 def add_try(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``try``, which shows one row as the model sees it, two answers, and the reward of each."""
+    """Add the arguments of ``try``, which shows one row as the model sees it, two answers, and the
+    reward of each.
+    """
     add_run(parser, "rollout.sampling.max_tokens=200")
-    parser.add_argument("--row", type=int, metavar="N", help="row of data.train, counted from 1 (default: the first usable)")
+    parser.add_argument(
+        "--row",
+        type=int,
+        metavar="N",
+        help="row of data.train, counted from 1 (default: the first usable)",
+    )
     parser.set_defaults(run=_try)
 
 
@@ -72,7 +99,9 @@ def _try(arguments: argparse.Namespace) -> int:
 
 def add_sft(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``sft``: supervised steps on the answers of the training rows."""
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of the stage (docs/sft.md)")
+    parser.add_argument(
+        "config", type=Path, metavar="CONFIG", help="YAML file of the stage (docs/sft.md)"
+    )
     add_overrides(parser, "values to change, for example steps=200 output=runs/models/mine")
     add_cluster(parser)
     parser.set_defaults(run=_sft)
@@ -86,7 +115,12 @@ def _sft(arguments: argparse.Namespace) -> int:
     with cluster(arguments) as (address, temporary):
         config = load(arguments.config, arguments.overrides, SftConfig)
         check_components(config)
-        first = next(iter(Dataset(config.data.train, config.data.reader.build(), False, lambda failure: None)), None)
+        first = next(
+            iter(
+                Dataset(config.data.train, config.data.reader.build(), False, lambda failure: None)
+            ),
+            None,
+        )
         if first is not None:
             try_first(config.answers, first)
         from rayloop.cluster.stages.sft import sft  # imports ray, which reads the environment
@@ -95,8 +129,14 @@ def _sft(arguments: argparse.Namespace) -> int:
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``export``, which writes a checkpoint as a folder that plain transformers loads."""
-    parser.add_argument("checkpoint", type=Path, help="run folder, checkpoint of a run, model folder, or folder of peft's adapters")
+    """Add the arguments of ``export``, which writes a checkpoint as a folder that plain
+    transformers loads.
+    """
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        help="run folder, checkpoint of a run, model folder, or folder of peft's adapters",
+    )
     parser.add_argument("out", type=Path, help="new folder")
     dtype = "bfloat16 halves the folder and rounds the weights"
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help=dtype)
@@ -110,11 +150,25 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``report``, which writes a run's curves and trajectories as one HTML file."""
-    parser.add_argument("run_folder", type=Path, metavar="RUN_DIR", help="folder of the run, <output>/<name>")
+    """Add the arguments of ``report``, which writes a run's curves and trajectories as one HTML
+    file.
+    """
+    parser.add_argument(
+        "run_folder", type=Path, metavar="RUN_DIR", help="folder of the run, <output>/<name>"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: RUN_DIR/report.html")
-    parser.add_argument("--groups", type=int, default=200, metavar="N", help="recorded groups to show, evenly spread")
-    parser.add_argument("--files", action="store_true", help="write training_metrics.json and task_results/ into RUN_DIR as well")
+    parser.add_argument(
+        "--groups",
+        type=int,
+        default=200,
+        metavar="N",
+        help="recorded groups to show, evenly spread",
+    )
+    parser.add_argument(
+        "--files",
+        action="store_true",
+        help="write training_metrics.json and task_results/ into RUN_DIR as well",
+    )
     parser.set_defaults(run=_report)
 
 

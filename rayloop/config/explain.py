@@ -1,4 +1,6 @@
-"""Settings classes and written data side by side: the keys that are valid at each place, and errors in plain words."""
+"""Settings classes and written data side by side: the keys that are valid at each place, and errors
+in plain words.
+"""
 
 import json
 import re
@@ -38,7 +40,9 @@ def models(annotation: Any) -> tuple[type[BaseModel], ...]:
 
 
 def item(annotation: Any) -> Any:
-    """The annotation of the elements of a list or of the values of a mapping; Any where it has neither."""
+    """The annotation of the elements of a list or of the values of a mapping; Any where it has
+    neither.
+    """
     for member in members(annotation):
         if get_origin(member) in (tuple, list, Sequence):
             return get_args(member)[0]
@@ -48,7 +52,9 @@ def item(annotation: Any) -> Any:
 
 
 def kind_of(model: type[BaseModel]) -> str | None:
-    """The tag of a member of a tagged union: the only value of its ``kind``; None for other classes."""
+    """The tag of a member of a tagged union: the only value of its ``kind``; None for other
+    classes.
+    """
     if "kind" not in model.model_fields:
         return None
     annotation = model.model_fields["kind"].annotation
@@ -57,7 +63,9 @@ def kind_of(model: type[BaseModel]) -> str | None:
 
 
 def choose(annotation: Any, value: Any) -> type[BaseModel] | None:
-    """The settings class for ``value`` at this place, by its ``kind`` (default: the first) or ``use``; None without one."""
+    """The settings class for ``value`` at this place, by its ``kind`` (default: the first) or
+    ``use``; None without one.
+    """
     found = models(annotation)
     if len(found) > 1 and isinstance(value, Mapping) and "use" in value:
         found = tuple(model for model in found if "use" in model.model_fields)
@@ -73,12 +81,18 @@ def keys(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def defaults(model: type[BaseModel], data: Any, standard: Any = None) -> dict[str, Any]:
-    """The default of each key of ``data``, a ``model`` as plain values, with the kinds that ``data`` chose; keys without a default
-    are left out. ``standard``: the instance that is the default at this place."""
+    """The default of each key of ``data``, a ``model`` as plain values, with the kinds that
+    ``data`` chose; keys without a default are left out. ``standard``: the instance that is the
+    default at this place.
+    """
     found = dict[str, Any]()
     for name, info in model.model_fields.items():
         key = info.alias or name
-        usual = getattr(standard, name) if isinstance(standard, model) else info.get_default(call_default_factory=True)
+        usual = (
+            getattr(standard, name)
+            if isinstance(standard, model)
+            else info.get_default(call_default_factory=True)
+        )
         value = data.get(key) if isinstance(data, Mapping) else None
         inner = choose(info.annotation, value) if isinstance(value, Mapping) else None
         if inner is not None:
@@ -89,7 +103,9 @@ def defaults(model: type[BaseModel], data: Any, standard: Any = None) -> dict[st
 
 
 def walk(model: type[BaseModel]) -> Iterator[tuple[KeyPath, type[BaseModel]]]:
-    """Every settings class below ``model`` with the path it is used at; ``*`` stands for an element."""
+    """Every settings class below ``model`` with the path it is used at; ``*`` stands for an
+    element.
+    """
     pending: list[tuple[KeyPath, type[BaseModel]]] = [((), model)]
     while pending:
         path, current = pending.pop(0)
@@ -101,18 +117,28 @@ def walk(model: type[BaseModel]) -> Iterator[tuple[KeyPath, type[BaseModel]]]:
         pending[:0] = below
 
 
-def explain(error: ValidationError, model: type[BaseModel], data: Any, source: Source, prefix: KeyPath = ()) -> list[str]:
-    """One line per problem: ``file:line: key: what is wrong``. ``data`` was written at ``prefix``."""
+def explain(
+    error: ValidationError, model: type[BaseModel], data: Any, source: Source, prefix: KeyPath = ()
+) -> list[str]:
+    """One line per problem: ``file:line: key: what is wrong``.
+
+    ``data`` was written at ``prefix``.
+    """
     lines = []
     for detail in error.errors(include_url=False):
         path, holder = _locate(detail, model, data)
         here = (*prefix, *path)
-        lines.append(f"{source.where(here)}: {dotted(here) or 'configuration'}: {_words(detail, holder, model)}")
+        lines.append(
+            f"{source.where(here)}: {dotted(here) or 'configuration'}:"
+            f" {_words(detail, holder, model)}"
+        )
     return lines
 
 
 def take_texts(error: ValidationError, model: type[BaseModel], data: Any, source: Source) -> bool:
-    """Put into ``data`` what was written at the places of ``error`` that want a text and got a number. Returns whether it did."""
+    """Put into ``data`` what was written at the places of ``error`` that want a text and got a
+    number. Returns whether it did.
+    """
     found = False
     for detail in error.errors(include_url=False):
         path, _ = _locate(detail, model, data)
@@ -126,15 +152,21 @@ def take_texts(error: ValidationError, model: type[BaseModel], data: Any, source
     return found
 
 
-def _locate(detail: ErrorDetails, model: type[BaseModel], data: Any) -> tuple[KeyPath, type[BaseModel] | None]:
-    """The written path of an error (pydantic mixes union tags into its own), and the class its last key belongs to."""
+def _locate(
+    detail: ErrorDetails, model: type[BaseModel], data: Any
+) -> tuple[KeyPath, type[BaseModel] | None]:
+    """The written path of an error (pydantic mixes union tags into its own), and the class its last
+    key belongs to.
+    """
     path: KeyPath = ()
     annotation, value, holder = model, data, None
     for element in detail["loc"]:
         cls = choose(annotation, value)
         if cls is not None and element in (known := keys(cls)):
             annotation, holder = known[str(element)], cls
-        elif cls is not None and detail["type"] == "extra_forbidden" and element == detail["loc"][-1]:
+        elif (
+            cls is not None and detail["type"] == "extra_forbidden" and element == detail["loc"][-1]
+        ):
             holder = cls
         elif isinstance(element, int) or (isinstance(value, Mapping) and element in value):
             annotation = item(annotation)
@@ -167,27 +199,46 @@ def _words(detail: ErrorDetails, holder: type[BaseModel] | None, root: type[Base
             return "needs a `kind`"
         case "union_tag_invalid":
             tags = re.findall(r"'([^']*)'", str(context["expected_tags"]))
-            return f"got {context['tag']!r}, expected one of {', '.join(tags)}" + nearest(str(context["tag"]), tags)
-        case "model_type" if context.get("class_name") in COMPONENTS and isinstance(detail["input"], str):
-            return f"got {value}, expected {{use: {json.dumps(detail['input'], ensure_ascii=False)}}}"
+            return f"got {context['tag']!r}, expected one of {', '.join(tags)}" + nearest(
+                str(context["tag"]), tags
+            )
+        case "model_type" if context.get("class_name") in COMPONENTS and isinstance(
+            detail["input"], str
+        ):
+            return (
+                f"got {value}, expected {{use: {json.dumps(detail['input'], ensure_ascii=False)}}}"
+            )
         case "value_error":
             return str(context["error"])
         case "literal_error" | "enum":
             values = re.findall(r"'([^']*)'", str(context["expected"]))
-            return f"got {value}, expected {context['expected']}" + nearest(str(detail["input"]), values)
-    expected = _EXPECTED.get(detail["type"]) or detail["msg"].removeprefix("Input should be ").partition(", unable")[0]
-    return f"got {value}, expected {'a number ' if expected.startswith(('greater', 'less')) else ''}{expected}"
+            return f"got {value}, expected {context['expected']}" + nearest(
+                str(detail["input"]), values
+            )
+    expected = (
+        _EXPECTED.get(detail["type"])
+        or detail["msg"].removeprefix("Input should be ").partition(", unable")[0]
+    )
+    return (
+        f"got {value}, expected"
+        f" {'a number ' if expected.startswith(('greater', 'less')) else ''}{expected}"
+    )
 
 
 def _unknown_key(key: str, holder: type[BaseModel], root: type[BaseModel]) -> str:
-    """A key of that very name elsewhere is what was meant, first of all one below; else one here that resembles it."""
+    """A key of that very name elsewhere is what was meant, first of all one below; else one here
+    that resembles it.
+    """
     valid = list(keys(holder))
     places = [(dotted((*path, key)), model) for path, model in walk(root) if key in keys(model)]
     below = {model for _, model in walk(holder)}
     near = [place for place, model in places if model in below] or [place for place, _ in places]
     moved = " and ".join(list(dict.fromkeys(near))[:3])
     hint = f"; it is a key of {moved}" if moved else nearest(key, valid)
-    return f"unknown key{hint}{'' if hint.endswith('?') else '.'} Keys here: {', '.join(valid) or 'none'}"
+    return (
+        f"unknown key{hint}{'' if hint.endswith('?') else '.'} Keys here:"
+        f" {', '.join(valid) or 'none'}"
+    )
 
 
 def short(value: Any, limit: int = 80) -> str:

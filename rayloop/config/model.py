@@ -18,38 +18,60 @@ class Computes(SettingsModel):
     """What computes."""
 
     dtype: Dtype = "float32"
-    """What it computes in: the same in ``policy.engine`` and ``rollout.engine``, since rounding separates their log-probs. bfloat16
-    on GPUs, float32 on CPU. The trainer's weights and optimizer states stay float32, where a learning rate of 1e-6 counts."""
+    """What it computes in: the same in ``policy.engine`` and ``rollout.engine``, since rounding
+    separates their log-probs. bfloat16 on GPUs, float32 on CPU. The trainer's weights and optimizer
+    states stay float32, where a learning rate of 1e-6 counts.
+    """
 
 
 class ComputesOnCpu(Computes):
     """What computes the policy with torch in its own process."""
 
     threads: Threads = None
-    """Torch threads on CPU. None: the machine's cores divided by the processes that compute at the same time; with
-    ``rollout.deterministic`` the actor's ``num_cpus``. Set it on several machines, or when other programs compute there: decoding
-    is then faster with 1."""
+    """Torch threads on CPU. None: the machine's cores divided by the processes that compute at the
+    same time; with ``rollout.deterministic`` the actor's ``num_cpus``. Set it on several machines,
+    or when other programs compute there: decoding is then faster with 1.
+    """
 
 
 class ModelSettings(SettingsModel):
-    """The policy model: a folder in Hugging Face layout (config, safetensors, tokenizer, image processor)."""
+    """The policy model: a folder in Hugging Face layout (config, safetensors, tokenizer, image
+    processor).
+    """
 
     path: LocalPath
-    """A local folder, or a Hub name where the cluster can reach the Hub. A run keeps the model that it began with."""
+    """A local folder, or a Hub name where the cluster can reach the Hub.
+
+    A run keeps the model that it began with.
+    """
     revision: str | None = None
-    """The commit, tag or branch of a model of the Hub; unset: main. A run records the commit, and continues with it."""
+    """The commit, tag or branch of a model of the Hub; unset: main.
+
+    A run records the commit, and continues with it.
+    """
     min_pixels: int = Field(784, gt=0)
-    """Images below this many pixels are enlarged, for prompt, engine and trainer alike. Raise it when small images are misread."""
+    """Images below this many pixels are enlarged, for prompt, engine and trainer alike.
+
+    Raise it when small images are misread.
+    """
     max_pixels: int = Field(1_003_520, gt=0)
-    """Images above this many pixels are shrunk (784 are one token in Qwen2.5-VL). Lower it for memory, raise it for small
-    details."""
+    """Images above this many pixels are shrunk (784 are one token in Qwen2.5-VL).
+
+    Lower it for memory, raise it for small details.
+    """
     position_tint: float = Field(0.0, ge=0, lt=1)
-    """How strongly pixels are coloured by where they are: red grows to the right, blue downwards. 0 leaves images alone. A tiny
-    model trained from scratch needs it to know where on the page a patch is; pretrained models do not."""
+    """How strongly pixels are coloured by where they are: red grows to the right, blue downwards.
+
+    0 leaves images alone. A tiny model trained from scratch needs it to know where on the page a
+    patch is; pretrained models do not.
+    """
 
     chat_template_kwargs: dict[str, Any] = {}
-    """Variables of the chat template, such as ``{enable_thinking: false}``. ``strftime_now`` is the time that a template with the
-    date in it shows (``2026-01-31``); a run keeps the one at which it began."""
+    """Variables of the chat template, such as ``{enable_thinking: false}``.
+
+    ``strftime_now`` is the time that a template with the date in it shows (``2026-01-31``); a run
+    keeps the one at which it began.
+    """
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -61,6 +83,8 @@ class ModelSettings(SettingsModel):
         return variables
 
     def here(self, *, weights: bool = True) -> Self:
-        """The same with the folder on this machine as ``path``; what lacks of a Hub's model is downloaded. Raises ConfigError."""
+        """The same with the folder on this machine as ``path``; what lacks of a Hub's model is
+        downloaded. Raises ConfigError.
+        """
         folder = resolve(self.path, self.revision, weights=weights).folder
         return self.model_copy(update={"path": str(folder), "revision": None})

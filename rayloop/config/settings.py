@@ -1,4 +1,6 @@
-"""Configuration: strict settings classes, components by dotted name and loading with errors that name file and line."""
+"""Configuration: strict settings classes, components by dotted name and loading with errors that
+name file and line.
+"""
 
 import functools
 import hashlib
@@ -18,7 +20,16 @@ from types import ModuleType
 from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 
 from rayloop.config.explain import explain, take_texts
 from rayloop.config.yaml_source import KeyPath, Source, dotted, read
@@ -26,11 +37,16 @@ from rayloop.core.failures import ConfigError, nearest
 
 
 class SettingsModel(BaseModel):
-    """Base of every settings class: unknown keys are errors, numbers are finite unless a field allows more by name, values are
-    immutable, docstrings are the reference."""
+    """Base of every settings class: unknown keys are errors, numbers are finite unless a field
+    allows more by name, values are immutable, docstrings are the reference.
+    """
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, populate_by_name=True, allow_inf_nan=False
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        populate_by_name=True,
+        allow_inf_nan=False,
     )
 
     _source: Source = PrivateAttr(default_factory=Source)
@@ -41,32 +57,52 @@ class SettingsModel(BaseModel):
         """Where a component has a default, its ``with`` can be set without repeating its ``use``."""
         if not isinstance(data, Mapping):
             return data
-        defaults = {name: info.default for name, info in cls.model_fields.items() if isinstance(info.default, Component)}
-        partial = {name: data[name] for name in defaults if isinstance(data.get(name), Mapping) and "use" not in data[name]}
-        return {**data, **{name: {**given, "use": defaults[name].use} for name, given in partial.items()}}
+        defaults = {
+            name: info.default
+            for name, info in cls.model_fields.items()
+            if isinstance(info.default, Component)
+        }
+        partial = {
+            name: data[name]
+            for name in defaults
+            if isinstance(data.get(name), Mapping) and "use" not in data[name]
+        }
+        return {
+            **data,
+            **{name: {**given, "use": defaults[name].use} for name, given in partial.items()},
+        }
 
 
 def _local(text: str) -> str:
     if re.search(r"\$(\w|{)", text):
-        raise ValueError(f"got {text!r}, but environment variables are not expanded here; write the path itself")
+        raise ValueError(
+            f"got {text!r}, but environment variables are not expanded here; write the path itself"
+        )
     return os.path.expanduser(text)
 
 
 LocalPath = Annotated[str, AfterValidator(_local)]
-"""A path in a configuration, with the home folder for ``~``; relative paths stay relative (see ``local_path``)."""
+"""A path in a configuration, with the home folder for ``~``; relative paths stay relative (see
+``local_path``).
+"""
 
 
 @dataclass(frozen=True)
 class Role:
-    """The demands on a component: ``Annotated[Component, Role(...)]``. ``methods``: its class has them. ``function`` receives a
-    plain function and its dotted name and raises ConfigError for a wrong one; None: classes only."""
+    """The demands on a component: ``Annotated[Component, Role(...)]``.
+
+    ``methods``: its class has them. ``function`` receives a plain function and its dotted name and
+    raises ConfigError for a wrong one; None: classes only.
+    """
 
     name: str
     methods: tuple[str, ...]
     function: Callable[[Callable[..., Any], str], Any] | None = None
 
     def of(self, settings: BaseModel) -> "Role":
-        """The role where the component stands in these settings: the same, unless another of their values decides it."""
+        """The role where the component stands in these settings: the same, unless another of their
+        values decides it.
+        """
         return self
 
     def check(self, component: "Component") -> None:
@@ -75,20 +111,32 @@ class Role:
         if isinstance(found, type):
             missing = [name for name in self.methods if not callable(getattr(found, name, None))]
             if missing:
-                raise ConfigError(f"use: {component.use!r} has no method {' and no '.join(missing)}, so it is no {self.name}")
+                raise ConfigError(
+                    f"use: {component.use!r} has no method {' and no '.join(missing)}, so it is no"
+                    f" {self.name}"
+                )
         elif self.function is None:
-            raise ConfigError(f"use: {component.use!r} is a function; the {self.name} must be a class")
+            raise ConfigError(
+                f"use: {component.use!r} is a function; the {self.name} must be a class"
+            )
         else:
             self.function(component.build(), component.use)
 
 
 def takes(parameter: str, role: str, remedy: str) -> Callable[[Callable[..., Any], str], None]:
-    """``Role.function`` of roles whose functions take one argument, ``parameter``; ``remedy``: what to write instead."""
+    """``Role.function`` of roles whose functions take one argument, ``parameter``; ``remedy``: what
+    to write instead.
+    """
 
     def check(function: Callable[..., Any], use: str) -> None:
-        required = [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+        required = [
+            p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty
+        ]
         if required != [parameter]:
-            raise ConfigError(f"use: {use!r} is a function of ({', '.join(required)}), which is no {role}. {remedy}")
+            raise ConfigError(
+                f"use: {use!r} is a function of ({', '.join(required)}), which is no {role}."
+                f" {remedy}"
+            )
 
     return check
 
@@ -102,7 +150,9 @@ class NotImported(ConfigError):
 
 @contextmanager
 def without_foreign_code() -> Iterator[None]:
-    """Nothing that a configuration names with ``use`` is imported in the block, but what this package ships."""
+    """Nothing that a configuration names with ``use`` is imported in the block, but what this
+    package ships.
+    """
     token = _imports.set(False)
     try:
         yield
@@ -115,8 +165,10 @@ class NoSettings(SettingsModel):
 
 
 class Component(SettingsModel):
-    """A part of a recipe: ``{use: package.module:Class, with: {...}}``, or ``path/to/file.py:name``. A class takes its nested
-    ``Settings``, which validate ``with``, or nothing; a function takes ``with`` as keyword arguments."""
+    """A part of a recipe: ``{use: package.module:Class, with: {...}}``, or
+    ``path/to/file.py:name``. A class takes its nested ``Settings``, which validate ``with``, or
+    nothing; a function takes ``with`` as keyword arguments.
+    """
 
     use: str
     """Where it is: ``package.module:Name``, found in the current directory too."""
@@ -129,16 +181,26 @@ class Component(SettingsModel):
         if not _imports.get() and (module.endswith(".py") or not module.startswith("rayloop.")):
             raise NotImported(f"use: {self.use!r} is not imported")
         try:
-            found = getattr(_from_file(module) if module.endswith(".py") else importlib.import_module(module), name)
+            found = getattr(
+                _from_file(module) if module.endswith(".py") else importlib.import_module(module),
+                name,
+            )
         except Exception as error:  # the module is a person's own code
-            what = f"{type(error).__name__}: {error}{_similar(module, name, error)}. {_remedy(module, error)}"
+            what = (
+                f"{type(error).__name__}: {error}{_similar(module, name, error)}."
+                f" {_remedy(module, error)}"
+            )
             raise ConfigError(f"use: {self.use!r} cannot be loaded: {what}") from error
         if not callable(found):
-            raise ConfigError(f"use: {self.use!r} is neither class nor function, but {type(found).__name__}")
+            raise ConfigError(
+                f"use: {self.use!r} is neither class nor function, but {type(found).__name__}"
+            )
         return found
 
     def settings_class(self) -> type[BaseModel] | None:
-        """The class that validates ``with``: a class's Settings, else NoSettings; None for a function. Raises ConfigError."""
+        """The class that validates ``with``: a class's Settings, else NoSettings; None for a
+        function. Raises ConfigError.
+        """
         found = self.resolve()
         if not isinstance(found, type):
             return None
@@ -148,23 +210,41 @@ class Component(SettingsModel):
             return NoSettings
         if isinstance(model, type) and issubclass(model, BaseModel):
             return model
-        what = "has no nested Settings class" if model is None else "has a Settings class that is no pydantic model"
-        instance = f"\n    To have an instance called like a function, name one: f = {found.__name__}(...)" if called else ""
-        raise ConfigError(f"use: {self.use!r} {what}, so it is no component. {SETTINGS_ADVICE}{instance}")
+        what = (
+            "has no nested Settings class"
+            if model is None
+            else "has a Settings class that is no pydantic model"
+        )
+        instance = (
+            f"\n    To have an instance called like a function, name one: f = {found.__name__}(...)"
+            if called
+            else ""
+        )
+        raise ConfigError(
+            f"use: {self.use!r} {what}, so it is no component. {SETTINGS_ADVICE}{instance}"
+        )
 
     def options(self) -> BaseModel | None:
-        """``with``, validated; None for a function. Raises ConfigError, pydantic.ValidationError."""
+        """``with``, validated; None for a function.
+
+        Raises ConfigError, pydantic.ValidationError.
+        """
         model = self.settings_class()
         if model is not None:
             return model.model_validate(self.with_)
         try:
             inspect.signature(self.resolve()).bind_partial(**self.with_)
         except TypeError as error:
-            raise ConfigError(f"use: {self.use!r} does not take what stands in `with`: {error}") from error
+            raise ConfigError(
+                f"use: {self.use!r} does not take what stands in `with`: {error}"
+            ) from error
         return None
 
     def build(self) -> Any:
-        """An instance with its settings, or the function with its arguments. Raises ConfigError, pydantic.ValidationError."""
+        """An instance with its settings, or the function with its arguments.
+
+        Raises ConfigError, pydantic.ValidationError.
+        """
         found, options = self.resolve(), self.options()
         if isinstance(options, NoSettings):
             return found()
@@ -178,7 +258,9 @@ OWN = "a class of your own (use)"
 
 
 def by_kind(default: str) -> Discriminator:
-    """Discriminates the members of a union: by ``kind``, ``default`` without one, or ``OWN`` where there is a ``use``."""
+    """Discriminates the members of a union: by ``kind``, ``default`` without one, or ``OWN`` where
+    there is a ``use``.
+    """
 
     def which(value: Any) -> str:
         if isinstance(value, Mapping):
@@ -197,22 +279,51 @@ def _remedy(module: str, error: Exception) -> str:
     """What to do about a module that cannot be imported."""
     first, here = module.partition(".")[0], Path.cwd()
     if isinstance(error, ModuleNotFoundError) and error.name == first:
-        return f"Modules are looked for in the current directory, {here}, and among the installed packages"
+        return (
+            f"Modules are looked for in the current directory, {here}, and among the installed"
+            " packages"
+        )
     known = [Path(path).resolve() for path in getattr(sys.modules.get(first), "__path__", ())]
-    if isinstance(error, ModuleNotFoundError) and known and (here / first).is_dir() and here / first not in known:
+    if (
+        isinstance(error, ModuleNotFoundError)
+        and known
+        and (here / first).is_dir()
+        and here / first not in known
+    ):
         return f"{here / first} is hidden by the package {first} in {known[0]}; rename yours"
-    if isinstance(error, ModuleNotFoundError) and error.name and not f"{module}.".startswith(f"{error.name}."):
-        alone = ", and a file given by its path finds none that lies beside it" if module.endswith(".py") else ""
+    if (
+        isinstance(error, ModuleNotFoundError)
+        and error.name
+        and not f"{module}.".startswith(f"{error.name}.")
+    ):
+        alone = (
+            ", and a file given by its path finds none that lies beside it"
+            if module.endswith(".py")
+            else ""
+        )
         return f"{module} imports {error.name}, which is neither installed nor in {here}{alone}"
     return "Expected package.module:Class"
 
 
 def _similar(module: str, name: str, error: Exception) -> str:
-    """``; did you mean `x`?`` with the nearest name in the module, or the nearest module in its package; else ""."""
-    if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+    """``; did you mean `x`?`` with the nearest name in the module, or the nearest module in its
+    package; else "".
+    """
+    if (
+        isinstance(error, ModuleNotFoundError)
+        and error.name
+        and f"{module}.".startswith(f"{error.name}.")
+    ):
         package, _, name = error.name.rpartition(".")
-        known = [found.name for found in pkgutil.iter_modules(getattr(sys.modules.get(package), "__path__", []))]
-    elif isinstance(error, AttributeError) and isinstance(error.obj, ModuleType) and error.name == name:
+        known = [
+            found.name
+            for found in pkgutil.iter_modules(getattr(sys.modules.get(package), "__path__", []))
+        ]
+    elif (
+        isinstance(error, AttributeError)
+        and isinstance(error.obj, ModuleType)
+        and error.name == name
+    ):
         known = [key for key, value in vars(error.obj).items() if callable(value)]
     else:
         return ""
@@ -220,8 +331,13 @@ def _similar(module: str, name: str, error: Exception) -> str:
 
 
 def _beside(use: str, source: Source) -> str:
-    """Where to run the command when the module lies beside the configuration, and is not looked for there; else ""."""
-    folder, first = Path(os.path.abspath(source.file)).parent, use.partition(":")[0].partition(".")[0]
+    """Where to run the command when the module lies beside the configuration, and is not looked for
+    there; else "".
+    """
+    folder, first = (
+        Path(os.path.abspath(source.file)).parent,
+        use.partition(":")[0].partition(".")[0],
+    )
     if folder == Path.cwd() or not any((folder / name).exists() for name in (first, f"{first}.py")):
         return ""
     return f". {first} lies beside the configuration: run the command in {folder}"
@@ -248,8 +364,10 @@ S = TypeVar("S", bound=SettingsModel)
 
 
 def load(path: Path, overrides: Sequence[str], model: type[S], over: Sequence[Path] = ()) -> S:
-    """Read ``path`` (and what it ``extends``), lay files ``over`` it, apply ``key.sub=value`` overrides, validate as ``model``.
-    Paths and components stay as written. Raises ConfigError that lists every problem with file and line."""
+    """Read ``path`` (and what it ``extends``), lay files ``over`` it, apply ``key.sub=value``
+    overrides, validate as ``model``. Paths and components stay as written. Raises ConfigError that
+    lists every problem with file and line.
+    """
     data, source = read(path, overrides, over)
     try:
         settings = _validated(model, data, source)
@@ -260,7 +378,9 @@ def load(path: Path, overrides: Sequence[str], model: type[S], over: Sequence[Pa
 
 
 def _validated(model: type[S], data: dict[str, Any], source: Source) -> S:
-    """``data`` as ``model``; where a text is expected, a number counts as it was written, such as the id of a job as a name."""
+    """``data`` as ``model``; where a text is expected, a number counts as it was written, such as
+    the id of a job as a name.
+    """
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -270,7 +390,10 @@ def _validated(model: type[S], data: dict[str, Any], source: Source) -> S:
 
 
 def check_components(settings: SettingsModel) -> None:
-    """Import every component of ``settings`` and validate its ``with``. Raises ConfigError that lists every problem."""
+    """Import every component of ``settings`` and validate its ``with``.
+
+    Raises ConfigError that lists every problem.
+    """
     source = settings._source
     problems = []
     for path, component, role in _with_roles(settings):
@@ -281,23 +404,38 @@ def check_components(settings: SettingsModel) -> None:
         except NotImported:
             continue
         except ConfigError as error:
-            hint = _beside(component.use, source) if isinstance(error.__cause__, ModuleNotFoundError) else ""
+            hint = (
+                _beside(component.use, source)
+                if isinstance(error.__cause__, ModuleNotFoundError)
+                else ""
+            )
             problems.append(f"{source.where((*path, 'use'))}: {dotted(path)}: {error}{hint}")
         except ValidationError as error:
-            problems += explain(error, component.settings_class() or SettingsModel, component.with_, source, (*path, "with"))
+            problems += explain(
+                error,
+                component.settings_class() or SettingsModel,
+                component.with_,
+                source,
+                (*path, "with"),
+            )
     if problems:
         raise _refused(problems, source)
 
 
 def components(settings: BaseModel, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Component]]:
-    """Every component of ``settings`` with its path, those inside a component's own settings included when valid."""
+    """Every component of ``settings`` with its path, those inside a component's own settings
+    included when valid.
+    """
     for path, component, _ in _with_roles(settings, prefix):
         yield path, component
 
 
 def dump(settings: SettingsModel, *, expand_components: bool = False) -> str:
-    """The configuration with every default, as YAML that loads to an equal object. ``expand_components`` writes the defaults of
-    each component under its ``with`` too. Raises ConfigError when a component cannot be loaded."""
+    """The configuration with every default, as YAML that loads to an equal object.
+
+    ``expand_components`` writes the defaults of each component under its ``with`` too. Raises
+    ConfigError when a component cannot be loaded.
+    """
     data = settings.model_dump(mode="json", by_alias=True)
     if expand_components:
         check_components(settings)
@@ -311,7 +449,9 @@ def dump(settings: SettingsModel, *, expand_components: bool = False) -> str:
 
 
 def local_path(text: str) -> Path:
-    """A path of the configuration as an absolute one, from the current directory of this process; ``~`` is the home folder."""
+    """A path of the configuration as an absolute one, from the current directory of this process;
+    ``~`` is the home folder.
+    """
     return Path(text).expanduser().absolute()
 
 
@@ -349,4 +489,6 @@ def _refused(problems: Sequence[str], source: Source) -> ConfigError:
         return ConfigError("; ".join(problems))
     many = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
     origin = source.file or "the configuration"
-    return ConfigError(f"{origin} has {many}:\n" + "\n".join(f"  {problem}" for problem in problems))
+    return ConfigError(
+        f"{origin} has {many}:\n" + "\n".join(f"  {problem}" for problem in problems)
+    )

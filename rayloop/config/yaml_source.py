@@ -1,5 +1,8 @@
-"""YAML 1.2 with the place of every value. Layers: the ``extends`` file, the file, overrides. Mappings merge by key; lists and
-scalars are replaced, and a mapping with another ``kind`` or ``use`` starts afresh."""
+"""YAML 1.2 with the place of every value.
+
+Layers: the ``extends`` file, the file, overrides. Mappings merge by key; lists and scalars are
+replaced, and a mapping with another ``kind`` or ``use`` starts afresh.
+"""
 
 import os
 import re
@@ -22,7 +25,10 @@ CHOICES = ("kind", "use")
 
 @dataclass(frozen=True)
 class Source:
-    """Where each key of a loaded configuration was written. All sources are equal: origin is no part of a setting."""
+    """Where each key of a loaded configuration was written.
+
+    All sources are equal: origin is no part of a setting.
+    """
 
     file: str = field(default="", compare=False)
     lines: dict[KeyPath, str] = field(default_factory=dict, compare=False)
@@ -30,7 +36,9 @@ class Source:
     """What was written where a number or a truth value was read."""
 
     def where(self, path: KeyPath) -> str:
-        """``file:line`` (or ``command line``) of a key, else of the nearest enclosing key, else the file."""
+        """``file:line`` (or ``command line``) of a key, else of the nearest enclosing key, else the
+        file.
+        """
         while path and path not in self.lines:
             path = path[:-1]
         return self.lines.get(path, self.file)
@@ -44,8 +52,12 @@ class Source:
     def take(self, other: "Source", path: KeyPath) -> None:
         """Know below (and at) ``path`` what ``other`` does, and nothing else."""
         self.forget(path)
-        self.lines.update({known: line for known, line in other.lines.items() if known[: len(path)] == path})
-        self.texts.update({known: text for known, text in other.texts.items() if known[: len(path)] == path})
+        self.lines.update(
+            {known: line for known, line in other.lines.items() if known[: len(path)] == path}
+        )
+        self.texts.update(
+            {known: text for known, text in other.texts.items() if known[: len(path)] == path}
+        )
 
 
 def dotted(path: KeyPath) -> str:
@@ -69,12 +81,18 @@ for _tag, _pattern, _first in (
         list("-+.0123456789"),
     ),
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first
+    )
 
 
-def read(path: Path, overrides: Sequence[str] = (), over: Sequence[Path] = ()) -> tuple[dict[str, Any], Source]:
-    """The merged data of a file, its bases, the files laid ``over`` it and the overrides, with the origin of each key. Raises
-    ConfigError for a missing or malformed file, a cycle of ``extends``, and malformed overrides."""
+def read(
+    path: Path, overrides: Sequence[str] = (), over: Sequence[Path] = ()
+) -> tuple[dict[str, Any], Source]:
+    """The merged data of a file, its bases, the files laid ``over`` it and the overrides, with the
+    origin of each key. Raises ConfigError for a missing or malformed file, a cycle of ``extends``,
+    and malformed overrides.
+    """
     data, source = _read_file(path, ())
     for layer in over:
         _merge(data, source, *_read_file(layer, ()), ())
@@ -103,10 +121,15 @@ def _read_file(path: Path, within: tuple[Path, ...]) -> tuple[dict[str, Any], So
     if base is None:
         return data, source
     if not isinstance(base, str):
-        raise ConfigError(f"{source.where((EXTENDS,))}: extends: {base!r}: expected the name of one YAML file")
+        raise ConfigError(
+            f"{source.where((EXTENDS,))}: extends: {base!r}: expected the name of one YAML file"
+        )
     base_path = Path(os.path.normpath(path.parent / base))
     if not base_path.is_file():
-        raise ConfigError(f"{source.where((EXTENDS,))}: extends: there is no file {base_path} (relative to this file)")
+        raise ConfigError(
+            f"{source.where((EXTENDS,))}: extends: there is no file {base_path} (relative to this"
+            " file)"
+        )
     below, below_source = _read_file(base_path, (*within, path.resolve()))
     merged = Source(source.file, below_source.lines, below_source.texts)
     _merge(below, merged, data, source, ())
@@ -125,12 +148,18 @@ def _parse_file(path: Path) -> tuple[dict[str, Any], Source]:
         node = loader.get_single_node()
         data = {} if node is None else _build(loader, node, source, ())
     except yaml.YAMLError as error:
-        line = error.problem_mark.line + 1 if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark else 1
+        line = (
+            error.problem_mark.line + 1
+            if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark
+            else 1
+        )
         raise ConfigError(f"{path}:{line}: not valid YAML: {_one_line(error)}") from error
     finally:
         loader.dispose()
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}:1: expected keys and values, found {type(data).__name__} {data!r:.60}")
+        raise ConfigError(
+            f"{path}:1: expected keys and values, found {type(data).__name__} {data!r:.60}"
+        )
     return data, source
 
 
@@ -138,7 +167,9 @@ def _build(loader: _Loader, node: yaml.Node, source: Source, path: KeyPath) -> A
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             source.lines[(*path, index)] = f"{source.file}:{item.start_mark.line + 1}"
-        return [_build(loader, item, source, (*path, index)) for index, item in enumerate(node.value)]
+        return [
+            _build(loader, item, source, (*path, index)) for index, item in enumerate(node.value)
+        ]
     if not isinstance(node, yaml.MappingNode):
         value = loader.construct_object(node)
         if isinstance(value, int | float):
@@ -151,13 +182,17 @@ def _build(loader: _Loader, node: yaml.Node, source: Source, path: KeyPath) -> A
             raise ConfigError(f"{where}: {dotted(path) or 'the file'}: a key must be a plain text")
         key = str(key_node.value)
         if key in mapping:
-            raise ConfigError(f"{where}: {dotted((*path, key))}: set twice, first at {source.where((*path, key))}")
+            raise ConfigError(
+                f"{where}: {dotted((*path, key))}: set twice, first at {source.where((*path, key))}"
+            )
         source.lines[(*path, key)] = where
         mapping[key] = _build(loader, value_node, source, (*path, key))
     return mapping
 
 
-def _merge(base: dict[str, Any], origin: Source, layer: dict[str, Any], layer_source: Source, path: KeyPath) -> None:
+def _merge(
+    base: dict[str, Any], origin: Source, layer: dict[str, Any], layer_source: Source, path: KeyPath
+) -> None:
     """Lay ``layer`` over ``base``, in place, and the layer's lines over ``origin``'s."""
     if base and any(key in layer and base.get(key) != layer[key] for key in CHOICES):
         base.clear()
@@ -174,11 +209,17 @@ def _merge(base: dict[str, Any], origin: Source, layer: dict[str, Any], layer_so
 
 
 def _override(data: dict[str, Any], source: Source, override: str) -> None:
-    """Apply one ``key.sub=value``; a list element is named by its index. The value replaces what was there."""
+    """Apply one ``key.sub=value``; a list element is named by its index.
+
+    The value replaces what was there.
+    """
     name, equals, text = override.partition("=")
     parts = name.strip().split(".")
     if not equals or not all(parts):
-        raise ConfigError(f"{COMMAND_LINE}: {override!r}: expected key.sub=value, for example policy.optimizer.lr=1e-5")
+        raise ConfigError(
+            f"{COMMAND_LINE}: {override!r}: expected key.sub=value, for example"
+            " policy.optimizer.lr=1e-5"
+        )
     value = parse_value(text, f"{COMMAND_LINE}: {name.strip()}")
     path: KeyPath = ()
     holder: Any = data
@@ -188,7 +229,8 @@ def _override(data: dict[str, Any], source: Source, override: str) -> None:
         if isinstance(holder, dict) and holder.get(key) is None:
             if child.isdecimal():
                 raise ConfigError(
-                    f"{COMMAND_LINE}: {override!r}: no file sets the list {dotted(path)}; set it as a whole: {dotted(path)}=[...]"
+                    f"{COMMAND_LINE}: {override!r}: no file sets the list {dotted(path)}; set it as"
+                    f" a whole: {dotted(path)}=[...]"
                 )
             holder[key] = {}
             source.lines[path] = COMMAND_LINE
@@ -207,14 +249,22 @@ def _override(data: dict[str, Any], source: Source, override: str) -> None:
 
 
 def _key(holder: Any, part: str, path: KeyPath) -> str | int:
-    """``part`` as a key of a mapping or an index of a list. Raises ConfigError when it can be neither."""
+    """``part`` as a key of a mapping or an index of a list.
+
+    Raises ConfigError when it can be neither.
+    """
     if isinstance(holder, dict):
         return part
     here = dotted((*path, part))
     if not isinstance(holder, list):
-        raise ConfigError(f"{COMMAND_LINE}: {here}: {dotted(path)} is {holder!r:.60}, which has no keys")
+        raise ConfigError(
+            f"{COMMAND_LINE}: {here}: {dotted(path)} is {holder!r:.60}, which has no keys"
+        )
     if not part.isdecimal() or int(part) >= len(holder):
-        raise ConfigError(f"{COMMAND_LINE}: {here}: {dotted(path)} is a list of {len(holder)}; use an index below that")
+        raise ConfigError(
+            f"{COMMAND_LINE}: {here}: {dotted(path)} is a list of {len(holder)}; use an index below"
+            " that"
+        )
     return int(part)
 
 

@@ -1,4 +1,6 @@
-"""Awaiting: each await of the driver on an actor has a deadline and stands in one table; background tasks cannot fail silently."""
+"""Awaiting: each await of the driver on an actor has a deadline and stands in one table; background
+tasks cannot fail silently.
+"""
 
 import asyncio
 import functools
@@ -16,8 +18,9 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Awaited:
-    """``what`` names the call and its task, ``actor`` is the handle that should answer; ``starts``: its process is being made.
-    ``limit`` ends the wait, for which ``why`` is then the reason."""
+    """``what`` names the call and its task, ``actor`` is the handle that should answer; ``starts``:
+    its process is being made. ``limit`` ends the wait, for which ``why`` is then the reason.
+    """
 
     what: str
     since: float
@@ -29,7 +32,10 @@ class Awaited:
 
 
 class Span(NamedTuple):
-    """What was done, on which ``track``, from when to when, in unix seconds. The track of a call is "": its name has it."""
+    """What was done, on which ``track``, from when to when, in unix seconds.
+
+    The track of a call is "": its name has it.
+    """
 
     track: str
     name: str
@@ -39,7 +45,10 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class Waits:
-    """The waits under way, and when one last ended (``time.monotonic``). ``spans``: what ended while they are kept."""
+    """The waits under way, and when one last ended (``time.monotonic``).
+
+    ``spans``: what ended while they are kept.
+    """
 
     open: dict[int, Awaited] = field(default_factory=dict)
     moved: float = field(default_factory=time.monotonic)
@@ -57,14 +66,21 @@ class Waits:
         for one in episodes:
             if self.spans is not None and isinstance(one, Summary):
                 tracks = {"generate": engine}
-                self.spans += [Span(tracks.get(name, environment), f"{name} {one.id}", *times) for name, *times in one.spans]
+                self.spans += [
+                    Span(tracks.get(name, environment), f"{name} {one.id}", *times)
+                    for name, *times in one.spans
+                ]
 
     def oldest(self) -> list[Awaited]:
         """The open waits that count, the longest first."""
-        return sorted((wait for wait in self.open.values() if wait.counts), key=lambda wait: wait.since)
+        return sorted(
+            (wait for wait in self.open.values() if wait.counts), key=lambda wait: wait.since
+        )
 
     def give_up(self, actor: Any, why: str) -> None:
-        """End all waits for ``actor``, which is known to answer none of them: each raises WorkerLost."""
+        """End all waits for ``actor``, which is known to answer none of them: each raises
+        WorkerLost.
+        """
         for wait in self.open.values():
             # A limit that has expired cannot be moved: asyncio raises RuntimeError.
             if wait.actor == actor and wait.limit is not None and not wait.limit.expired():
@@ -76,7 +92,9 @@ WAITS = Waits()
 
 
 async def bounded(seconds: float, awaitable: Awaitable[T], late: Exception) -> T:
-    """Await for ``seconds`` at most, then raise ``late``. asyncio.wait_for of Python 3.11 can swallow a cancellation."""
+    """Await for ``seconds`` at most, then raise ``late``. asyncio.wait_for of Python 3.11 can
+    swallow a cancellation.
+    """
     try:
         async with asyncio.timeout(seconds) as limit:
             return await awaitable
@@ -88,10 +106,17 @@ async def bounded(seconds: float, awaitable: Awaitable[T], late: Exception) -> T
 
 
 async def with_deadline(
-    deadline: float, awaitable: Awaitable[T], what: str, actor: Any = None, *, counts: bool = True, starts: bool = False
+    deadline: float,
+    awaitable: Awaitable[T],
+    what: str,
+    actor: Any = None,
+    *,
+    counts: bool = True,
+    starts: bool = False,
 ) -> T:
-    """Await at most ``deadline`` seconds, else raise AnswerLate; raises WorkerLost when ``actor`` is given up (``Waits.give_up``).
-    Without ``counts`` (health checks) its end is no progress."""
+    """Await at most ``deadline`` seconds, else raise AnswerLate; raises WorkerLost when ``actor``
+    is given up (``Waits.give_up``). Without ``counts`` (health checks) its end is no progress.
+    """
     WAITS.entered += 1
     key = WAITS.entered
     late = f"did not answer within {deadline:g} s"
@@ -132,7 +157,10 @@ async def until_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
 
 @asynccontextmanager
 async def background(*coroutines: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run coroutines beside the block. One that fails cancels the block and its error is raised; the block's end cancels them."""
+    """Run coroutines beside the block.
+
+    One that fails cancels the block and its error is raised; the block's end cancels them.
+    """
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]
@@ -144,10 +172,15 @@ async def background(*coroutines: Coroutine[Any, Any, None]) -> AsyncIterator[No
 
 
 def decisive(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Of errors that came together, the one after which there is a way on: rebuild, or save. Otherwise the first."""
+    """Of errors that came together, the one after which there is a way on: rebuild, or save.
+
+    Otherwise the first.
+    """
     single = list(_flat(errors))
     # A rebuild comes before a stop: a policy that is lost cannot be saved.
-    return next((e for kind in (PolicyLost, Preempted) for e in single if isinstance(e, kind)), single[0])
+    return next(
+        (e for kind in (PolicyLost, Preempted) for e in single if isinstance(e, kind)), single[0]
+    )
 
 
 def _flat(errors: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
@@ -181,7 +214,9 @@ Method = Callable[Concatenate[TimedT, P], Coroutine[Any, Any, R]]
 
 
 def timed(phase: str) -> Callable[[Method[TimedT, P, R]], Method[TimedT, P, R]]:
-    """Add the seconds that an async method takes to ``self.timings``, as those of ``phase``, which begins with it."""
+    """Add the seconds that an async method takes to ``self.timings``, as those of ``phase``, which
+    begins with it.
+    """
 
     def decorate(method: Method[TimedT, P, R]) -> Method[TimedT, P, R]:
         async def wrapper(self: TimedT, /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,5 +1,7 @@
-"""Events that a run records once: one class for each kind, with typed fields; those of failures are in incidents.py. The suffix
-``Event`` is not part of the kind. docs/events.md is made from the docstrings and from ``by``, the emitting file."""
+"""Events that a run records once: one class for each kind, with typed fields; those of failures are
+in incidents.py. The suffix ``Event`` is not part of the kind. docs/events.md is made from the
+docstrings and from ``by``, the emitting file.
+"""
 
 import dataclasses
 import re
@@ -10,11 +12,17 @@ from typing import Any, ClassVar, TypeAlias, dataclass_transform
 
 @dataclass_transform(frozen_default=True)
 class Event:
-    """The base of all kinds; each is a frozen dataclass. A field without a docstring means what docs/events.md says at its top."""
+    """The base of all kinds; each is a frozen dataclass.
+
+    A field without a docstring means what docs/events.md says at its top.
+    """
 
     kind: ClassVar[str]
     by: ClassVar[str]
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, Any]] = {
+        "extra": "forbid",
+        "use_attribute_docstrings": True,
+    }
 
     def __init_subclass__(cls, *, by: str) -> None:
         # Each subclass becomes a dataclass here, so that no kind can forget the decorator.
@@ -52,9 +60,13 @@ class Started(Event, by="cluster/services.py"):
 
     seconds: float
     threads: str = ""
-    """Torch threads of a rank and of an engine (`policy.engine.threads`, `rollout.engine.threads`); empty on GPUs."""
+    """Torch threads of a rank and of an engine (`policy.engine.threads`, `rollout.engine.threads`);
+    empty on GPUs.
+    """
     sandbox: str = ""
-    """What holds in code that the policy writes, on the driver's machine, and why not more; empty when none is run."""
+    """What holds in code that the policy writes, on the driver's machine, and why not more; empty
+    when none is run.
+    """
 
 
 class Begin(Event, by="rayloop/run/reporter.py"):
@@ -71,8 +83,10 @@ class Begin(Event, by="rayloop/run/reporter.py"):
 
 
 class LogprobCheck(Event, by="cluster/loop/weight_sync.py"):
-    """Engine and trainer were compared on fresh episodes: before the first step, and when drift would not be seen otherwise. To
-    do: when `mean` is above `tolerance`, give engine and trainer the same dtype, attention and sampling."""
+    """Engine and trainer were compared on fresh episodes: before the first step, and when drift
+    would not be seen otherwise. To do: when `mean` is above `tolerance`, give engine and trainer
+    the same dtype, attention and sampling.
+    """
 
     tokens: float
     """Sampled tokens that were compared."""
@@ -119,8 +133,11 @@ class Evaluated(Event, by="rayloop/run/reporter.py"):
 
 
 class Controls(Event, by="rayloop/run/reporter.py"):
-    """Held-out scores beside those with wrong images and without. Bounds are null for fewer than 8 items. To do: read
-    `looks` by source: a policy that does not look learned where answers usually are, and a mean over sources hides it."""
+    """Held-out scores beside those with wrong images and without.
+
+    Bounds are null for fewer than 8 items. To do: read `looks` by source: a policy that does not
+    look learned where answers usually are, and a mean over sources hides it.
+    """
 
     items: int
     """Answers with the right image."""
@@ -131,23 +148,30 @@ class Controls(Event, by="rayloop/run/reporter.py"):
     differences: Mapping[str, Any]
     """Control: score: the right image minus it, paired."""
     looks: bool | None
-    """Whether the right image is above every control by more than chance, on every source; null: too few items to say."""
+    """Whether the right image is above every control by more than chance, on every source; null:
+    too few items to say.
+    """
     unscored: int
     """Answers without a score."""
     by_source: Mapping[str, Any] = field(default_factory=dict)
-    """Source: `items`, `reward`, `differences` from each control, `looks`, distinct `answers`, how many are the `commonest`, and
-    the `change` since the first evaluation (null for that one)."""
+    """Source: `items`, `reward`, `differences` from each control, `looks`, distinct `answers`, how
+    many are the `commonest`, and the `change` since the first evaluation (null for that one).
+    """
 
 
 class Gain(Event, by="rayloop/run/reporter.py"):
-    """The run is done: what the held-out tasks earn now, against the first evaluation on record. To do: when the interval holds 0,
-    more rows in `data.eval` or more `evaluation.samples` separate a small gain from chance."""
+    """The run is done: what the held-out tasks earn now, against the first evaluation on record.
+
+    To do: when the interval holds 0, more rows in `data.eval` or more `evaluation.samples` separate
+    a small gain from chance.
+    """
 
     since: int
     """The step of that first evaluation."""
     rewards: Mapping[str, Any]
-    """`sampled`, `greedy`: `tasks` that both have, mean reward `before` and `after`, `gain` (mean difference, and the bounds of its
-    95 % interval, paired by task; null for fewer than 8)."""
+    """`sampled`, `greedy`: `tasks` that both have, mean reward `before` and `after`, `gain` (mean
+    difference, and the bounds of its 95 % interval, paired by task; null for fewer than 8).
+    """
 
 
 class CheckpointEvent(Event, by="cluster/loop/saving.py"):
@@ -156,12 +180,15 @@ class CheckpointEvent(Event, by="cluster/loop/saving.py"):
     folder: str
     """Its name below `checkpoints/`."""
     seconds: float
-    """From its beginning, of which the loop was held for `timing_s/save_checkpoint` (`checkpoint.asynchronous`)."""
+    """From its beginning, of which the loop was held for `timing_s/save_checkpoint`
+    (`checkpoint.asynchronous`).
+    """
 
 
 class EarlyStop(Event, by="rayloop/run/reporter.py"):
-    """Held-out reward has not become better for `evaluation.patience` evaluations: the run ends as finished. To do: use
-    `checkpoints/best`; raise `evaluation.patience` to go on."""
+    """Held-out reward has not become better for `evaluation.patience` evaluations: the run ends as
+    finished. To do: use `checkpoints/best`; raise `evaluation.patience` to go on.
+    """
 
     evaluations: int
     """How many in a row."""
@@ -182,7 +209,10 @@ class PreemptedEvent(Event, by="cluster/loop/ending.py"):
 
 
 class Failed(Event, by="rayloop/run/reporter.py"):
-    """The run ended by an error. To do: repair what `why` says and start it again; it continues from its checkpoint."""
+    """The run ended by an error.
+
+    To do: repair what `why` says and start it again; it continues from its checkpoint.
+    """
 
     error: str
     """Its name."""

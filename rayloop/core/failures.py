@@ -1,7 +1,11 @@
-"""Typed failures, and the rule that says who broke an episode. The command line prints a ``RayloopError`` as one paragraph.
+"""Typed failures, and the rule that says who broke an episode.
 
-The rule: **what the policy broke is always scored; what the infrastructure or the data broke never is; nothing else decides.**
-``blame`` decides about foreign code that carries out what the policy wrote. A grader's own failure is ``reward.on_error``'s."""
+The command line prints a ``RayloopError`` as one paragraph.
+
+The rule: **what the policy broke is always scored; what the infrastructure or the data broke never
+is; nothing else decides.** ``blame`` decides about foreign code that carries out what the policy
+wrote. A grader's own failure is ``reward.on_error``'s.
+"""
 
 import difflib
 import errno
@@ -11,7 +15,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 AGAIN = 69
-"""The exit code of a run that a failure of machines ended (EX_UNAVAILABLE): it may be started again. ``node --requeue`` does so."""
+"""The exit code of a run that a failure of machines ended (EX_UNAVAILABLE): it may be started
+again. ``node --requeue`` does so.
+"""
 
 
 def nearest(word: str, candidates: Sequence[str]) -> str:
@@ -31,7 +37,9 @@ class Cause(StrEnum):
     RAISED = "raised"
     """The environment, the engine or this software raised."""
     BUG = "bug"
-    """The environment's code raised in a way that does not depend on where it runs (a TypeError, not a full disk)."""
+    """The environment's code raised in a way that does not depend on where it runs (a TypeError,
+    not a full disk).
+    """
     HUNG = "hung"
     LOST = "lost"
     BAD_DATA = "bad_data"
@@ -56,8 +64,11 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an episode was not played: a value for the driver (cluster/supervision/attempts.py). ``retryable``: another actor may
-    play it. ``why`` is for people; ``path`` is the file of BAD_DATA."""
+    """Why an episode was not played: a value for the driver (cluster/supervision/attempts.py).
+
+    ``retryable``: another actor may play it. ``why`` is for people; ``path`` is the file of
+    BAD_DATA.
+    """
 
     cause: Cause
     scope: Scope
@@ -72,13 +83,19 @@ class Failure:
 
 
 class RayloopError(Exception):
-    """Base of everything rayloop raises on purpose. ``exit_code`` is what the command line returns for it."""
+    """Base of everything rayloop raises on purpose.
+
+    ``exit_code`` is what the command line returns for it.
+    """
 
     exit_code = 1
 
 
 class ConfigError(RayloopError):
-    """The configuration cannot work. The message says what was wrong, where (file and line), and what to do."""
+    """The configuration cannot work.
+
+    The message says what was wrong, where (file and line), and what to do.
+    """
 
     exit_code = 2
 
@@ -88,7 +105,9 @@ class RunNameInUse(ConfigError):
 
 
 class RunTaken(RayloopError):
-    """This process held the run, gave no sign of life, and another one has taken it: it must write nothing more."""
+    """This process held the run, gave no sign of life, and another one has taken it: it must write
+    nothing more.
+    """
 
 
 class ResourcesUnavailable(RayloopError):
@@ -104,11 +123,17 @@ class Preempted(RayloopError):
 
 
 class NotSaved(RayloopError):
-    """The run was asked to stop, and its last steps could not be saved. The message says what a resume starts from."""
+    """The run was asked to stop, and its last steps could not be saved.
+
+    The message says what a resume starts from.
+    """
 
 
 class DataFailure(RayloopError):
-    """A task that always fails: missing or corrupt image, image bomb, malformed row. ``path`` names the file (and row)."""
+    """A task that always fails: missing or corrupt image, image bomb, malformed row.
+
+    ``path`` names the file (and row).
+    """
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(path, reason)
@@ -119,11 +144,16 @@ class DataFailure(RayloopError):
 
 
 class ImageRefused(DataFailure):
-    """An intact image whose size is not accepted: more pixels than the limit, or an extreme aspect ratio."""
+    """An intact image whose size is not accepted: more pixels than the limit, or an extreme aspect
+    ratio.
+    """
 
 
 class OverLongPrompt(RayloopError):
-    """The rendered prompt exceeds the token limit. It is excluded with its size, never truncated."""
+    """The rendered prompt exceeds the token limit.
+
+    It is excluded with its size, never truncated.
+    """
 
     def __init__(self, tokens: int, limit: int) -> None:
         super().__init__(tokens, limit)
@@ -134,11 +164,15 @@ class OverLongPrompt(RayloopError):
 
 
 class InfrastructureFailure(RayloopError):
-    """Something outside the policy and the data broke; the work is retried elsewhere within a budget."""
+    """Something outside the policy and the data broke; the work is retried elsewhere within a
+    budget.
+    """
 
 
 class StorageFailed(InfrastructureFailure):
-    """A file that the run cannot do without could not be written or read: its storage is full, read-only or away."""
+    """A file that the run cannot do without could not be written or read: its storage is full,
+    read-only or away.
+    """
 
     exit_code = AGAIN
 
@@ -154,7 +188,10 @@ class AnswerLate(WorkerLost):
 
 
 class WorkerSpent(WorkerLost):
-    """An actor whose process holds too many threads that hang: it must be replaced. The call itself was not begun."""
+    """An actor whose process holds too many threads that hang: it must be replaced.
+
+    The call itself was not begun.
+    """
 
 
 class DeadlineExceeded(InfrastructureFailure):
@@ -162,7 +199,10 @@ class DeadlineExceeded(InfrastructureFailure):
 
 
 class EnvironmentFailed(InfrastructureFailure):
-    """An environment's code raised, or broke the protocol. ``bug``: on any machine (a TypeError, not a full disk)."""
+    """An environment's code raised, or broke the protocol.
+
+    ``bug``: on any machine (a TypeError, not a full disk).
+    """
 
     def __init__(self, why: str, bug: bool = False) -> None:
         super().__init__(why, bug)
@@ -173,7 +213,10 @@ class EnvironmentFailed(InfrastructureFailure):
 
 
 class EnvironmentHung(EnvironmentFailed):
-    """An environment's call outlived its deadline. ``contained``: it ran in a process of its own, which has ended."""
+    """An environment's call outlived its deadline.
+
+    ``contained``: it ran in a process of its own, which has ended.
+    """
 
     def __init__(self, why: str, contained: bool = False) -> None:
         super().__init__(why)
@@ -181,8 +224,10 @@ class EnvironmentHung(EnvironmentFailed):
 
 
 class AgentFailed(EnvironmentFailed):
-    """The program of an environment that leads its episodes ended with an error. ``policys``: one that an answer of the policy may
-    have caused."""
+    """The program of an environment that leads its episodes ended with an error.
+
+    ``policys``: one that an answer of the policy may have caused.
+    """
 
     def __init__(self, why: str, bug: bool = False, policys: bool = True) -> None:
         super().__init__(why, bug)
@@ -190,12 +235,15 @@ class AgentFailed(EnvironmentFailed):
 
 
 class PolicyFailure(RayloopError):
-    """What the policy did broke its environment: ``step`` or ``evaluate`` raises it, and the episode ends as ``policy_failure``
-    with the failing value, a reward like others."""
+    """What the policy did broke its environment: ``step`` or ``evaluate`` raises it, and the
+    episode ends as ``policy_failure`` with the failing value, a reward like others.
+    """
 
 
 class ToolDeadline(PolicyFailure):
-    """An environment's ``step`` raises it when the policy's action outlived the tool's deadline; the episode ends with it."""
+    """An environment's ``step`` raises it when the policy's action outlived the tool's deadline;
+    the episode ends with it.
+    """
 
 
 class WorkerStartFailed(RayloopError):
@@ -203,17 +251,24 @@ class WorkerStartFailed(RayloopError):
 
 
 class BroadcastFailed(InfrastructureFailure):
-    """A member of the weights' process group died, or did not come in time. The other members' weights are as before."""
+    """A member of the weights' process group died, or did not come in time.
+
+    The other members' weights are as before.
+    """
 
 
 class RewardLost(RayloopError):
-    """The grader is gone for longer, or fails more often, than its policy allows: the run ends instead of guessing rewards."""
+    """The grader is gone for longer, or fails more often, than its policy allows: the run ends
+    instead of guessing rewards.
+    """
 
     exit_code = AGAIN
 
 
 class GraderBroken(RayloopError):
-    """The reward's own code raised on every trajectory of the run's first group, or on all of its first evaluation."""
+    """The reward's own code raised on every trajectory of the run's first group, or on all of its
+    first evaluation.
+    """
 
 
 class FilterBroken(RayloopError):
@@ -229,7 +284,9 @@ class AlarmStopped(RayloopError):
 
 
 class PolicyLost(InfrastructureFailure):
-    """A policy rank died: the group is rebuilt and the last checkpoint restored under a new lineage."""
+    """A policy rank died: the group is rebuilt and the last checkpoint restored under a new
+    lineage.
+    """
 
     exit_code = AGAIN
 
@@ -241,7 +298,10 @@ class RolesExhausted(RayloopError):
 
 
 class GenerationBudgetSpent(RayloopError):
-    """Too few trajectories survived the filters within ``max_generation_batches``. The message gives the counts."""
+    """Too few trajectories survived the filters within ``max_generation_batches``.
+
+    The message gives the counts.
+    """
 
 
 class LogprobMismatch(RayloopError):
@@ -249,7 +309,9 @@ class LogprobMismatch(RayloopError):
 
 
 class WeightSyncError(RayloopError):
-    """Synced weights did not arrive as sent: missing or unknown names, wrong bytes, wrong checksum, no effect."""
+    """Synced weights did not arrive as sent: missing or unknown names, wrong bytes, wrong checksum,
+    no effect.
+    """
 
 
 class CheckpointError(RayloopError):
@@ -283,7 +345,10 @@ class LedgerError(RayloopError):
 
 
 class Diverged(RayloopError):
-    """Weights, log-probs, or the gradients of several updates in a row are not finite. They are neither saved nor sent."""
+    """Weights, log-probs, or the gradients of several updates in a row are not finite.
+
+    They are neither saved nor sent.
+    """
 
 
 class Damaged(CheckpointError):
@@ -309,23 +374,53 @@ class Blame(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """An exception as far as ``blame_of`` needs it: the names of its class and its bases, and its ``errno``."""
+    """An exception as far as ``blame_of`` needs it: the names of its class and its bases, and its
+    ``errno``.
+    """
 
     kinds: Sequence[str]
     errno: int | None = None
 
 
-MACHINES = frozenset({
-    "InfrastructureFailure", "MemoryError", "ImportError", "ConnectionError", "TimeoutError", "CancelledError",
-    "APIConnectionError", "TransportError", "ClosedResourceError", "BrokenResourceError", "EndOfStream", "WebSocketException",
-    "ClientConnectionError", "RpcError", "TargetClosedError", "InvalidSessionIdException",
-})  # fmt: skip
+MACHINES = frozenset(
+    {
+        "InfrastructureFailure",
+        "MemoryError",
+        "ImportError",
+        "ConnectionError",
+        "TimeoutError",
+        "CancelledError",
+        "APIConnectionError",
+        "TransportError",
+        "ClosedResourceError",
+        "BrokenResourceError",
+        "EndOfStream",
+        "WebSocketException",
+        "ClientConnectionError",
+        "RpcError",
+        "TargetClosedError",
+        "InvalidSessionIdException",
+    }
+)
 """Exceptions that blame no policy: of Python, and of clients that say so by their own names."""
-OF_A_NAME = frozenset({
-    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP,
-    errno.EINVAL, errno.EILSEQ, errno.E2BIG,
-})  # fmt: skip
-"""What a system says of a file's name or of a command, which a policy may have written; other numbers are the machine's."""
+OF_A_NAME = frozenset(
+    {
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.EEXIST,
+        errno.EACCES,
+        errno.EPERM,
+        errno.ENAMETOOLONG,
+        errno.ELOOP,
+        errno.EINVAL,
+        errno.EILSEQ,
+        errno.E2BIG,
+    }
+)
+"""What a system says of a file's name or of a command, which a policy may have written; other
+numbers are the machine's.
+"""
 LONGEST_CHAIN = 16
 
 
@@ -345,13 +440,16 @@ def raised(error: BaseException) -> list[Raised]:
 
 
 def blame_of(chain: Sequence[Raised]) -> Blame:
-    """Who broke it, when foreign code raised this while it carried out what the policy wrote: the data or the infrastructure where
-    an exception of the chain says so, else the policy."""
+    """Who broke it, when foreign code raised this while it carried out what the policy wrote: the
+    data or the infrastructure where an exception of the chain says so, else the policy.
+    """
     for one in chain:
         if "DataFailure" in one.kinds:
             return Blame.DATA
         # A full disk or too many open files is the machine's, whatever the policy wrote.
-        of_the_system = "OSError" in one.kinds and one.errno is not None and one.errno not in OF_A_NAME
+        of_the_system = (
+            "OSError" in one.kinds and one.errno is not None and one.errno not in OF_A_NAME
+        )
         if of_the_system or not MACHINES.isdisjoint(one.kinds):
             return Blame.INFRASTRUCTURE
     return Blame.POLICY
@@ -364,8 +462,10 @@ def blame(error: BaseException) -> Blame:
 
 @contextmanager
 def carrying_out(what: str) -> Iterator[None]:
-    """Around foreign code that carries out what the policy wrote. Raises PolicyFailure for what is the policy's to blame, and
-    everything else as it is."""
+    """Around foreign code that carries out what the policy wrote.
+
+    Raises PolicyFailure for what is the policy's to blame, and everything else as it is.
+    """
     try:
         yield
     except PolicyFailure:

@@ -1,4 +1,6 @@
-"""Files that are written whole or not at all, files with checksums, and files that no other user may have made or read."""
+"""Files that are written whole or not at all, files with checksums, and files that no other user
+may have made or read.
+"""
 
 import errno
 import os
@@ -16,7 +18,13 @@ from typing import IO
 
 from isal import isal_zlib  # zlib's CRC-32, several times faster
 
-from rayloop.core.failures import CheckpointError, CheckpointStorageFailed, ConfigError, Damaged, StorageFailed
+from rayloop.core.failures import (
+    CheckpointError,
+    CheckpointStorageFailed,
+    ConfigError,
+    Damaged,
+    StorageFailed,
+)
 
 if sys.platform != "win32":
     import fcntl
@@ -27,8 +35,11 @@ PIECE = 2**22
 
 
 def lock_file(file: IO[str], *, wait: bool = False) -> None:
-    """Take the file's lock (flock). Raises BlockingIOError while another holds it, unless ``wait``; OSError (``ENOSYS``) where the
-    system has no flock (Windows)."""
+    """Take the file's lock (flock).
+
+    Raises BlockingIOError while another holds it, unless ``wait``; OSError (``ENOSYS``) where the
+    system has no flock (Windows).
+    """
     if sys.platform == "win32":
         raise OSError(errno.ENOSYS, "no flock")
     fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -55,7 +66,10 @@ def summed(file: IO[bytes]) -> Checksum:
 
 
 def check_sum(name: str, file: IO[bytes], expected: Checksum) -> None:
-    """Read all of ``file`` and return to its beginning. Raises Damaged, with its ``name``, unless it holds what was written."""
+    """Read all of ``file`` and return to its beginning.
+
+    Raises Damaged, with its ``name``, unless it holds what was written.
+    """
     found = summed(file)
     if found != expected:
         raise Damaged(
@@ -67,9 +81,11 @@ def check_sum(name: str, file: IO[bytes], expected: Checksum) -> None:
 
 
 def write_whole(path: Path, data: bytes, *, mode: int | None = None, durable: bool = True) -> None:
-    """Replace a file: a reader sees the old content or the new one, never a part. ``mode`` overrides the umask. ``durable``: it is
-    on the disk under its name when this returns. Raises OSError, with the old content still there unless only the sync of the
-    folder failed."""
+    """Replace a file: a reader sees the old content or the new one, never a part.
+
+    ``mode`` overrides the umask. ``durable``: it is on the disk under its name when this returns.
+    Raises OSError, with the old content still there unless only the sync of the folder failed.
+    """
     aside = _beside(path)
     try:
         _write_new(aside, data, mode, durable)
@@ -85,14 +101,22 @@ def write_whole(path: Path, data: bytes, *, mode: int | None = None, durable: bo
 
 
 def _beside(path: Path) -> Path:
-    """The name of a new file in the same folder. It is random, since two threads, or two containers whose processes have one
-    number, may write the same file at once."""
+    """The name of a new file in the same folder.
+
+    It is random, since two threads, or two containers whose processes have one number, may write
+    the same file at once.
+    """
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}")
 
 
 def _write_new(path: Path, data: bytes, mode: int | None, durable: bool) -> None:
-    """Write a file that does not exist yet. ``mode`` and ``durable`` are those of ``write_whole``. Raises OSError."""
-    with open(path, "xb", opener=lambda path, flags: os.open(path, flags, 0o666 if mode is None else mode)) as file:
+    """Write a file that does not exist yet.
+
+    ``mode`` and ``durable`` are those of ``write_whole``. Raises OSError.
+    """
+    with open(
+        path, "xb", opener=lambda path, flags: os.open(path, flags, 0o666 if mode is None else mode)
+    ) as file:
         file.write(data)
         if mode is not None:
             # The umask cuts the mode of ``open``.
@@ -104,20 +128,25 @@ def _write_new(path: Path, data: bytes, mode: int | None, durable: bool) -> None
 
 @contextmanager
 def needed(path: Path) -> Iterator[None]:
-    """For what a run cannot begin or go on without: raises StorageFailed, with the room that is left, instead of OSError."""
+    """For what a run cannot begin or go on without: raises StorageFailed, with the room that is
+    left, instead of OSError.
+    """
     try:
         yield
     except OSError as error:
         with suppress(OSError):
             error.add_note(f", with {shutil.disk_usage(path.parent).free:,} bytes free")
         raise StorageFailed(
-            f"{error.filename or path} cannot be used: {error.strerror or error}{''.join(getattr(error, '__notes__', ()))}. Make "
-            "room or repair the storage, and start again: the run goes on from its newest checkpoint"
+            f"{error.filename or path} cannot be used:"
+            f" {error.strerror or error}{''.join(getattr(error, '__notes__', ()))}. Make room or"
+            " repair the storage, and start again: the run goes on from its newest checkpoint"
         ) from error
 
 
 def appears(path: Path, within: float) -> bool:
-    """Whether the file is there, or comes within so many seconds: a network file system may keep what it knew of a folder."""
+    """Whether the file is there, or comes within so many seconds: a network file system may keep
+    what it knew of a folder.
+    """
     deadline = time.monotonic() + within
     while not path.exists():
         if time.monotonic() > deadline:
@@ -127,7 +156,9 @@ def appears(path: Path, within: float) -> bool:
 
 
 def linked(source: Path, target: Path) -> None:
-    """Make the folder ``target`` whole at once, with the files of ``source``, as links where there are some. Raises OSError."""
+    """Make the folder ``target`` whole at once, with the files of ``source``, as links where there
+    are some. Raises OSError.
+    """
 
     def link(file: str, to: str) -> None:
         try:
@@ -149,8 +180,9 @@ NO_CONTENT = (errno.EINVAL, errno.EFBIG, errno.ENXIO, errno.ENODEV, errno.EAGAIN
 
 @contextmanager
 def regular(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """A regular file that somebody else may have named: a device or a pipe would have no end, and may do something when it is
-    opened. Raises OSError, with EINVAL for what is no regular file."""
+    """A regular file that somebody else may have named: a device or a pipe would have no end, and
+    may do something when it is opened. Raises OSError, with EINVAL for what is no regular file.
+    """
     # Without O_NONBLOCK, opening a pipe waits for a writer that may never come.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(handle, "rb") as file:
@@ -192,9 +224,15 @@ def unused(path: Path) -> Path:
 
 
 def kind_of(*errors: BaseException, saving: bool = False) -> type[CheckpointError]:
-    """CheckpointStorageFailed when the storage refused, else CheckpointError (a file is missing or holds something else). Where
-    one is ``saving``, what is missing is a folder that was there: its storage is not mounted."""
-    return CheckpointStorageFailed if any(refused(error, saving) for error in errors) else CheckpointError
+    """CheckpointStorageFailed when the storage refused, else CheckpointError (a file is missing or
+    holds something else). Where one is ``saving``, what is missing is a folder that was there: its
+    storage is not mounted.
+    """
+    return (
+        CheckpointStorageFailed
+        if any(refused(error, saving) for error in errors)
+        else CheckpointError
+    )
 
 
 RETRY = 5.0
@@ -205,13 +243,17 @@ def refused(error: BaseException, saving: bool = False) -> bool:
     """Whether the storage did not answer, which says nothing about what is there."""
     if isinstance(error, OSError | CheckpointStorageFailed):
         return saving or not isinstance(error, FileNotFoundError)
-    below = error.__cause__ or error.__context__  # torch raises errors of its own while it handles the system's
+    below = (
+        error.__cause__ or error.__context__
+    )  # torch raises errors of its own while it handles the system's
     return below is not None and refused(below, saving)
 
 
 def mount_of(path: Path) -> Path:
     """Where the file system is mounted that ``path`` is on, or would be on."""
-    return next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.ismount(folder))
+    return next(
+        folder for folder in (path.absolute(), *path.absolute().parents) if os.path.ismount(folder)
+    )
 
 
 def sync(path: Path) -> None:
@@ -228,20 +270,30 @@ def sync(path: Path) -> None:
 
 
 def trusted(path: Path, what: str, others: int = 0o022) -> None:
-    """Raises ConfigError when a file or folder is another user's (root's are everybody's), or when its mode allows others one of
-    ``others``: 0o022 to write it, 0o077 to read it as well. OSError when it is not there."""
+    """Raises ConfigError when a file or folder is another user's (root's are everybody's), or when
+    its mode allows others one of ``others``: 0o022 to write it, 0o077 to read it as well. OSError
+    when it is not there.
+    """
     found = os.stat(path)
     if found.st_uid not in (os.geteuid(), ROOT):
-        raise ConfigError(f"{what} {path} belongs to user {found.st_uid}, and only your own is believed (you are {os.geteuid()})")
+        raise ConfigError(
+            f"{what} {path} belongs to user {found.st_uid}, and only your own is believed (you are"
+            f" {os.geteuid()})"
+        )
     mode = stat.S_IMODE(found.st_mode)
     if mode & others:
         verb, right = ("read", "go-rwx") if others & 0o044 else ("write", "go-w")
-        raise ConfigError(f"{what} {path} has mode {mode:o}; others must not {verb} it: chmod {right} {path}")
+        raise ConfigError(
+            f"{what} {path} has mode {mode:o}; others must not {verb} it: chmod {right} {path}"
+        )
 
 
 def new_secret(path: Path, what: str) -> Path:
-    """Write a secret readable by its owner only, unless one that is ``trusted`` is there. The file appears with its content, and
-    of several processes that call this at once, the first one decides the secret. Raises ConfigError."""
+    """Write a secret readable by its owner only, unless one that is ``trusted`` is there.
+
+    The file appears with its content, and of several processes that call this at once, the first
+    one decides the secret. Raises ConfigError.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = _beside(path)
     try:
@@ -270,8 +322,10 @@ def new_secret(path: Path, what: str) -> Path:
 
 
 def utf8(text: str) -> str:
-    """The text with U+FFFD for each half of a surrogate pair that stands alone, as in a text that was cut in the middle of an
-    emoji: it has no form in UTF-8, so no file, socket or terminal takes it. Two halves become their character."""
+    """The text with U+FFFD for each half of a surrogate pair that stands alone, as in a text that
+    was cut in the middle of an emoji: it has no form in UTF-8, so no file, socket or terminal takes
+    it. Two halves become their character.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,7 @@
-"""The words of what is judged together: outcomes, members, groups and their fates. No torch, no ray, no I/O."""
+"""The words of what is judged together: outcomes, members, groups and their fates.
+
+No torch, no ray, no I/O.
+"""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -11,7 +14,9 @@ from rayloop.core.types import STREAMS, Ref, Streams, Summary, Task, Trajectory,
 
 
 class UnscoredKind(StrEnum):
-    """Failures that the policy did not cause; such a trajectory has no reward and counts in no statistic."""
+    """Failures that the policy did not cause; such a trajectory has no reward and counts in no
+    statistic.
+    """
 
     INVALID_REWARD = "invalid_reward"
     ENVIRONMENT_FAILURE = "environment_failure"
@@ -26,7 +31,9 @@ class UnscoredKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A reward: its value, logged ``components``, ``flags`` for the policy's faults, a grader's traceback, a judge's ``reason``."""
+    """A reward: its value, logged ``components``, ``flags`` for the policy's faults, a grader's
+    traceback, a judge's ``reason``.
+    """
 
     value: float
     components: Mapping[str, float] = field(default_factory=dict)
@@ -37,7 +44,10 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Unscored:
-    """No reward exists, and why. Never replaced by a number. ``trace`` as in ``Scored``; ``components``: what is known."""
+    """No reward exists, and why.
+
+    Never replaced by a number. ``trace`` as in ``Scored``; ``components``: what is known.
+    """
 
     kind: UnscoredKind
     reason: str = ""
@@ -48,7 +58,9 @@ class Unscored:
     def of(cls, failure: Failure) -> Self:
         """The outcome of an episode that was not played."""
         same = failure.cause in (Cause.BAD_DATA, Cause.OVER_LONG)
-        return cls(UnscoredKind(failure.cause) if same else UnscoredKind.ENVIRONMENT_FAILURE, failure.why)
+        return cls(
+            UnscoredKind(failure.cause) if same else UnscoredKind.ENVIRONMENT_FAILURE, failure.why
+        )
 
 
 Outcome = Scored | Unscored
@@ -56,8 +68,10 @@ Outcome = Scored | Unscored
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What a member is trained with: an advantage for all its sampled tokens, or one for each sampled turn (``turns``, with their
-    mean as ``advantage``), and the weights of the losses. ``base``: what a scale over the step is computed from."""
+    """What a member is trained with: an advantage for all its sampled tokens, or one for each
+    sampled turn (``turns``, with their mean as ``advantage``), and the weights of the losses.
+    ``base``: what a scale over the step is computed from.
+    """
 
     advantage: float
     turns: tuple[float, ...] = ()
@@ -99,8 +113,11 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A trajectory within its group. ``payload`` and ``reference`` (the reference policy's log-probs, [sampled_tokens] float32) are
-    opaque references. ``replayed``: a stored success of ARPO, which is not in the ledger."""
+    """A trajectory within its group.
+
+    ``payload`` and ``reference`` (the reference policy's log-probs, [sampled_tokens] float32) are
+    opaque references. ``replayed``: a stored success of ARPO, which is not in the ledger.
+    """
 
     summary: Summary
     outcome: Outcome
@@ -128,13 +145,19 @@ class Member:
     def reward(self) -> float:
         """The reward of a scored member. Raises ValueError for an unscored one."""
         if isinstance(self.outcome, Unscored):
-            raise ValueError(f"trajectory {self.summary.id} has no reward: {self.outcome.kind} {self.outcome.reason}")
+            raise ValueError(
+                f"trajectory {self.summary.id} has no reward: {self.outcome.kind}"
+                f" {self.outcome.reason}"
+            )
         return self.outcome.value
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Trajectories of one task that share a baseline, ordered by ``number``. ``mean`` and unbiased ``std``: the baseline's."""
+    """Trajectories of one task that share a baseline, ordered by ``number``.
+
+    ``mean`` and unbiased ``std``: the baseline's.
+    """
 
     number: int
     task: Task
@@ -155,7 +178,9 @@ class Group:
 
     def map(self, change: Mapping[int, Member]) -> Self:
         """The same group with the members at the given positions replaced."""
-        return dataclasses.replace(self, members=tuple(change.get(i, m) for i, m in enumerate(self.members)))
+        return dataclasses.replace(
+            self, members=tuple(change.get(i, m) for i, m in enumerate(self.members))
+        )
 
     def bare(self) -> Self:
         """The same group without references to what lies in the object store."""

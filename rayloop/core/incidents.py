@@ -1,4 +1,6 @@
-"""Incidents: the events (events.py) of what went wrong, from a value that changed to a driver that died."""
+"""Incidents: the events (events.py) of what went wrong, from a value that changed to a driver that
+died.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +9,10 @@ from rayloop.core.events import Event
 
 
 class WaitingForResources(Event, by="cluster/services.py"):
-    """The cluster has too little yet; nodes may still come. To do: join more nodes, or lower `actors` or `placement`."""
+    """The cluster has too little yet; nodes may still come.
+
+    To do: join more nodes, or lower `actors` or `placement`.
+    """
 
     lacks: str
     """What there is too little of."""
@@ -23,22 +28,29 @@ class Changed(Event, by="cluster/driver.py"):
 
 
 class AlreadyDone(Event, by="rayloop/run/reporter.py"):
-    """The restored checkpoint has all steps, or its run had stopped early. To do: follow `advice`, or leave it."""
+    """The restored checkpoint has all steps, or its run had stopped early.
+
+    To do: follow `advice`, or leave it.
+    """
 
     advice: str
     """Which key to raise."""
 
 
 class WarningEvent(Event, by="cluster/driver.py"):
-    """A configuration that is seldom meant, an old checkpoint that could not be removed, or a run that begins anew without its
-    checkpoints. To do: change or restore what `why` names, or leave it."""
+    """A configuration that is seldom meant, an old checkpoint that could not be removed, or a run
+    that begins anew without its checkpoints. To do: change or restore what `why` names, or leave
+    it.
+    """
 
     why: str
 
 
 class UpdatesSkipped(Event, by="cluster/driver.py"):
-    """The gradient of updates was not finite: they changed nothing, and their trajectories are spent. A run whose last step is one
-    of these ends as diverged. To do: lower `policy.optimizer.lr`; look at `actor/loss` and at the rewards of the step."""
+    """The gradient of updates was not finite: they changed nothing, and their trajectories are
+    spent. A run whose last step is one of these ends as diverged. To do: lower
+    `policy.optimizer.lr`; look at `actor/loss` and at the rewards of the step.
+    """
 
     skipped: int
     """In this step."""
@@ -47,13 +59,19 @@ class UpdatesSkipped(Event, by="cluster/driver.py"):
 
 
 class DataWarning(Event, by="rayloop/run/order.py"):
-    """A data file can be read, but lacks answers or images. To do: look at it: `python -m rayloop data validate CONFIG`."""
+    """A data file can be read, but lacks answers or images.
+
+    To do: look at it: `python -m rayloop data validate CONFIG`.
+    """
 
     why: str
 
 
 class Quarantined(Event, by="rayloop/run/reporter.py"):
-    """A training row failed and is left out; it is in quarantine.jsonl. To do: repair the row; the run goes on without it."""
+    """A training row failed and is left out; it is in quarantine.jsonl.
+
+    To do: repair the row; the run goes on without it.
+    """
 
     path: str
     reason: str
@@ -61,15 +79,19 @@ class Quarantined(Event, by="rayloop/run/reporter.py"):
 
 
 class QuarantineCleared(Event, by="cluster/driver.py"):
-    """A run that resumes plays tasks again that were quarantined (`checkpoint.resume` names a checkpoint). To do: leave the key out
-    from the next start on, or the run begins there again."""
+    """A run that resumes plays tasks again that were quarantined (`checkpoint.resume` names a
+    checkpoint). To do: leave the key out from the next start on, or the run begins there again.
+    """
 
     tasks: Sequence[str]
     """Their ids."""
 
 
 class BadData(Event, by="cluster/supervision/attempts.py"):
-    """A held-out task cannot be played. It has no score; the training task of that id is another one. To do: repair the row."""
+    """A held-out task cannot be played.
+
+    It has no score; the training task of that id is another one. To do: repair the row.
+    """
 
     task: str
     path: str
@@ -77,13 +99,19 @@ class BadData(Event, by="cluster/supervision/attempts.py"):
 
 
 class LogprobWarning(Event, by="cluster/loop/weight_sync.py"):
-    """The log-prob check or the self-test failed, and `weight_sync.logprob_check` is warn. To do: what `why` says."""
+    """The log-prob check or the self-test failed, and `weight_sync.logprob_check` is warn.
+
+    To do: what `why` says.
+    """
 
     why: str
 
 
 class ProbeFailed(Event, by="cluster/loop/weight_sync.py"):
-    """A task could not be played for a comparison; another one is played. To do: look at the task if it comes again."""
+    """A task could not be played for a comparison; another one is played.
+
+    To do: look at the task if it comes again.
+    """
 
     purpose: str
     """`log-prob check`, `drift`, or the group of parameters."""
@@ -92,21 +120,28 @@ class ProbeFailed(Event, by="cluster/loop/weight_sync.py"):
 
 
 class DriftUnknown(Event, by="cluster/loop/weight_sync.py"):
-    """Fresh episodes were to be compared, and there were none. To do: nothing; it is tried again ten steps later."""
+    """Fresh episodes were to be compared, and there were none.
+
+    To do: nothing; it is tried again ten steps later.
+    """
 
     why: str
 
 
 class BroadcastFailedEvent(Event, by="cluster/loop/weight_sync.py"):
-    """The broadcast failed; the version went through the object store. To do: if it comes again, check the ranks' network."""
+    """The broadcast failed; the version went through the object store.
+
+    To do: if it comes again, check the ranks' network.
+    """
 
     version: str
     why: str
 
 
 class WeightsLost(Event, by="cluster/loop/weight_sync.py"):
-    """The synced weights were lost with their node, or did not reach an engine in time, and are synced again, by a new policy if
-    need be. To do: see why the node died, or the network."""
+    """The synced weights were lost with their node, or did not reach an engine in time, and are
+    synced again, by a new policy if need be. To do: see why the node died, or the network.
+    """
 
     version: str
     why: str
@@ -117,8 +152,11 @@ class EvaluationStopped(Event, by="cluster/driver.py"):
 
 
 class CheckpointFailed(Event, by="cluster/loop/saving.py"):
-    """A checkpoint could not be saved. It is tried again at the next step; from the fourth failure on training waits for the
-    storage, until `recovery.start_timeout` after the first. To do: make room on the disk, or mount it."""
+    """A checkpoint could not be saved.
+
+    It is tried again at the next step; from the fourth failure on training waits for the storage,
+    until `recovery.start_timeout` after the first. To do: make room on the disk, or mount it.
+    """
 
     failures: int
     """In a row."""
@@ -126,8 +164,10 @@ class CheckpointFailed(Event, by="cluster/loop/saving.py"):
 
 
 class GraceTooShort(Event, by="rayloop/run/reporter.py"):
-    """The longest update and the longest checkpoint together take more than a stop allows: it might not be saved. Emitted once. To
-    do: raise `preemption.grace`, and the scheduler's limit, above `seconds`; or save more often, and to faster storage."""
+    """The longest update and the longest checkpoint together take more than a stop allows: it might
+    not be saved. Emitted once. To do: raise `preemption.grace`, and the scheduler's limit, above
+    `seconds`; or save more often, and to faster storage.
+    """
 
     seconds: float
     """Of both."""
@@ -136,9 +176,12 @@ class GraceTooShort(Event, by="rayloop/run/reporter.py"):
 
 
 class CheckpointDamaged(Event, by="rayloop/run/checkpoint.py"):
-    """A checkpoint cannot be restored: a file has changed, or cannot be read. The run continues from an older one; the folder is
-    renamed to `NAME.damaged`, but for storage that did not answer for `recovery.start_timeout`. To do: look at the storage
-    (`why`); remove the folder, or rename it back after a repair."""
+    """A checkpoint cannot be restored: a file has changed, or cannot be read.
+
+    The run continues from an older one; the folder is renamed to `NAME.damaged`, but for storage
+    that did not answer for `recovery.start_timeout`. To do: look at the storage (`why`); remove the
+    folder, or rename it back after a repair.
+    """
 
     checkpoint: str
     """The folder's name before."""
@@ -148,8 +191,11 @@ class CheckpointDamaged(Event, by="rayloop/run/checkpoint.py"):
 
 
 class NotWritten(Event, by="rayloop/run/reporter.py"):
-    """The storage refuses a file of the run folder: it is full, read-only or away. The run goes on; the newest 10,000 records of
-    each `*.jsonl` are written later, samples of a step are left out. Emitted once per outage. To do: make room, or mount it."""
+    """The storage refuses a file of the run folder: it is full, read-only or away.
+
+    The run goes on; the newest 10,000 records of each `*.jsonl` are written later, samples of a
+    step are left out. Emitted once per outage. To do: make room, or mount it.
+    """
 
     file: str
     """Which file."""
@@ -157,8 +203,11 @@ class NotWritten(Event, by="rayloop/run/reporter.py"):
 
 
 class RecordsDamaged(Event, by="rayloop/run/reporter.py"):
-    """Lines of a file are no records of it, such as zero bytes after a power loss. They are moved aside; the run goes on without
-    them, and so do its curves. To do: look at the storage if it comes again."""
+    """Lines of a file are no records of it, such as zero bytes after a power loss.
+
+    They are moved aside; the run goes on without them, and so do its curves. To do: look at the
+    storage if it comes again.
+    """
 
     file: str
     """Which file."""
@@ -167,7 +216,10 @@ class RecordsDamaged(Event, by="rayloop/run/reporter.py"):
 
 
 class EpisodeFailed(Event, by="cluster/supervision/attempts.py"):
-    """An episode failed, not because of the policy: it is played again, or given up. To do: read `why` if many are `excluded`."""
+    """An episode failed, not because of the policy: it is played again, or given up.
+
+    To do: read `why` if many are `excluded`.
+    """
 
     trajectory: str
     attempt: int
@@ -176,14 +228,20 @@ class EpisodeFailed(Event, by="cluster/supervision/attempts.py"):
 
 
 class PayloadLost(Event, by="rayloop/rollout/manager.py"):
-    """Scored trajectories were lost with their node: others are played instead. To do: find out why a node died."""
+    """Scored trajectories were lost with their node: others are played instead.
+
+    To do: find out why a node died.
+    """
 
     trajectories: Sequence[str]
     """As `group/sample`."""
 
 
 class UnscoredEvent(Event, by="rayloop/grpo/alarms.py"):
-    """The first trajectory without a reward of each kind. To do: read `why`; many of them raise an alarm."""
+    """The first trajectory without a reward of each kind.
+
+    To do: read `why`; many of them raise an alarm.
+    """
 
     trajectory: str
     task: str
@@ -193,7 +251,10 @@ class UnscoredEvent(Event, by="rayloop/grpo/alarms.py"):
 
 
 class ItemUnscored(Event, by="cluster/stages/evaluate.py"):
-    """An answer of `python -m rayloop eval` has no score. To do: run `eval` again with the same `--out`: it is played again."""
+    """An answer of `python -m rayloop eval` has no score.
+
+    To do: run `eval` again with the same `--out`: it is played again.
+    """
 
     arm: str
     """See run_folder.md."""
@@ -202,7 +263,10 @@ class ItemUnscored(Event, by="cluster/stages/evaluate.py"):
 
 
 class GraderError(Event, by="rayloop/grpo/alarms.py"):
-    """The first time that the reward raised. To do: repair the reward; look at it with `python -m rayloop try CONFIG`."""
+    """The first time that the reward raised.
+
+    To do: repair the reward; look at it with `python -m rayloop try CONFIG`.
+    """
 
     trajectory: str
     task: str
@@ -212,7 +276,10 @@ class GraderError(Event, by="rayloop/grpo/alarms.py"):
 
 
 class Alarm(Event, by="rayloop/grpo/alarms.py"):
-    """A limit of `alarms` was passed; emitted once per passing. To do: find the cause, or raise the limit when you know it."""
+    """A limit of `alarms` was passed; emitted once per passing.
+
+    To do: find the cause, or raise the limit when you know it.
+    """
 
     alarm: str
     """Which one, as below `alarms` in the configuration."""
@@ -228,7 +295,10 @@ class RolloutsNotWritten(Event, by="cluster/supervision/calls.py"):
 
 
 class WorkerLostEvent(Event, by="cluster/supervision/pool.py"):
-    """An actor died, hung or is sick, and is replaced. To do: nothing while replacements serve; read `why` if it comes again."""
+    """An actor died, hung or is sick, and is replaced.
+
+    To do: nothing while replacements serve; read `why` if it comes again.
+    """
 
     role: str
     worker: int
@@ -237,8 +307,9 @@ class WorkerLostEvent(Event, by="cluster/supervision/pool.py"):
 
 
 class NodeLost(Event, by="cluster/supervision/nodes.py"):
-    """A node is gone with its actors; all are replaced where there is room, at the cost of one replacement. To do: nothing while
-    others have room; bring the node back, or join another."""
+    """A node is gone with its actors; all are replaced where there is room, at the cost of one
+    replacement. To do: nothing while others have room; bring the node back, or join another.
+    """
 
     name: str
     node: str
@@ -246,12 +317,17 @@ class NodeLost(Event, by="cluster/supervision/nodes.py"):
     roles: Mapping[str, int]
     """How many actors of each role were on it."""
     workers: Mapping[str, Sequence[int]]
-    """Serial numbers of its workers by role, which have no `worker_lost`. The policy has `policy_lost`."""
+    """Serial numbers of its workers by role, which have no `worker_lost`.
+
+    The policy has `policy_lost`.
+    """
 
 
 class NodeAvoided(Event, by="cluster/supervision/nodes.py"):
-    """Actors failed repeatedly on a node that lives: their replacements go elsewhere if there is room, for twenty minutes, and no
-    actor gets their resources, such as a bad GPU. To do: look at the node; drain it."""
+    """Actors failed repeatedly on a node that lives: their replacements go elsewhere if there is
+    room, for twenty minutes, and no actor gets their resources, such as a bad GPU. To do: look at
+    the node; drain it.
+    """
 
     name: str
     node: str
@@ -261,7 +337,9 @@ class NodeAvoided(Event, by="cluster/supervision/nodes.py"):
 
 
 class ReplacementFailed(Event, by="cluster/supervision/pool.py"):
-    """The replacement of an actor did not start; another is tried (`recovery.replacements` per hour). To do: read `why`."""
+    """The replacement of an actor did not start; another is tried (`recovery.replacements` per
+    hour). To do: read `why`.
+    """
 
     role: str
     worker: int
@@ -279,8 +357,9 @@ class WorkerReplaced(Event, by="cluster/supervision/pool.py"):
 
 
 class PolicyLostEvent(Event, by="cluster/driver.py"):
-    """A rank of the policy died or hangs: all ranks are replaced, and the run goes on from its newest checkpoint. To do: the second
-    time, read `why` and the ranks' files in `logs/`."""
+    """A rank of the policy died or hangs: all ranks are replaced, and the run goes on from its
+    newest checkpoint. To do: the second time, read `why` and the ranks' files in `logs/`.
+    """
 
     why: str
     nodes: Sequence[str] = ()
@@ -296,7 +375,10 @@ class PolicyRebuilt(Event, by="cluster/driver.py"):
 
 
 class DriverLostEvent(Event, by="cluster/stages/train.py"):
-    """The driver died: another one goes on from the newest checkpoint. To do: the second time, check the memory of its node."""
+    """The driver died: another one goes on from the newest checkpoint.
+
+    To do: the second time, check the memory of its node.
+    """
 
     restarts: int
     """How often it had been replaced before."""
@@ -306,8 +388,11 @@ class DriverLostEvent(Event, by="cluster/stages/train.py"):
 
 
 class Silent(Event, by="cluster/supervision/watchdog.py"):
-    """An actor answers no call: its process or machine is stopped or hangs. It is replaced after `recovery.health_timeout`.
-    Emitted once per silence. To do: look at its process (`python -m rayloop stacks RUN`) and its machine."""
+    """An actor answers no call: its process or machine is stopped or hangs.
+
+    It is replaced after `recovery.health_timeout`. Emitted once per silence. To do: look at its
+    process (`python -m rayloop stacks RUN`) and its machine.
+    """
 
     actor: str
     """Its role and slot: `rollout 0`, `policy rank 1`."""
@@ -318,9 +403,11 @@ class Silent(Event, by="cluster/supervision/watchdog.py"):
 
 
 class DriverSilent(Event, by="cluster/stages/train.py"):
-    """The driver answers no call: its process or machine is stopped or hangs, and it is replaced after `recovery.health_timeout`;
-    or only its loop waits, for storage that hangs, and it is replaced after `recovery.stall_timeout`. To do: look at its process
-    (`python -m rayloop stacks RUN`), its machine and the storage."""
+    """The driver answers no call: its process or machine is stopped or hangs, and it is replaced
+    after `recovery.health_timeout`; or only its loop waits, for storage that hangs, and it is
+    replaced after `recovery.stall_timeout`. To do: look at its process (`python -m rayloop stacks
+    RUN`), its machine and the storage.
+    """
 
     seconds: float
     """How long an answer has been awaited."""
@@ -329,20 +416,29 @@ class DriverSilent(Event, by="cluster/stages/train.py"):
 
 
 class StalledEvent(Event, by="cluster/supervision/watchdog.py"):
-    """No wait of the driver has ended for a while. To do: read `stacks`; the run ends at `recovery.stall_timeout`."""
+    """No wait of the driver has ended for a while.
+
+    To do: read `stacks`; the run ends at `recovery.stall_timeout`.
+    """
 
     phase: str
     """What the driver is doing."""
     seconds: float
     awaited: str
-    """The oldest wait of each actor with its duration, what that actor waits for itself, and the load of the driver's machine."""
+    """The oldest wait of each actor with its duration, what that actor waits for itself, and the
+    load of the driver's machine.
+    """
     stacks: str
-    """The file with the stacks of the awaited actors, of those that they wait for, and of the driver; empty when the storage
-    refused it."""
+    """The file with the stacks of the awaited actors, of those that they wait for, and of the
+    driver; empty when the storage refused it.
+    """
 
 
 class LoggerFailed(Event, by="rayloop/run/reporter.py"):
-    """A logger is dropped for the rest of this driver's life. To do: repair it; metrics.jsonl has everything."""
+    """A logger is dropped for the rest of this driver's life.
+
+    To do: repair it; metrics.jsonl has everything.
+    """
 
     logger: str
     """Its kind."""

@@ -8,13 +8,17 @@ import numpy as np
 import numpy.typing as npt
 
 MOST_KEPT = 128
-"""Tokens that ``top_p`` keeps at most, and the highest ``top_k``: it bounds what travels with a sampled token."""
+"""Tokens that ``top_p`` keeps at most, and the highest ``top_k``: it bounds what travels with a
+sampled token.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The tokens that ``top_p`` and ``top_k`` kept where each of N tokens was sampled, as bytes of int32: their ``ids``, one
-    position after the other, and the ``counts`` [N] of each. The trainer's log-probs are over them (arXiv:2512.02556)."""
+    """The tokens that ``top_p`` and ``top_k`` kept where each of N tokens was sampled, as bytes of
+    int32: their ``ids``, one position after the other, and the ``counts`` [N] of each. The
+    trainer's log-probs are over them (arXiv:2512.02556).
+    """
 
     ids: bytes
     counts: bytes
@@ -25,7 +29,10 @@ class Kept:
         rows = [np.asarray(row, np.int32) for row in positions]
         if not all(map(len, rows)):
             raise ValueError("no token was kept at a position where one was sampled")
-        return cls(b"".join(row.tobytes() for row in rows), np.array([len(row) for row in rows], np.int32).tobytes())
+        return cls(
+            b"".join(row.tobytes() for row in rows),
+            np.array([len(row) for row in rows], np.int32).tobytes(),
+        )
 
     @classmethod
     def everything(cls, n: int) -> Self:

@@ -1,4 +1,6 @@
-"""The ledger: one state per live trajectory id and a counter per final state, so that every trajectory is accounted for."""
+"""The ledger: one state per live trajectory id and a counter per final state, so that every
+trajectory is accounted for.
+"""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -24,7 +26,10 @@ class LedgerState(TypedDict):
 
 
 class Ledger:
-    """Counts the ways ``in_flight -> ready -> final``. An illegal step raises LedgerError and changes nothing."""
+    """Counts the ways ``in_flight -> ready -> final``.
+
+    An illegal step raises LedgerError and changes nothing.
+    """
 
     def __init__(self) -> None:
         self._issued = self._attempts = 0
@@ -36,17 +41,24 @@ class Ledger:
 
     def may_issue(self, ids: Iterable[TrajectoryId]) -> bool:
         """Whether ``issue`` would take these ids: each is new, or may be issued again."""
-        return all(id in self._reissuable or self._highest is None or id > self._highest for id in ids)
+        return all(
+            id in self._reissuable or self._highest is None or id > self._highest for id in ids
+        )
 
     def issue(self, ids: Iterable[TrajectoryId]) -> None:
-        """Put new ids in flight. Raises LedgerError for an id that was issued before, unless it may be re-issued."""
+        """Put new ids in flight.
+
+        Raises LedgerError for an id that was issued before, unless it may be re-issued.
+        """
         new = sorted(ids)
         highest = self._highest
         for id in new:
             if id in self._reissuable:
                 continue
             if highest is not None and id <= highest:
-                raise LedgerError(f"trajectory {id} was issued before (ids grow, the highest so far is {highest})")
+                raise LedgerError(
+                    f"trajectory {id} was issued before (ids grow, the highest so far is {highest})"
+                )
             highest = id
         if len(set(new)) != len(new):
             raise LedgerError(f"the same id is issued twice: {', '.join(map(str, new))}")
@@ -56,10 +68,16 @@ class Ledger:
         self._issued += len(new)
 
     def move(self, id: TrajectoryId, status: Status) -> None:
-        """Take a live id to ``ready`` or to a final state. Raises LedgerError when that step does not exist."""
+        """Take a live id to ``ready`` or to a final state.
+
+        Raises LedgerError when that step does not exist.
+        """
         now = self._live.get(id)
         if now is None:
-            raise LedgerError(f"trajectory {id} cannot become {_key(status)}: it is not live (never issued, or final)")
+            raise LedgerError(
+                f"trajectory {id} cannot become {_key(status)}: it is not live (never issued, or"
+                " final)"
+            )
         if status.state == TrajectoryState.READY and now == TrajectoryState.IN_FLIGHT:
             self._live[id] = TrajectoryState.READY
         elif status.state not in LIVE:
@@ -73,12 +91,22 @@ class Ledger:
         return self._live.get(id)
 
     def replay(self) -> None:
-        """Count a stored trajectory that was injected into a group; it has no state of its own here."""
+        """Count a stored trajectory that was injected into a group; it has no state of its own
+        here.
+        """
         self._replayed += 1
 
     def reissue_live(self, *, ready: bool = False) -> tuple[TrajectoryId, ...]:
-        """After a restore: forget the ids in flight (and the ``ready`` ones), which ``issue`` accepts again. Returns them."""
-        again = tuple(sorted(id for id, state in self._live.items() if ready or state == TrajectoryState.IN_FLIGHT))
+        """After a restore: forget the ids in flight (and the ``ready`` ones), which ``issue``
+        accepts again. Returns them.
+        """
+        again = tuple(
+            sorted(
+                id
+                for id, state in self._live.items()
+                if ready or state == TrajectoryState.IN_FLIGHT
+            )
+        )
         for id in again:
             del self._live[id]
         self._reissuable.update(again)
@@ -87,9 +115,15 @@ class Ledger:
         return again
 
     def counts(self) -> dict[str, int]:
-        """The counts by state (``filtered[all_wrong]``); ``attempts`` and ``replayed`` stand outside the balance."""
+        """The counts by state (``filtered[all_wrong]``); ``attempts`` and ``replayed`` stand
+        outside the balance.
+        """
         live = Counter(self._live.values())
-        counts = {"issued": self._issued, **{str(state): live[state] for state in LIVE}, str(TrajectoryState.TRAINED): 0}
+        counts = {
+            "issued": self._issued,
+            **{str(state): live[state] for state in LIVE},
+            str(TrajectoryState.TRAINED): 0,
+        }
         counts |= dict(sorted(self._final.items()))
         return counts | {"attempts": self._attempts, "replayed": self._replayed}
 
@@ -97,7 +131,10 @@ class Ledger:
         """Raises LedgerError with the counts unless issued = live + final."""
         live, final = len(self._live), sum(self._final.values())
         if self._issued != live + final:
-            raise LedgerError(f"{self._issued} trajectories issued, {live} live and {final} final: {self.counts()}")
+            raise LedgerError(
+                f"{self._issued} trajectories issued, {live} live and {final} final:"
+                f" {self.counts()}"
+            )
 
     def state(self) -> LedgerState:
         """Everything, as plain values (JSON or pickle)."""
@@ -112,10 +149,20 @@ class Ledger:
         )
 
     def restore(self, state: LedgerState) -> None:
-        """Become the ledger that ``state`` was taken from. Raises LedgerError when that one does not balance."""
-        self._issued, self._attempts, self._replayed = state["issued"], state["attempts"], state["replayed"]
+        """Become the ledger that ``state`` was taken from.
+
+        Raises LedgerError when that one does not balance.
+        """
+        self._issued, self._attempts, self._replayed = (
+            state["issued"],
+            state["attempts"],
+            state["replayed"],
+        )
         self._highest = None if state["highest"] is None else TrajectoryId(*state["highest"])
-        self._live = {TrajectoryId(group, sample): TrajectoryState(name) for group, sample, name in state["live"]}
+        self._live = {
+            TrajectoryId(group, sample): TrajectoryState(name)
+            for group, sample, name in state["live"]
+        }
         self._reissuable = {TrajectoryId(*row) for row in state["reissuable"]}
         self._final = Counter(state["final"])
         self.check()

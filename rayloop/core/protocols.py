@@ -1,4 +1,8 @@
-"""The seams. An implementation is named by a dotted path or a ``kind`` in the configuration; nothing is registered."""
+"""The seams.
+
+An implementation is named by a dotted path or a ``kind`` in the configuration; nothing is
+registered.
+"""
 
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,15 +10,29 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from rayloop.core.files import Checksum
 from rayloop.core.groups import Outcome
-from rayloop.core.types import STREAMS, Completion, ImageSource, Message, Sampling, Streams, Task, TokenPrompt, Trajectory, Version
+from rayloop.core.types import (
+    STREAMS,
+    Completion,
+    ImageSource,
+    Message,
+    Sampling,
+    Streams,
+    Task,
+    TokenPrompt,
+    Trajectory,
+    Version,
+)
 
 Checksums: TypeAlias = Mapping[str, Checksum]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """``version`` is what the engine serves, None before its first load. ``running`` counts requests being decoded. ``cache`` is
-    the share of the engine's cache of keys and values that is in use; None when it has none to run out of."""
+    """``version`` is what the engine serves, None before its first load.
+
+    ``running`` counts requests being decoded. ``cache`` is the share of the engine's cache of keys
+    and values that is in use; None when it has none to run out of.
+    """
 
     version: Version | None
     running: int
@@ -24,7 +42,10 @@ class EngineHealth:
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """One tensor of a weight sync: what the receiver must find. ``checksum``: by ``rayloop.transports.manifest``."""
+    """One tensor of a weight sync: what the receiver must find.
+
+    ``checksum``: by ``rayloop.transports.manifest``.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -34,7 +55,10 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a weight update consists of (docs/algorithm.md, section 10). Names are those of the Hugging Face checkpoint."""
+    """What a weight update consists of (docs/algorithm.md, section 10).
+
+    Names are those of the Hugging Face checkpoint.
+    """
 
     version: Version
     tensors: Mapping[str, TensorRecord]
@@ -45,14 +69,22 @@ Level = Literal["level1", "level2"]
 
 
 class GenerationEngine(Protocol):
-    """Tokens in; tokens, log-probs and version out. All methods run on the rollout actor's event loop."""
+    """Tokens in; tokens, log-probs and version out.
+
+    All methods run on the rollout actor's event loop.
+    """
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
-        """Sample one turn, with its ``kept`` tokens where ``Sampling.most_kept`` is a number. Requests with equal prompts, which
-        come in the same moment, share prefill and image encoding."""
+        """Sample one turn, with its ``kept`` tokens where ``Sampling.most_kept`` is a number.
+
+        Requests with equal prompts, which come in the same moment, share prefill and image
+        encoding.
+        """
 
     async def leave(self, cohort: str) -> None:
-        """A member of ``cohort`` ended its episode: the engine stops waiting for it (deterministic mode)."""
+        """A member of ``cohort`` ended its episode: the engine stops waiting for it (deterministic
+        mode).
+        """
 
     async def pause(self) -> None:
         """Called before ``load``: no new batch starts; returns when no request is being decoded."""
@@ -61,20 +93,31 @@ class GenerationEngine(Protocol):
         """Called after ``load``, in a ``finally``."""
 
     async def load(self, manifest: Manifest, tensors: Mapping[str, Any]) -> None:
-        """Replace the weights and forget cached prefixes. Raises WeightSyncError; the old version is then not served."""
+        """Replace the weights and forget cached prefixes.
+
+        Raises WeightSyncError; the old version is then not served.
+        """
 
     def health(self) -> EngineHealth:
         """The version that is served, and the load."""
 
 
 class SleepingEngine(GenerationEngine, Protocol):
-    """One that shares its GPU with the policy in turns. Both methods do nothing when it is so already."""
+    """One that shares its GPU with the policy in turns.
+
+    Both methods do nothing when it is so already.
+    """
 
     async def sleep(self, level: Level) -> None:
-        """Give the GPU's memory back, after ``pause``: the weights go to main memory, or with level2 nowhere."""
+        """Give the GPU's memory back, after ``pause``: the weights go to main memory, or with
+        level2 nowhere.
+        """
 
     async def wake(self) -> None:
-        """Take it again. After level2 the weights have any values, and no version, until ``load``."""
+        """Take it again.
+
+        After level2 the weights have any values, and no version, until ``load``.
+        """
 
 
 @runtime_checkable
@@ -82,15 +125,18 @@ class ProfiledEngine(Protocol):
     """One that computes with torch (``profile.steps``)."""
 
     async def profile(self, path: str | None) -> None:
-        """Begin a profile; with ``path``, end it and write it there as a Chrome trace (``.json.gz``)."""
+        """Begin a profile; with ``path``, end it and write it there as a Chrome trace
+        (``.json.gz``).
+        """
 
 
 class StreamingEngine(GenerationEngine, Protocol):
     """One whose own processes can receive a broadcast of weights."""
 
     async def receive(self, version: Version, broadcast: bytes) -> None:
-        """As ``load``, in the place of it: ``broadcast`` has the pickled settings and the process group of
-        ``rayloop.transports.collective.BroadcastReceiver``. Raises BroadcastFailed, too."""
+        """As ``load``, in the place of it: ``broadcast`` has the pickled settings and the process
+        group of ``rayloop.transports.collective.BroadcastReceiver``. Raises BroadcastFailed, too.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +148,13 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The answer to one turn. ``observation`` None or ``done`` ends the episode. ``error``: the environment could not use the
-    action; the episode ends as ACTION_ERROR with ``done``, else the policy sees the observation. ``reward``: of this turn alone, a
-    finite number (else the step is the environment's failure); ``evaluate`` returns the episode's result."""
+    """The answer to one turn.
+
+    ``observation`` None or ``done`` ends the episode. ``error``: the environment could not use the
+    action; the episode ends as ACTION_ERROR with ``done``, else the policy sees the observation.
+    ``reward``: of this turn alone, a finite number (else the step is the environment's failure);
+    ``evaluate`` returns the episode's result.
+    """
 
     observation: Observation | None = None
     done: bool = False
@@ -114,19 +164,25 @@ class StepResult:
 
 
 class Environment(Protocol):
-    """One episode's world. Each method may be a coroutine function; all have a deadline (``environment.episode``).
+    """One episode's world.
 
-    All methods of an instance run in its own thread (with ``isolation: process`` the main thread of a process), and coroutines
-    on one event loop in it, so it may keep a database connection or a browser. A class whose plain methods never wait may set
-    ``immediate = True`` in its own body: the actor's event loop then calls them, without a thread and without a deadline.
+    Each method may be a coroutine function; all have a deadline (``environment.episode``).
 
-    An attribute ``tools``, a sequence of Tool, is read after ``reset`` and given to the chat template; ``step`` carries out calls.
+    All methods of an instance run in its own thread (with ``isolation: process`` the main thread of
+    a process), and coroutines on one event loop in it, so it may keep a database connection or a
+    browser. A class whose plain methods never wait may set ``immediate = True`` in its own body:
+    the actor's event loop then calls them, without a thread and without a deadline.
 
-    What the policy's action starts (a tool, a shell, a page) needs a deadline shorter than ``episode.step_timeout``, for example
-    ``rayloop.core.threads.call_within``. When it passes, ``step`` answers with an ``error``, or raises ToolDeadline: the episode
-    ends as ``tool_deadline`` with the number of ``reward.on_error``. A method that misses its own timeout is the environment's
-    failure: never a reward, played again elsewhere; after ``environment.attempts`` such episodes of a group the task is
-    quarantined. PolicyFailure is the policy's (``rayloop.core.failures.carrying_out`` makes it of what foreign code raises on a
+    An attribute ``tools``, a sequence of Tool, is read after ``reset`` and given to the chat
+    template; ``step`` carries out calls.
+
+    What the policy's action starts (a tool, a shell, a page) needs a deadline shorter than
+    ``episode.step_timeout``, for example ``rayloop.core.threads.call_within``. When it passes,
+    ``step`` answers with an ``error``, or raises ToolDeadline: the episode ends as
+    ``tool_deadline`` with the number of ``reward.on_error``. A method that misses its own timeout
+    is the environment's failure: never a reward, played again elsewhere; after
+    ``environment.attempts`` such episodes of a group the task is quarantined. PolicyFailure is the
+    policy's (``rayloop.core.failures.carrying_out`` makes it of what foreign code raises on a
     move), DataFailure the task's, and any other exception the environment's too.
     """
 
@@ -137,17 +193,21 @@ class Environment(Protocol):
         """Carry out the policy's turn, which is cut behind its stop string."""
 
     def evaluate(self) -> float | Awaitable[float | None] | None:
-        """The environment's own result of the finished episode, or None when only the reward source judges."""
+        """The environment's own result of the finished episode, or None when only the reward source
+        judges.
+        """
 
     def close(self) -> Awaitable[None] | None:
         """Release what the episode holds. Called at its end, also after a failure."""
 
 
 class LeadingEnvironment(Protocol):
-    """An environment that leads its episode: a program of its own asks the policy as an OpenAI client. Its class says
-    ``leads = True``; it is called on the actor's event loop. ``model`` is the name under which its program asks for the policy.
-    Where it has an ``on_error`` that is a number, an AgentFailed after an answer ends the episode with that result.
-    ``rayloop.envs.harness:Harness`` is the shipped one."""
+    """An environment that leads its episode: a program of its own asks the policy as an OpenAI
+    client. Its class says ``leads = True``; it is called on the actor's event loop. ``model`` is
+    the name under which its program asks for the policy. Where it has an ``on_error`` that is a
+    number, an AgentFailed after an answer ends the episode with that result.
+    ``rayloop.envs.harness:Harness`` is the shipped one.
+    """
 
     model: str
 
@@ -155,8 +215,11 @@ class LeadingEnvironment(Protocol):
         """Check that an episode could begin, for ``env check``; an episode does not begin with it."""
 
     async def lead(self, task: Task, address: Mapping[str, str]) -> float | None:
-        """Run the program to its end, with ``address``: ``base_url``, ``api_key``, ``model``. Returns the episode's result, or
-        None. When it is cancelled, nothing of the program is left. Raises AgentFailed when the program ended with an error."""
+        """Run the program to its end, with ``address``: ``base_url``, ``api_key``, ``model``.
+
+        Returns the episode's result, or None. When it is cancelled, nothing of the program is left.
+        Raises AgentFailed when the program ended with an error.
+        """
 
     def close(self) -> None:
         """Last of all."""
@@ -171,8 +234,11 @@ class ToolResult:
 
 
 class Tool(Protocol):
-    """A function the policy may call; ``parameters`` is a JSON schema. It runs in a thread under ``tool_timeout``; eight threads
-    that hang replace the actor, so slow tools are better subprocesses. Fetch files in ``reset``."""
+    """A function the policy may call; ``parameters`` is a JSON schema.
+
+    It runs in a thread under ``tool_timeout``; eight threads that hang replace the actor, so slow
+    tools are better subprocesses. Fetch files in ``reset``.
+    """
 
     @property
     def name(self) -> str:
@@ -187,13 +253,19 @@ class Tool(Protocol):
         """The JSON schema of its arguments."""
 
     def __call__(self, **arguments: Any) -> ToolResult:
-        """Run it. The policy sees the text of a ToolError, and exceptions that ``rayloop.core.failures.blame`` gives to it; any
-        other is the environment's failure."""
+        """Run it.
+
+        The policy sees the text of a ToolError, and exceptions that ``rayloop.core.failures.blame``
+        gives to it; any other is the environment's failure.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """How a program ended: ``exit_code`` None: not by its deadline; 128 + a signal: by that. ``truncated``: not all was kept."""
+    """How a program ended: ``exit_code`` None: not by its deadline; 128 + a signal: by that.
+
+    ``truncated``: not all was kept.
+    """
 
     exit_code: int | None
     stdout: bytes = b""
@@ -202,17 +274,25 @@ class ProgramResult:
 
 
 class ProgramSandbox(Protocol):
-    """Runs programs that nobody trusts, in a folder of their own; calls block, and come from any thread. What fails but the program
-    is an InfrastructureFailure, also after ``close``; what is no command, or no path of the folder, a ValueError."""
+    """Runs programs that nobody trusts, in a folder of their own; calls block, and come from any
+    thread. What fails but the program is an InfrastructureFailure, also after ``close``; what is no
+    command, or no path of the folder, a ValueError.
+    """
 
     def exec(self, command: Sequence[str], *, stdin: bytes = b"", timeout: float) -> ProgramResult:
-        """Run ``command``, no shell, for at most ``timeout`` seconds. Its files are there for the next one."""
+        """Run ``command``, no shell, for at most ``timeout`` seconds.
+
+        Its files are there for the next one.
+        """
 
     def read(self, path: str) -> bytes:
         """A file, by its path in the folder. Raises FileNotFoundError for what is none."""
 
     def write(self, path: str, content: bytes) -> None:
-        """Make or replace a file, with the folders above it. Raises OSError when there is no place for it."""
+        """Make or replace a file, with the folders above it.
+
+        Raises OSError when there is no place for it.
+        """
 
     def close(self) -> None:
         """Nothing of the programs is left. May be called again."""
@@ -220,9 +300,12 @@ class ProgramSandbox(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ScoreContext:
-    """What a reward may depend on besides the trajectory. ``timeout``: seconds until scoring is given up (``reward.timeout``).
-    ``transcript``: all text after the prompt, with special tokens; None unless the source asks for it. ``trial``: a person waits
-    for the outcome (``try``), so an absent service is not waited for."""
+    """What a reward may depend on besides the trajectory.
+
+    ``timeout``: seconds until scoring is given up (``reward.timeout``). ``transcript``: all text
+    after the prompt, with special tokens; None unless the source asks for it. ``trial``: a person
+    waits for the outcome (``try``), so an absent service is not waited for.
+    """
 
     step: int
     texts: Sequence[str]
@@ -232,19 +315,27 @@ class ScoreContext:
 
 
 class RewardSource(Protocol):
-    """Judges finished episodes; ``score`` may be a coroutine function. A source that raises has failed: the trajectory is left out,
-    or gets ``reward.on_error`` (docs/rewards.md). RewardLost and ConfigError end the run. The attribute ``infrastructure`` has the
-    exception types that are failures of something outside (True: all are); a trajectory that ends with two of them is
-    ``reward_unavailable``. With ``transcript = True`` the context has the transcript."""
+    """Judges finished episodes; ``score`` may be a coroutine function.
 
-    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome | Awaitable[Outcome]:
+    A source that raises has failed: the trajectory is left out, or gets ``reward.on_error``
+    (docs/rewards.md). RewardLost and ConfigError end the run. The attribute ``infrastructure`` has
+    the exception types that are failures of something outside (True: all are); a trajectory that
+    ends with two of them is ``reward_unavailable``. With ``transcript = True`` the context has the
+    transcript.
+    """
+
+    def score(
+        self, trajectory: Trajectory, task: Task, context: ScoreContext
+    ) -> Outcome | Awaitable[Outcome]:
         """The outcome of one episode."""
 
 
 class GroupRewardSource(Protocol):
-    """Judges a group's trajectories together (``reward.per: group``) once its episodes have ended: those that can be scored, in the
-    order of their samples, with one outcome for each; an error concerns all of them, as in ``RewardSource``. A single one (a
-    held-out answer) is given to ``score``, where the source has that."""
+    """Judges a group's trajectories together (``reward.per: group``) once its episodes have ended:
+    those that can be scored, in the order of their samples, with one outcome for each; an error
+    concerns all of them, as in ``RewardSource``. A single one (a held-out answer) is given to
+    ``score``, where the source has that.
+    """
 
     def score_group(
         self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]
@@ -268,10 +359,14 @@ class BoxReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrainItem:
-    """One trajectory to train on; reference log-probs [sampled_tokens] or None. ``on_policy``: a replayed sample whose old
-    log-probs are recomputed (weight 1). ``lag``: steps between its oldest weights and these. ``turns``: an advantage for
-    each sampled turn, in place of one for all. ``group_tokens``: sampled tokens of its group in the update. ``part_of`` and
-    ``trajectory_tokens``: of a sequence, the number and the sampled tokens of its trajectory in the update; 0: its own."""
+    """One trajectory to train on; reference log-probs [sampled_tokens] or None.
+
+    ``on_policy``: a replayed sample whose old log-probs are recomputed (weight 1). ``lag``: steps
+    between its oldest weights and these. ``turns``: an advantage for each sampled turn, in place of
+    one for all. ``group_tokens``: sampled tokens of its group in the update. ``part_of`` and
+    ``trajectory_tokens``: of a sequence, the number and the sampled tokens of its trajectory in the
+    update; 0: its own.
+    """
 
     trajectory: Trajectory
     advantage: float

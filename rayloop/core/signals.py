@@ -13,8 +13,10 @@ STOP = (signal.SIGTERM, signal.SIGINT, *([HANGUP] if HANGUP else []))
 
 
 class StopSignals:
-    """Records the signals that arrive: ``first`` is the number of the first one, or None, and ``again`` is true once another one
-    has followed. It raises nothing, since the code that a signal interrupts may swallow an exception."""
+    """Records the signals that arrive: ``first`` is the number of the first one, or None, and
+    ``again`` is true once another one has followed. It raises nothing, since the code that a signal
+    interrupts may swallow an exception.
+    """
 
     def __init__(self) -> None:
         self.first: int | None = None
@@ -34,7 +36,9 @@ class StopSignals:
 
 
 def leave_terminal() -> None:
-    """When this process's terminal was closed, let what it still prints go nowhere: there each write raises."""
+    """When this process's terminal was closed, let what it still prints go nowhere: there each
+    write raises.
+    """
     for output in (1, 2):
         try:
             # An empty write has no effect but the error of a terminal that was closed.
@@ -45,8 +49,10 @@ def leave_terminal() -> None:
 
 @contextmanager
 def handling(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
-    """Let ``handler`` answer these signals within the block; the ones before come back. SIGHUP stays ignored where it is: the
-    process was started by nohup. Only in the main thread."""
+    """Let ``handler`` answer these signals within the block; the ones before come back.
+
+    SIGHUP stays ignored where it is: the process was started by nohup. Only in the main thread.
+    """
     numbers = tuple(n for n in numbers if n != HANGUP or signal.getsignal(n) != signal.SIG_IGN)
     before = {number: signal.signal(number, handler) for number in numbers}
     try:

@@ -1,5 +1,7 @@
-"""Calls of foreign, blocking code with a deadline: in a daemon thread for each call, which neither exhausts a pool nor keeps the
-process from exiting, or (``CallLoop``) in one thread for all calls of an object and its coroutines."""
+"""Calls of foreign, blocking code with a deadline: in a daemon thread for each call, which neither
+exhausts a pool nor keeps the process from exiting, or (``CallLoop``) in one thread for all calls of
+an object and its coroutines.
+"""
 
 import asyncio
 import inspect
@@ -19,15 +21,21 @@ Result = TypeVar("Result")
 
 
 async def in_thread(function: Callable[..., Result], *args: object, timeout: float) -> Result:
-    """Run ``function(*args)`` in a thread for at most ``timeout`` seconds. Raises DeadlineExceeded (the thread is abandoned), or
-    what ``function`` raises: SystemExit and StopIteration as RuntimeError."""
+    """Run ``function(*args)`` in a thread for at most ``timeout`` seconds.
+
+    Raises DeadlineExceeded (the thread is abandoned), or what ``function`` raises: SystemExit and
+    StopIteration as RuntimeError.
+    """
     answer = asked()
     return await within(timeout, answer, start(lambda: settle(answer, lambda: function(*args))))
 
 
 def complete(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Run the coroutine to its end. Where this thread runs an event loop already, as in a notebook, another thread runs it; what
-    interrupts this one cancels it."""
+    """Run the coroutine to its end.
+
+    Where this thread runs an event loop already, as in a notebook, another thread runs it; what
+    interrupts this one cancels it.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -50,8 +58,13 @@ def complete(coroutine: Coroutine[Any, Any, Result]) -> Result:
             raise
 
 
-def call_within(timeout: float, function: Callable[..., Result], /, *args: object, **options: object) -> Result:
-    """Run ``function`` in a thread, waited for by this one for at most ``timeout`` seconds. Raises as ``in_thread``."""
+def call_within(
+    timeout: float, function: Callable[..., Result], /, *args: object, **options: object
+) -> Result:
+    """Run ``function`` in a thread, waited for by this one for at most ``timeout`` seconds.
+
+    Raises as ``in_thread``.
+    """
     answer = asked()
     thread = start(lambda: settle(answer, lambda: function(*args, **options)))
     if not wait({answer}, timeout).done:
@@ -61,12 +74,17 @@ def call_within(timeout: float, function: Callable[..., Result], /, *args: objec
 
 
 HUNG = 8
-"""Calls that may hang in one actor before it is replaced, which counts against no budget: each holds its memory, and may spin."""
+"""Calls that may hang in one actor before it is replaced, which counts against no budget: each
+holds its memory, and may spin.
+"""
 _abandoned: set[threading.Thread] = set()
 
 
 def hanging() -> int:
-    """The number of threads that were given up at their deadline and still run. Only the process's end ends them."""
+    """The number of threads that were given up at their deadline and still run.
+
+    Only the process's end ends them.
+    """
     _abandoned.difference_update([thread for thread in _abandoned if not thread.is_alive()])
     return len(_abandoned)
 
@@ -95,7 +113,9 @@ def settle(answer: Future[Any], work: Callable[[], Any]) -> None:
 
 
 def contained(work: Callable[[], Result]) -> Result:
-    """What ``work()`` returns or raises; an exception that is no ``Exception`` (SystemExit), and StopIteration, as RuntimeError."""
+    """What ``work()`` returns or raises; an exception that is no ``Exception`` (SystemExit), and
+    StopIteration, as RuntimeError.
+    """
     try:
         return work()
     except BaseException as error:
@@ -107,7 +127,10 @@ def contained(work: Callable[[], Result]) -> Result:
 
 
 async def within(timeout: float, answer: Future[Any], thread: threading.Thread) -> Any:
-    """Await the answer of ``thread`` for at most ``timeout`` seconds; others may wait for it too. Raises as ``in_thread``."""
+    """Await the answer of ``thread`` for at most ``timeout`` seconds; others may wait for it too.
+
+    Raises as ``in_thread``.
+    """
     if answer.done():
         return answer.result()
     future = asyncio.wrap_future(answer)
@@ -129,8 +152,10 @@ _Call = tuple[Future[Any], Callable[[], Any]]
 
 
 class CallLoop:
-    """Carries out the calls that other threads ``put`` in the thread that is in ``run``, one by one. Coroutines run on one event
-    loop, which goes on between calls; plain functions are never called while it runs (Playwright refuses that)."""
+    """Carries out the calls that other threads ``put`` in the thread that is in ``run``, one by
+    one. Coroutines run on one event loop, which goes on between calls; plain functions are never
+    called while it runs (Playwright refuses that).
+    """
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
@@ -138,7 +163,9 @@ class CallLoop:
         self._filled = asyncio.Event()
 
     def put(self, function: Callable[[], Any]) -> Future[Any]:
-        """Returns at once; the future gets what ``function`` returns or raises, as of ``in_thread``."""
+        """Returns at once; the future gets what ``function`` returns or raises, as of
+        ``in_thread``.
+        """
         answer = asked()
         self._enqueue((answer, function))
         return answer
@@ -148,7 +175,10 @@ class CallLoop:
         self._enqueue(None)
 
     def run(self) -> None:
-        """Carry out calls until ``stop``; then what is left on the event loop is cancelled. May be called again."""
+        """Carry out calls until ``stop``; then what is left on the event loop is cancelled.
+
+        May be called again.
+        """
         try:
             while (call := self._next()) is not None:
                 self._carry_out(*call)
@@ -198,7 +228,10 @@ class OwnerThread:
         self._thread = start(self._calls.run)
 
     async def call(self, function: Callable[..., Any], *args: object, timeout: float) -> Any:
-        """``function(*args)``, awaited too when that is a coroutine. Raises as ``in_thread`` does."""
+        """``function(*args)``, awaited too when that is a coroutine.
+
+        Raises as ``in_thread`` does.
+        """
         return await within(timeout, self._calls.put(lambda: function(*args)), self._thread)
 
     def put(self, function: Callable[[], Any]) -> None:
@@ -215,16 +248,25 @@ async def _awaited(result: Awaitable[Any]) -> Any:
 
 
 PLUMBING = (
-    "rayloop/config/settings.py", "rayloop/rewards/functions.py", "rayloop/core/threads.py",
-    "rayloop/envs/episode.py", "rayloop/envs/instance.py", "rayloop/envs/worker.py",
-    "actors/reward.py", "cluster/stages/trial.py",
-)  # fmt: skip
+    "rayloop/config/settings.py",
+    "rayloop/rewards/functions.py",
+    "rayloop/core/threads.py",
+    "rayloop/envs/episode.py",
+    "rayloop/envs/instance.py",
+    "rayloop/envs/worker.py",
+    "actors/reward.py",
+    "cluster/stages/trial.py",
+)
 """Files whose frames stand above a person's own code in a traceback, and say nothing about it."""
-_FRAMES = re.compile(rf'^  File "[^"]*({"|".join(map(re.escape, PLUMBING))})".*\n(    .*\n)*', re.MULTILINE)
+_FRAMES = re.compile(
+    rf'^  File "[^"]*({"|".join(map(re.escape, PLUMBING))})".*\n(    .*\n)*', re.MULTILINE
+)
 
 
 def own_frames(error: BaseException) -> str:
-    """The traceback without the frames of what called a person's code, and without what was being handled meanwhile."""
+    """The traceback without the frames of what called a person's code, and without what was being
+    handled meanwhile.
+    """
     return _FRAMES.sub("", "".join(traceback.format_exception(error, chain=False)).rstrip())
 
 
@@ -233,10 +275,16 @@ V = TypeVar("V")
 
 
 class Cache(Generic[K, V]):
-    """Values by key, thread-safe. ``limit`` and ``size`` have one unit; keys ``in_use`` stay beyond the limit."""
+    """Values by key, thread-safe.
+
+    ``limit`` and ``size`` have one unit; keys ``in_use`` stay beyond the limit.
+    """
 
     def __init__(
-        self, limit: int, size: Callable[[V], int] = lambda value: 1, in_use: Callable[[K], bool] = lambda key: False
+        self,
+        limit: int,
+        size: Callable[[V], int] = lambda value: 1,
+        in_use: Callable[[K], bool] = lambda key: False,
     ) -> None:
         self.used = 0
         self._limit, self._size, self._in_use = limit, size, in_use
@@ -255,7 +303,10 @@ class Cache(Generic[K, V]):
             return value
 
     def put(self, key: K, value: V) -> None:
-        """Keep a value, in the place of an earlier one of this key. One that is larger than the limit is not kept."""
+        """Keep a value, in the place of an earlier one of this key.
+
+        One that is larger than the limit is not kept.
+        """
         with self._lock:
             if (old := self._values.pop(key, None)) is not None:
                 self.used -= self._size(old)
@@ -275,7 +326,10 @@ class Cache(Generic[K, V]):
             self.used = 0
 
     def made(self, key: K, make: Callable[[], V]) -> V:
-        """The value, made now if there is none; threads that ask meanwhile wait for it. Raises what ``make`` raises."""
+        """The value, made now if there is none; threads that ask meanwhile wait for it.
+
+        Raises what ``make`` raises.
+        """
         if (value := self.get(key)) is not None:
             return value
         with self._lock:

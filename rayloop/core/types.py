@@ -1,5 +1,8 @@
-"""The types of tasks and trajectories. No torch, no ray, no I/O. A trajectory is a sequence of turns: *sampled* turns carry
-behaviour log-probs, all others are context. Token ids are the expanded ones (n per image)."""
+"""The types of tasks and trajectories.
+
+No torch, no ray, no I/O. A trajectory is a sequence of turns: *sampled* turns carry behaviour
+log-probs, all others are context. Token ids are the expanded ones (n per image).
+"""
 
 import hashlib
 from collections.abc import Generator, Mapping
@@ -30,7 +33,9 @@ class EndReason(StrEnum):
 
 
 UNGRADED = (EndReason.TOOL_DEADLINE, EndReason.POLICY_FAILURE)
-"""Ends of episodes that the policy broke: they have the failing value, and neither the environment nor a grader is asked."""
+"""Ends of episodes that the policy broke: they have the failing value, and neither the environment
+nor a grader is asked.
+"""
 
 
 class FinishReason(StrEnum):
@@ -43,7 +48,10 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Version:
-    """Weights of one optimizer step. The lineage grows at every restore, so a version never names two sets of weights."""
+    """Weights of one optimizer step.
+
+    The lineage grows at every restore, so a version never names two sets of weights.
+    """
 
     lineage: int
     step: int
@@ -54,8 +62,11 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """Where an image comes from: a file under the data root, or encoded bytes (PNG, JPEG, WebP). ``size``: width and height of
-    bytes that have been decoded already, and are not decoded again for a prompt."""
+    """Where an image comes from: a file under the data root, or encoded bytes (PNG, JPEG, WebP).
+
+    ``size``: width and height of bytes that have been decoded already, and are not decoded again
+    for a prompt.
+    """
 
     path: str | None = None
     data: bytes | None = None
@@ -64,8 +75,11 @@ class ImageSource:
 
 @dataclass(frozen=True, slots=True)
 class ImageRef:
-    """An image in a token sequence, by content. It has ``tokens`` image tokens; ``grid`` is (t, h, w) in patches after the resize.
-    Its bytes are at ``path``; with None, in ``Trajectory.image_bytes[sha256]``."""
+    """An image in a token sequence, by content.
+
+    It has ``tokens`` image tokens; ``grid`` is (t, h, w) in patches after the resize. Its bytes are
+    at ``path``; with None, in ``Trajectory.image_bytes[sha256]``.
+    """
 
     sha256: str
     width: int
@@ -77,8 +91,11 @@ class ImageRef:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One chat message; ``parts`` are texts and images in reading order. ``fields``: its other keys that a chat template may read
-    (``tool_calls``, ``tool_call_id``, ``name``, ``reasoning_content``); ``content`` among them stands for the parts (None)."""
+    """One chat message; ``parts`` are texts and images in reading order.
+
+    ``fields``: its other keys that a chat template may read (``tool_calls``, ``tool_call_id``,
+    ``name``, ``reasoning_content``); ``content`` among them stands for the parts (None).
+    """
 
     role: str
     parts: tuple[str | ImageSource, ...]
@@ -92,9 +109,13 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One dataset row. ``source`` names the data source (metrics are split by it); ``extra`` is passed through. ``environment``:
-    the kind to play it in, one of ``environment.kinds``; empty for the one of ``environment.episode``. ``tools``: schemas in
-    OpenAI's form that the chat template shows where the environment has no tools of its own."""
+    """One dataset row.
+
+    ``source`` names the data source (metrics are split by it); ``extra`` is passed through.
+    ``environment``: the kind to play it in, one of ``environment.kinds``; empty for the one of
+    ``environment.episode``. ``tools``: schemas in OpenAI's form that the chat template shows where
+    the environment has no tools of its own.
+    """
 
     id: str
     messages: tuple[Message, ...]
@@ -112,10 +133,12 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The policy samples ``log_softmax(mask(logits) / temperature)`` (docs/algorithm.md, section 1). The mask removes
-    ``banned_tokens``, and ``end_tokens`` from a turn's first ``min_tokens``; of the others it keeps the ``top_k`` likeliest
-    (``MOST_KEPT`` when only ``top_p`` is given), and of these the fewest likeliest whose probabilities, at the temperature, reach
-    ``top_p``. ``temperature`` 0: greedy, log-probs at 1, nothing else is removed."""
+    """The policy samples ``log_softmax(mask(logits) / temperature)`` (docs/algorithm.md, section
+    1). The mask removes ``banned_tokens``, and ``end_tokens`` from a turn's first ``min_tokens``;
+    of the others it keeps the ``top_k`` likeliest (``MOST_KEPT`` when only ``top_p`` is given), and
+    of these the fewest likeliest whose probabilities, at the temperature, reach ``top_p``.
+    ``temperature`` 0: greedy, log-probs at 1, nothing else is removed.
+    """
 
     temperature: float = 1.0
     max_tokens: int = 64
@@ -143,7 +166,9 @@ class PromptImage:
 
 @dataclass(frozen=True, slots=True)
 class Cohort:
-    """Requests that must be decoded as one batch (``rollout.deterministic``): the engine waits for ``size`` of ``key``."""
+    """Requests that must be decoded as one batch (``rollout.deterministic``): the engine waits for
+    ``size`` of ``key``.
+    """
 
     key: str
     size: int
@@ -151,7 +176,10 @@ class Cohort:
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
-    """Expanded token ids and their images, in order. ``affinity`` groups requests that share a prefix."""
+    """Expanded token ids and their images, in order.
+
+    ``affinity`` groups requests that share a prefix.
+    """
 
     token_ids: TokenIds
     images: tuple[PromptImage, ...] = ()
@@ -162,20 +190,26 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ImagesSent:
-    """Images that went to engines with requests: how many, their ``bytes``, and how many of them because they were forgotten."""
+    """Images that went to engines with requests: how many, their ``bytes``, and how many of them
+    because they were forgotten.
+    """
 
     images: int = 0
     bytes: int = 0
     again: int = 0
 
     def __add__(self, other: "ImagesSent") -> "ImagesSent":
-        return ImagesSent(self.images + other.images, self.bytes + other.bytes, self.again + other.again)
+        return ImagesSent(
+            self.images + other.images, self.bytes + other.bytes, self.again + other.again
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sampled turn: ``token_ids`` [N], ``logprobs`` [N] (natural log, of the sampled token), and whose weights. ``kept`` [N]
-    with a ``Sampling`` that keeps some tokens only. ``times``: when it was asked for and when it came, unix seconds."""
+    """One sampled turn: ``token_ids`` [N], ``logprobs`` [N] (natural log, of the sampled token),
+    and whose weights. ``kept`` [N] with a ``Sampling`` that keeps some tokens only. ``times``: when
+    it was asked for and when it came, unix seconds.
+    """
 
     token_ids: TokenIds
     logprobs: tuple[float, ...]
@@ -188,17 +222,25 @@ class Completion:
     def turn(self) -> "Turn":
         """As the policy's turn in an episode."""
         return Turn(
-            "assistant", self.token_ids, logprobs=self.logprobs, version=self.version, finish=self.finish, kept=self.kept,
+            "assistant",
+            self.token_ids,
+            logprobs=self.logprobs,
+            version=self.version,
+            finish=self.finish,
+            kept=self.kept,
             times=self.times,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A run of tokens: sampled by the policy (``logprobs`` set) or context. ``restart``: nothing before it is seen from here on.
-    ``executed``: whether the environment carried out a sampled turn's action; None: unknown, or an answer. ``reward``: what the
-    environment paid for a sampled turn (``StepResult.reward``). ``times``: those of the completion, then when the environment had
-    answered; of a prompt, when it was begun and made."""
+    """A run of tokens: sampled by the policy (``logprobs`` set) or context.
+
+    ``restart``: nothing before it is seen from here on. ``executed``: whether the environment
+    carried out a sampled turn's action; None: unknown, or an answer. ``reward``: what the
+    environment paid for a sampled turn (``StepResult.reward``). ``times``: those of the completion,
+    then when the environment had answered; of a prompt, when it was begun and made.
+    """
 
     role: str
     token_ids: TokenIds
@@ -220,7 +262,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, order=True)
 class TrajectoryId:
-    """``group`` is the group's group number, ``sample`` the index within it. Re-issues keep the id (see ``attempt``)."""
+    """``group`` is the group's group number, ``sample`` the index within it.
+
+    Re-issues keep the id (see ``attempt``).
+    """
 
     group: int
     sample: int
@@ -231,8 +276,11 @@ class TrajectoryId:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """One episode to play: what the driver sends to an environment actor. ``cohort`` is the group's size in deterministic mode;
-    ``episode`` has values that replace those of ``environment.episode``."""
+    """One episode to play: what the driver sends to an environment actor.
+
+    ``cohort`` is the group's size in deterministic mode; ``episode`` has values that replace those
+    of ``environment.episode``.
+    """
 
     task: Task
     id: TrajectoryId
@@ -245,8 +293,10 @@ class RolloutRequest:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """The weights that a trajectory's tokens have in the losses that an update sums: policy gradient (``rl``), KL to the reference
-    (``ref_kl``, which regularises or distils) and supervised (``ce``). Each is averaged over the tokens whose weight is not 0."""
+    """The weights that a trajectory's tokens have in the losses that an update sums: policy
+    gradient (``rl``), KL to the reference (``ref_kl``, which regularises or distils) and supervised
+    (``ce``). Each is averaged over the tokens whose weight is not 0.
+    """
 
     rl: float = 1.0
     ref_kl: float = 1.0
@@ -259,9 +309,10 @@ STREAMS = Streams()
 
 @dataclass(frozen=True, slots=True)
 class FlatTrajectory:
-    """A trajectory as arrays of length T: token_ids int64; loss_mask bool, True = sampled by the policy; behaviour_logprobs
-    float32, 0 where not sampled; turn_position int32, index within the sampled turn, -1 elsewhere. ``kept``: of the sampled
-    tokens; None when some turn has none."""
+    """A trajectory as arrays of length T: token_ids int64; loss_mask bool, True = sampled by the
+    policy; behaviour_logprobs float32, 0 where not sampled; turn_position int32, index within the
+    sampled turn, -1 elsewhere. ``kept``: of the sampled tokens; None when some turn has none.
+    """
 
     token_ids: npt.NDArray[np.int64]
     loss_mask: npt.NDArray[np.bool_]
@@ -272,7 +323,10 @@ class FlatTrajectory:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One episode, as the trainer needs it (the *payload*). Travels between actors; the driver never opens it."""
+    """One episode, as the trainer needs it (the *payload*).
+
+    Travels between actors; the driver never opens it.
+    """
 
     id: TrajectoryId
     attempt: int
@@ -303,38 +357,58 @@ class Trajectory:
 
     @property
     def segments(self) -> tuple[Self, ...]:
-        """Its parts between restarts, in order: the sequences that the engine saw and that are trained. The context of a restart
-        repeats earlier tokens; each sampled token is trained once."""
-        starts = [0, *(i for i, turn in enumerate(self.turns) if i and turn.restart), len(self.turns)]
+        """Its parts between restarts, in order: the sequences that the engine saw and that are
+        trained. The context of a restart repeats earlier tokens; each sampled token is trained
+        once.
+        """
+        starts = [
+            0,
+            *(i for i, turn in enumerate(self.turns) if i and turn.restart),
+            len(self.turns),
+        ]
         if len(starts) == 2:
             return (self,)
         return tuple(replace(self, turns=self.turns[start:end]) for start, end in pairwise(starts))
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The anchor state (GiGPO, arXiv:2505.10978) of each sampled turn: 16 hex digits of BLAKE2b over the images and tokens that
-        came after the sampled turn before (for the first: of the prompt). Skips a restart's context, and an end token first."""
+        """The anchor state (GiGPO, arXiv:2505.10978) of each sampled turn: 16 hex digits of BLAKE2b
+        over the images and tokens that came after the sampled turn before (for the first: of the
+        prompt). Skips a restart's context, and an end token first.
+        """
         states, images, tokens = list[str](), list[str](), list[int]()
         for turn in self.turns:
             if turn.sampled:
-                states.append(hashlib.blake2b(repr((images, tokens)).encode(), digest_size=8).hexdigest())
+                states.append(
+                    hashlib.blake2b(repr((images, tokens)).encode(), digest_size=8).hexdigest()
+                )
                 images, tokens = [], []
             elif not turn.restart:
                 # Whether a turn ended with its end token or was
                 # cut does not change the state that follows.
-                closes = not tokens and turn.token_ids[:1] and turn.token_ids[0] in self.sampling.end_tokens
+                closes = (
+                    not tokens
+                    and turn.token_ids[:1]
+                    and turn.token_ids[0] in self.sampling.end_tokens
+                )
                 tokens += turn.token_ids[1:] if closes else turn.token_ids
                 images += [image.sha256 for image in turn.images]
         return tuple(states)
 
     def flatten(self) -> FlatTrajectory:
-        """Concatenate the turns of one segment. Raises ValueError when log-probs and sampled tokens differ in number."""
+        """Concatenate the turns of one segment.
+
+        Raises ValueError when log-probs and sampled tokens differ in number.
+        """
         total = sum(len(turn.token_ids) for turn in self.turns)
         parts = [turn.kept for turn in self.sampled_turns]
         flat = FlatTrajectory(
-            np.empty(total, np.int64), np.zeros(total, np.bool_), np.zeros(total, np.float32), np.full(total, -1, np.int32),
+            np.empty(total, np.int64),
+            np.zeros(total, np.bool_),
+            np.zeros(total, np.float32),
+            np.full(total, -1, np.int32),
             Kept.joined(part for part in parts if part) if parts and all(parts) else None,
-        )  # fmt: skip
+        )
         end = 0
         for turn in self.turns:
             n = len(turn.token_ids)
@@ -342,7 +416,10 @@ class Trajectory:
             flat.token_ids[here] = turn.token_ids
             if turn.logprobs is not None:
                 if len(turn.logprobs) != n:
-                    raise ValueError(f"trajectory {self.id}: {len(turn.logprobs)} log-probs for {n} sampled tokens")
+                    raise ValueError(
+                        f"trajectory {self.id}: {len(turn.logprobs)} log-probs for {n} sampled"
+                        " tokens"
+                    )
                 flat.loss_mask[here] = True
                 flat.behaviour_logprobs[here] = turn.logprobs
                 flat.turn_position[here] = np.arange(n)
@@ -351,10 +428,13 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What the driver knows of a trajectory without opening its payload. Lengths in tokens (expanded). ``turn_rewards`` and
-    ``states`` (``Turn.reward``, ``Trajectory.states``) have one entry for each sampled turn, as they stand; ``order`` is the
-    trajectory's. ``first_version`` is the oldest that sampled a turn, ``last_version`` the newest. ``spans``: ``reset``,
-    ``generate`` and ``step``, each from when to when, in unix seconds."""
+    """What the driver knows of a trajectory without opening its payload.
+
+    Lengths in tokens (expanded). ``turn_rewards`` and ``states`` (``Turn.reward``,
+    ``Trajectory.states``) have one entry for each sampled turn, as they stand; ``order`` is the
+    trajectory's. ``first_version`` is the oldest that sampled a turn, ``last_version`` the newest.
+    ``spans``: ``reset``, ``generate`` and ``step``, each from when to when, in unix seconds.
+    """
 
     id: TrajectoryId
     attempt: int
@@ -372,7 +452,8 @@ class Summary:
     env_result: float | None = None
     seconds: float = 0.0
     prompt_tokens: int = 0  # of ``length``, those before the first sampled one
-    cut: bool = False  # one of its sampled turns ended at a limit of tokens, that of a turn or that of the episode
+    # one of its sampled turns ended at a limit of tokens, that of a turn or that of the episode
+    cut: bool = False
     sent: ImagesSent = ImagesSent()
     turn_rewards: tuple[float, ...] = ()
     states: tuple[str, ...] = ()
@@ -384,7 +465,10 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Ref(Generic[T_co]):
-    """A value in the object store, now or later: Ray's ObjectRef at run time. The driver passes payloads on and never opens one."""
+    """A value in the object store, now or later: Ray's ObjectRef at run time.
+
+    The driver passes payloads on and never opens one.
+    """
 
     def __await__(self) -> Generator[Any, None, T_co]:
         raise NotImplementedError("Ref is a type only; Ray's ObjectRef is awaited")
@@ -394,7 +478,11 @@ SEED_BITS = 63
 
 
 def derive(seed: int | str, *parts: int | str) -> int:
-    """A seed in [0, 2**63) for the purpose named by ``parts``: the same on every machine and in every process. The parts' types and
-    boundaries count: ``derive(0, "a", "b")``, ``derive(0, "ab")`` and ``derive(0, 1)``, ``derive(0, "1")`` all differ."""
+    """A seed in [0, 2**63) for the purpose named by ``parts``: the same on every machine and in
+    every process. The parts' types and boundaries count: ``derive(0, "a", "b")``, ``derive(0,
+    "ab")`` and ``derive(0, 1)``, ``derive(0, "1")`` all differ.
+    """
     # Python's hash of a text differs between processes; 63 bits fit into a signed int64.
-    return int.from_bytes(hashlib.blake2b(repr((seed, *parts)).encode(), digest_size=8).digest(), "big") >> (64 - SEED_BITS)
+    return int.from_bytes(
+        hashlib.blake2b(repr((seed, *parts)).encode(), digest_size=8).digest(), "big"
+    ) >> (64 - SEED_BITS)

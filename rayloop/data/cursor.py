@@ -10,7 +10,9 @@ from rayloop.core.types import Task, derive
 
 
 def evenly(tasks: Sequence[Task], limit: int | None) -> list[Task]:
-    """``limit`` of the tasks (None: all), in their order: as many of each data source where possible, evenly spread."""
+    """``limit`` of the tasks (None: all), in their order: as many of each data source where
+    possible, evenly spread.
+    """
     if limit is None or limit >= len(tasks):
         return list(tasks)
     sources: dict[str, list[int]] = defaultdict(list)
@@ -26,9 +28,13 @@ def evenly(tasks: Sequence[Task], limit: int | None) -> list[Task]:
 
 
 class TaskCursor:
-    """The next task: each epoch is a permutation from seed and epoch; with ``tiers`` [count] the first visits the lowest first."""
+    """The next task: each epoch is a permutation from seed and epoch; with ``tiers`` [count] the
+    first visits the lowest first.
+    """
 
-    def __init__(self, count: int, seed: int, shuffle: bool = True, tiers: Sequence[int] = ()) -> None:
+    def __init__(
+        self, count: int, seed: int, shuffle: bool = True, tiers: Sequence[int] = ()
+    ) -> None:
         if count < 1:
             raise ValueError(f"a cursor needs at least one task, not {count}")
         self._count, self._seed, self._shuffle = count, seed, shuffle
@@ -58,13 +64,20 @@ class TaskCursor:
         }
 
     def restore(self, state: Mapping[str, int | bool | str]) -> None:
-        """Continue where ``state`` was taken. Raises CheckpointError when data, seed, shuffling or tiers have changed."""
+        """Continue where ``state`` was taken.
+
+        Raises CheckpointError when data, seed, shuffling or tiers have changed.
+        """
         state = {"order": "", **state}  # older checkpoints have none
         here = self.state()
-        fixed = [name for name in ("count", "seed", "shuffle", "order") if state[name] != here[name]]
+        fixed = [
+            name for name in ("count", "seed", "shuffle", "order") if state[name] != here[name]
+        ]
         changed = [f"{name}: {state[name]} then, {here[name]} now" for name in fixed]
         if changed:
-            raise CheckpointError(f"the checkpoint visits other tasks than this run ({'; '.join(changed)})")
+            raise CheckpointError(
+                f"the checkpoint visits other tasks than this run ({'; '.join(changed)})"
+            )
         self._begin(int(state["epoch"]), int(state["position"]))
 
     def _begin(self, epoch: int, position: int) -> None:

@@ -1,4 +1,6 @@
-"""Images: checking a file before it is decoded, the processor's resize rule, and references by content. PIL and numpy only."""
+"""Images: checking a file before it is decoded, the processor's resize rule, and references by
+content. PIL and numpy only.
+"""
 
 import base64
 import errno
@@ -30,7 +32,10 @@ ANIMATED = ("GIF",)
 FOREIGN = ("GIF", "BMP", "TIFF")
 """Formats that are read besides ``FORMATS`` where a data set is prepared."""
 _OTHERS = {b"GI": "GIF", b"BM": "BMP", b"II": "TIFF", b"MM": "TIFF", b"%P": "PDF", b"<s": "SVG"}
-"""What files of other formats begin with -> the format. PIL's own message names the buffer that it read."""
+"""What files of other formats begin with -> the format.
+
+PIL's own message names the buffer that it read.
+"""
 MAX_ASPECT = 200
 """Qwen2-VL's processor refuses images with a side longer than this many times the other."""
 
@@ -38,11 +43,15 @@ ORIENTATION = 0x0112
 """The EXIF tag that says how an image is turned; 1: not at all."""
 
 MAX_PIXELS = 50_000_000
-"""The most pixels of an image before it is resized. A larger one is refused before it is decoded (image bombs): 50 million pixels
-take 150 MB."""
+"""The most pixels of an image before it is resized.
+
+A larger one is refused before it is decoded (image bombs): 50 million pixels take 150 MB.
+"""
 
 MOST_BYTES = 4 * MAX_PIXELS
-"""The most bytes of an image's file: a picture of ``MAX_PIXELS`` has fewer in each format that is read."""
+"""The most bytes of an image's file: a picture of ``MAX_PIXELS`` has fewer in each format that is
+read.
+"""
 
 
 def encoding(data: bytes) -> str:
@@ -56,14 +65,23 @@ def data_url(data: bytes) -> str:
 
 
 _FILE_AT_FAULT = (
-    errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, *NO_CONTENT,
-)  # fmt: skip
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    *NO_CONTENT,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ImageGeometry:
-    """How a model cuts images: ``patch`` pixels per patch side, ``merge`` x ``merge`` patches per image token. ``tile``: pixels of
-    the side of the squares that it cuts an image into, 0: none. ``enlarges``: it first enlarges sides below an image token's."""
+    """How a model cuts images: ``patch`` pixels per patch side, ``merge`` x ``merge`` patches per
+    image token. ``tile``: pixels of the side of the squares that it cuts an image into, 0: none.
+    ``enlarges``: it first enlarges sides below an image token's.
+    """
 
     patch: int
     merge: int
@@ -83,7 +101,9 @@ class ImageGeometry:
         return max(1, self.max_pixels // max(1, self.tile**2))
 
     def grid(self, height: int, width: int) -> tuple[int, int, int]:
-        """(t, h, w) in patches of an image of this size in pixels; t is the number of squares, or 1."""
+        """(t, h, w) in patches of an image of this size in pixels; t is the number of squares, or
+        1.
+        """
         if self.tile:
             squares = best_tiles(height, width, self.tile, self.tiles)
             return squares + (squares > 1), self.tile // self.patch, self.tile // self.patch
@@ -98,13 +118,24 @@ def image_geometry(config: Mapping[str, Any], min_pixels: int, max_pixels: int) 
     vision, known = config["vision_config"], family(config.get("model_type", ""))
     if known.images == "tiles":
         patch, tile = (int(np.ravel(vision[name])[0]) for name in ("patch_size", "image_size"))
-        return ImageGeometry(patch, round(1 / config["downsample_ratio"]), min_pixels, max_pixels, tile)
-    return ImageGeometry(vision["patch_size"], vision["spatial_merge_size"], min_pixels, max_pixels, enlarges=known.frames > 1)
+        return ImageGeometry(
+            patch, round(1 / config["downsample_ratio"]), min_pixels, max_pixels, tile
+        )
+    return ImageGeometry(
+        vision["patch_size"],
+        vision["spatial_merge_size"],
+        min_pixels,
+        max_pixels,
+        enlarges=known.frames > 1,
+    )
 
 
 def probe(source: ImageSource, limit_pixels: int = MAX_PIXELS) -> tuple[bytes, int, int]:
-    """The encoded bytes of an intact image, its width and height (EXIF applied). Raises DataFailure (missing, corrupt, other
-    format), ImageRefused (too many pixels, aspect ratio above 200), InfrastructureFailure (the file system failed)."""
+    """The encoded bytes of an intact image, its width and height (EXIF applied).
+
+    Raises DataFailure (missing, corrupt, other format), ImageRefused (too many pixels, aspect ratio
+    above 200), InfrastructureFailure (the file system failed).
+    """
     name = source.path or "image bytes"
     data = read(source)
     # ``looked_at`` has decoded it, and these bytes cannot have changed since.
@@ -121,7 +152,9 @@ def probe(source: ImageSource, limit_pixels: int = MAX_PIXELS) -> tuple[bytes, i
         other = _OTHERS.get(data[:2])
         if other is not None:
             reason = f"it is a {other}; convert it"
-        raise DataFailure(name, f"not a readable {'/'.join(FORMATS)} image" + (f": {reason}" if reason else "")) from error
+        raise DataFailure(
+            name, f"not a readable {'/'.join(FORMATS)} image" + (f": {reason}" if reason else "")
+        ) from error
 
     # The header is compared before anything is decoded: an image bomb has a small file.
     _fits(name, width, height, limit_pixels)
@@ -145,18 +178,24 @@ def _fits(name: str, width: int, height: int, limit_pixels: int) -> None:
 
 
 ANSWERED = 64_000_000
-"""The most that decoding all pictures of one answer to the policy may take, in pixels of 8-bit RGB (``decoding``): some seconds of
-a busy core."""
+"""The most that decoding all pictures of one answer to the policy may take, in pixels of 8-bit RGB
+(``decoding``): some seconds of a busy core.
+"""
 NOT_SHOWN = "(image: cannot be shown)"
 """Stands where a picture would be that is broken, too large, or one too many."""
 _CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
 """PNG's colour types -> their channels; a palette (3) has one."""
 
 
-def looked_at(sources: Sequence[ImageSource], most: int = MAX_PIXELS, until: float = math.inf) -> list[ImageSource | None]:
-    """The pictures that an action of the policy led to. Each is decoded once, here. None stands for a picture that is broken or has
-    more than ``most`` pixels, for one with which all would cost more than ``ANSWERED``, and for those that come after ``until`` on
-    the monotonic clock. Files are left as they are, since the policy cannot make them."""
+def looked_at(
+    sources: Sequence[ImageSource], most: int = MAX_PIXELS, until: float = math.inf
+) -> list[ImageSource | None]:
+    """The pictures that an action of the policy led to.
+
+    Each is decoded once, here. None stands for a picture that is broken or has more than ``most``
+    pixels, for one with which all would cost more than ``ANSWERED``, and for those that come after
+    ``until`` on the monotonic clock. Files are left as they are, since the policy cannot make them.
+    """
     left = ANSWERED
     found: list[ImageSource | None] = []
     for source in sources:
@@ -180,15 +219,20 @@ def pictures(sources: Sequence[ImageSource]) -> list[str | ImageSource]:
 
 
 def decoding(data: bytes) -> int | None:
-    """What decoding takes, in pixels of 8-bit RGB, by the header alone: deeper and interlaced PNGs, and JPEGs of many scans, count
-    more. None for bytes that are not an image."""
+    """What decoding takes, in pixels of 8-bit RGB, by the header alone: deeper and interlaced PNGs,
+    and JPEGs of many scans, count more. None for bytes that are not an image.
+    """
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             pixels = image.width * image.height
     except Exception:  # whatever a forged one makes of its decoder
         return None
     if encoding(data) == "png":
-        depth, colour, interlaced = data[24], data[25], data[28]  # places in the first chunk, which every PNG has
+        depth, colour, interlaced = (
+            data[24],
+            data[25],
+            data[28],
+        )  # places in the first chunk, which every PNG has
         bits = _CHANNELS.get(colour, 4) * depth
         return max(pixels, pixels * bits // 24) * (2 if interlaced else 1)
     if encoding(data) == "jpeg":
@@ -205,7 +249,10 @@ _START_OF_SCAN = b"\xff\xda"
 
 
 def read(source: ImageSource) -> bytes:
-    """The encoded bytes, unchecked. Raises DataFailure for an unreadable file, InfrastructureFailure when the file system fails."""
+    """The encoded bytes, unchecked.
+
+    Raises DataFailure for an unreadable file, InfrastructureFailure when the file system fails.
+    """
     if source.data is not None:
         return source.data
     if source.path is None:
@@ -222,12 +269,15 @@ def read(source: ImageSource) -> bytes:
 
 
 def frame(source: ImageSource, alone: bool) -> bytes:
-    """The encoded bytes of a picture of a video, by its header; ``alone``: it may be the whole video, as an animated picture.
-    Raises DataFailure for any other file, and as ``read``."""
+    """The encoded bytes of a picture of a video, by its header; ``alone``: it may be the whole
+    video, as an animated picture. Raises DataFailure for any other file, and as ``read``.
+    """
     name = source.path or "image bytes"
     data = read(source)
     try:
-        with Image.open(io.BytesIO(data), formats=(*FORMATS, *ANIMATED) if alone else FORMATS) as image:
+        with Image.open(
+            io.BytesIO(data), formats=(*FORMATS, *ANIMATED) if alone else FORMATS
+        ) as image:
             width, height = image.size
     except _BROKEN as error:
         raise DataFailure(name, f"no picture of a video: {error}") from error
@@ -237,23 +287,37 @@ def frame(source: ImageSource, alone: bool) -> bytes:
 
 
 def decode(data: bytes) -> Image.Image:
-    """The image as RGB, EXIF orientation applied: the one way from bytes to pixels for prompt, engine and trainer."""
+    """The image as RGB, EXIF orientation applied: the one way from bytes to pixels for prompt,
+    engine and trainer.
+    """
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         shown: Image.Image = rgb(image)
         return shown
 
 
 def portable(data: bytes) -> bytes:
-    """The image for a program that decodes it itself: the bytes, or a PNG where decoders disagree (16 bits, transparency, EXIF)."""
+    """The image for a program that decodes it itself: the bytes, or a PNG where decoders disagree
+    (16 bits, transparency, EXIF).
+    """
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-        alike = image.mode in ("RGB", "L") and not image.has_transparency_data and image.getexif().get(ORIENTATION, 1) == 1
+        alike = (
+            image.mode in ("RGB", "L")
+            and not image.has_transparency_data
+            and image.getexif().get(ORIENTATION, 1) == 1
+        )
     return data if alike else png(decode(data))
 
 
 def tinted(data: bytes, strength: float) -> bytes:
-    """The image as a PNG that shows position: ``1 - strength`` of it, plus red from left to right, blue from top to bottom."""
+    """The image as a PNG that shows position: ``1 - strength`` of it, plus red from left to right,
+    blue from top to bottom.
+    """
     pixels = np.asarray(decode(data), np.float32) * (1 - strength)
-    return png(Image.fromarray((pixels + _tint(pixels.shape[0], pixels.shape[1], strength)).round().astype(np.uint8)))
+    return png(
+        Image.fromarray(
+            (pixels + _tint(pixels.shape[0], pixels.shape[1], strength)).round().astype(np.uint8)
+        )
+    )
 
 
 def untinted(image: Image.Image, strength: float) -> Image.Image:
@@ -278,9 +342,16 @@ def png(image: Image.Image) -> bytes:
 
 
 def smart_resize(
-    height: int, width: int, factor: int = 28, min_pixels: int = 56 * 56, max_pixels: int = 14 * 14 * 4 * 1280
+    height: int,
+    width: int,
+    factor: int = 28,
+    min_pixels: int = 56 * 56,
+    max_pixels: int = 14 * 14 * 4 * 1280,
 ) -> tuple[int, int]:
-    """(height, width) as of transformers' Qwen2-VL: multiples of ``factor``, area in the range. A test compares them."""
+    """(height, width) as of transformers' Qwen2-VL: multiples of ``factor``, area in the range.
+
+    A test compares them.
+    """
     # Python rounds halves to even, as the original does; floor or ceil would give other grids.
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
     if rows * columns > max_pixels:
@@ -295,30 +366,57 @@ def smart_resize(
 
 
 def best_tiles(height: int, width: int, side: int, most: int) -> int:
-    """Into how many squares transformers' InternVL cuts an image: rows x columns of the closest aspect ratio, at most ``most``; of
-    equal ones the last that the image fills by half. A test compares them."""
+    """Into how many squares transformers' InternVL cuts an image: rows x columns of the closest
+    aspect ratio, at most ``most``; of equal ones the last that the image fills by half. A test
+    compares them.
+    """
     # sorted() is stable and equal areas stay in this order, which decides between equal ratios.
-    shapes = sorted(((w, h) for w in range(1, most + 1) for h in range(1, most // w + 1)), key=math.prod)
+    shapes = sorted(
+        ((w, h) for w in range(1, most + 1) for h in range(1, most // w + 1)), key=math.prod
+    )
     best, least = 1, math.inf
     for columns, rows in shapes:
         distance = abs(width / height - columns / rows)
-        if distance < least or (distance == least and height * width > side * side * rows * columns / 2):
+        if distance < least or (
+            distance == least and height * width > side * side * rows * columns / 2
+        ):
             best, least = rows * columns, distance
     return best
 
 
-def image_ref(data: bytes, width: int, height: int, geometry: ImageGeometry, sha256: str | None = None) -> ImageRef:
-    """The reference of an image of ``width`` x ``height`` pixels: grid in patches, tokens = grid.prod() / merge^2."""
+def image_ref(
+    data: bytes, width: int, height: int, geometry: ImageGeometry, sha256: str | None = None
+) -> ImageRef:
+    """The reference of an image of ``width`` x ``height`` pixels: grid in patches, tokens =
+    grid.prod() / merge^2.
+    """
     grid = geometry.grid(height, width)
-    return ImageRef(sha256 or hashlib.sha256(data).hexdigest(), width, height, grid, math.prod(grid) // geometry.merge**2)
+    return ImageRef(
+        sha256 or hashlib.sha256(data).hexdigest(),
+        width,
+        height,
+        grid,
+        math.prod(grid) // geometry.merge**2,
+    )
 
 
-_BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, Image.DecompressionBombError)
+_BROKEN = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    IndexError,
+    TypeError,
+    Image.DecompressionBombError,
+)
 """What PIL raises on malformed files, depending on where they break."""
 
 
 KEPT = 128 << 20
-"""Bytes of images that are kept: tinted ones, and those of observations that are files. Of others only the reference is kept."""
+"""Bytes of images that are kept: tinted ones, and those of observations that are files.
+
+Of others only the reference is kept.
+"""
 NAME = 1 << 10
 """Bytes that an image without its content is taken to need."""
 
@@ -328,14 +426,27 @@ _File = tuple[str, int, int, int]
 
 
 class PromptImages:
-    """The images of prompts for one model: probed, tinted and hashed once. Thread-safe. ``kept``: bytes that the cache holds."""
+    """The images of prompts for one model: probed, tinted and hashed once.
 
-    def __init__(self, geometry: ImageGeometry, tint: float = 0.0, max_pixels: int = MAX_PIXELS, kept: int = KEPT) -> None:
+    Thread-safe. ``kept``: bytes that the cache holds.
+    """
+
+    def __init__(
+        self,
+        geometry: ImageGeometry,
+        tint: float = 0.0,
+        max_pixels: int = MAX_PIXELS,
+        kept: int = KEPT,
+    ) -> None:
         self._geometry, self._tint, self._max_pixels = geometry, tint, max_pixels
-        self._seen: Cache[tuple[_File | str, bool], PromptImage] = Cache(kept, lambda image: NAME + len(image.data or b""))
+        self._seen: Cache[tuple[_File | str, bool], PromptImage] = Cache(
+            kept, lambda image: NAME + len(image.data or b"")
+        )
 
     def of(self, source: ImageSource, *, keep_file: bool) -> PromptImage:
-        """The image; without its bytes for an untinted file that the engine reads itself (``keep_file``). Raises as ``probe``."""
+        """The image; without its bytes for an untinted file that the engine reads itself
+        (``keep_file``). Raises as ``probe``.
+        """
         keep_file = keep_file and source.data is None and not self._tint
         sha256 = None if source.data is None else hashlib.sha256(source.data).hexdigest()
         what = sha256 or _file(source.path)
@@ -353,7 +464,9 @@ class PromptImages:
         data, width, height = probe(source, self._max_pixels)
         if self._tint:
             data, sha256, keep = tinted(data, self._tint), None, True
-        return PromptImage(image_ref(data, width, height, self._geometry, sha256), data if keep else None)
+        return PromptImage(
+            image_ref(data, width, height, self._geometry, sha256), data if keep else None
+        )
 
 
 def _file(path: str | None) -> _File | None:

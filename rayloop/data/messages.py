@@ -1,4 +1,6 @@
-"""The messages of a row: their texts, images, calls of tools, in the forms of OpenAI, TRL, verl and ``datasets``."""
+"""The messages of a row: their texts, images, calls of tools, in the forms of OpenAI, TRL, verl and
+``datasets``.
+"""
 
 import base64
 import binascii
@@ -25,7 +27,11 @@ Pieces = list[str | ImageSource | None]
 
 def blank(value: Any) -> bool:
     """Whether a value is there only in form: null, NaN or a text of white space."""
-    return value is None or (isinstance(value, float) and value != value) or (isinstance(value, str) and not value.strip())
+    return (
+        value is None
+        or (isinstance(value, float) and value != value)
+        or (isinstance(value, str) and not value.strip())
+    )
 
 
 def field(row: Mapping[str, Any], name: str, where: str) -> Any:
@@ -37,13 +43,17 @@ def field(row: Mapping[str, Any], name: str, where: str) -> Any:
 
 
 def image_entry(entry: Any, where: str, root: Path) -> ImageSource:
-    """An image column's entry: a path (relative to ``root`` unless absolute), a data URL, base64 or bytes, also in a mapping as
-    ``image``, ``path`` or ``bytes``. Raises DataFailure for anything else, URLs included: nothing is downloaded."""
+    """An image column's entry: a path (relative to ``root`` unless absolute), a data URL, base64 or
+    bytes, also in a mapping as ``image``, ``path`` or ``bytes``. Raises DataFailure for anything
+    else, URLs included: nothing is downloaded.
+    """
     value: Any = entry
     if isinstance(entry, Mapping):
         if isinstance(entry.get("image"), Mapping):  # as datasets keeps an Image within messages
             return image_entry(entry["image"], where, root)
-        value = next((entry[key] for key in ("bytes", "image", "path") if entry.get(key) is not None), None)
+        value = next(
+            (entry[key] for key in ("bytes", "image", "path") if entry.get(key) is not None), None
+        )
         # JSON has no bytes, so that datasets' ``bytes`` become base64 there.
         if isinstance(value, str) and entry.get("bytes") is not None:
             return ImageSource(data=_decoded(value, where))
@@ -52,10 +62,15 @@ def image_entry(entry: Any, where: str, root: Path) -> ImageSource:
     if not isinstance(value, str) or not value:
         expected = "a path, a data URL, {image: path}, {path: ...} or {bytes: ...}"
         raise DataFailure(where, f"an image must be {expected}, found {short(entry)}")
-    if value.startswith("data:") or (value.startswith(ENCODED) and re.fullmatch(r"[\w+/=\s-]{100,}", value)):
+    if value.startswith("data:") or (
+        value.startswith(ENCODED) and re.fullmatch(r"[\w+/=\s-]{100,}", value)
+    ):
         return ImageSource(data=_decoded(value, where))
     if re.match("https?://", value):
-        raise DataFailure(where, f"images are not downloaded: {short(value)}. Save it beside the data and give its path")
+        raise DataFailure(
+            where,
+            f"images are not downloaded: {short(value)}. Save it beside the data and give its path",
+        )
     if len(value) > _LONGEST_PATH:
         raise DataFailure(where, f"a path of {len(value)} characters: {short(value)}")
     return ImageSource(path=str(root / value.removeprefix("file://")))
@@ -73,20 +88,32 @@ def _decoded(text: str, where: str) -> bytes:
         raise DataFailure(where, f"the image is not base64: {error}, in {short(text)}") from error
 
 
-def messages(listed: Sequence[Any], images: Sequence[ImageSource], where: str, root: Path) -> tuple[Message, ...]:
-    """The messages, with the row's images at their places and all keys that a chat template may read. Raises DataFailure when
-    places and images differ in number, for an empty question, and for a conversation that ends with the assistant."""
+def messages(
+    listed: Sequence[Any], images: Sequence[ImageSource], where: str, root: Path
+) -> tuple[Message, ...]:
+    """The messages, with the row's images at their places and all keys that a chat template may
+    read. Raises DataFailure when places and images differ in number, for an empty question, and for
+    a conversation that ends with the assistant.
+    """
     for message in listed:
         if not isinstance(message, Mapping):
-            raise DataFailure(where, f"cannot read the row: a message must be an object, found {short(message)}")
+            raise DataFailure(
+                where, f"cannot read the row: a message must be an object, found {short(message)}"
+            )
     contents = _placed(listed, images, where, root)
     remaining = iter(images)
     made = []
     for message, pieces in zip(listed, contents, strict=True):
-        parts = tuple(next(remaining) if piece is None else piece for piece in pieces if piece != "")
+        parts = tuple(
+            next(remaining) if piece is None else piece for piece in pieces if piece != ""
+        )
         fields = _fields(message, where)
         if not parts and message["role"] == "user":
-            raise DataFailure(where, "the field 'content' is missing or empty: a user's message has neither text nor image")
+            raise DataFailure(
+                where,
+                "the field 'content' is missing or empty: a user's message has neither text nor"
+                " image",
+            )
         made.append(Message(message["role"], parts, fields))
     if made[-1].role == "assistant":
         why = "the prompt ends with the assistant's turn, which the policy would be shown"
@@ -94,9 +121,14 @@ def messages(listed: Sequence[Any], images: Sequence[ImageSource], where: str, r
     return tuple(made)
 
 
-def _placed(listed: Sequence[Mapping[str, Any]], images: Sequence[ImageSource], where: str, root: Path) -> list[Pieces]:
-    """The messages' contents, with as many places as there are images. In typed parts of text the placeholder is one where an
-    image would have no place without it, else what it says."""
+def _placed(
+    listed: Sequence[Mapping[str, Any]], images: Sequence[ImageSource], where: str, root: Path
+) -> list[Pieces]:
+    """The messages' contents, with as many places as there are images.
+
+    In typed parts of text the placeholder is one where an image would have no place without it,
+    else what it says.
+    """
     numbers: list[int] = []
     # Placeholders are places at first; a text that only
     # mentions one is understood at the second try.
@@ -105,7 +137,9 @@ def _placed(listed: Sequence[Mapping[str, Any]], images: Sequence[ImageSource], 
         pieces = [piece for content in contents for piece in content]
         places = sum(piece is None for piece in pieces)
         numbers.append(places)
-        if images and all(isinstance(piece, str) for piece in pieces):  # nothing says where: they come first, as in TRL
+        if images and all(
+            isinstance(piece, str) for piece in pieces
+        ):  # nothing says where: they come first, as in TRL
             roles = [message["role"] for message in listed]
             asking = contents[roles.index("user")] if "user" in roles else contents[-1]
             asking[:0] = [None] * len(images)
@@ -114,8 +148,13 @@ def _placed(listed: Sequence[Mapping[str, Any]], images: Sequence[ImageSource], 
             return contents
     hint = ""
     if numbers[0] > len(images):
-        hint = f'. A {PLACEHOLDER} that is text and not a place stands in a part: {{"type": "text", "text": ...}}'
-    raise DataFailure(where, f"{numbers[0]} {PLACEHOLDER} placeholders for {len(images)} images{hint}")
+        hint = (
+            f'. A {PLACEHOLDER} that is text and not a place stands in a part: {{"type": "text",'
+            ' "text": ...}'
+        )
+    raise DataFailure(
+        where, f"{numbers[0]} {PLACEHOLDER} placeholders for {len(images)} images{hint}"
+    )
 
 
 def _content(message: Mapping[str, Any], where: str, root: Path, literal: bool) -> Pieces:
@@ -141,23 +180,41 @@ def _pieces(content: Any, where: str, root: Path, literal: bool) -> Pieces:
             case {"type": "text" | "input_text", "text": str(text)}:
                 pieces += [text] if literal else _pieces(text, where, root, literal)
             case {"type": "image_url" | "input_image", "image_url": url}:
-                pieces.append(image_entry(url["url"] if isinstance(url, Mapping) and "url" in url else url, where, root))
+                pieces.append(
+                    image_entry(
+                        url["url"] if isinstance(url, Mapping) and "url" in url else url,
+                        where,
+                        root,
+                    )
+                )
             case {"type": "image"}:
                 inline = any(part.get(key) is not None for key in ("image", "path", "bytes", "url"))
                 pieces.append(image_entry(part, where, root) if inline else None)
             case _:
                 parts = 'a text, or a list of {"type": "text", "text": ...} and {"type": "image"}'
-                raise DataFailure(where, f"a message's content must be {parts}, found {short(part)}")
+                raise DataFailure(
+                    where, f"a message's content must be {parts}, found {short(part)}"
+                )
     return pieces
 
 
 def _fields(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The message's other keys that have a value: ``tool_calls``, ``tool_call_id``, ``name``, ``reasoning_content``."""
-    fields = {key: value for key, value in message.items() if key not in ("role", "content") and value is not None}
+    """The message's other keys that have a value: ``tool_calls``, ``tool_call_id``, ``name``,
+    ``reasoning_content``.
+    """
+    fields = {
+        key: value
+        for key, value in message.items()
+        if key not in ("role", "content") and value is not None
+    }
     calls = parsed(fields.pop("tool_calls", None))
     if calls:
-        if not (isinstance(calls, list | tuple) and all(isinstance(call, Mapping) for call in calls)):
-            raise DataFailure(where, f"tool_calls of a message must be a list of objects, found {short(calls)}")
+        if not (
+            isinstance(calls, list | tuple) and all(isinstance(call, Mapping) for call in calls)
+        ):
+            raise DataFailure(
+                where, f"tool_calls of a message must be a list of objects, found {short(calls)}"
+            )
         fields["tool_calls"] = list(calls)
         if message.get("content") is None:
             # Chat templates recognise a call without text by its null content.
@@ -166,16 +223,21 @@ def _fields(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def offered(value: Any) -> tuple[Mapping[str, Any], ...]:
-    """The tools of a row's column, or of its JSON text, as chat templates take them; empty for what is no list of schemas."""
+    """The tools of a row's column, or of its JSON text, as chat templates take them; empty for what
+    is no list of schemas.
+    """
     found = parsed(value)
     schemas = isinstance(found, list | tuple) and all(
-        isinstance(one, Mapping) and isinstance(one.get("function", one).get("name"), str) for one in found
+        isinstance(one, Mapping) and isinstance(one.get("function", one).get("name"), str)
+        for one in found
     )
     return tuple(found) if schemas else ()
 
 
 def without_nulls(value: Any) -> Any:
-    """Nested data without the null keys that parquet gives each object which lacks a key of another one."""
+    """Nested data without the null keys that parquet gives each object which lacks a key of another
+    one.
+    """
     if isinstance(value, Mapping):
         return {key: without_nulls(part) for key, part in value.items() if part is not None}
     return [without_nulls(part) for part in value] if isinstance(value, list | tuple) else value

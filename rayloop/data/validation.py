@@ -1,4 +1,6 @@
-"""Checking files of rows before a run reads them: schema, images, repetitions, long prompts, held-out rows that are trained on."""
+"""Checking files of rows before a run reads them: schema, images, repetitions, long prompts,
+held-out rows that are trained on.
+"""
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -20,7 +22,9 @@ Length = Callable[[Task], int]
 
 @dataclass
 class Checked:
-    """The problems of a file, and the place of the first row with each content (``rows``) and each image (``images``), by hash."""
+    """The problems of a file, and the place of the first row with each content (``rows``) and each
+    image (``images``), by hash.
+    """
 
     path: Path
     problems: int = 0
@@ -29,12 +33,20 @@ class Checked:
 
 
 def check(
-    path: Path, reader: Component, kinds: Collection[str] = (), length: Length | None = None, limit: int = 0,
-    compares: bool = True, reads: bool = False, anywhere: bool = False,
-) -> Checked:  # fmt: skip
-    """Read every row with ``reader``, open its images, and print each bad row; a prompt of more than ``limit`` tokens by ``length``
-    is bad, and an image outside of the file's folder, unless it may lie ``anywhere``. ``reads``: the environment reads the columns.
-    Raises ConfigError for a bad file or reader, an environment outside ``kinds``."""
+    path: Path,
+    reader: Component,
+    kinds: Collection[str] = (),
+    length: Length | None = None,
+    limit: int = 0,
+    compares: bool = True,
+    reads: bool = False,
+    anywhere: bool = False,
+) -> Checked:
+    """Read every row with ``reader``, open its images, and print each bad row; a prompt of more
+    than ``limit`` tokens by ``length`` is bad, and an image outside of the file's folder, unless it
+    may lie ``anywhere``. ``reads``: the environment reads the columns. Raises ConfigError for a bad
+    file or reader, an environment outside ``kinds``.
+    """
     found, lengths, repeated = Checked(path), list[int](), list[str]()
 
     def report(failure: DataFailure) -> None:
@@ -50,7 +62,10 @@ def check(
             if length is not None:
                 lengths.append(length(task))
                 if lengths[-1] > limit:
-                    raise DataFailure(where, f"a prompt of {lengths[-1]} tokens, above max_prompt_tokens ({limit})")
+                    raise DataFailure(
+                        where,
+                        f"a prompt of {lengths[-1]} tokens, above max_prompt_tokens ({limit})",
+                    )
         except DataFailure as failure:
             # The image's own path says nothing about which row shows it.
             report(failure if failure.path == where else DataFailure(where, str(failure)))
@@ -64,25 +79,54 @@ def check(
     if warning := dataset.warning(compares):
         print(f"warning: {warning}")
     if offering := sum(bool(task.tools) for task in dataset):
-        print(f"{path}: {offering} rows have tools, which the chat template shows where the environment has none of its own")
+        print(
+            f"{path}: {offering} rows have tools, which the chat template shows where the"
+            " environment has none of its own"
+        )
     elif any(task.extra.get("tools") for task in dataset):
-        print(f"warning: the column 'tools' of {path} is no list of schemas, and nothing shows it to the policy")
+        print(
+            f"warning: the column 'tools' of {path} is no list of schemas, and nothing shows it to"
+            " the policy"
+        )
     if repeated:
         print(f"warning: {len(repeated)} rows of {path} repeat another one: {_some(repeated)}")
     if lengths:
-        print(f"{path}: prompts of {min(lengths)} to {max(lengths)} tokens, half of them up to {median(lengths):.0f}")
-    print(f"{path}: {counted(len(dataset), 'row')} read by {reader.use}, {counted(found.problems, 'problem')}")
+        print(
+            f"{path}: prompts of {min(lengths)} to {max(lengths)} tokens, half of them up to"
+            f" {median(lengths):.0f}"
+        )
+    print(
+        f"{path}: {counted(len(dataset), 'row')} read by {reader.use},"
+        f" {counted(found.problems, 'problem')}"
+    )
     return found
 
 
 def leaks(train: Checked, held_out: Checked) -> int:
-    """Print the held-out rows that are trained on, and how many share only an image. Returns the number of the former."""
-    same = [f"{where} (as {train.rows[row]})" for row, where in held_out.rows.items() if row in train.rows]
-    images = [f"{where} (as {train.images[image]})" for image, where in held_out.images.items() if image in train.images]
+    """Print the held-out rows that are trained on, and how many share only an image.
+
+    Returns the number of the former.
+    """
+    same = [
+        f"{where} (as {train.rows[row]})"
+        for row, where in held_out.rows.items()
+        if row in train.rows
+    ]
+    images = [
+        f"{where} (as {train.images[image]})"
+        for image, where in held_out.images.items()
+        if image in train.images
+    ]
     if same:
-        print(f"{held_out.path}: {len(same)} held-out rows are trained on: {_some(same)}. Leave them out of one of the files")
+        print(
+            f"{held_out.path}: {len(same)} held-out rows are trained on: {_some(same)}. Leave them"
+            " out of one of the files"
+        )
     elif images:
-        print(f"warning: {len(images)} images of {held_out.path} are trained on, with other questions or columns: {_some(images)}")
+        print(
+            f"warning: {len(images)} images of {held_out.path} are trained on, with other questions"
+            f" or columns: {_some(images)}"
+        )
     return len(same)
 
 
@@ -96,13 +140,19 @@ def unusable_images(task: Task, where: str) -> Iterator[DataFailure]:
 
 
 def _row(task: Task, images: Sequence[str], reads: bool) -> str:
-    """The hash of what an episode of the task depends on, whatever its id: the question and its images; and the other columns, of
-    which games that begin with the same image differ, where an environment ``reads`` them or there is no image."""
+    """The hash of what an episode of the task depends on, whatever its id: the question and its
+    images; and the other columns, of which games that begin with the same image differ, where an
+    environment ``reads`` them or there is no image.
+    """
     texts = [part for message in task.messages for part in message.parts if isinstance(part, str)]
     texts += [str(value) for message in task.messages for value in message.fields.values()]
     # The columns are sorted: files of one data set may have them in another order.
-    own = sorted(str((k, v)) for k, v in task.extra.items() if k not in PLACES and not like_images(v))
-    return hashlib.sha256(repr((texts, images, own if reads or not images else "")).encode()).hexdigest()
+    own = sorted(
+        str((k, v)) for k, v in task.extra.items() if k not in PLACES and not like_images(v)
+    )
+    return hashlib.sha256(
+        repr((texts, images, own if reads or not images else "")).encode()
+    ).hexdigest()
 
 
 def _some(many: Sequence[str], shown: int = 3) -> str:
@@ -110,7 +160,10 @@ def _some(many: Sequence[str], shown: int = 3) -> str:
 
 
 def first_intact(dataset: Dataset, write: Callable[[str], None], shown: int) -> Task:
-    """The first task whose images can be shown; ``write`` gets the first ``shown`` that cannot. Raises ConfigError without one."""
+    """The first task whose images can be shown; ``write`` gets the first ``shown`` that cannot.
+
+    Raises ConfigError without one.
+    """
     first: DataFailure | None = None
     for number, task in enumerate(dataset):
         failure = next(unusable_images(task, dataset.where(task)), None)
@@ -119,4 +172,7 @@ def first_intact(dataset: Dataset, write: Callable[[str], None], shown: int) -> 
         first = first or failure
         if number < shown:
             write(f"left out: {failure}")
-    raise ConfigError(f"{dataset.path}: the images of none of its {len(dataset)} rows can be shown. The first: {first}")
+    raise ConfigError(
+        f"{dataset.path}: the images of none of its {len(dataset)} rows can be shown. The first:"
+        f" {first}"
+    )

@@ -8,7 +8,10 @@ Level = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """``error``: a run would fail. ``warning``: it would be slow, exposed to others, or not what was tested."""
+    """``error``: a run would fail.
+
+    ``warning``: it would be slow, exposed to others, or not what was tested.
+    """
 
     level: Level
     found: str
@@ -17,7 +20,9 @@ class Finding:
 
     def __post_init__(self) -> None:
         if (self.level == "ok") == bool(self.remedy):
-            raise ValueError(f"{self}: a warning or an error needs a remedy, and nothing else has one")
+            raise ValueError(
+                f"{self}: a warning or an error needs a remedy, and nothing else has one"
+            )
 
 
 def size(count: float) -> str:

@@ -1,5 +1,7 @@
-"""Attention over packed sequences, batched by length: packing then costs what the sequences cost. transformers' own SDPA masks the
-whole packed row, which computes [T, T] per layer, and calls the kernel for every image and window of a vision tower."""
+"""Attention over packed sequences, batched by length: packing then costs what the sequences cost.
+transformers' own SDPA masks the whole packed row, which computes [T, T] per layer, and calls the
+kernel for every image and window of a vision tower.
+"""
 
 import os
 from collections.abc import Callable, MutableMapping
@@ -23,7 +25,9 @@ PACKED_FLEX = "packed_flex"
 GROUPED_SDPA = "grouped_sdpa"
 
 PACKED_VISION = "packed_sdpa_like_flash"
-"""transformers leaves it to implementations with "flash" in their name to keep images and windows apart."""
+"""transformers leaves it to implementations with "flash" in their name to keep images and windows
+apart.
+"""
 
 
 def flex_chosen() -> bool:
@@ -32,8 +36,11 @@ def flex_chosen() -> bool:
 
 
 def use_packed(model: PreTrainedModel) -> None:
-    """Let a language model with SDPA attend sample by sample, by FlexAttention if that is chosen. Others stay as they
-    are. transformers makes no mask for an implementation that it does not know; packed attention needs none."""
+    """Let a language model with SDPA attend sample by sample, by FlexAttention if that is chosen.
+
+    Others stay as they are. transformers makes no mask for an implementation that it does not know;
+    packed attention needs none.
+    """
     if model.config._attn_implementation == "sdpa":
         AttentionInterface.register(PACKED_SDPA, _packed_sdpa)
         AttentionInterface.register(PACKED_FLEX, _packed_flex)
@@ -42,8 +49,10 @@ def use_packed(model: PreTrainedModel) -> None:
 
 
 def use_grouped_decoding(model: PreTrainedModel) -> None:
-    """Let a language model that runs SDPA decode without a copy of its cache for every query head of a group. Of a single new token
-    the heads of a group are as good as that many queries of one head, since no order among them is masked."""
+    """Let a language model that runs SDPA decode without a copy of its cache for every query head
+    of a group. Of a single new token the heads of a group are as good as that many queries of one
+    head, since no order among them is masked.
+    """
     if model.config._attn_implementation == "sdpa":
         AttentionInterface.register(GROUPED_SDPA, _grouped_sdpa)
         AttentionMaskInterface.register(GROUPED_SDPA, sdpa_mask)
@@ -68,14 +77,21 @@ def use_packed_vision(model: PreTrainedModel) -> None:
 
 
 PLAIN_UP_TO = 128
-"""Tokens of a sequence up to which bfloat16 attention on a CPU is plain matrix products: there SDPA takes 1.3 to 9 times as long
-(docs/performance.md). In float32, and for longer sequences, SDPA is faster."""
+"""Tokens of a sequence up to which bfloat16 attention on a CPU is plain matrix products: there SDPA
+takes 1.3 to 9 times as long (docs/performance.md). In float32, and for longer sequences, SDPA is
+faster.
+"""
 SMALL = 6
-"""Binary logarithm of the length up to which samples with a common prompt are one part: padding costs less than a call."""
+"""Binary logarithm of the length up to which samples with a common prompt are one part: padding
+costs less than a call.
+"""
 
 
 class _Sequences(NamedTuple):
-    """The sequences of a packed row [n]. The ``shared`` first tokens of one lie at ``roots``, the others at ``starts``."""
+    """The sequences of a packed row [n].
+
+    The ``shared`` first tokens of one lie at ``roots``, the others at ``starts``.
+    """
 
     lengths: Tensor
     shared: Tensor
@@ -84,7 +100,9 @@ class _Sequences(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Sequences attended at once: rows of queries [n, Q] and keys [n, K]; a mask [n, 1, Q, K] if first keys are shared."""
+    """Sequences attended at once: rows of queries [n, Q] and keys [n, K]; a mask [n, 1, Q, K] if
+    first keys are shared.
+    """
 
     own: Tensor
     seen: Tensor
@@ -92,29 +110,45 @@ class _Part(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """A packed row, cut into parts of one kind. ``places`` [T]: where each token's output is among those of all parts, padded."""
+    """A packed row, cut into parts of one kind.
+
+    ``places`` [T]: where each token's output is among those of all parts, padded.
+    """
 
     parts: list[_Part]
     places: Tensor
 
 
 _layouts: MutableMapping[Tensor, _Layout] = WeakTensorKeyDictionary()
-"""By the tensor that a layout follows from, which all layers of a model are called with: it is made once per batch."""
+"""By the tensor that a layout follows from, which all layers of a model are called with: it is made
+once per batch.
+"""
 
 
 def _packed_sdpa(
-    module: Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, position_ids: Tensor,
-    starts: Tensor | None = None, row: Any = None, **options: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """``query``, ``key`` and ``value`` are [1, heads, T, d]; a sample begins where ``position_ids`` [1, T] are 0. What begins at P
-    > 0 continues the first P tokens of the last sample that began at 0. Samples of similar length are padded. ``starts``: the same
-    positions on the CPU. ``row``: the ``sequence.SplitRow`` of which these are a slice; ``starts`` are then those of all of it."""
+    module: Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor,
+    starts: Tensor | None = None,
+    row: Any = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """``query``, ``key`` and ``value`` are [1, heads, T, d]; a sample begins where ``position_ids``
+    [1, T] are 0. What begins at P > 0 continues the first P tokens of the last sample that began at
+    0. Samples of similar length are padded. ``starts``: the same positions on the CPU. ``row``: the
+    ``sequence.SplitRow`` of which these are a slice; ``starts`` are then those of all of it.
+    """
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         layout = _remembered(position_ids if starts is None else starts, _samples, query.device)
         return _attend(module, query, key, value, layout, **options)
 
-    return (attend(query, key, value) if row is None else row.heads(attend, query, key, value)), None
+    return (
+        attend(query, key, value) if row is None else row.heads(attend, query, key, value)
+    ), None
 
 
 _masks: MutableMapping[Tensor, dict[int | None, BlockMask]] = WeakTensorKeyDictionary()
@@ -122,18 +156,34 @@ _masks: MutableMapping[Tensor, dict[int | None, BlockMask]] = WeakTensorKeyDicti
 
 
 def _packed_flex(
-    module: Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, position_ids: Tensor,
-    starts: Tensor | None = None, row: Any = None, **options: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """As ``_packed_sdpa``, in one call without padding or copies of a shared prompt's keys: FlexAttention (arXiv:2412.05496), which
-    torch compiles on a GPU. On a CPU it has no backward pass."""
+    module: Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor,
+    starts: Tensor | None = None,
+    row: Any = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """As ``_packed_sdpa``, in one call without padding or copies of a shared prompt's keys:
+    FlexAttention (arXiv:2412.05496), which torch compiles on a GPU. On a CPU it has no backward
+    pass.
+    """
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        mask = _mask(position_ids if starts is None else starts, options.get("sliding_window"), query.device)
+        mask = _mask(
+            position_ids if starts is None else starts, options.get("sliding_window"), query.device
+        )
         kernel = _compiled(flex_attention, query.device.type)
-        return cast(Tensor, kernel(query, key, value, block_mask=mask, scale=options["scaling"], enable_gqa=True)).transpose(1, 2)
+        return cast(
+            Tensor,
+            kernel(query, key, value, block_mask=mask, scale=options["scaling"], enable_gqa=True),
+        ).transpose(1, 2)
 
-    return (attend(query, key, value) if row is None else row.heads(attend, query, key, value)), None
+    return (
+        attend(query, key, value) if row is None else row.heads(attend, query, key, value)
+    ), None
 
 
 @cache
@@ -142,14 +192,20 @@ def _compiled(function: Callable[..., Any], device: str) -> Callable[..., Any]:
 
 
 def _mask(source: Tensor, window: int | None, device: torch.device) -> BlockMask:
-    """Which tokens of a row each token sees: those before it in its sample, the prompt that the sample continues among them."""
+    """Which tokens of a row each token sees: those before it in its sample, the prompt that the
+    sample continues among them.
+    """
     masks = _masks.setdefault(source, {})
     if window not in masks:
         positions = source[0].cpu()
         sequences = _sequences(positions)
-        of = torch.arange(len(sequences.starts)).repeat_interleave(sequences.lengths - sequences.shared)
+        of = torch.arange(len(sequences.starts)).repeat_interleave(
+            sequences.lengths - sequences.shared
+        )
         # FlexAttention compiles the rule below, which can read tensors only.
-        start, root, shared = (field[of].to(device) for field in (sequences.starts, sequences.roots, sequences.shared))
+        start, root, shared = (
+            field[of].to(device) for field in (sequences.starts, sequences.roots, sequences.shared)
+        )
         place = positions.to(device)
 
         def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -157,44 +213,80 @@ def _mask(source: Tensor, window: int | None, device: torch.device) -> BlockMask
             prompt = (key >= root[query]) & (key < root[query] + shared[query])
             return (own | prompt) & (place[query] - place[key] < (window or len(place)))
 
-        masks[window] = _compiled(create_block_mask, device.type)(sees, None, None, len(place), len(place), device=device)
+        masks[window] = _compiled(create_block_mask, device.type)(
+            sees, None, None, len(place), len(place), device=device
+        )
     return masks[window]
 
 
 def _grouped_sdpa(
-    module: Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """``query`` [B, heads, n, d], ``key`` and ``value`` [B, kv_heads, T, d], ``attention_mask`` [B, 1, n, T] or None."""
+    """``query`` [B, heads, n, d], ``key`` and ``value`` [B, kv_heads, T, d], ``attention_mask`` [B,
+    1, n, T] or None.
+    """
     batch, heads, new, width = query.shape
     # A prefill needs a causal order among its queries,
     # which heads in the place of queries would lose.
     if new > 1 or options.get("dropout"):
-        return cast(tuple[Tensor, None], sdpa_attention_forward(module, query, key, value, attention_mask, **options))
+        return cast(
+            tuple[Tensor, None],
+            sdpa_attention_forward(module, query, key, value, attention_mask, **options),
+        )
     grouped = query.view(batch, key.shape[1], -1, width)
-    output = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=options.get("scaling"))
+    output = scaled_dot_product_attention(
+        grouped, key, value, attn_mask=attention_mask, scale=options.get("scaling")
+    )
     return output.reshape(batch, 1, heads, width), None
 
 
 def _packed_vision(
-    module: Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, cu_seq_lens_q: Tensor, **options: Any
+    module: Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    cu_seq_lens_q: Tensor,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """``query``, ``key`` and ``value`` are [1, heads, T, d]; ``cu_seq_lens_q`` are the borders of windows or images."""
-    return _attend(module, query, key, value, _remembered(cu_seq_lens_q, _images, query.device), **options), None
+    """``query``, ``key`` and ``value`` are [1, heads, T, d]; ``cu_seq_lens_q`` are the borders of
+    windows or images.
+    """
+    return (
+        _attend(
+            module, query, key, value, _remembered(cu_seq_lens_q, _images, query.device), **options
+        ),
+        None,
+    )
 
 
 def _remembered(source: Tensor, make: Callable[[Tensor], _Layout], device: torch.device) -> _Layout:
-    """The layout on ``device`` that ``make`` gives for ``source``; a ``source`` on a GPU is waited for once."""
+    """The layout on ``device`` that ``make`` gives for ``source``; a ``source`` on a GPU is waited
+    for once.
+    """
     layout = _layouts.get(source)
     if layout is None:
         parts, places = make(source.cpu())
-        on = [_Part(*(None if index is None else index.to(device, non_blocking=True) for index in part)) for part in parts]
+        on = [
+            _Part(
+                *(None if index is None else index.to(device, non_blocking=True) for index in part)
+            )
+            for part in parts
+        ]
         layout = _layouts[source] = _Layout(on, places.to(device, non_blocking=True))
     return layout
 
 
 def _samples(position_ids: Tensor) -> _Layout:
-    """Of a language model's row: samples by the power of two above their length, those that share a prompt by their own part of it:
-    a long prompt would hide how different they are, and all would be padded to the longest."""
+    """Of a language model's row: samples by the power of two above their length, those that share a
+    prompt by their own part of it: a long prompt would hide how different they are, and all would
+    be padded to the longest.
+    """
     sequences = _sequences(position_ids[0])
     size = (sequences.lengths - sequences.shared).log2().ceil()
     return _layout(sequences, torch.where(sequences.shared == 0, size, -size.clamp(min=SMALL)))
@@ -244,14 +336,27 @@ def _part(sequences: _Sequences, total: int) -> tuple[_Part, Tensor]:
     return _Part(own, seen, (steps <= shared[..., None] + ahead[:, None])[:, None]), real
 
 
-def _attend(module: Module, query: Tensor, key: Tensor, value: Tensor, layout: _Layout, **options: Any) -> Tensor:
-    """Attention [1, T, heads, d], one call for each part of the row. ``sliding_window`` of a layer: how many tokens one sees."""
+def _attend(
+    module: Module, query: Tensor, key: Tensor, value: Tensor, layout: _Layout, **options: Any
+) -> Tensor:
+    """Attention [1, T, heads, d], one call for each part of the row.
+
+    ``sliding_window`` of a layer: how many tokens one sees.
+    """
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     outputs = []
-    for own, seen, mask in (_windowed(part, options.get("sliding_window")) for part in layout.parts):
-        plain = query.device.type == "cpu" and query.dtype == torch.bfloat16 and seen.shape[1] <= PLAIN_UP_TO
+    for own, seen, mask in (
+        _windowed(part, options.get("sliding_window")) for part in layout.parts
+    ):
+        plain = (
+            query.device.type == "cpu"
+            and query.dtype == torch.bfloat16
+            and seen.shape[1] <= PLAIN_UP_TO
+        )
         forward = plain_attention if plain else sdpa_attention_forward
-        output, _ = forward(module, _take(queries, own), _take(keys, seen), _take(values, seen), mask, **options)
+        output, _ = forward(
+            module, _take(queries, own), _take(keys, seen), _take(values, seen), mask, **options
+        )
         outputs.append(output.flatten(0, 1).flatten(1))
     # Parts are padded and sorted by kind; this puts the tokens back into the row's order.
     return torch.cat(outputs).index_select(0, layout.places).view(1, *queries.shape)
@@ -262,16 +367,31 @@ def _windowed(part: _Part, window: int | None) -> _Part:
     length = part.seen.shape[1]
     if window is None or length <= window:
         return part
-    causal = part.seen.new_ones(length, length, dtype=torch.bool).tril()[None, None] if part.mask is None else part.mask
+    causal = (
+        part.seen.new_ones(length, length, dtype=torch.bool).tril()[None, None]
+        if part.mask is None
+        else part.mask
+    )
     first = causal.sum(-1, keepdim=True) - window
     return part._replace(mask=causal & (torch.arange(length, device=causal.device) >= first))
 
 
 def plain_attention(
-    module: Module | None, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **options: Any
+    module: Module | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """``softmax(query keyᵀ scaling) value`` [n, L, heads, d]; without a ``mask`` causal where ``module`` or options say so."""
-    key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (key, value))
+    """``softmax(query keyᵀ scaling) value`` [n, L, heads, d]; without a ``mask`` causal where
+    ``module`` or options say so.
+    """
+    key, value = (
+        tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
+        for tensor in (key, value)
+    )
     scores = (query * scaling) @ key.transpose(2, 3)
     if mask is None and options.get("is_causal", getattr(module, "is_causal", False)):
         mask = scores.new_ones(scores.shape[2:], dtype=torch.bool).tril()

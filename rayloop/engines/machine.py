@@ -1,5 +1,7 @@
-"""The process on its machine, on every system: the cores that it may use, its open files, and the memory that it keeps.
-Imports no torch. Training, serving and sandboxes need Linux; looking at rows, settings and runs does not."""
+"""The process on its machine, on every system: the cores that it may use, its open files, and the
+memory that it keeps. Imports no torch. Training, serving and sandboxes need Linux; looking at rows,
+settings and runs does not.
+"""
 
 import ctypes
 import logging
@@ -16,7 +18,9 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def quota(group: Path = CGROUP) -> float | None:
-    """Returns the control group's limit in cores (``docker --cpus``); None without a limit, and with version 1 of cgroups."""
+    """Returns the control group's limit in cores (``docker --cpus``); None without a limit, and
+    with version 1 of cgroups.
+    """
     try:
         share, period = (group / "cpu.max").read_text(encoding="utf-8").split()
     except (OSError, ValueError):
@@ -25,7 +29,9 @@ def quota(group: Path = CGROUP) -> float | None:
 
 
 def cores() -> int:
-    """Returns the cores that the process may run on; all of the machine's where the system has no affinity (macOS, Windows)."""
+    """Returns the cores that the process may run on; all of the machine's where the system has no
+    affinity (macOS, Windows).
+    """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -36,7 +42,9 @@ def usable(group: Path = CGROUP) -> int:
 
 
 def per_process(processes: int) -> int:
-    """Returns the torch threads of each of ``processes`` that compute on this machine at the same time: an equal share."""
+    """Returns the torch threads of each of ``processes`` that compute on this machine at the same
+    time: an equal share.
+    """
     return max(1, usable() // max(1, processes))
 
 
@@ -49,7 +57,8 @@ def needs_linux(what: str) -> None:
     """Raises ConfigError on another system than Linux."""
     if sys.platform != "linux":
         raise ConfigError(
-            f"{what} needs Linux (on Windows: WSL2). `data validate`, `try`, `doctor`, `estimate`, `report` and `console` work here"
+            f"{what} needs Linux (on Windows: WSL2). `data validate`, `try`, `doctor`, `estimate`,"
+            " `report` and `console` work here"
         )
 
 
@@ -60,20 +69,26 @@ _NEVER, _LARGEST = -1, 2**31 - 1
 
 
 def keep_freed() -> None:
-    """Let this process keep the memory that it frees; glibc otherwise gives blocks above 32 MiB back, and the kernel fills each
-    page with zeros again: an eighth of the CPU time of an update (docs/performance.md). Does nothing with another C library."""
+    """Let this process keep the memory that it frees; glibc otherwise gives blocks above 32 MiB
+    back, and the kernel fills each page with zeros again: an eighth of the CPU time of an update
+    (docs/performance.md). Does nothing with another C library.
+    """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
     # The first keeps large blocks on the heap, the second keeps the heap from shrinking.
     if not (mallopt(_MMAP_THRESHOLD, _LARGEST) and mallopt(_TRIM_THRESHOLD, _NEVER)):
-        logger.info("the C library gives freed memory back at once: updates on this CPU take somewhat longer")
+        logger.info(
+            "the C library gives freed memory back at once: updates on this CPU take somewhat"
+            " longer"
+        )
 
 
 def grow_segments() -> None:
-    """Let PyTorch grow its blocks on a GPU instead of adding blocks, since micro-batches differ in length. Call it before torch is
-    imported. Environment variables of the user win."""
+    """Let PyTorch grow its blocks on a GPU instead of adding blocks, since micro-batches differ in
+    length. Call it before torch is imported. Environment variables of the user win.
+    """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         # PyTorch reads the older name, too, so a user's value there counts.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

@@ -1,4 +1,7 @@
-"""Settings of the engines: the table of those that generate. Light: no torch, so that any process can read a configuration."""
+"""Settings of the engines: the table of those that generate.
+
+Light: no torch, so that any process can read a configuration.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +25,24 @@ from rayloop.engines.training_settings import LoraSettings as LoraSettings
 from rayloop.engines.training_settings import OptimizerSettings as OptimizerSettings
 
 PICTURES_GIB = 1
-"""GiB of main memory in which vLLM keeps what its processor made of pictures; vLLM's own 4 are emptied at each sync of weights."""
+"""GiB of main memory in which vLLM keeps what its processor made of pictures; vLLM's own 4 are
+emptied at each sync of weights.
+"""
 
 
 class EngineChoice(Computes):
-    """Base of the settings of every generation engine, with the properties that other parts of the system ask for."""
+    """Base of the settings of every generation engine, with the properties that other parts of the
+    system ask for.
+    """
 
     implementation: ClassVar[str]
     """``module:Class``, imported where it is needed (``rayloop.engines.settings``)."""
     cohorts: ClassVar[bool] = False
     """Whether it decodes a group as a batch of its own, as ``rollout.deterministic`` asks for."""
     starts_slowly: ClassVar[bool] = False
-    """Whether it has processes of its own and starts in minutes: ``try`` takes transformers in its place."""
+    """Whether it has processes of its own and starts in minutes: ``try`` takes transformers in its
+    place.
+    """
     returns_kept: ClassVar[bool] = False
     """Whether a turn comes with the tokens that ``top_p`` and ``top_k`` kept."""
     holds_model: ClassVar[bool] = True
@@ -54,12 +63,16 @@ class EngineChoice(Computes):
 
     @property
     def receivers(self) -> int:
-        """Processes of it that receive a broadcast of weights; 0: they come through its rollout actor."""
+        """Processes of it that receive a broadcast of weights; 0: they come through its rollout
+        actor.
+        """
         return 0
 
     @property
     def own_weights(self) -> str:
-        """Which weights answer, for an engine whose weights never change; empty for one that loads new weights."""
+        """Which weights answer, for an engine whose weights never change; empty for one that loads
+        new weights.
+        """
         return ""
 
     def untrainable(self) -> str:
@@ -71,23 +84,34 @@ class EngineChoice(Computes):
         yield from ()
 
     def unshared(self, *gpus: float, ahead: bool) -> Iterator[str]:
-        """Yields why it cannot ``sleep``, with these ``num_gpus`` of both roles; ``ahead``: groups are played while some train."""
+        """Yields why it cannot ``sleep``, with these ``num_gpus`` of both roles; ``ahead``: groups
+        are played while some train.
+        """
         if self.sleep and ahead:
-            yield "rollout.engine: one that sleeps while the policy trains plays nothing ahead; set staleness.max_staleness to 0"
+            yield (
+                "rollout.engine: one that sleeps while the policy trains plays nothing ahead; set"
+                " staleness.max_staleness to 0"
+            )
         if self.sleep and max(gpus) >= 1:
-            yield "rollout.engine: to share a GPU in turns, set num_gpus of both placements to fractions that make 1 together"
+            yield (
+                "rollout.engine: to share a GPU in turns, set num_gpus of both placements to"
+                " fractions that make 1 together"
+            )
 
     def unkept(self, sampling: Sampling, where: str) -> Iterator[str]:
         """Yields what is wrong with ``top_p`` or ``top_k`` of the run, or ``where`` else."""
         if sampling.most_kept is not None and not self.returns_kept:
             key = "top_p" if sampling.top_p < 1 else "top_k"
             yield (
-                f"rollout.sampling.{key} is {getattr(sampling, key)}{where}: engine.kind: {self.label} does not return the tokens "
-                "that were kept, over which log-probs are computed. Use transformers or vllm, or leave top_p and top_k out"
+                f"rollout.sampling.{key} is {getattr(sampling, key)}{where}: engine.kind:"
+                f" {self.label} does not return the tokens that were kept, over which log-probs are"
+                " computed. Use transformers or vllm, or leave top_p and top_k out"
             )
 
     def placed(self, gpus: float, tokens: int) -> EngineChoice:
-        """These settings for an actor with ``gpus``, and with room for episodes of so many tokens, unless they say otherwise."""
+        """These settings for an actor with ``gpus``, and with room for episodes of so many tokens,
+        unless they say otherwise.
+        """
         return self
 
     def beside(self, trainer: FsdpSettings) -> EngineChoice:
@@ -96,7 +120,10 @@ class EngineChoice(Computes):
 
     @property
     def adapters(self) -> LoraSettings | None:
-        """Those that the engine gets alone at a weight sync. None: it gets whole weights, into which they are merged."""
+        """Those that the engine gets alone at a weight sync.
+
+        None: it gets whole weights, into which they are merged.
+        """
         return None
 
 
@@ -109,7 +136,10 @@ class TransformersEngineSettings(EngineChoice, ComputesOnCpu):
     dtype: Dtype = "float32"
     """As ``policy.engine.dtype``: rounding separates their log-probs."""
     max_sequences: int = Field(64, ge=1)
-    """Sequences decoded together. Lower it when memory runs out; raise it towards a step's trajectories for speed."""
+    """Sequences decoded together.
+
+    Lower it when memory runs out; raise it towards a step's trajectories for speed.
+    """
 
 
 MOST = 0.9
@@ -117,26 +147,37 @@ MOST = 0.9
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes as ``max_lora_rank``."""
 LITTLE = 0.01
-"""The same with ``kv_cache_memory_bytes``, which sets the cache's size: vLLM only checks at its start that this share is free."""
+"""The same with ``kv_cache_memory_bytes``, which sets the cache's size: vLLM only checks at its
+start that this share is free.
+"""
 
 
 class VllmEngineSettings(EngineChoice):
-    """Generation with vLLM, in processes of its own below the rollout actor: on GPUs, and on CPU for tests."""
+    """Generation with vLLM, in processes of its own below the rollout actor: on GPUs, and on CPU
+    for tests.
+    """
 
     implementation = "rayloop.engines.generation.vllm:VllmEngine"
     starts_slowly = returns_kept = True
     kind: Literal["vllm"] = "vllm"
     max_sequences: int = Field(256, ge=1)
-    """Sequences decoded together. Lower it when memory runs out; above a step's trajectories per engine it does nothing."""
+    """Sequences decoded together.
+
+    Lower it when memory runs out; above a step's trajectories per engine it does nothing.
+    """
     extra: dict[str, Any] = {}
-    """Further arguments of vLLM's ``AsyncEngineArgs``, by their names there. ``gpu_memory_utilization``: share of the GPU's memory
-    (on CPU: of the machine's) that must be free at the start, 0.9 by default; lower it when something else needs that memory. Leave
-    3.5 GB of the GPU beside it: synced weights pass through them.
-    ``kv_cache_memory_bytes``: size of the cache per GPU, which then decides alone; set it on CPU and on a shared GPU.
-    ``tensor_parallel_size``: by default the actor's ``num_gpus``. ``max_model_len``: by default ``environment.episode.max_tokens``.
-    ``enforce_eager: true``: no compilation and no CUDA graphs; it starts in seconds, and decodes more slowly.
-    ``enable_sleep_mode: true``: it has the GPU in turns with the policy, each in main memory while the other computes.
-    ``return_sampling_mask: true`` (vLLM's Model Runner V2): less work for ``top_p`` and ``top_k``; greedy log-probs are 0."""
+    """Further arguments of vLLM's ``AsyncEngineArgs``, by their names there.
+
+    ``gpu_memory_utilization``: share of the GPU's memory (on CPU: of the machine's) that must be
+    free at the start, 0.9 by default; lower it when something else needs that memory. Leave 3.5 GB
+    of the GPU beside it: synced weights pass through them. ``kv_cache_memory_bytes``: size of the
+    cache per GPU, which then decides alone; set it on CPU and on a shared GPU.
+    ``tensor_parallel_size``: by default the actor's ``num_gpus``. ``max_model_len``: by default
+    ``environment.episode.max_tokens``. ``enforce_eager: true``: no compilation and no CUDA graphs;
+    it starts in seconds, and decodes more slowly. ``enable_sleep_mode: true``: it has the GPU in
+    turns with the policy, each in main memory while the other computes. ``return_sampling_mask:
+    true`` (vLLM's Model Runner V2): less work for ``top_p`` and ``top_k``; greedy log-probs are 0.
+    """
 
     _gpus: float = PrivateAttr(0.0)
     _tokens: int | None = PrivateAttr(None)
@@ -149,8 +190,12 @@ class VllmEngineSettings(EngineChoice):
 
     @property
     def tensor_parallel(self) -> int:
-        """GPUs that one engine is spread over: those of its actor, divided by the stages of a pipeline."""
-        return int(self.extra.get("tensor_parallel_size") or max(1, self._gpus // self.pipeline_parallel))
+        """GPUs that one engine is spread over: those of its actor, divided by the stages of a
+        pipeline.
+        """
+        return int(
+            self.extra.get("tensor_parallel_size") or max(1, self._gpus // self.pipeline_parallel)
+        )
 
     @property
     def pipeline_parallel(self) -> int:
@@ -170,7 +215,9 @@ class VllmEngineSettings(EngineChoice):
     @property
     def memory_fraction(self) -> float:
         """Share of the GPU's memory that vLLM wants free at its start."""
-        return float(self.extra.get("gpu_memory_utilization", LITTLE if self.kv_cache_bytes else MOST))
+        return float(
+            self.extra.get("gpu_memory_utilization", LITTLE if self.kv_cache_bytes else MOST)
+        )
 
     @property
     def kv_cache_bytes(self) -> int | None:
@@ -180,34 +227,52 @@ class VllmEngineSettings(EngineChoice):
     @model_validator(mode="after")
     def _own_arguments(self) -> VllmEngineSettings:
         for name, kind in _NUMBERS.items():
-            if name in self.extra and (not isinstance(self.extra[name], kind) or self.extra[name] <= 0):
-                raise ValueError(f"extra: {name} is {self.extra[name]!r}, expected a number above 0")
+            if name in self.extra and (
+                not isinstance(self.extra[name], kind) or self.extra[name] <= 0
+            ):
+                raise ValueError(
+                    f"extra: {name} is {self.extra[name]!r}, expected a number above 0"
+                )
         if taken := sorted(self.extra.keys() & _VLLM_ARGUMENTS):
-            raise ValueError(f"extra: {', '.join(taken)} follow from other settings, and cannot be given here")
-        if sampling := sorted(self.extra.keys() & {"generation_config", "override_generation_config"}):
-            raise ValueError(f"extra: {sampling[0]} is refused: only rollout.sampling counts. Set top_p or top_k there")
+            raise ValueError(
+                f"extra: {', '.join(taken)} follow from other settings, and cannot be given here"
+            )
+        if sampling := sorted(
+            self.extra.keys() & {"generation_config", "override_generation_config"}
+        ):
+            raise ValueError(
+                f"extra: {sampling[0]} is refused: only rollout.sampling counts. Set top_p or top_k"
+                " there"
+            )
         return self
 
     def problems(self, gpus: float, room: int) -> Iterator[str]:
         """Its limit of tokens, and its GPUs."""
         if self.max_model_len is not None and self.max_model_len < room:
-            yield f"rollout.engine.extra: max_model_len ({self.max_model_len}) is below environment.episode.max_tokens ({room})"
+            yield (
+                f"rollout.engine.extra: max_model_len ({self.max_model_len}) is below"
+                f" environment.episode.max_tokens ({room})"
+            )
         wanted = self.placed(gpus, room).receivers
         if gpus and gpus != wanted and max(gpus, wanted) > 1:
             yield (
-                f"rollout.engine.extra: tensor_parallel_size x pipeline_parallel_size is {wanted} and rollout.placement.num_gpus "
-                f"is {gpus:g}: one engine runs on as many GPUs as its actor has"
+                f"rollout.engine.extra: tensor_parallel_size x pipeline_parallel_size is {wanted}"
+                f" and rollout.placement.num_gpus is {gpus:g}: one engine runs on as many GPUs as"
+                " its actor has"
             )
 
     def placed(self, gpus: float, tokens: int | None) -> VllmEngineSettings:
-        """Left to itself, vLLM takes the model's limit: with a lower one turns would be cut, and episodes excluded that should end
-        as over_length; a much higher one it refuses."""
+        """Left to itself, vLLM takes the model's limit: with a lower one turns would be cut, and
+        episodes excluded that should end as over_length; a much higher one it refuses.
+        """
         made = self.model_copy()
         made._gpus, made._tokens = gpus, tokens
         return made
 
     def beside(self, trainer: FsdpSettings) -> VllmEngineSettings:
-        """Adapters of the language model go to vLLM alone, unless ``extra`` has ``enable_lora: false`` or a quantised model."""
+        """Adapters of the language model go to vLLM alone, unless ``extra`` has ``enable_lora:
+        false`` or a quantised model.
+        """
         made, lora = self.model_copy(), None if trainer.trains_vision else trainer.lora
         fits = lora is not None and lora.rank <= VLLM_RANKS[-1] and "quantization" not in self.extra
         made._adapters = lora if fits and self.extra.get("enable_lora", True) else None
@@ -220,28 +285,41 @@ class VllmEngineSettings(EngineChoice):
 
 
 _VLLM_ARGUMENTS = {
-    "model", "dtype", "max_num_seqs", "logprobs_mode", "max_logprobs", "worker_extension_cls", "mm_processor_kwargs",
+    "model",
+    "dtype",
+    "max_num_seqs",
+    "logprobs_mode",
+    "max_logprobs",
+    "worker_extension_cls",
+    "mm_processor_kwargs",
     "trust_remote_code",
-}  # fmt: skip
+}
 """What rayloop itself passes to vLLM."""
 _NUMBERS: dict[str, type | tuple[type, ...]] = {
-    "tensor_parallel_size": int, "pipeline_parallel_size": int, "max_model_len": int, "kv_cache_memory_bytes": int,
+    "tensor_parallel_size": int,
+    "pipeline_parallel_size": int,
+    "max_model_len": int,
+    "kv_cache_memory_bytes": int,
     "gpu_memory_utilization": (int, float),
-}  # fmt: skip
+}
 """Arguments of vLLM that rayloop reads too, and their types."""
 
 
 class SglangEngineSettings(EngineChoice):
-    """Generation with SGLang on GPUs, from an environment of its own (constraints-sglang.txt). Never exercised
-    there (docs/engines.md)."""
+    """Generation with SGLang on GPUs, from an environment of its own (constraints-sglang.txt).
+
+    Never exercised there (docs/engines.md).
+    """
 
     implementation = "rayloop.engines.generation.sglang:SglangEngine"
     starts_slowly = True
     kind: Literal["sglang"] = "sglang"
     extra: dict[str, Any] = {}
-    """Further arguments of ``sglang.Engine`` (``tp_size``, ``mem_fraction_static``, ``context_length``, ...): its own defaults
-    where they suit. ``enable_memory_saver: true``: it has the GPU in turns with the policy. Leave 3 GiB of the GPU beside
-    ``mem_fraction_static``: synced weights pass through them."""
+    """Further arguments of ``sglang.Engine`` (``tp_size``, ``mem_fraction_static``,
+    ``context_length``, ...): its own defaults where they suit. ``enable_memory_saver: true``: it
+    has the GPU in turns with the policy. Leave 3 GiB of the GPU beside ``mem_fraction_static``:
+    synced weights pass through them.
+    """
 
     @property
     def sleep(self) -> Level | None:
@@ -254,14 +332,20 @@ class SglangEngineSettings(EngineChoice):
         return int(self.extra.get("tp_size", 1)) if self.extra.get("pp_size", 1) == 1 else 0
 
     def problems(self, gpus: float, room: int) -> Iterator[str]:
-        """Its GPUs, which lie in one node: synced tensors are opened there from the memory of the first."""
+        """Its GPUs, which lie in one node: synced tensors are opened there from the memory of the
+        first.
+        """
         wanted = self.extra.get("tp_size", 1) * self.extra.get("pp_size", 1)
         if self.extra.get("nnodes", 1) > 1:
-            yield "rollout.engine.extra: nnodes above 1 cannot be: synced weights do not leave the node. Lower tp_size"
+            yield (
+                "rollout.engine.extra: nnodes above 1 cannot be: synced weights do not leave the"
+                " node. Lower tp_size"
+            )
         if gpus and gpus != wanted and max(gpus, wanted) > 1:
             yield (
-                f"rollout.engine.extra: tp_size x pp_size is {wanted} and rollout.placement.num_gpus is {gpus:g}: one engine "
-                "runs on as many GPUs as its actor has"
+                f"rollout.engine.extra: tp_size x pp_size is {wanted} and"
+                f" rollout.placement.num_gpus is {gpus:g}: one engine runs on as many GPUs as its"
+                " actor has"
             )
 
 
@@ -269,28 +353,41 @@ Url = Annotated[str, Field(pattern=r"^https?://")]
 
 
 class OpenAiHttpEngineSettings(EngineChoice):
-    """A server with the OpenAI interface. For evaluation; for training only with ``interface: tokens`` and ``update``."""
+    """A server with the OpenAI interface.
+
+    For evaluation; for training only with ``interface: tokens`` and ``update``.
+    """
 
     implementation = "rayloop.engines.generation.openai_http:OpenAiHttpEngine"
     holds_model = False
     kind: Literal["openai_http"] = "openai_http"
     base_url: Url | Annotated[tuple[Url, ...], Field(min_length=1)]
-    """With the version, for example http://host:8000/v1, reachable from the nodes of the rollout actors. Of several servers of one
-    model a group of episodes keeps to one; where that refuses connections, the next is asked."""
+    """With the version, for example http://host:8000/v1, reachable from the nodes of the rollout
+    actors. Of several servers of one model a group of episodes keeps to one; where that refuses
+    connections, the next is asked.
+    """
     model: str
-    """The model's name at the server, as in its /v1/models. A server that wants a key gets that of the variable
-    ``OPENAI_API_KEY`` on the nodes of the rollout actors."""
+    """The model's name at the server, as in its /v1/models.
+
+    A server that wants a key gets that of the variable ``OPENAI_API_KEY`` on the nodes of the
+    rollout actors.
+    """
     dtype: Dtype = "bfloat16"
-    """What the server computes in: decides how far its log-probs may be from the trainer's (``weight_sync.logprob_check``)."""
+    """What the server computes in: decides how far its log-probs may be from the trainer's
+    (``weight_sync.logprob_check``).
+    """
     interface: Literal["chat", "tokens"] = "chat"
-    """chat: messages and images go out, text comes back, there are no log-probs; ``model.path`` must have a ChatML template
-    (Qwen's). tokens: token ids go out, token ids and log-probs come back, as with vLLM's server, which needs ``--logprobs-mode
-    processed_logprobs``; text only."""
+    """chat: messages and images go out, text comes back, there are no log-probs; ``model.path``
+    must have a ChatML template (Qwen's). tokens: token ids go out, token ids and log-probs come
+    back, as with vLLM's server, which needs ``--logprobs-mode processed_logprobs``; text only.
+    """
     update: dict[str, dict[str, Any]] = {}
-    """POST requests, in order, that make the server load a model folder and forget its caches: the path from the server's root
-    (its own documentation has it), and what is sent as JSON, for example ``{/update_weights_from_disk: {model_path:
-    "{folder}"}}``, where ``{folder}`` stands for the folder with the new weights. The server must see the run folder. Empty: it
-    keeps its own weights."""
+    """POST requests, in order, that make the server load a model folder and forget its caches: the
+    path from the server's root (its own documentation has it), and what is sent as JSON, for
+    example ``{/update_weights_from_disk: {model_path: "{folder}"}}``, where ``{folder}`` stands for
+    the folder with the new weights. The server must see the run folder. Empty: it keeps its own
+    weights.
+    """
 
     @property
     def own_weights(self) -> str:
@@ -300,25 +397,33 @@ class OpenAiHttpEngineSettings(EngineChoice):
     @property
     def addresses(self) -> tuple[str, ...]:
         """Of every server, without a slash at the end."""
-        return tuple(url.rstrip("/") for url in ((self.base_url,) if isinstance(self.base_url, str) else self.base_url))
+        return tuple(
+            url.rstrip("/")
+            for url in ((self.base_url,) if isinstance(self.base_url, str) else self.base_url)
+        )
 
     def untrainable(self) -> str:
         """Log-probs or updates that are missing."""
         if self.interface == "chat":
             return (
-                "rollout.engine.interface: chat brings back neither token ids nor log-probs, which training needs. Use interface: "
-                "tokens with a server that returns them, another engine, or `python -m rayloop eval`"
+                "rollout.engine.interface: chat brings back neither token ids nor log-probs, which"
+                " training needs. Use interface: tokens with a server that returns them, another"
+                " engine, or `python -m rayloop eval`"
             )
         if self.own_weights:
             return (
-                "rollout.engine.update is empty: the server would keep its weights, and every sample after the first step would be "
-                "of another policy than the one that is trained. Name the calls that make it load a folder, or use another engine"
+                "rollout.engine.update is empty: the server would keep its weights, and every"
+                " sample after the first step would be of another policy than the one that is"
+                " trained. Name the calls that make it load a folder, or use another engine"
             )
         return ""
 
 
 class OwnEngine(EngineChoice):
-    """An engine that is named by where it is: what others ask of it. It is taken to compute in the trainer's ``dtype``."""
+    """An engine that is named by where it is: what others ask of it.
+
+    It is taken to compute in the trainer's ``dtype``.
+    """
 
     returns_kept = True
     component: Component
@@ -354,11 +459,17 @@ class EnginePlace:
     scratch: Callable[[], str] = tempfile.mkdtemp
     """Makes a folder for sockets and temporary files; the creator of this object removes it."""
     name: str | None = None
-    """Name of the Ray actor, if the engine is in one: vLLM's own metrics then go to Ray's metrics."""
+    """Name of the Ray actor, if the engine is in one: vLLM's own metrics then go to Ray's metrics.
+    """
 
 
-def build_engine(model: ModelSettings, settings: EngineChoice, place: EnginePlace) -> GenerationEngine:
-    """Returns the engine of ``settings`` for the model. Raises ConfigError when its library or the model's files are missing."""
+def build_engine(
+    model: ModelSettings, settings: EngineChoice, place: EnginePlace
+) -> GenerationEngine:
+    """Returns the engine of ``settings`` for the model.
+
+    Raises ConfigError when its library or the model's files are missing.
+    """
     model = model.here(weights=settings.holds_model)
     make: Callable[..., Any]
     if isinstance(settings, OwnEngine):

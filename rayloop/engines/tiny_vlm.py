@@ -1,5 +1,7 @@
-"""Makes a tiny model folder on the spot: Qwen2.5-VL (or text-only Qwen2) with random weights and its own tokenizer. The layout is
-that of the real checkpoint, so that transformers and vLLM load it; only the sizes differ."""
+"""Makes a tiny model folder on the spot: Qwen2.5-VL (or text-only Qwen2) with random weights and
+its own tokenizer. The layout is that of the real checkpoint, so that transformers and vLLM load it;
+only the sizes differ.
+"""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -21,10 +23,21 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 SPECIAL_TOKENS = (
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>",
-    "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>",
-    "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
-)  # fmt: skip
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
 """Qwen2.5-VL's special tokens, in its order."""
 
 CHAT_TEMPLATE = Path(__file__).with_name("tiny_chat.jinja").read_text(encoding="utf-8")
@@ -38,7 +51,10 @@ PATCH, MERGE, TEMPORAL_PATCH, VOCABULARY_MULTIPLE = 14, 2, 2, 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinySizes:
-    """Sizes of the tiny model; the defaults give 2 to 3 M parameters. Heads are at least 32 wide, which vLLM needs."""
+    """Sizes of the tiny model; the defaults give 2 to 3 M parameters.
+
+    Heads are at least 32 wide, which vLLM needs.
+    """
 
     vocabulary: int = 1024
     """Upper bound of the trained BPE entries, special tokens included, ``extra_tokens`` not."""
@@ -55,18 +71,31 @@ class TinySizes:
     max_positions: int = 8192
     tied: bool = True
     rope_theta: float = 10.0
-    """M-RoPE gives width the lowest frequencies: at 1e4 the angle across a small image vanishes and grounding fails."""
+    """M-RoPE gives width the lowest frequencies: at 1e4 the angle across a small image vanishes and
+    grounding fails.
+    """
     init: float = 0.05
     """Standard deviation of the initial weights; at this width 0.02 learns more slowly."""
 
 
 def write_tiny_vlm(
-    folder: str | Path, texts: Iterable[str], *, vision: bool = True, seed: int = 0, extra_tokens: Sequence[str] = (),
-    image_mean: Sequence[float] = CLIP_MEAN, image_std: Sequence[float] = CLIP_STD, **sizes: Any,
-) -> Path:  # fmt: skip
-    """Write a model folder and return its path. Equal arguments give equal files. ``texts`` train the tokenizer; ``extra_tokens``
-    become one token each; ``image_mean`` and ``image_std`` (red, green, blue, 0..1) normalise pixels; ``sizes`` are fields of
-    ``TinySizes``; ``vision=False`` writes a text-only Qwen2ForCausalLM. Raises TypeError for an unknown size."""
+    folder: str | Path,
+    texts: Iterable[str],
+    *,
+    vision: bool = True,
+    seed: int = 0,
+    extra_tokens: Sequence[str] = (),
+    image_mean: Sequence[float] = CLIP_MEAN,
+    image_std: Sequence[float] = CLIP_STD,
+    **sizes: Any,
+) -> Path:
+    """Write a model folder and return its path.
+
+    Equal arguments give equal files. ``texts`` train the tokenizer; ``extra_tokens`` become one
+    token each; ``image_mean`` and ``image_std`` (red, green, blue, 0..1) normalise pixels;
+    ``sizes`` are fields of ``TinySizes``; ``vision=False`` writes a text-only Qwen2ForCausalLM.
+    Raises TypeError for an unknown size.
+    """
     folder, size = Path(folder), TinySizes(**sizes)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer(texts, size.vocabulary, extra_tokens)
@@ -85,11 +114,16 @@ def write_tiny_vlm(
     return folder
 
 
-def _tokenizer(texts: Iterable[str], vocabulary: int, extra_tokens: Sequence[str]) -> PreTrainedTokenizerFast:
+def _tokenizer(
+    texts: Iterable[str], vocabulary: int, extra_tokens: Sequence[str]
+) -> PreTrainedTokenizerFast:
     """Byte-level BPE whose numbers are single digits, as in Qwen2.5."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -106,7 +140,9 @@ def _tokenizer(texts: Iterable[str], vocabulary: int, extra_tokens: Sequence[str
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        additional_special_tokens=[token for token in SPECIAL_TOKENS if token not in ("<|im_end|>", "<|endoftext|>")],
+        additional_special_tokens=[
+            token for token in SPECIAL_TOKENS if token not in ("<|im_end|>", "<|endoftext|>")
+        ],
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
@@ -133,13 +169,21 @@ def _text_config(tokenizer: PreTrainedTokenizerFast, size: TinySizes) -> dict[st
 
 def _text_model(tokenizer: PreTrainedTokenizerFast, size: TinySizes) -> PreTrainedModel:
     rope = {"rope_type": "default", "rope_theta": size.rope_theta}
-    return Qwen2ForCausalLM(Qwen2Config(**_text_config(tokenizer, size), rope_parameters=rope)).float()
+    return Qwen2ForCausalLM(
+        Qwen2Config(**_text_config(tokenizer, size), rope_parameters=rope)
+    ).float()
 
 
 def _vision_model(tokenizer: PreTrainedTokenizerFast, size: TinySizes) -> PreTrainedModel:
     pairs = size.hidden // size.heads // 2
-    sides = pairs * 3 // 8  # Qwen2.5-VL's split of the rotary pairs: 2/8 time, 3/8 height, 3/8 width
-    rope = {"rope_type": "default", "rope_theta": size.rope_theta, "mrope_section": [pairs - 2 * sides, sides, sides]}
+    sides = (
+        pairs * 3 // 8
+    )  # Qwen2.5-VL's split of the rotary pairs: 2/8 time, 3/8 height, 3/8 width
+    rope = {
+        "rope_type": "default",
+        "rope_theta": size.rope_theta,
+        "mrope_section": [pairs - 2 * sides, sides, sides],
+    }
     vision = {
         "depth": size.vision_depth,
         "hidden_size": size.vision_hidden,
@@ -167,7 +211,9 @@ def _vision_model(tokenizer: PreTrainedTokenizerFast, size: TinySizes) -> PreTra
 
 
 def _image_processor(mean: Sequence[float], std: Sequence[float]) -> dict[str, Any]:
-    """A preprocessor_config.json like Qwen2.5-VL's; the pixel limits are those of ``ModelSettings``' defaults."""
+    """A preprocessor_config.json like Qwen2.5-VL's; the pixel limits are those of
+    ``ModelSettings``' defaults.
+    """
     return {
         "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": "Qwen2_5_VLProcessor",

@@ -11,52 +11,76 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerSettings(SettingsModel):
-    """Learning rate, its schedule and AdamW. A step has ``update.epochs`` * ``update.mini_batches`` optimizer updates."""
+    """Learning rate, its schedule and AdamW. A step has ``update.epochs`` * ``update.mini_batches``
+    optimizer updates.
+    """
 
     kind: ClassVar[Literal["adamw", "sgd"]] = "adamw"
     """sgd keeps no state: for comparing gradients, in a class derived from this one."""
     lr: float = Field(1e-6, gt=0)
-    """Learning rate. The default suits full training of models with billions of parameters; small models and LoRA need more
-    (docs/choosing_settings.md)."""
+    """Learning rate.
+
+    The default suits full training of models with billions of parameters; small models and LoRA
+    need more (docs/choosing_settings.md).
+    """
     betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """AdamW's decay of the gradient's mean and of its square. A second one of 0.95 forgets faster: for short runs."""
+    """AdamW's decay of the gradient's mean and of its square.
+
+    A second one of 0.95 forgets faster: for short runs.
+    """
     eps: ClassVar[float] = 1e-8
     """AdamW's term against a division by 0, PyTorch's default."""
     weight_decay: float = Field(0.0, ge=0)
     """Pulls weights to 0; with LoRA, the adapter. Seldom needed in short runs."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps of the run over which the learning rate grows linearly to lr, with each of their updates. Some, when the first updates
-    are large."""
+    """Steps of the run over which the learning rate grows linearly to lr, with each of their
+    updates. Some, when the first updates are large.
+    """
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """After the warm-up. linear and cosine fall to 0 over the run (linear: the default of transformers and TRL); wsd (warm-up,
-    stable, decay): constant, then linear to 0 over the last 0.3. Keep constant while you do not know how long a run will be."""
+    """After the warm-up. linear and cosine fall to 0 over the run (linear: the default of
+    transformers and TRL); wsd (warm-up, stable, decay): constant, then linear to 0 over the last
+    0.3. Keep constant while you do not know how long a run will be.
+    """
     grad_clip: float = Field(1.0, gt=0)
-    """Gradients are scaled down to this global norm. Lower it when single steps (``actor/grad_norm``) throw the policy off."""
+    """Gradients are scaled down to this global norm.
+
+    Lower it when single steps (``actor/grad_norm``) throw the policy off.
+    """
 
     _updates: int | None = PrivateAttr(None)
 
     @property
     def total_updates(self) -> int | None:
-        """Length of the schedule in optimizer updates, warm-up included; None: the schedule stays constant."""
+        """Length of the schedule in optimizer updates, warm-up included; None: the schedule stays
+        constant.
+        """
         return self._updates
 
     def over(self, steps: int, updates: int = 1) -> Self:
-        """The same with a schedule that ends after ``steps`` steps of ``updates`` each; its ``warmup_steps`` are updates."""
+        """The same with a schedule that ends after ``steps`` steps of ``updates`` each; its
+        ``warmup_steps`` are updates.
+        """
         made = self.model_copy(update={"warmup_steps": self.warmup_steps * updates})
         made._updates = steps * updates
         return made
 
 
 LONG, TILE = 32_768, 8192
-"""A layer computes its MLP over ``TILE`` of a row's tokens (or patches) at a time, and again in the backward pass, if there are
-more than ``LONG``: for 64,000 tokens of a 7B model one MLP would keep 14 GiB."""
+"""A layer computes its MLP over ``TILE`` of a row's tokens (or patches) at a time, and again in the
+backward pass, if there are more than ``LONG``: for 64,000 tokens of a 7B model one MLP would keep
+14 GiB.
+"""
 COLLECTIVE_TIMEOUT = 1800.0
-"""Seconds after which a collective fails instead of hanging: torch's own limit for gloo, enough for ranks that load a large model
-from a slow disk. A rank that dies is noticed at once by Ray, and ``policy.step_timeout`` bounds everything else."""
+"""Seconds after which a collective fails instead of hanging: torch's own limit for gloo, enough for
+ranks that load a large model from a slow disk. A rank that dies is noticed at once by Ray, and
+``policy.step_timeout`` bounds everything else.
+"""
 MICRO_BATCH = 16_384
 """Tokens of a micro-batch where the settings name none."""
 LOGPROB_CHUNK = 2048
-"""With 152,000 tokens their logits take 6 to 10 GB at the peak; more positions were no faster on a CPU."""
+"""With 152,000 tokens their logits take 6 to 10 GB at the peak; more positions were no faster on a
+CPU.
+"""
 ADAPTERS = "adapters"
 """The parameter group of a model's adapters."""
 
@@ -67,36 +91,63 @@ class LoraSettings(SettingsModel):
     rank: int = Field(8, gt=0)
     """Size of the adapters. More can express more, and costs memory (docs/choosing_settings.md)."""
     alpha: float = Field(16.0, gt=0)
-    """The adapters' output is scaled by alpha / rank: scale both together, or the effective learning rate changes."""
+    """The adapters' output is scaled by alpha / rank: scale both together, or the effective
+    learning rate changes.
+    """
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Share of the adapters' inputs that an update leaves out, to repeat a published run; log-probs are computed without. The
-    updated policy is then not quite the sampled one, which the log-prob mismatch of the loss shows; ``alarms.logprobs`` compares
-    fresh episodes instead."""
-    targets: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Names of the linear layers that get an adapter: all of a layer, as all models that can be trained here name them."""
+    """Share of the adapters' inputs that an update leaves out, to repeat a published run; log-probs
+    are computed without. The updated policy is then not quite the sampled one, which the log-prob
+    mismatch of the loss shows; ``alarms.logprobs`` compares fresh episodes instead.
+    """
+    targets: ClassVar[tuple[str, ...]] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    """Names of the linear layers that get an adapter: all of a layer, as all models that can be
+    trained here name them.
+    """
 
 
 class FsdpSettings(ComputesOnCpu):
     """Training with PyTorch FSDP2: gloo on CPU, NCCL on GPU, the same code."""
 
     micro_batch_tokens: int | None = Field(None, gt=0)
-    """Tokens per forward and backward, of trajectories packed into one row without padding. None: 16,384; on a CPU a lower power of
-    two, down to 1,024, when their activations would take more than a quarter of the memory of the machine where the run is started.
-    Lower it when memory runs out; a longer trajectory is alone in one, so 1 packs nothing, to compare with."""
+    """Tokens per forward and backward, of trajectories packed into one row without padding.
+
+    None: 16,384; on a CPU a lower power of two, down to 1,024, when their activations would take
+    more than a quarter of the memory of the machine where the run is started. Lower it when memory
+    runs out; a longer trajectory is alone in one, so 1 packs nothing, to compare with.
+    """
     gradient_checkpointing: bool | None = None
-    """Compute activations again in the backward pass: less memory, more time. None: on a GPU, whose memory is what runs out first
-    (7B at 16,384 tokens keeps some 100 GB otherwise). Set false there for small models, true on a CPU that runs out."""
+    """Compute activations again in the backward pass: less memory, more time.
+
+    None: on a GPU, whose memory is what runs out first (7B at 16,384 tokens keeps some 100 GB
+    otherwise). Set false there for small models, true on a CPU that runs out.
+    """
     cpu_offload: bool = False
     """Keep weights and optimizer states in CPU memory: when they do not fit the GPUs; slow."""
     sequence_parallel: int = Field(1, ge=1)
-    """Ranks of a node that share each row (Ulysses, arXiv:2309.14509), for trajectories whose activations exceed a GPU. It divides
-    policy.ranks and the model's key-value heads; a row has ``micro_batch_tokens`` for each of them."""
+    """Ranks of a node that share each row (Ulysses, arXiv:2309.14509), for trajectories whose
+    activations exceed a GPU. It divides policy.ranks and the model's key-value heads; a row has
+    ``micro_batch_tokens`` for each of them.
+    """
     replicas: int = Field(1, ge=1)
-    """Copies of the sharded weights (HSDP), of policy.ranks / replicas ranks in a row each. Set it to the number of nodes where the
-    cards of one hold a copy: only sums of gradients then cross the network, once an update. A rank then needs more memory."""
+    """Copies of the sharded weights (HSDP), of policy.ranks / replicas ranks in a row each.
+
+    Set it to the number of nodes where the cards of one hold a copy: only sums of gradients then
+    cross the network, once an update. A rank then needs more memory.
+    """
     train_vision: bool | None = None
-    """Train the vision tower too; with LoRA: adapt its layers. None: in full training, not with LoRA. false leaves it as it is:
-    less memory, and it cannot forget; true when the images are unlike what the model knows."""
+    """Train the vision tower too; with LoRA: adapt its layers.
+
+    None: in full training, not with LoRA. false leaves it as it is: less memory, and it cannot
+    forget; true when the images are unlike what the model knows.
+    """
     lora: LoraSettings | None = None
 
     @property
@@ -111,7 +162,10 @@ class FsdpSettings(ComputesOnCpu):
 
     @property
     def logprob_chunk(self) -> int:
-        """Positions whose logits exist at the same time: a tensor [T, vocabulary] is never held. Less for tiny micro-batches."""
+        """Positions whose logits exist at the same time: a tensor [T, vocabulary] is never held.
+
+        Less for tiny micro-batches.
+        """
         return min(LOGPROB_CHUNK, 4 * self.micro_batch)
 
     @property

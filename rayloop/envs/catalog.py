@@ -30,7 +30,9 @@ class Family:
 
     def play(self, name: str, seed: int) -> tuple[EnvironmentKind, Task]:
         """The environment of a task, and the task. ``name`` is one of ``names``."""
-        return EnvironmentKind.model_validate({"use": self.use, "with": dict(self.settings)}), self.task(name, seed)
+        return EnvironmentKind.model_validate(
+            {"use": self.use, "with": dict(self.settings)}
+        ), self.task(name, seed)
 
 
 def _scripted() -> Family:
@@ -51,10 +53,17 @@ def _scripted() -> Family:
 def _interpreter() -> Family:
     def task(name: str, seed: int) -> Task:
         picture, count = dots(seed)
-        return _task(name, seed, ImageSource(data=picture), "How many black dots are there?", ground_truth=str(count))
+        return _task(
+            name,
+            seed,
+            ImageSource(data=picture),
+            "How many black dots are there?",
+            ground_truth=str(count),
+        )
 
     return Family(
-        "PyVision's Python interpreter with an image, in the sandbox; `result` counts the turns whose code was run",
+        "PyVision's Python interpreter with an image, in the sandbox; `result` counts the turns"
+        " whose code was run",
         "print(image_clue_0.size), more statements behind a semicolon, or: answer 7",
         ("count-dots",),
         "rayloop.envs.interpreter.environment:PythonInterpreter",
@@ -68,7 +77,8 @@ def _miniwob() -> Family:
     from rayloop.envs.browser.miniwob import pages
 
     return Family(
-        'MiniWoB++, small web pages in a real Chromium; needs pip install "rayloop[browser]" and chromium-headless-shell',
+        'MiniWoB++, small web pages in a real Chromium; needs pip install "rayloop[browser]" and'
+        " chromium-headless-shell",
         "click(start_box='(80,120)'), type(content='text') or finished()",
         pages(),
         "rayloop.envs.browser.miniwob:MiniWob",
@@ -84,7 +94,8 @@ def _desktop() -> Family:
 
     lacks = missing()
     return Family(
-        "tasks on a local X desktop with an editor, a file manager and a terminal" + (f"; missing here: {lacks}" if lacks else ""),
+        "tasks on a local X desktop with an editor, a file manager and a terminal"
+        + (f"; missing here: {lacks}" if lacks else ""),
         "type(content='hello')",
         tuple(task_file(SHIPPED).tasks),
         "rayloop.envs.desktop.environment:DesktopTasks",
@@ -95,15 +106,21 @@ def _desktop() -> Family:
 
 
 FAMILIES: Mapping[str, Callable[[], Family]] = {
-    "desktop": _desktop, "interpreter": _interpreter, "miniwob": _miniwob, "scripted": _scripted
-}  # fmt: skip
+    "desktop": _desktop,
+    "interpreter": _interpreter,
+    "miniwob": _miniwob,
+    "scripted": _scripted,
+}
 """Word before the colon -> the family. One that is added has one line here."""
 
 
 def family(name: str) -> Family:
     """Raises ConfigError for one that does not exist, or whose packages or pages are not installed."""
     if name not in FAMILIES:
-        raise ConfigError(f"no environments are called {name!r}{nearest(name, list(FAMILIES))}; there are {', '.join(FAMILIES)}")
+        raise ConfigError(
+            f"no environments are called {name!r}{nearest(name, list(FAMILIES))}; there are"
+            f" {', '.join(FAMILIES)}"
+        )
     try:
         return FAMILIES[name]()
     except (ImportError, EnvironmentFailed) as error:
@@ -122,12 +139,16 @@ def playable(written: str, seed: int) -> tuple[Family, EnvironmentKind, Task]:
 
 
 def screen_turn(typed: str) -> str:
-    """The turn of a policy that acts on a screen, of a typed action; points are pixels of the screen."""
+    """The turn of a policy that acts on a screen, of a typed action; points are pixels of the
+    screen.
+    """
     return typed if "Action:" in typed else f"Action: {typed}"
 
 
 def interpreter_turn(typed: str) -> str:
-    """The turn of a policy with an interpreter, of a typed line: Python, or ``answer`` and the answer."""
+    """The turn of a policy with an interpreter, of a typed line: Python, or ``answer`` and the
+    answer.
+    """
     word, _, rest = typed.strip().partition(" ")
     if word == "answer":
         return f"<answer>\n\\boxed{{{rest}}}\n</answer>"
@@ -141,7 +162,9 @@ def dots(seed: int) -> tuple[bytes, int]:
     picture = Image.new("RGB", (SIDE, SIDE), "white")
     for cell in cells:
         x, y = (SIDE // 10 * part + SIDE // 20 for part in divmod(cell, 10))
-        ImageDraw.Draw(picture).ellipse((x - RADIUS, y - RADIUS, x + RADIUS, y + RADIUS), fill="black")
+        ImageDraw.Draw(picture).ellipse(
+            (x - RADIUS, y - RADIUS, x + RADIUS, y + RADIUS), fill="black"
+        )
     return png(picture), len(cells)
 
 

@@ -1,6 +1,8 @@
-"""The episode loop, for one turn or many: environment calls with deadlines, token bookkeeping, end reasons. Reasons to end are
-checked in this order: over_length (the token limit cut the turn), tool_deadline or policy_failure, action_error, done, max_turns,
-over_length (no room for another turn), max_images. Sampled tokens are never altered."""
+"""The episode loop, for one turn or many: environment calls with deadlines, token bookkeeping, end
+reasons. Reasons to end are checked in this order: over_length (the token limit cut the turn),
+tool_deadline or policy_failure, action_error, done, max_turns, over_length (no room for another
+turn), max_images. Sampled tokens are never altered.
+"""
 
 import dataclasses
 import logging
@@ -56,7 +58,10 @@ Generate = Callable[[TokenPrompt, Sampling], Awaitable[Completion]]
 Result = TypeVar("Result")
 
 CLOSE_TIMEOUT = 60.0
-"""Seconds for ``close``; beyond it the environment is left, or killed with its own process. The episode counts."""
+"""Seconds for ``close``; beyond it the environment is left, or killed with its own process.
+
+The episode counts.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +76,13 @@ class FirstPrompts:
         self._renderer = renderer
         self._rendered: list[tuple[_Shown, Future[Rendered], threading.Thread]] = []
 
-    async def of(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], timeout: float) -> Rendered:
-        """``Renderer.prompt`` in a thread, awaited for at most ``timeout`` seconds. Raises as it does, and DeadlineExceeded."""
+    async def of(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], timeout: float
+    ) -> Rendered:
+        """``Renderer.prompt`` in a thread, awaited for at most ``timeout`` seconds.
+
+        Raises as it does, and DeadlineExceeded.
+        """
         shown = tuple(messages), list(tools)
         for other, answer, thread in self._rendered:
             if other == shown:
@@ -99,9 +109,15 @@ class Exchange:
 
 
 def begun_anew(
-    renderer: Renderer, prompt: Rendered, exchanges: Sequence[Exchange], sampled: TokenIds, room: int
+    renderer: Renderer,
+    prompt: Rendered,
+    exchanges: Sequence[Exchange],
+    sampled: TokenIds,
+    room: int,
 ) -> Rendered | None:
-    """The context up to the turn ``sampled`` with at most ``room`` images; None when the prompt's alone are more."""
+    """The context up to the turn ``sampled`` with at most ``room`` images; None when the prompt's
+    alone are more.
+    """
     if len(prompt.images) > room:
         return None
 
@@ -120,16 +136,24 @@ def begun_anew(
 
 def _forgotten(renderer: Renderer, exchange: Exchange) -> Rendered:
     messages = [_in_words(message, FORGOTTEN) for message in exchange.messages]
-    return renderer.observation(messages, exchange.sampled) if exchange.rendered.images else exchange.rendered
+    return (
+        renderer.observation(messages, exchange.sampled)
+        if exchange.rendered.images
+        else exchange.rendered
+    )
 
 
 def _in_words(message: Message, words: str) -> Message:
     """The message with ``words`` in the place of each image."""
-    return dataclasses.replace(message, parts=tuple(part if isinstance(part, str) else words for part in message.parts))
+    return dataclasses.replace(
+        message, parts=tuple(part if isinstance(part, str) else words for part in message.parts)
+    )
 
 
 WIDEST = 256
-"""Characters of a token, at most: a text of more than so many for each token that an episode may have is not tokenized."""
+"""Characters of a token, at most: a text of more than so many for each token that an episode may
+have is not tokenized.
+"""
 
 
 def _characters(messages: Sequence[Message]) -> int:
@@ -143,17 +167,26 @@ def _ended(error: PolicyFailure, request: RolloutRequest) -> EndReason:
 
 
 async def play(
-    request: RolloutRequest, environment: Instance, renderer: Renderer, settings: EpisodeSettings, generate: Generate,
+    request: RolloutRequest,
+    environment: Instance,
+    renderer: Renderer,
+    settings: EpisodeSettings,
+    generate: Generate,
     prompts: FirstPrompts | None = None,
-) -> Trajectory:  # fmt: skip
-    """Make the environment, play one episode and close it, also when cancelled. ``prompts`` is shared with others of its call.
-    Raises DataFailure, OverLongPrompt, EnvironmentHung, EnvironmentFailed, and whatever ``generate`` raises."""
+) -> Trajectory:
+    """Make the environment, play one episode and close it, also when cancelled.
+
+    ``prompts`` is shared with others of its call. Raises DataFailure, OverLongPrompt,
+    EnvironmentHung, EnvironmentFailed, and whatever ``generate`` raises.
+    """
     try:
         if isinstance(environment, Leading):
             from rayloop.envs.led import play_led  # a web server, for the runs that need one
 
             return await play_led(request, environment, renderer, settings, generate)
-        return await _Episode(request, environment, renderer, settings, generate, prompts or FirstPrompts(renderer)).run()
+        return await _Episode(
+            request, environment, renderer, settings, generate, prompts or FirstPrompts(renderer)
+        ).run()
     finally:
         try:
             # Whatever came of the episode, an environment that does not close must not change it.
@@ -164,7 +197,9 @@ async def play(
 
 @dataclass
 class _Episode:
-    """The state of one episode: its turns so far, and the tokens and images that the policy sees now."""
+    """The state of one episode: its turns so far, and the tokens and images that the policy sees
+    now.
+    """
 
     request: RolloutRequest
     environment: Instance
@@ -195,7 +230,15 @@ class _Episode:
                 reason = _ended(error, self.request)
         asked, turns = self.request, tuple(self.turns)
         return Trajectory(
-            asked.id, asked.attempt, asked.task.id, asked.seed, turns, self.sampling, reason, result, self.image_bytes
+            asked.id,
+            asked.attempt,
+            asked.task.id,
+            asked.seed,
+            turns,
+            self.sampling,
+            reason,
+            result,
+            self.image_bytes,
         )
 
     async def _evaluate(self) -> float | None:
@@ -208,23 +251,32 @@ class _Episode:
         began, settings = time.time(), self.settings
         await self._blamed("__init__", self.environment.make(settings.step_timeout))
 
-        first: Observation = await self._call("reset", self.request.task, timeout=settings.step_timeout)
+        first: Observation = await self._call(
+            "reset", self.request.task, timeout=settings.step_timeout
+        )
         self._check("reset", "return Observation", first)
-        tools = await self._call("tools", timeout=settings.step_timeout) or list(self.request.task.tools)
+        tools = await self._call("tools", timeout=settings.step_timeout) or list(
+            self.request.task.tools
+        )
         rendered = await self.prompts.of(first.messages, tools, settings.step_timeout)
 
         limit = min(settings.max_prompt_tokens, settings.max_tokens - 1)
         if len(rendered.token_ids) > limit:
             raise OverLongPrompt(len(rendered.token_ids), limit)
         if len(rendered.images) > settings.max_images:
-            reason = f"the prompt has {len(rendered.images)} images, max_images is {settings.max_images}"
+            reason = (
+                f"the prompt has {len(rendered.images)} images, max_images is {settings.max_images}"
+            )
             raise DataFailure(self.request.task.id, reason)
 
         self.prompt = rendered
         self._append("prompt", rendered, times=(began, time.time()))
 
     async def _turn(self, index: int) -> EndReason | None:
-        """Sample one turn and let the environment answer it. Returns why the episode ends, None when it goes on."""
+        """Sample one turn and let the environment answer it.
+
+        Returns why the episode ends, None when it goes on.
+        """
         room = self._room()
         completion = await self._sample(index, room)
         # Only where the episode's limit cut the turn: one that reached its own limit is answered.
@@ -232,18 +284,24 @@ class _Episode:
             return EndReason.OVER_LENGTH
 
         try:
-            step: StepResult = await self._call("step", self._text(completion), timeout=self.settings.step_timeout)
+            step: StepResult = await self._call(
+                "step", self._text(completion), timeout=self.settings.step_timeout
+            )
         except PolicyFailure as error:
             return _ended(error, self.request)
         times = (*completion.times, time.time()) if completion.times else ()
         if not isinstance(step, StepResult):
             raise self._wrong("step", "return StepResult", step)
         if step.observation is not None:
-            self._check("step", "return StepResult with observation Observation or None", step.observation)
+            self._check(
+                "step", "return StepResult with observation Observation or None", step.observation
+            )
 
         goes_on = step.error is not None or not (step.done or step.observation is None)
         executed = step.error is None if goes_on else None
-        self.turns[-1] = dataclasses.replace(self.turns[-1], executed=executed, reward=self._reward(step.reward), times=times)
+        self.turns[-1] = dataclasses.replace(
+            self.turns[-1], executed=executed, reward=self._reward(step.reward), times=times
+        )
 
         if step.error is not None and (step.done or self.settings.on_error == "end"):
             return EndReason.ACTION_ERROR
@@ -259,7 +317,10 @@ class _Episode:
         if reward is None:
             what = f"{self.environment.name}.step of task {self.request.task.id}"
             shown = short(found, 200)
-            raise EnvironmentFailed(f"{what} returned StepResult with reward {shown}, which must be a finite number", bug=True)
+            raise EnvironmentFailed(
+                f"{what} returned StepResult with reward {shown}, which must be a finite number",
+                bug=True,
+            )
         return reward
 
     async def _sample(self, index: int, room: int) -> Completion:
@@ -270,15 +331,22 @@ class _Episode:
             seed=derive(self.request.seed, "turn", index),
         )
         most = min(self.sampling.max_tokens, room)
-        sampling = dataclasses.replace(self.sampling, max_tokens=most, min_tokens=min(self.sampling.min_tokens, most))
+        sampling = dataclasses.replace(
+            self.sampling, max_tokens=most, min_tokens=min(self.sampling.min_tokens, most)
+        )
         completion = await self.generate(prompt, sampling)
         self.turns.append(completion.turn)
         self.token_ids += completion.token_ids
         return completion
 
-    async def _observe(self, messages: Sequence[Message], completion: Completion) -> EndReason | None:
-        """Append an observation if it fits. What the action made too large, or unusable, is never the engine's or the environment's
-        failure: it ends the episode."""
+    async def _observe(
+        self, messages: Sequence[Message], completion: Completion
+    ) -> EndReason | None:
+        """Append an observation if it fits.
+
+        What the action made too large, or unusable, is never the engine's or the environment's
+        failure: it ends the episode.
+        """
         # Both checks come before the work of the renderer, which grows with what the action made.
         if sum(len(message.images) for message in messages) > self.settings.max_images:
             return EndReason.MAX_IMAGES
@@ -288,18 +356,29 @@ class _Episode:
             messages = [_in_words(message, NOT_SHOWN) for message in messages]
         try:
             rendered = await in_thread(
-                self.renderer.observation, messages, completion.token_ids, timeout=self.settings.step_timeout
+                self.renderer.observation,
+                messages,
+                completion.token_ids,
+                timeout=self.settings.step_timeout,
             )
             full = len(self.images) + len(rendered.images) > self.settings.max_images
-            anew = await self._anew(completion, rendered) if full and self.settings.when_full == "forget" else None
+            anew = (
+                await self._anew(completion, rendered)
+                if full and self.settings.when_full == "forget"
+                else None
+            )
         except ImageRefused as error:
             logger.info("%s: the environment's image is refused: %s", self.request.id, error)
             return EndReason.ACTION_ERROR
         except DataFailure as error:
             task = self.request.task.id
-            raise EnvironmentFailed(f"the environment of task {task} returned a broken image: {error}") from error
+            raise EnvironmentFailed(
+                f"the environment of task {task} returned a broken image: {error}"
+            ) from error
         except DeadlineExceeded as error:
-            return _ended(ToolDeadline(f"what the action gave could not be shown: {error}"), self.request)
+            return _ended(
+                ToolDeadline(f"what the action gave could not be shown: {error}"), self.request
+            )
         if len(rendered.token_ids) >= self._room(anew):
             return EndReason.OVER_LENGTH
         if full and anew is None:
@@ -316,24 +395,39 @@ class _Episode:
         room = self.settings.max_tokens - len(self.token_ids if anew is None else anew.token_ids)
         if (most := self.settings.max_response_tokens) is None:
             return room
-        return min(room, most - sum(len(turn.token_ids) for turn in self.turns[1:] if not turn.restart))
+        return min(
+            room, most - sum(len(turn.token_ids) for turn in self.turns[1:] if not turn.restart)
+        )
 
     async def _anew(self, completion: Completion, observation: Rendered) -> Rendered | None:
         """The context up to ``completion`` with room for the images of ``observation``."""
         room = self.settings.max_images - len(observation.images)
         return await in_thread(
-            begun_anew, self.renderer, self.prompt, self.exchanges, completion.token_ids, room, timeout=self.settings.step_timeout
+            begun_anew,
+            self.renderer,
+            self.prompt,
+            self.exchanges,
+            completion.token_ids,
+            room,
+            timeout=self.settings.step_timeout,
         )
 
-    def _append(self, role: str, rendered: Rendered, *, restart: bool = False, times: tuple[float, ...] = ()) -> None:
+    def _append(
+        self, role: str, rendered: Rendered, *, restart: bool = False, times: tuple[float, ...] = ()
+    ) -> None:
         images = tuple(image.ref for image in rendered.images)
         self.turns.append(Turn(role, rendered.token_ids, images, restart=restart, times=times))
         self.token_ids += rendered.token_ids
         self.images += rendered.images
-        self.image_bytes |= {image.ref.sha256: image.data for image in rendered.images if image.data is not None}
+        self.image_bytes |= {
+            image.ref.sha256: image.data for image in rendered.images if image.data is not None
+        }
 
     def _text(self, completion: Completion) -> str:
-        """The turn's text for the environment: cut behind the first stop string. The tokens are not."""
+        """The turn's text for the environment: cut behind the first stop string.
+
+        The tokens are not.
+        """
         text = self.renderer.decode(completion.token_ids)
         if completion.finish is not FinishReason.STOP_STRING:
             return text
@@ -344,7 +438,10 @@ class _Episode:
         return await self._blamed(method, self.environment.call(method, *args, timeout=timeout))
 
     async def _blamed(self, method: str, call: Awaitable[Result]) -> Result:
-        """What a call returns. Its errors count as infrastructure, unless they blame the data or the action."""
+        """What a call returns.
+
+        Its errors count as infrastructure, unless they blame the data or the action.
+        """
         what = f"{self.environment.name}.{method} of task {self.request.task.id}"
         try:
             return await call
@@ -359,7 +456,9 @@ class _Episode:
             if isinstance(error, PolicyFailure) and method in ("step", "evaluate"):
                 raise
             bug = not isinstance(error, OSError | MemoryError | InfrastructureFailure)
-            raise EnvironmentFailed(f"{what} raised {type(error).__name__}: {error}", bug) from error
+            raise EnvironmentFailed(
+                f"{what} raised {type(error).__name__}: {error}", bug
+            ) from error
 
     def _check(self, method: str, rule: str, found: Any) -> None:
         """Raises EnvironmentFailed when that is no Observation of messages."""
@@ -370,15 +469,29 @@ class _Episode:
                 raise self._wrong(method, "give Observation a tuple of Message", message)
 
     def _wrong(self, method: str, rule: str, found: Any) -> EnvironmentFailed:
-        return EnvironmentFailed(f"{self.environment.name}.{method} must {rule}, not {type(found).__name__}", bug=True)
+        return EnvironmentFailed(
+            f"{self.environment.name}.{method} must {rule}, not {type(found).__name__}", bug=True
+        )
 
 
-def summarize(trajectory: Trajectory, task: Task, seconds: float, image_token: int | None) -> Summary:
-    """The driver's summary of a trajectory that took ``seconds``. ``image_token`` is ``Renderer.image_token``."""
-    sampled, shown = trajectory.sampled_turns, [turn for turn in trajectory.turns if not turn.restart]
+def summarize(
+    trajectory: Trajectory, task: Task, seconds: float, image_token: int | None
+) -> Summary:
+    """The driver's summary of a trajectory that took ``seconds``.
+
+    ``image_token`` is ``Renderer.image_token``.
+    """
+    sampled, shown = (
+        trajectory.sampled_turns,
+        [turn for turn in trajectory.turns if not turn.restart],
+    )
     lengths = [len(turn.token_ids) for turn in trajectory.turns]
     first = next(i for i, turn in enumerate(trajectory.turns) if turn.sampled)
-    image_tokens = sum(turn.token_ids.count(image_token) for turn in trajectory.turns) if image_token is not None else 0
+    image_tokens = (
+        sum(turn.token_ids.count(image_token) for turn in trajectory.turns)
+        if image_token is not None
+        else 0
+    )
     versions = [turn.version for turn in sampled if turn.version is not None]
     return Summary(
         trajectory.id,
@@ -404,6 +517,10 @@ def summarize(trajectory: Trajectory, task: Task, seconds: float, image_token: i
         spans=tuple(
             (name, *pair)
             for turn in trajectory.turns
-            for name, pair in zip(("generate", "step") if turn.sampled else ("reset",), pairwise(turn.times), strict=False)
+            for name, pair in zip(
+                ("generate", "step") if turn.sampled else ("reset",),
+                pairwise(turn.times),
+                strict=False,
+            )
         ),
     )

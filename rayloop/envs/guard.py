@@ -1,12 +1,16 @@
-"""The start of an environment's process: a forked watcher kills both, and all they started, when the actor is gone. That also works
-when the environment holds the interpreter lock or is stopped. Imports nothing, since it forks first."""
+"""The start of an environment's process: a forked watcher kills both, and all they started, when
+the actor is gone. That also works when the environment holds the interpreter lock or is stopped.
+Imports nothing, since it forks first.
+"""
 
 import os
 import signal
 
 
 def main(connection: int, lifeline: int) -> None:
-    """Serve the socket ``connection`` until the actor, which alone has the other end of the socket ``lifeline``, is gone."""
+    """Serve the socket ``connection`` until the actor, which alone has the other end of the socket
+    ``lifeline``, is gone.
+    """
     # A program that the environment starts must hold neither open: no end would be noticed.
     for descriptor in (connection, lifeline):
         os.set_inheritable(descriptor, False)

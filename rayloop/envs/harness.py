@@ -1,4 +1,6 @@
-"""An agent of any make as an environment: a program that calls an OpenAI client leads the episode (docs/policy_endpoint.md)."""
+"""An agent of any make as an environment: a program that calls an OpenAI client leads the episode
+(docs/policy_endpoint.md).
+"""
 
 import asyncio
 import errno
@@ -21,7 +23,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from rayloop.config.settings import SettingsModel
-from rayloop.core.failures import AgentFailed, Blame, EnvironmentFailed, EnvironmentHung, Raised, blame_of
+from rayloop.core.failures import (
+    AgentFailed,
+    Blame,
+    EnvironmentFailed,
+    EnvironmentHung,
+    Raised,
+    blame_of,
+)
 from rayloop.core.protocols import Observation
 from rayloop.core.threads import in_thread
 from rayloop.core.types import ImageSource, Task
@@ -30,13 +39,33 @@ from rayloop.envs.agents import host
 
 logger = logging.getLogger(__name__)
 HOST = host.__file__
-PASSED = ("PATH", "HOME", "USER", "SHELL", "TZ", "LANG", "TERM", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR",
-          "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "PYTHONPATH", "PYTHONHASHSEED", "TMPDIR")  # fmt: skip
+PASSED = (
+    "PATH",
+    "HOME",
+    "USER",
+    "SHELL",
+    "TZ",
+    "LANG",
+    "TERM",
+    "VIRTUAL_ENV",
+    "LD_LIBRARY_PATH",
+    "SSL_CERT_FILE",
+    "SSL_CERT_DIR",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "http_proxy",
+    "https_proxy",
+    "PYTHONPATH",
+    "PYTHONHASHSEED",
+    "TMPDIR",
+)
 """Variables of the run that an agent has too: none of them is a key."""
 READY = 60.0
 """Seconds in which the process that starts agents has imported what it must."""
 FULL = (errno.EAGAIN, errno.ETOOMANYREFS)
-"""What the kernel says of a socket that holds too many requests, or too many descriptors, which nobody has read yet."""
+"""What the kernel says of a socket that holds too many requests, or too many descriptors, which
+nobody has read yet.
+"""
 AGAIN = 0.02
 """Seconds until a request is sent again that found the buffer full."""
 SHOWN = 1500
@@ -48,69 +77,120 @@ PACKAGES = {"browsergym": "browsergym-miniwob miniwob openai"}
 
 
 class Harness:
-    """Runs an agent for each episode, as a process that asks the policy at ``OPENAI_BASE_URL`` with ``OPENAI_API_KEY``."""
+    """Runs an agent for each episode, as a process that asks the policy at ``OPENAI_BASE_URL`` with
+    ``OPENAI_API_KEY``.
+    """
 
     leads = True
 
     class Settings(SettingsModel):
         run: str | tuple[str, ...]
-        """``module:function`` or ``file.py:function``, plain or a coroutine function; or a command as a list of words. Parameters
-        of the function, and words like ``{prompt}``, get the row's columns; a single parameter of another name gets the row."""
+        """``module:function`` or ``file.py:function``, plain or a coroutine function; or a command
+        as a list of words. Parameters of the function, and words like ``{prompt}``, get the row's
+        columns; a single parameter of another name gets the row.
+        """
         python: str = ""
-        """The Python that runs the function, when not this one: of an environment with the agent's packages."""
+        """The Python that runs the function, when not this one: of an environment with the agent's
+        packages.
+        """
         model: str = "policy"
-        """The model's name that the agent sends (``OPENAI_MODEL``). Set it to the name that an agent has built in."""
+        """The model's name that the agent sends (``OPENAI_MODEL``).
+
+        Set it to the name that an agent has built in.
+        """
         env: dict[str, str] = {}
-        """Further variables of the agent. Of the run's own it has PATH, HOME and the like, and no keys."""
+        """Further variables of the agent.
+
+        Of the run's own it has PATH, HOME and the like, and no keys.
+        """
         preload: tuple[str, ...] = ()
-        """Modules that agents import slowly, such as ``openai`` (1 s): imported once, in a process from which agents are forked."""
+        """Modules that agents import slowly, such as ``openai`` (1 s): imported once, in a process
+        from which agents are forked.
+        """
         deadline: float = Field(600.0, gt=0)
-        """Seconds of one agent; beyond it the agent is ended, and the episode is played again or left out."""
+        """Seconds of one agent; beyond it the agent is ended, and the episode is played again or
+        left out.
+        """
         memory_mb: int = Field(4096, ge=64)
         """MiB of the agent and of all that it starts."""
         processes: int = Field(64, ge=1)
         """Processes of the agent at once."""
         reward: Literal["returned", "posted"] = "returned"
-        """``returned``: what the function returns. ``posted``: also what is sent to ``/v1/reward`` with the key that a parameter
-        ``reward_key``, or a word ``{reward_key}``, gets: for commands. Whatever that key reaches can pay."""
+        """``returned``: what the function returns.
+
+        ``posted``: also what is sent to ``/v1/reward`` with the key that a parameter
+        ``reward_key``, or a word ``{reward_key}``, gets: for commands. Whatever that key reaches
+        can pay.
+        """
         alone: bool = True
-        """Whether the agent has user, process and IPC namespaces of its own, where they work here: it then sees none but its own
-        processes. Off for an agent that must see others."""
+        """Whether the agent has user, process and IPC namespaces of its own, where they work here:
+        it then sees none but its own processes. Off for an agent that must see others.
+        """
         network: bool = False
-        """Whether an agent that is alone has this machine's network. Without, it reaches the policy and what it starts itself."""
+        """Whether an agent that is alone has this machine's network.
+
+        Without, it reaches the policy and what it starts itself.
+        """
         on_error: Literal["exclude"] | Annotated[float, Field(allow_inf_nan=False)] = 0.0
-        """The result of an episode whose agent, after an answer of the policy, ended with an error, or passed its memory or its
-        processes: most often the answer has a call that the agent cannot carry out. Errors of network, machine and packages that
-        are missing, and refused requests, are left out whatever this says. exclude: all are, so the worst answers leave groups."""
+        """The result of an episode whose agent, after an answer of the policy, ended with an error,
+        or passed its memory or its processes: most often the answer has a call that the agent
+        cannot carry out. Errors of network, machine and packages that are missing, and refused
+        requests, are left out whatever this says. exclude: all are, so the worst answers leave
+        groups.
+        """
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.model, self.on_error = settings, settings.model, settings.on_error
 
     async def reset(self, task: Task) -> Observation:
-        """Check that the agent can be loaded. Raises EnvironmentFailed. The messages are the row's, which the agent gets too."""
+        """Check that the agent can be loaded.
+
+        Raises EnvironmentFailed. The messages are the row's, which the agent gets too.
+        """
         if isinstance(self.settings.run, str):
             await self._run({}, {}, call=False)
         elif shutil.which(self.settings.run[0]) is None:
-            raise EnvironmentFailed(f"with.run: there is no program {self.settings.run[0]!r}", bug=True)
+            raise EnvironmentFailed(
+                f"with.run: there is no program {self.settings.run[0]!r}", bug=True
+            )
         return Observation(task.messages)
 
     async def lead(self, task: Task, address: Mapping[str, str]) -> float | None:
-        """Run the agent to its end. Returns the number that its function returned, None for anything else. Raises AgentFailed when
-        it ended with an error, EnvironmentHung at the deadline, EnvironmentFailed at another limit."""
+        """Run the agent to its end.
+
+        Returns the number that its function returned, None for anything else. Raises AgentFailed
+        when it ended with an error, EnvironmentHung at the deadline, EnvironmentFailed at another
+        limit.
+        """
         return await self._run(_row(task), address, call=True)
 
     def close(self) -> None:
         """Nothing is left: ``lead`` ends the agent's processes, also when it is cancelled."""
 
-    async def _run(self, row: Mapping[str, Any], address: Mapping[str, str], *, call: bool) -> float | None:
+    async def _run(
+        self, row: Mapping[str, Any], address: Mapping[str, str], *, call: bool
+    ) -> float | None:
         s = self.settings
         limits = {"seconds": s.deadline, "memory_mb": s.memory_mb, "processes": s.processes}
-        opens = {name: value for name, value in address.items() if name != "reward_key" or s.reward == "posted"}
-        asked = {"run": s.run, "row": row, "address": opens, "limits": limits, "call": call, "alone": s.alone}
+        opens = {
+            name: value
+            for name, value in address.items()
+            if name != "reward_key" or s.reward == "posted"
+        }
+        asked = {
+            "run": s.run,
+            "row": row,
+            "address": opens,
+            "limits": limits,
+            "call": call,
+            "alone": s.alone,
+        }
         asked["network"] = s.network
         asked |= {"variables": self._variables(address), "folder": os.getcwd()}
 
-        server = await in_thread(_fork_server, s.python or sys.executable, s.preload, timeout=2 * READY)
+        server = await in_thread(
+            _fork_server, s.python or sys.executable, s.preload, timeout=2 * READY
+        )
         found = await server.host(asked)
         if s.alone and not found["alone"]:
             _warn()
@@ -122,29 +202,45 @@ class Harness:
             raise AgentFailed(f"the agent was ended: {found['end']}{said}", bug=True)
         if found["code"]:
             why = f"the agent ended with exit code {found['code']}{said}"
-            raise AgentFailed(why, bug=True, policys=not found["broken"] and self._blame(found) is Blame.POLICY)
+            raise AgentFailed(
+                why, bug=True, policys=not found["broken"] and self._blame(found) is Blame.POLICY
+            )
         result: float | None = found["result"]
         return result
 
     def _blame(self, found: Mapping[str, Any]) -> Blame:
-        """Who is to blame for an agent's error: by the exceptions of its function, or by the name that a program's last line begins
-        with, as that of a traceback does. A MemoryError comes from ``memory_mb``: a machine without memory kills."""
+        """Who is to blame for an agent's error: by the exceptions of its function, or by the name
+        that a program's last line begins with, as that of a traceback does. A MemoryError comes
+        from ``memory_mb``: a machine without memory kills.
+        """
         chain = found["raised"]
-        # The policy may have written a function's last line, and its exceptions are known without it.
+        # The policy may have written a function's last line, and its exceptions are known without
+        # it.
         if not isinstance(self.settings.run, str):
             named = re.match(r"(?:\w+\.)*(\w+)", found["output"].strip().rpartition("\n")[2])
             chain = [([named[1]], None)] if named else []
-        return blame_of([Raised([kind for kind in kinds if kind != "MemoryError"], number) for kinds, number in chain])
+        return blame_of(
+            [
+                Raised([kind for kind in kinds if kind != "MemoryError"], number)
+                for kinds, number in chain
+            ]
+        )
 
     def _variables(self, address: Mapping[str, str]) -> dict[str, str]:
-        openai = {"OPENAI_BASE_URL": address.get("base_url", ""), "OPENAI_API_KEY": address.get("api_key", "")}
+        openai = {
+            "OPENAI_BASE_URL": address.get("base_url", ""),
+            "OPENAI_API_KEY": address.get("api_key", ""),
+        }
         local = {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
         return {**_passed(), **local, **openai, "OPENAI_MODEL": self.model, **self.settings.env}
 
 
 @functools.cache
 def _warn() -> None:
-    logger.warning("agents share this user's processes: no user namespaces, or no /proc in them, here (docs/security.md, Agents)")
+    logger.warning(
+        "agents share this user's processes: no user namespaces, or no /proc in them, here"
+        " (docs/security.md, Agents)"
+    )
 
 
 def _passed() -> dict[str, str]:
@@ -152,7 +248,9 @@ def _passed() -> dict[str, str]:
 
 
 class _ForkServer:
-    """The process from which the agents of one Python are forked (agents/host.py); it ends with this one."""
+    """The process from which the agents of one Python are forked (agents/host.py); it ends with
+    this one.
+    """
 
     def __init__(self, python: str, preload: tuple[str, ...]) -> None:
         """Start it. Raises EnvironmentFailed."""
@@ -163,16 +261,29 @@ class _ForkServer:
         with tempfile.TemporaryFile() as errors, theirs:
             try:
                 process = subprocess.Popen(
-                    line, stdin=theirs.fileno(), stdout=subprocess.PIPE, stderr=errors, env=variables, start_new_session=True
+                    line,
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    env=variables,
+                    start_new_session=True,
                 )
             except OSError as error:
-                raise EnvironmentFailed(f"with.python: {python} cannot be started: {error}", bug=True) from error
+                raise EnvironmentFailed(
+                    f"with.python: {python} cannot be started: {error}", bug=True
+                ) from error
             assert process.stdout is not None
-            if not (select.select([process.stdout], [], [], READY)[0] and process.stdout.readline()):
+            if not (
+                select.select([process.stdout], [], [], READY)[0] and process.stdout.readline()
+            ):
                 process.kill()
                 errors.seek(max(0, errors.seek(0, os.SEEK_END) - 4 * SHOWN))
-                said = _said(errors.read(4 * SHOWN).decode(errors="replace"), python) or ": no answer"
-                raise EnvironmentFailed(f"with.python, with.preload: {python} did not start{said}", bug=True)
+                said = (
+                    _said(errors.read(4 * SHOWN).decode(errors="replace"), python) or ": no answer"
+                )
+                raise EnvironmentFailed(
+                    f"with.python, with.preload: {python} did not start{said}", bug=True
+                )
         self._process = process
 
     def alive(self) -> bool:
@@ -206,7 +317,10 @@ class _ForkServer:
         raise EnvironmentFailed("the process that runs the agent ended without a word")
 
     async def _send(self, descriptor: int) -> None:
-        """Give the process a socket. Raises EnvironmentFailed when it takes none within ``READY``, OSError when it has ended."""
+        """Give the process a socket.
+
+        Raises EnvironmentFailed when it takes none within ``READY``, OSError when it has ended.
+        """
         until = time.monotonic() + READY
         while True:
             try:
@@ -216,7 +330,9 @@ class _ForkServer:
                 if error.errno not in FULL:
                     raise
                 if time.monotonic() > until:
-                    raise EnvironmentFailed(f"the process that starts agents took no request for {READY:g} s") from error
+                    raise EnvironmentFailed(
+                        f"the process that starts agents took no request for {READY:g} s"
+                    ) from error
             # Many episodes that begin at once fill the buffer faster than that process forks.
             await asyncio.sleep(AGAIN)
 
@@ -235,7 +351,9 @@ def _fork_server(python: str, preload: tuple[str, ...]) -> _ForkServer:
 
 
 def _said(output: str, python: str) -> str:
-    """The end of a program's output, its last line first since people see one line of events, and how to install what it lacks."""
+    """The end of a program's output, its last line first since people see one line of events, and
+    how to install what it lacks.
+    """
     *earlier, last = output.strip()[-SHOWN:].split("\n")
     if lacking := re.search(r"No module named '(\w+)", last):
         last += f": {python} -m pip install {PACKAGES.get(lacking[1], lacking[1])}"
@@ -245,16 +363,32 @@ def _said(output: str, python: str) -> str:
 
 
 def _row(task: Task) -> dict[str, Any]:
-    """The task for an agent: its columns, ``messages`` in OpenAI's form, and ``prompt``, the texts of the last one."""
-    messages = [{"role": message.role, "content": _content(message.parts)} for message in task.messages]
-    prompt = "".join(part for part in task.messages[-1].parts if isinstance(part, str)) if task.messages else ""
-    return {**task.extra, "id": task.id, "messages": messages, "prompt": prompt, "ground_truth": task.ground_truth}
+    """The task for an agent: its columns, ``messages`` in OpenAI's form, and ``prompt``, the texts
+    of the last one.
+    """
+    messages = [
+        {"role": message.role, "content": _content(message.parts)} for message in task.messages
+    ]
+    prompt = (
+        "".join(part for part in task.messages[-1].parts if isinstance(part, str))
+        if task.messages
+        else ""
+    )
+    return {
+        **task.extra,
+        "id": task.id,
+        "messages": messages,
+        "prompt": prompt,
+        "ground_truth": task.ground_truth,
+    }
 
 
 def _content(parts: tuple[str | ImageSource, ...]) -> Any:
     if all(isinstance(part, str) for part in parts):
         return "".join(map(str, parts))
-    return [{"type": "text", "text": part} if isinstance(part, str) else _image(part) for part in parts]
+    return [
+        {"type": "text", "text": part} if isinstance(part, str) else _image(part) for part in parts
+    ]
 
 
 def _image(source: ImageSource) -> dict[str, Any]:

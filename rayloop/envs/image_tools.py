@@ -1,4 +1,6 @@
-"""Tools that look at images: crop, zoom, rotate, inspect and wait, each returning an image; two also have DeepEyes' names."""
+"""Tools that look at images: crop, zoom, rotate, inspect and wait, each returning an image; two
+also have DeepEyes' names.
+"""
 
 import math
 import time
@@ -15,10 +17,16 @@ from rayloop.core.types import ImageSource, Task
 from rayloop.data.images import decode, png, read
 from rayloop.envs.tools import ToolCalls, ToolError
 
-Name = Literal["crop", "zoom", "rotate", "inspect", "wait", "image_zoom_in_tool", "image_rotate_tool"]
+Name = Literal[
+    "crop", "zoom", "rotate", "inspect", "wait", "image_zoom_in_tool", "image_rotate_tool"
+]
 MOST_PIXELS = 16_000_000
 """Of an image that a tool gives; a larger one is reduced."""
-_RIGHT_ANGLES = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
+_RIGHT_ANGLES = {
+    90: Image.Transpose.ROTATE_90,
+    180: Image.Transpose.ROTATE_180,
+    270: Image.Transpose.ROTATE_270,
+}
 
 
 class ImageTools(ToolCalls):
@@ -28,14 +36,22 @@ class ImageTools(ToolCalls):
         """Which tools the policy has, and what boxes may be."""
 
         image_tools: tuple[Name, ...] = ("crop",)
-        """Which tools the policy has, in this order: crop, zoom, rotate, inspect (measures a box), wait (shows the image later),
-        and image_zoom_in_tool(bbox_2d, label) and image_rotate_tool(angle), as DeepEyes calls crop and rotate."""
+        """Which tools the policy has, in this order: crop, zoom, rotate, inspect (measures a box),
+        wait (shows the image later), and image_zoom_in_tool(bbox_2d, label) and
+        image_rotate_tool(angle), as DeepEyes calls crop and rotate.
+        """
         coordinates: Literal["fraction", "pixel"] = "fraction"
-        """What boxes are in: fractions of width and height (Arc Vision), or pixels of the original image (DeepEyes)."""
+        """What boxes are in: fractions of width and height (Arc Vision), or pixels of the original
+        image (DeepEyes).
+        """
         min_side: int = Field(28, ge=1)
-        """A box with a shorter side, in pixels, is refused, since it would be enlarged from almost nothing. DeepEyes has 31."""
+        """A box with a shorter side, in pixels, is refused, since it would be enlarged from almost
+        nothing. DeepEyes has 31.
+        """
         max_aspect: float = Field(100.0, ge=1)
-        """A box whose one side is more than this many times the other is refused, as image processors do."""
+        """A box whose one side is more than this many times the other is refused, as image
+        processors do.
+        """
         max_zoom: float = Field(4.0, ge=1)
         """Largest factor of ``zoom``. Raise it for screens with small writing."""
         wait_limit: float = Field(5.0, gt=0)
@@ -44,7 +60,9 @@ class ImageTools(ToolCalls):
         @model_validator(mode="after")
         def _waits_in_time(self) -> Self:
             if "wait" in self.image_tools and self.wait_limit >= self.tool_timeout:
-                raise ValueError(f"wait_limit {self.wait_limit} must be below tool_timeout {self.tool_timeout}")
+                raise ValueError(
+                    f"wait_limit {self.wait_limit} must be below tool_timeout {self.tool_timeout}"
+                )
             return self
 
     def __init__(self, settings: Settings) -> None:
@@ -52,7 +70,10 @@ class ImageTools(ToolCalls):
         self._looking = settings
 
     def tools_for(self, task: Task) -> Sequence[Tool]:
-        """Reads the images, under the environment's own deadline. Raises DataFailure, InfrastructureFailure."""
+        """Reads the images, under the environment's own deadline.
+
+        Raises DataFailure, InfrastructureFailure.
+        """
         album = Album([read(image) for image in task.images], self._looking)
         return [*(album.tool(name) for name in self._looking.image_tools), *super().tools_for(task)]
 
@@ -72,7 +93,9 @@ class ImageTool:
 
 
 class Album:
-    """The images of one episode, numbered in the order in which the policy saw them, and the tools' functions."""
+    """The images of one episode, numbered in the order in which the policy saw them, and the tools'
+    functions.
+    """
 
     def __init__(self, images: Sequence[bytes], settings: ImageTools.Settings) -> None:
         self._images, self._settings = list(images), settings
@@ -87,9 +110,17 @@ class Album:
         seconds = _number("how long to wait", 0.1, self._settings.wait_limit, examples=[0.1])
         tools: dict[str, tuple[str, Mapping[str, Any], Callable[..., ToolResult]]] = {
             "crop": ("Cuts a box out of an image, to look closer.", box, self.crop),
-            "zoom": ("Cuts a box out of an image and enlarges it.", {**box, "factor": factor}, self.zoom),
+            "zoom": (
+                "Cuts a box out of an image and enlarges it.",
+                {**box, "factor": factor},
+                self.zoom,
+            ),
             "rotate": ("Turns an image.", {"angle": angle}, self.rotate),
-            "inspect": ("Measures a box of an image (size, place, colours) and marks it.", box, self.inspect),
+            "inspect": (
+                "Measures a box of an image (size, place, colours) and marks it.",
+                box,
+                self.inspect,
+            ),
             "wait": ("Waits, then shows the image again.", {"seconds": seconds}, self.wait),
             "image_zoom_in_tool": (
                 "Cuts a box out of an image.",
@@ -99,7 +130,11 @@ class Album:
             "image_rotate_tool": ("Turns an image.", {"angle": angle}, self.rotate),
         }
         about, own, function = tools[name]
-        parameters = {"type": "object", "properties": {**own, "image": _IMAGE}, "required": [next(iter(own))]}
+        parameters = {
+            "type": "object",
+            "properties": {**own, "image": _IMAGE},
+            "required": [next(iter(own))],
+        }
         return ImageTool(name, about, parameters, function)
 
     def crop(self, box: Any, image: int = 0) -> ToolResult:
@@ -129,13 +164,21 @@ class Album:
         found, angle = self._image(image), angle % 360
         if angle in _RIGHT_ANGLES:
             return self._shown(found.transpose(_RIGHT_ANGLES[int(angle)]))
-        largest = (found.width + found.height) ** 2 // 2  # of the picture turned by 45 degrees, with its corners
+        largest = (
+            found.width + found.height
+        ) ** 2 // 2  # of the picture turned by 45 degrees, with its corners
         if largest > MOST_PIXELS:
-            found = found.resize(_fitting(*found.size, found.width * found.height * MOST_PIXELS // largest))
-        return self._shown(found.rotate(angle, Image.Resampling.BICUBIC, expand=True, fillcolor="white"))
+            found = found.resize(
+                _fitting(*found.size, found.width * found.height * MOST_PIXELS // largest)
+            )
+        return self._shown(
+            found.rotate(angle, Image.Resampling.BICUBIC, expand=True, fillcolor="white")
+        )
 
     def inspect(self, box: Any, image: int = 0) -> ToolResult:
-        """The whole image with the box marked, its size, place, mean colour and contrast (WCAG 2, 1 to 21). Raises ToolError."""
+        """The whole image with the box marked, its size, place, mean colour and contrast (WCAG 2, 1
+        to 21). Raises ToolError.
+        """
         found = self._image(image)
         left, top, right, bottom = edges = self._edges(box, found)
         pixels = np.asarray(found.crop(edges), np.float64)
@@ -143,8 +186,9 @@ class Album:
         light = _luminance(pixels)
         share = (right - left) * (bottom - top) / (found.width * found.height)
         text = (
-            f"{right - left}x{bottom - top} pixels at ({left}, {top}), {share:.1%} of the image; "
-            f"mean colour #{red:02x}{green:02x}{blue:02x}, contrast {(light.max() + 0.05) / (light.min() + 0.05):.1f}"
+            f"{right - left}x{bottom - top} pixels at ({left}, {top}), {share:.1%} of the image;"
+            f" mean colour #{red:02x}{green:02x}{blue:02x}, contrast"
+            f" {(light.max() + 0.05) / (light.min() + 0.05):.1f}"
         )
         marked = found.copy()
         line = max(2, min(found.size) // 200)
@@ -154,34 +198,49 @@ class Album:
         return self._shown(marked, text)
 
     def wait(self, seconds: float, image: int = 0) -> ToolResult:
-        """The same image, later: a picture of a screen does not change. Raises ToolError beyond ``wait_limit``."""
+        """The same image, later: a picture of a screen does not change.
+
+        Raises ToolError beyond ``wait_limit``.
+        """
         limit = self._settings.wait_limit
         found = self._image(image)
         if not 0 < seconds <= limit - self._waited:
-            raise ToolError(f"{seconds} seconds are not between 0 and the {limit - self._waited:g} that are left to wait")
+            raise ToolError(
+                f"{seconds} seconds are not between 0 and the {limit - self._waited:g} that are"
+                " left to wait"
+            )
         self._waited += seconds
         time.sleep(seconds)
         return self._shown(found, f"{seconds:g} seconds later nothing has changed")
 
     def _image(self, index: int) -> Image.Image:
         if not 0 <= index < len(self._images):
-            raise ToolError(f"there is no image {index}, so far there are {len(self._images)}, the first is 0")
+            raise ToolError(
+                f"there is no image {index}, so far there are {len(self._images)}, the first is 0"
+            )
         return decode(self._images[index])
 
     def _edges(self, box: Any, image: Image.Image) -> tuple[int, int, int, int]:
         """Left, top, right and bottom in pixels, clamped to the image. Raises ToolError."""
-        if not (len(box) == 4 and all(type(v) in (int, float) and -math.inf < v < math.inf for v in box)):
+        if not (
+            len(box) == 4 and all(type(v) in (int, float) and -math.inf < v < math.inf for v in box)
+        ):
             raise ToolError("box must be [x1, y1, x2, y2], four numbers")
         wide, high = image.size if self._settings.coordinates == "fraction" else (1, 1)
         left, right = (round(min(max(v * wide, 0), image.width)) for v in (box[0], box[2]))
         top, bottom = (round(min(max(v * high, 0), image.height)) for v in (box[1], box[3]))
         width, height, least = right - left, bottom - top, self._settings.min_side
         if width <= 0 or height <= 0:
-            raise ToolError(f"box {box} must have x1 < x2 and y1 < y2 within the image ({image.width}x{image.height} pixels)")
+            raise ToolError(
+                f"box {box} must have x1 < x2 and y1 < y2 within the image"
+                f" ({image.width}x{image.height} pixels)"
+            )
         if min(width, height) < least:
             raise ToolError(f"the box covers {width}x{height} pixels, each side needs {least}")
         if max(width, height) > self._settings.max_aspect * min(width, height):
-            raise ToolError(f"the box covers {width}x{height} pixels: one side is too long for the other")
+            raise ToolError(
+                f"the box covers {width}x{height} pixels: one side is too long for the other"
+            )
         return left, top, right, bottom
 
     def _shown(self, image: Image.Image, text: str = "") -> ToolResult:
@@ -198,7 +257,9 @@ def _fitting(width: int, height: int, most: int) -> tuple[int, int]:
     return max(1, int(width * scale)), max(1, int(height * scale))
 
 
-def _luminance(pixels: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _luminance(
+    pixels: np.ndarray[Any, np.dtype[np.float64]],
+) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Relative luminance 0..1 of RGB pixels 0..255 [..., 3] (WCAG 2, definition of contrast ratio)."""
     share = pixels / 255
     linear = np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)

@@ -1,4 +1,6 @@
-"""One environment while it lives: made, called and closed by a thread of its own, a process, or the event loop."""
+"""One environment while it lives: made, called and closed by a thread of its own, a process, or the
+event loop.
+"""
 
 import asyncio
 import inspect
@@ -28,14 +30,23 @@ class Instance(Protocol):
         """Call its constructor; first of all. Raises as ``call`` does."""
 
     async def call(self, method: str, *args: object, timeout: float) -> Any:
-        """What ``invoke`` gives. Raises DeadlineExceeded, EnvironmentFailed when its process ended, and what the method raises."""
+        """What ``invoke`` gives.
+
+        Raises DeadlineExceeded, EnvironmentFailed when its process ended, and what the method
+        raises.
+        """
 
     async def close(self, timeout: float) -> None:
-        """Last of all, also after a failure. Raises as ``call`` does; whatever happens, nothing of it is used again."""
+        """Last of all, also after a failure.
+
+        Raises as ``call`` does; whatever happens, nothing of it is used again.
+        """
 
 
 def invoke(environment: Environment, method: str, args: tuple[Any, ...]) -> Any:
-    """Call a method of the protocol; ``tools`` gives the schemas of the tools that the environment offers now."""
+    """Call a method of the protocol; ``tools`` gives the schemas of the tools that the environment
+    offers now.
+    """
     return schemas(environment) if method == "tools" else getattr(environment, method)(*args)
 
 
@@ -75,7 +86,10 @@ class _Here:
 
 
 class Immediate(_Here):
-    """For an ``immediate`` class: called on the event loop, without a deadline. Raises EnvironmentFailed for a coroutine."""
+    """For an ``immediate`` class: called on the event loop, without a deadline.
+
+    Raises EnvironmentFailed for a coroutine.
+    """
 
     async def _run(self, timeout: float, method: str, function: Callable[[], Any]) -> Any:
         result = contained(function)
@@ -83,11 +97,16 @@ class Immediate(_Here):
             return result
         if inspect.iscoroutine(result):
             result.close()  # or Python warns that it was never awaited
-        raise EnvironmentFailed(f"{method} is a coroutine: {self.name} must not say `immediate = True`", bug=True)
+        raise EnvironmentFailed(
+            f"{method} is a coroutine: {self.name} must not say `immediate = True`", bug=True
+        )
 
 
 class Leading(_Here):
-    """For a class that ``leads``: its coroutines run on the event loop. ``endpoint`` is that of its process."""
+    """For a class that ``leads``: its coroutines run on the event loop.
+
+    ``endpoint`` is that of its process.
+    """
 
     contained = True
 
@@ -102,7 +121,9 @@ class Leading(_Here):
 
     @property
     def on_error(self) -> float | None:
-        """The result of an episode whose program the policy broke; None: such an episode is left out."""
+        """The result of an episode whose program the policy broke; None: such an episode is left
+        out.
+        """
         found = getattr(self._made(), "on_error", "exclude")
         return None if found == "exclude" else float(found)
 
@@ -115,11 +136,16 @@ class Leading(_Here):
         result = contained(function)
         if not inspect.isawaitable(result):
             return result
-        return await bounded(timeout, result, DeadlineExceeded(f"no answer within {timeout:g} seconds"))
+        return await bounded(
+            timeout, result, DeadlineExceeded(f"no answer within {timeout:g} seconds")
+        )
 
 
 class InThread(_Here):
-    """``isolation: thread``: one thread of this process. A call that hangs or is cancelled keeps it; ``close`` then queues."""
+    """``isolation: thread``: one thread of this process.
+
+    A call that hangs or is cancelled keeps it; ``close`` then queues.
+    """
 
     def __init__(self, name: str, build: Callable[[], Environment]) -> None:
         super().__init__(name, build)
@@ -145,7 +171,9 @@ class InThread(_Here):
 
 
 class Environments:
-    """Makes an instance of the kind that a task names, or of ``default`` when it names none or there are no ``kinds``."""
+    """Makes an instance of the kind that a task names, or of ``default`` when it names none or
+    there are no ``kinds``.
+    """
 
     def __init__(self, default: EnvironmentKind, kinds: Mapping[str, EnvironmentKind]) -> None:
         self._default, self._kinds = default, kinds
@@ -157,14 +185,18 @@ class Environments:
         if not (self._kinds and task.environment):
             return self._default
         if task.environment not in self._kinds:
-            raise DataFailure(task.id, f"environment.kinds has no {task.environment!r}, which the task names")
+            raise DataFailure(
+                task.id, f"environment.kinds has no {task.environment!r}, which the task names"
+            )
         return self._kinds[task.environment]
 
     def of(self, task: Task) -> Instance:
         """A new instance, not made yet; it must be closed. Raises as ``kind``."""
         kind = self.kind(task)
         if kind.leads:
-            from rayloop.envs.agents.endpoint import Endpoint  # a web server, for the runs that need one
+            from rayloop.envs.agents.endpoint import (
+                Endpoint,
+            )  # a web server, for the runs that need one
 
             self._endpoint = self._endpoint or Endpoint()
             return Leading(kind.name, kind.build, self._endpoint)

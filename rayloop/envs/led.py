@@ -10,7 +10,13 @@ import numpy as np
 
 from rayloop.chat.rendering import Renderer
 from rayloop.config.explain import short
-from rayloop.core.failures import AgentFailed, DataFailure, EnvironmentFailed, EnvironmentHung, InfrastructureFailure
+from rayloop.core.failures import (
+    AgentFailed,
+    DataFailure,
+    EnvironmentFailed,
+    EnvironmentHung,
+    InfrastructureFailure,
+)
 from rayloop.core.types import EndReason, RolloutRequest, Trajectory
 from rayloop.envs.agents.session import Generate, Session
 from rayloop.envs.instance import Leading
@@ -26,11 +32,19 @@ TOO_LARGE = "413"
 
 
 async def play_led(
-    request: RolloutRequest, environment: Leading, renderer: Renderer, settings: EpisodeSettings, generate: Generate
+    request: RolloutRequest,
+    environment: Leading,
+    renderer: Renderer,
+    settings: EpisodeSettings,
+    generate: Generate,
 ) -> Trajectory:
-    """Play one episode. An agent that ends with an error after it was refused at a limit of the episode ends it with that reason;
-    one that an answer of the policy broke ends it as ``action_error`` with the environment's ``on_error`` as its result; any other
-    error is the environment's. Raises EnvironmentFailed, EnvironmentHung, OverLongPrompt, the engine's errors."""
+    """Play one episode.
+
+    An agent that ends with an error after it was refused at a limit of the episode ends it with
+    that reason; one that an answer of the policy broke ends it as ``action_error`` with the
+    environment's ``on_error`` as its result; any other error is the environment's. Raises
+    EnvironmentFailed, EnvironmentHung, OverLongPrompt, the engine's errors.
+    """
     await _blamed("__init__", environment.make(settings.step_timeout))
     session = Session(request, renderer, settings, generate, environment.model)
     reason, result = EndReason.DONE, None
@@ -61,8 +75,12 @@ def _number(result: Any) -> float | None:
     return float(result)
 
 
-def _ended(error: EnvironmentFailed, session: Session, on_error: float | None) -> tuple[EndReason, float | None] | None:
-    """How an episode ends whose agent ended with an error, and its result; None for an error that is not the policy's."""
+def _ended(
+    error: EnvironmentFailed, session: Session, on_error: float | None
+) -> tuple[EndReason, float | None] | None:
+    """How an episode ends whose agent ended with an error, and its result; None for an error that
+    is not the policy's.
+    """
     if not isinstance(error, AgentFailed):
         return None
     if session.limit is not None:
@@ -73,8 +91,13 @@ def _ended(error: EnvironmentFailed, session: Session, on_error: float | None) -
     return (EndReason.ACTION_ERROR, on_error) if policys and on_error is not None else None
 
 
-async def _led(environment: Leading, request: RolloutRequest, session: Session, address: dict[str, str]) -> Any:
-    """What the agent returned. Raises at once what makes the episode worthless, and ends the agent then."""
+async def _led(
+    environment: Leading, request: RolloutRequest, session: Session, address: dict[str, str]
+) -> Any:
+    """What the agent returned.
+
+    Raises at once what makes the episode worthless, and ends the agent then.
+    """
     agent = asyncio.ensure_future(_blamed("lead", environment.lead(request.task, address)))
     try:
         either: set[asyncio.Future[Any]] = {agent, session.failed}
@@ -89,7 +112,10 @@ async def _led(environment: Leading, request: RolloutRequest, session: Session, 
 
 
 async def _blamed(method: str, call: Awaitable[Result]) -> Result:
-    """What the environment's method returns. An error that blames neither it nor the data is a bug of its class."""
+    """What the environment's method returns.
+
+    An error that blames neither it nor the data is a bug of its class.
+    """
     try:
         return await call
     except (EnvironmentFailed, DataFailure):

@@ -1,5 +1,7 @@
-"""``isolation: process``: an environment in a process of its own (guard.py, worker.py), without torch and Ray, in its own session.
-The process is used again for other instances, is killed with all that it started when a call hangs, and ends with its parent."""
+"""``isolation: process``: an environment in a process of its own (guard.py, worker.py), without
+torch and Ray, in its own session. The process is used again for other instances, is killed with all
+that it started when a call hangs, and ends with its parent.
+"""
 
 import os
 import pickle
@@ -19,7 +21,10 @@ PICKLED = Bounds(1 << 10, 1, 1 << 34)
 """Of each message: one pickle, of a call's arguments, or of what it returned or raised."""
 DYING = 5.0
 """Seconds in which a killed process must be gone."""
-START = "import sys; sys.path[:] = sys.argv[3:]; from rayloop.envs.guard import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+START = (
+    "import sys; sys.path[:] = sys.argv[3:]; from rayloop.envs.guard import main;"
+    " main(int(sys.argv[1]), int(sys.argv[2]))"
+)
 
 
 class WorkerProcess:
@@ -40,12 +45,17 @@ class WorkerProcess:
         self.pid = self._process.pid
 
     async def ask(self, op: str, timeout: float, *arguments: object) -> tuple[bool, Any]:
-        """Whether the call succeeded, and what it returned or raised. A failure kills the process. Raises DeadlineExceeded, and
-        EnvironmentFailed when the process has ended."""
+        """Whether the call succeeded, and what it returned or raised.
+
+        A failure kills the process. Raises DeadlineExceeded, and EnvironmentFailed when the process
+        has ended.
+        """
         try:
             content = pickle.dumps(arguments)
             # The channel's own deadline passes first, and so frees the thread.
-            answer, [packed] = await in_thread(self._channel.ask, op, timeout, [content], timeout=timeout + DYING)
+            answer, [packed] = await in_thread(
+                self._channel.ask, op, timeout, [content], timeout=timeout + DYING
+            )
             return answer["succeeded"], pickle.loads(packed)
         except TimeoutError as error:
             self.kill()
@@ -80,7 +90,9 @@ class WorkerProcess:
         start(self._reap)
 
     def _reap(self) -> None:
-        """Also what it had started: in an actor, which is a subreaper, orphans become children of this process."""
+        """Also what it had started: in an actor, which is a subreaper, orphans become children of
+        this process.
+        """
         self._process.wait()
         with suppress(ChildProcessError):
             while True:
@@ -131,7 +143,9 @@ class InProcess:
                 await self._ask("make", timeout, self._kind)
                 return
             except EnvironmentFailed:
-                if self._worker is not None or not used_before:  # the constructor's answer, or its doing
+                if (
+                    self._worker is not None or not used_before
+                ):  # the constructor's answer, or its doing
                     raise
 
     async def call(self, method: str, *args: object, timeout: float) -> Any:
@@ -139,7 +153,9 @@ class InProcess:
         return await self._ask("call", timeout, method, args)
 
     async def close(self, timeout: float) -> None:
-        """Close the environment; its process waits for the next one, unless calls of tools hang in it."""
+        """Close the environment; its process waits for the next one, unless calls of tools hang in
+        it.
+        """
         worker, self._worker = self._worker, None
         if worker is None:
             return
@@ -152,7 +168,9 @@ class InProcess:
             raise value
 
     async def _ask(self, op: str, timeout: float, *arguments: object) -> Any:
-        """Raises EnvironmentFailed when the process is gone already, else as ``WorkerProcess.ask``, and what the call raised."""
+        """Raises EnvironmentFailed when the process is gone already, else as ``WorkerProcess.ask``,
+        and what the call raised.
+        """
         worker, self._worker = self._worker, None
         if worker is None:
             raise EnvironmentFailed("its process is gone")

@@ -1,4 +1,6 @@
-"""An environment that follows a script whatever the policy says: for tests, demonstrations and load measurements."""
+"""An environment that follows a script whatever the policy says: for tests, demonstrations and load
+measurements.
+"""
 
 import time
 
@@ -21,7 +23,14 @@ class ScriptedImage(SettingsModel):
 
     def source(self) -> ImageSource:
         """The picture as PNG."""
-        return ImageSource(data=png(Image.linear_gradient("L").rotate(90).resize((self.width, self.height)).convert("RGB")))
+        return ImageSource(
+            data=png(
+                Image.linear_gradient("L")
+                .rotate(90)
+                .resize((self.width, self.height))
+                .convert("RGB")
+            )
+        )
 
 
 class ScriptedStep(SettingsModel):
@@ -40,7 +49,9 @@ class ScriptedStep(SettingsModel):
 
 
 class ScriptedTool:
-    """Answers the k-th turn with the k-th step of the script; the episode is done when the script is."""
+    """Answers the k-th turn with the k-th step of the script; the episode is done when the script
+    is.
+    """
 
     class Settings(SettingsModel):
         """The script."""
@@ -68,7 +79,9 @@ class ScriptedTool:
             return StepResult(done=True)
         time.sleep(step.seconds)
         parts = (*((step.text,) if step.text else ()), *(image.source() for image in step.images))
-        return StepResult(Observation((Message(self._settings.role, parts),)), step.done, step.error)
+        return StepResult(
+            Observation((Message(self._settings.role, parts),)), step.done, step.error
+        )
 
     def evaluate(self) -> float | None:
         """``result``."""

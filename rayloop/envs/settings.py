@@ -10,7 +10,9 @@ from rayloop.core.types import Sampling
 
 
 class EnvironmentRole(Role):
-    """An environment has the methods of ``Environment``, or leads and has those of ``LeadingEnvironment``."""
+    """An environment has the methods of ``Environment``, or leads and has those of
+    ``LeadingEnvironment``.
+    """
 
     def check(self, component: Component) -> None:
         """As ``Role.check``."""
@@ -22,11 +24,15 @@ ENVIRONMENT = EnvironmentRole("environment", ("reset", "step", "evaluate", "clos
 
 
 class EnvironmentKind(Component):
-    """An environment, and where its instances live: ``{use: module:Class, with: {...}, isolation: thread}``."""
+    """An environment, and where its instances live: ``{use: module:Class, with: {...}, isolation:
+    thread}``.
+    """
 
     isolation: Literal["thread", "process"] = "thread"
-    """``process``: each instance has its own process, so a hang or crash costs its own episode only; ``thread`` costs little, but a
-    hang costs the actor. Choose ``process`` for native code; shipped browsers, interpreters and desktops have processes already."""
+    """``process``: each instance has its own process, so a hang or crash costs its own episode
+    only; ``thread`` costs little, but a hang costs the actor. Choose ``process`` for native code;
+    shipped browsers, interpreters and desktops have processes already.
+    """
 
     @property
     def name(self) -> str:
@@ -35,7 +41,9 @@ class EnvironmentKind(Component):
 
     @property
     def immediate(self) -> bool:
-        """Whether it is called without a thread: the class itself, not one that it derives from, says so, and has no process."""
+        """Whether it is called without a thread: the class itself, not one that it derives from,
+        says so, and has no process.
+        """
         found = self.resolve() if self.isolation == "thread" else None
         return isinstance(found, type) and vars(found).get("immediate") is True
 
@@ -48,48 +56,86 @@ class EnvironmentKind(Component):
 class EpisodeSettings(SettingsModel):
     """How one episode is played, whatever its environment."""
 
-    environment: Annotated[EnvironmentKind, ENVIRONMENT] = EnvironmentKind(use="rayloop.envs.single_turn:SingleTurn")
-    """``{use: module:Class, with: {...}}``: the environment of every task; with ``environment.kinds``, of those that name none."""
+    environment: Annotated[EnvironmentKind, ENVIRONMENT] = EnvironmentKind(
+        use="rayloop.envs.single_turn:SingleTurn"
+    )
+    """``{use: module:Class, with: {...}}``: the environment of every task; with
+    ``environment.kinds``, of those that name none.
+    """
     max_turns: int = Field(1, ge=1)
     """Sampled turns per episode; reaching it ends the episode as max_turns."""
     max_prompt_tokens: int = Field(4096, gt=0)
     """A longer rendered prompt is excluded with its size, never truncated."""
     max_tokens: int = Field(8192, gt=0)
-    """Tokens per episode, prompt and observations included; beyond it the episode ends as over_length."""
+    """Tokens per episode, prompt and observations included; beyond it the episode ends as
+    over_length.
+    """
     max_response_tokens: int | None = Field(None, gt=0)
-    """Tokens of all turns and observations together, the prompt left out; beyond it the episode ends as over_length. None: what
-    ``max_tokens`` leaves. For published runs that have such a limit."""
+    """Tokens of all turns and observations together, the prompt left out; beyond it the episode
+    ends as over_length. None: what ``max_tokens`` leaves. For published runs that have such a
+    limit.
+    """
     max_images: int = Field(32, ge=0)
-    """Images in the policy's context; with an observation beyond it the episode does what ``when_full`` says."""
+    """Images in the policy's context; with an observation beyond it the episode does what
+    ``when_full`` says.
+    """
     when_full: Literal["end", "forget"] = "end"
-    """An image beyond ``max_images`` ends the episode (``end``), or replaces the oldest ones by words in a context that begins anew
-    and is a sequence of its own for the trainer (``forget``, for long episodes on screens)."""
+    """An image beyond ``max_images`` ends the episode (``end``), or replaces the oldest ones by
+    words in a context that begins anew and is a sequence of its own for the trainer (``forget``,
+    for long episodes on screens).
+    """
     on_error: Literal["continue", "end"] = "continue"
-    """An action the environment could not use: show the error to the policy (DeepEyes), or end as action_error (PyVision)."""
+    """An action the environment could not use: show the error to the policy (DeepEyes), or end as
+    action_error (PyVision).
+    """
     step_timeout: float = Field(60.0, gt=0)
-    """Seconds for making the environment, and again for each ``reset``, ``step`` and ``evaluate``. Raise it for what starts slowly,
-    such as a desktop. Keep it above the environment's own ``tool_timeout``, which then passes first."""
+    """Seconds for making the environment, and again for each ``reset``, ``step`` and ``evaluate``.
+
+    Raise it for what starts slowly, such as a desktop. Keep it above the environment's own
+    ``tool_timeout``, which then passes first.
+    """
 
 
 class SamplingSettings(SettingsModel):
     """How the policy samples a turn."""
 
     temperature: float = Field(1.0, gt=0, le=2)
-    """The policy's temperature, in sampling and training (2 is vLLM's limit). Lower it only when answers fall apart."""
+    """The policy's temperature, in sampling and training (2 is vLLM's limit).
+
+    Lower it only when answers fall apart.
+    """
     max_tokens: int = Field(64, gt=0)
     """Sampled tokens per turn. Raise it when answers are cut (``response_length/clip_ratio``)."""
     min_tokens: int = Field(0, ge=0)
-    """A turn cannot end before this many tokens. Raise it only against empty answers: it changes the policy that is trained."""
+    """A turn cannot end before this many tokens.
+
+    Raise it only against empty answers: it changes the policy that is trained.
+    """
     stop: tuple[str, ...] = ()
-    """A turn ends when its text contains one of these, and keeps it. For tool calls that end with a tag."""
+    """A turn ends when its text contains one of these, and keeps it.
+
+    For tool calls that end with a tag.
+    """
 
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the fewest likeliest tokens that have this share of the probability together, in training over the same ones
-    (arXiv:2512.02556). Below 1, ``top_k`` is 128 unless set. Lower it when rare tokens spoil long answers."""
+    """Sample from the fewest likeliest tokens that have this share of the probability together, in
+    training over the same ones (arXiv:2512.02556). Below 1, ``top_k`` is 128 unless set. Lower it
+    when rare tokens spoil long answers.
+    """
     top_k: int | None = Field(None, ge=2, le=MOST_KEPT)
-    """Sample from so many likeliest tokens, in training over the same ones. None: from all, with ``top_p`` below 1 from 128."""
+    """Sample from so many likeliest tokens, in training over the same ones.
+
+    None: from all, with ``top_p`` below 1 from 128.
+    """
 
     def sampling(self, *, greedy: bool = False) -> Sampling:
         """The same for an engine; ``greedy``: at temperature 0."""
         temperature = 0.0 if greedy else self.temperature
-        return Sampling(temperature, self.max_tokens, self.min_tokens, self.stop, top_p=self.top_p, top_k=self.top_k)
+        return Sampling(
+            temperature,
+            self.max_tokens,
+            self.min_tokens,
+            self.stop,
+            top_p=self.top_p,
+            top_k=self.top_k,
+        )

@@ -1,4 +1,6 @@
-"""The environment of question and answer: the prompt is the task's messages, the first answer ends the episode."""
+"""The environment of question and answer: the prompt is the task's messages, the first answer ends
+the episode.
+"""
 
 from rayloop.config.settings import SettingsModel
 from rayloop.core.protocols import Observation, StepResult

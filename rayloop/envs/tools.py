@@ -1,4 +1,6 @@
-"""Tools in a conversation: the policy calls one (``rayloop/chat/calls.py``) and sees its text and images."""
+"""Tools in a conversation: the policy calls one (``rayloop/chat/calls.py``) and sees its text and
+images.
+"""
 
 import json
 import logging
@@ -10,7 +12,14 @@ from pydantic import Field
 
 from rayloop.chat.calls import CALL, CALLED, bodies, called
 from rayloop.config.settings import Component, Role, SettingsModel
-from rayloop.core.failures import Blame, DeadlineExceeded, EnvironmentFailed, PolicyFailure, ToolDeadline, blame
+from rayloop.core.failures import (
+    Blame,
+    DeadlineExceeded,
+    EnvironmentFailed,
+    PolicyFailure,
+    ToolDeadline,
+    blame,
+)
 from rayloop.core.protocols import Environment, Observation, StepResult, Tool, ToolResult
 from rayloop.core.threads import call_within
 from rayloop.core.types import ImageSource, Message, Task
@@ -20,29 +29,48 @@ logger = logging.getLogger(__name__)
 
 SHOWN = 200
 """Characters of what the policy wrote that an error repeats."""
-_INSTRUCTIONS = (Path(__file__).parent / "prompts" / "tools.txt").read_text(encoding="utf-8").rstrip()
+_INSTRUCTIONS = (
+    (Path(__file__).parent / "prompts" / "tools.txt").read_text(encoding="utf-8").rstrip()
+)
 
 
 Schema = dict[str, Any]
-"""``{"type": "function", "function": {"name", "description", "parameters"}}``, as chat templates of the Hub take it."""
+"""``{"type": "function", "function": {"name", "description", "parameters"}}``, as chat templates of
+the Hub take it.
+"""
 
 
 def schemas(environment: Environment) -> list[Schema]:
-    """Of the environment's ``tools``, in their order; empty when it has none. Raises EnvironmentFailed for what is no tool."""
+    """Of the environment's ``tools``, in their order; empty when it has none.
+
+    Raises EnvironmentFailed for what is no tool.
+    """
     return [schema(tool) for tool in getattr(environment, "tools", ())]
 
 
 def schema(tool: Any) -> Schema:
     """Of one tool. Raises EnvironmentFailed for what is none."""
-    name, about, parameters = (getattr(tool, key, None) for key in ("name", "description", "parameters"))
-    if not (isinstance(name, str) and name and isinstance(about, str) and isinstance(parameters, Mapping)):
+    name, about, parameters = (
+        getattr(tool, key, None) for key in ("name", "description", "parameters")
+    )
+    if not (
+        isinstance(name, str)
+        and name
+        and isinstance(about, str)
+        and isinstance(parameters, Mapping)
+    ):
         needs = "a name and a description (texts) and parameters (a JSON schema, a mapping)"
         raise EnvironmentFailed(f"{type(tool).__name__} is no tool: it needs {needs}", bug=True)
     try:
         plain = json.loads(json.dumps(parameters, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise EnvironmentFailed(f"the parameters of the tool {name} are no JSON: {error}", bug=True) from error
-    return {"type": "function", "function": {"name": name, "description": about, "parameters": plain}}
+        raise EnvironmentFailed(
+            f"the parameters of the tool {name} are no JSON: {error}", bug=True
+        ) from error
+    return {
+        "type": "function",
+        "function": {"name": name, "description": about, "parameters": plain},
+    }
 
 
 class ToolError(Exception):
@@ -55,7 +83,10 @@ def instructions(tools: Sequence[Schema]) -> str:
 
 
 def tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
-    """Name and arguments of the last tool call in ``text``, None when there is none. Raises ToolError if malformed."""
+    """Name and arguments of the last tool call in ``text``, None when there is none.
+
+    Raises ToolError if malformed.
+    """
     found = bodies(text)
     if not found:
         return None
@@ -68,20 +99,28 @@ def tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
 class ToolCalls:
     """The task's messages, then calls of tools until a turn calls none: that turn is the answer.
 
-    Own tools are classes under ``tools``; a subclass can override ``tools_for``."""
+    Own tools are classes under ``tools``; a subclass can override ``tools_for``.
+    """
 
     class Settings(SettingsModel):
         """Which tools there are, and how they are described and shown."""
 
         tools: tuple[Annotated[Component, Role("tool", ("__call__",))], ...] = ()
-        """``[{use: module:Class, with: {...}}]``: what the policy may call (docs/bring_your_own/tool.md)."""
+        """``[{use: module:Class, with: {...}}]``: what the policy may call
+        (docs/bring_your_own/tool.md).
+        """
         role: str = "tool"
         """The role under which the chat template shows results."""
         tool_timeout: float = Field(30.0, gt=0)
-        """Seconds for one call; beyond it the episode ends as ``tool_deadline``. Keep it below ``episode.step_timeout``."""
+        """Seconds for one call; beyond it the episode ends as ``tool_deadline``.
+
+        Keep it below ``episode.step_timeout``.
+        """
         describe: Literal["template", "prompt", "nowhere"] = "template"
-        """Where tools are described: ``template`` gives their schemas to the chat template (Qwen3-VL, Hermes), ``prompt`` writes a
-        system message (Qwen2.5-VL's template ignores tools), ``nowhere`` leaves it to the row's prompt."""
+        """Where tools are described: ``template`` gives their schemas to the chat template
+        (Qwen3-VL, Hermes), ``prompt`` writes a system message (Qwen2.5-VL's template ignores
+        tools), ``nowhere`` leaves it to the row's prompt.
+        """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -90,10 +129,17 @@ class ToolCalls:
     @property
     def tools(self) -> Sequence[Tool]:
         """What the chat template describes to the policy."""
-        return [checked.tool for checked in self._tools.values()] if self._settings.describe == "template" else ()
+        return (
+            [checked.tool for checked in self._tools.values()]
+            if self._settings.describe == "template"
+            else ()
+        )
 
     def tools_for(self, task: Task) -> Sequence[Tool]:
-        """Called by ``reset``, under the environment's own deadline. Raises DataFailure, InfrastructureFailure."""
+        """Called by ``reset``, under the environment's own deadline.
+
+        Raises DataFailure, InfrastructureFailure.
+        """
         return [tool.build() for tool in self._settings.tools]
 
     def reset(self, task: Task) -> Observation:
@@ -101,10 +147,17 @@ class ToolCalls:
         self._tools = {tool.name: _Checked(tool) for tool in self.tools_for(task)}
         if self._settings.describe != "prompt" or not self._tools:
             return Observation(task.messages)
-        return Observation(_with_system(task.messages, instructions([schema(tool) for tool in self._tools.values()])))
+        return Observation(
+            _with_system(
+                task.messages, instructions([schema(tool) for tool in self._tools.values()])
+            )
+        )
 
     def step(self, text: str) -> StepResult:
-        """Carry out the call. A call that cannot be is answered with the reason, as an error. Raises ToolDeadline."""
+        """Carry out the call.
+
+        A call that cannot be is answered with the reason, as an error. Raises ToolDeadline.
+        """
         name = ""
         try:
             call = tool_call(text)
@@ -112,15 +165,20 @@ class ToolCalls:
                 return StepResult(done=True)
             name, arguments = call
             if name not in self._tools:
-                raise ToolError(f"there is no tool {name[:SHOWN]!r}; the tools are: {', '.join(self._tools)}")
+                raise ToolError(
+                    f"there is no tool {name[:SHOWN]!r}; the tools are: {', '.join(self._tools)}"
+                )
             result = self._result(self._tools[name], arguments)
         except ToolError as error:
             return StepResult(self._shown(f"Error: {error}", name=name), error=str(error))
         return StepResult(self._shown(str(result.text), *pictures(result.images), name=name))
 
     def _result(self, tool: "_Checked", arguments: Mapping[str, Any]) -> ToolResult:
-        """What the tool answers. Raises ToolError, also for other errors that the call is to blame for, ToolDeadline, and what
-        blames the data or the infrastructure."""
+        """What the tool answers.
+
+        Raises ToolError, also for other errors that the call is to blame for, ToolDeadline, and
+        what blames the data or the infrastructure.
+        """
         try:
             if hasattr(tool.tool, "own_deadline"):
                 result = tool(arguments)
@@ -133,7 +191,9 @@ class ToolCalls:
         except Exception as error:
             if blame(error) is not Blame.POLICY:
                 raise
-            logger.warning("the tool %s raised on arguments that its schema allows", tool.name, exc_info=error)
+            logger.warning(
+                "the tool %s raised on arguments that its schema allows", tool.name, exc_info=error
+            )
             raise ToolError(f"{tool.name} raised {type(error).__name__}: {error}") from error
         if not isinstance(result, ToolResult):
             raise ToolError(f"{tool.name} returned {type(result).__name__}, which is no ToolResult")
@@ -174,30 +234,51 @@ _TYPES: Mapping[str, Callable[[Any], bool]] = {
 
 
 class _Checked:
-    """A tool that is only called with arguments that its schema knows, of the types it names, and with all that it requires."""
+    """A tool that is only called with arguments that its schema knows, of the types it names, and
+    with all that it requires.
+    """
 
     def __init__(self, tool: Tool) -> None:
         self.name, self.description, self.parameters = tool.name, tool.description, tool.parameters
         self.tool = tool
 
     def __call__(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """Raises ToolError. ``arguments`` is one mapping: the policy's names are never those of a parameter here."""
+        """Raises ToolError.
+
+        ``arguments`` is one mapping: the policy's names are never those of a parameter here.
+        """
         known = self.parameters.get("properties", {})
         missing = [name for name in self.parameters.get("required", ()) if name not in arguments]
         if missing:
             raise ToolError(f"{self.name} needs the argument {missing[0]!r}")
         for name, value in arguments.items():
             if name not in known:
-                raise ToolError(f"{self.name} knows no argument {name[:SHOWN]!r}; it has: {', '.join(known) or 'none'}")
+                raise ToolError(
+                    f"{self.name} knows no argument {name[:SHOWN]!r}; it has:"
+                    f" {', '.join(known) or 'none'}"
+                )
             wanted = _types(known[name])
             if wanted and not any(_TYPES[one](value) for one in wanted):
-                given = type(value).__name__ if isinstance(value, list | dict) else repr(value)[:SHOWN]  # nested ones have no repr
-                raise ToolError(f"the argument {name!r} of {self.name} must be of type {' or '.join(wanted)}, not {given}")
+                given = (
+                    type(value).__name__ if isinstance(value, list | dict) else repr(value)[:SHOWN]
+                )  # nested ones have no repr
+                raise ToolError(
+                    f"the argument {name!r} of {self.name} must be of type {' or '.join(wanted)},"
+                    f" not {given}"
+                )
         return self.tool(**arguments)
 
 
 def _types(schema: Any) -> list[str]:
-    """The JSON types that the schema of an argument names; empty where it names none, or one that is unknown."""
+    """The JSON types that the schema of an argument names; empty where it names none, or one that
+    is unknown.
+    """
     named = schema.get("type") if isinstance(schema, Mapping) else None
-    found = [named] if isinstance(named, str) else list(named) if isinstance(named, list | tuple) else []
+    found = (
+        [named]
+        if isinstance(named, str)
+        else list(named)
+        if isinstance(named, list | tuple)
+        else []
+    )
     return found if all(one in _TYPES for one in found) else []

@@ -1,4 +1,6 @@
-"""The process of an environment with ``isolation: process``: calls run in its main thread, another thread reads them."""
+"""The process of an environment with ``isolation: process``: calls run in its main thread, another
+thread reads them.
+"""
 
 import os
 import pickle
@@ -32,7 +34,10 @@ class _Host:
         self._call = 0
 
     def listen(self) -> None:
-        """Queue the calls of the actor; kill the process group when the actor is gone. Never returns."""
+        """Queue the calls of the actor; kill the process group when the actor is gone.
+
+        Never returns.
+        """
         try:
             while True:
                 header, [packed] = frames.receive(self._connection, None, PICKLED)
@@ -41,11 +46,16 @@ class _Host:
         except BaseException as error:
             # An OSError is the end of the actor: nobody is left who would read it.
             if not isinstance(error, OSError):
-                print(f"rayloop: the process of an environment ends: {own_frames(error)}", flush=True)
+                print(
+                    f"rayloop: the process of an environment ends: {own_frames(error)}", flush=True
+                )
             os.killpg(0, signal.SIGKILL)
 
     def serve(self) -> None:
-        """Carry out calls; after each instance's last one its event loop is ended too. Never returns."""
+        """Carry out calls; after each instance's last one its event loop is ended too.
+
+        Never returns.
+        """
         while True:
             self._calls.run()
             error = self._closed.exception()
@@ -78,7 +88,10 @@ class _Host:
         try:
             content = pickle.dumps(value if succeeded else _portable(value))
         except Exception as error:
-            why = f"what it returned ({type(value).__name__}) cannot be sent to the actor: {type(error).__name__}: {error}"
+            why = (
+                f"what it returned ({type(value).__name__}) cannot be sent to the actor:"
+                f" {type(error).__name__}: {error}"
+            )
             succeeded, content = False, pickle.dumps(TypeError(why))
         frames.send(self._connection, {"call": self._call, "succeeded": succeeded}, [content])
 

@@ -1,1 +1,3 @@
-"""What a run will take: steps, tokens, time and memory, from its configuration, its model's shapes and measured steps."""
+"""What a run will take: steps, tokens, time and memory, from its configuration, its model's shapes
+and measured steps.
+"""

@@ -21,7 +21,9 @@ WARM = 1
 
 @dataclass(frozen=True)
 class Measured:
-    """Of a run's finished steps: medians of seconds, mean tokens of a trajectory, trajectories played for each one trained."""
+    """Of a run's finished steps: medians of seconds, mean tokens of a trajectory, trajectories
+    played for each one trained.
+    """
 
     steps: int
     seconds: float
@@ -42,16 +44,24 @@ def _finished(run: Path) -> list[dict[str, Any]]:
 
 
 def measured(run: Path) -> Measured:
-    """The steps in ``metrics.jsonl``. Raises ConfigError when no step, or only the first, has been finished."""
+    """The steps in ``metrics.jsonl``.
+
+    Raises ConfigError when no step, or only the first, has been finished.
+    """
     records = _finished(run)
     if len(records) <= WARM:
-        raise ConfigError(f"{run} has {counted(len(records), 'finished step')}, and the first says little: let it do a few more")
+        raise ConfigError(
+            f"{run} has {counted(len(records), 'finished step')}, and the first says little: let it"
+            " do a few more"
+        )
     later = records[WARM:]
 
     def of(name: str) -> list[float]:
         return [float(record[name]) for record in later if record.get(name) is not None]
 
-    testing = [float(record["timing_s/testing"]) for record in records if record.get("timing_s/testing")]
+    testing = [
+        float(record["timing_s/testing"]) for record in records if record.get("timing_s/testing")
+    ]
     trained, played = sum(of("rollout/trained")), sum(of("rollout/trajectories"))
     return Measured(
         len(records),
@@ -66,9 +76,10 @@ def measured(run: Path) -> Measured:
 
 @dataclass(frozen=True)
 class Plan:
-    """``target``: trajectories that a step trains on, in ``groups``; ``updates``: of the optimizer in a step; ``prompt``,
-    ``response``: tokens of a trajectory; ``held_out``: tokens of an evaluation's, 0 where its limit is not above training's;
-    ``seconds``: None when unknown."""
+    """``target``: trajectories that a step trains on, in ``groups``; ``updates``: of the optimizer
+    in a step; ``prompt``, ``response``: tokens of a trajectory; ``held_out``: tokens of an
+    evaluation's, 0 where its limit is not above training's; ``seconds``: None when unknown.
+    """
 
     steps: int
     target: int
@@ -89,8 +100,10 @@ class Plan:
 
 
 def plan(config: RunConfig, found: Measured | None, step_seconds: float | None = None) -> Plan:
-    """The plan of ``config``, timed by the measured steps of a run or by ``step_seconds``. Without measured lengths a trajectory
-    is as long as the configuration allows: an upper bound."""
+    """The plan of ``config``, timed by the measured steps of a run or by ``step_seconds``.
+
+    Without measured lengths a trajectory is as long as the configuration allows: an upper bound.
+    """
     algorithm, update, steps = config.algorithm, config.policy.update, config.steps
     prompt, response = _bound(config)
     every = config.evaluation.every
@@ -98,13 +111,24 @@ def plan(config: RunConfig, found: Measured | None, step_seconds: float | None =
     longest = sum(_bound(config.in_evaluation)) if evaluations else 0
     seconds = None if step_seconds is None else step_seconds * steps
     if seconds is None and found is not None:
-        seconds = found.seconds * algorithm.target / found.trajectories * steps + found.evaluation * evaluations
+        seconds = (
+            found.seconds * algorithm.target / found.trajectories * steps
+            + found.evaluation * evaluations
+        )
     played = algorithm.target * steps * (found.played_per_trained if found else 1.0)
     return Plan(
-        steps, algorithm.target, count(config.data.train), update.epochs * update.mini_batches, round(played),
-        found.prompt if found else float(prompt), found.response if found else float(response),
-        evaluations, seconds, algorithm.groups_per_step, longest if longest > prompt + response else 0,
-    )  # fmt: skip
+        steps,
+        algorithm.target,
+        count(config.data.train),
+        update.epochs * update.mini_batches,
+        round(played),
+        found.prompt if found else float(prompt),
+        found.response if found else float(response),
+        evaluations,
+        seconds,
+        algorithm.groups_per_step,
+        longest if longest > prompt + response else 0,
+    )
 
 
 def _bound(config: RunConfig) -> tuple[int, int]:
@@ -132,25 +156,35 @@ def lengths(config: RunConfig, made: Plan) -> Lengths:
 
 def count(path: str) -> int | None:
     """Rows of a data file; None when there is no such file (yet)."""
-    return sum(not isinstance(row, DataFailure) for _, row in rows(Path(path))) if Path(path).is_file() else None
+    return (
+        sum(not isinstance(row, DataFailure) for _, row in rows(Path(path)))
+        if Path(path).is_file()
+        else None
+    )
 
 
 def lines(config: RunConfig, made: Plan, found: Measured | None) -> list[str]:
     """The plan for people."""
     text = [
-        f"{made.steps} steps of {made.groups} groups x {config.algorithm.group_size} = {made.target} trajectories, "
-        f"{counted(made.updates, 'optimizer update')} each"
+        f"{made.steps} steps of {made.groups} groups x {config.algorithm.group_size} ="
+        f" {made.target} trajectories, {counted(made.updates, 'optimizer update')} each"
     ]
     if made.rows is not None:
         an_epoch = made.rows / made.groups
-        text.append(f"{counted(made.rows, 'row')}: {an_epoch:.1f} steps an epoch, {made.steps / an_epoch:.2f} epochs in all")
+        text.append(
+            f"{counted(made.rows, 'row')}: {an_epoch:.1f} steps an epoch,"
+            f" {made.steps / an_epoch:.2f} epochs in all"
+        )
     bound = "" if found else " at most, since none has been measured"
     each = f"{made.prompt:.0f} read and {made.response:.0f} written in each{bound}"
     text.append(f"{made.trajectories} trajectories to play, {made.tokens:.3g} tokens: {each}")
     if made.evaluations:
         longer = f", whose trajectories have up to {made.held_out} tokens" if made.held_out else ""
         text.append(f"{counted(made.evaluations, 'evaluation')}{longer}")
-    unknown = "unknown until steps have been measured: run a few, then estimate --from RUN (or --step-seconds S)"
+    unknown = (
+        "unknown until steps have been measured: run a few, then estimate --from RUN (or"
+        " --step-seconds S)"
+    )
     return [*text, f"time: {unknown if made.seconds is None else duration(made.seconds)}"]
 
 
@@ -165,7 +199,12 @@ def duration(seconds: float) -> str:
 def as_json(made: Plan) -> Mapping[str, Any]:
     """The plan for programs."""
     return {
-        "steps": made.steps, "trajectories_per_step": made.target, "updates_per_step": made.updates, "rows": made.rows,
-        "trajectories": made.trajectories, "tokens": round(made.tokens), "seconds": made.seconds,
+        "steps": made.steps,
+        "trajectories_per_step": made.target,
+        "updates_per_step": made.updates,
+        "rows": made.rows,
+        "trajectories": made.trajectories,
+        "tokens": round(made.tokens),
+        "seconds": made.seconds,
         "evaluations": made.evaluations,
-    }  # fmt: skip
+    }

@@ -1,5 +1,7 @@
-"""Advantages beside GRPO's (docs/algorithm.md, section 3), a class for each. Rewards of a group that are all equal
-give zeros, except to single turns, whose returns differ."""
+"""Advantages beside GRPO's (docs/algorithm.md, section 3), a class for each.
+
+Rewards of a group that are all equal give zeros, except to single turns, whose returns differ.
+"""
 
 import dataclasses
 import statistics
@@ -36,9 +38,12 @@ class Rloo:
 
 
 class BatchScaled:
-    """The reward minus its group's mean, divided by one deviation of the whole step. ``centred`` is REINFORCE++'s baseline form
-    (arXiv:2501.03262); without it ScaleRL's (arXiv:2510.13786), and with ``of: rewards`` LitePPO's (arXiv:2508.08221; TRL's
-    ``scale_rewards: batch``)."""
+    """The reward minus its group's mean, divided by one deviation of the whole step.
+
+    ``centred`` is REINFORCE++'s baseline form (arXiv:2501.03262); without it ScaleRL's
+    (arXiv:2510.13786), and with ``of: rewards`` LitePPO's (arXiv:2508.08221; TRL's ``scale_rewards:
+    batch``).
+    """
 
     class Settings(SettingsModel):
         """Keys of ``with``."""
@@ -46,7 +51,9 @@ class BatchScaled:
         of: Literal["advantages", "rewards"] = "advantages"
         """Whose deviation it is, over the trajectories that the step trains."""
         centred: bool = False
-        """Subtract the mean of the step's advantages first: not 0 where filters left groups partial."""
+        """Subtract the mean of the step's advantages first: not 0 where filters left groups
+        partial.
+        """
 
     def __init__(self, settings: Settings) -> None:
         self._of, self._centred = settings.of, settings.centred
@@ -63,7 +70,9 @@ class BatchScaled:
 
 
 class Gdpo:
-    """GDPO (arXiv:2601.05242, equations 4 to 6): each component is normalised in its group, their weighted sum over the step."""
+    """GDPO (arXiv:2601.05242, equations 4 to 6): each component is normalised in its group, their
+    weighted sum over the step.
+    """
 
     class Settings(SettingsModel):
         """Keys of ``with``."""
@@ -75,10 +84,15 @@ class Gdpo:
         self._weights = settings.weights
 
     def credits(self, members: Sequence[Member]) -> list[Credit]:
-        """The weighted sum, before ``over_step``. Raises AdvantageBroken for a component that a member has not."""
+        """The weighted sum, before ``over_step``.
+
+        Raises AdvantageBroken for a component that a member has not.
+        """
         totals = [0.0] * len(members)
         for name, weight in self._weights.items():
-            parts = advantages([_component(member, name) for member in members], AdvantageSettings()).values
+            parts = advantages(
+                [_component(member, name) for member in members], AdvantageSettings()
+            ).values
             totals = [total + weight * part for total, part in zip(totals, parts, strict=True)]
         return [Credit(total, base=total) for total in totals]
 
@@ -88,28 +102,37 @@ class Gdpo:
 
 
 class MaxRl:
-    """MaxRL (arXiv:2602.02710): ``(r - mean) / mean``, so that a rare success weighs as much as the likelihood of any success asks
-    for. For rewards of 0 and more; a group of zeros has zeros."""
+    """MaxRL (arXiv:2602.02710): ``(r - mean) / mean``, so that a rare success weighs as much as the
+    likelihood of any success asks for. For rewards of 0 and more; a group of zeros has zeros.
+    """
 
     def credits(self, members: Sequence[Member]) -> list[float]:
         """Raises AdvantageBroken for a reward below 0."""
         values = rewards(members)
         if min(values) < 0:
-            raise AdvantageBroken(f"maxrl divides by the mean reward, which needs rewards of 0 and more; got {min(values):g}")
+            raise AdvantageBroken(
+                "maxrl divides by the mean reward, which needs rewards of 0 and more; got"
+                f" {min(values):g}"
+            )
 
         mean = statistics.mean(values)
         return [0.0 if mean == 0 else value / mean for value in advantages(values, CENTRED).values]
 
 
 class TurnReturns:
-    """Each turn's discounted return ``sum of gamma^(k - t) * r_k over k >= t``, minus the mean and over the deviation of all turns
-    of the group. ``r_k`` is the environment's reward of turn k; the last turn also has the rest of the trajectory's reward."""
+    """Each turn's discounted return ``sum of gamma^(k - t) * r_k over k >= t``, minus the mean and
+    over the deviation of all turns of the group. ``r_k`` is the environment's reward of turn k; the
+    last turn also has the rest of the trajectory's reward.
+    """
 
     class Settings(SettingsModel):
         """Keys of ``with``."""
 
         gamma: float = Field(0.95, ge=0, le=1)
-        """Discount of a turn. 0: a turn gets its own reward alone, as where the turns of one episode are several players'."""
+        """Discount of a turn.
+
+        0: a turn gets its own reward alone, as where the turns of one episode are several players'.
+        """
 
     def __init__(self, settings: Settings) -> None:
         self._gamma = settings.gamma
@@ -122,8 +145,10 @@ class TurnReturns:
 
 
 class Gigpo:
-    """GiGPO (arXiv:2505.10978, equations 3 to 8): the trajectory's advantage in its group, plus ``omega`` times the turn's among
-    the turns of the group that began at the same state: a screen and text that are equal byte for byte (``Summary.states``)."""
+    """GiGPO (arXiv:2505.10978, equations 3 to 8): the trajectory's advantage in its group, plus
+    ``omega`` times the turn's among the turns of the group that began at the same state: a screen
+    and text that are equal byte for byte (``Summary.states``).
+    """
 
     class Settings(SettingsModel):
         """Keys of ``with``."""
@@ -141,25 +166,38 @@ class Gigpo:
     def credits(self, members: Sequence[Member]) -> list[Credit]:
         """One advantage for each turn. Raises AdvantageBroken for a trajectory without states."""
         s = self._settings
-        episode = advantages(rewards(members), AdvantageSettings(normalize_std=s.normalize_std)).values
+        episode = advantages(
+            rewards(members), AdvantageSettings(normalize_std=s.normalize_std)
+        ).values
         same = defaultdict[str, list[tuple[int, int, float]]](list)
         for i, member in enumerate(members):
             if len(member.summary.states) != member.summary.turns:
-                raise AdvantageBroken(f"gigpo compares turns by their states, which trajectory {member.summary.id} has not")
-            for t, (state, value) in enumerate(zip(member.summary.states, turn_returns(member, s.gamma), strict=True)):
+                raise AdvantageBroken(
+                    f"gigpo compares turns by their states, which trajectory {member.summary.id}"
+                    " has not"
+                )
+            for t, (state, value) in enumerate(
+                zip(member.summary.states, turn_returns(member, s.gamma), strict=True)
+            ):
                 # Turns are compared at equal states wherever
                 # they are in their episodes, also twice in one.
                 same[state].append((i, t, value))
-        turns = [[value] * member.summary.turns for value, member in zip(episode, members, strict=True)]
+        turns = [
+            [value] * member.summary.turns for value, member in zip(episode, members, strict=True)
+        ]
         for steps in same.values():
-            for (i, t, _), value in zip(steps, _normalised([v for _, _, v in steps], s.normalize_std), strict=True):
+            for (i, t, _), value in zip(
+                steps, _normalised([v for _, _, v in steps], s.normalize_std), strict=True
+            ):
                 turns[i][t] += s.omega * value
         return [Credit.of_turns(values) for values in turns]
 
 
 class Distill:
-    """On-policy distillation (thinkingmachines.ai/blog/on-policy-distillation, 2025; MiniLLM, arXiv:2306.08543): no policy gradient
-    of the reward; the KL term against the reference (``reference.path``) is the loss. No group is needed."""
+    """On-policy distillation (thinkingmachines.ai/blog/on-policy-distillation, 2025; MiniLLM,
+    arXiv:2306.08543): no policy gradient of the reward; the KL term against the reference
+    (``reference.path``) is the loss. No group is needed.
+    """
 
     min_group = 1
 
@@ -169,12 +207,17 @@ class Distill:
 
 
 def turn_returns(member: Member, gamma: float) -> list[float]:
-    """The discounted return of each sampled turn over what followed it in time; the undiscounted one of the first is the
-    trajectory's reward. Raises AdvantageBroken for another number of rewards than of turns."""
+    """The discounted return of each sampled turn over what followed it in time; the undiscounted
+    one of the first is the trajectory's reward. Raises AdvantageBroken for another number of
+    rewards than of turns.
+    """
     turns = member.summary.turns
     steps = list(member.summary.turn_rewards) or [0.0] * turns
     if len(steps) != turns:
-        raise AdvantageBroken(f"trajectory {member.summary.id} has {len(steps)} turn_rewards for {turns} sampled turns")
+        raise AdvantageBroken(
+            f"trajectory {member.summary.id} has {len(steps)} turn_rewards for {turns} sampled"
+            " turns"
+        )
 
     # Turns stand as they are trained; an agent's branches may have been sampled in another order.
     order = member.summary.order or tuple(range(turns))
@@ -194,20 +237,34 @@ def _component(member: Member, name: str) -> float:
     components = member.outcome.components if isinstance(member.outcome, Scored) else {}
     if name not in components:
         known = ", ".join(components) or "none"
-        raise AdvantageBroken(f"gdpo: with.weights names {name!r}; the components of trajectory {member.summary.id} are: {known}")
+        raise AdvantageBroken(
+            f"gdpo: with.weights names {name!r}; the components of trajectory {member.summary.id}"
+            f" are: {known}"
+        )
     return components[name]
 
 
 def _normalised(values: Sequence[float], by_deviation: bool = True) -> Sequence[float]:
     """GRPO's formula; a lone value has 0."""
-    return advantages(values, AdvantageSettings(normalize_std=by_deviation)).values if len(values) > 1 else [0.0] * len(values)
+    return (
+        advantages(values, AdvantageSettings(normalize_std=by_deviation)).values
+        if len(values) > 1
+        else [0.0] * len(values)
+    )
 
 
 def _scaled(steps: Sequence[Sequence[Credit]], *, centred: bool) -> list[list[Credit]]:
-    """The advantages, minus their mean where ``centred``, over the deviation of the credits' ``base``."""
+    """The advantages, minus their mean where ``centred``, over the deviation of the credits'
+    ``base``.
+    """
     credits = [credit for group in steps for credit in group]
 
     # The deviation may be that of the rewards, so it is computed from the bases.
-    deviation = statistics.stdev([credit.base for credit in credits]) + EPS if len(credits) > 1 else 1.0
+    deviation = (
+        statistics.stdev([credit.base for credit in credits]) + EPS if len(credits) > 1 else 1.0
+    )
     mean = statistics.mean([credit.advantage for credit in credits]) if centred and credits else 0.0
-    return [[dataclasses.replace(c, advantage=(c.advantage - mean) / deviation) for c in group] for group in steps]
+    return [
+        [dataclasses.replace(c, advantage=(c.advantage - mean) / deviation) for c in group]
+        for group in steps
+    ]

@@ -1,5 +1,7 @@
-"""Alarms about slow failures: trajectories without a reward, excluded or flagged ones, log-prob mismatch, a collapsed policy
-(docs/algorithm.md, section 10). Fresh samples have equal log-probs in engine and trainer, unless a weight sync was lost."""
+"""Alarms about slow failures: trajectories without a reward, excluded or flagged ones, log-prob
+mismatch, a collapsed policy (docs/algorithm.md, section 10). Fresh samples have equal log-probs in
+engine and trainer, unless a weight sync was lost.
+"""
 
 import math
 from collections import Counter, deque
@@ -16,18 +18,24 @@ from rayloop.core.types import TrajectoryId
 from rayloop.grpo.collapse import LENGTH, Alarm, Collapse, CollapseSettings, Limit
 
 DRIFT = "actor/logprob_mismatch_mean/lag_0"
-"""Mean |trainer's log-prob - engine's| of samples of the present weights: asynchrony does not change it."""
+"""Mean |trainer's log-prob - engine's| of samples of the present weights: asynchrony does not
+change it.
+"""
 
 WINDOW = 512
 """Trajectories of a share: the last eight steps of 8 x 8, or half a step of 128 x 8."""
 LEAST = 8
 """Affected trajectories from which a share can be an alarm: fewer may be chance."""
 CORRELATION = 0.3
-"""Limit of the correlation of a missing reward with length or source: over 512 trajectories 0.3 is 7 standard errors from 0."""
+"""Limit of the correlation of a missing reward with length or source: over 512 trajectories 0.3 is
+7 standard errors from 0.
+"""
 DRIFT_STEPS = 3
 """Steps over which the log-prob mismatch is averaged."""
 UNSEEN = 10
-"""Steps in a row without samples of the present weights (the trainer is slower), after which probes are played."""
+"""Steps in a row without samples of the present weights (the trainer is slower), after which probes
+are played.
+"""
 
 
 _GRADERS = ("grader_error", "grader_timeout", "judge_invalid", "judge_changed", "invalid_component")
@@ -35,19 +43,30 @@ FLAGS = {"*": Limit(warn=0.9), **{name: Limit(warn=0.05) for name in _GRADERS}}
 
 
 class AlarmSettings(CollapseSettings):
-    """Limits at which a run warns, and ends. Shares (0 to 1) are of the last 512 trajectories, and count from eight affected ones;
-    shares of groups are means of five steps."""
+    """Limits at which a run warns, and ends.
+
+    Shares (0 to 1) are of the last 512 trajectories, and count from eight affected ones; shares of
+    groups are means of five steps.
+    """
 
     unscored: Limit = Limit(warn=0.05)
-    """Trajectories without a reward: not played, timed out, grader failed, payload lost. Lower ``warn`` when every one matters."""
+    """Trajectories without a reward: not played, timed out, grader failed, payload lost.
+
+    Lower ``warn`` when every one matters.
+    """
     excluded: Limit = Limit(warn=0.25)
-    """Trajectories left out for such a reason, or since few of their group had a reward. Lower ``warn`` when every one matters."""
+    """Trajectories left out for such a reason, or since few of their group had a reward.
+
+    Lower ``warn`` when every one matters.
+    """
     flags: ClassVar[dict[str, Limit]] = FLAGS
     """By name of a flag, of the scored trajectories; ``*`` is for flags that are not named."""
     logprobs: Limit = Limit()
-    """Mean |log-prob difference| of trainer and engine over samples of the present weights (lag 0), averaged over
-    three steps. After ten steps without such samples, and every ten steps with ``policy.engine.lora.dropout``, four tasks are
-    played for it. Without ``warn``: 1e-3 in float32, 0.1 in bfloat16."""
+    """Mean |log-prob difference| of trainer and engine over samples of the present weights (lag 0),
+    averaged over three steps. After ten steps without such samples, and every ten steps with
+    ``policy.engine.lora.dropout``, four tasks are played for it. Without ``warn``: 1e-3 in float32,
+    0.1 in bfloat16.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +82,39 @@ class _Seen:
 
 
 class Alarms:
-    """Call ``groups`` with the members of finished groups, ``lost`` with trajectories that are lost later, ``step`` with the
-    trainer's metrics of a step, ``recorded`` with all metrics of a step.
+    """Call ``groups`` with the members of finished groups, ``lost`` with trajectories that are lost
+    later, ``step`` with the trainer's metrics of a step, ``recorded`` with all metrics of a step.
 
-    Emits an ``Alarm`` when a limit is passed (again only after the value was back), a ``GraderError`` with the first traceback, and
-    an ``Unscored`` for the first trajectory of each kind. All methods but ``lost`` raise AlarmStopped; ``groups`` also raises
-    GraderBroken when the reward raised on every trajectory of the first group (of two or more) that reached it.
+    Emits an ``Alarm`` when a limit is passed (again only after the value was back), a
+    ``GraderError`` with the first traceback, and an ``Unscored`` for the first trajectory of each
+    kind. All methods but ``lost`` raise AlarmStopped; ``groups`` also raises GraderBroken when the
+    reward raised on every trajectory of the first group (of two or more) that reached it.
     """
 
     def __init__(
-        self, settings: AlarmSettings, drift: float, reward: str, emit: Emit, *,
-        dropout: bool = False, compares_states: bool = False,
-    ) -> None:  # fmt: skip
-        """``drift``: log-prob mismatch in nats that warns. ``reward``: the dotted name of the reward, for messages. ``dropout``:
-        the trainer's log-probs are with dropout, so that their mismatch shows no lost sync; only fresh episodes are compared.
-        ``compares_states``: as for ``Collapse``."""
+        self,
+        settings: AlarmSettings,
+        drift: float,
+        reward: str,
+        emit: Emit,
+        *,
+        dropout: bool = False,
+        compares_states: bool = False,
+    ) -> None:
+        """``drift``: log-prob mismatch in nats that warns.
+
+        ``reward``: the dotted name of the reward, for messages. ``dropout``: the trainer's
+        log-probs are with dropout, so that their mismatch shows no lost sync; only fresh episodes
+        are compared. ``compares_states``: as for ``Collapse``.
+        """
         self.settings, self._reward, self._emit, self._dropout = settings, reward, emit, dropout
         given = settings.logprobs
         # A limit that stops must not be lower than the one that warns.
-        warn = min(drift, drift if given.stop is None else given.stop) if given.warn is None else given.warn
+        warn = (
+            min(drift, drift if given.stop is None else given.stop)
+            if given.warn is None
+            else given.warn
+        )
         self._drift_limit = Limit(warn=warn, stop=given.stop)
         self._seen: deque[_Seen] = deque(maxlen=WINDOW)
         self._drift: deque[float] = deque(maxlen=DRIFT_STEPS)
@@ -91,7 +124,10 @@ class Alarms:
         self._kinds: set[UnscoredKind] = set()
         self._trace = self._returned = ""
         self.graded = False
-        """Whether a group has reached the grader. A checkpoint keeps it: only the run's first group is checked."""
+        """Whether a group has reached the grader.
+
+        A checkpoint keeps it: only the run's first group is checked.
+        """
         self._raised: list[bool] = []
         self._raised_held_out: list[bool] = []
 
@@ -105,19 +141,26 @@ class Alarms:
             excluded = member.status is not None and member.status.state is TrajectoryState.EXCLUDED
             flags = member.outcome.flags if isinstance(member.outcome, Scored) else ()
             of = member.summary
-            self._seen.append(_Seen(of.id, of.source, of.length, unscored, excluded, tuple(set(flags))))
+            self._seen.append(
+                _Seen(of.id, of.source, of.length, unscored, excluded, tuple(set(flags)))
+            )
         self._first_group(fresh)
         self._raise_or_emit("shares", {**self._shares(), **self._correlations()})
 
     def state(self) -> dict[str, Any]:
         """Returns plain values for the checkpoint. Averages and active alarms are not in it."""
-        return {"graded": self.graded, "first": {name: list(values) for name, values in self.collapse.first.items()}}
+        return {
+            "graded": self.graded,
+            "first": {name: list(values) for name, values in self.collapse.first.items()},
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Add what ``state`` knows to what this process has seen."""
         self.graded |= state["graded"]
         earlier = {LENGTH: state.get("first_lengths", ())}  # of older checkpoints
-        self.collapse.first |= {name: list(values) for name, values in state.get("first", earlier).items()}
+        self.collapse.first |= {
+            name: list(values) for name, values in state.get("first", earlier).items()
+        }
 
     def held_out(self, member: Member) -> None:
         """Emit the first unscored held-out answer of a kind. Held-out answers count in no share."""
@@ -126,13 +169,19 @@ class Alarms:
             self._raised_held_out.append(_grader_raised(member))
 
     def evaluated(self, first: bool) -> None:
-        """Call it after an evaluation. Raises GraderBroken when the reward raised on all answers of the ``first`` one."""
+        """Call it after an evaluation.
+
+        Raises GraderBroken when the reward raised on all answers of the ``first`` one.
+        """
         raised, self._raised_held_out = self._raised_held_out, []
         if first:
             self._stop_if_all(raised, "answers to held-out rows")
 
     def lost(self, ids: Collection[TrajectoryId]) -> None:
-        """Count lost scored trajectories as excluded, from the next finished group on. Raises nothing: a checkpoint may call it."""
+        """Count lost scored trajectories as excluded, from the next finished group on.
+
+        Raises nothing: a checkpoint may call it.
+        """
         seen = (replace(s, excluded=True) if s.id in ids else s for s in self._seen)
         self._seen = deque(seen, maxlen=WINDOW)
 
@@ -147,7 +196,9 @@ class Alarms:
         self._raise_or_emit("collapse", self.collapse.step(metrics))
 
     def collapsed(self, learning_rate: float) -> str:
-        """For a run that ends without gradients: emits an alarm and returns a sentence on entropy and learning rate, or ""."""
+        """For a run that ends without gradients: emits an alarm and returns a sentence on entropy
+        and learning rate, or "".
+        """
         why = self.collapse.cause(learning_rate)
         if why and "collapse entropy" not in self._active:
             self._emit(incidents.Alarm("entropy", why=why))
@@ -155,11 +206,15 @@ class Alarms:
 
     @property
     def unseen(self) -> bool:
-        """Whether fresh episodes must be ``compared``: the last ``UNSEEN`` steps had no samples of the present weights."""
+        """Whether fresh episodes must be ``compared``: the last ``UNSEEN`` steps had no samples of
+        the present weights.
+        """
         return self._without >= UNSEEN
 
     def compared(self, difference: float | None) -> None:
-        """Take the mean |trainer's log-prob - engine's| in nats of samples of the present weights; None: no samples."""
+        """Take the mean |trainer's log-prob - engine's| in nats of samples of the present weights;
+        None: no samples.
+        """
         self._without = 0
         if difference is None:
             return
@@ -169,8 +224,9 @@ class Alarms:
             return
         value = mean(self._drift)
         text = (
-            f"trainer and engine differ by {value:.2e} nats per token of the same weights, mean of {len(self._drift)} steps: a "
-            "weight sync did not arrive, or dtype, attention or sampling of the two differ"
+            f"trainer and engine differ by {value:.2e} nats per token of the same weights, mean of"
+            f" {len(self._drift)} steps: a weight sync did not arrive, or dtype, attention or"
+            " sampling of the two differ"
         )
         self._raise_or_emit("logprobs", {"logprobs": (value, self._drift_limit, text)})
 
@@ -201,17 +257,21 @@ class Alarms:
             if self._returned and not self._trace:
                 did, where = "returned no number", ""
             raise GraderBroken(
-                f"the reward {self._reward} {did} on each of the {len(raised)} {which}: {why}{where}. Repair it, and look at it "
-                "with `python -m rayloop try CONFIG`: a dataset column that is missing, or an answer of a form that it does not "
-                "expect, are the usual reasons. When only what the policy writes can break it, reward.on_error=0.0 gives such "
-                "answers the failing value, and the run goes on."
+                f"the reward {self._reward} {did} on each of the {len(raised)} {which}:"
+                f" {why}{where}. Repair it, and look at it with `python -m rayloop try CONFIG`: a"
+                " dataset column that is missing, or an answer of a form that it does not expect,"
+                " are the usual reasons. When only what the policy writes can break it,"
+                " reward.on_error=0.0 gives such answers the failing value, and the run goes on."
             )
 
     def _shares(self) -> dict[str, Alarm]:
         total, found = len(self._seen), dict[str, Alarm]()
         lost = [seen.unscored for seen in self._seen if seen.unscored is not None]
         if lost:
-            text = f"{len(lost)} of the last {total} trajectories have no reward ({', '.join(reasons(lost))})"
+            text = (
+                f"{len(lost)} of the last {total} trajectories have no reward"
+                f" ({', '.join(reasons(lost))})"
+            )
             found["unscored"] = (self._share(len(lost), total), self.settings.unscored, text)
         if excluded := sum(seen.excluded for seen in self._seen):
             text = f"{excluded} of the last {total} trajectories were excluded from training"
@@ -235,11 +295,16 @@ class Alarms:
             return {}
         limit, found = Limit(warn=CORRELATION), dict[str, Alarm]()
         r = correlation(unscored, [float(seen.length) for seen in played])
-        text = f"{'longer' if r > 0 else 'shorter'} trajectories have no reward more often (r = {r:.2f})"
+        text = (
+            f"{'longer' if r > 0 else 'shorter'} trajectories have no reward more often (r ="
+            f" {r:.2f})"
+        )
         found["length"] = (min(abs(r), 1.0), limit, text)
         for source in dict.fromkeys(seen.source for seen in played):
             r = correlation(unscored, [float(seen.source == source) for seen in played])
-            text = f"trajectories of {source or 'no source'} have no reward more often (r = {r:.2f})"
+            text = (
+                f"trajectories of {source or 'no source'} have no reward more often (r = {r:.2f})"
+            )
             found[f"source {source}"] = (min(r, 1.0), limit, text)
         return found
 
@@ -255,25 +320,38 @@ class Alarms:
 
 
 def reasons(lost: Iterable[Unscored], most: int = 3) -> list[str]:
-    """Returns the most frequent kinds, each with one reason: ``invalid_reward 8: the reward source returned None, ...``."""
+    """Returns the most frequent kinds, each with one reason: ``invalid_reward 8: the reward source
+    returned None, ...``.
+    """
     outcomes = list(lost)
     # The order is reversed, so that the first reason of a kind stays.
     example = {outcome.kind: outcome.reason for outcome in reversed(outcomes) if outcome.reason}
     kinds = Counter(outcome.kind for outcome in outcomes)
-    return [f"{kind} {n}" + (f": {example[kind]}" if kind in example else "") for kind, n in kinds.most_common(most)]
+    return [
+        f"{kind} {n}" + (f": {example[kind]}" if kind in example else "")
+        for kind, n in kinds.most_common(most)
+    ]
 
 
 def _grader_raised(member: Member) -> bool:
-    """Whether the reward raised or returned no number. False with ``reward.on_error: fail``, where the flag has an alarm."""
+    """Whether the reward raised or returned no number.
+
+    False with ``reward.on_error: fail``, where the flag has an alarm.
+    """
     outcome = member.outcome
-    own = isinstance(outcome, Unscored) and outcome.kind in (UnscoredKind.GRADER_ERROR, UnscoredKind.INVALID_REWARD)
+    own = isinstance(outcome, Unscored) and outcome.kind in (
+        UnscoredKind.GRADER_ERROR,
+        UnscoredKind.INVALID_REWARD,
+    )
     return own and bool(outcome.trace)
 
 
 def grader_error(member: Member) -> incidents.GraderError:
     """Returns the event for a trajectory on which the reward raised."""
     trace = member.outcome.trace
-    return incidents.GraderError(str(member.summary.id), member.summary.task_id, _last_line(trace), trace)
+    return incidents.GraderError(
+        str(member.summary.id), member.summary.task_id, _last_line(trace), trace
+    )
 
 
 def _last_line(trace: str) -> str:

@@ -1,5 +1,8 @@
-"""Cuts a step's groups into optimizer updates, and spreads the trajectories of each over the ranks. Pure; no torch.
-A rank computes the common prompt of its trajectories once: groups stay whole, and packed lengths are balanced."""
+"""Cuts a step's groups into optimizer updates, and spreads the trajectories of each over the ranks.
+
+Pure; no torch. A rank computes the common prompt of its trajectories once: groups stay whole, and
+packed lengths are balanced.
+"""
 
 import heapq
 import random
@@ -15,15 +18,20 @@ Shares = tuple[tuple[Place, ...], ...]
 """The trajectories of each rank, ascending; empty where there are too few."""
 
 WORTH = 0.98
-"""Groups are cut when that lowers the fullest rank's tokens to at most this share: a cut computes a prompt twice."""
+"""Groups are cut when that lowers the fullest rank's tokens to at most this share: a cut computes a
+prompt twice.
+"""
 
 
 def mini_batches(
     sizes: Sequence[int], update: UpdateSettings, seed: int, step: int, nominal: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Returns a tuple of group indices (ascending) per optimizer update. ``sizes``: trajectories per group. Each epoch deals all
-    groups in shuffled order, each to the mini-batch with the fewest trajectories so far. A step with fewer trajectories than
-    ``nominal`` (its target) gets fewer mini-batches, and never more than it has groups."""
+    """Returns a tuple of group indices (ascending) per optimizer update.
+
+    ``sizes``: trajectories per group. Each epoch deals all groups in shuffled order, each to the
+    mini-batch with the fewest trajectories so far. A step with fewer trajectories than ``nominal``
+    (its target) gets fewer mini-batches, and never more than it has groups.
+    """
     count = min(update.mini_batches, len(sizes))
     if nominal is not None and sum(sizes) < nominal:
         # Updates of a short step keep their usual number of
@@ -61,13 +69,17 @@ Groups = Sequence[Sequence[MemberLength]]
 
 
 def shares(groups: Groups, world_size: int) -> Shares:
-    """Returns whole groups per rank; cut groups where whole ones are too few or too unequal to fill the ranks evenly."""
+    """Returns whole groups per rank; cut groups where whole ones are too few or too unequal to fill
+    the ranks evenly.
+    """
     whole, cut = whole_groups(groups, world_size), cut_groups(groups, world_size)
     return cut if fullest(groups, cut) <= WORTH * fullest(groups, whole) else whole
 
 
 def packed(groups: Groups, share: Iterable[Place]) -> int:
-    """Returns the tokens that a rank computes for ``share``: one prompt per group, and the rest of each trajectory."""
+    """Returns the tokens that a rank computes for ``share``: one prompt per group, and the rest of
+    each trajectory.
+    """
     share = tuple(share)
     prompts: dict[int, int] = {}
     for group, member in share:
@@ -82,7 +94,9 @@ def fullest(groups: Groups, found: Shares) -> int:
 
 def whole_groups(groups: Groups, world_size: int) -> Shares:
     """Longest group first, each to the rank with the fewest tokens."""
-    parts = [[(group, member) for member in range(len(members))] for group, members in enumerate(groups)]
+    parts = [
+        [(group, member) for member in range(len(members))] for group, members in enumerate(groups)
+    ]
     lengths = [packed(groups, part) for part in parts]
     # The rank's number breaks ties, and makes the result the same everywhere.
     ranks = [(0, rank) for rank in range(world_size)]
@@ -96,8 +110,12 @@ def whole_groups(groups: Groups, world_size: int) -> Shares:
 
 
 def cut_groups(groups: Groups, world_size: int) -> Shares:
-    """Cuts the row of all trajectories into one piece per rank, so that the longest piece is as short as possible."""
-    row = [(group, member) for group, members in enumerate(groups) for member in range(len(members))]
+    """Cuts the row of all trajectories into one piece per rank, so that the longest piece is as
+    short as possible.
+    """
+    row = [
+        (group, member) for group, members in enumerate(groups) for member in range(len(members))
+    ]
     low, high = 0, sum(sum(length) for members in groups for length in members)
     # Whether pieces of a length fit is monotonous, so the shortest such length is found by halving.
     while low < high:
@@ -109,7 +127,9 @@ def cut_groups(groups: Groups, world_size: int) -> Shares:
 
 
 def _pieces(groups: Groups, row: Sequence[Place], most: int) -> list[list[Place]]:
-    """The row in pieces of at most so many packed tokens; a longer trajectory is a piece of its own."""
+    """The row in pieces of at most so many packed tokens; a longer trajectory is a piece of its
+    own.
+    """
     pieces: list[list[Place]] = []
     # It begins above what any piece may have, so that the first trajectory begins one.
     tokens, before = most + 1, -1

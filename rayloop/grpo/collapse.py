@@ -1,4 +1,6 @@
-"""Alarms about a policy that collapses: its entropy or its answers shrink, or the rewards of its groups become equal."""
+"""Alarms about a policy that collapses: its entropy or its answers shrink, or the rewards of its
+groups become equal.
+"""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -14,7 +16,10 @@ class Limit(SettingsModel):
     """An alarm: where it warns, and where it ends the run. null: never."""
 
     warn: float | None = Field(None, ge=0)
-    """Beyond this the run emits an event and prints a line, once until the value is back. Change it when you know the reason."""
+    """Beyond this the run emits an event and prints a line, once until the value is back.
+
+    Change it when you know the reason.
+    """
     stop: float | None = Field(None, ge=0)
     """Beyond this the run ends with exit code 1. Set it for unattended runs."""
 
@@ -22,7 +27,10 @@ class Limit(SettingsModel):
     def _order(self) -> Self:
         if self.warn is not None and self.stop is not None and self._beyond(self.warn, self.stop):
             side = "above" if isinstance(self, Floor) else "below"
-            raise ValueError(f"stop ({self.stop:g}) is {side} warn ({self.warn:g}): the run would end before it warned")
+            raise ValueError(
+                f"stop ({self.stop:g}) is {side} warn ({self.warn:g}): the run would end before it"
+                " warned"
+            )
         return self
 
     def warns(self, value: float) -> bool:
@@ -52,39 +60,63 @@ ENTROPY, LENGTH, DONE = "actor/entropy", "response_length/mean", "end_reason/don
 EQUAL, RIGHT, WRONG = "rollout/equal_rewards", "rollout/all_right", "rollout/all_wrong"
 STATES, PAID = "rollout/shared_states", "rollout/paid_at_max_turns"
 SETTINGS = {
-    ENTROPY: "entropy", LENGTH: "response_length", DONE: "completed", EQUAL: "equal_groups", RIGHT: "all_right", WRONG: "all_wrong",
+    ENTROPY: "entropy",
+    LENGTH: "response_length",
+    DONE: "completed",
+    EQUAL: "equal_groups",
+    RIGHT: "all_right",
+    WRONG: "all_wrong",
     STATES: "shared_states",
-}  # fmt: skip
+}
 """Watched metric -> the setting with its limits."""
 
 OPEN = "A lower policy.optimizer.lr, policy.loss.entropy_coef or a KL term keep it open"
 HALF = 0.5
-"""Share of the first steps' entropy below which a policy without groups to train on counts as collapsed."""
+"""Share of the first steps' entropy below which a policy without groups to train on counts as
+collapsed.
+"""
 STEPS = 5
-"""Steps of a mean, and number of first steps that lengths and entropies are compared with: one odd batch is no collapse."""
+"""Steps of a mean, and number of first steps that lengths and entropies are compared with: one odd
+batch is no collapse.
+"""
 
 
 class CollapseSettings(SettingsModel):
     """Limits of means over the last five steps. docs/choosing_settings.md explains the defaults."""
 
     entropy: Floor = Floor(warn=0.05)
-    """Entropy of the policy, as a share of what the run's first five steps had: near 0 all samples of a group are the same. Lower
-    ``warn`` where answers are to become certain. Five steps without a gradient count as 0."""
+    """Entropy of the policy, as a share of what the run's first five steps had: near 0 all samples
+    of a group are the same. Lower ``warn`` where answers are to become certain. Five steps without
+    a gradient count as 0.
+    """
     response_length: Floor = Floor(warn=0.6)
-    """Sampled tokens per answer, as a share of the run's first five steps'. Lower ``warn`` where answers should become shorter."""
+    """Sampled tokens per answer, as a share of the run's first five steps'.
+
+    Lower ``warn`` where answers should become shorter.
+    """
     completed: Floor = Floor(warn=0.3)
-    """Share of trajectories that the policy ended itself (``end_reason/done``), by an answer or its last action, or that the
-    environment paid at their last turn; the others ran out of turns or tokens, or broke off. Lower it for tasks that few attempts
-    finish."""
+    """Share of trajectories that the policy ended itself (``end_reason/done``), by an answer or its
+    last action, or that the environment paid at their last turn; the others ran out of turns or
+    tokens, or broke off. Lower it for tasks that few attempts finish.
+    """
     equal_groups: Limit = Limit(warn=0.9)
-    """Share of groups whose advantages are all 0, as where rewards are all equal: they have no gradient. Lower ``warn`` when
-    generation costs most."""
+    """Share of groups whose advantages are all 0, as where rewards are all equal: they have no
+    gradient. Lower ``warn`` when generation costs most.
+    """
     all_right: Limit = Limit(warn=0.8)
-    """Share of groups of which every answer is right (reward 1 or above): the rows are too easy. Lower it to change rows sooner."""
+    """Share of groups of which every answer is right (reward 1 or above): the rows are too easy.
+
+    Lower it to change rows sooner.
+    """
     all_wrong: Limit = Limit(warn=0.8)
-    """Share of groups of which every answer is wrong (reward 0 or below): the rows are too hard. Raise it where success is rare."""
+    """Share of groups of which every answer is wrong (reward 0 or below): the rows are too hard.
+
+    Raise it where success is rare.
+    """
     shared_states: ClassVar[Floor] = Floor(warn=1e-9)
-    """Of turns that share their state with another one of the group, for an advantage that compares these."""
+    """Of turns that share their state with another one of the group, for an advantage that compares
+    these.
+    """
 
 
 class Collapse:
@@ -96,19 +128,32 @@ class Collapse:
         self._watched = [name for name in SETTINGS if compares_states or name != STATES]
         self._last: deque[Mapping[str, float]] = deque(maxlen=STEPS)
         self.first: dict[str, list[float]] = {LENGTH: [], ENTROPY: []}
-        """Values of the run's first steps, in tokens and nats. A checkpoint keeps them, for a collapse after a resume."""
+        """Values of the run's first steps, in tokens and nats.
+
+        A checkpoint keeps them, for a collapse after a resume.
+        """
 
     def step(self, metrics: Mapping[str, float]) -> dict[str, Alarm]:
-        """Returns the watched values, none before ``STEPS`` steps. A mean is over those of the last ``STEPS`` steps that have the
-        metric: a step without a forward pass has no entropy."""
+        """Returns the watched values, none before ``STEPS`` steps.
+
+        A mean is over those of the last ``STEPS`` steps that have the metric: a step without a
+        forward pass has no entropy.
+        """
         self._last.append(metrics)
         for name, first in self.first.items():
             if name in metrics and len(first) < STEPS:
                 first.append(metrics[name])
         if len(self._last) < STEPS:
             return {}
-        alarms = {SETTINGS[name]: self._alarm(name, known) for name in self._watched if (known := self._known(name))}
-        text = f"none of the last {STEPS} steps had a trajectory with gradient: nothing is learned, and its entropy is unknown"
+        alarms = {
+            SETTINGS[name]: self._alarm(name, known)
+            for name in self._watched
+            if (known := self._known(name))
+        }
+        text = (
+            f"none of the last {STEPS} steps had a trajectory with gradient: nothing is learned,"
+            " and its entropy is unknown"
+        )
         # A measured entropy replaces this entry; without one no trajectory had a gradient.
         return {"entropy": (0.0, self._settings.entropy, text)} | alarms
 
@@ -122,18 +167,28 @@ class Collapse:
         return watched, getattr(self._settings, SETTINGS[name]), self._text(name, known)
 
     def cause(self, learning_rate: float) -> str:
-        """A sentence on entropy and learning rate, for a run that ends without gradients; empty unless the entropy has halved."""
+        """A sentence on entropy and learning rate, for a run that ends without gradients; empty
+        unless the entropy has halved.
+        """
         known = self._known(ENTROPY)
         if not known or self._share(ENTROPY, mean(known)) >= HALF:
             return ""
-        return f"{self._certain(known)}: it has collapsed. The learning rate is {learning_rate:g}. {OPEN}."
+        return (
+            f"{self._certain(known)}: it has collapsed. The learning rate is {learning_rate:g}."
+            f" {OPEN}."
+        )
 
     def _certain(self, known: Sequence[float]) -> str:
-        now, before = f"{mean(known):.2g} nats per token, {_mean_of(known)}", mean(self.first[ENTROPY])
+        now, before = (
+            f"{mean(known):.2g} nats per token, {_mean_of(known)}",
+            mean(self.first[ENTROPY]),
+        )
         return f"the policy's entropy is {now}, and was {before:.2g} at first"
 
     def _share(self, name: str, value: float) -> float:
-        """Returns ``value`` as a share of the first steps' mean; 1 where an older checkpoint lacks that mean."""
+        """Returns ``value`` as a share of the first steps' mean; 1 where an older checkpoint lacks
+        that mean.
+        """
         before = mean(self.first[name]) if self.first[name] else 0.0
         return value / before if before else 1.0
 
@@ -144,18 +199,23 @@ class Collapse:
             return f"{self._certain(known)}: it gives the same answer again and again. {OPEN}"
         if name == LENGTH:
             before = mean(self.first[LENGTH])
-            return f"answers have {value:.0f} tokens, {_mean_of(known)}, and had {before:.0f} at first: look at what is left"
+            return (
+                f"answers have {value:.0f} tokens, {_mean_of(known)}, and had {before:.0f} at"
+                " first: look at what is left"
+            )
         if name == DONE:
             return (
-                f"{value:.0%} of the last {STEPS} steps' trajectories were completed, the others ran out of turns or tokens, or "
-                "broke off: look at what they do instead of answering (end_reason/...). An environment that knows its last turn "
-                "returns done=True with it"
+                f"{value:.0%} of the last {STEPS} steps' trajectories were completed, the others"
+                " ran out of turns or tokens, or broke off: look at what they do instead of"
+                " answering (end_reason/...). An environment that knows its last turn returns"
+                " done=True with it"
             )
         if name == STATES:
             return (
-                f"no turn after the first shared its state with another one of its group, {_mean_of(known)}: gigpo has nothing to "
-                "compare there. A clock, a counter or an animation on the screen makes every state another one: hide it, or take "
-                "advantage.kind: turns"
+                "no turn after the first shared its state with another one of its group,"
+                f" {_mean_of(known)}: gigpo has nothing to compare there. A clock, a counter or an"
+                " animation on the screen makes every state another one: hide it, or take"
+                " advantage.kind: turns"
             )
         means = {
             EQUAL: "advantages that are all 0: they teach nothing",

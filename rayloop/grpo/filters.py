@@ -1,4 +1,6 @@
-"""Filters take members out of groups: by ``kind``, each with a line in ``FilterSettings``, or your own by ``use``. No torch."""
+"""Filters take members out of groups: by ``kind``, each with a line in ``FilterSettings``, or your
+own by ``use``. No torch.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Protocol
@@ -15,9 +17,11 @@ class Filter(Protocol):
     """Takes members out of a group before it competes for a step (docs/algorithm.md, section 4)."""
 
     def refused(self, group: Group) -> Mapping[int, str]:
-        """Position in ``group.members`` -> the reason under which it is counted (``filtered/<reason>``). Only of kept members; all
-        of these are scored and have an advantage. Every filter sees the group as it was before the first one, so none depends on
-        the place of another. It must not depend on anything but the group, nor change it."""
+        """Position in ``group.members`` -> the reason under which it is counted
+        (``filtered/<reason>``). Only of kept members; all of these are scored and have an
+        advantage. Every filter sees the group as it was before the first one, so none depends on
+        the place of another. It must not depend on anything but the group, nor change it.
+        """
 
 
 class MemberFilter(SettingsModel):
@@ -31,28 +35,42 @@ class MemberFilter(SettingsModel):
 
     def refused(self, group: Group) -> Mapping[int, str]:
         """The kept members that ``keeps`` refuses."""
-        return {i: self.kind for i, member in enumerate(group.members) if member.kept and not self.keeps(member)}
+        return {
+            i: self.kind
+            for i, member in enumerate(group.members)
+            if member.kept and not self.keeps(member)
+        }
 
 
 RIGHT, WRONG = 1.0, 0.0
-"""Rewards from which an equal group is counted as all right, and down to which as all wrong. Only the counts differ."""
+"""Rewards from which an equal group is counted as all right, and down to which as all wrong.
+
+Only the counts differ.
+"""
 
 
 class EqualRewards(SettingsModel):
-    """Group filter: a group without contrast, whose advantages are all 0, teaches nothing. With most kinds of advantage that is one
-    of equal rewards; gdpo, gigpo and turns find more in it. Counted as all_right, all_wrong or all_equal."""
+    """Group filter: a group without contrast, whose advantages are all 0, teaches nothing.
+
+    With most kinds of advantage that is one of equal rewards; gdpo, gigpo and turns find more in
+    it. Counted as all_right, all_wrong or all_equal.
+    """
 
     kind: Literal["equal_rewards"] = "equal_rewards"
 
     def refused(self, group: Group) -> Mapping[int, str]:
         """All kept members, or none. A lone sample has nothing to be equal to, and stays."""
         reason = without_contrast(group.kept)
-        return {i: reason for i, member in enumerate(group.members) if member.kept} if reason else {}
+        return (
+            {i: reason for i, member in enumerate(group.members) if member.kept} if reason else {}
+        )
 
 
 def without_contrast(members: Sequence[Member]) -> str:
-    """all_right, all_wrong or all_equal when no policy gradient follows from any of these members of a group; "" when one does, and
-    where the advantage leaves the policy gradient out. Raises ValueError for a member without an advantage."""
+    """all_right, all_wrong or all_equal when no policy gradient follows from any of these members
+    of a group; "" when one does, and where the advantage leaves the policy gradient out. Raises
+    ValueError for a member without an advantage.
+    """
     credits = [member.credit for member in members if member.credit is not None]
     if len(credits) < len(members):
         raise ValueError("a member has no advantage yet: filters come after advantages")
@@ -81,7 +99,9 @@ class ToolImage(MemberFilter):
 
 
 class ImagesConsistent(MemberFilter):
-    """Keep trajectories whose image tokens and images agree (PyVision's ``vtoken_images_num_consis``)."""
+    """Keep trajectories whose image tokens and images agree (PyVision's
+    ``vtoken_images_num_consis``).
+    """
 
     kind: Literal["images_consistent"] = "images_consistent"
 
@@ -95,7 +115,10 @@ class MaxLength(MemberFilter):
 
     kind: Literal["max_length"] = "max_length"
     tokens: int = Field(128_000, gt=0)
-    """Of the whole trajectory, prompt included. Lower it when a few long trajectories take the memory."""
+    """Of the whole trajectory, prompt included.
+
+    Lower it when a few long trajectories take the memory.
+    """
 
     def keeps(self, member: Member) -> bool:
         """True up to ``tokens``."""
@@ -115,7 +138,9 @@ class KeepEndReasons(MemberFilter):
 
 
 class Overlong(MemberFilter):
-    """Keep trajectories none of whose turns was cut at a limit of tokens (overlong filtering of DAPO, arXiv:2503.14476)."""
+    """Keep trajectories none of whose turns was cut at a limit of tokens (overlong filtering of
+    DAPO, arXiv:2503.14476).
+    """
 
     kind: Literal["overlong"] = "overlong"
 
@@ -132,7 +157,10 @@ class PositiveNegativeAdvantage(MemberFilter):
     def keeps(self, member: Member) -> bool:
         """Raises ValueError for a member without an advantage."""
         if member.advantage is None:
-            raise ValueError(f"trajectory {member.summary.id} has no advantage yet: filters come after advantages")
+            raise ValueError(
+                f"trajectory {member.summary.id} has no advantage yet: filters come after"
+                " advantages"
+            )
         return not (member.reward > 0 and member.advantage < 0)
 
 
@@ -145,28 +173,41 @@ class OwnFilter:
         self._refused: Callable[[Group], Any] = made.refused if hasattr(made, "refused") else made
 
     def refused(self, group: Group) -> Mapping[int, str]:
-        """Returns the filter's answer. Raises FilterBroken when it raises, refuses a member that is not kept, or lacks a reason."""
+        """Returns the filter's answer.
+
+        Raises FilterBroken when it raises, refuses a member that is not kept, or lacks a reason.
+        """
         try:
             # A foreign filter may return any mapping, and raise anything.
             found = dict(self._refused(group))
         except Exception as error:
             raise FilterBroken(
-                f"the filter {self._use} raised on group {group.number} (task {group.task.id}): {type(error).__name__}: {error}"
+                f"the filter {self._use} raised on group {group.number} (task {group.task.id}):"
+                f" {type(error).__name__}: {error}"
             ) from error
         kept = {i for i, member in enumerate(group.members) if member.kept}
-        wrong = {i: why for i, why in found.items() if i not in kept or not isinstance(why, str) or not why}
+        wrong = {
+            i: why
+            for i, why in found.items()
+            if i not in kept or not isinstance(why, str) or not why
+        }
         if wrong:
             raise FilterBroken(
-                f"the filter {self._use} refused {wrong!r:.200} of group {group.number}: return a mapping from positions of "
-                f"kept members (here {sorted(kept)}) to a reason each"
+                f"the filter {self._use} refused {wrong!r:.200} of group {group.number}: return a"
+                f" mapping from positions of kept members (here {sorted(kept)}) to a reason each"
             )
         return found
 
 
 FILTER = Role(
-    "filter", ("refused",),
-    takes("group", "filter", "Write refused(group), which returns a mapping from positions in group.members to reasons"),
-)  # fmt: skip
+    "filter",
+    ("refused",),
+    takes(
+        "group",
+        "filter",
+        "Write refused(group), which returns a mapping from positions in group.members to reasons",
+    ),
+)
 
 
 FilterSettings = Annotated[
@@ -183,5 +224,8 @@ FilterSettings = Annotated[
 
 
 def build_filters(filters: Iterable[FilterSettings]) -> tuple[Filter, ...]:
-    """What ``apply_filters`` takes. Raises ConfigError, pydantic.ValidationError for a filter of your own."""
+    """What ``apply_filters`` takes.
+
+    Raises ConfigError, pydantic.ValidationError for a filter of your own.
+    """
     return tuple(OwnFilter(named) if isinstance(named, Component) else named for named in filters)

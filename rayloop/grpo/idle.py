@@ -1,5 +1,7 @@
-"""Settings of the algorithm that do nothing beside the others of a run: known from the configuration, and said before the start.
-The claim of each sentence is that the gradients are those of the default, up to rounding."""
+"""Settings of the algorithm that do nothing beside the others of a run: known from the
+configuration, and said before the start. The claim of each sentence is that the gradients are those
+of the default, up to rounding.
+"""
 
 import math
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ from rayloop.grpo.losses.settings import (
     OwnLoss,
     PpoLoss,
     ReinforceLoss,
-)  # fmt: skip
+)
 from rayloop.grpo.settings import AlgorithmSettings, UpdateSettings
 
 CLIPS = ("clip_low", "clip_high", "dual_clip")
@@ -27,8 +29,12 @@ SECOND = "Set policy.update.mini_batches to 2 or more"
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What else decides. ``exact``: the engine's log-probs are the trainer's up to rounding. ``refresh_every``: of the reference.
-    ``longest``: tokens of a trajectory, None without a bound. ``most_entropy``: of a token, in nats."""
+    """What else decides.
+
+    ``exact``: the engine's log-probs are the trainer's up to rounding. ``refresh_every``: of the
+    reference. ``longest``: tokens of a trajectory, None without a bound. ``most_entropy``: of a
+    token, in nats.
+    """
 
     exact: bool = False
     refresh_every: int | None = None
@@ -36,9 +42,17 @@ class Situation:
     most_entropy: float = math.inf
 
 
-def idle(loss: LossSettings, algorithm: AlgorithmSettings, update: UpdateSettings, situation: Situation) -> list[str]:
-    """A sentence for each setting that is not the default and changes nothing: where it is, why, and what would let it act."""
-    surrogate = _distilled(loss) if algorithm.advantage.kind == "distill" else _ratio(loss, update, situation)
+def idle(
+    loss: LossSettings, algorithm: AlgorithmSettings, update: UpdateSettings, situation: Situation
+) -> list[str]:
+    """A sentence for each setting that is not the default and changes nothing: where it is, why,
+    and what would let it act.
+    """
+    surrogate = (
+        _distilled(loss)
+        if algorithm.advantage.kind == "distill"
+        else _ratio(loss, update, situation)
+    )
     return [
         *surrogate,
         *_correction(loss, update, situation),
@@ -71,8 +85,8 @@ def _ratio(loss: LossSettings, update: UpdateSettings, situation: Situation) -> 
     if not _one(update) or (to_engine and not situation.exact):
         if isinstance(loss, ReinforceLoss) and loss.correction == "bypass":
             yield (
-                "policy.loss.correction: bypass is none here: kind: reinforce has no ratio, so that no token is weighed. Leave it "
-                "out, or take another policy.loss.kind"
+                "policy.loss.correction: bypass is none here: kind: reinforce has no ratio, so that"
+                " no token is weighed. Leave it out, or take another policy.loss.kind"
             )
         return
     instead = SECOND if to_engine else f"{SECOND}, or policy.loss.correction to bypass"
@@ -82,46 +96,98 @@ def _ratio(loss: LossSettings, update: UpdateSettings, situation: Situation) -> 
         why = "the ratio to the trainer's own log-probs is 1 with one update a step"
     kind = getattr(loss, "kind", "ppo")
     if not isinstance(loss, PpoLoss):
-        yield _says("policy.loss.kind", kind, f"{why}, where ppo, gspo, cispo, sapo, dppo and reinforce are one loss", instead)
+        yield _says(
+            "policy.loss.kind",
+            kind,
+            f"{why}, where ppo, gspo, cispo, sapo, dppo and reinforce are one loss",
+            instead,
+        )
     for name in CLIPS:
         if name in type(loss).model_fields and _changed(loss, name):
-            yield _says(f"policy.loss.{name}", getattr(loss, name), f"no clip holds, since {why}", instead)
+            yield _says(
+                f"policy.loss.{name}", getattr(loss, name), f"no clip holds, since {why}", instead
+            )
 
 
 def _correction(loss: LossSettings, update: UpdateSettings, situation: Situation) -> Iterator[str]:
-    """Weights between log-probs that agree are 1; ``off_policy`` compares the engine's with those after earlier updates, too."""
+    """Weights between log-probs that agree are 1; ``off_policy`` compares the engine's with those
+    after earlier updates, too.
+    """
     moves = loss.rule is not None and loss.rule.off_policy is not None and not _one(update)
-    if situation.exact and not moves and not isinstance(loss, DppoLoss) and _changed(loss, "correction"):
-        why = "engine and trainer compute the same log-probs up to rounding, so that each weight is 1"
-        instead = "It acts with staleness, with an engine or a dtype that rounds, and on replayed trajectories"
+    if (
+        situation.exact
+        and not moves
+        and not isinstance(loss, DppoLoss)
+        and _changed(loss, "correction")
+    ):
+        why = (
+            "engine and trainer compute the same log-probs up to rounding, so that each weight is 1"
+        )
+        instead = (
+            "It acts with staleness, with an engine or a dtype that rounds, and on replayed"
+            " trajectories"
+        )
         shown = "the rule" if isinstance(loss.correction, Correction) else loss.correction
         yield _says("policy.loss.correction", shown, why, instead)
 
 
-def _terms(loss: LossSettings, algorithm: AlgorithmSettings, update: UpdateSettings, situation: Situation) -> Iterator[str]:
+def _terms(
+    loss: LossSettings, algorithm: AlgorithmSettings, update: UpdateSettings, situation: Situation
+) -> Iterator[str]:
     """The KL and the entropy term."""
     if not loss.uses_kl and _changed(loss, "kl"):
-        yield _says("policy.loss.kl", loss.kl_term.estimator, "policy.loss.kl_coef is 0", "Set policy.loss.kl_coef above 0")
-    is_current = situation.refresh_every == 1 and _one(update) and not algorithm.staleness.max_staleness
+        yield _says(
+            "policy.loss.kl",
+            loss.kl_term.estimator,
+            "policy.loss.kl_coef is 0",
+            "Set policy.loss.kl_coef above 0",
+        )
+    is_current = (
+        situation.refresh_every == 1 and _one(update) and not algorithm.staleness.max_staleness
+    )
     # k1 has a gradient where the KL is 0: its mean is 0, a single sample's is not.
     flat = loss.kl_term.where == "reward" or loss.kl_term.estimator != "k1"
     if loss.uses_kl and is_current and flat:
-        why = "with reference.refresh_every: 1 and one update a step the reference is the policy itself, and the KL is 0"
-        yield _says("policy.loss.kl_coef", "the KL term", why, f"{SECOND}, or refresh the reference less often")
+        why = (
+            "with reference.refresh_every: 1 and one update a step the reference is the policy"
+            " itself, and the KL is 0"
+        )
+        yield _says(
+            "policy.loss.kl_coef",
+            "the KL term",
+            why,
+            f"{SECOND}, or refresh the reference less often",
+        )
     target = loss.entropy_coef.target if isinstance(loss.entropy_coef, AdaptiveEntropy) else 0.0
     if target > situation.most_entropy:
-        why = f"no distribution here has more than {situation.most_entropy:.3g} nats, so that the coefficient only grows"
-        yield f"policy.loss.entropy_coef.target: {target:g} cannot be reached: {why}. Set a target that the policy can have"
+        why = (
+            f"no distribution here has more than {situation.most_entropy:.3g} nats, so that the"
+            " coefficient only grows"
+        )
+        yield (
+            f"policy.loss.entropy_coef.target: {target:g} cannot be reached: {why}. Set a target"
+            " that the policy can have"
+        )
 
 
 def _replay(loss: LossSettings, algorithm: AlgorithmSettings) -> Iterator[str]:
     """A stored success is weighed by the correction alone."""
     if algorithm.replay.kind == "corrected" and loss.rule is None and not loss.kl_term.unbiased:
         why = "with policy.loss.correction: none no token is weighed, as with on_policy"
-        yield _says("algorithm.replay.kind", "corrected", why, "Set policy.loss.correction to decoupled or bypass")
+        yield _says(
+            "algorithm.replay.kind",
+            "corrected",
+            why,
+            "Set policy.loss.correction to decoupled or bypass",
+        )
     if _changed(algorithm.staleness, "when_late") and not algorithm.staleness.max_staleness:
         late = algorithm.staleness.when_late
-        yield _says("algorithm.staleness.when_late", late, "with max_staleness: 0 nothing is late", "Set max_staleness above 0")
+        yield _says(
+            "algorithm.staleness.when_late",
+            late,
+            "with max_staleness: 0 nothing is late",
+            "Set max_staleness above 0",
+        )
 
 
 def _filters(algorithm: AlgorithmSettings, situation: Situation) -> Iterator[str]:
@@ -131,21 +197,47 @@ def _filters(algorithm: AlgorithmSettings, situation: Situation) -> Iterator[str
     where = "algorithm.filtering.filters"
     for one in algorithm.filtering.filters:
         if isinstance(one, EqualRewards) and algorithm.group_size == 1:
-            yield _says(where, one.kind, "with group_size: 1 no reward has another to be equal to", "Leave it out")
-        if isinstance(one, MaxLength) and situation.longest is not None and one.tokens >= situation.longest:
-            why = f"an episode has at most {situation.longest} tokens (environment.episode.max_tokens)"
+            yield _says(
+                where,
+                one.kind,
+                "with group_size: 1 no reward has another to be equal to",
+                "Leave it out",
+            )
+        if (
+            isinstance(one, MaxLength)
+            and situation.longest is not None
+            and one.tokens >= situation.longest
+        ):
+            why = (
+                f"an episode has at most {situation.longest} tokens"
+                " (environment.episode.max_tokens)"
+            )
             yield _says(where, f"{one.kind}, tokens {one.tokens}", why, "Lower it, or leave it out")
         if isinstance(one, KeepEndReasons) and set(EndReason) <= set(one.keep):
-            yield _says(where, one.kind, "it keeps every end reason", "Name those to keep, or leave it out")
-        if isinstance(one, EqualRewards | PositiveNegativeAdvantage) and algorithm.advantage.kind == "distill":
-            yield _says(where, one.kind, "distill has no advantages, and learns from each group", "Leave it out")
+            yield _says(
+                where, one.kind, "it keeps every end reason", "Name those to keep, or leave it out"
+            )
+        if (
+            isinstance(one, EqualRewards | PositiveNegativeAdvantage)
+            and algorithm.advantage.kind == "distill"
+        ):
+            yield _says(
+                where,
+                one.kind,
+                "distill has no advantages, and learns from each group",
+                "Leave it out",
+            )
 
 
 def _distilled(loss: LossSettings) -> Iterator[str]:
     """Without a policy gradient, what shapes it is of no use."""
     why = "advantage.kind: distill has no policy gradient, only the KL"
-    if not isinstance(loss, PpoLoss | DppoLoss):  # dppo has a correction of its own, which weighs the KL
-        yield _says("policy.loss.kind", getattr(loss, "kind", "a loss of your own"), why, "Leave it out")
+    if not isinstance(
+        loss, PpoLoss | DppoLoss
+    ):  # dppo has a correction of its own, which weighs the KL
+        yield _says(
+            "policy.loss.kind", getattr(loss, "kind", "a loss of your own"), why, "Leave it out"
+        )
     for name in (*CLIPS, "top_entropy_quantile"):
         if name in type(loss).model_fields and _changed(loss, name):
             yield _says(f"policy.loss.{name}", getattr(loss, name), why, "Leave it out")

@@ -14,8 +14,11 @@ from rayloop.grpo.losses.surrogates import Elsewhere
 
 
 def micro_batches(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...], ...]:
-    """Indices into ``lengths`` (tokens), grouped so that each group has at most ``budget`` tokens. First-fit decreasing; a sample
-    longer than the budget gets a group of its own. Every index occurs once."""
+    """Indices into ``lengths`` (tokens), grouped so that each group has at most ``budget`` tokens.
+
+    First-fit decreasing; a sample longer than the budget gets a group of its own. Every index
+    occurs once.
+    """
     groups: list[list[int]] = []
     room: list[int] = []
     # Ties go by index: a resume must repeat the micro-batches bit for bit.
@@ -31,7 +34,9 @@ def micro_batches(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...],
 
 
 def prompt_groups(samples: Sequence[TrainSample], budget: int) -> list[list[TrainSample]]:
-    """The samples by common prompt; each group has at most ``budget`` tokens when its prompt counts once, or is alone."""
+    """The samples by common prompt; each group has at most ``budget`` tokens when its prompt counts
+    once, or is alone.
+    """
     groups: list[list[TrainSample]] = []
     latest: dict[Hashable, list[TrainSample]] = {}
     for sample in samples:
@@ -58,12 +63,18 @@ def packed_length(group: Sequence[TrainSample]) -> int:
 
 
 def pack(
-    samples: Sequence[TrainSample], *, share_images: bool = False, share_prompts: bool = False, image_token: int | None = None
+    samples: Sequence[TrainSample],
+    *,
+    share_images: bool = False,
+    share_prompts: bool = False,
+    image_token: int | None = None,
 ) -> Batch:
-    """One row of all samples, in order; attention stays within a sample because row 0 of the position ids restarts at each.
-    ``share_images``: an image of several samples (the same Future) is in the batch once. ``share_prompts``: a sample lacks its
-    prompt if the sample before it has the same one, and starts at the position after it. Raises ValueError when the samples do not
-    agree on what may be sampled, and the errors of their images."""
+    """One row of all samples, in order; attention stays within a sample because row 0 of the
+    position ids restarts at each. ``share_images``: an image of several samples (the same Future)
+    is in the batch once. ``share_prompts``: a sample lacks its prompt if the sample before it has
+    the same one, and starts at the position after it. Raises ValueError when the samples do not
+    agree on what may be sampled, and the errors of their images.
+    """
     if not samples:
         raise ValueError("nothing to pack: a micro-batch needs at least one sample")
     if share_prompts:
@@ -75,7 +86,9 @@ def pack(
     def per_token(values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).repeat_interleave(torch.tensor(counts))
 
-    ban_end = torch.cat([s.turn_position for s in samples]) < per_token([s.sampling.min_tokens for s in samples], torch.int64)
+    ban_end = torch.cat([s.turn_position for s in samples]) < per_token(
+        [s.sampling.min_tokens for s in samples], torch.int64
+    )
     end_tokens = sampling.end_tokens if ban_end.any() else ()
     images = [pair for s in samples for pair in zip(s.pixels, s.grids, strict=True)]
     keys = [id(pixels) if share_images else i for i, (pixels, _) in enumerate(images)]
@@ -87,22 +100,34 @@ def pack(
         token_ids=token_ids[None],
         position_ids=position_ids[:, None],
         starts=position_ids[:1],
-        pixel_values=torch.cat([pixels.result() for pixels, _ in distinct.values()]) if images else None,
+        pixel_values=(
+            torch.cat([pixels.result() for pixels, _ in distinct.values()]) if images else None
+        ),
         image_grid=torch.tensor([grid for _, grid in distinct.values()]) if images else None,
         image_index=torch.tensor([order[key] for key in keys]) if images else None,
-        image_places=(token_ids == image_token).nonzero()[:, 0] if images and image_token is not None else None,
+        image_places=(
+            (token_ids == image_token).nonzero()[:, 0]
+            if images and image_token is not None
+            else None
+        ),
         predict=torch.cat(_predict(samples)),
         targets=torch.cat([s.targets for s in samples]),
         segment=per_token(range(len(samples)), torch.int64),
         behaviour=torch.cat([s.behaviour for s in samples]),
-        advantage=torch.cat([s.advantages for s in samples])
-        if any(isinstance(s.advantage, Tensor) for s in samples)
-        else per_token([s.advantage for s in samples], torch.float32),
+        advantage=(
+            torch.cat([s.advantages for s in samples])
+            if any(isinstance(s.advantage, Tensor) for s in samples)
+            else per_token([s.advantage for s in samples], torch.float32)
+        ),
         rl=per_token([s.streams.rl for s in samples], torch.float32),
         ref_kl=per_token([s.streams.ref_kl for s in samples], torch.float32),
         ce=per_token([s.streams.ce for s in samples], torch.float32),
-        group_tokens=per_token([s.group_tokens or n for s, n in zip(samples, counts, strict=True)], torch.int64),
-        trajectory_tokens=per_token([s.trajectory_tokens or n for s, n in zip(samples, counts, strict=True)], torch.int64),
+        group_tokens=per_token(
+            [s.group_tokens or n for s, n in zip(samples, counts, strict=True)], torch.int64
+        ),
+        trajectory_tokens=per_token(
+            [s.trajectory_tokens or n for s, n in zip(samples, counts, strict=True)], torch.int64
+        ),
         chosen=_all_or_none([s.chosen for s in predicting], "chosen tokens"),
         elsewhere=_elsewhere(samples),
         reference=_all_or_none([s.reference for s in predicting], "reference log-probs"),
@@ -119,19 +144,23 @@ def pack(
 
 
 def _without_repeated_prompts(samples: Sequence[TrainSample]) -> list[TrainSample]:
-    """The samples; those with the prompt of the one before them lack it, and predict from -1, its last token, on."""
+    """The samples; those with the prompt of the one before them lack it, and predict from -1, its
+    last token, on.
+    """
     prompts = [None, *(_prompt(sample) for sample in samples)]
     return [
-        dataclasses.replace(
-            sample,
-            token_ids=sample.token_ids[sample.prompt_length :],
-            position_ids=sample.position_ids[:, sample.prompt_length :],
-            predict=sample.predict - sample.prompt_length,
-            pixels=sample.pixels[sample.prompt_images :],
-            grids=sample.grids[sample.prompt_images :],
+        (
+            dataclasses.replace(
+                sample,
+                token_ids=sample.token_ids[sample.prompt_length :],
+                position_ids=sample.position_ids[:, sample.prompt_length :],
+                predict=sample.predict - sample.prompt_length,
+                pixels=sample.pixels[sample.prompt_images :],
+                grids=sample.grids[sample.prompt_images :],
+            )
+            if before == prompt
+            else sample
         )
-        if before == prompt
-        else sample
         for sample, (before, prompt) in zip(samples, itertools.pairwise(prompts), strict=True)
     ]
 
@@ -155,7 +184,9 @@ def _all_or_none(values: Sequence[Tensor | None], name: str) -> Tensor | None:
         # torch.cat refuses an empty list, which a batch of the dummy alone gives.
         return torch.cat([torch.zeros(0), *present])
     if present:
-        raise ValueError(f"{len(values) - len(present)} of {len(values)} packed samples lack {name}")
+        raise ValueError(
+            f"{len(values) - len(present)} of {len(values)} packed samples lack {name}"
+        )
     return None
 
 
@@ -174,12 +205,17 @@ def _kept(samples: Sequence[TrainSample]) -> Tensor | None:
     """[N, k] of all samples, or None when no sample has them."""
     if all(sample.kept is None for sample in samples):
         return None
-    return torch.from_numpy(Kept.joined(s.kept or Kept.everything(len(s.predict)) for s in samples).padded())
+    return torch.from_numpy(
+        Kept.joined(s.kept or Kept.everything(len(s.predict)) for s in samples).padded()
+    )
 
 
 def _common_sampling(samples: Sequence[TrainSample]) -> Sampling:
     # The scorer masks the whole batch with one table of tokens.
     masks = {(s.sampling.banned_tokens, s.sampling.end_tokens) for s in samples}
     if len(masks) > 1:
-        raise ValueError(f"packed samples have {len(masks)} different pairs of banned_tokens and end_tokens; one run has one")
+        raise ValueError(
+            f"packed samples have {len(masks)} different pairs of banned_tokens and end_tokens; one"
+            " run has one"
+        )
     return samples[0].sampling if samples else Sampling()

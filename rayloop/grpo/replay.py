@@ -1,4 +1,6 @@
-"""Replay of one stored success into a group of failures, as in ARPO (arXiv:2505.16282; docs/algorithm.md, section 5)."""
+"""Replay of one stored success into a group of failures, as in ARPO (arXiv:2505.16282;
+docs/algorithm.md, section 5).
+"""
 
 import random
 import statistics
@@ -17,8 +19,11 @@ REPLACED = Status(TrajectoryState.SURPLUS, "replaced_by_replay")
 
 @dataclass(frozen=True, slots=True)
 class ReplayRules:
-    """Which trajectories are stored, and which groups get one; the defaults are ARPO's. The original compares in single precision,
-    where 0.1 is above 0.1: ``success_above=0.0999999`` stores it too."""
+    """Which trajectories are stored, and which groups get one; the defaults are ARPO's.
+
+    The original compares in single precision, where 0.1 is above 0.1: ``success_above=0.0999999``
+    stores it too.
+    """
 
     capacity: int = 8
     """Stored successes per task, oldest out first."""
@@ -39,9 +44,14 @@ class Injection:
 
 
 class ReplayBuffer:
-    """The last ``capacity`` successes of each task. It holds their payload references, so the payloads stay alive."""
+    """The last ``capacity`` successes of each task.
 
-    def __init__(self, settings: ReplaySettings, seed: int, rules: ReplayRules = ReplayRules()) -> None:
+    It holds their payload references, so the payloads stay alive.
+    """
+
+    def __init__(
+        self, settings: ReplaySettings, seed: int, rules: ReplayRules = ReplayRules()
+    ) -> None:
         self._settings, self._seed, self._rules = settings, seed, rules
         self._stored: dict[str, deque[Member]] = {}
 
@@ -49,10 +59,12 @@ class ReplayBuffer:
         return sum(map(len, self._stored.values()))
 
     def inject(self, group: Group, step: int) -> Injection:
-        """Returns the group with a stored success as member 0 when all of it failed; the displaced member counts as
-        ``surplus[replaced_by_replay]``, or as excluded. Members are scored, and have neither advantage nor status. ``step`` will
-        train on the group. The draw depends on (seed, task, group) and on what is stored. The buffer does not change: ``store`` the
-        group as it came once it is committed."""
+        """Returns the group with a stored success as member 0 when all of it failed; the displaced
+        member counts as ``surplus[replaced_by_replay]``, or as excluded. Members are scored, and
+        have neither advantage nor status. ``step`` will train on the group. The draw depends on
+        (seed, task, group) and on what is stored. The buffer does not change: ``store`` the group
+        as it came once it is committed.
+        """
         stored = self._draw(group, step) if self._settings.on and self._failed(group) else None
         if stored is None:
             return Injection(group)
@@ -60,11 +72,20 @@ class ReplayBuffer:
         members = (replace(stored, replayed=True), *group.members[1:])
         first = group.members[0]
         # An unscored member had its own reason to leave, under which the ledger counts it.
-        status = Status(TrajectoryState.EXCLUDED, str(first.outcome.kind)) if isinstance(first.outcome, Unscored) else REPLACED
-        return Injection(replace(group, members=members, replay_of=stored.summary.id), replace(first, status=status))
+        status = (
+            Status(TrajectoryState.EXCLUDED, str(first.outcome.kind))
+            if isinstance(first.outcome, Unscored)
+            else REPLACED
+        )
+        return Injection(
+            replace(group, members=members, replay_of=stored.summary.id),
+            replace(first, status=status),
+        )
 
     def store(self, group: Group) -> None:
-        """Keep the group's fresh successes, as it was before injection; the oldest of its task make room."""
+        """Keep the group's fresh successes, as it was before injection; the oldest of its task make
+        room.
+        """
         if not self._settings.on:
             return
         for member in group.scored:
@@ -77,7 +98,9 @@ class ReplayBuffer:
     def forget(self, ids: Collection[TrajectoryId]) -> None:
         """Remove these trajectories, whose payloads are lost."""
         for task, members in self._stored.items():
-            self._stored[task] = deque((m for m in members if m.summary.id not in ids), members.maxlen)
+            self._stored[task] = deque(
+                (m for m in members if m.summary.id not in ids), members.maxlen
+            )
 
     def _failed(self, group: Group) -> bool:
         results = [_written(_result(member)) for member in group.scored]
@@ -89,21 +112,42 @@ class ReplayBuffer:
 
     def _draw(self, group: Group, step: int) -> Member | None:
         stored = list(self._stored.get(group.task.id, ()))
-        return random.Random(derive(self._seed, "replay", group.task.id, group.number)).choice(stored) if stored else None
+        return (
+            random.Random(derive(self._seed, "replay", group.task.id, group.number)).choice(stored)
+            if stored
+            else None
+        )
 
     def stats(self) -> dict[str, Any]:
-        """Returns the numbers of successes and tasks; for each task its number of successes and the oldest and newest step."""
-        steps = {task: [m.summary.first_version.step for m in members] for task, members in self._stored.items() if members}
-        tasks = {task: {"stored": len(s), "oldest_step": min(s), "newest_step": max(s)} for task, s in steps.items()}
-        return {"stored": len(self), "tasks": len(tasks), "per_task": tasks} if self._settings.on else {}
+        """Returns the numbers of successes and tasks; for each task its number of successes and the
+        oldest and newest step.
+        """
+        steps = {
+            task: [m.summary.first_version.step for m in members]
+            for task, members in self._stored.items()
+            if members
+        }
+        tasks = {
+            task: {"stored": len(s), "oldest_step": min(s), "newest_step": max(s)}
+            for task, s in steps.items()
+        }
+        return (
+            {"stored": len(self), "tasks": len(tasks), "per_task": tasks}
+            if self._settings.on
+            else {}
+        )
 
     def state(self) -> dict[str, tuple[Member, ...]]:
-        """Returns the stored members per task, oldest first, with payloads as references; a checkpoint writes the payloads."""
+        """Returns the stored members per task, oldest first, with payloads as references; a
+        checkpoint writes the payloads.
+        """
         return {task: tuple(members) for task, members in self._stored.items()}
 
     def restore(self, state: Mapping[str, Sequence[Member]]) -> None:
         """Restore the buffer from ``state``, whose payload references belong to this process."""
-        self._stored = {task: deque(members, maxlen=self._rules.capacity) for task, members in state.items()}
+        self._stored = {
+            task: deque(members, maxlen=self._rules.capacity) for task, members in state.items()
+        }
 
 
 def _result(member: Member) -> float:

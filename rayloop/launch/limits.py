@@ -1,5 +1,7 @@
-"""The memory limit of this process: that of its control groups, of versions 1 and 2, and of its Slurm job. Ray and psutil see the
-machine's memory, or at most the limit of the container's own group; a scheduler's job is in one below it."""
+"""The memory limit of this process: that of its control groups, of versions 1 and 2, and of its
+Slurm job. Ray and psutil see the machine's memory, or at most the limit of the container's own
+group; a scheduler's job is in one below it.
+"""
 
 import os
 import shutil
@@ -25,14 +27,23 @@ class MemoryLimit:
     by: str
 
 
-def memory_limit(environment: Mapping[str, str] = os.environ, groups: Path = GROUPS, own: Path = OWN) -> MemoryLimit | None:
+def memory_limit(
+    environment: Mapping[str, str] = os.environ, groups: Path = GROUPS, own: Path = OWN
+) -> MemoryLimit | None:
     """The lowest limit that holds for this process; None without one."""
-    return min([*_of_groups(groups, own), *_of_slurm(environment)], key=lambda limit: limit.most, default=None)
+    return min(
+        [*_of_groups(groups, own), *_of_slurm(environment)],
+        key=lambda limit: limit.most,
+        default=None,
+    )
 
 
 def _of_groups(groups: Path, own: Path) -> Iterator[MemoryLimit]:
     """The limits of the group that this process is in, and of those above it."""
-    names = ((Path(), "memory.max", "memory.current"), (Path("memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"))
+    names = (
+        (Path(), "memory.max", "memory.current"),
+        (Path("memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    )
     for below, most, used in names:
         top = groups / below
         found = top / _path(own, controller=str(below) if below.parts else "").lstrip("/")
@@ -44,7 +55,9 @@ def _of_groups(groups: Path, own: Path) -> Iterator[MemoryLimit]:
 
 
 def _path(own: Path, controller: str) -> str:
-    """Where in the hierarchy of ``controller`` ("": version 2) this process is; "/" when that is unknown."""
+    """Where in the hierarchy of ``controller`` ("": version 2) this process is; "/" when that is
+    unknown.
+    """
     try:
         lines = [line.split(":", 2) for line in own.read_text(encoding="utf-8").splitlines()]
     except OSError:
@@ -69,13 +82,19 @@ def _of_slurm(environment: Mapping[str, str]) -> Iterator[MemoryLimit]:
 
 SHARED = Path("/dev/shm")
 SHARE, FITS = 0.3, 0.9
-"""Of the limit that Ray's object store gets (Ray's own share of the machine), and of the shared memory that it lies in."""
+"""Of the limit that Ray's object store gets (Ray's own share of the machine), and of the shared
+memory that it lies in.
+"""
 LEAST = 75 * MIB
 """Bytes of an object store that Ray takes."""
 
 
-def ray_memory(store: int | None, limit: MemoryLimit | None, shared: Path = SHARED) -> dict[str, int]:
-    """Options of ``ray start``, in bytes, for a node below ``limit``; ``store`` is what was asked for. Empty when Ray may count."""
+def ray_memory(
+    store: int | None, limit: MemoryLimit | None, shared: Path = SHARED
+) -> dict[str, int]:
+    """Options of ``ray start``, in bytes, for a node below ``limit``; ``store`` is what was asked
+    for. Empty when Ray may count.
+    """
     if limit is None or limit.most >= psutil.virtual_memory().total:
         return {} if store is None else {"--object-store-memory": store}
     if store is None:

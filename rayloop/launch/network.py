@@ -14,7 +14,8 @@ from rayloop.core.failures import ConfigError, InfrastructureFailure
 CONNECT = 2.0
 """Seconds for a TCP connection or an HTTP answer."""
 BLOCK = 1000
-"""Ports of one node: one for each service, the rest for its workers (a worker process needs one)."""
+"""Ports of one node: one for each service, the rest for its workers (a worker process needs one).
+"""
 
 
 def unreachable(host: str, port: int) -> str:
@@ -27,17 +28,25 @@ def unreachable(host: str, port: int) -> str:
 
 
 def this_node() -> str | None:
-    """The address under which other machines see this one; None when it has no network. Sends nothing."""
+    """The address under which other machines see this one; None when it has no network.
+
+    Sends nothing.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # reserved for documentation (RFC 5737); UDP only looks up the route
+            probe.connect(
+                ("192.0.2.1", 9)
+            )  # reserved for documentation (RFC 5737); UDP only looks up the route
         except OSError:
             return None
         return str(probe.getsockname()[0])
 
 
 def of_interface(name: str) -> str:
-    """The IPv4 address of a network interface such as ib0. Raises ConfigError with those that there are."""
+    """The IPv4 address of a network interface such as ib0.
+
+    Raises ConfigError with those that there are.
+    """
     found = {
         interface: entry.address
         for interface, entries in psutil.net_if_addrs().items()
@@ -46,7 +55,10 @@ def of_interface(name: str) -> str:
     }
     if name not in found:
         there = ", ".join(f"{interface} ({address})" for interface, address in found.items())
-        raise ConfigError(f"--interface {name}: this node has none with an IPv4 address; it has {there or 'no network'}")
+        raise ConfigError(
+            f"--interface {name}: this node has none with an IPv4 address; it has"
+            f" {there or 'no network'}"
+        )
     return found[name]
 
 
@@ -69,21 +81,31 @@ def port_range(text: str) -> tuple[int, int]:
     """``20000-29999`` as numbers. Raises ConfigError."""
     low, _, high = text.partition("-")
     if not (low.isdigit() and high.isdigit() and 1024 <= int(low) < int(high) < 65536):
-        raise ConfigError(f"--ports {text}: expected LOW-HIGH between 1024 and 65535, for example 20000-29999")
+        raise ConfigError(
+            f"--ports {text}: expected LOW-HIGH between 1024 and 65535, for example 20000-29999"
+        )
     return int(low), int(high)
 
 
 def kernels(file: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> str:
-    """LOW-HIGH: the range from which the kernel picks a port when none is named, as gloo, NCCL and their stores do."""
+    """LOW-HIGH: the range from which the kernel picks a port when none is named, as gloo, NCCL and
+    their stores do.
+    """
     return "-".join(file.read_text(encoding="utf-8").split())
 
 
 @contextmanager
 def block(low: int, high: int, services: Sequence[str]) -> Iterator[Ports]:
-    """A block of ports within ``low``..``high``, owned within ``with``: its first stays bound. Raises ConfigError, NoFreePorts."""
+    """A block of ports within ``low``..``high``, owned within ``with``: its first stays bound.
+
+    Raises ConfigError, NoFreePorts.
+    """
     size = min(BLOCK, high - low + 1)
     if size < 2 * (len(services) + 1):
-        raise ConfigError(f"--ports {low}-{high}: a node needs {len(services) + 1} ports and one per worker process")
+        raise ConfigError(
+            f"--ports {low}-{high}: a node needs {len(services) + 1} ports and one per worker"
+            " process"
+        )
     starts = list(range(low, high - size + 2, size))
     # Nodes that start together on one machine would all try the first block otherwise.
     random.shuffle(starts)
@@ -94,9 +116,14 @@ def block(low: int, high: int, services: Sequence[str]) -> Iterator[Ports]:
         with closing(held):
             numbers = range(start + 1, start + 1 + len(services))
             if all(map(_free, numbers)):
-                yield Ports(dict(zip(services, numbers, strict=True)), (numbers[-1] + 1, start + size - 1))
+                yield Ports(
+                    dict(zip(services, numbers, strict=True)), (numbers[-1] + 1, start + size - 1)
+                )
                 return
-    raise NoFreePorts(f"no block of {size} ports is free between {low} and {high}. Give another range with --ports")
+    raise NoFreePorts(
+        f"no block of {size} ports is free between {low} and {high}. Give another range with"
+        " --ports"
+    )
 
 
 def _bound(port: int) -> socket.socket | None:

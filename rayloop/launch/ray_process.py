@@ -1,4 +1,6 @@
-"""The processes of one node: ``ray start --block``, a program beside it, and Ray's logs, which are kept when it has ended."""
+"""The processes of one node: ``ray start --block``, a program beside it, and Ray's logs, which are
+kept when it has ended.
+"""
 
 import os
 import shutil
@@ -25,11 +27,14 @@ POLL = 0.5
 START = 120.0
 """Seconds within which Ray must accept connections."""
 DRAIN = 5
-"""Seconds that a leaving worker waits for what runs on it (Ray's own default, 30, is all that Slurm allows before SIGKILL)."""
+"""Seconds that a leaving worker waits for what runs on it (Ray's own default, 30, is all that Slurm
+allows before SIGKILL).
+"""
 END = 5.0
 """Seconds that Ray then gets to end by itself."""
 PATH_LIMIT = 40
-"""Characters of the temporary folder: Ray's sockets lie below it, and a socket's path may have 107."""
+"""Characters of the temporary folder: Ray's sockets lie below it, and a socket's path may have 107.
+"""
 MOST = 200 * 2**20
 """Bytes that are kept of a node."""
 ENDS = 5
@@ -54,23 +59,33 @@ except OSError as error:
     print(f"{sys.argv[2]}: {error.strerror}", file=sys.stderr)
     sys.exit(127)
 """
-"""Asks for SIGTERM at its parent's death (prctl(2), PR_SET_PDEATHSIG), then becomes the command it is given. ``preexec_fn`` would
-run the libraries' after-fork hooks between fork and exec, and those of gRPC and torch crash."""
+"""Asks for SIGTERM at its parent's death (prctl(2), PR_SET_PDEATHSIG), then becomes the command it
+is given. ``preexec_fn`` would run the libraries' after-fork hooks between fork and exec, and those
+of gRPC and torch crash.
+"""
 _STARTED = weakref.WeakSet[subprocess.Popen[bytes]]()
 """What ``child`` returned. Its exit code is for its owner, who polls it."""
 
 
-def child(command: Sequence[str], environment: Mapping[str, str], log: Any = None) -> subprocess.Popen[bytes]:
-    """A process out of reach of the signals for our process group; it gets SIGTERM when this process dies."""
+def child(
+    command: Sequence[str], environment: Mapping[str, str], log: Any = None
+) -> subprocess.Popen[bytes]:
+    """A process out of reach of the signals for our process group; it gets SIGTERM when this
+    process dies.
+    """
     shim = [sys.executable, "-ISc", CHILD, str(os.getpid())]
-    process = subprocess.Popen([*shim, *command], env=environment, stdout=log, stderr=log, start_new_session=True)
+    process = subprocess.Popen(
+        [*shim, *command], env=environment, stdout=log, stderr=log, start_new_session=True
+    )
     _STARTED.add(process)
     return process
 
 
 def reap() -> None:
-    """Take the exit codes of adopted processes that have ended (``adopt_orphans``). Until somebody does, each is a zombie, which
-    Ray counts as a living member of its job."""
+    """Take the exit codes of adopted processes that have ended (``adopt_orphans``).
+
+    Until somebody does, each is a zombie, which Ray counts as a living member of its job.
+    """
     while True:
         try:
             # WNOWAIT leaves the exit code in place until it is clear whose child has ended.
@@ -79,7 +94,11 @@ def reap() -> None:
             return
         if ended is None:
             return
-        owned = [process for process in _STARTED if process.pid == ended.si_pid and process.returncode is None]
+        owned = [
+            process
+            for process in _STARTED
+            if process.pid == ended.si_pid and process.returncode is None
+        ]
         if owned:
             owned[0].poll()  # keeps the exit code for the owner
         else:
@@ -90,18 +109,37 @@ def reap() -> None:
 def ray_node(
     options: Sequence[str], address: str, ports: Ports, folder: Path, settings: dict[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """``ray start --block`` with these options; with the block all its processes end. Raises ConfigError."""
+    """``ray start --block`` with these options; with the block all its processes end.
+
+    Raises ConfigError.
+    """
     if len(str(folder)) > PATH_LIMIT:
-        raise ConfigError(f"{folder}: sockets below it would have too long paths. Name a shorter folder with --temp-dir")
+        raise ConfigError(
+            f"{folder}: sockets below it would have too long paths. Name a shorter folder with"
+            " --temp-dir"
+        )
     # Daemons of Ray lose their parent and are adopted by this process: what is new later is Ray's.
     before = set(psutil.Process().children())
-    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | settings | {"TMPDIR": str(folder)}
+    environment = (
+        {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+        | settings
+        | {"TMPDIR": str(folder)}
+    )
     command = [
-        sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", "--log-color=false",
-        f"--node-ip-address={address}", f"--temp-dir={folder}", *options,
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--block",
+        "--disable-usage-stats",
+        "--log-color=false",
+        f"--node-ip-address={address}",
+        f"--temp-dir={folder}",
+        *options,
         *(f"--{service}={port}" for service, port in ports.services.items()),
-        f"--min-worker-port={ports.workers[0]}", f"--max-worker-port={ports.workers[1]}",
-    ]  # fmt: skip
+        f"--min-worker-port={ports.workers[0]}",
+        f"--max-worker-port={ports.workers[1]}",
+    ]
     with (folder / LOG).open("wb") as log:
         ray = child(command, environment, log)
     try:
@@ -131,9 +169,16 @@ def end(processes: Sequence[psutil.Process]) -> None:
 
 
 def started(
-    ray: subprocess.Popen[bytes], folder: Path, addresses: Sequence[str], signals: StopSignals, gone: Any = lambda: False
+    ray: subprocess.Popen[bytes],
+    folder: Path,
+    addresses: Sequence[str],
+    signals: StopSignals,
+    gone: Any = lambda: False,
 ) -> bool:
-    """Wait until all addresses accept connections. Returns False when a signal or ``gone`` came before; raises NodeFailed."""
+    """Wait until all addresses accept connections.
+
+    Returns False when a signal or ``gone`` came before; raises NodeFailed.
+    """
     deadline = time.monotonic() + START
     while not all(map(accepts, addresses)):
         if signals.first is not None or gone():
@@ -141,7 +186,9 @@ def started(
         if ray.poll() is not None:
             raise NodeFailed(f"ray start ended with code {ray.returncode}:\n{tail(folder)}")
         if time.monotonic() > deadline:
-            raise NodeFailed(f"ray start did not open {', '.join(addresses)} within {START:g} s:\n{tail(folder)}")
+            raise NodeFailed(
+                f"ray start did not open {', '.join(addresses)} within {START:g} s:\n{tail(folder)}"
+            )
         time.sleep(POLL / 2)
     return True
 
@@ -153,7 +200,9 @@ def tail(folder: Path) -> str:
 
 @contextmanager
 def kept_logs(temporary: Path, beside: Path) -> Iterator[None]:
-    """Copy the logs below ``temporary`` at the end of the block to ``beside``.logs/HOST-TIME-PID, which outlives the cluster."""
+    """Copy the logs below ``temporary`` at the end of the block to ``beside``.logs/HOST-TIME-PID,
+    which outlives the cluster.
+    """
     logs = beside.with_name(f"{beside.name}.logs")
     try:
         yield
@@ -170,11 +219,17 @@ def kept_logs(temporary: Path, beside: Path) -> Iterator[None]:
 
 
 def keep(logs: Path, target: Path, most: int = MOST, but: str = "") -> int:
-    """Copy the newest ``most`` bytes of the files in ``logs``, but those that match ``but``. Returns the number of files. Raises
-    nothing: a file that cannot be read or written is left out."""
+    """Copy the newest ``most`` bytes of the files in ``logs``, but those that match ``but``.
+
+    Returns the number of files. Raises nothing: a file that cannot be read or written is left out.
+    """
     kept = 0
     with suppress(OSError):
-        found = [(file.stat(), file) for file in logs.rglob("*") if file.is_file() and not file.match(but or "/")]
+        found = [
+            (file.stat(), file)
+            for file in logs.rglob("*")
+            if file.is_file() and not file.match(but or "/")
+        ]
         for about, file in sorted(found, key=lambda one: one[0].st_mtime, reverse=True):
             size = min(about.st_size, most)
             if not size:

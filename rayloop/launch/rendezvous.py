@@ -1,12 +1,14 @@
-"""The folder on the shared file system through which the nodes of a cluster find each other; its name is the cluster's.
+"""The folder on the shared file system through which the nodes of a cluster find each other; its
+name is the cluster's.
 
-head.json   the head: address, dashboard, token file, job; written aside and renamed, gone when the head leaves, or Ray of it ended
-token       the cluster's token, readable by its owner only; processes get its path, never the token
-left        the same as head.json, once that head has begun to leave: runs save, workers stay while it still listens
-jobs/       one file per Slurm job that belongs to the cluster
+head.json the head: address, dashboard, token file, job; written aside and renamed, gone when the
+head leaves, or Ray of it ended token the cluster's token, readable by its owner only; processes get
+its path, never the token left the same as head.json, once that head has begun to leave: runs save,
+workers stay while it still listens jobs/ one file per Slurm job that belongs to the cluster
 
-A file that cannot be read (a slow or failing file system, half a file) counts as missing, and nodes that have joined stay. A head
-that does not listen gets as long as Ray itself gives it: a network may come back, and a head restarts Ray.
+A file that cannot be read (a slow or failing file system, half a file) counts as missing, and nodes
+that have joined stay. A head that does not listen gets as long as Ray itself gives it: a network
+may come back, and a head restarts Ray.
 """
 
 import json
@@ -28,9 +30,12 @@ ROOT = "~/.rayloop"
 POLL = 0.5
 """Seconds between two looks into the folder."""
 SILENCE = 60.0
-"""Seconds without an accepted connection after which a head counts as gone, as for Ray's own processes."""
+"""Seconds without an accepted connection after which a head counts as gone, as for Ray's own
+processes.
+"""
 UNPUBLISHED = 600.0
-"""Seconds after which a head ends that cannot publish its entry: no new node can find it meanwhile."""
+"""Seconds after which a head ends that cannot publish its entry: no new node can find it meanwhile.
+"""
 WAITS = 5.0
 """Seconds that a problem lasts before it is reported."""
 
@@ -48,7 +53,10 @@ class NoHead(InfrastructureFailure):
 
 @dataclass(frozen=True)
 class Head:
-    """A head as it is published. ``job`` and ``restart`` are Slurm's; ``published`` is in Unix seconds."""
+    """A head as it is published.
+
+    ``job`` and ``restart`` are Slurm's; ``published`` is in Unix seconds.
+    """
 
     address: str
     dashboard: str
@@ -59,10 +67,16 @@ class Head:
     published: float
 
     def stale(self) -> str | None:
-        """Why this head cannot be there any more; None: it answers, and its job is not known to have ended."""
+        """Why this head cannot be there any more; None: it answers, and its job is not known to
+        have ended.
+        """
         if not accepts(self.address):
             return f"{self.address} accepts no connection"
-        return f"its job {self.job} has ended" if self.job is not None and slurm_job.ended(self.job) else None
+        return (
+            f"its job {self.job} has ended"
+            if self.job is not None and slurm_job.ended(self.job)
+            else None
+        )
 
 
 def accepts(address: str) -> bool:
@@ -81,14 +95,18 @@ class Rendezvous:
         self.folder = root.expanduser().absolute() / cluster
 
     def open(self, insecure: bool) -> Path | None:
-        """Prepare the folder for a new head, without what a former one left. Returns the token's path, or None without one. Raises
-        ConfigError while the cluster has a live head, and for a folder or a token that others may have written."""
+        """Prepare the folder for a new head, without what a former one left.
+
+        Returns the token's path, or None without one. Raises ConfigError while the cluster has a
+        live head, and for a folder or a token that others may have written.
+        """
         self._make()
         former = self.head()
         if former is not None and (why := former.stale()) is None:
             raise ConfigError(
-                f"the cluster {self.cluster} has a head already, at {former.address} on {former.node}. Choose another name, "
-                f"or end it with `python -m rayloop slurm down`"
+                f"the cluster {self.cluster} has a head already, at {former.address} on"
+                f" {former.node}. Choose another name, or end it with `python -m rayloop slurm"
+                " down`"
             )
         elif former is not None:
             print(f"removing what a former head left: {why}", flush=True)
@@ -97,31 +115,49 @@ class Rendezvous:
         return None if insecure else new_secret(self.folder / "token", "the cluster's token")
 
     def register(self, number: str, *, program: bool = False) -> None:
-        """Record a Slurm job of the cluster. `slurm down` ends all of them, those with a ``program`` first."""
+        """Record a Slurm job of the cluster.
+
+        `slurm down` ends all of them, those with a ``program`` first.
+        """
         self._make()
         (self.folder / "jobs").mkdir(exist_ok=True)
-        with (self.folder / "jobs" / number).open("a", encoding="utf-8") as file:  # a job may have several nodes
+        with (self.folder / "jobs" / number).open(
+            "a", encoding="utf-8"
+        ) as file:  # a job may have several nodes
             file.write("program\n" if program else "")
 
     def jobs(self, *, programs: bool = False) -> list[str]:
         """The recorded jobs; with ``programs`` those that have one."""
-        return sorted(file.name for file in (self.folder / "jobs").glob("*") if not programs or file.read_text(encoding="utf-8"))
+        return sorted(
+            file.name
+            for file in (self.folder / "jobs").glob("*")
+            if not programs or file.read_text(encoding="utf-8")
+        )
 
     def publish(self, head: Head) -> None:
         """Write the entry of a head. Raises OSError."""
         self._write("head.json", head)
 
     def seen(self) -> Head | str:
-        """The head that is published, which may be stale; else why there is none, with the file. Raises ConfigError."""
+        """The head that is published, which may be stale; else why there is none, with the file.
+
+        Raises ConfigError.
+        """
         return self._read("head.json")
 
     def head(self) -> Head | None:
-        """The head that is published, which may be stale; None: there is none that can be read. Raises ConfigError."""
+        """The head that is published, which may be stale; None: there is none that can be read.
+
+        Raises ConfigError.
+        """
         seen = self.seen()
         return None if isinstance(seen, str) else seen
 
     def withdraw(self, head: Head, *, left: bool) -> None:
-        """Remove the entry, unless it is another head's. ``left``: this head still listens, so that runs save. Ignores OSError."""
+        """Remove the entry, unless it is another head's.
+
+        ``left``: this head still listens, so that runs save. Ignores OSError.
+        """
         with suppress(OSError):
             if self.head() in (head, None):
                 if left:
@@ -133,7 +169,10 @@ class Rendezvous:
         return self._read("left") == head
 
     def wait(self, seconds: float, stop: Callable[[], bool] = lambda: False) -> Head | None:
-        """The head, once one is published that is not stale; None when ``stop`` returns True. Raises NoHead after ``seconds``."""
+        """The head, once one is published that is not stale; None when ``stop`` returns True.
+
+        Raises NoHead after ``seconds``.
+        """
         deadline, found = time.monotonic() + seconds, ""
         while time.monotonic() < deadline:
             if stop():
@@ -146,7 +185,10 @@ class Rendezvous:
             else:
                 found = f"the entry in {self.folder} is stale: {why}"
             time.sleep(POLL)
-        raise NoHead(f"no head of the cluster {self.cluster} within {seconds:g} s: {found}. Is its job running?")
+        raise NoHead(
+            f"no head of the cluster {self.cluster} within {seconds:g} s: {found}. Is its job"
+            " running?"
+        )
 
     def remove(self) -> None:
         """Remove the folder, the token with it."""
@@ -163,17 +205,25 @@ class Rendezvous:
     def _read(self, name: str) -> Head | str:
         file = self.folder / name
         try:
-            trusted(self.folder, "the cluster's folder")  # what it says is where code is run, and with which token
+            trusted(
+                self.folder, "the cluster's folder"
+            )  # what it says is where code is run, and with which token
             return Head(**json.loads(file.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return f"nothing was published in {self.folder}"
-        except (OSError, ValueError, TypeError) as error:  # ESTALE on NFS: replaced or removed while it was read
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+        ) as error:  # ESTALE on NFS: replaced or removed while it was read
             return f"{file} cannot be read: {error}"
 
 
 class Gone:
-    """Whether a head has left: another one is published, it began to leave and is silent, or it was silent for SILENCE seconds.
-    ``saves``: a program must save as soon as the head begins to leave. Raises ConfigError when others may write the folder."""
+    """Whether a head has left: another one is published, it began to leave and is silent, or it was
+    silent for SILENCE seconds. ``saves``: a program must save as soon as the head begins to leave.
+    Raises ConfigError when others may write the folder.
+    """
 
     def __init__(self, place: Rendezvous, joined: Head, saves: bool) -> None:
         self._place, self._joined, self._saves = place, joined, saves
@@ -191,9 +241,15 @@ class Gone:
         if listens:
             self._listened = time.monotonic()
             unreadable = isinstance(seen, str) and not left
-            self._report(f"{seen}; {self._joined.address} still listens, and this node stays" if unreadable else "")
+            self._report(
+                f"{seen}; {self._joined.address} still listens, and this node stays"
+                if unreadable
+                else ""
+            )
             return False
-        self._report(f"{self._joined.address} accepts no connection: waiting, {SILENCE:g} s at most")
+        self._report(
+            f"{self._joined.address} accepts no connection: waiting, {SILENCE:g} s at most"
+        )
         return left or time.monotonic() - self._listened > SILENCE
 
     def replaced(self) -> bool:
@@ -202,7 +258,9 @@ class Gone:
 
 
 class Unpublished:
-    """Whether another head is published in place of ``me``, or its own entry could not be written for UNPUBLISHED seconds."""
+    """Whether another head is published in place of ``me``, or its own entry could not be written
+    for UNPUBLISHED seconds.
+    """
 
     def __init__(self, place: Rendezvous, me: Head) -> None:
         self._place, self._me = place, me
@@ -219,13 +277,19 @@ class Unpublished:
             self._report("")
             return False
         if isinstance(seen, Head):
-            self.why = f"{self._place.folder} has another head's entry, that of {seen.address} on {seen.node}"
+            self.why = (
+                f"{self._place.folder} has another head's entry, that of {seen.address} on"
+                f" {seen.node}"
+            )
             return True
         self._report(f"{seen}; it is written again, this head goes on")
         try:
             self._place.publish(self._me)
         except OSError as error:
-            self.why = f"its entry in {self._place.folder} could not be published for {UNPUBLISHED:g} s: {error}"
+            self.why = (
+                f"its entry in {self._place.folder} could not be published for {UNPUBLISHED:g} s:"
+                f" {error}"
+            )
         return time.monotonic() - self._there > UNPUBLISHED
 
 

@@ -1,4 +1,6 @@
-"""Restarts: the budget of a rate, and a program that is started again after a failure of the machines (exit code 69)."""
+"""Restarts: the budget of a rate, and a program that is started again after a failure of the
+machines (exit code 69).
+"""
 
 import math
 import os
@@ -20,7 +22,10 @@ HOUR = 3600.0
 
 
 class Budget:
-    """A token bucket: ``per_hour`` units, one comes back every ``HOUR / per_hour`` seconds. ``now``: of a monotonic clock."""
+    """A token bucket: ``per_hour`` units, one comes back every ``HOUR / per_hour`` seconds.
+
+    ``now``: of a monotonic clock.
+    """
 
     def __init__(self, per_hour: int) -> None:
         self.per_hour = per_hour
@@ -33,7 +38,11 @@ class Budget:
 
     def wait(self, now: float) -> float:
         """Seconds until a unit is left: 0 when one is, infinity for a budget of 0."""
-        return math.inf if not self.per_hour else max(0.0, (1.0 - self.left(now)) * HOUR / self.per_hour)
+        return (
+            math.inf
+            if not self.per_hour
+            else max(0.0, (1.0 - self.left(now)) * HOUR / self.per_hour)
+        )
 
     def take(self, now: float) -> None:
         """Take one unit. Raises ValueError when none is left: ``wait`` first."""
@@ -44,12 +53,17 @@ class Budget:
 
 
 def is_restart() -> bool:
-    """Whether this process was started after a failure: by ``train --again``, ``node --requeue`` or Slurm."""
+    """Whether this process was started after a failure: by ``train --again``, ``node --requeue`` or
+    Slurm.
+    """
     return RESTARTED in os.environ or slurm_job.restarts() > 0
 
 
 def backed_off(signals: StopSignals, before: int) -> bool:
-    """Wait before another start; the pause doubles with every start ``before``. Returns False when a signal to end came."""
+    """Wait before another start; the pause doubles with every start ``before``.
+
+    Returns False when a signal to end came.
+    """
     seconds = min(BACKOFF * 2**before, LONGEST)
     print(f"the machines failed: once more in {seconds:g} s", flush=True)
     until = time.monotonic() + seconds
@@ -59,13 +73,23 @@ def backed_off(signals: StopSignals, before: int) -> bool:
 
 
 def supervised(command: Sequence[str], times: int) -> int:
-    """Run ``command``, and up to ``times`` times again while its exit code is 69. Returns the last exit code. Signals of
-    ``STOP``, which may come twice, are passed on as SIGTERM, and nothing is started after them."""
+    """Run ``command``, and up to ``times`` times again while its exit code is 69.
+
+    Returns the last exit code. Signals of ``STOP``, which may come twice, are passed on as SIGTERM,
+    and nothing is started after them.
+    """
     signals = StopSignals()
     with handling(signals, *STOP):
         for before in range(times + 1):
-            code = _followed(child(command, os.environ | ({RESTARTED: "1"} if before else {})), signals)
-            if code != AGAIN or signals.first is not None or before == times or not backed_off(signals, before):
+            code = _followed(
+                child(command, os.environ | ({RESTARTED: "1"} if before else {})), signals
+            )
+            if (
+                code != AGAIN
+                or signals.first is not None
+                or before == times
+                or not backed_off(signals, before)
+            ):
                 break
             print(f"again, {before + 1} of {times}", flush=True)
     # A negative code is a signal, for which shells report 128 and its number.

@@ -1,4 +1,6 @@
-"""A cluster of Slurm jobs from the scripts in deploy/slurm: the settings of a site, and the jobs that follow from them."""
+"""A cluster of Slurm jobs from the scripts in deploy/slurm: the settings of a site, and the jobs
+that follow from them.
+"""
 
 import json
 import sys
@@ -16,9 +18,12 @@ from rayloop.launch.slurm_job import Queued, active
 
 SITE = (Path(__file__).with_name("slurm_scripts") / "site.yaml").resolve()
 SCRIPTS = SITE.parent
-"""deploy/slurm, to whose files those of ``slurm_scripts`` are links; in an installed wheel the files themselves."""
+"""deploy/slurm, to whose files those of ``slurm_scripts`` are links; in an installed wheel the
+files themselves.
+"""
 CANCEL = 120.0
-"""Seconds that cancelled jobs may take to end: Slurm's KillWait, and what the site's epilog does."""
+"""Seconds that cancelled jobs may take to end: Slurm's KillWait, and what the site's epilog does.
+"""
 
 
 class JobSettings(SettingsModel):
@@ -36,8 +41,16 @@ class JobSettings(SettingsModel):
 
     def options(self) -> list[str]:
         """The options of sbatch."""
-        asked = {"partition": self.partition, "time": self.time, "cpus-per-task": self.cpus, "mem": self.mem, "gres": self.gres}
-        return [f"--{name}={value}" for name, value in asked.items() if value is not None] + list(self.sbatch)
+        asked = {
+            "partition": self.partition,
+            "time": self.time,
+            "cpus-per-task": self.cpus,
+            "mem": self.mem,
+            "gres": self.gres,
+        }
+        return [f"--{name}={value}" for name, value in asked.items() if value is not None] + list(
+            self.sbatch
+        )
 
 
 class NodeSettings(JobSettings):
@@ -66,11 +79,17 @@ class SiteSettings(SettingsModel):
     sbatch: tuple[str, ...] = ()
     """Options of every job, for example --account=vision."""
     setup: str | None = None
-    """A shell script that each job reads first, on a path that all nodes see: ``module load``, ``source venv/bin/activate``."""
+    """A shell script that each job reads first, on a path that all nodes see: ``module load``,
+    ``source venv/bin/activate``.
+    """
     container: str | None = Field(None, pattern="^[^,]+$")
-    """Words before the container's ``python``, for example apptainer exec --nv /shared/rayloop.sif; without commas (sbatch)."""
+    """Words before the container's ``python``, for example apptainer exec --nv /shared/rayloop.sif;
+    without commas (sbatch).
+    """
     interface: str | None = None
-    """The network that nodes listen on, such as ib0, where Slurm's addresses are those of a slow one."""
+    """The network that nodes listen on, such as ib0, where Slurm's addresses are those of a slow
+    one.
+    """
     head: NodeSettings = NodeSettings()
     worker: WorkerSettings = WorkerSettings()
     train: JobSettings = JobSettings()
@@ -96,7 +115,10 @@ class Job:
 
 
 def plan(site: SiteSettings, training: list[str]) -> list[Job]:
-    """The jobs of a cluster, the head first. ``training``: the arguments of ``train``; empty: no training."""
+    """The jobs of a cluster, the head first.
+
+    ``training``: the arguments of ``train``; empty: no training.
+    """
     variables = {
         "RENDEZVOUS": Path(site.rendezvous).expanduser().absolute(),
         "PYTHON": sys.executable if site.container is None else "python",
@@ -104,7 +126,12 @@ def plan(site: SiteSettings, training: list[str]) -> list[Job]:
         "CONTAINER": site.container,
         "INTERFACE": site.interface,
     }
-    export = ",".join(["ALL", *(f"RAYLOOP_{name}={value}" for name, value in variables.items() if value is not None)])
+    export = ",".join(
+        [
+            "ALL",
+            *(f"RAYLOOP_{name}={value}" for name, value in variables.items() if value is not None),
+        ]
+    )
 
     def job(role: str, script: str, asked: list[str], arguments: list[str]) -> Job:
         name = f"{site.cluster}-{role}"
@@ -117,16 +144,22 @@ def plan(site: SiteSettings, training: list[str]) -> list[Job]:
         job("head", "ray_head.sbatch", site.head.options(), list(site.head.node)),
         job("worker", "ray_worker.sbatch", array, list(site.worker.node)),
     ]
-    return jobs + ([job("train", "train.sbatch", site.train.options(), training)] if training else [])
+    return jobs + (
+        [job("train", "train.sbatch", site.train.options(), training)] if training else []
+    )
 
 
 def nodes(head: Head) -> list[dict[str, Any]]:
     """The nodes that the head's dashboard lists. Raises OSError when it does not answer."""
     request = urllib.request.Request(f"{head.dashboard}/api/v0/nodes?limit=10000&detail=1")
     if head.token is not None:
-        request.add_header("Authorization", f"Bearer {Path(head.token).read_text(encoding='utf-8')}")
+        request.add_header(
+            "Authorization", f"Bearer {Path(head.token).read_text(encoding='utf-8')}"
+        )
     # The empty ProxyHandler turns off the proxies of the environment, which do not reach nodes.
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=30) as answer:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
+        request, timeout=30
+    ) as answer:
         listed: list[dict[str, Any]] = json.load(answer)["data"]["result"]["result"]
     return listed
 

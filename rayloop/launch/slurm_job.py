@@ -1,4 +1,7 @@
-"""Facts about the Slurm job of this process, and calls of Slurm's commands. Without Slurm the facts are None or empty."""
+"""Facts about the Slurm job of this process, and calls of Slurm's commands.
+
+Without Slurm the facts are None or empty.
+"""
 
 import os
 import shutil
@@ -10,7 +13,16 @@ from dataclasses import dataclass
 from rayloop.core.failures import InfrastructureFailure
 from rayloop.launch.network import of_interface, this_node
 
-LASTING = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY")
+LASTING = (
+    "COMPLETED",
+    "CANCELLED",
+    "FAILED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "OUT_OF_MEMORY",
+)
 """States of jobs that will not run again. PREEMPTED is not among them: it depends on the site."""
 LOOPBACK = "127.0.0.1"
 GPU_LISTS = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "CUDA_VISIBLE_DEVICES")
@@ -36,15 +48,22 @@ def slurm(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
-        raise SlurmError(f"{command[0]}: no such command. Run this where Slurm's commands are, on a login node") from error
+        raise SlurmError(
+            f"{command[0]}: no such command. Run this where Slurm's commands are, on a login node"
+        ) from error
     if done.returncode:
-        raise SlurmError(f"{' '.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+        raise SlurmError(
+            f"{' '.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}"
+        )
     return done.stdout
 
 
 @dataclass(frozen=True)
 class Queued:
-    """A job that waits, runs or ends just now; an element of an array is one of its own. ``text`` is for people."""
+    """A job that waits, runs or ends just now; an element of an array is one of its own.
+
+    ``text`` is for people.
+    """
 
     number: str
     state: str
@@ -52,12 +71,19 @@ class Queued:
 
 
 def active(jobs: Iterable[str]) -> list[Queued]:
-    """Those of ``jobs`` (an array's number stands for its elements) that Slurm still has. Raises SlurmError."""
+    """Those of ``jobs`` (an array's number stands for its elements) that Slurm still has.
+
+    Raises SlurmError.
+    """
     wanted = set(jobs)
     # An element of an array has a number of its own (%A) beside that of the array (%F).
     lines = slurm("squeue", "--me", "-h", "-a", "-r", "-o", "%A %F %T %i %j %T %M %R").splitlines()
     listed = (line.split(" ", 3) for line in lines)
-    return [Queued(number, state, text) for number, array, state, text in listed if number in wanted or array in wanted]
+    return [
+        Queued(number, state, text)
+        for number, array, state, text in listed
+        if number in wanted or array in wanted
+    ]
 
 
 def ended(number: str) -> bool:
@@ -73,8 +99,10 @@ def ended(number: str) -> bool:
 
 
 def node_address(interface: str | None = None) -> str:
-    """The IPv4 address of this node: that of ``interface``, else the one that Slurm knows it by, else that of its outward route.
-    The route counts also without scontrol, and when Slurm's address is a loopback. Raises ConfigError without such an interface."""
+    """The IPv4 address of this node: that of ``interface``, else the one that Slurm knows it by,
+    else that of its outward route. The route counts also without scontrol, and when Slurm's address
+    is a loopback. Raises ConfigError without such an interface.
+    """
     if interface is not None:
         return of_interface(interface)
     outward = this_node() or LOOPBACK
@@ -82,7 +110,14 @@ def node_address(interface: str | None = None) -> str:
     if name is None or not can_ask():
         return outward
     fields = slurm("scontrol", "-o", "show", "node", name).split()
-    named = next((value for key, _, value in (field.partition("=") for field in fields) if key == "NodeAddr"), name)
+    named = next(
+        (
+            value
+            for key, _, value in (field.partition("=") for field in fields)
+            if key == "NodeAddr"
+        ),
+        name,
+    )
     try:
         address = socket.gethostbyname(named)
     except OSError:
@@ -103,7 +138,9 @@ def cpus() -> int | None:
 
 
 def gpus() -> int | None:
-    """GPUs of this job on this node, counted in a list of devices where Slurm sets no SLURM_GPUS_ON_NODE (no GRES accounting)."""
+    """GPUs of this job on this node, counted in a list of devices where Slurm sets no
+    SLURM_GPUS_ON_NODE (no GRES accounting).
+    """
     if job() is None:
         return None
     if (count := os.environ.get("SLURM_GPUS_ON_NODE")) is not None:
@@ -113,7 +150,9 @@ def gpus() -> int | None:
 
 
 def _devices(text: str) -> int:
-    """The number of devices in a list like ``0,2-3`` or ``GPU-5f2c,GPU-81aa``; 0 for Slurm's ``NoDevFiles``."""
+    """The number of devices in a list like ``0,2-3`` or ``GPU-5f2c,GPU-81aa``; 0 for Slurm's
+    ``NoDevFiles``.
+    """
     count = 0
     for part in text.split(","):
         low, _, high = part.partition("-")

@@ -23,10 +23,13 @@ class TensorBoardSettings(SettingsModel):
 
 
 class WandbSettings(SettingsModel):
-    """A run of Weights & Biases, continued by a resumed run; its id and files are below ``wandb/``. Needs the extra ``wandb``.
+    """A run of Weights & Biases, continued by a resumed run; its id and files are below ``wandb/``.
 
-    It is set with W&B's own variables where the driver runs: ``WANDB_API_KEY`` (or a login there), ``WANDB_PROJECT`` (without it
-    rayloop), ``WANDB_ENTITY`` when the project is a team's, ``WANDB_MODE=offline`` to write files only, for a later ``wandb sync``.
+    Needs the extra ``wandb``.
+
+    It is set with W&B's own variables where the driver runs: ``WANDB_API_KEY`` (or a login there),
+    ``WANDB_PROJECT`` (without it rayloop), ``WANDB_ENTITY`` when the project is a team's,
+    ``WANDB_MODE=offline`` to write files only, for a later ``wandb sync``.
     """
 
     kind: Literal["wandb"] = "wandb"
@@ -49,20 +52,27 @@ def _once(chosen: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 _Chosen = Annotated[
-    Annotated[TensorBoardSettings, Tag("tensorboard")] | Annotated[WandbSettings, Tag("wandb")] | Annotated[Component, Tag(OWN)],
+    Annotated[TensorBoardSettings, Tag("tensorboard")]
+    | Annotated[WandbSettings, Tag("wandb")]
+    | Annotated[Component, Tag(OWN)],
     by_kind(""),
 ]
 LoggersSettings = Annotated[tuple[_Chosen, ...], AfterValidator(_once)]
 
 
 def installed(chosen: Iterable[LoggerSettings]) -> None:
-    """Raises ConfigError for a logger whose package is missing here: kind, package and extra have one name."""
+    """Raises ConfigError for a logger whose package is missing here: kind, package and extra have
+    one name.
+    """
     for index, logger in enumerate(chosen):
         if isinstance(logger, Component):
             continue
         spec = importlib.util.find_spec(logger.kind)
-        if spec is None or spec.origin is None:  # a folder of that name in the current directory has no origin
+        if (
+            spec is None or spec.origin is None
+        ):  # a folder of that name in the current directory has no origin
             raise ConfigError(
-                f"loggers.{index}: kind {logger.kind} needs the package {logger.kind}, which is not installed. "
+                f"loggers.{index}: kind {logger.kind} needs the package {logger.kind}, which is not"
+                " installed. "
                 f'Install it with: pip install "rayloop[{logger.kind}]"'
             )

@@ -1,4 +1,7 @@
-"""The loggers of a run, each in a thread behind a bounded queue. One that keeps failing, or blocks, is dropped with an event."""
+"""The loggers of a run, each in a thread behind a bounded queue.
+
+One that keeps failing, or blocks, is dropped with an event.
+"""
 
 import asyncio
 import logging
@@ -15,26 +18,40 @@ from rayloop.loggers.settings import AnySettings, name_of
 logger = logging.getLogger(__name__)
 
 PATIENCE = 300.0
-"""Seconds of failures in a row after which a logger that has worked is dropped: storage and networks come back."""
+"""Seconds of failures in a row after which a logger that has worked is dropped: storage and
+networks come back.
+"""
 TIMEOUT = 60.0
-"""Seconds for one call of a logger, and for its end, before it is dropped. The run does not wait meanwhile."""
+"""Seconds for one call of a logger, and for its end, before it is dropped.
+
+The run does not wait meanwhile.
+"""
 WAITING = 1000
 """Records that may wait for a logger."""
 
 
 class Logger(Protocol):
-    """What a logger does. Its methods run in its thread; they may block, and raise anything. One that has
-    ``rollouts(step, records)`` gets the recorded episodes (``rayloop.run.folder.RolloutRecord``) of each step, too."""
+    """What a logger does.
+
+    Its methods run in its thread; they may block, and raise anything. One that has ``rollouts(step,
+    records)`` gets the recorded episodes (``rayloop.run.folder.RolloutRecord``) of each step, too.
+    """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep the metrics of ``step``, by the names of docs/metrics.md. After a restore steps repeat."""
+        """Keep the metrics of ``step``, by the names of docs/metrics.md.
+
+        After a restore steps repeat.
+        """
 
     def close(self) -> None:
         """Write what is still buffered; nothing is logged afterwards."""
 
 
 class LoggerThread:
-    """One logger and its thread, in which ``opening`` makes it. ``records``: method, step and argument; None closes it."""
+    """One logger and its thread, in which ``opening`` makes it.
+
+    ``records``: method, step and argument; None closes it.
+    """
 
     def __init__(self, settings: AnySettings, opening: Callable[[], Logger]) -> None:
         self.kind = name_of(settings)
@@ -43,7 +60,9 @@ class LoggerThread:
         self._failing: tuple[float, Exception] | None = None
         self._works = False
         self._busy: float | None = time.monotonic()
-        self._thread = threading.Thread(target=self._work, args=(opening,), daemon=True, name=f"logger-{self.kind}")
+        self._thread = threading.Thread(
+            target=self._work, args=(opening,), daemon=True, name=f"logger-{self.kind}"
+        )
         self._thread.start()
 
     def problem(self) -> str | None:
@@ -75,12 +94,16 @@ class LoggerThread:
             if self._failing is not None:
                 raise self._failing[1]
             self._logger.close()
-        except BaseException as error:  # foreign code may raise SystemExit too; ``problem`` reports it
+        except (
+            BaseException
+        ) as error:  # foreign code may raise SystemExit too; ``problem`` reports it
             self._error = error
         self._busy = None
 
     def _pass(self, opening: Callable[[], Logger], method: str, *arguments: Any) -> None:
-        """One record, to a new logger when the last one failed: half of a record may be in its file. Raises what it raises."""
+        """One record, to a new logger when the last one failed: half of a record may be in its
+        file. Raises what it raises.
+        """
         if self._failing is not None:
             self._logger = opening()
         getattr(self._logger, method, lambda *_: None)(*arguments)
@@ -93,7 +116,9 @@ class LoggerThread:
         if not self._works or now - since >= PATIENCE:
             raise error
         self._failing = since, error
-        logger.warning("the logger %s failed, and is opened again for the next record: %s", self.kind, error)
+        logger.warning(
+            "the logger %s failed, and is opened again for the next record: %s", self.kind, error
+        )
         with suppress(Exception):
             self._logger.close()
 
@@ -105,16 +130,25 @@ class LoggerThread:
 
 
 class Loggers:
-    """All loggers of a run. ``failed(kind, why)`` is called when one is dropped, by the thread that calls the methods here."""
+    """All loggers of a run.
+
+    ``failed(kind, why)`` is called when one is dropped, by the thread that calls the methods here.
+    """
 
     def __init__(
-        self, chosen: Iterable[AnySettings], opening: Callable[[AnySettings], Logger], failed: Callable[[str, str], None]
+        self,
+        chosen: Iterable[AnySettings],
+        opening: Callable[[AnySettings], Logger],
+        failed: Callable[[str, str], None],
     ) -> None:
         self._workers = [LoggerThread(settings, partial(opening, settings)) for settings in chosen]
         self._failed = failed
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Pass ``metrics``, which no caller changes any more, to all loggers. Never waits, never raises."""
+        """Pass ``metrics``, which no caller changes any more, to all loggers.
+
+        Never waits, never raises.
+        """
         self._put(("log", step, metrics))
 
     def rollouts(self, step: int, records: Any) -> None:

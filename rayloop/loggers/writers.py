@@ -1,4 +1,7 @@
-"""Metrics for TensorBoard and Weights & Biases. Each needs the extra of its name, which is imported when a run asks for it."""
+"""Metrics for TensorBoard and Weights & Biases.
+
+Each needs the extra of its name, which is imported when a run asks for it.
+"""
 
 import os
 import secrets
@@ -12,7 +15,9 @@ from rayloop.core.files import write_whole
 
 
 class TensorBoard:
-    """Scalars in an event file of its own below ``folder``, which TensorBoard reads together with those of earlier drivers."""
+    """Scalars in an event file of its own below ``folder``, which TensorBoard reads together with
+    those of earlier drivers.
+    """
 
     def __init__(self, folder: Path) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -22,15 +27,23 @@ class TensorBoard:
         self._event, self._session, self._summary = Event, SessionLog, Summary
         self._next: int | None = None
         folder.mkdir(exist_ok=True)
-        self._file = (folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}").open("wb")
+        self._file = (
+            folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        ).open("wb")
         self._records = RecordWriter(self._file)
         self._write(file_version="brain.Event:2")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the scalars of a step."""
-        if step != self._next:  # a new file, or a restore: the reader forgets this step and later ones
+        if (
+            step != self._next
+        ):  # a new file, or a restore: the reader forgets this step and later ones
             self._write(step=step, session_log=self._session(status=self._session.START))
-        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in metrics.items() if tag != "step"]
+        values = [
+            self._summary.Value(tag=tag, simple_value=value)
+            for tag, value in metrics.items()
+            if tag != "step"
+        ]
         self._write(step=step, summary=self._summary(value=values))
         self._next = step + 1
 
@@ -44,7 +57,8 @@ class TensorBoard:
 
 
 class Wandb:
-    """One run of Weights & Biases for all drivers of a rayloop run; after a restore it shows the repeated steps twice.
+    """One run of Weights & Biases for all drivers of a rayloop run; after a restore it shows the
+    repeated steps twice.
 
     ``folder`` holds its id. ``config`` is shown as the run's configuration.
     """
@@ -57,15 +71,21 @@ class Wandb:
         if not known.exists():
             write_whole(known, secrets.token_hex(4).encode())
         self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "rayloop"), name=name, config=dict(config),
-            id=known.read_text(encoding="utf-8"), resume="allow", dir=str(folder.parent),
+            project=os.environ.get("WANDB_PROJECT", "rayloop"),
+            name=name,
+            config=dict(config),
+            id=known.read_text(encoding="utf-8"),
+            resume="allow",
+            dir=str(folder.parent),
             settings=wandb.Settings(console="off", silent=True),
-        )  # fmt: skip
+        )
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of a step."""
-        self._run.log({**metrics, "step": step})  # W&B's own step only counts up: it would refuse a repeated one
+        self._run.log(
+            {**metrics, "step": step}
+        )  # W&B's own step only counts up: it would refuse a repeated one
 
     def close(self) -> None:
         """Finish W&B's run."""

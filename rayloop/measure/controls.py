@@ -1,5 +1,7 @@
-"""Evaluation against controls: a policy looks only if the right image scores higher than another image of the same kind, than one
-of another kind, and than the best answer without any (the blind prior), each beyond chance. Also pass@k of answers."""
+"""Evaluation against controls: a policy looks only if the right image scores higher than another
+image of the same kind, than one of another kind, and than the best answer without any (the blind
+prior), each beyond chance. Also pass@k of answers.
+"""
 
 import random
 from collections import Counter, defaultdict
@@ -13,13 +15,21 @@ from rayloop.core.types import ImageSource, Task, derive
 from rayloop.measure.intervals import LEAST, Interval, interval, paired_interval, pass_at
 
 RIGHT, SAME, OTHER, BLIND, SAMPLED = "right", "same source", "other source", "blind", "sampled"
-"""Arms: the right image; another of the same source; one of another source; the blind prior; the right image, sampled."""
+"""Arms: the right image; another of the same source; one of another source; the blind prior; the
+right image, sampled.
+"""
 CONTROLS = (BLIND, SAME, OTHER)
-WORDS = {BLIND: "the best answer without an image", SAME: "another image of the same source", OTHER: "an image of another source"}
+WORDS = {
+    BLIND: "the best answer without an image",
+    SAME: "another image of the same source",
+    OTHER: "an image of another source",
+}
 NOT_PLAYED = {
     BLIND: f"{WORDS[BLIND]} (evaluation.blind names none)",
     SAME: f"{WORDS[SAME]} (no two tasks of one source have different images)",
-    OTHER: f"{WORDS[OTHER]} (all tasks with images have one source; a column data_source names kinds)",
+    OTHER: (
+        f"{WORDS[OTHER]} (all tasks with images have one source; a column data_source names kinds)"
+    ),
 }
 """A control that was not played, and why."""
 NAMED = 12
@@ -37,9 +47,14 @@ class BlindPrior(Protocol):
 
 
 def swapped(tasks: Sequence[Task], seed: int, *, same: bool) -> list[Task]:
-    """Each task with the images of another task of its source, or of another source. A task without such another is left out."""
+    """Each task with the images of another task of its source, or of another source.
+
+    A task without such another is left out.
+    """
     order = [task for task in tasks if task.images]
-    random.Random(derive(seed, "swapped images", "same page" if same else "other page")).shuffle(order)
+    random.Random(derive(seed, "swapped images", "same page" if same else "other page")).shuffle(
+        order
+    )
     result = []
     for position, task in enumerate(order):
         others = (*order[position + 1 :], *order[:position])
@@ -50,20 +65,29 @@ def swapped(tasks: Sequence[Task], seed: int, *, same: bool) -> list[Task]:
 
 
 def _with_images(task: Task, images: list[ImageSource]) -> Task:
-    """The task with its k-th image replaced by the k-th of ``images``, which are repeated when there are fewer."""
+    """The task with its k-th image replaced by the k-th of ``images``, which are repeated when
+    there are fewer.
+    """
     remaining = iter(images * len(task.images))
     return replace(
         task,
         messages=tuple(
-            replace(m, parts=tuple(next(remaining) if isinstance(p, ImageSource) else p for p in m.parts)) for m in task.messages
+            replace(
+                m,
+                parts=tuple(next(remaining) if isinstance(p, ImageSource) else p for p in m.parts),
+            )
+            for m in task.messages
         ),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One answer of an evaluation, the ``sample``-th of its task and arm. ``cut``: ``sampling.max_tokens`` ended a turn of it.
-    ``turns``: of the arm RIGHT, its turns after the prompt, as in ``rollouts``."""
+    """One answer of an evaluation, the ``sample``-th of its task and arm.
+
+    ``cut``: ``sampling.max_tokens`` ended a turn of it. ``turns``: of the arm RIGHT, its turns
+    after the prompt, as in ``rollouts``.
+    """
 
     arm: str
     task: str
@@ -94,7 +118,9 @@ Table = dict[str, dict[str, Interval]]
 
 
 def scores(items: Iterable[Item]) -> dict[str, dict[str, float]]:
-    """Score -> task -> mean over the task's scored answers, sorted by task, so that a resampling does not depend on their order."""
+    """Score -> task -> mean over the task's scored answers, sorted by task, so that a resampling
+    does not depend on their order.
+    """
     values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for item in sorted(items, key=lambda item: item.key):
         for name, value in item.scores.items():
@@ -111,18 +137,24 @@ def by_column(items: Sequence[Item], values: Mapping[str, str]) -> Table:
     """The right image's scores by the values of a column; ``values``: id of a task -> value."""
     right = [item for item in items if item.arm == RIGHT]
     kinds = sorted({values.get(item.task, "") for item in right})
-    return {kind: means(item for item in right if values.get(item.task, "") == kind) for kind in kinds}
+    return {
+        kind: means(item for item in right if values.get(item.task, "") == kind) for kind in kinds
+    }
 
 
 def over_cells(rows: Table) -> dict[str, float]:
-    """Score -> mean of the rows' means, each weighing the same: the average of published tables with a cell for each kind."""
+    """Score -> mean of the rows' means, each weighing the same: the average of published tables
+    with a cell for each kind.
+    """
     names = dict.fromkeys(name for row in rows.values() for name in row)
     return {name: fmean(row[name][0] for row in rows.values() if name in row) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A score of the ``tasks`` common to two evaluations: its means, and ``gain``, the mean paired difference with its interval."""
+    """A score of the ``tasks`` common to two evaluations: its means, and ``gain``, the mean paired
+    difference with its interval.
+    """
 
     tasks: int
     before: float
@@ -137,7 +169,9 @@ def pairs(after: Iterable[Item], before: Iterable[Item]) -> dict[str, Pair]:
     for name in new.keys() & old.keys():
         if common := sorted(new[name].keys() & old[name].keys()):
             late, early = [new[name][t] for t in common], [old[name][t] for t in common]
-            result[name] = Pair(len(common), fmean(early), fmean(late), paired_interval(late, early))
+            result[name] = Pair(
+                len(common), fmean(early), fmean(late), paired_interval(late, early)
+            )
     return result
 
 
@@ -155,7 +189,8 @@ def against_controls(items: Sequence[Item]) -> Table:
 
 def looks(differences: Table) -> bool | None:
     """Whether the reward with the right image is above that of every control that was played, with intervals that exclude 0. None:
-    undecided, for want of another image of the same source, or of ``LEAST`` items."""
+    undecided, for want of another image of the same source, or of ``LEAST`` items.
+    """
     enough = [by for by in differences.values() if by["reward"][1] is not None]
     if not all(map(_above, enough)):
         return False
@@ -168,10 +203,14 @@ def _above(difference: Mapping[str, Interval]) -> bool:
 
 
 def by_source(items: Sequence[Item], before: Sequence[Item] = ()) -> dict[str, dict[str, Any]]:
-    """Source with images -> ``items``, ``reward`` with the right image, its ``differences`` from controls, whether the policy
-    ``looks``, how many ``answers`` are distinct, how many are the ``commonest``, and ``change``: of the reward since ``before``."""
+    """Source with images -> ``items``, ``reward`` with the right image, its ``differences`` from
+    controls, whether the policy ``looks``, how many ``answers`` are distinct, how many are the
+    ``commonest``, and ``change``: of the reward since ``before``.
+    """
     found: dict[str, dict[str, Any]] = {}
-    for source in sorted({item.source for item in items if item.arm in (SAME, OTHER) or item.images}):
+    for source in sorted(
+        {item.source for item in items if item.arm in (SAME, OTHER) or item.images}
+    ):
         now, then = ([item for item in group if item.source == source] for group in (items, before))
         right = [item for item in now if item.arm == RIGHT and item.reward is not None]
         if not right:
@@ -191,8 +230,10 @@ def by_source(items: Sequence[Item], before: Sequence[Item] = ()) -> dict[str, d
 
 
 def summarise(items: Sequence[Item], unscored: int, before: Sequence[Item] = ()) -> dict[str, Any]:
-    """Means with their intervals by arm and by source, ``differences`` (right image minus control), and whether it ``looks``: on
-    average, and on every source. ``before``: the items of an earlier evaluation, to compare with."""
+    """Means with their intervals by arm and by source, ``differences`` (right image minus control),
+    and whether it ``looks``: on average, and on every source. ``before``: the items of an earlier
+    evaluation, to compare with.
+    """
     differences, arms = against_controls(items), list(dict.fromkeys(item.arm for item in items))
     sources = by_source(items, before) if differences else {}
     judged = [looks(differences), *(one["looks"] for one in sources.values())]
@@ -208,39 +249,80 @@ def summarise(items: Sequence[Item], unscored: int, before: Sequence[Item] = ())
 
 
 def table(summary: dict[str, Any]) -> list[str]:
-    """The summary as lines of text. Where the run names a score (``evaluation.solved``), tables have that one, and a line the means
-    of the others. Sources are shown where no other column is asked for."""
-    arms, by, main = summary["arms"], summary.get("by", {}), summary.get("solved", "").partition(" ")[0]
+    """The summary as lines of text.
+
+    Where the run names a score (``evaluation.solved``), tables have that one, and a line the means
+    of the others. Sources are shown where no other column is asked for.
+    """
+    arms, by, main = (
+        summary["arms"],
+        summary.get("by", {}),
+        summary.get("solved", "").partition(" ")[0],
+    )
     first = next(iter(arms), "")
     only = (main,) if main != "reward" and all(main in row for row in arms.values()) else ()
-    lines = [f"{summary['items']} items, mean and 95 % interval (bootstrap over items)", *_rows("", arms, only)]
-    if only and (others := [f"{score} {found[0]:.3f}" for score, found in arms.get(first, {}).items() if score != main]):
+    lines = [
+        f"{summary['items']} items, mean and 95 % interval (bootstrap over items)",
+        *_rows("", arms, only),
+    ]
+    if only and (
+        others := [
+            f"{score} {found[0]:.3f}"
+            for score, found in arms.get(first, {}).items()
+            if score != main
+        ]
+    ):
         lines.append(f"other means, {first}: " + "  ".join(others))
     if not by and len(summary["sources"]) > 1:
         lines += ["by source, right image:", *_rows("  ", summary["sources"], only)]
     for column, rows in by.items():
         lines += [f"by {column}, right image:", *_rows("  ", rows, only)]
         if average := summary.get("cells", {}).get(column):
-            means = (f"{score} {mean:.3f}" for score, mean in average.items() if score in (only or average))
+            means = (
+                f"{score} {mean:.3f}"
+                for score, mean in average.items()
+                if score in (only or average)
+            )
             lines.append(f"  mean of these {len(rows)}  " + "  ".join(means))
     for k, found in summary.get("pass_at", {}).items():
         lines.append(f"pass@{k}  {_shown(found)}  (an answer is right with {summary['solved']})")
     if cut := summary.get("cut"):
-        lines.append(f"{cut} answers were cut by sampling.max_tokens; --retries N plays them again with more room")
+        lines.append(
+            f"{cut} answers were cut by sampling.max_tokens; --retries N plays them again with more"
+            " room"
+        )
     if differences := summary["differences"]:
-        lines += ["right image minus control, paired:", *_rows("  ", differences), *_source_rows(summary), verdict(summary)]
+        lines += [
+            "right image minus control, paired:",
+            *_rows("  ", differences),
+            *_source_rows(summary),
+            verdict(summary),
+        ]
     if summary["unscored"]:
-        lines.append(f"{summary['unscored']} answers have no score; run again once the reason in events.jsonl is removed")
+        lines.append(
+            f"{summary['unscored']} answers have no score; run again once the reason in"
+            " events.jsonl is removed"
+        )
     return lines
 
 
 def verdict(summary: Mapping[str, Any]) -> str:
-    """On how many sources the policy looks; where it was not shown to look, where that is undecided, and where it got worse."""
+    """On how many sources the policy looks; where it was not shown to look, where that is
+    undecided, and where it got worse.
+    """
     sources: Mapping[str, Mapping[str, Any]] = summary.get("by_source") or {}
     differences: Table = summary["differences"]
     said = [_by_source(sources, differences) if len(sources) > 1 else _on_average(differences)]
-    worse = {name: one["change"] for name, one in sources.items() if one["change"] and one["change"][0] < 0}
-    sure = {name: f"{name} {_shown(change)}" for name, change in worse.items() if change[2] is not None and change[2] < 0}
+    worse = {
+        name: one["change"]
+        for name, one in sources.items()
+        if one["change"] and one["change"][0] < 0
+    }
+    sure = {
+        name: f"{name} {_shown(change)}"
+        for name, change in worse.items()
+        if change[2] is not None and change[2] < 0
+    }
     if sure:
         said.append(f"Worse than at the first evaluation: {_some(sure.values())}.")
     if chance := [f"{name} {_shown(change)}" for name, change in worse.items() if name not in sure]:
@@ -256,13 +338,24 @@ def _by_source(sources: Mapping[str, Mapping[str, Any]], differences: Table) -> 
         by[one["looks"]].append(name)
     few = f"fewer than {LEAST} tasks, or no other image of the source"
     if len(by[None]) == len(sources):
-        return f"{_on_average(differences)} That is a mean over {len(sources)} sources; on which it holds is undecided ({few})."
+        return (
+            f"{_on_average(differences)} That is a mean over {len(sources)} sources; on which it"
+            f" holds is undecided ({few})."
+        )
     count = f"{len(by[True])} of {len(sources)} sources"
-    said = [f"The policy looks on {count}: there the right image scores above every control, and no interval holds 0."]
+    said = [
+        f"The policy looks on {count}: there the right image scores above every control, and no"
+        " interval holds 0."
+    ]
     if not by[True]:
-        said = [f"No evidence that the policy looks: on none of {len(sources)} sources is the right image above every control."]
+        said = [
+            f"No evidence that the policy looks: on none of {len(sources)} sources is the right"
+            " image above every control."
+        ]
     if by[False]:
-        said.append(f"Not shown to look: {_some(_weakest(name, sources[name]) for name in by[False])}.")
+        said.append(
+            f"Not shown to look: {_some(_weakest(name, sources[name]) for name in by[False])}."
+        )
     if by[None]:
         said.append(f"Undecided ({few}): {_some(by[None])}.")
     return " ".join(said)
@@ -279,7 +372,9 @@ def _weakest(name: str, one: Mapping[str, Any]) -> str:
 def _some(names: Iterable[str]) -> str:
     """The first names, and how many more there are."""
     known = list(names)
-    return ", ".join(known[:NAMED]) + (f" and {len(known) - NAMED} more" if len(known) > NAMED else "")
+    return ", ".join(known[:NAMED]) + (
+        f" and {len(known) - NAMED} more" if len(known) > NAMED else ""
+    )
 
 
 def _on_average(differences: Table) -> str:
@@ -289,11 +384,20 @@ def _on_average(differences: Table) -> str:
         above = ", ".join(WORDS[arm] for arm in differences)
         return f"The policy looks: the right image scores above {above}; no interval holds 0."
     if judged is False:
-        failing = [WORDS[arm] for arm, by in differences.items() if by["reward"][1] is not None and not _above(by)]
-        return f"No evidence that the policy looks: the right image is not above {', '.join(failing)}."
+        failing = [
+            WORDS[arm]
+            for arm, by in differences.items()
+            if by["reward"][1] is not None and not _above(by)
+        ]
+        return (
+            f"No evidence that the policy looks: the right image is not above {', '.join(failing)}."
+        )
     few = [WORDS[arm] for arm, by in differences.items() if by["reward"][1] is None]
     if few:
-        return f"Too few items to say whether the policy looks: fewer than {LEAST} for {', '.join(few)}."
+        return (
+            f"Too few items to say whether the policy looks: fewer than {LEAST} for"
+            f" {', '.join(few)}."
+        )
     return "Whether the policy looks is undecided."
 
 
@@ -301,7 +405,8 @@ def _rows(indent: str, rows: Table, only: Sequence[str] = ()) -> list[str]:
     """A line of each row, with all scores or those of ``only``."""
     width = max((len(name) for name in rows), default=0)
     return [
-        f"{indent}{name:<{width}}  " + "  ".join(f"{score} {_shown(by[score])}" for score in only or by if score in by)
+        f"{indent}{name:<{width}}  "
+        + "  ".join(f"{score} {_shown(by[score])}" for score in only or by if score in by)
         for name, by in rows.items()
     ]
 
@@ -325,12 +430,18 @@ def _source_rows(summary: Mapping[str, Any]) -> list[str]:
 
 def _shown(found: Interval) -> str:
     mean, low, high = found
-    return f"{mean:.3f} [{low:.3f}, {high:.3f}]" if low is not None else f"{mean:.3f} [too few items]"
+    return (
+        f"{mean:.3f} [{low:.3f}, {high:.3f}]" if low is not None else f"{mean:.3f} [too few items]"
+    )
 
 
-def pass_rates(items: Iterable[Item], score: str, least: float, arm: str = SAMPLED) -> dict[int, Interval]:
-    """k -> pass@k over tasks with its 95 % interval, for k = 1, 2, 4, ... and the number of sampled answers; empty without any.
-    An answer is right when its ``score`` is at least ``least``. k goes up to the answers of the task with fewest."""
+def pass_rates(
+    items: Iterable[Item], score: str, least: float, arm: str = SAMPLED
+) -> dict[int, Interval]:
+    """k -> pass@k over tasks with its 95 % interval, for k = 1, 2, 4, ... and the number of sampled
+    answers; empty without any. An answer is right when its ``score`` is at least ``least``. k goes
+    up to the answers of the task with fewest.
+    """
     found: dict[str, list[bool]] = defaultdict(list)
     for item in items:
         if item.arm == arm and score in item.scores:
@@ -344,7 +455,9 @@ def pass_rates(items: Iterable[Item], score: str, least: float, arm: str = SAMPL
 
 
 def solved_tasks(items: Iterable[Item], score: str, least: float) -> dict[str, tuple[int, int]]:
-    """By task: its right answers, and all that have the score, of the arms that show the right image."""
+    """By task: its right answers, and all that have the score, of the arms that show the right
+    image.
+    """
     found: dict[str, tuple[int, int]] = {}
     for item in items:
         if item.arm in (RIGHT, SAMPLED) and score in item.scores:

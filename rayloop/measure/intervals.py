@@ -11,15 +11,21 @@ BINS = 10
 PICKED = 2**22
 """Items that are picked at a time, which keeps the memory of a resampling below 64 MiB."""
 LEAST = 8
-"""Items below which there is no interval: resamples of few items vary too little. A 95 % interval of normal values covers the mean
-in 92 % of cases for 20 items, 89 % for 8, 79 % for 4, 51 % for 2, and never for 1."""
+"""Items below which there is no interval: resamples of few items vary too little.
+
+A 95 % interval of normal values covers the mean in 92 % of cases for 20 items, 89 % for 8, 79 % for
+4, 51 % for 2, and never for 1.
+"""
 
 Interval = tuple[float, float | None, float | None]
 """Mean, lower and upper bound; no bounds for fewer than ``LEAST`` items."""
 
 
 def interval(values: Sequence[float], seed: int = 0) -> Interval:
-    """The mean of ``values`` with its 95 % percentile bootstrap interval (Efron, 1979). Raises ValueError without values."""
+    """The mean of ``values`` with its 95 % percentile bootstrap interval (Efron, 1979).
+
+    Raises ValueError without values.
+    """
     if not len(values):
         raise ValueError("no values: there is no mean")
     array = np.asarray(values, np.float64)
@@ -29,23 +35,35 @@ def interval(values: Sequence[float], seed: int = 0) -> Interval:
     block = max(1, PICKED // len(array))
     for start in range(0, RESAMPLES, block):
         size = (min(block, RESAMPLES - start), len(array))
-        means[start : start + block] = array[generator.integers(0, len(array), size, dtype=np.int32)].mean(axis=1)
+        means[start : start + block] = array[
+            generator.integers(0, len(array), size, dtype=np.int32)
+        ].mean(axis=1)
     low, high = map(float, np.percentile(means, [(100 - LEVEL) / 2, (100 + LEVEL) / 2]))
     return float(array.mean()), low, high
 
 
 def paired_interval(after: Sequence[float], before: Sequence[float], seed: int = 0) -> Interval:
-    """The mean of ``after - before`` item by item, with its 95 % interval. Raises ValueError when the lengths differ."""
+    """The mean of ``after - before`` item by item, with its 95 % interval.
+
+    Raises ValueError when the lengths differ.
+    """
     if len(after) != len(before):
         raise ValueError(f"{len(after)} and {len(before)} values cannot be paired")
     return interval(np.subtract(after, before).tolist(), seed)
 
 
-def calibration_error(confidences: Sequence[float], right: Sequence[float], bins: int = BINS) -> float:
-    """The expected calibration error (Guo et al., 2017, equation 3), 0 to 1, over ``bins`` equal ranges of confidence.
-    ``confidences`` [N] from 0 to 1, ``right`` [N] 0 or 1. Raises ValueError when there is none, or their numbers differ."""
+def calibration_error(
+    confidences: Sequence[float], right: Sequence[float], bins: int = BINS
+) -> float:
+    """The expected calibration error (Guo et al., 2017, equation 3), 0 to 1, over ``bins`` equal
+    ranges of confidence. ``confidences`` [N] from 0 to 1, ``right`` [N] 0 or 1. Raises ValueError
+    when there is none, or their numbers differ.
+    """
     if not confidences or len(confidences) != len(right):
-        raise ValueError(f"{len(confidences)} confidences and {len(right)} answers: there must be as many, and at least one")
+        raise ValueError(
+            f"{len(confidences)} confidences and {len(right)} answers: there must be as many, and"
+            " at least one"
+        )
     gaps = [0.0] * bins
     for confidence, value in zip(confidences, right, strict=True):
         gaps[min(int(confidence * bins), bins - 1)] += value - confidence
@@ -53,7 +71,9 @@ def calibration_error(confidences: Sequence[float], right: Sequence[float], bins
 
 
 def pass_at(answers: int, right: int, k: int) -> float:
-    """1 - C(n - c, k) / C(n, k) for n ``answers``, c of them ``right`` (Chen et al., 2021, section 2.1). Raises ValueError."""
+    """1 - C(n - c, k) / C(n, k) for n ``answers``, c of them ``right`` (Chen et al., 2021, section
+    2.1). Raises ValueError.
+    """
     if not (0 <= right <= answers and 1 <= k <= answers):
         raise ValueError(f"pass@{k} of {answers} answers, {right} of them right")
     return 1.0 - prod(1.0 - k / number for number in range(answers - right + 1, answers + 1))

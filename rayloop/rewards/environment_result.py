@@ -9,8 +9,11 @@ CUT = (EndReason.MAX_TURNS, EndReason.OVER_LENGTH, EndReason.MAX_IMAGES, EndReas
 
 
 class EnvironmentResult:
-    """The result of the environment's ``evaluate``. An episode that came to its end without such a result has no reward; one that
-    ended before, since the policy broke it or used up a limit, gets 0."""
+    """The result of the environment's ``evaluate``.
+
+    An episode that came to its end without such a result has no reward; one that ended before,
+    since the policy broke it or used up a limit, gets 0.
+    """
 
     compares = False
 
@@ -19,5 +22,8 @@ class EnvironmentResult:
         if trajectory.env_result is None and trajectory.end_reason in CUT:
             return Scored(0.0, flags=("no_result",))
         if trajectory.env_result is None:
-            return Unscored(UnscoredKind.INVALID_REWARD, "the environment's evaluate returned None, so there is no result to take")
+            return Unscored(
+                UnscoredKind.INVALID_REWARD,
+                "the environment's evaluate returned None, so there is no result to take",
+            )
         return Scored(trajectory.env_result)

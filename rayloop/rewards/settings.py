@@ -1,4 +1,7 @@
-"""Settings of the reward: its source, the unit that it scores, and its failures. Imports neither torch nor ray."""
+"""Settings of the reward: its source, the unit that it scores, and its failures.
+
+Imports neither torch nor ray.
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -22,17 +25,27 @@ class RewardRole(Role):
         return ROLES[settings.per] if isinstance(settings, RewardSettings) else self
 
     def check(self, component: Component) -> None:
-        """Raises ConfigError for a class without the method, or with an unusable ``infrastructure``."""
+        """Raises ConfigError for a class without the method, or with an unusable
+        ``infrastructure``.
+        """
         found = component.resolve()
         for per, method in METHODS.items():
-            if isinstance(found, type) and hasattr(found, method) and not hasattr(found, self.methods[0]):
-                raise ConfigError(f"use: {component.use!r} has {method} and no {self.methods[0]}: set reward.per: {per}")
+            if (
+                isinstance(found, type)
+                and hasattr(found, method)
+                and not hasattr(found, self.methods[0])
+            ):
+                raise ConfigError(
+                    f"use: {component.use!r} has {method} and no {self.methods[0]}: set reward.per:"
+                    f" {per}"
+                )
         around(found)
         super().check(component)
 
 
 ROLES: dict[Per, RewardRole] = {
-    per: RewardRole("reward", (method,), partial(as_source, per=per), per) for per, method in METHODS.items()
+    per: RewardRole("reward", (method,), partial(as_source, per=per), per)
+    for per, method in METHODS.items()
 }
 REWARD = ROLES["trajectory"]
 
@@ -41,15 +54,19 @@ class RewardSettings(SettingsModel):
     """The reward source, and the treatment of its failures."""
 
     source: Annotated[Component, REWARD]
-    """``{use: module:Class, with: {...}}`` or ``{use: module:function}`` (docs/rewards.md). One instance serves all threads."""
+    """``{use: module:Class, with: {...}}`` or ``{use: module:function}`` (docs/rewards.md).
+
+    One instance serves all threads.
+    """
 
     @field_validator("source", mode="before")
     @classmethod
     def _one(cls, value: Any) -> Any:
         if isinstance(value, list | tuple):
             raise ValueError(
-                "one reward, not a list, is expected: {use: module:name}. Several functions and their weights are combined in one "
-                'function of a few lines: docs/rewards.md, "Several rewards in one"'
+                "one reward, not a list, is expected: {use: module:name}. Several functions and"
+                " their weights are combined in one function of a few lines: docs/rewards.md,"
+                ' "Several rewards in one"'
             )
         return value
 
@@ -59,16 +76,24 @@ class RewardSettings(SettingsModel):
         return bool(getattr(self.source.resolve(), "compares", True))
 
     per: Per = "trajectory"
-    """What one call of the source scores: one trajectory, when the call that played it has ended; or the played trajectories of
-    a group, when the last has ended (``score_group``; TRL's functions then get lists of them). Set ``group`` for rewards that
-    compare answers: rankings, pairwise judges, diversity."""
+    """What one call of the source scores: one trajectory, when the call that played it has ended;
+    or the played trajectories of a group, when the last has ended (``score_group``; TRL's functions
+    then get lists of them). Set ``group`` for rewards that compare answers: rankings, pairwise
+    judges, diversity.
+    """
     timeout: float = Field(600.0, gt=0)
-    """Seconds for scoring one trajectory (or one group); beyond it it is unscored. A run waits that long for a judge that is down:
-    raise it when a judge's replica takes longer to come back, lower it for a grader of your own that may hang."""
+    """Seconds for scoring one trajectory (or one group); beyond it it is unscored.
+
+    A run waits that long for a judge that is down: raise it when a judge's replica takes longer to
+    come back, lower it for a grader of your own that may hang.
+    """
     on_error: Literal["exclude"] | Annotated[float, Field(allow_inf_nan=False)] = "exclude"
-    """A grader that raises, or hangs, twice on the same trajectory. exclude: leave it out as ``grader_error`` or ``timeout``; a
-    number: that reward, flagged ``grader_error`` or ``grader_timeout``, for graders that only the policy's text can break: a
-    mistake in the grader is then trained as the policy's. Ends as ``tool_deadline`` or ``policy_failure`` have it too, or 0."""
+    """A grader that raises, or hangs, twice on the same trajectory. exclude: leave it out as
+    ``grader_error`` or ``timeout``; a number: that reward, flagged ``grader_error`` or
+    ``grader_timeout``, for graders that only the policy's text can break: a mistake in the grader
+    is then trained as the policy's. Ends as ``tool_deadline`` or ``policy_failure`` have it too, or
+    0.
+    """
 
     @property
     def fails(self) -> bool:

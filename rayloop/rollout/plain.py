@@ -1,5 +1,7 @@
-"""Groups, members and trajectories as plain values (JSON's, bytes and arrays) and back, for the checkpoint; pydantic reads them by
-type, which runs no code. A new field without a default requires another ``SCHEMA`` (rayloop/run/identity.py)."""
+"""Groups, members and trajectories as plain values (JSON's, bytes and arrays) and back, for the
+checkpoint; pydantic reads them by type, which runs no code. A new field without a default requires
+another ``SCHEMA`` (rayloop/run/identity.py).
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass, fields, is_dataclass
@@ -10,19 +12,32 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import TypeAdapter
 
-from rayloop.core.groups import Credit, Group, Member, Outcome, Scored, Status, TrajectoryState, Unscored
+from rayloop.core.groups import (
+    Credit,
+    Group,
+    Member,
+    Outcome,
+    Scored,
+    Status,
+    TrajectoryState,
+    Unscored,
+)
 from rayloop.core.types import Streams, Summary, Task, Trajectory, TrajectoryId, Turn, Version
 
 T = TypeVar("T")
 Plain = Any
-"""None, a bool, a number, a text, bytes, an array, a list of these, or a mapping from texts to these."""
+"""None, a bool, a number, a text, bytes, an array, a list of these, or a mapping from texts to
+these.
+"""
 Own = Callable[[Any], Any]
 """Keeps a value (a trajectory, or log-probs) and returns what stands for it in ``Member``."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldValue:
-    """Stands in a state for a value in the object store: ``reference`` is the one that the member ``id`` has."""
+    """Stands in a state for a value in the object store: ``reference`` is the one that the member
+    ``id`` has.
+    """
 
     id: TrajectoryId
     reference: Any
@@ -77,7 +92,10 @@ def _reader(cls: Any) -> TypeAdapter[Any]:
 
 
 def _read(cls: type[T], plain: Mapping[str, Any], **made: Any) -> T:
-    """The value that ``_plain`` wrote; ``made`` are the fields that are no mappings. Raises ValueError."""
+    """The value that ``_plain`` wrote; ``made`` are the fields that are no mappings.
+
+    Raises ValueError.
+    """
     value: T = _reader(cls).validate_python({**plain, **made})  # type: ignore[arg-type]  # a class is hashable
     return value
 
@@ -88,16 +106,22 @@ def plain_group(group: Group) -> Plain:
     # of the file format: others would need a new SCHEMA.
     members = [plain_member(member) for member in group.members]
     return {
-        "issue": group.number, "task": group.task.id, "members": members, "mean": group.mean, "std": group.std,
+        "issue": group.number,
+        "task": group.task.id,
+        "members": members,
+        "mean": group.mean,
+        "std": group.std,
         "replay_of": _plain(group.replay_of),
-    }  # fmt: skip
+    }
 
 
 def group_from_plain(plain: Plain, own: Own, task: Callable[[str], Task]) -> Group:
     """The group again; ``own`` keeps its payloads, ``task`` finds a row by its id."""
     replay_of = None if plain["replay_of"] is None else TrajectoryId(*plain["replay_of"])
     members = tuple(member_from_plain(member, own) for member in plain["members"])
-    return Group(plain["issue"], task(plain["task"]), members, plain["mean"], plain["std"], replay_of)
+    return Group(
+        plain["issue"], task(plain["task"]), members, plain["mean"], plain["std"], replay_of
+    )
 
 
 def plain_member(member: Member) -> Plain:
@@ -108,7 +132,9 @@ def plain_member(member: Member) -> Plain:
         "outcome": _outcome(member.outcome),
         "payload": HeldValue(id, member.payload) if kept and member.payload is not None else None,
         "credit": None if member.credit is None else _plain(member.credit),
-        "reference": HeldValue(id, member.reference) if kept and member.reference is not None else None,
+        "reference": (
+            HeldValue(id, member.reference) if kept and member.reference is not None else None
+        ),
         "replayed": member.replayed,
         "fate": None if member.status is None else [str(member.status.state), member.status.reason],
     }
@@ -116,7 +142,12 @@ def plain_member(member: Member) -> Plain:
 
 def member_from_plain(plain: Plain, own: Own) -> Member:
     """The member again."""
-    payload, reference, status, summary = plain["payload"], plain["reference"], plain["fate"], plain["summary"]
+    payload, reference, status, summary = (
+        plain["payload"],
+        plain["reference"],
+        plain["fate"],
+        plain["summary"],
+    )
     versions = {name: Version(*summary[name]) for name in ("first_version", "last_version")}
     return Member(
         summary=_read(Summary, summary, id=TrajectoryId(*summary["id"]), **versions),
@@ -141,7 +172,11 @@ def _outcome(outcome: Outcome) -> Plain:
     plain = _plain(outcome)
     if isinstance(outcome, Unscored):
         return {"unscored": plain.pop("kind"), **plain}
-    return {**plain, "value": float(outcome.value), "components": {name: float(v) for name, v in outcome.components.items()}}
+    return {
+        **plain,
+        "value": float(outcome.value),
+        "components": {name: float(v) for name, v in outcome.components.items()},
+    }
 
 
 def _outcome_from(plain: Plain) -> Outcome:
@@ -152,7 +187,11 @@ def _outcome_from(plain: Plain) -> Outcome:
 
 
 def plain_trajectory(trajectory: Trajectory) -> Plain:
-    """A trajectory. A turn's ``token_ids`` are [N] int64 and its ``logprobs`` [N] float64, whatever the engine's types were."""
+    """A trajectory.
+
+    A turn's ``token_ids`` are [N] int64 and its ``logprobs`` [N] float64, whatever the engine's
+    types were.
+    """
     plain = _plain(trajectory)
     for turn, of in zip(plain["turns"], trajectory.turns, strict=True):
         turn["token_ids"] = np.array(of.token_ids, np.int64)
@@ -162,12 +201,17 @@ def plain_trajectory(trajectory: Trajectory) -> Plain:
 
 def trajectory_from_plain(plain: Plain) -> Trajectory:
     """The trajectory again."""
-    return _read(Trajectory, plain, id=TrajectoryId(*plain["id"]), turns=tuple(map(_turn, plain["turns"])))
+    return _read(
+        Trajectory, plain, id=TrajectoryId(*plain["id"]), turns=tuple(map(_turn, plain["turns"]))
+    )
 
 
 def _turn(plain: Plain) -> Turn:
     logprobs, version = plain["logprobs"], plain["version"]
     return _read(
-        Turn, plain, token_ids=plain["token_ids"].tolist(), logprobs=None if logprobs is None else logprobs.tolist(),
+        Turn,
+        plain,
+        token_ids=plain["token_ids"].tolist(),
+        logprobs=None if logprobs is None else logprobs.tolist(),
         version=None if version is None else Version(*version),
-    )  # fmt: skip
+    )

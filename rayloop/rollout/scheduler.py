@@ -1,5 +1,7 @@
-"""Group requests: which task starts next, under which number, and whether staleness, budget and engine caches leave room for it.
-With ``max_staleness: 0`` groups start in rounds, only while a step waits for them: nothing in flight survives a weight sync."""
+"""Group requests: which task starts next, under which number, and whether staleness, budget and
+engine caches leave room for it. With ``max_staleness: 0`` groups start in rounds, only while a step
+waits for them: nothing in flight survives a weight sync.
+"""
 
 import asyncio
 import math
@@ -24,7 +26,9 @@ from rayloop.run.order import Order
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """A group to play: its number, its task's index in the dataset, and how often that task was visited before."""
+    """A group to play: its number, its task's index in the dataset, and how often that task was
+    visited before.
+    """
 
     number: int
     index: int
@@ -38,20 +42,35 @@ class GroupRequest:
 class Player(Protocol):
     """Plays and scores groups, also when actors die (cluster/supervision/attempts.py)."""
 
-    async def play(self, asked: Sequence[RolloutRequest], step: int, begins: Callable[[RolloutRequest], None]) -> list[Member]:
-        """The members of a group for ``step``. ``begins`` is called when an episode is let into the engines."""
+    async def play(
+        self, asked: Sequence[RolloutRequest], step: int, begins: Callable[[RolloutRequest], None]
+    ) -> list[Member]:
+        """The members of a group for ``step``.
+
+        ``begins`` is called when an episode is let into the engines.
+        """
 
 
-def requests(config: RunConfig, task: Task, ids: Sequence[TrajectoryId], visit: int) -> list[RolloutRequest]:
-    """The episodes of one group: what each samples follows from the run's seed, the task, the sample and the visit."""
+def requests(
+    config: RunConfig, task: Task, ids: Sequence[TrajectoryId], visit: int
+) -> list[RolloutRequest]:
+    """The episodes of one group: what each samples follows from the run's seed, the task, the
+    sample and the visit.
+    """
     sampling = config.rollout.sampling.sampling()
     cohort = len(ids) if config.rollout.deterministic else None
-    return [RolloutRequest(task, i, 0, derive(config.seed, task.id, i.sample, visit), sampling, cohort) for i in ids]
+    return [
+        RolloutRequest(task, i, 0, derive(config.seed, task.id, i.sample, visit), sampling, cohort)
+        for i in ids
+    ]
 
 
 class GroupRollout:
-    """Plays groups for the version that the engines serve. ``changed`` is called when an episode begins once more. Until an episode
-    ends, the version that began it is assumed to be the one served when it was let into the engines: that or an older one."""
+    """Plays groups for the version that the engines serve.
+
+    ``changed`` is called when an episode begins once more. Until an episode ends, the version that
+    began it is assumed to be the one served when it was let into the engines: that or an older one.
+    """
 
     def __init__(self, config: RunConfig, changed: Callable[[], None]) -> None:
         self.config, self._changed = config, changed
@@ -62,11 +81,16 @@ class GroupRollout:
 
     async def play(self, request: GroupRequest, task: Task, player: Player) -> Group:
         """All members of a group, which counts as being played until ``forget``."""
-        asked = requests(self.config, task, request.ids(self.config.algorithm.group_size), request.visit)
+        asked = requests(
+            self.config, task, request.ids(self.config.algorithm.group_size), request.visit
+        )
         self._began[request.number] = {}
         members = await player.play(asked, self.version.step, self._begins)
         for member in members:
-            self._set(member.summary.id, member.summary.first_version if isinstance(member.outcome, Scored) else None)
+            self._set(
+                member.summary.id,
+                member.summary.first_version if isinstance(member.outcome, Scored) else None,
+            )
         return Group(request.number, task, tuple(members))
 
     def _begins(self, request: RolloutRequest) -> None:
@@ -74,7 +98,10 @@ class GroupRollout:
             self._changed()
 
     def _set(self, id: TrajectoryId, version: Version | None) -> bool:
-        """Count an episode under the version that began it (None: no longer). Returns whether it was counted before."""
+        """Count an episode under the version that began it (None: no longer).
+
+        Returns whether it was counted before.
+        """
         began = self._began[id.group]
         if before := began.pop(id.sample, None):
             self._forget(before)
@@ -105,18 +132,31 @@ class GroupRollout:
 
 
 class GroupScheduler:
-    """Visits the tasks that are not quarantined, in the cursor's order; what was in flight at a checkpoint comes first."""
+    """Visits the tasks that are not quarantined, in the cursor's order; what was in flight at a
+    checkpoint comes first.
+    """
 
-    def __init__(self, config: RunConfig, dataset: Dataset, ledger: Ledger, on_bad_row: Callable[[DataFailure], None]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        dataset: Dataset,
+        ledger: Ledger,
+        on_bad_row: Callable[[DataFailure], None],
+    ) -> None:
         self.config, self.dataset, self.ledger = config, dataset, ledger
-        order: Order | None = config.data.order.build() if isinstance(config.data.order, Component) else None
+        order: Order | None = (
+            config.data.order.build() if isinstance(config.data.order, Component) else None
+        )
         tiers = [order.tier(task) for task in dataset] if order else ()
         self.cursor = TaskCursor(len(dataset), config.seed, config.data.shuffle, tiers)
         self.next_number = 0
         self.reissue: list[GroupRequest] = []
-        """Groups that were in flight when their run ended, to be played again under their numbers."""
+        """Groups that were in flight when their run ended, to be played again under their numbers.
+        """
         self.one_round = True
-        """Without staleness: what is issued again was one round, which is finished as it began; else it fills rounds of its own."""
+        """Without staleness: what is issued again was one round, which is finished as it began;
+        else it fills rounds of its own.
+        """
         self.issued_this_step = 0
         self.quarantined: set[str] = set()
         """Ids of the tasks that are not played again in this run."""
@@ -124,8 +164,10 @@ class GroupScheduler:
         self._on_bad_row = on_bad_row
 
     def admissible(self, *, ready: int, in_flight: int, acceptance: float) -> int:
-        """How many groups may start now, with ``ready`` trajectories that wait for training or are in it, and ``in_flight`` groups,
-        of whose trajectories the share ``acceptance`` will survive."""
+        """How many groups may start now, with ``ready`` trajectories that wait for training or are
+        in it, and ``in_flight`` groups, of whose trajectories the share ``acceptance`` will
+        survive.
+        """
         c = self.config.algorithm
         stale = c.staleness.max_staleness
         if stale == 0 and in_flight:
@@ -144,7 +186,9 @@ class GroupScheduler:
     def budget(self) -> int:
         """Groups that one step may spend."""
         c = self.config.algorithm
-        return c.filtering.max_generation_batches * (c.filtering.groups_per_generation or c.groups_per_step)
+        return c.filtering.max_generation_batches * (
+            c.filtering.groups_per_generation or c.groups_per_step
+        )
 
     @property
     def spent(self) -> bool:
@@ -152,7 +196,10 @@ class GroupScheduler:
         return self.exhausted or self.issued_this_step >= self.budget
 
     def issue(self) -> GroupRequest | None:
-        """The next group, which is now in flight in the ledger. None when every task is quarantined."""
+        """The next group, which is now in flight in the ledger.
+
+        None when every task is quarantined.
+        """
         request = self._next()
         if request is not None:
             self.ledger.issue(request.ids(self.config.algorithm.group_size))
@@ -160,7 +207,9 @@ class GroupScheduler:
 
     def _next(self) -> GroupRequest | None:
         if self.reissue:
-            request = self.reissue.pop(0)  # counted in ``issued_this_step`` when it was first issued
+            request = self.reissue.pop(
+                0
+            )  # counted in ``issued_this_step`` when it was first issued
             if self.ledger.may_issue(request.ids(self.config.algorithm.group_size)):
                 return request
             self.next_number += 1  # groups have grown since: its ids would not
@@ -178,8 +227,13 @@ class GroupScheduler:
         self.reissue = sorted([*self.reissue, *issues], key=lambda request: request.number)
 
     def make_up_for(self, trajectories: int) -> None:
-        """Groups that replace so many lost trajectories cost the step nothing, as often as its budget has groups."""
-        again = min(math.ceil(trajectories / self.config.algorithm.group_size), self.budget - self._made_up_for)
+        """Groups that replace so many lost trajectories cost the step nothing, as often as its
+        budget has groups.
+        """
+        again = min(
+            math.ceil(trajectories / self.config.algorithm.group_size),
+            self.budget - self._made_up_for,
+        )
         self._made_up_for += again
         self.issued_this_step -= again
 
@@ -192,31 +246,42 @@ class GroupScheduler:
         if task.id in self.quarantined:
             return False
         self.quarantined.add(task.id)
-        self._on_bad_row(DataFailure(self.dataset.where(task), f"{path}: {reason}" if path else reason))
+        self._on_bad_row(
+            DataFailure(self.dataset.where(task), f"{path}: {reason}" if path else reason)
+        )
         return True
 
     @property
     def exhausted(self) -> bool:
         """Every task is quarantined."""
         # The cheap test first: the walk over all tasks is for the rare case that it passes.
-        return len(self.quarantined) >= len(self.dataset) and all(task.id in self.quarantined for task in self.dataset)
+        return len(self.quarantined) >= len(self.dataset) and all(
+            task.id in self.quarantined for task in self.dataset
+        )
 
     def no_task(self) -> ConfigError:
         """The error of a run whose tasks are all quarantined."""
         return ConfigError(
-            f"data.train: every one of the {len(self.dataset)} tasks is quarantined; see quarantine.jsonl. If the rows are good "
-            "and what they need was broken, repair it and run again with checkpoint.resume=runs/NAME/checkpoints/step_N"
+            f"data.train: every one of the {len(self.dataset)} tasks is quarantined; see"
+            " quarantine.jsonl. If the rows are good and what they need was broken, repair it and"
+            " run again with checkpoint.resume=runs/NAME/checkpoints/step_N"
         )
 
     def probe_tasks(self) -> list[Task]:
-        """Tasks that log-prob check and self-test may play, in the dataset's order. Raises ConfigError when there is none."""
+        """Tasks that log-prob check and self-test may play, in the dataset's order.
+
+        Raises ConfigError when there is none.
+        """
         if self.exhausted:
             raise self.no_task()
         return [task for task in self.dataset if task.id not in self.quarantined]
 
     def state(self, in_flight: Iterable[GroupRequest]) -> dict[str, Any]:
         """Plain values. Groups ``in_flight`` will be issued again first."""
-        again, playing = [astuple(request) for request in self.reissue], [astuple(request) for request in in_flight]
+        again, playing = (
+            [astuple(request) for request in self.reissue],
+            [astuple(request) for request in in_flight],
+        )
         synchronous = self.config.algorithm.staleness.max_staleness == 0
         return {
             "cursor": self.cursor.state(),
@@ -229,7 +294,10 @@ class GroupScheduler:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken. Raises CheckpointError when data, seed or shuffling have changed."""
+        """Go on where ``state`` was taken.
+
+        Raises CheckpointError when data, seed or shuffling have changed.
+        """
         self.cursor.restore(state["cursor"])
         self.next_number = state["next_number"]
         self.reissue = [GroupRequest(*request) for request in state["reissue"]]
@@ -239,13 +307,17 @@ class GroupScheduler:
 
 
 FULL = 0.9
-"""Share of an engine's cache from which on requests that wait mean that there are too many episodes."""
+"""Share of an engine's cache from which on requests that wait mean that there are too many
+episodes.
+"""
 GROWTH = 1.25
 """Factor between two looks, while every admitted episode fits."""
 
 
 class ConcurrencyLimit:
-    """How many episodes play at once: ``limit``, until an engine's cache is full and requests wait; then as many as it holds."""
+    """How many episodes play at once: ``limit``, until an engine's cache is full and requests wait;
+    then as many as it holds.
+    """
 
     def __init__(self, limit: float = math.inf) -> None:
         self.limit, self.inside = limit, 0
@@ -255,7 +327,9 @@ class ConcurrencyLimit:
 
     @asynccontextmanager
     async def room(self, episodes: int = 1) -> AsyncIterator[None]:
-        """Admits so many episodes together when there is room for one of them; first come, first served."""
+        """Admits so many episodes together when there is room for one of them; first come, first
+        served.
+        """
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append((turn, episodes))
         self._let_in()
@@ -272,11 +346,16 @@ class ConcurrencyLimit:
             self._let_in()
 
     def observe(self, engines: Sequence[EngineHealth]) -> None:
-        """Adapt the limit to the engines' load: down to the episodes that they really decode, up by ``GROWTH``."""
+        """Adapt the limit to the engines' load: down to the episodes that they really decode, up by
+        ``GROWTH``.
+        """
         caches = [engine.cache for engine in engines if engine.cache is not None]
         if not caches:
             return
-        running, waiting = sum(engine.running for engine in engines), sum(engine.waiting for engine in engines)
+        running, waiting = (
+            sum(engine.running for engine in engines),
+            sum(engine.waiting for engine in engines),
+        )
         self.metrics = {"rollout/cache": max(caches), "rollout/waiting": float(waiting)}
         if waiting and max(caches) >= FULL:
             # At least one episode for each engine, or some would get nothing to decode.

@@ -1,8 +1,11 @@
-"""Engines and policy ranks that have the same GPUs in turn (``enable_sleep_mode`` in ``rollout.engine.extra``): a state machine::
+"""Engines and policy ranks that have the same GPUs in turn (``enable_sleep_mode`` in
+``rollout.engine.extra``): a state machine::
 
-    ROLLOUT --engines sleep--> NOBODY --ranks wake--> POLICY --ranks sleep--> NOBODY --engines wake--> ROLLOUT
+    ROLLOUT --engines sleep--> NOBODY --ranks wake--> POLICY --ranks sleep--> NOBODY --engines
+    wake--> ROLLOUT
 
-Each call may be repeated: a switch that fails leaves the GPUs to nobody, and the next one does all its calls again.
+Each call may be repeated: a switch that fails leaves the GPUs to nobody, and the next one does all
+its calls again.
 """
 
 import asyncio
@@ -22,7 +25,10 @@ GpuHolder = Literal["rollout", "nobody", "policy"]
 
 @dataclass(frozen=True)
 class Sleepers:
-    """Calls of all engines and all ranks. Engines that are lost meanwhile are left out; a lost rank raises PolicyLost."""
+    """Calls of all engines and all ranks.
+
+    Engines that are lost meanwhile are left out; a lost rank raises PolicyLost.
+    """
 
     engines_sleep: Callable[[Level], Awaitable[object]]
     engines_wake: Callable[[], Awaitable[object]]
@@ -31,7 +37,10 @@ class Sleepers:
 
 
 class TimeSharing:
-    """The holder of the GPUs. With ``level`` None both roles keep what they have, and nothing is called."""
+    """The holder of the GPUs.
+
+    With ``level`` None both roles keep what they have, and nothing is called.
+    """
 
     def __init__(self, level: Level | None = None, calls: Sleepers | None = None) -> None:
         self._level: Level = level or "level1"
@@ -43,7 +52,9 @@ class TimeSharing:
 
     @asynccontextmanager
     async def starting(self) -> AsyncIterator[None]:
-        """An engine starts within: it waits until the engines have the GPUs, and they keep them meanwhile."""
+        """An engine starts within: it waits until the engines have the GPUs, and they keep them
+        meanwhile.
+        """
         while self._calls is not None:
             await self._playing.wait()
             async with self._switching:
@@ -78,7 +89,10 @@ class TimeSharing:
 
     @asynccontextmanager
     async def ranks_between(self) -> AsyncIterator[None]:
-        """The ranks compute within, and the engines play on with the weights that they have. Switches back also after an error."""
+        """The ranks compute within, and the engines play on with the weights that they have.
+
+        Switches back also after an error.
+        """
         before = self.holder
         await self._to_policy("level1")
         try:

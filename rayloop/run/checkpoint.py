@@ -1,5 +1,7 @@
-"""Checkpoints (docs/run_folder.md has their layout): written aside, marked complete, renamed, and only then named ``latest``. A
-crash leaves the previous one loadable: ``*.tmp`` is never read. A later lineage is newer whatever its steps."""
+"""Checkpoints (docs/run_folder.md has their layout): written aside, marked complete, renamed, and
+only then named ``latest``. A crash leaves the previous one loadable: ``*.tmp`` is never read. A
+later lineage is newer whatever its steps.
+"""
 
 import asyncio
 import errno
@@ -17,7 +19,14 @@ from typing import Any, Self
 
 from rayloop.core import incidents
 from rayloop.core.events import Emit
-from rayloop.core.failures import CheckpointError, ConfigError, Damaged, NotSaved, Preempted, RayloopError
+from rayloop.core.failures import (
+    CheckpointError,
+    ConfigError,
+    Damaged,
+    NotSaved,
+    Preempted,
+    RayloopError,
+)
 from rayloop.core.files import (
     RETRY,
     Checksum,
@@ -42,10 +51,14 @@ ASIDE, DAMAGED = ".tmp", ".damaged"
 """How the names of folders end that are not read."""
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 FAILED_SAVES = 3
-"""In a row with which training goes on; then it waits for the storage, which may cost everything since the last checkpoint."""
+"""In a row with which training goes on; then it waits for the storage, which may cost everything
+since the last checkpoint.
+"""
 Take = Callable[["Checkpoint"], Awaitable[None]]
 SEEN = 60.0
-"""Seconds after which what a rank wrote must be seen here: a network file system may have kept what it knew of the folder."""
+"""Seconds after which what a rank wrote must be seen here: a network file system may have kept what
+it knew of the folder.
+"""
 
 
 @dataclass(frozen=True)
@@ -86,18 +99,26 @@ class Checkpoint:
 
 def _sums(marker: Mapping[str, Any]) -> dict[str, Checksum]:
     """Of all files that the marker lists, by path."""
-    return {name: Checksum(marker["files"][name], int(crc, 16)) for name, crc in marker.get("crc32", {}).items()}
+    return {
+        name: Checksum(marker["files"][name], int(crc, 16))
+        for name, crc in marker.get("crc32", {}).items()
+    }
 
 
 def complete(folder: Path) -> Checkpoint | None:
-    """The checkpoint in ``folder``, or None unless its marker and every file that the marker lists are there in full."""
+    """The checkpoint in ``folder``, or None unless its marker and every file that the marker lists
+    are there in full.
+    """
     with suppress(Damaged):
         return opened(folder)
     return None
 
 
 def opened(folder: Path) -> Checkpoint:
-    """The checkpoint in ``folder``. Raises Damaged, with the file, unless its marker is whole and all others have their sizes."""
+    """The checkpoint in ``folder``.
+
+    Raises Damaged, with the file, unless its marker is whole and all others have their sizes.
+    """
     try:
         marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
         # A marker of an older version has no checksum of its own, and counts as whole.
@@ -108,7 +129,9 @@ def opened(folder: Path) -> Checkpoint:
         for name, size in marker["files"].items():
             if (there := size_of(folder / name)) != size:
                 raise Damaged(
-                    name, f"{'it is not there' if there is None else f'{there:,} bytes are there'}, {size:,} were written"
+                    name,
+                    f"{'it is not there' if there is None else f'{there:,} bytes are there'},"
+                    f" {size:,} were written",
                 )
         return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -122,8 +145,11 @@ def _own(marker: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Origin:
-    """What one start of a run continues from. ``since``: how many lineages had begun before it; a checkpoint of a later lineage
-    goes before ``resume``. ``fence`` shows whether the run still is this start's."""
+    """What one start of a run continues from.
+
+    ``since``: how many lineages had begun before it; a checkpoint of a later lineage goes before
+    ``resume``. ``fence`` shows whether the run still is this start's.
+    """
 
     folder: Path
     resume: str
@@ -132,7 +158,9 @@ class Origin:
 
     @classmethod
     def of(cls, folder: Path, resume: str, since: int | None = None, fence: Fence = OPEN) -> Self:
-        """Of a start that is made now, for which ``folder`` is made, unless ``since`` says otherwise."""
+        """Of a start that is made now, for which ``folder`` is made, unless ``since`` says
+        otherwise.
+        """
         if since is None:
             folder.mkdir(parents=True, exist_ok=True)
             since = CheckpointStore(folder, keep=1).lineages()
@@ -143,7 +171,9 @@ class Origin:
         return CheckpointStore(self.folder, keep, warn, self.fence)
 
     def check(self) -> None:
-        """Raises RunTaken when another process has taken the run; nothing when the storage does not answer."""
+        """Raises RunTaken when another process has taken the run; nothing when the storage does not
+        answer.
+        """
         with suppress(OSError):
             self.fence.check()
 
@@ -154,12 +184,18 @@ class Origin:
     def _found(self) -> Checkpoint | None:
         """As ``find``. Raises OSError when the folder, which this start has made, is missing."""
         if not self.folder.is_dir():
-            away = f"it is not there; is its storage mounted at {self.fence.mount or mount_of(self.folder)}?"
+            away = (
+                "it is not there; is its storage mounted at"
+                f" {self.fence.mount or mount_of(self.folder)}?"
+            )
             raise FileNotFoundError(errno.ENOENT, away, str(self.folder))
         return self.find()
 
     def candidates(self) -> list[Checkpoint]:
-        """What to continue from, and what when that is damaged, one after the other. Raises ConfigError as ``find``."""
+        """What to continue from, and what when that is damaged, one after the other.
+
+        Raises ConfigError as ``find``.
+        """
         store = CheckpointStore(self.folder, keep=1)
         found = store.newest_first()
         if self.resume == "auto":
@@ -171,8 +207,11 @@ class Origin:
         return ours
 
     async def restore(self, take: Take, emit: Emit, patience: float = 0.0) -> Checkpoint | None:
-        """Let ``take`` continue from the newest intact candidate; None without any. Damaged ones are reported and renamed. What the
-        storage refuses is asked for again for ``patience`` seconds; then it is reported, and keeps its name."""
+        """Let ``take`` continue from the newest intact candidate; None without any.
+
+        Damaged ones are reported and renamed. What the storage refuses is asked for again for
+        ``patience`` seconds; then it is reported, and keeps its name.
+        """
         until = time.monotonic() + patience
         while True:
             waits, failed = time.monotonic() < until, CheckpointStore(self.folder, keep=1).damaged()
@@ -184,15 +223,24 @@ class Origin:
         if found is None and failed:
             raise kind_of(*(why for _, why in failed))(_none_left(failed)) from failed[0][1]
         for bad, why in failed:
-            emit(incidents.CheckpointDamaged(bad.name, why.path if isinstance(why, Damaged) else "", why=str(why)))
+            emit(
+                incidents.CheckpointDamaged(
+                    bad.name, why.path if isinstance(why, Damaged) else "", why=str(why)
+                )
+            )
             if not refused(why):
                 # The new name only spares the next start a look at the same damage.
                 with suppress(OSError):
                     os.replace(bad, unused(bad.with_name(bad.name + DAMAGED)))
         return found
 
-    async def _first(self, take: Take, failed: list[tuple[Path, CheckpointError]], waits: bool) -> Checkpoint | None:
-        """The first that ``take`` took; ``failed`` gets those before. ``waits``: none is tried beside what the storage refused."""
+    async def _first(
+        self, take: Take, failed: list[tuple[Path, CheckpointError]], waits: bool
+    ) -> Checkpoint | None:
+        """The first that ``take`` took; ``failed`` gets those before.
+
+        ``waits``: none is tried beside what the storage refused.
+        """
         for checkpoint in self.candidates():
             if waits and any(refused(why) for _, why in failed):
                 return None
@@ -200,18 +248,31 @@ class Origin:
                 await take(checkpoint)
                 return checkpoint
             except CheckpointError as error:
-                failed.append((checkpoint.folder, getattr(error, "cause", error)))  # without Ray's wrapping
+                failed.append(
+                    (checkpoint.folder, getattr(error, "cause", error))
+                )  # without Ray's wrapping
             except (KeyError, TypeError, ValueError) as error:
-                failed.append((checkpoint.folder, CheckpointError(f"this is no state of a driver: {error!r}")))
+                failed.append(
+                    (checkpoint.folder, CheckpointError(f"this is no state of a driver: {error!r}"))
+                )
         return None
 
     def again(self) -> str:
-        """How to continue, and from what, in words: the same command would begin where it did when that was named."""
+        """How to continue, and from what, in words: the same command would begin where it did when
+        that was named.
+        """
         try:
             found = self._found()
         except (OSError, ConfigError) as error:
-            return f"run again to continue from the newest checkpoint; which one that is cannot be seen now: {error}"
-        where = "the beginning: there is no checkpoint" if found is None else f"step {found.step} ({found.folder.name})"
+            return (
+                "run again to continue from the newest checkpoint; which one that is cannot be"
+                f" seen now: {error}"
+            )
+        where = (
+            "the beginning: there is no checkpoint"
+            if found is None
+            else f"step {found.step} ({found.folder.name})"
+        )
         return f"{self._run(found)} to continue from {where}"
 
     def _run(self, found: Checkpoint | None) -> str:
@@ -220,26 +281,46 @@ class Origin:
         return "run again" if same else "run again with checkpoint.resume=auto"
 
     def stopped(self, last_step: Callable[[], int]) -> RayloopError:
-        """The error of a run that stops while nothing can be saved: Preempted when a checkpoint is there, else NotSaved."""
+        """The error of a run that stops while nothing can be saved: Preempted when a checkpoint is
+        there, else NotSaved.
+        """
         try:
             return self._stopped(last_step())
         except (OSError, ConfigError) as error:
-            return NotSaved(f"stopped while nothing could be saved, or looked up: {error}; run again to continue")
+            return NotSaved(
+                f"stopped while nothing could be saved, or looked up: {error}; run again to"
+                " continue"
+            )
 
     def _stopped(self, last_step: int) -> RayloopError:
         found = self._found()
         began = CheckpointStore(self.folder, keep=1).lineages() > self.since
         if began and last_step > (found.step if found else 0):
-            return NotSaved(f"stopped after step {last_step}, not saved: the driver was gone; {self.again()}")
+            return NotSaved(
+                f"stopped after step {last_step}, not saved: the driver was gone; {self.again()}"
+            )
         if found is None:
-            return NotSaved(f"stopped before anything was trained: there is nothing to save; {self._run(found)} to begin anew")
-        return Preempted(f"stopped while nothing was being trained: there was nothing to save; {self.again()}")
+            return NotSaved(
+                f"stopped before anything was trained: there is nothing to save; {self._run(found)}"
+                " to begin anew"
+            )
+        return Preempted(
+            f"stopped while nothing was being trained: there was nothing to save; {self.again()}"
+        )
 
 
 class CheckpointStore:
-    """``warn`` receives what failed after a checkpoint was complete; ``fence`` is checked before every write."""
+    """``warn`` receives what failed after a checkpoint was complete; ``fence`` is checked before
+    every write.
+    """
 
-    def __init__(self, folder: Path, keep: int, warn: Callable[[str], None] = lambda why: None, fence: Fence = OPEN) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        warn: Callable[[str], None] = lambda why: None,
+        fence: Fence = OPEN,
+    ) -> None:
         self.folder, self.keep, self._warn, self._fence = folder, keep, warn, fence
         self.lineage = 0
 
@@ -252,7 +333,9 @@ class CheckpointStore:
             return max((found.lineage for found in self.newest_first()), default=0)
 
     def next_lineage(self) -> int:
-        """A number that no earlier start of this run has had; the checkpoints that follow belong to it."""
+        """A number that no earlier start of this run has had; the checkpoints that follow belong to
+        it.
+        """
         self.lineage = self.lineages() + 1
         with needed(self.folder / "lineage"):
             self._fence.check()
@@ -261,21 +344,33 @@ class CheckpointStore:
         return self.lineage
 
     def find(self, resume: str) -> Checkpoint | None:
-        """The newest complete checkpoint (``auto``) or None, None (``never``), or that of a folder. Raises ConfigError."""
+        """The newest complete checkpoint (``auto``) or None, None (``never``), or that of a folder.
+
+        Raises ConfigError.
+        """
         if resume == "never":
             return None
         if resume != "auto":
             found = complete(Path(resume))
             if found is None:
-                raise ConfigError(f"checkpoint.resume: {resume} holds no complete checkpoint (no valid {MARKER} marker)")
+                raise ConfigError(
+                    f"checkpoint.resume: {resume} holds no complete checkpoint (no valid {MARKER}"
+                    " marker)"
+                )
             return found
         return next(iter(self.newest_first()), None)
 
     def _folders(self) -> list[Path]:
-        return [path for path in sorted(self.folder.glob("step_*")) if path.suffix not in (ASIDE, DAMAGED)]
+        return [
+            path
+            for path in sorted(self.folder.glob("step_*"))
+            if path.suffix not in (ASIDE, DAMAGED)
+        ]
 
     def damaged(self) -> list[tuple[Path, CheckpointError]]:
-        """The folders that were complete once, since they are called so, and are not any more: which, and why."""
+        """The folders that were complete once, since they are called so, and are not any more:
+        which, and why.
+        """
         found: list[tuple[Path, CheckpointError]] = []
         for folder in self._folders():
             try:
@@ -287,25 +382,40 @@ class CheckpointStore:
     def newest_first(self) -> list[Checkpoint]:
         """The complete checkpoints: by lineage, then step, then time."""
         found = filter(None, map(complete, self._folders()))
-        return sorted(found, key=lambda c: (c.lineage, c.step, (c.folder / MARKER).stat().st_mtime_ns), reverse=True)
+        return sorted(
+            found,
+            key=lambda c: (c.lineage, c.step, (c.folder / MARKER).stat().st_mtime_ns),
+            reverse=True,
+        )
 
     async def save(
-        self, step: int, state: Any, save_trainer: Callable[[str], Awaitable[Mapping[str, Checksum] | None]],
-        about: Mapping[str, Any] = NOTHING, *, best: bool = False,
-    ) -> Checkpoint:  # fmt: skip
-        """Write a checkpoint and prune old ones except the ``best``. ``save_trainer`` writes into its folder and returns checksums
-        (None: computed here). Raises CheckpointError, with nothing half-done left, and RunTaken."""
+        self,
+        step: int,
+        state: Any,
+        save_trainer: Callable[[str], Awaitable[Mapping[str, Checksum] | None]],
+        about: Mapping[str, Any] = NOTHING,
+        *,
+        best: bool = False,
+    ) -> Checkpoint:
+        """Write a checkpoint and prune old ones except the ``best``.
+
+        ``save_trainer`` writes into its folder and returns checksums (None: computed here). Raises
+        CheckpointError, with nothing half-done left, and RunTaken.
+        """
         aside = self.folder / f"step_{step:06d}.{self.lineage}{ASIDE}"
         try:
             # Another lineage may have saved this step already.
             final = unused(self.folder / f"step_{step:06d}")
             await asyncio.to_thread(self._begin)
-            aside.mkdir()  # not its parents: where the storage is not mounted, they would be below its mount point
+            # not its parents: where the storage is not mounted, they would be below its mount point
+            aside.mkdir()
             (aside / TRAINER).mkdir()
             written = await save_trainer(str(aside / TRAINER)) or {}
             await asyncio.to_thread(self._commit, aside, final, step, state, about, written)
         except (OSError, CheckpointError) as error:
-            raise kind_of(error, saving=True)(self._explain(step, error, size_below(aside))) from error
+            raise kind_of(error, saving=True)(
+                self._explain(step, error, size_below(aside))
+            ) from error
         finally:
             shutil.rmtree(aside, ignore_errors=True)  # nothing is there after a save
         # The checkpoint is complete here: what fails below costs a warning, and not the step.
@@ -318,11 +428,15 @@ class CheckpointStore:
         with suppress(OSError):
             free = f"{shutil.disk_usage(self.folder).free:,}"
             earlier = [size_below(found.folder) for found in self.newest_first()]
-        needs = f"It needs about {max(earlier):,} bytes" if earlier else "`python -m rayloop doctor CONFIG` says what it needs"
+        needs = (
+            f"It needs about {max(earlier):,} bytes"
+            if earlier
+            else "`python -m rayloop doctor CONFIG` says what it needs"
+        )
         before = "; the previous checkpoint is intact" if earlier else ""
         return (
-            f"the checkpoint of step {step} could not be written below {self.folder}: {error}. {needs}, {written:,} were written, "
-            f"and {free} bytes are free{before}"
+            f"the checkpoint of step {step} could not be written below {self.folder}: {error}."
+            f" {needs}, {written:,} were written, and {free} bytes are free{before}"
         )
 
     def _begin(self) -> None:
@@ -333,7 +447,13 @@ class CheckpointStore:
             shutil.rmtree(path, ignore_errors=True)
 
     def _commit(
-        self, aside: Path, final: Path, step: int, state: Any, about: Mapping[str, Any], written: Mapping[str, Checksum]
+        self,
+        aside: Path,
+        final: Path,
+        step: int,
+        state: Any,
+        about: Mapping[str, Any],
+        written: Mapping[str, Checksum],
     ) -> None:
         # The ranks' files first: all that is there by then gets a size and a checksum.
         _until_seen(aside / TRAINER, written)
@@ -356,13 +476,18 @@ class CheckpointStore:
             "crc32": {name: f"{sum.crc32:08x}" for name, sum in sums.items()},
         }
 
-        write_whole(aside / MARKER, json.dumps({**marker, "own_crc32": _own(marker)}, indent=1).encode())
+        write_whole(
+            aside / MARKER, json.dumps({**marker, "own_crc32": _own(marker)}, indent=1).encode()
+        )
         # Once more, since writing took a while in which another process may have taken the run.
         self._fence.check()
         os.replace(aside, final)
 
     def _tidy(self, final: Path, best: bool) -> list[str]:
-        """What follows a complete checkpoint. Returns what failed: that costs no step, and the rest is done."""
+        """What follows a complete checkpoint.
+
+        Returns what failed: that costs no step, and the rest is done.
+        """
 
         def name() -> None:
             # The checkpoint's own name first: ``latest`` must
@@ -381,7 +506,11 @@ class CheckpointStore:
         failed = []
         acts = [("not named as the best", link)] * best
         # ``best`` is linked before the pruning, which spares what it points to.
-        for what, act in (*acts, ("not named as the latest", name), ("an older one could not be removed", self._prune)):
+        for what, act in (
+            *acts,
+            ("not named as the latest", name),
+            ("an older one could not be removed", self._prune),
+        ):
             try:
                 act()
             except OSError as error:
@@ -402,20 +531,27 @@ class CheckpointStore:
 
 def _none_left(failed: list[tuple[Path, CheckpointError]]) -> str:
     (newest, why), *others = failed
-    rest = f", nor can {len(others)} more" if others else "; there is no other one to take its place"
+    rest = (
+        f", nor can {len(others)} more" if others else "; there is no other one to take its place"
+    )
     return (
-        f"{newest} cannot be restored: {why}{rest}. Nothing was changed: repair the storage and start again, name another "
-        "checkpoint with checkpoint.resume=FOLDER, or begin anew under another name=..."
+        f"{newest} cannot be restored: {why}{rest}. Nothing was changed: repair the storage and"
+        " start again, name another checkpoint with checkpoint.resume=FOLDER, or begin anew under"
+        " another name=..."
     )
 
 
 def _until_seen(trainer: Path, written: Mapping[str, Checksum]) -> None:
-    """Return when all that the ranks have ``written`` is seen here. Raises CheckpointError after ``SEEN`` seconds."""
+    """Return when all that the ranks have ``written`` is seen here.
+
+    Raises CheckpointError after ``SEEN`` seconds.
+    """
     deadline = time.monotonic() + SEEN
     while missing := [name for name, sum in written.items() if size_of(trainer / name) != sum.size]:
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"{', '.join(missing)}: written by ranks of the policy, and not to be seen on {socket.gethostname()} after "
-                f"{SEEN:g} s. output must be a folder that all nodes share"
+                f"{', '.join(missing)}: written by ranks of the policy, and not to be seen on"
+                f" {socket.gethostname()} after {SEEN:g} s. output must be a folder that all nodes"
+                " share"
             )
         time.sleep(0.1)

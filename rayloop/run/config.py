@@ -1,4 +1,6 @@
-"""The configuration of a run: assembled from the settings classes that each part owns, and checked across parts."""
+"""The configuration of a run: assembled from the settings classes that each part owns, and checked
+across parts.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,7 +9,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rayloop.config.settings import Component, LocalPath, Role, SettingsModel, check_components, load
+from rayloop.config.settings import (
+    Component,
+    LocalPath,
+    Role,
+    SettingsModel,
+    check_components,
+    load,
+)
 from rayloop.engines.machine import per_process
 from rayloop.engines.settings import (
     EngineChoice,
@@ -17,7 +26,7 @@ from rayloop.engines.settings import (
     OptimizerSettings,
     OwnEngine,
     TransformersEngineSettings,
-)  # fmt: skip
+)
 from rayloop.envs.settings import ENVIRONMENT, EnvironmentKind, EpisodeSettings, SamplingSettings
 from rayloop.grpo.alarms import AlarmSettings
 from rayloop.grpo.losses.settings import LOSS, AdaptiveKl, LossChoice, PpoLoss
@@ -39,23 +48,47 @@ from rayloop.run.lifetime import (
 )
 from rayloop.run.place import from_start
 from rayloop.run.roles import Placement, ReferenceSettings, RoleSettings
-from rayloop.transports.settings import BroadcastTransport, ObjectStoreTransport, Placed, TransportSettings, problems
+from rayloop.transports.settings import (
+    BroadcastTransport,
+    ObjectStoreTransport,
+    Placed,
+    TransportSettings,
+    problems,
+)
 
 
 class DataSettings(SettingsModel):
     """The tasks: training rows, held-out rows, their reader and order."""
 
     train: LocalPath
-    """JSONL, JSON array or parquet file of the training rows. Images are resolved relative to its folder."""
+    """JSONL, JSON array or parquet file of the training rows.
+
+    Images are resolved relative to its folder.
+    """
     eval: LocalPath | None = None
-    """Held-out rows for ``evaluation``. Without them nothing shows whether the policy learns or memorises."""
+    """Held-out rows for ``evaluation``.
+
+    Without them nothing shows whether the policy learns or memorises.
+    """
     anywhere: bool = False
-    """Rows may name images and videos outside of their file's folder. Set it for rows that you trust: any file may be shown."""
-    reader: Annotated[Component, Role("reader", ("task",))] = Component(use="rayloop.data.dataset:ChatRows")
-    """Turns a row into a task; by default verl's columns (prompt, images, reward_model, ...). Name your own for others."""
+    """Rows may name images and videos outside of their file's folder.
+
+    Set it for rows that you trust: any file may be shown.
+    """
+    reader: Annotated[Component, Role("reader", ("task",))] = Component(
+        use="rayloop.data.dataset:ChatRows"
+    )
+    """Turns a row into a task; by default verl's columns (prompt, images, reward_model, ...).
+
+    Name your own for others.
+    """
     order: Annotated[Component, Role("order", ("tier",))] | Literal["file"] | None = None
-    """Which rows come first. None: a new order in each epoch, from the seed. file: that of the file. A curriculum for the first
-    epoch: ``{use: "rayloop.recipes.arc_vision.data:LargeFirst"}`` or ``rayloop.run.order:BySolveRate``."""
+    """Which rows come first.
+
+    None: a new order in each epoch, from the seed. file: that of the file. A curriculum for the
+    first epoch: ``{use: "rayloop.recipes.arc_vision.data:LargeFirst"}`` or
+    ``rayloop.run.order:BySolveRate``.
+    """
 
     @property
     def shuffle(self) -> bool:
@@ -70,11 +103,16 @@ class RolloutSettings(RoleSettings):
     """The actors that generate."""
 
     engine: Annotated[GenerationSettings, Role("engine", ENGINE)] = TransformersEngineSettings()
-    """What generates: [engines](engines.md). One of your own: [engine](bring_your_own/engine.md)."""
+    """What generates: [engines](engines.md).
+
+    One of your own: [engine](bring_your_own/engine.md).
+    """
     sampling: SamplingSettings = SamplingSettings()
     deterministic: bool = False
-    """Each group is decoded as its own batch and committed in request order: a resumed run equals an uninterrupted one
-    bit for bit. For tests and for hunting differences: decoding group by group is slower."""
+    """Each group is decoded as its own batch and committed in request order: a resumed run equals
+    an uninterrupted one bit for bit. For tests and for hunting differences: decoding group by group
+    is slower.
+    """
 
 
 class EnvironmentSettings(RoleSettings):
@@ -82,19 +120,28 @@ class EnvironmentSettings(RoleSettings):
 
     episode: EpisodeSettings = EpisodeSettings()
     kinds: Annotated[dict[str, EnvironmentKind], ENVIRONMENT] = {}
-    """``{name: {use: module:Class, with: {...}, isolation: thread}}``: several kinds of environment in one run. A row names its
-    own in the column ``environment``; a row without is played in ``episode.environment``. Empty: that column means nothing."""
+    """``{name: {use: module:Class, with: {...}, isolation: thread}}``: several kinds of environment
+    in one run. A row names its own in the column ``environment``; a row without is played in
+    ``episode.environment``. Empty: that column means nothing.
+    """
     placement: Placement = Placement(num_cpus=0.5)
     episodes_at_once: int | None = Field(None, ge=1)
-    """Episodes that one actor plays at once; more of a group go to other actors. None: all that it is given. Set it where an
-    episode needs memory or cores of its own (browsers, desktops)."""
+    """Episodes that one actor plays at once; more of a group go to other actors.
+
+    None: all that it is given. Set it where an episode needs memory or cores of its own (browsers,
+    desktops).
+    """
     attempts: int = Field(3, ge=1)
-    """How often an episode is played when its environment fails, before its trajectory is excluded. When so many episodes of one
-    group hung, the others are not played and the task is quarantined. Raise it for environments that often fail by chance."""
+    """How often an episode is played when its environment fails, before its trajectory is excluded.
+
+    When so many episodes of one group hung, the others are not played and the task is quarantined.
+    Raise it for environments that often fail by chance.
+    """
     episode_timeout: float = Field(3600.0, gt=0)
-    """Seconds for a whole episode, from when its actor has room for it; beyond them it hangs, and is played again. A generation
-    request has a sixth of them, after which its engine counts as lost. Raise it for long episodes and long turns, with
-    ``recovery.stall_timeout``."""
+    """Seconds for a whole episode, from when its actor has room for it; beyond them it hangs, and
+    is played again. A generation request has a sixth of them, after which its engine counts as
+    lost. Raise it for long episodes and long turns, with ``recovery.stall_timeout``.
+    """
 
 
 class RewardPool(RewardSettings, RoleSettings):
@@ -107,30 +154,41 @@ class PolicySettings(SettingsModel):
     """The actors that train: one for each FSDP rank."""
 
     ranks: int = Field(1, ge=1)
-    """FSDP world size: one actor per rank. Raise it for more GPUs: memory per rank falls, and steps get faster."""
+    """FSDP world size: one actor per rank.
+
+    Raise it for more GPUs: memory per rank falls, and steps get faster.
+    """
     engine: FsdpSettings = FsdpSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     loss: Annotated[LossChoice, LOSS] = PpoLoss()
     update: UpdateSettings = UpdateSettings()
     placement: Placement = Placement()
     step_timeout: float = Field(3600.0, gt=0)
-    """Seconds for one call of the trainer (step, checkpoint, export); an engine has a sixth of them to take over synced weights.
-    Raise it for large steps, large models and slow networks, with ``recovery.stall_timeout``."""
+    """Seconds for one call of the trainer (step, checkpoint, export); an engine has a sixth of them
+    to take over synced weights. Raise it for large steps, large models and slow networks, with
+    ``recovery.stall_timeout``.
+    """
 
 
 class WeightSyncSettings(SettingsModel):
     """How weights reach the engines, and what is checked at the start."""
 
-    transport: Annotated[TransportSettings, Role("transport", ("sender", "receiver", "deliver"))] = ObjectStoreTransport()
+    transport: Annotated[
+        TransportSettings, Role("transport", ("sender", "receiver", "deliver"))
+    ] = ObjectStoreTransport()
     logprob_check: Literal["self_test", "stop", "warn"] = "self_test"
-    """The log-prob check at the start: a mean |difference| of 1e-3 is allowed in float32, 0.05 in bfloat16. stop: the run ends when
-    engines and trainer disagree. self_test: also perturb each group of parameters (not for large bfloat16 models). warn: as
-    self_test, but go on."""
+    """The log-prob check at the start: a mean |difference| of 1e-3 is allowed in float32, 0.05 in
+    bfloat16. stop: the run ends when engines and trainer disagree. self_test: also perturb each
+    group of parameters (not for large bfloat16 models). warn: as self_test, but go on.
+    """
 
 
 def _name(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text):
-        raise ValueError(f"got {text!r}, expected letters, digits, '.', '_' and '-', beginning with a letter or digit")
+        raise ValueError(
+            f"got {text!r}, expected letters, digits, '.', '_' and '-', beginning with a letter or"
+            " digit"
+        )
     return text
 
 
@@ -138,13 +196,20 @@ class RunConfig(SettingsModel):
     """One run. ``python -m rayloop train CONFIG --print-config`` shows it expanded."""
 
     name: Annotated[str, AfterValidator(_name)]
-    """The run's folder below ``output``: letters, digits, ``.``, ``_`` and ``-``, beginning with a letter or digit."""
+    """The run's folder below ``output``: letters, digits, ``.``, ``_`` and ``-``, beginning with a
+    letter or digit.
+    """
     output: LocalPath = "runs"
     """Folder of all runs. Set it to a file system that all nodes see when there are several."""
     seed: int = 0
-    """Everything random follows from it: order of the tasks, sampling, updates. Change it to repeat an experiment independently."""
+    """Everything random follows from it: order of the tasks, sampling, updates.
+
+    Change it to repeat an experiment independently.
+    """
     steps: int = Field(gt=0)
-    """Steps to do in all, those of an earlier attempt included: raise it to go on with a run that is done."""
+    """Steps to do in all, those of an earlier attempt included: raise it to go on with a run that
+    is done.
+    """
     model: ModelSettings
     data: DataSettings
     environment: EnvironmentSettings = EnvironmentSettings()
@@ -162,34 +227,49 @@ class RunConfig(SettingsModel):
     recovery: RecoverySettings = RecoverySettings()
     preemption: PreemptionSettings = PreemptionSettings()
     loggers: LoggersSettings = ()
-    """Where metrics go besides ``metrics.jsonl`` and Prometheus, such as ``loggers: [{kind: tensorboard}, {use: "mine:Logger"}]``
-    (docs/bring_your_own/metric.md). One that fails is dropped with an event; the run goes on."""
+    """Where metrics go besides ``metrics.jsonl`` and Prometheus, such as ``loggers: [{kind:
+    tensorboard}, {use: "mine:Logger"}]`` (docs/bring_your_own/metric.md). One that fails is dropped
+    with an event; the run goes on.
+    """
     keep_rollouts: int = Field(4, ge=0)
-    """Groups per step written to ``rollouts/`` with texts and images, two completions of one of them also to the terminal; 0: none.
-    Raise it to read more of them."""
+    """Groups per step written to ``rollouts/`` with texts and images, two completions of one of
+    them also to the terminal; 0: none. Raise it to read more of them.
+    """
 
     @model_validator(mode="before")
     @classmethod
     def _slow_start(cls, data: Any) -> Any:
-        """An engine that compiles when it starts on a GPU has the time for it, unless the configuration says how much."""
+        """An engine that compiles when it starts on a GPU has the time for it, unless the
+        configuration says how much.
+        """
         # Before validation, since afterwards a default looks like a value that was set.
         return with_time_to_compile(data) if isinstance(data, Mapping) else data
 
     @model_validator(mode="after")
     def _across_parts(self) -> Self:
-        for problem in (*_problems(self), *_reference_problems(self), *_engine_problems(self), *_transport_problems(self)):
+        for problem in (
+            *_problems(self),
+            *_reference_problems(self),
+            *_engine_problems(self),
+            *_transport_problems(self),
+        ):
             raise ValueError(problem)
         return self
 
     @property
     def engine(self) -> EngineChoice:
-        """``rollout.engine`` on its actor's GPUs, with room for an episode. One of your own computes in the trainer's dtype."""
+        """``rollout.engine`` on its actor's GPUs, with room for an episode.
+
+        One of your own computes in the trainer's dtype.
+        """
         engine = self.rollout.engine
         if isinstance(engine, Component):
             return OwnEngine(component=engine, dtype=self.policy.engine.dtype)
         made = engine.placed(self.rollout.placement.num_gpus, self.longest)
         if isinstance(made, TransformersEngineSettings) and made.threads is None:
-            return made.model_copy(update={"threads": self._threads(self.rollout.placement, self.rollout.actors)})
+            return made.model_copy(
+                update={"threads": self._threads(self.rollout.placement, self.rollout.actors)}
+            )
         return made
 
     @property
@@ -216,7 +296,9 @@ class RunConfig(SettingsModel):
 
     @property
     def reference_kind(self) -> Literal["none", "actor", "adapter_off"]:
-        """``actor`` with a model of its own, or the policy without its adapter: where the reference's log-probs come from."""
+        """``actor`` with a model of its own, or the policy without its adapter: where the
+        reference's log-probs come from.
+        """
         if not self.policy.loss.uses_kl:
             return "none"
         return "actor" if self.policy.engine.lora is None or self.reference.path else "adapter_off"
@@ -229,14 +311,22 @@ class RunConfig(SettingsModel):
 
     @property
     def sync_timeout(self) -> float:
-        """Seconds for an engine to take over synced weights; each wait within a broadcast has a fifth of them."""
+        """Seconds for an engine to take over synced weights; each wait within a broadcast has a
+        fifth of them.
+        """
         return self.policy.step_timeout / 6
 
     @property
     def transport(self) -> TransportSettings:
-        """``weight_sync.transport``, whose waits fit into ``sync_timeout``, and to which all ``receivers`` come."""
+        """``weight_sync.transport``, whose waits fit into ``sync_timeout``, and to which all
+        ``receivers`` come.
+        """
         chosen = self.weight_sync.transport
-        return chosen.within(self.sync_timeout, self.engine.receivers) if isinstance(chosen, BroadcastTransport) else chosen
+        return (
+            chosen.within(self.sync_timeout, self.engine.receivers)
+            if isinstance(chosen, BroadcastTransport)
+            else chosen
+        )
 
     @property
     def trainer(self) -> FsdpSettings:
@@ -250,11 +340,18 @@ class RunConfig(SettingsModel):
 
     def _scoring(self, placement: Placement, processes: int) -> FsdpSettings:
         made = self.policy.engine
-        return made if made.threads else made.model_copy(update={"threads": self._threads(placement, processes)})
+        return (
+            made
+            if made.threads
+            else made.model_copy(update={"threads": self._threads(placement, processes)})
+        )
 
     def _threads(self, placement: Placement, processes: int) -> int | None:
-        """Returns the torch threads of one of ``processes`` that compute at the same time. None: the actor's ``num_cpus``, on GPUs
-        and with ``rollout.deterministic``, where a resumed run must not depend on the machine's cores."""
+        """Returns the torch threads of one of ``processes`` that compute at the same time.
+
+        None: the actor's ``num_cpus``, on GPUs and with ``rollout.deterministic``, where a resumed
+        run must not depend on the machine's cores.
+        """
         if placement.num_gpus or self.rollout.deterministic:
             return None
         if self.algorithm.staleness.max_staleness > 0:
@@ -268,12 +365,16 @@ class RunConfig(SettingsModel):
 
     @property
     def rounds(self) -> bool:
-        """Whether trainer or engine computes in bfloat16, so that their log-probs differ by its rounding."""
+        """Whether trainer or engine computes in bfloat16, so that their log-probs differ by its
+        rounding.
+        """
         return "bfloat16" in (self.policy.engine.dtype, self.engine.dtype)
 
     @property
     def drift(self) -> float:
-        """Mean |log-prob difference| of fresh samples that raises an alarm (docs/algorithm.md, section 10)."""
+        """Mean |log-prob difference| of fresh samples that raises an alarm (docs/algorithm.md,
+        section 10).
+        """
         return 0.1 if self.rounds else 1e-3
 
 
@@ -281,7 +382,10 @@ _IN_EVALUATION = " in evaluations (evaluation.over)"
 
 
 def read(path: Path, overrides: list[str], over: Sequence[Path] = ()) -> RunConfig:
-    """The checked configuration, with the files ``over`` laid over it. Raises ConfigError with file and line."""
+    """The checked configuration, with the files ``over`` laid over it.
+
+    Raises ConfigError with file and line.
+    """
     config = load(path, overrides, RunConfig, over)
     config = from_start(config, path.parent)
     check_components(config)
@@ -295,14 +399,20 @@ def _problems(c: RunConfig) -> Any:
     yield from _advantage_problems(c)
     unmeasured = c.data.eval is None or not c.evaluation.every
     if unmeasured and c.evaluation.patience:
-        yield "evaluation.patience goes by the held-out reward, which this run never measures: set data.eval and evaluation.every"
+        yield (
+            "evaluation.patience goes by the held-out reward, which this run never measures: set"
+            " data.eval and evaluation.every"
+        )
 
     if c.rollout.deterministic and stale > 0:
-        yield f"rollout.deterministic promises bit-equal resumption, which max_staleness: {stale} cannot keep; set it to 0"
+        yield (
+            f"rollout.deterministic promises bit-equal resumption, which max_staleness: {stale}"
+            " cannot keep; set it to 0"
+        )
     if c.policy.update.mini_batches > a.groups_per_step:
         yield (
-            f"policy.update.mini_batches ({c.policy.update.mini_batches}) are cut at group boundaries, "
-            f"and a step has only {a.groups_per_step} groups"
+            f"policy.update.mini_batches ({c.policy.update.mini_batches}) are cut at group"
+            f" boundaries, and a step has only {a.groups_per_step} groups"
         )
 
     for where, each in {"": c, _IN_EVALUATION: c.in_evaluation}.items():
@@ -310,12 +420,16 @@ def _problems(c: RunConfig) -> Any:
         yield from each.engine.unkept(each.rollout.sampling.sampling(), where)
         if episode.max_prompt_tokens + room > episode.max_tokens:
             yield (
-                f"a prompt of max_prompt_tokens ({episode.max_prompt_tokens}) and one turn of sampling.max_tokens ({room}) make "
-                f"{episode.max_prompt_tokens + room} tokens{where}, above episode.max_tokens ({episode.max_tokens})"
+                f"a prompt of max_prompt_tokens ({episode.max_prompt_tokens}) and one turn of"
+                f" sampling.max_tokens ({room}) make {episode.max_prompt_tokens + room}"
+                f" tokens{where}, above episode.max_tokens ({episode.max_tokens})"
             )
 
     per = a.filtering.groups_per_generation or a.groups_per_step
-    if per * a.filtering.max_generation_batches * a.group_size < a.target * a.filtering.min_fraction:
+    if (
+        per * a.filtering.max_generation_batches * a.group_size
+        < a.target * a.filtering.min_fraction
+    ):
         yield (
             f"{a.filtering.max_generation_batches} generation batches of {per} groups make "
             f"{per * a.filtering.max_generation_batches * a.group_size} trajectories at most; "
@@ -327,30 +441,51 @@ def _advantage_problems(c: RunConfig) -> Any:
     """What the advantage needs and the run has not."""
     kind, loss = c.algorithm.advantage.kind, c.policy.loss
     if c.algorithm.group_size == 1 and kind not in ("raw", "distill", None):
-        yield "algorithm.group_size is 1: a lone sample has no baseline. Use at least 2, or advantage.kind: raw"
+        yield (
+            "algorithm.group_size is 1: a lone sample has no baseline. Use at least 2, or"
+            " advantage.kind: raw"
+        )
     least, size = c.algorithm.advantage.with_.get("min_group"), c.algorithm.group_size
     if isinstance(least, int) and least > size:
-        yield f"algorithm.advantage.with.min_group ({least}) is above algorithm.group_size ({size}): no group has as many members"
+        yield (
+            f"algorithm.advantage.with.min_group ({least}) is above algorithm.group_size ({size}):"
+            " no group has as many members"
+        )
 
     if kind in ("turns", "gigpo") and c.environment.episode.max_turns == 1:
-        yield f"algorithm.advantage.kind: {kind} compares turns, and environment.episode.max_turns is 1: raise it, or use grpo"
+        yield (
+            f"algorithm.advantage.kind: {kind} compares turns, and environment.episode.max_turns is"
+            " 1: raise it, or use grpo"
+        )
     if kind == "gdpo" and not c.algorithm.advantage.with_.get("weights"):
-        yield "algorithm.advantage.kind: gdpo needs the components that it normalises: set with.weights, as {iou: 1.0, format: 0.5}"
+        yield (
+            "algorithm.advantage.kind: gdpo needs the components that it normalises: set"
+            " with.weights, as {iou: 1.0, format: 0.5}"
+        )
 
     if kind == "distill" and not (loss.uses_kl and c.reference.path):
         yield (
-            "algorithm.advantage.kind: distill has the KL to a teacher as its loss: set reference.path to the teacher, "
-            "policy.loss.kl_coef to 1 and policy.loss.kl to k2"
+            "algorithm.advantage.kind: distill has the KL to a teacher as its loss: set"
+            " reference.path to the teacher, policy.loss.kl_coef to 1 and policy.loss.kl to k2"
         )
     follows = loss.kl_term.unbiased or loss.kl_term.estimator in ("k2", "k3+")
     if kind == "distill" and (loss.kl_term.where == "reward" or not follows):
-        yield f"policy.loss.kl: {loss.kl} has not the gradient that advantage.kind: distill follows; set k2 or k3+"
+        yield (
+            f"policy.loss.kl: {loss.kl} has not the gradient that advantage.kind: distill follows;"
+            " set k2 or k3+"
+        )
     if kind == "distill" and loss.uses_entropy:
-        yield "policy.loss.entropy_coef is part of the policy gradient, which advantage.kind: distill leaves out; set it to 0"
+        yield (
+            "policy.loss.entropy_coef is part of the policy gradient, which advantage.kind: distill"
+            " leaves out; set it to 0"
+        )
 
     most = c.algorithm.target * c.policy.update.epochs / 5
     if isinstance(loss.kl_coef, AdaptiveKl) and loss.kl_coef.horizon <= most:
-        yield f"policy.loss.kl_coef.horizon: {loss.kl_coef.horizon:g} can take the coefficient to 0 at once; set it above {most:g}"
+        yield (
+            f"policy.loss.kl_coef.horizon: {loss.kl_coef.horizon:g} can take the coefficient to 0"
+            f" at once; set it above {most:g}"
+        )
     if loss.uses_kl and loss.kl_term.where == "reward":
         yield from _begins_again(c.environment)
 
@@ -369,28 +504,54 @@ def _reference_problems(c: RunConfig) -> Any:
     """What the reference cannot do."""
     reference, sampling = c.reference, c.rollout.sampling
     if reference.path and not c.policy.loss.uses_kl:
-        yield "reference.path is of use to the KL term alone: set policy.loss.kl_coef above 0, or leave it out"
-    if reference.refresh_every and reference.path:
-        yield f"reference.refresh_every would replace {reference.path} by the policy: leave it or reference.path out"
-    elif reference.refresh_every and c.reference_kind != "actor":
-        why = "no KL term reads" if c.reference_kind == "none" else "policy.engine.lora leaves the policy without its adapter for"
-        yield f"reference.refresh_every renews copies of the model, and {why} the reference: leave it out"
-    if reference.server and (sampling.temperature != 1 or sampling.min_tokens or sampling.top_p < 1 or sampling.top_k):
         yield (
-            f"reference.path: {reference.server} gives log-probs of unchanged distributions: set rollout.sampling.temperature and "
-            "top_p to 1, min_tokens to 0 and top_k to null, or name a folder"
+            "reference.path is of use to the KL term alone: set policy.loss.kl_coef above 0, or"
+            " leave it out"
+        )
+    if reference.refresh_every and reference.path:
+        yield (
+            f"reference.refresh_every would replace {reference.path} by the policy: leave it or"
+            " reference.path out"
+        )
+    elif reference.refresh_every and c.reference_kind != "actor":
+        why = (
+            "no KL term reads"
+            if c.reference_kind == "none"
+            else "policy.engine.lora leaves the policy without its adapter for"
+        )
+        yield (
+            f"reference.refresh_every renews copies of the model, and {why} the reference: leave"
+            " it out"
+        )
+    if reference.server and (
+        sampling.temperature != 1 or sampling.min_tokens or sampling.top_p < 1 or sampling.top_k
+    ):
+        yield (
+            f"reference.path: {reference.server} gives log-probs of unchanged distributions: set"
+            " rollout.sampling.temperature and top_p to 1, min_tokens to 0 and top_k to null, or"
+            " name a folder"
         )
 
 
 def _engine_problems(c: RunConfig) -> Any:
     """What the engine cannot do, or not where it is placed."""
     if c.rollout.deterministic and not c.engine.cohorts:
-        yield (f"rollout.deterministic: only engine.kind: transformers decodes a group as its own batch, {c.engine.label} does not")
-    yield from c.engine.unshared(c.rollout.placement.num_gpus, c.policy.placement.num_gpus, ahead=c.algorithm.carry_over)
+        yield (
+            "rollout.deterministic: only engine.kind: transformers decodes a group as its own"
+            f" batch, {c.engine.label} does not"
+        )
+    yield from c.engine.unshared(
+        c.rollout.placement.num_gpus, c.policy.placement.num_gpus, ahead=c.algorithm.carry_over
+    )
     yield from c.engine.problems(c.rollout.placement.num_gpus, c.longest)
 
 
 def _transport_problems(c: RunConfig) -> Any:
-    yield from problems(c.weight_sync.transport, Placed(c.policy.placement.num_gpus, c.rollout.placement.num_gpus))
+    yield from problems(
+        c.weight_sync.transport, Placed(c.policy.placement.num_gpus, c.rollout.placement.num_gpus)
+    )
     if c.engine.sleep and isinstance(c.weight_sync.transport, BroadcastTransport):
-        yield "weight_sync.transport.kind: engines that share GPUs in turns are asleep while the policy sends; use object_store"
+        yield (
+            "weight_sync.transport.kind: engines that share GPUs in turns are asleep while the"
+            " policy sends; use object_store"
+        )

@@ -1,4 +1,6 @@
-"""What the actors of a run reserve: CPUs, GPUs and whatever else a cluster counts, and the object store's size. Needs no Ray."""
+"""What the actors of a run reserve: CPUs, GPUs and whatever else a cluster counts, and the object
+store's size. Needs no Ray.
+"""
 
 import shutil
 from collections.abc import Iterable, Mapping
@@ -10,16 +12,25 @@ from rayloop.run.roles import Placement
 
 SHARED_MEMORY = Path("/dev/shm")
 VERSIONS = 2.5
-"""Weight updates that the object store has room for: one is loaded by the last engines while the next is made."""
+"""Weight updates that the object store has room for: one is loaded by the last engines while the
+next is made.
+"""
 ROOM = 0.9
 """Share of the free shared memory that a private cluster's store may have."""
 
 
 def demand(config: RunConfig, trains: bool = True) -> list[tuple[str, Placement]]:
-    """One entry per actor, in the order of the placement group's bundles. An evaluation neither trains nor compares."""
+    """One entry per actor, in the order of the placement group's bundles.
+
+    An evaluation neither trains nor compares.
+    """
     training = [
         ("policy", config.policy.ranks, config.policy.placement),
-        ("reference", config.reference.actors if config.reference_kind == "actor" else 0, config.reference.placement),
+        (
+            "reference",
+            config.reference.actors if config.reference_kind == "actor" else 0,
+            config.reference.placement,
+        ),
     ]
     roles = [
         ("rollout", config.rollout.actors, config.rollout.placement),
@@ -57,11 +68,19 @@ def update_bytes(config: RunConfig, parameters: int) -> int:
 
 
 def store_wanted(config: RunConfig, parameters: int) -> int:
-    """Bytes of a private cluster's object store: what a run needs anyway, and the weight updates that exist at once."""
+    """Bytes of a private cluster's object store: what a run needs anyway, and the weight updates
+    that exist at once.
+    """
     return OBJECT_STORE + int(VERSIONS * update_bytes(config, parameters))
 
 
 def store(config: RunConfig, parameters: int, shared_memory: Path = SHARED_MEMORY) -> int:
-    """As ``store_wanted``, within what the shared memory has free: what does not fit, Ray writes to a disk and reads again."""
-    room = int(ROOM * shutil.disk_usage(shared_memory).free) if shared_memory.is_dir() else OBJECT_STORE
+    """As ``store_wanted``, within what the shared memory has free: what does not fit, Ray writes to
+    a disk and reads again.
+    """
+    room = (
+        int(ROOM * shutil.disk_usage(shared_memory).free)
+        if shared_memory.is_dir()
+        else OBJECT_STORE
+    )
     return max(OBJECT_STORE, min(store_wanted(config, parameters), room))

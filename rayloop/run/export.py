@@ -1,4 +1,6 @@
-"""``python -m rayloop export``: a checkpoint of a run, or adapters of peft, as a model folder that plain transformers loads."""
+"""``python -m rayloop export``: a checkpoint of a run, or adapters of peft, as a model folder that
+plain transformers loads.
+"""
 
 import shutil
 import tempfile
@@ -17,8 +19,10 @@ from rayloop.run.place import from_start, started_in
 
 
 def export(source: Path, out: Path, dtype: str) -> int:
-    """Write ``source`` (a run folder, a checkpoint, a model folder or peft's adapters) to ``out``, adapters merged, and return
-    exit code 0. ``dtype``: float32 or bfloat16 (half the size). Raises ConfigError (``out`` is not empty) and CheckpointError."""
+    """Write ``source`` (a run folder, a checkpoint, a model folder or peft's adapters) to ``out``,
+    adapters merged, and return exit code 0. ``dtype``: float32 or bfloat16 (half the size). Raises
+    ConfigError (``out`` is not empty) and CheckpointError.
+    """
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is not empty; name a new folder")
     if is_model(source):
@@ -37,22 +41,32 @@ def is_model(folder: Path) -> bool:
 
 
 def find_checkpoint(source: Path) -> Checkpoint:
-    """The newest checkpoint of the run folder ``source``, or ``source`` itself. Raises ConfigError without one."""
+    """The newest checkpoint of the run folder ``source``, or ``source`` itself.
+
+    Raises ConfigError without one.
+    """
     found = complete(source)
     if found is None and (source / "checkpoints").is_dir():
         found = CheckpointStore(source / "checkpoints", keep=1).find("auto")
     if found is None:
-        raise ConfigError(f"{source} is no run folder with a complete checkpoint, no checkpoint, no adapters, and no model folder")
+        raise ConfigError(
+            f"{source} is no run folder with a complete checkpoint, no checkpoint, no adapters, and"
+            " no model folder"
+        )
     return found
 
 
 def recorded(file: Path) -> RunConfig:
-    """The configuration that a run wrote into its folder. Raises ConfigError that names unknown keys."""
+    """The configuration that a run wrote into its folder.
+
+    Raises ConfigError that names unknown keys.
+    """
     try:
         return from_start(load(file, [], RunConfig), file.parent)
     except ConfigError as error:
         raise ConfigError(
-            f"{error}\nIt was written by another version of rayloop. Remove the unknown keys from {file}, or use that version"
+            f"{error}\nIt was written by another version of rayloop. Remove the unknown keys from"
+            f" {file}, or use that version"
         ) from error
 
 
@@ -75,22 +89,38 @@ def _export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as meeting:
         engine = FsdpEngine(
-            config.model, config.policy.engine, config.policy.optimizer, config.policy.loss,
-            rank=0, world_size=1, init_method=f"file://{meeting}/store", seed=config.seed,
-        )  # fmt: skip
+            config.model,
+            config.policy.engine,
+            config.policy.optimizer,
+            config.policy.loss,
+            rank=0,
+            world_size=1,
+            init_method=f"file://{meeting}/store",
+            seed=config.seed,
+        )
         engine.load(checkpoint.trainer, checkpoint.sums)
-        save_model(source, out, engine.export(Version(checkpoint.lineage, checkpoint.step)), dtype, limits=config.model)
+        save_model(
+            source,
+            out,
+            engine.export(Version(checkpoint.lineage, checkpoint.step)),
+            dtype,
+            limits=config.model,
+        )
         engine.close()
 
     if tint := config.model.position_tint:
         print(
-            f"It was trained on pictures whose colours say where they are (model.position_tint: {tint}); without them it answers "
-            f"worse: rayloop.data.images.tinted(data, {tint}) makes them"
+            "It was trained on pictures whose colours say where they are (model.position_tint:"
+            f" {tint}); without them it answers worse: rayloop.data.images.tinted(data, {tint})"
+            " makes them"
         )
 
 
 def _copy(source: Path, out: Path, dtype: str) -> None:
-    """The model folder ``source`` with its weights in another type. Raises ConfigError for one that lacks some."""
+    """The model folder ``source`` with its weights in another type.
+
+    Raises ConfigError for one that lacks some.
+    """
     from rayloop.engines.models.saving import save_model
 
     Resolved(source).refuse_two_models()
@@ -107,12 +137,19 @@ def _read(stored: Mapping[str, Stored]) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     for file in sorted({tensor.file for tensor in stored.values()}):
         with safe_open(file, "pt") as content:
-            tensors |= {name: content.get_tensor(name) for name, tensor in stored.items() if tensor.file == file}
+            tensors |= {
+                name: content.get_tensor(name)
+                for name, tensor in stored.items()
+                if tensor.file == file
+            }
     return tensors
 
 
 def _merge(source: Path, out: Path, dtype: str) -> None:
-    """Write the base model of peft's adapters with them merged in. Raises ConfigError for adapters that do not fit their base."""
+    """Write the base model of peft's adapters with them merged in.
+
+    Raises ConfigError for adapters that do not fit their base.
+    """
     from rayloop.engines.adapters import merge_adapters
     from rayloop.engines.models.saving import save_model
 
@@ -121,11 +158,16 @@ def _merge(source: Path, out: Path, dtype: str) -> None:
 
 
 def model_of(source: Path, kept: Path) -> Path:
-    """``source`` when it is a model folder, else its checkpoint or adapters, exported to ``kept`` once. Raises as ``export``."""
+    """``source`` when it is a model folder, else its checkpoint or adapters, exported to ``kept``
+    once. Raises as ``export``.
+    """
     if is_model(source):
         return source
     if are_adapters(source):
-        name, write = f"adapters-{hashed(source / file for file in ADAPTERS)}", partial(_merge, source)
+        name, write = (
+            f"adapters-{hashed(source / file for file in ADAPTERS)}",
+            partial(_merge, source),
+        )
     else:
         checkpoint = find_checkpoint(source)
         name = f"{checkpoint.folder.parents[1].name}-{checkpoint.folder.name}-{checkpoint.lineage}"

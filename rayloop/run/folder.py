@@ -1,4 +1,7 @@
-"""The run folder and its layout (docs/run_folder.md). The process that starts the run acquires it; the driver writes into it."""
+"""The run folder and its layout (docs/run_folder.md).
+
+The process that starts the run acquires it; the driver writes into it.
+"""
 
 import dataclasses
 import errno
@@ -26,7 +29,10 @@ SHOWN = 10
 
 
 class RunFolder:
-    """``<root>/<name>/``. ``metrics``, ``events`` and ``quarantine`` are append-only record files."""
+    """``<root>/<name>/``.
+
+    ``metrics``, ``events`` and ``quarantine`` are append-only record files.
+    """
 
     def __init__(self, root: str | Path, name: str) -> None:
         self.path = Path(root) / name
@@ -51,22 +57,33 @@ class RunFolder:
 
     @classmethod
     def begun(cls, path: Path) -> Self:
-        """The folder of a run that has begun, for those who read it. Raises ConfigError when there is none at ``path``."""
+        """The folder of a run that has begun, for those who read it.
+
+        Raises ConfigError when there is none at ``path``.
+        """
         folder = cls.at(path.resolve())
         if not folder.used:
-            lacks = "neither config.yaml nor metrics.jsonl is there. Name a run's folder, <output>/<name>."
+            lacks = (
+                "neither config.yaml nor metrics.jsonl is there. Name a run's folder,"
+                " <output>/<name>."
+            )
             raise ConfigError(f"{path} holds no run: {lacks}")
         return folder
 
     @property
     def configuration(self) -> dict[str, Any]:
-        """The run's configuration as plain data: it may have been written by another version of rayloop."""
+        """The run's configuration as plain data: it may have been written by another version of
+        rayloop.
+        """
         return configuration(self.config) if self.config.exists() else {}
 
     @contextmanager
     def acquired(self, resume: str = "auto") -> Iterator[Self]:
-        """Make the layout and hold the lock. ``resume``: auto, never, or a checkpoint folder. Raises RunNameInUse (a live holder;
-        with ``never`` any run), ConfigError (not possible to make) and StorageFailed (not writable)."""
+        """Make the layout and hold the lock.
+
+        ``resume``: auto, never, or a checkpoint folder. Raises RunNameInUse (a live holder; with
+        ``never`` any run), ConfigError (not possible to make) and StorageFailed (not writable).
+        """
         make_folder(self.path, "output=FOLDER")
         try:
             with needed(self.lock.path):
@@ -74,11 +91,18 @@ class RunFolder:
             # Under the lock, since another start may just be making the run.
             if resume == "never" and self.used:
                 raise RunNameInUse(
-                    f"{self.path} holds a run already (last step: {self.last_step()}). To continue it, start it again "
-                    "with checkpoint.resume=auto; to start afresh, choose another name=... or remove the folder."
+                    f"{self.path} holds a run already (last step: {self.last_step()}). To continue"
+                    " it, start it again with checkpoint.resume=auto; to start afresh, choose"
+                    " another name=... or remove the folder."
                 )
             with needed(self.path):
-                for folder in (self.rollouts.path, self.evaluations.path, self.checkpoints, self.weights, self.logs):
+                for folder in (
+                    self.rollouts.path,
+                    self.evaluations.path,
+                    self.checkpoints,
+                    self.weights,
+                    self.logs,
+                ):
                     folder.mkdir(exist_ok=True)
             yield self
         finally:  # a signal may have ended acquire itself
@@ -87,12 +111,15 @@ class RunFolder:
                 self.lock.release()
 
     def begun_before(self) -> None:
-        """For a start after a failure: raises StorageFailed when the folder, which the first start has made, is missing."""
+        """For a start after a failure: raises StorageFailed when the folder, which the first start
+        has made, is missing.
+        """
         if not (self.path.is_dir() and any(self.path.iterdir())):
             raise StorageFailed(
-                f"{self.path} is not there, or empty, and this is a restart of the run that began in it: is its storage mounted "
-                f"(now it would be on {mount_of(self.path)})? Nothing was begun anew. If the run had not begun, start it by hand, "
-                "or submit its job again"
+                f"{self.path} is not there, or empty, and this is a restart of the run that began"
+                f" in it: is its storage mounted (now it would be on {mount_of(self.path)})?"
+                " Nothing was begun anew. If the run had not begun, start it by hand, or submit"
+                " its job again"
             )
 
     @property
@@ -105,7 +132,9 @@ class RunFolder:
         return max((int(record["step"]) for record in self.metrics if "step" in record), default=0)
 
     def write_config(self, text: str) -> None:
-        """Keep the expanded configuration; the one of an earlier attempt stays beside it when it differs."""
+        """Keep the expanded configuration; the one of an earlier attempt stays beside it when it
+        differs.
+        """
         with needed(self.config):
             before = self.config.read_bytes() if self.config.exists() else text.encode()
             # A copy and no rename, so that the folder has a configuration at every moment.
@@ -116,19 +145,27 @@ class RunFolder:
     def write_replay(self, step: int, stats: Mapping[str, Any]) -> None:
         """What the replay buffer held at ``step``, in place of what was known of it before."""
         found = {"schema_version": SCHEMA_VERSION, "step": step, **stats}
-        write_whole(self.path / "replay_buffer_stats.json", (encode(found) + "\n").encode(), durable=False)
+        write_whole(
+            self.path / "replay_buffer_stats.json", (encode(found) + "\n").encode(), durable=False
+        )
 
     def damage(self) -> str:
-        """What to say of the damaged lines that were left out when its files were read last; "" when there were none."""
+        """What to say of the damaged lines that were left out when its files were read last; ""
+        when there were none.
+        """
         files = (self.metrics, self.events, self.rollouts, self.evaluations)
         found = [f"{file.damaged} of {file.path.name}" for file in files if file.damaged]
         return f"damaged lines are left out: {', '.join(found)}" if found else ""
 
     def truncate_after(self, step: int) -> int:
-        """Move the records of later steps, and damaged lines, to ``*.attempt-K`` after a restore. Returns the number of metrics
-        records moved."""
+        """Move the records of later steps, and damaged lines, to ``*.attempt-K`` after a restore.
+
+        Returns the number of metrics records moved.
+        """
         with needed(self.path):
-            moved = self.metrics.split(lambda record: int(record["step"]) <= step, _aside(self.metrics.path))
+            moved = self.metrics.split(
+                lambda record: int(record["step"]) <= step, _aside(self.metrics.path)
+            )
             self.rollouts.set_aside_after(step)
             self.evaluations.set_aside_after(step)
         return moved
@@ -141,8 +178,9 @@ class RunFolder:
 
 
 def configuration(file: Path) -> dict[str, Any]:
-    """The mapping in a run's YAML file, which may be another user's: of at most ``MOST_CONFIG`` bytes and ``MOST_VALUES`` values,
-    each alias counted as what it stands for. Raises ConfigError."""
+    """The mapping in a run's YAML file, which may be another user's: of at most ``MOST_CONFIG``
+    bytes and ``MOST_VALUES`` values, each alias counted as what it stands for. Raises ConfigError.
+    """
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, ten times as fast
     try:
         found = yaml.load(content(file, MOST_CONFIG).decode("utf-8"), loader)
@@ -152,22 +190,36 @@ def configuration(file: Path) -> dict[str, Any]:
             count += 1
             if count > MOST_VALUES:
                 raise ValueError(f"it has more than {MOST_VALUES} values")
-            waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+            waiting += (
+                value.values()
+                if isinstance(value, dict)
+                else value
+                if isinstance(value, list)
+                else ()
+            )
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read: {str(error).partition(chr(10))[0]}") from error
     if not isinstance(found, dict | None):
-        raise ConfigError(f"{file} holds no configuration: expected keys and values, found {type(found).__name__}")
+        raise ConfigError(
+            f"{file} holds no configuration: expected keys and values, found {type(found).__name__}"
+        )
     return found or {}
 
 
 def make_folder(path: Path, choice: str) -> None:
-    """Make the folder unless it is there. Raises ConfigError, which names ``choice``, when it cannot be made or written to."""
+    """Make the folder unless it is there.
+
+    Raises ConfigError, which names ``choice``, when it cannot be made or written to.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, "no permission to write")
     except OSError as error:
-        raise ConfigError(f"{path} cannot be made or written to: {error.strerror}. Choose another folder with {choice}") from error
+        raise ConfigError(
+            f"{path} cannot be made or written to: {error.strerror}. Choose another folder with"
+            f" {choice}"
+        ) from error
 
 
 RESTARTS = "(a context begins anew)"
@@ -177,9 +229,11 @@ MOST_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class RolloutTurn:
-    """A turn after the prompt, as text, with ``images`` like those of ``RolloutRecord``, ``Turn.executed``, ``Turn.reward``.
-    ``logprobs``: for each sampled token the index in ``text`` where it ends, and its log-prob; empty where they are unknown.
-    ``tokens``: how many; ``times``: ``Turn.times``."""
+    """A turn after the prompt, as text, with ``images`` like those of ``RolloutRecord``,
+    ``Turn.executed``, ``Turn.reward``. ``logprobs``: for each sampled token the index in ``text``
+    where it ends, and its log-prob; empty where they are unknown. ``tokens``: how many; ``times``:
+    ``Turn.times``.
+    """
 
     role: str
     text: str
@@ -194,11 +248,15 @@ class RolloutTurn:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
-    """One line of a rollout file. ``versions``: first and last that sampled. ``unscored``: why there is no ``reward``. ``status``:
-    ``kept``, or why not. ``images`` (of the prompt): ``{sha256, width, height, file}`` or ``path``. ``length``: all tokens.
-    ``reason``: ``Scored.reason``. ``states``: ``Trajectory.states``. ``advantages``: of each sampled turn, where they are not all
-    ``advantage``; both are those that the trainer got. ``gaps``: for each sampled turn of a trained trajectory mean
-    and largest |difference| of the engine's and the trainer's log-probs, None where the trainer computed none."""
+    """One line of a rollout file.
+
+    ``versions``: first and last that sampled. ``unscored``: why there is no ``reward``. ``status``:
+    ``kept``, or why not. ``images`` (of the prompt): ``{sha256, width, height, file}`` or ``path``.
+    ``length``: all tokens. ``reason``: ``Scored.reason``. ``states``: ``Trajectory.states``.
+    ``advantages``: of each sampled turn, where they are not all ``advantage``; both are those that
+    the trainer got. ``gaps``: for each sampled turn of a trained trajectory mean and largest
+    |difference| of the engine's and the trainer's log-probs, None where the trainer computed none.
+    """
 
     group: int
     sample: int
@@ -227,13 +285,28 @@ class RolloutRecord:
 
 
 def is_step(record: Mapping[str, Any]) -> bool:
-    """Whether it is a record of metrics.jsonl: a step's numbers by name, null where one was not finite."""
+    """Whether it is a record of metrics.jsonl: a step's numbers by name, null where one was not
+    finite.
+    """
     placed = is_number(record.get("step")) and is_number(record.get("time"))
     return placed and all(value is None or is_number(value) for value in record.values())
 
 
 SHOWN_FIELDS = frozenset(
-    ("step", "group", "sample", "task", "source", "prompt", "images", "turns", "reward", "flags", "status", "replayed")
+    (
+        "step",
+        "group",
+        "sample",
+        "task",
+        "source",
+        "prompt",
+        "images",
+        "turns",
+        "reward",
+        "flags",
+        "status",
+        "replayed",
+    )
 )
 """Of a ``RolloutRecord``: what its readers take for granted."""
 
@@ -275,21 +348,34 @@ class RolloutDump:
 
     def files(self) -> dict[int, Path]:
         """Step -> its file, in order; none of those that were set aside."""
-        return {int(file.stem.removeprefix("step_")): file for file in sorted(self.path.glob("step_*.jsonl"))}
+        return {
+            int(file.stem.removeprefix("step_")): file
+            for file in sorted(self.path.glob("step_*.jsonl"))
+        }
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The records of all steps, in order."""
         return (record for step in self.files() for record in self.read(step))
 
     def write(self, step: int, records: Sequence[Any], images: Mapping[str, bytes]) -> None:
-        """Write the records (dataclasses) of a step, replacing an earlier file. ``images``: sha256 -> encoded bytes."""
+        """Write the records (dataclasses) of a step, replacing an earlier file.
+
+        ``images``: sha256 -> encoded bytes.
+        """
         self.keep(images)
-        rows = ({"schema_version": SCHEMA_VERSION, "step": step, **dataclasses.asdict(record)} for record in records)
-        write_whole(self.file(step), "".join(encode(row) + "\n" for row in rows).encode(), durable=False)
+        rows = (
+            {"schema_version": SCHEMA_VERSION, "step": step, **dataclasses.asdict(record)}
+            for record in records
+        )
+        write_whole(
+            self.file(step), "".join(encode(row) + "\n" for row in rows).encode(), durable=False
+        )
 
     def keep(self, images: Mapping[str, bytes]) -> None:
         """Store images that are not there yet."""
-        self.images.mkdir(exist_ok=True)  # not its parents: where the storage is not mounted, they would be below its mount point
+        self.images.mkdir(
+            exist_ok=True
+        )  # not its parents: where the storage is not mounted, they would be below its mount point
         for sha256, data in images.items():
             target = self.images / image_file(sha256, data)
             if not target.exists():
@@ -303,9 +389,16 @@ class RolloutDump:
 
 
 def rollout_record(
-    group: Group, member: Member, trajectory: Trajectory, plain: Callable[[TokenIds], str], shown: Callable[[TokenIds], str]
+    group: Group,
+    member: Member,
+    trajectory: Trajectory,
+    plain: Callable[[TokenIds], str],
+    shown: Callable[[TokenIds], str],
 ) -> RolloutRecord:
-    """The record of one trajectory. ``plain`` decodes sampled turns as the reward sees them, ``shown`` others with markup."""
+    """The record of one trajectory.
+
+    ``plain`` decodes sampled turns as the reward sees them, ``shown`` others with markup.
+    """
     prompt, *turns = trajectory.turns
     outcome, summary = member.outcome, member.summary
     scored = outcome if isinstance(outcome, Scored) else None
@@ -322,9 +415,17 @@ def rollout_record(
         reward=scored.value if scored else None,
         components=scored.components if scored else {},
         flags=scored.flags if scored else (),
-        unscored=": ".join(filter(None, (outcome.kind, outcome.reason))) if isinstance(outcome, Unscored) else None,
+        unscored=(
+            ": ".join(filter(None, (outcome.kind, outcome.reason)))
+            if isinstance(outcome, Unscored)
+            else None
+        ),
         advantage=member.advantage,
-        status="kept" if member.status is None else ": ".join(filter(None, (member.status.state, member.status.reason))),
+        status=(
+            "kept"
+            if member.status is None
+            else ": ".join(filter(None, (member.status.state, member.status.reason)))
+        ),
         replayed=member.replayed,
         versions=(str(summary.first_version), str(summary.last_version)),
         truth=jsonable(group.task.ground_truth),
@@ -342,17 +443,30 @@ def _turn(turn: Turn, trajectory: Trajectory, text: Callable[[TokenIds], str]) -
     images, whole = _entries(turn.images, trajectory), text(turn.token_ids)
     logprobs = tuple(_ends(turn, whole, text)) if turn.sampled else ()
     return RolloutTurn(
-        turn.role, whole, turn.sampled, images, turn.executed, turn.reward, logprobs, len(turn.token_ids), turn.times
+        turn.role,
+        whole,
+        turn.sampled,
+        images,
+        turn.executed,
+        turn.reward,
+        logprobs,
+        len(turn.token_ids),
+        turn.times,
     )
 
 
 def _ends(turn: Turn, whole: str, text: Callable[[TokenIds], str]) -> list[tuple[int, float]]:
-    """``RolloutTurn.logprobs``; empty where tokens' texts are not the whole. A character of several tokens belongs to the last."""
+    """``RolloutTurn.logprobs``; empty where tokens' texts are not the whole.
+
+    A character of several tokens belongs to the last.
+    """
     found, begun, end = list[tuple[int, float]](), list[int](), 0
     for token, logprob in zip(turn.token_ids, turn.logprobs or (), strict=True):
         begun.append(token)
         piece = text(tuple(begun))
-        if whole.startswith(piece, end) and (not piece.endswith("\ufffd") or len(begun) > MOST_BYTES):
+        if whole.startswith(piece, end) and (
+            not piece.endswith("\ufffd") or len(begun) > MOST_BYTES
+        ):
             begun, end = [], end + len(piece)
         found.append((end, round(logprob, 3)))
     return found if end == len(whole) else []
@@ -368,16 +482,24 @@ def jsonable(value: Any) -> Any:
 
 
 def image_file(sha256: str, data: bytes) -> str:
-    """The name of an image below ``rollouts/images``: its hash, and the suffix of its encoding (PNG, JPEG, WebP)."""
+    """The name of an image below ``rollouts/images``: its hash, and the suffix of its encoding
+    (PNG, JPEG, WebP).
+    """
     return f"{sha256}.{encoding(data).replace('jpeg', 'jpg')}"
 
 
 def _entries(images: Sequence[ImageRef], trajectory: Trajectory) -> tuple[Mapping[str, Any], ...]:
     def where(image: ImageRef) -> dict[str, str]:
         data = trajectory.image_bytes.get(image.sha256)
-        return {"path": image.path or ""} if data is None else {"file": f"images/{image_file(image.sha256, data)}"}
+        return (
+            {"path": image.path or ""}
+            if data is None
+            else {"file": f"images/{image_file(image.sha256, data)}"}
+        )
 
-    return tuple({"sha256": i.sha256, "width": i.width, "height": i.height, **where(i)} for i in images)
+    return tuple(
+        {"sha256": i.sha256, "width": i.width, "height": i.height, **where(i)} for i in images
+    )
 
 
 def _aside(path: Path) -> Path:

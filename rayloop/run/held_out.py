@@ -1,4 +1,7 @@
-"""What an evaluation asks for, and what its answers amount to: arms, the blind prior, metrics. Nothing is played here."""
+"""What an evaluation asks for, and what its answers amount to: arms, the blind prior, metrics.
+
+Nothing is played here.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -9,7 +12,18 @@ from typing import Any
 
 from rayloop.core.types import Sampling, Task
 from rayloop.data.dataset import Dataset
-from rayloop.measure.controls import BLIND, CONTROLS, OTHER, RIGHT, SAME, SAMPLED, BlindPrior, Item, pairs, swapped
+from rayloop.measure.controls import (
+    BLIND,
+    CONTROLS,
+    OTHER,
+    RIGHT,
+    SAME,
+    SAMPLED,
+    BlindPrior,
+    Item,
+    pairs,
+    swapped,
+)
 from rayloop.measure.intervals import Interval
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import is_answer, jsonable
@@ -27,22 +41,34 @@ class Play:
 
 
 def plays(config: RunConfig, tasks: Sequence[Task], *, controls: bool, samples: int) -> list[Play]:
-    """An answer per task with the right image, with ``controls`` also with swapped ones, and ``samples`` sampled answers per task.
-    Without ``evaluation.greedy`` all are sampled and of the arm RIGHT, and the first answer is one of the ``samples``."""
+    """An answer per task with the right image, with ``controls`` also with swapped ones, and
+    ``samples`` sampled answers per task. Without ``evaluation.greedy`` all are sampled and of the
+    arm RIGHT, and the first answer is one of the ``samples``.
+    """
     greedy, settings = config.evaluation.greedy, config.in_evaluation.rollout.sampling
     sampling = settings.sampling(greedy=greedy)
     arms = {RIGHT: list(tasks)}
     if controls:
-        arms |= {SAME: swapped(tasks, config.seed, same=True), OTHER: swapped(tasks, config.seed, same=False)}
+        arms |= {
+            SAME: swapped(tasks, config.seed, same=True),
+            OTHER: swapped(tasks, config.seed, same=False),
+        }
     asked = [Play(arm, task, sampling) for arm, members in arms.items() for task in members]
     arm, first, drawn = (SAMPLED, 0, settings.sampling()) if greedy else (RIGHT, 1, sampling)
-    return asked + [Play(arm, task, drawn, sample) for sample in range(first, samples) for task in tasks]
+    return asked + [
+        Play(arm, task, drawn, sample) for sample in range(first, samples) for task in tasks
+    ]
 
 
 def read_items(file: Path) -> list[Item]:
-    """The items of an evaluation on record: ``evaluations/step_N.jsonl`` of a run, ``items.jsonl`` of ``eval``."""
+    """The items of an evaluation on record: ``evaluations/step_N.jsonl`` of a run, ``items.jsonl``
+    of ``eval``.
+    """
     names = {field.name for field in dataclasses.fields(Item)}
-    found = ({name: value for name, value in record.items() if name in names} for record in JsonLines(file, is_answer))
+    found = (
+        {name: value for name, value in record.items() if name in names}
+        for record in JsonLines(file, is_answer)
+    )
     return [Item(**{"source": "", **values}) for values in found]
 
 
@@ -52,8 +78,9 @@ def on_training_rows(config: RunConfig) -> str:
     if not config.evaluation.every or held_out is None or not Path(held_out).samefile(train):
         return ""
     return (
-        f"data.eval is data.train ({train}): what is reported as held out was trained on, and says nothing about other tasks. "
-        "Name rows that are not trained on; evaluation.every=0 does without"
+        f"data.eval is data.train ({train}): what is reported as held out was trained on, and says"
+        " nothing about other tasks. Name rows that are not trained on; evaluation.every=0 does"
+        " without"
     )
 
 
@@ -61,7 +88,10 @@ def never_evaluated(config: RunConfig) -> str:
     """That held-out rows are named and not used, when they are; else ""."""
     if config.data.eval is None or config.evaluation.every:
         return ""
-    return f"data.eval names {config.data.eval}, and with evaluation.every: 0 the run never evaluates; set it to a number of steps"
+    return (
+        f"data.eval names {config.data.eval}, and with evaluation.every: 0 the run never evaluates;"
+        " set it to a number of steps"
+    )
 
 
 def blind(config: RunConfig, train: Dataset, tasks: Sequence[Task]) -> list[Item]:
@@ -71,37 +101,65 @@ def blind(config: RunConfig, train: Dataset, tasks: Sequence[Task]) -> list[Item
     prior: BlindPrior = config.evaluation.blind.build()
     prior.fit(train)
     found = [(task, prior.score(task)) for task in tasks]
-    return [Item(BLIND, t.id, t.source, reward=s.value, components=s.components, truth=jsonable(t.ground_truth)) for t, s in found]
+    return [
+        Item(
+            BLIND,
+            t.id,
+            t.source,
+            reward=s.value,
+            components=s.components,
+            truth=jsonable(t.ground_truth),
+        )
+        for t, s in found
+    ]
 
 
 def metrics(items: Sequence[Item], table: dict[str, Any]) -> dict[str, float]:
-    """val/reward/mean, val/<source>/reward/mean, val/<component>/mean of the right image, val_sampled/... of its sampled answers,
-    and val/control/<arm>/... Answers without a score are left out of the means and counted in val/unscored."""
+    """val/reward/mean, val/<source>/reward/mean, val/<component>/mean of the right image,
+    val_sampled/... of its sampled answers, and val/control/<arm>/... Answers without a score are
+    left out of the means and counted in val/unscored.
+    """
     right, drawn = _of(items, RIGHT), _of(items, SAMPLED)
     names = _curve("val", right, table.get(RIGHT, {}))
     for source in sorted({item.source for item in right} - {""}):
-        rewards = [item.reward for item in right if item.source == source and item.reward is not None]
+        rewards = [
+            item.reward for item in right if item.source == source and item.reward is not None
+        ]
         if rewards:
             names[f"val/{source}/reward/mean"] = mean(rewards)
     for arm in CONTROLS:
-        names |= {f"val/control/{arm}/{name}/mean": value[0] for name, value in table.get(arm, {}).items()}
+        names |= {
+            f"val/control/{arm}/{name}/mean": value[0] for name, value in table.get(arm, {}).items()
+        }
     return {**names, **(_curve("val_sampled", drawn, table.get(SAMPLED, {})) if drawn else {})}
 
 
 def _curve(prefix: str, items: Sequence[Item], scores: Mapping[str, Interval]) -> dict[str, float]:
-    """The means of one arm, the bounds of its reward's interval where it has one, and how many answers it is about."""
+    """The means of one arm, the bounds of its reward's interval where it has one, and how many
+    answers it is about.
+    """
     names = {f"{prefix}/{name}/mean": value[0] for name, value in scores.items()}
     _, low, high = scores.get("reward", (0.0, None, None))
     if low is not None and high is not None:
         names |= {f"{prefix}/reward/low": low, f"{prefix}/reward/high": high}
     scored = sum(item.reward is not None for item in items)
-    return {**names, f"{prefix}/scored": float(scored), f"{prefix}/unscored": float(len(items) - scored)}
+    return {
+        **names,
+        f"{prefix}/scored": float(scored),
+        f"{prefix}/unscored": float(len(items) - scored),
+    }
 
 
-def gain(after: Sequence[Item], before: Sequence[Item], *, greedy: bool) -> dict[str, dict[str, Any]]:
-    """``sampled`` and ``greedy``: how the rewards of two evaluations differ (``Pair``); an arm without common tasks is left out."""
+def gain(
+    after: Sequence[Item], before: Sequence[Item], *, greedy: bool
+) -> dict[str, dict[str, Any]]:
+    """``sampled`` and ``greedy``: how the rewards of two evaluations differ (``Pair``); an arm
+    without common tasks is left out.
+    """
     arms = {"sampled": SAMPLED, "greedy": RIGHT} if greedy else {"sampled": RIGHT}
-    found = {name: pairs(_of(after, arm), _of(before, arm)).get("reward") for name, arm in arms.items()}
+    found = {
+        name: pairs(_of(after, arm), _of(before, arm)).get("reward") for name, arm in arms.items()
+    }
     return {name: dataclasses.asdict(pair) for name, pair in found.items() if pair is not None}
 
 

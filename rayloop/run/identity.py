@@ -1,5 +1,8 @@
-"""Whether a checkpoint fits the run that wants to continue it, checked before anything starts. No torch, no ray. The marker carries
-what ``about`` describes: schema version, hashes of the model's files, the configuration."""
+"""Whether a checkpoint fits the run that wants to continue it, checked before anything starts.
+
+No torch, no ray. The marker carries what ``about`` describes: schema version, hashes of the model's
+files, the configuration.
+"""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -16,8 +19,11 @@ from rayloop.run.checkpoint import Checkpoint
 from rayloop.run.config import RunConfig
 
 SCHEMA, READ = 3, (2, 3)
-"""Of a checkpoint: what its marker carries, and what its files hold. ``SCHEMA`` is written, those of ``READ`` are read. 1: the
-driver's part was a pickle of classes (driver.pkl). 2: it is plain data. 3: so are the trainer's index and random states."""
+"""Of a checkpoint: what its marker carries, and what its files hold.
+
+``SCHEMA`` is written, those of ``READ`` are read. 1: the driver's part was a pickle of classes
+(driver.pkl). 2: it is plain data. 3: so are the trainer's index and random states.
+"""
 _READ = " and ".join(map(str, READ))
 
 FILES = {
@@ -28,12 +34,22 @@ FILES = {
 }
 """Of the model folder ``model.path``, by what they decide."""
 FIXED = (
-    "model.min_pixels", "model.max_pixels", "model.position_tint", "model.chat_template_kwargs.", "seed", "data.order",
-    "policy.engine.train_vision", "policy.engine.lora.",
-)  # fmt: skip
-"""Keys that may not change within a run; with a dot at the end, all below, and whether there are any."""
+    "model.min_pixels",
+    "model.max_pixels",
+    "model.position_tint",
+    "model.chat_template_kwargs.",
+    "seed",
+    "data.order",
+    "policy.engine.train_vision",
+    "policy.engine.lora.",
+)
+"""Keys that may not change within a run; with a dot at the end, all below, and whether there are
+any.
+"""
 FREE = ("policy.engine.lora.dropout", "policy.engine.lora.targets", "policy.engine.lora.vision")
-"""Of these, the keys that may change: dropout changes no weight's meaning, and only older checkpoints have the others."""
+"""Of these, the keys that may change: dropout changes no weight's meaning, and only older
+checkpoints have the others.
+"""
 TEMPLATE_TIME = "template_time"
 """The file of a folder that has the time which a chat template with the date in it shows there."""
 UNREPORTED = ("checkpoint.resume",)
@@ -41,23 +57,42 @@ UNREPORTED = ("checkpoint.resume",)
 
 
 class ResumeRefused(ConfigError):
-    """The checkpoint was written by another run than the configuration describes. Nothing was touched."""
+    """The checkpoint was written by another run than the configuration describes.
+
+    Nothing was touched.
+    """
 
 
 def pinned(config: RunConfig, checkpoint: Checkpoint | None = None) -> RunConfig:
-    """The same with the Hub's commit of now, or of the run to continue, as revision. Raises ConfigError."""
-    model, then = config.model, checkpoint.about.get("config", {}).get("model", {}) if checkpoint else {}
+    """The same with the Hub's commit of now, or of the run to continue, as revision.
+
+    Raises ConfigError.
+    """
+    model, then = (
+        config.model,
+        checkpoint.about.get("config", {}).get("model", {}) if checkpoint else {},
+    )
     revision = model.revision or (then.get("revision") if then.get("path") == model.path else None)
     commit = resolve(model.path, revision).commit
-    return config.model_copy(update={"model": model.model_copy(update={"revision": commit})}) if commit else config
+    return (
+        config.model_copy(update={"model": model.model_copy(update={"revision": commit})})
+        if commit
+        else config
+    )
 
 
-def dated(model: ModelSettings, folder: Path, then: Mapping[str, Any] | None = None) -> ModelSettings:
-    """The same with the time that the chat template shows, if it shows any: that of the model ``then`` (as plain data), else of an
-    earlier start in ``folder``, else of now, which ``folder`` keeps. So the members of a group, an evaluation and a resumed run
-    are asked the same. Raises ConfigError, StorageFailed."""
+def dated(
+    model: ModelSettings, folder: Path, then: Mapping[str, Any] | None = None
+) -> ModelSettings:
+    """The same with the time that the chat template shows, if it shows any: that of the model
+    ``then`` (as plain data), else of an earlier start in ``folder``, else of now, which ``folder``
+    keeps. So the members of a group, an evaluation and a resumed run are asked the same. Raises
+    ConfigError, StorageFailed.
+    """
     variables, file = model.chat_template_kwargs, folder / TEMPLATE_TIME
-    if CLOCK in variables or CLOCK not in template_source(resolve(model.path, model.revision).folder):
+    if CLOCK in variables or CLOCK not in template_source(
+        resolve(model.path, model.revision).folder
+    ):
         return model
     time = ((then or {}).get("chat_template_kwargs") or {}).get(CLOCK)
     with needed(file):
@@ -71,29 +106,49 @@ def dated(model: ModelSettings, folder: Path, then: Mapping[str, Any] | None = N
 
 
 def identity(config: RunConfig) -> dict[str, str]:
-    """Hashes of what the configuration only points to: the model's files by what they decide, its weights, the training rows."""
+    """Hashes of what the configuration only points to: the model's files by what they decide, its
+    weights, the training rows.
+    """
     model = resolve(config.model.path, config.model.revision)
-    hashes = {name: hashed([model.folder / file for file in files]) for name, files in FILES.items()}
+    hashes = {
+        name: hashed([model.folder / file for file in files]) for name, files in FILES.items()
+    }
     hashes["weights"] = f"commit {model.commit}" if model.commit else hashed(model.weights)
     return {**hashes, "data.train": hashed([Path(config.data.train)])}
 
 
 def about(config: RunConfig, hashes: Mapping[str, str], tasks: int) -> dict[str, Any]:
-    """What a checkpoint says of its run: its ``hashes`` (``identity``), and the number of ``tasks`` in its data."""
-    return {"schema": SCHEMA, "identity": dict(hashes), "tasks": tasks, "config": config.model_dump(mode="json", by_alias=True)}
+    """What a checkpoint says of its run: its ``hashes`` (``identity``), and the number of ``tasks``
+    in its data.
+    """
+    return {
+        "schema": SCHEMA,
+        "identity": dict(hashes),
+        "tasks": tasks,
+        "config": config.model_dump(mode="json", by_alias=True),
+    }
 
 
 def check(checkpoint: Checkpoint, config: RunConfig, hashes: Mapping[str, str]) -> None:
     """Raises ResumeRefused, in one sentence, unless ``config`` can continue from the checkpoint."""
     why = _misfit(checkpoint.about, config, hashes)
     if why is not None:
-        raise ResumeRefused(f"{checkpoint.folder} cannot be continued: {why}, or start afresh with another name=...")
+        raise ResumeRefused(
+            f"{checkpoint.folder} cannot be continued: {why}, or start afresh with another name=..."
+        )
 
 
-def changes(checkpoint: Checkpoint, config: RunConfig, hashes: Mapping[str, str]) -> dict[str, tuple[Any, Any]]:
-    """Every value that differs from the checkpoint's, which fits: key -> (then, now). None where it does not exist."""
+def changes(
+    checkpoint: Checkpoint, config: RunConfig, hashes: Mapping[str, str]
+) -> dict[str, tuple[Any, Any]]:
+    """Every value that differs from the checkpoint's, which fits: key -> (then, now).
+
+    None where it does not exist.
+    """
     then, now = _both(checkpoint.about, config)
-    keys = [key for key in {**then, **now} if then.get(key) != now.get(key) and key not in UNREPORTED]
+    keys = [
+        key for key in {**then, **now} if then.get(key) != now.get(key) and key not in UNREPORTED
+    ]
     found = {key: (then.get(key), now.get(key)) for key in keys}
     # Rows with another content are reported, and not refused: only their number must stay.
     rows = checkpoint.about["identity"]["data.train"], hashes["data.train"]
@@ -105,44 +160,74 @@ def _misfit(then: Mapping[str, Any], config: RunConfig, hashes: Mapping[str, str
     if then.get("schema") not in READ:
         return _other_schema(then.get("schema", 0))
     for name, before in then["identity"].items():
-        unnamed = config.model.path if name == "weights" and config.model.revision else None  # a Hub's model without a commit
+        unnamed = (
+            config.model.path if name == "weights" and config.model.revision else None
+        )  # a Hub's model without a commit
         if name != "data.train" and before not in (hashes[name], unnamed):
             other = "differ from those" if name == "weights" else "differs from that"
-            return f"it was trained from a model whose {name} {other} of model.path {config.model.path}. Name that model"
+            return (
+                f"it was trained from a model whose {name} {other} of model.path"
+                f" {config.model.path}. Name that model"
+            )
     old, new = _both(then, config)
     for key in {**old, **new}:
         if old.get(key) != new.get(key) and _fixed(key):
             return f"{key} was {old.get(key)} and is {new.get(key)}. Set it back"
-    tasks = len(Dataset(config.data.train, config.data.reader.build(), False, lambda failure: None, anywhere=config.data.anywhere))
+    tasks = len(
+        Dataset(
+            config.data.train,
+            config.data.reader.build(),
+            False,
+            lambda failure: None,
+            anywhere=config.data.anywhere,
+        )
+    )
     if tasks != then["tasks"]:  # also of the same file: another reader may leave out other rows
-        return f"data.train had {then['tasks']} usable rows and has {tasks}, which are visited in another order. Name the same rows"
+        return (
+            f"data.train had {then['tasks']} usable rows and has {tasks}, which are visited in"
+            " another order. Name the same rows"
+        )
     return None
 
 
 def _both(then: Mapping[str, Any], config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Each value of a checkpoint and of now by dotted key; the keys of older checkpoints are translated."""
+    """Each value of a checkpoint and of now by dotted key; the keys of older checkpoints are
+    translated.
+    """
     old, new = _flat(then["config"]), _flat(config.model_dump(mode="json", by_alias=True))
     if not old.pop("data.shuffle", True):
         old["data.order"] = "file"
     if (frozen := old.pop("policy.engine.freeze_vision", None)) is not None:
-        old["policy.engine.train_vision"] = False if frozen else old.get("policy.engine.lora.vision") or None
-    if "chat_template_kwargs" not in then["config"]["model"]:  # there were none, and dates were those of the moment
-        old |= {key: value for key, value in new.items() if key.startswith("model.chat_template_kwargs")}
+        old["policy.engine.train_vision"] = (
+            False if frozen else old.get("policy.engine.lora.vision") or None
+        )
+    if (
+        "chat_template_kwargs" not in then["config"]["model"]
+    ):  # there were none, and dates were those of the moment
+        old |= {
+            key: value for key, value in new.items() if key.startswith("model.chat_template_kwargs")
+        }
     return old, new
 
 
 def _other_schema(schema: int) -> str:
     if schema > SCHEMA:
-        return f"its schema is {schema}, of a newer version of rayloop; this one reads {_READ}. Update rayloop to go on with it"
+        return (
+            f"its schema is {schema}, of a newer version of rayloop; this one reads {_READ}. Update"
+            " rayloop to go on with it"
+        )
     return (
-        f"its schema is {schema or 'older than 1'} and this version of rayloop reads {_READ}. Finish the run with the version "
-        "that began it; or take its weights along (python -m rayloop export CHECKPOINT FOLDER, then model.path=FOLDER in a new "
-        "run, whose optimizer, step and order of tasks begin anew)"
+        f"its schema is {schema or 'older than 1'} and this version of rayloop reads {_READ}."
+        " Finish the run with the version that began it; or take its weights along (python -m"
+        " rayloop export CHECKPOINT FOLDER, then model.path=FOLDER in a new run, whose optimizer,"
+        " step and order of tasks begin anew)"
     )
 
 
 def _fixed(key: str) -> bool:
-    chosen = any(key == fixed or (fixed[-1] == "." and f"{key}.".startswith(fixed)) for fixed in FIXED)
+    chosen = any(
+        key == fixed or (fixed[-1] == "." and f"{key}.".startswith(fixed)) for fixed in FIXED
+    )
     return chosen and key not in FREE
 
 

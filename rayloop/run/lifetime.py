@@ -1,4 +1,6 @@
-"""Settings of checkpoints, evaluation, reports, recovery and preemption, and the order of all durations. No torch, no ray."""
+"""Settings of checkpoints, evaluation, reports, recovery and preemption, and the order of all
+durations. No torch, no ray.
+"""
 
 import math
 import re
@@ -15,22 +17,34 @@ from rayloop.envs.settings import EpisodeSettings, SamplingSettings
 COMPILING = ("vllm", "sglang")
 """Engines that compile and capture graphs when they start on a GPU."""
 COMPILED = 1200.0
-"""Seconds that they have for it by default (``recovery.start_timeout``); nothing has measured it yet (benchmarks/gpu)."""
+"""Seconds that they have for it by default (``recovery.start_timeout``); nothing has measured it
+yet (benchmarks/gpu).
+"""
 
 
 class CheckpointSettings(SettingsModel):
     """When checkpoints are written, kept and restored."""
 
     every: int = Field(10, ge=1)
-    """Steps between checkpoints; the last is always saved. Lower it where machines may be lost, raise it when saving is slow."""
+    """Steps between checkpoints; the last is always saved.
+
+    Lower it where machines may be lost, raise it when saving is slow.
+    """
     asynchronous: bool = False
-    """Training goes on while a checkpoint is written, from a copy in the memory of the ranks' machines, as large as the checkpoint.
-    Turn it on where saving takes as long as steps do and that memory is there (docs/reliability.md)."""
+    """Training goes on while a checkpoint is written, from a copy in the memory of the ranks'
+    machines, as large as the checkpoint. Turn it on where saving takes as long as steps do and that
+    memory is there (docs/reliability.md).
+    """
     keep: int = Field(2, ge=1)
-    """Complete checkpoints that stay on disk; each is the weights and the optimizer's state. Raise it to go back further."""
+    """Complete checkpoints that stay on disk; each is the weights and the optimizer's state.
+
+    Raise it to go back further.
+    """
     resume: LocalPath = "auto"
-    """auto: continue from the newest complete checkpoint; never; or the folder of a checkpoint, from which every start begins and
-    plays quarantined rows again: name it once, after the repair of a disk or environment."""
+    """auto: continue from the newest complete checkpoint; never; or the folder of a checkpoint,
+    from which every start begins and plays quarantined rows again: name it once, after the repair
+    of a disk or environment.
+    """
 
     @property
     def named(self) -> bool:
@@ -42,7 +56,10 @@ _RIGHT = re.compile(r"([\w/.:-]+)(?:\s*>=\s*(-?[\d.]+))?")
 
 
 def right(solved: str) -> tuple[str, float]:
-    """The score of ``evaluation.solved``, and the least value of it that is right. Raises ValueError for another text."""
+    """The score of ``evaluation.solved``, and the least value of it that is right.
+
+    Raises ValueError for another text.
+    """
     found = _RIGHT.fullmatch(solved.strip())
     if found is None:
         raise ValueError(f"got {solved!r}, expected the name of a score, or `name >= number`")
@@ -77,9 +94,14 @@ def _over(written: dict[str, Any]) -> dict[str, Any]:
         section, _, name = key.rpartition(".")
         model, names = CHANGEABLE.get(section, (SettingsModel, frozenset[str]()))
         if name not in names:
-            known = "; ".join(f"{at}.({', '.join(sorted(names))})" for at, (_, names) in CHANGEABLE.items())
+            known = "; ".join(
+                f"{at}.({', '.join(sorted(names))})" for at, (_, names) in CHANGEABLE.items()
+            )
             written_so = "evaluation.over={environment.episode.max_turns: 3}"
-            raise ValueError(f"{key!r} is no key that an evaluation can change. Write for example {written_so}. Keys are {known}")
+            raise ValueError(
+                f"{key!r} is no key that an evaluation can change. Write for example {written_so}."
+                f" Keys are {known}"
+            )
         try:
             read[key] = getattr(model.model_validate({name: value}), name)
         except ValidationError as error:
@@ -91,41 +113,64 @@ class EvaluationSettings(SettingsModel):
     """The evaluation on held-out rows during the run."""
 
     every: int = Field(0, ge=0)
-    """Steps between evaluations on ``data.eval``, with one before the first and one after the last step; 0: none at all."""
+    """Steps between evaluations on ``data.eval``, with one before the first and one after the last
+    step; 0: none at all.
+    """
     first: bool = True
-    """Whether there is an evaluation before the first step; false is verl's ``val_before_train: false``. Without it
-    the gain is that since the first evaluation."""
+    """Whether there is an evaluation before the first step; false is verl's ``val_before_train:
+    false``. Without it the gain is that since the first evaluation.
+    """
     over: Annotated[dict[str, Any], AfterValidator(_over)] = {}
-    """Keys of ``environment.episode`` and ``rollout.sampling``, with the values that they have in evaluations, also in those by
-    ``eval``: ``{environment.episode.max_turns: 30, rollout.sampling.top_p: 0.9}``. It needs ``greedy: false`` or ``samples``."""
+    """Keys of ``environment.episode`` and ``rollout.sampling``, with the values that they have in
+    evaluations, also in those by ``eval``: ``{environment.episode.max_turns: 30,
+    rollout.sampling.top_p: 0.9}``. It needs ``greedy: false`` or ``samples``.
+    """
     limit: int | None = Field(None, gt=0)
-    """Rows evaluated, evenly over sources and file, always the same; None: all. Set it when evaluation takes too long."""
+    """Rows evaluated, evenly over sources and file, always the same; None: all.
+
+    Set it when evaluation takes too long.
+    """
     patience: int | None = Field(None, ge=1)
-    """Evaluations in a row without a better held-out reward after which the run ends, as finished; None: never.
-    ``checkpoints/best`` keeps the best one's. Set it where more steps may only overfit."""
+    """Evaluations in a row without a better held-out reward after which the run ends, as finished;
+    None: never. ``checkpoints/best`` keeps the best one's. Set it where more steps may only
+    overfit.
+    """
     greedy: bool = True
-    """The likeliest answer instead of a sampled one: less noise, but not the policy that is trained."""
+    """The likeliest answer instead of a sampled one: less noise, but not the policy that is
+    trained.
+    """
     samples: int = Field(0, ge=0)
-    """Answers per row that are sampled as in training, besides the greedy one: their mean is the reward that is trained, a curve
-    of its own. 4 show a gain of a few hundredths on a hundred rows. With ``greedy: false`` there is nothing but them."""
+    """Answers per row that are sampled as in training, besides the greedy one: their mean is the
+    reward that is trained, a curve of its own. 4 show a gain of a few hundredths on a hundred rows.
+    With ``greedy: false`` there is nothing but them.
+    """
     solved: Annotated[str, AfterValidator(_solved)] = "reward"
-    """Which answers are right, for pass@k and for the tasks that a policy can solve: from 1 on of the reward, or of one of its
-    components, such as ``success``; ``iou >= 0.5`` for a share. The tables of ``eval`` show this score."""
+    """Which answers are right, for pass@k and for the tasks that a policy can solve: from 1 on of
+    the reward, or of one of its components, such as ``success``; ``iou >= 0.5`` for a share. The
+    tables of ``eval`` show this score.
+    """
     by: tuple[str, ...] = ()
-    """Columns of the rows by whose values ``eval`` shows the means, in place of the rows' source, such as ``platform`` and
-    ``element`` of ScreenSpot; ``platform+element`` by both together."""
+    """Columns of the rows by whose values ``eval`` shows the means, in place of the rows' source,
+    such as ``platform`` and ``element`` of ScreenSpot; ``platform+element`` by both together.
+    """
     controls: bool = False
-    """Before the first and after the last step, also play wrong images: does the policy look? On for evidence about images."""
+    """Before the first and after the last step, also play wrong images: does the policy look?
+
+    On for evidence about images.
+    """
     blind: Component | None = None
-    """The best answers without an image, fitted on ``data.train``, as another control (rayloop/measure/controls.py), for
-    example ``{use: "rayloop.recipes.arc_vision.boxes:BlindBox"}``."""
+    """The best answers without an image, fitted on ``data.train``, as another control
+    (rayloop/measure/controls.py), for example ``{use:
+    "rayloop.recipes.arc_vision.boxes:BlindBox"}``.
+    """
 
     @model_validator(mode="after")
     def _sampled(self) -> Self:
         for key in (f"{SAMPLING}.{name}" for name in ("temperature", "top_p", "top_k")):
             if key in self.over and self.greedy and not self.samples:
                 raise ValueError(
-                    f"over: {key} has no effect on greedy answers, and no others are played: set greedy: false, or samples"
+                    f"over: {key} has no effect on greedy answers, and no others are played: set"
+                    " greedy: false, or samples"
                 )
         return self
 
@@ -135,38 +180,50 @@ class ReportSettings(SettingsModel):
 
     boxes: Component | None = None
     """Finds the boxes of ground truths and answers, which the report draws over the images, for
-    example ``{use: "rayloop.recipes.arc_vision.boxes:GroundingBoxes"}``."""
+    example ``{use: "rayloop.recipes.arc_vision.boxes:GroundingBoxes"}``.
+    """
 
 
 class ProfileSettings(SettingsModel):
     """What of the run is profiled, for ui.perfetto.dev."""
 
     steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Steps of which ``profile/step_000003/`` gets torch's profile of each policy rank, engine and reference, and
-    ``timeline.json``: what each actor did when. Name one or two to see what limits the speed; they take longer themselves."""
+    """Steps of which ``profile/step_000003/`` gets torch's profile of each policy rank, engine and
+    reference, and ``timeline.json``: what each actor did when. Name one or two to see what limits
+    the speed; they take longer themselves.
+    """
 
 
 class RecoverySettings(SettingsModel):
     """How often, and within what time, actors are replaced."""
 
     replacements: int = Field(12, ge=0)
-    """Times an hour that one actor may be replaced; the policy group is rebuilt half as often, a driver restarted a sixth as often.
-    Raise it on machines that are taken away often; 0 to see why an actor died."""
+    """Times an hour that one actor may be replaced; the policy group is rebuilt half as often, a
+    driver restarted a sixth as often. Raise it on machines that are taken away often; 0 to see why
+    an actor died.
+    """
     health_timeout: float = Field(30.0, gt=0)
-    """Seconds an actor, a policy rank or the driver may give no sign of life before it is replaced (they answer while they
-    compute); a sixth of them lies between two checks of idle actors. Raise it for busy or swapping nodes, for libraries on slow
-    storage, and when there are hundreds of actors."""
+    """Seconds an actor, a policy rank or the driver may give no sign of life before it is replaced
+    (they answer while they compute); a sixth of them lies between two checks of idle actors. Raise
+    it for busy or swapping nodes, for libraries on slow storage, and when there are hundreds of
+    actors.
+    """
     start_timeout: float = Field(300.0, gt=0)
-    """Seconds for placing and starting an actor, and for storage that refuses checkpoints to come back; on GPUs 1,200 with vLLM
-    and SGLang, which compile. Raise it where nodes come late, and for large models on slow storage; the policy's ranks have 600 at
-    least."""
+    """Seconds for placing and starting an actor, and for storage that refuses checkpoints to come
+    back; on GPUs 1,200 with vLLM and SGLang, which compile. Raise it where nodes come late, and for
+    large models on slow storage; the policy's ranks have 600 at least.
+    """
     stall_timeout: float = Field(4500.0, gt=0)
-    """Seconds without progress after which the run stops; after 30 s a stall is reported, with stacks. Keep it above the longest
-    single call (docs/choosing_settings.md has the order of all durations)."""
+    """Seconds without progress after which the run stops; after 30 s a stall is reported, with
+    stacks. Keep it above the longest single call (docs/choosing_settings.md has the order of all
+    durations).
+    """
 
     @property
     def policy_restarts(self) -> int:
-        """Times an hour that the policy group may be rebuilt: a rebuild costs more than a replacement."""
+        """Times an hour that the policy group may be rebuilt: a rebuild costs more than a
+        replacement.
+        """
         return math.ceil(self.replacements / 2)
 
     @property
@@ -181,27 +238,40 @@ class RecoverySettings(SettingsModel):
 
     @property
     def stall_report(self) -> float:
-        """Seconds after which a stall is reported: 30, and sooner where the run is to stop within minutes."""
+        """Seconds after which a stall is reported: 30, and sooner where the run is to stop within
+        minutes.
+        """
         return min(30.0, self.stall_timeout / 10)
 
 
 def with_time_to_compile(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's settings, with ``recovery.start_timeout`` where it is left out and the engine needs more than the default."""
+    """A run's settings, with ``recovery.start_timeout`` where it is left out and the engine needs
+    more than the default.
+    """
     rollout, recovery = data.get("rollout"), data.get("recovery", {})
-    if not (isinstance(rollout, Mapping) and isinstance(recovery, Mapping)) or "start_timeout" in recovery:
+    if (
+        not (isinstance(rollout, Mapping) and isinstance(recovery, Mapping))
+        or "start_timeout" in recovery
+    ):
         return dict(data)
     engine, placement = rollout.get("engine"), rollout.get("placement")
     compiles = isinstance(engine, Mapping) and engine.get("kind") in COMPILING
     on_gpu = isinstance(placement, Mapping) and placement.get("num_gpus")
-    return {**data, "recovery": {**recovery, "start_timeout": COMPILED}} if compiles and on_gpu else dict(data)
+    return (
+        {**data, "recovery": {**recovery, "start_timeout": COMPILED}}
+        if compiles and on_gpu
+        else dict(data)
+    )
 
 
 class PreemptionSettings(SettingsModel):
     """What happens after SIGTERM, SIGINT, or the SIGHUP of a closed terminal."""
 
     grace: float = Field(120.0, gt=0)
-    """Seconds after such a signal within which the run must be saved; an update under way is finished first. Below what
-    the scheduler allows: the lead of Slurm's ``--signal``; Ray gives a stopped job 600 s on clusters that we start."""
+    """Seconds after such a signal within which the run must be saved; an update under way is
+    finished first. Below what the scheduler allows: the lead of Slurm's ``--signal``; Ray gives a
+    stopped job 600 s on clusters that we start.
+    """
 
 
 EPISODE, STALL = "environment.episode_timeout", "recovery.stall_timeout"
@@ -226,12 +296,15 @@ DURATIONS = (
     Duration(STALL),
     Duration("preemption.grace"),
 )
-"""From the innermost wait to the outermost; those without ``within`` are bounded by nothing in the configuration."""
+"""From the innermost wait to the outermost; those without ``within`` are bounded by nothing in the
+configuration.
+"""
 
 
 def check_durations(config: BaseModel, where: str = "") -> None:
-    """Raises ConfigError that names, with their values, all durations which are not shorter than what waits for them. ``where``
-    says of which part of the run these values are."""
+    """Raises ConfigError that names, with their values, all durations which are not shorter than
+    what waits for them. ``where`` says of which part of the run these values are.
+    """
     problems = list(_late(config, where))
     if problems:
         raise ConfigError("\n".join(problems))
@@ -240,10 +313,20 @@ def check_durations(config: BaseModel, where: str = "") -> None:
 def _late(config: BaseModel, where: str) -> Iterator[str]:
     for outer in dict.fromkeys(each.within for each in DURATIONS if each.within):
         limit = value_of(config, outer)
-        late = [each for each in DURATIONS if each.within == outer and _seconds(config, each) >= (limit or 0.0)]
+        late = [
+            each
+            for each in DURATIONS
+            if each.within == outer and _seconds(config, each) >= (limit or 0.0)
+        ]
         if limit is not None and late:
-            calls = ", ".join(f"{f'{each.times} x ' * (each.times > 1)}{each.key} ({_seconds(config, each):g} s)" for each in late)
-            yield f"{outer} ({limit:g} s) must be longer than {calls}, which it waits for{where}. Raise it, or lower what is named"
+            calls = ", ".join(
+                f"{f'{each.times} x ' * (each.times > 1)}{each.key} ({_seconds(config, each):g} s)"
+                for each in late
+            )
+            yield (
+                f"{outer} ({limit:g} s) must be longer than {calls}, which it waits for{where}."
+                " Raise it, or lower what is named"
+            )
 
 
 def _seconds(config: BaseModel, each: Duration) -> float:

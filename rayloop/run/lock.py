@@ -1,6 +1,9 @@
-"""The lock of a run folder. ``run.lock`` names the holder, rewritten under ``flock`` or a file that only one can create. A holder
-that this process can see is looked up; another's heartbeat (the file's time) stops. Writers compare the number in ``run.fence``
-first."""
+"""The lock of a run folder.
+
+``run.lock`` names the holder, rewritten under ``flock`` or a file that only one can create. A
+holder that this process can see is looked up; another's heartbeat (the file's time) stops. Writers
+compare the number in ``run.fence`` first.
+"""
 
 import collections.abc
 import contextlib
@@ -27,9 +30,13 @@ logger = logging.getLogger(__name__)
 HEARTBEAT = 15.0
 """Seconds between two signs of life."""
 SILENCE = 120.0
-"""Seconds without a sign of life after which a holder that cannot be seen from here counts as ended."""
+"""Seconds without a sign of life after which a holder that cannot be seen from here counts as
+ended.
+"""
 JUDGING = 30.0
-"""Seconds that others may take to judge and rewrite the file; one that was created instead of a flock is left over after them."""
+"""Seconds that others may take to judge and rewrite the file; one that was created instead of a
+flock is left over after them.
+"""
 POLL = 0.1
 """Seconds between two tries to judge the file."""
 AGAIN = 1.0
@@ -39,8 +46,11 @@ NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A process, such that no other process is ever equal to it. ``started`` is its creation time in Unix seconds; ``pids`` names
-    its PID namespace ("" in a lock that an earlier version wrote): containers of one host may share all else, even the pid."""
+    """A process, such that no other process is ever equal to it.
+
+    ``started`` is its creation time in Unix seconds; ``pids`` names its PID namespace ("" in a lock
+    that an earlier version wrote): containers of one host may share all else, even the pid.
+    """
 
     pid: int
     host: str
@@ -51,23 +61,40 @@ class Holder:
     @classmethod
     def this_process(cls) -> Self:
         """The process that calls."""
-        return cls(os.getpid(), socket.gethostname(), _boot_id(), psutil.Process().create_time(), _pid_namespace())
+        return cls(
+            os.getpid(),
+            socket.gethostname(),
+            _boot_id(),
+            psutil.Process().create_time(),
+            _pid_namespace(),
+        )
 
     def lives(self) -> bool | None:
-        """Whether the process runs; None when that cannot be seen from here: it belongs to another host, container or boot (two
-        hosts may have one name), or /proc hides it."""
-        if self.host != socket.gethostname() or self.boot_id != _boot_id() or self.pids != _pid_namespace():
+        """Whether the process runs; None when that cannot be seen from here: it belongs to another
+        host, container or boot (two hosts may have one name), or /proc hides it.
+        """
+        if (
+            self.host != socket.gethostname()
+            or self.boot_id != _boot_id()
+            or self.pids != _pid_namespace()
+        ):
             return None
         try:
             process = psutil.Process(self.pid)
             # A creation time follows from the boot time, which
             # moves with the clock: a second of tolerance.
-            return bool(process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - self.started) <= 1)
+            return bool(
+                process.status() != psutil.STATUS_ZOMBIE
+                and abs(process.create_time() - self.started) <= 1
+            )
         except psutil.NoSuchProcess:
             return None if _hidden(self.pid) else False
 
     def gone(self, silence: float) -> bool:
-        """Whether the process has ended, as far as can be seen from here. ``silence``: seconds since its last heartbeat."""
+        """Whether the process has ended, as far as can be seen from here.
+
+        ``silence``: seconds since its last heartbeat.
+        """
         lives = self.lives()
         return silence > SILENCE if lives is None else not lives
 
@@ -78,8 +105,10 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """What keeps a holder that was replaced from writing: the number that it was given, against that of the newest. ``home``:
-    device and inode of the run's folder at the start, which was on what was mounted at ``mount``."""
+    """What keeps a holder that was replaced from writing: the number that it was given, against
+    that of the newest. ``home``: device and inode of the run's folder at the start, which was on
+    what was mounted at ``mount``.
+    """
 
     path: Path
     number: int
@@ -91,19 +120,26 @@ class Fence:
         return replace(self, home=_place(self.path.parent), mount=str(mount_of(self.path.parent)))
 
     def check(self) -> None:
-        """Raises RunTaken when another process has taken the run since; OSError when the file cannot be read, and
-        FileNotFoundError when the run's folder is another one than at the start, or is missing."""
+        """Raises RunTaken when another process has taken the run since; OSError when the file
+        cannot be read, and FileNotFoundError when the run's folder is another one than at the
+        start, or is missing.
+        """
         if not self.number:
             return
         newest = _newest(self.path)
-        # Numbers only grow. A mount that came back may have another device, and a file system in user space another inode.
+        # Numbers only grow. A mount that came back may have another device, and a file system in
+        # user space another inode.
         if newest < self.number or (self.mount and _differ(_place(self.path.parent), self.home)):
-            why = f"the run's folder is not there, or not the one that it was at the start: is its storage mounted at {self.mount}?"
+            why = (
+                "the run's folder is not there, or not the one that it was at the start: is its"
+                f" storage mounted at {self.mount}?"
+            )
             raise FileNotFoundError(errno.ENOENT, why, str(self.path.parent))
         if newest != self.number:
             raise RunTaken(
-                f"{self.path.parent} was taken over by another process (start {newest}, this one is {self.number}), while this one "
-                "gave no sign of life. Nothing was written since; the other one goes on from the newest checkpoint"
+                f"{self.path.parent} was taken over by another process (start {newest}, this one is"
+                f" {self.number}), while this one gave no sign of life. Nothing was written since;"
+                " the other one goes on from the newest checkpoint"
             )
 
 
@@ -117,7 +153,10 @@ class RunLock:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.fence = Fence(path.absolute().with_suffix(".fence"), 0)
-        """The holder's fence, from ``acquire`` on. It is absolute, since the driver, which has it too, works in another folder."""
+        """The holder's fence, from ``acquire`` on.
+
+        It is absolute, since the driver, which has it too, works in another folder.
+        """
         self.taken = threading.Event()
         """Set when the heartbeat has found another holder; this one must end."""
         self._renewing = threading.Lock()
@@ -125,8 +164,12 @@ class RunLock:
         self._heart: threading.Thread | None = None
 
     def acquire(self) -> Holder | None:
-        """Take the lock; its parent folder exists. Returns the dead holder if there was one; waits up to ``SILENCE`` s for a holder
-        that cannot be seen from here. Raises RunNameInUse, and ConfigError when the file system does not answer."""
+        """Take the lock; its parent folder exists.
+
+        Returns the dead holder if there was one; waits up to ``SILENCE`` s for a holder that cannot
+        be seen from here. Raises RunNameInUse, and ConfigError when the file system does not
+        answer.
+        """
         me = Holder.this_process()
         seen = 0.0  # the heartbeat at the last look at a holder that cannot be seen
         while True:
@@ -142,11 +185,17 @@ class RunLock:
             beats = seen not in (0.0, beat)
             if former.lives() or beats:
                 raise RunNameInUse(
-                    f"{self.path.parent} belongs to a live run ({former}). Choose another name, or end that run first."
+                    f"{self.path.parent} belongs to a live run ({former}). Choose another name, or"
+                    " end that run first."
                 )
 
             if not seen:
-                logger.warning("%s: waiting, %g s at most, for a sign of life of %s", self.path, SILENCE, former)
+                logger.warning(
+                    "%s: waiting, %g s at most, for a sign of life of %s",
+                    self.path,
+                    SILENCE,
+                    former,
+                )
             seen = beat
             # Outside of ``_alone``, so that others can judge the file in the meantime.
             time.sleep(AGAIN)
@@ -157,7 +206,9 @@ class RunLock:
         return former
 
     def renew(self) -> None:
-        """Refuse the former driver of this holder, which may only be suspended, before another one writes."""
+        """Refuse the former driver of this holder, which may only be suspended, before another one
+        writes.
+        """
         if not self.path.exists():
             return
         # With ``_renewing`` the heartbeat does not compare the old number with the new file.
@@ -169,7 +220,11 @@ class RunLock:
         """Give this holder a number that none has had."""
         try:
             number = _newest(self.fence.path) + 1
-        except ValueError:  # a power loss took the file's content: no count of holders comes near the seconds since 1970
+        except (
+            ValueError
+            # a power loss took the file's content: no count of holders comes near the seconds since
+            # 1970
+        ):
             number = int(time.time())
         write_whole(self.fence.path, str(number).encode())
         self.fence = Fence(self.fence.path, number).here()
@@ -186,7 +241,9 @@ class RunLock:
         if self._heart is not None and self._heart.is_alive():
             # A beat after the release would pass for a sign of life of the next holder.
             self._heart.join()
-        if not self.path.exists():  # the storage is not mounted: nothing is written below an empty mount point
+        if (
+            not self.path.exists()
+        ):  # the storage is not mounted: nothing is written below an empty mount point
             return
 
         with _alone(self.path) as file:
@@ -194,7 +251,10 @@ class RunLock:
                 _write(file, "")
 
     def holder(self) -> Holder | None:
-        """Who holds it and lives, as far as can be seen from here; None when nobody does. Takes nothing, and waits for nobody."""
+        """Who holds it and lives, as far as can be seen from here; None when nobody does.
+
+        Takes nothing, and waits for nobody.
+        """
         try:
             with self.path.open(encoding="utf-8") as file:
                 holder, beat = _read(file), os.fstat(file.fileno()).st_mtime
@@ -203,7 +263,9 @@ class RunLock:
         return None if holder is None or holder.gone(time.time() - beat) else holder
 
     def heartbeat(self) -> float | None:
-        """When its holder last gave a sign of life, in Unix seconds of the file's clock; None when nobody holds it."""
+        """When its holder last gave a sign of life, in Unix seconds of the file's clock; None when
+        nobody holds it.
+        """
         try:
             beat = self.path.stat()
         except OSError:
@@ -241,8 +303,9 @@ def _alone(path: Path) -> collections.abc.Iterator[IO[str]]:
                     _remove_left_over(instead)
                 if time.monotonic() > deadline:
                     raise ConfigError(
-                        f"{path} is held by a process that judges it, for more than {2 * JUDGING:g} s: the file system or a host "
-                        f"hangs. Look at who has it open{'' if instead is None else f', or remove {instead}'}"
+                        f"{path} is held by a process that judges it, for more than {2 * JUDGING:g}"
+                        " s: the file system or a host hangs. Look at who has it"
+                        f" open{'' if instead is None else f', or remove {instead}'}"
                     ) from None
                 time.sleep(POLL)
             except OSError as error:
@@ -257,7 +320,10 @@ def _alone(path: Path) -> collections.abc.Iterator[IO[str]]:
 
 
 def _remove_left_over(instead: Path) -> None:
-    """Remove the file of a process that died while it judged. Renaming it first makes sure that only one process removes it."""
+    """Remove the file of a process that died while it judged.
+
+    Renaming it first makes sure that only one process removes it.
+    """
     mine = instead.with_name(f"{instead.name}.{socket.gethostname()}-{os.getpid()}")
 
     def old(file: Path) -> bool:
@@ -282,7 +348,10 @@ def _differ(one: tuple[int, int], other: tuple[int, int]) -> bool:
 
 
 def _newest(path: Path) -> int:
-    """The number of holders so far; 0 without a file. Raises OSError, and ValueError for a file that holds none."""
+    """The number of holders so far; 0 without a file.
+
+    Raises OSError, and ValueError for a file that holds none.
+    """
     try:
         return int(path.read_text(encoding="utf-8") or 0)
     except FileNotFoundError:
@@ -294,7 +363,9 @@ def _read(file: IO[str]) -> Holder | None:
     file.seek(0)
     try:
         found = json.loads(file.read())
-        return Holder(**{field.name: found[field.name] for field in fields(Holder) if field.name in found})
+        return Holder(
+            **{field.name: found[field.name] for field in fields(Holder) if field.name in found}
+        )
     except (ValueError, TypeError):
         return None
 
@@ -311,7 +382,9 @@ def _boot_id() -> str:
 
 
 def _pid_namespace() -> str:
-    """The PID namespace of this process, such as ``pid:[4026531836]``; "" where the kernel does not say."""
+    """The PID namespace of this process, such as ``pid:[4026531836]``; "" where the kernel does not
+    say.
+    """
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -319,7 +392,9 @@ def _pid_namespace() -> str:
 
 
 def _hidden(pid: int) -> bool:
-    """Whether a process that /proc does not show is there: with ``hidepid`` it shows none of other users."""
+    """Whether a process that /proc does not show is there: with ``hidepid`` it shows none of other
+    users.
+    """
     try:
         os.kill(pid, 0)
     except PermissionError:

@@ -1,4 +1,6 @@
-"""The rows that a run trains on and is measured on, and a curriculum (``data.order``): rows of ``tier`` 0, then 1, ..."""
+"""The rows that a run trains on and is measured on, and a curriculum (``data.order``): rows of
+``tier`` 0, then 1, ...
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -37,7 +39,10 @@ def training_rows(config: RunConfig, reporter: Reports) -> Dataset:
 
 
 def held_out_rows(config: RunConfig, reporter: Reports) -> list[Task]:
-    """Rows of ``data.eval``, evenly over its sources; none without evaluations. Raises as ``training_rows``."""
+    """Rows of ``data.eval``, evenly over its sources; none without evaluations.
+
+    Raises as ``training_rows``.
+    """
     if not config.evaluation.every or config.data.eval is None:
         return []
     return evenly([*_read(config.data.eval, config, reporter)], config.evaluation.limit)
@@ -50,10 +55,20 @@ def _read(path: str, config: RunConfig, reporter: Reports) -> Dataset:
         left_out.append(failure)
         reporter.bad_row(failure)
 
-    dataset = Dataset(path, config.data.reader.build(), False, leave_out, config.environment.kinds, anywhere=config.data.anywhere)
+    dataset = Dataset(
+        path,
+        config.data.reader.build(),
+        False,
+        leave_out,
+        config.environment.kinds,
+        anywhere=config.data.anywhere,
+    )
     if len(left_out) > SHOWN:
         read = len(left_out) + len(dataset)
-        why = f"{len(left_out)} of the {read} rows of {path} are left out; quarantine.jsonl of the run lists each with its reason"
+        why = (
+            f"{len(left_out)} of the {read} rows of {path} are left out; quarantine.jsonl of the"
+            " run lists each with its reason"
+        )
         reporter.event(incidents.DataWarning(why=why))
     if warning := dataset.warning(config.reward.compares):
         reporter.event(incidents.DataWarning(why=warning))
@@ -61,23 +76,37 @@ def _read(path: str, config: RunConfig, reporter: Reports) -> Dataset:
 
 
 class Order(Protocol):
-    """Says of each row of ``data.train`` when its turn is. Rows of a tier come in the order that they would have without."""
+    """Says of each row of ``data.train`` when its turn is.
+
+    Rows of a tier come in the order that they would have without.
+    """
 
     def tier(self, task: Task) -> int:
         """The row's tier; lower ones come first."""
 
 
 class BySolveRate:
-    """First the rows that a policy sometimes solves, then unknown ones, then all others. ``rates``: the folder of an evaluation of
-    the training rows (``eval CONFIG --data TRAIN --samples 4 --out DIR``), or of an earlier run."""
+    """First the rows that a policy sometimes solves, then unknown ones, then all others.
+
+    ``rates``: the folder of an evaluation of the training rows (``eval CONFIG --data TRAIN
+    --samples 4 --out DIR``), or of an earlier run.
+    """
 
     class Settings(SettingsModel):
         rates: LocalPath
-        """The ``items.jsonl`` of that evaluation, or the folder of an earlier run with ``keep_rollouts`` above 0."""
+        """The ``items.jsonl`` of that evaluation, or the folder of an earlier run with
+        ``keep_rollouts`` above 0.
+        """
         low: float = Field(0.1, ge=0, le=1)
-        """Share of right answers from which a row comes first. Raise it to begin with easier rows."""
+        """Share of right answers from which a row comes first.
+
+        Raise it to begin with easier rows.
+        """
         high: float = Field(0.9, ge=0, le=1)
-        """Share of right answers up to which a row comes first. Lower it when a run pays for what the policy knows."""
+        """Share of right answers up to which a row comes first.
+
+        Lower it when a run pays for what the policy knows.
+        """
         least: float = 1.0
         """Reward from which an answer is right. Lower it for rewards that are seldom full."""
 
@@ -89,8 +118,8 @@ class BySolveRate:
                 answers[task].append(reward >= settings.least)
         if not answers:
             raise ConfigError(
-                f"data.order: {settings.rates} has no scored answer; name the items.jsonl of an `eval`, or the folder of a run "
-                "that had keep_rollouts above 0"
+                f"data.order: {settings.rates} has no scored answer; name the items.jsonl of an"
+                " `eval`, or the folder of a run that had keep_rollouts above 0"
             )
         self._rates = {task: fmean(right) for task, right in answers.items()}
         self._settings = settings
@@ -103,8 +132,16 @@ class BySolveRate:
 
 
 def _rewards(path: Path) -> Iterator[tuple[str, float | None]]:
-    """Task and reward of each answer to the task's own image, and of what a run has kept, but not of what it replayed."""
+    """Task and reward of each answer to the task's own image, and of what a run has kept, but not
+    of what it replayed.
+    """
     if not path.is_dir():
-        yield from ((item.task, item.reward) for item in read_items(path) if item.arm in (RIGHT, SAMPLED))
+        yield from (
+            (item.task, item.reward) for item in read_items(path) if item.arm in (RIGHT, SAMPLED)
+        )
         return
-    yield from ((record["task"], record["reward"]) for record in RunFolder.at(path).rollouts if not record["replayed"])
+    yield from (
+        (record["task"], record["reward"])
+        for record in RunFolder.at(path).rollouts
+        if not record["replayed"]
+    )

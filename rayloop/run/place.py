@@ -1,7 +1,9 @@
-"""Where a live run is: the cluster and the namespace in which others find its actors by their names, without starting anything.
+"""Where a live run is: the cluster and the namespace in which others find its actors by their
+names, without starting anything.
 
-A run folder may have been made by a stranger, and unpacked or copied here. Who follows its ``cluster.json`` sends a token to the
-address in it, and unpickles the answers. So commands read this user's own copy, which the run writes where rendezvous folders are.
+A run folder may have been made by a stranger, and unpacked or copied here. Who follows its
+``cluster.json`` sends a token to the address in it, and unpickles the answers. So commands read
+this user's own copy, which the run writes where rendezvous folders are.
 """
 
 import hashlib
@@ -23,12 +25,17 @@ from rayloop.launch.rendezvous import default_root
 logger = logging.getLogger(__name__)
 
 OWN = ".runs"
-"""Folder beside the rendezvous folders, one file per live run. No cluster's name begins with a dot."""
+"""Folder beside the rendezvous folders, one file per live run.
+
+No cluster's name begins with a dot.
+"""
 
 C = TypeVar("C", bound=BaseModel)
 
 STARTED_IN = "started_in"
-"""A file of the run folder: the folder in which the run's command was started, from which its relative paths go."""
+"""A file of the run folder: the folder in which the run's command was started, from which its
+relative paths go.
+"""
 PATHS = ("model.path", "reference.path", "data.train", "data.eval")
 """Keys whose relative paths are looked for there as well."""
 
@@ -41,8 +48,9 @@ def started_in(run: Path) -> Path | None:
 
 
 def from_start(config: C, run: Path) -> C:
-    """A run's configuration in which each relative path of ``PATHS`` that leads nowhere from here, but does from where the ``run``
-    (its folder) was started, is absolute."""
+    """A run's configuration in which each relative path of ``PATHS`` that leads nowhere from here,
+    but does from where the ``run`` (its folder) was started, is absolute.
+    """
     base = started_in(run)
     for key in PATHS if base else ():
         section, _, name = key.partition(".")
@@ -56,7 +64,9 @@ def from_start(config: C, run: Path) -> C:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """``address`` of Ray's head, ``token_file`` of its token ("" for none), ``namespace`` of the run's actors."""
+    """``address`` of Ray's head, ``token_file`` of its token ("" for none), ``namespace`` of the
+    run's actors.
+    """
 
     address: str
     token_file: str
@@ -76,29 +86,46 @@ def run_of(namespace: str) -> str:
 
 
 def own_copy(file: Path) -> Path:
-    """This user's copy of the ``cluster.json`` of a run: which one follows from the run's folder alone, not from what is in it."""
+    """This user's copy of the ``cluster.json`` of a run: which one follows from the run's folder
+    alone, not from what is in it.
+    """
     return default_root() / OWN / f"{namespace(file.parent)}.json"
 
 
 @contextmanager
-def findable(file: Path, address: str, namespace: str, metrics: Sequence[str] = ()) -> Iterator[None]:
-    """Write this process's cluster address, readable by its owner only, until the block ends: into the run's folder, and as this
-    user's own copy. Beside the former ``prometheus.json``, the ``metrics`` ports (host:port) for Prometheus' ``file_sd_configs``.
-    Raises StorageFailed."""
-    token = os.environ.get("RAY_AUTH_TOKEN_PATH", "") if os.environ.get("RAY_AUTH_MODE") == "token" else ""
+def findable(
+    file: Path, address: str, namespace: str, metrics: Sequence[str] = ()
+) -> Iterator[None]:
+    """Write this process's cluster address, readable by its owner only, until the block ends: into
+    the run's folder, and as this user's own copy. Beside the former ``prometheus.json``, the
+    ``metrics`` ports (host:port) for Prometheus' ``file_sd_configs``. Raises StorageFailed.
+    """
+    token = (
+        os.environ.get("RAY_AUTH_TOKEN_PATH", "")
+        if os.environ.get("RAY_AUTH_MODE") == "token"
+        else ""
+    )
     place = json.dumps(asdict(Place(address, token, namespace))).encode()
 
     # Not durable: a power loss ends the run, and with it what the files say.
     with needed(file):
         write_whole(file, place, mode=0o600, durable=False)
-        write_whole(file.with_name("prometheus.json"), json.dumps([{"targets": list(metrics)}]).encode(), durable=False)
+        write_whole(
+            file.with_name("prometheus.json"),
+            json.dumps([{"targets": list(metrics)}]).encode(),
+            durable=False,
+        )
 
     own = own_copy(file)
     try:
         own.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_whole(own, place, mode=0o600, durable=False)
     except OSError as error:  # a home that is read-only: the run itself does not need it
-        logger.warning("%s cannot be written (%s): logs, stacks and policy serve will not find this run", own, error)
+        logger.warning(
+            "%s cannot be written (%s): logs, stacks and policy serve will not find this run",
+            own,
+            error,
+        )
 
     try:
         yield
@@ -109,8 +136,11 @@ def findable(file: Path, address: str, namespace: str, metrics: Sequence[str] = 
 
 
 def read_place(file: Path) -> Place:
-    """Where the run with this ``cluster.json`` is, from this user's own copy. Raises ConfigError when it is not running, when
-    somebody else started it, or when another user could have written the copy."""
+    """Where the run with this ``cluster.json`` is, from this user's own copy.
+
+    Raises ConfigError when it is not running, when somebody else started it, or when another user
+    could have written the copy.
+    """
     own = own_copy(file)
     try:
         # The folder as well: a user who may write into it can replace the file.
@@ -120,13 +150,14 @@ def read_place(file: Path) -> Place:
     except FileNotFoundError as error:
         if file.exists():
             raise ConfigError(
-                f"{file.parent} is no live run of yours: its {file.name} is not followed, since {own} does not know it. If you "
-                "started it on another machine, in another container or with another RAYLOOP_RENDEZVOUS, run this command there, "
-                "or set that variable"
+                f"{file.parent} is no live run of yours: its {file.name} is not followed, since"
+                f" {own} does not know it. If you started it on another machine, in another"
+                " container or with another RAYLOOP_RENDEZVOUS, run this command there, or set"
+                " that variable"
             ) from error
         raise ConfigError(
-            f"{file.parent} is no live run: there is no {file.name}. Name the folder of a run that is running, or start one "
-            f"(`python -m rayloop train`)"
+            f"{file.parent} is no live run: there is no {file.name}. Name the folder of a run that"
+            " is running, or start one (`python -m rayloop train`)"
         ) from error
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{own} cannot be read: {error}") from error

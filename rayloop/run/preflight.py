@@ -1,4 +1,6 @@
-"""What can be known to fail before anything is started: files, folders and packages that the configuration names."""
+"""What can be known to fail before anything is started: files, folders and packages that the
+configuration names.
+"""
 
 import math
 from collections.abc import Sequence
@@ -19,25 +21,35 @@ from rayloop.run.checkpoint import complete
 from rayloop.run.config import RunConfig
 
 BIASES = 1024
-"""Tokens that vLLM's runner on GPUs can keep from being sampled (v1/worker/gpu/sample/logit_bias.py of 0.28 and 0.32)."""
+"""Tokens that vLLM's runner on GPUs can keep from being sampled (v1/worker/gpu/sample/logit_bias.py
+of 0.28 and 0.32).
+"""
 
 
-def preflight(config: RunConfig, *, trains: bool = True, reads: Sequence[str] = ("train", "eval")) -> None:
-    """Raises ConfigError that names the key, what is not there, and what to do. ``reads``: the files of ``data`` that are read."""
+def preflight(
+    config: RunConfig, *, trains: bool = True, reads: Sequence[str] = ("train", "eval")
+) -> None:
+    """Raises ConfigError that names the key, what is not there, and what to do.
+
+    ``reads``: the files of ``data`` that are read.
+    """
     if in_job():
         lasting(config)
     known(config.model.path, config.model.revision)
     for key, path in ((f"data.{name}", getattr(config.data, name)) for name in reads):
         if path is not None and not Path(path).is_file():
             raise ConfigError(
-                f"{key}: {path} is no file (seen from {Path.cwd()}). It must be a file of rows (JSONL, JSON array, parquet); the "
-                f"recipe's README says how to get one. Set it with {key}=FILE"
+                f"{key}: {path} is no file (seen from {Path.cwd()}). It must be a file of rows"
+                " (JSONL, JSON array, parquet); the recipe's README says how to get one. Set it"
+                f" with {key}=FILE"
             )
     installed(config.loggers)
     held_in(config)
     if trains:
         _trainable(config)
-    bannable(config, len(Renderer(config.model).banned_tokens))  # raises for tokenizer and chat template
+    bannable(
+        config, len(Renderer(config.model).banned_tokens)
+    )  # raises for tokenizer and chat template
     beyond_positions(config)
 
 
@@ -46,19 +58,27 @@ def _trainable(config: RunConfig) -> None:
     if why := config.engine.untrainable():
         raise ConfigError(why)
     if (every := config.evaluation.every) and not config.data.eval:
-        raise ConfigError(f"evaluation.every is {every}, but data.eval names no rows. Set data.eval=FILE, or evaluation.every=0")
+        raise ConfigError(
+            f"evaluation.every is {every}, but data.eval names no rows. Set data.eval=FILE, or"
+            " evaluation.every=0"
+        )
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and complete(Path(resume)) is None:
         what = "holds no complete checkpoint" if Path(resume).is_dir() else "is no folder"
-        raise ConfigError(f"checkpoint.resume: {resume} {what}. Name a folder runs/NAME/checkpoints/step_N, or use auto or never")
+        raise ConfigError(
+            f"checkpoint.resume: {resume} {what}. Name a folder runs/NAME/checkpoints/step_N, or"
+            " use auto or never"
+        )
 
 
 def known(model: str, revision: str | None, key: str = "model.path") -> None:
-    """Raises ConfigError unless the model is a folder, or one of the Hub that can be had, of a kind that can be trained."""
+    """Raises ConfigError unless the model is a folder, or one of the Hub that can be had, of a kind
+    that can be trained.
+    """
     if not Path(model).is_dir() and (Path(model).parent.is_dir() or not HUB_NAME.fullmatch(model)):
         raise ConfigError(
-            f"{key}: {model} is no folder. Make a model with `python -m rayloop sft`, or name a folder in Hugging Face "
-            "layout or a model of the Hub (owner/name)"
+            f"{key}: {model} is no folder. Make a model with `python -m rayloop sft`, or name a"
+            " folder in Hugging Face layout or a model of the Hub (owner/name)"
         )
     described = read_json(resolve(model, revision, key=key).folder / "config.json")
     text = described.get("text_config") or described
@@ -68,8 +88,10 @@ def known(model: str, revision: str | None, key: str = "model.path") -> None:
 
 
 def beyond_positions(config: RunConfig) -> str:
-    """What is said when episodes may be longer than the model has positions; "" when they cannot be, or it does not say how many
-    it has. Raises ConfigError where positions are looked up in a table, behind whose end there is nothing."""
+    """What is said when episodes may be longer than the model has positions; "" when they cannot
+    be, or it does not say how many it has. Raises ConfigError where positions are looked up in a
+    table, behind whose end there is nothing.
+    """
     folder = resolve(config.model.path, config.model.revision)
     described = read_json(folder.folder / "config.json")
     limit = positions(described.get("text_config") or described)
@@ -77,8 +99,9 @@ def beyond_positions(config: RunConfig) -> str:
     if limit is None or longest <= limit:
         return ""
     found = (
-        f"model.path: {config.model.path} has {limit} positions (max_position_embeddings), and an episode may have {longest} "
-        "tokens. Set environment.episode.max_tokens, and max_prompt_tokens below it, to what the model can read"
+        f"model.path: {config.model.path} has {limit} positions (max_position_embeddings), and an"
+        f" episode may have {longest} tokens. Set environment.episode.max_tokens, and"
+        " max_prompt_tokens below it, to what the model can read"
     )
     if folder.whole and learned_positions(folder.stored()):
         raise ConfigError(found)
@@ -93,7 +116,9 @@ def _longest(config: RunConfig) -> int:
 
 
 def alike(config: RunConfig) -> None:
-    """Raises ConfigError unless the model of ``reference.path`` has the policy's tokens and images; actors compare a server's."""
+    """Raises ConfigError unless the model of ``reference.path`` has the policy's tokens and images;
+    actors compare a server's.
+    """
     path, model = config.reference.path, config.model
     if path is None or config.reference.server:
         return
@@ -104,29 +129,48 @@ def alike(config: RunConfig) -> None:
         if different := [one for one in sorted({*mine, *other}) if mine.get(one) != other.get(one)]:
             first = different[0]
             raise ConfigError(
-                f"reference.path: {path} has another {what} than model.path {model.path}: {first} is {other.get(first)} there and "
-                f"{mine.get(first)} here. Name a model with the same {what}"
+                f"reference.path: {path} has another {what} than model.path {model.path}: {first}"
+                f" is {other.get(first)} there and {mine.get(first)} here. Name a model with the"
+                f" same {what}"
             )
 
 
 def _tokens(folder: Path) -> dict[Any, Any]:
     """Token -> its text, and whether it is special."""
     tokenizer = load_tokenizer(folder)
-    special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
-    return {token: (text, token in special) for text, token in tokenizer.get_vocab(with_added_tokens=True).items()}
+    special = {
+        token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special
+    }
+    return {
+        token: (text, token in special)
+        for text, token in tokenizer.get_vocab(with_added_tokens=True).items()
+    }
 
 
 def _cut(folder: Path) -> dict[Any, Any]:
     """What decides which tokens an image becomes; empty for a text-only model."""
-    config, processor = read_json(folder / "config.json"), read_json(folder / "preprocessor_config.json")
+    config, processor = (
+        read_json(folder / "config.json"),
+        read_json(folder / "preprocessor_config.json"),
+    )
     if (vision := config.get("vision_config")) is None:
         return {}
-    keys = {"patch_size": vision, "spatial_merge_size": vision, "temporal_patch_size": vision, "merge_size": processor}
-    return {"image_token_id": config.get("image_token_id"), **{key: where.get(key) for key, where in keys.items()}}
+    keys = {
+        "patch_size": vision,
+        "spatial_merge_size": vision,
+        "temporal_patch_size": vision,
+        "merge_size": processor,
+    }
+    return {
+        "image_token_id": config.get("image_token_id"),
+        **{key: where.get(key) for key, where in keys.items()},
+    }
 
 
 def idle_settings(config: RunConfig) -> list[str]:
-    """A sentence for each setting of the algorithm that does nothing beside this run's others (docs/idle_settings.md)."""
+    """A sentence for each setting of the algorithm that does nothing beside this run's others
+    (docs/idle_settings.md).
+    """
     algorithm, environment = config.algorithm, config.environment
     kinds = (environment.episode.environment, *environment.kinds.values())
     begins_again = environment.episode.when_full == "forget" or any(kind.leads for kind in kinds)
@@ -136,7 +180,9 @@ def idle_settings(config: RunConfig) -> list[str]:
         exact=synchronous and computes_alike and not config.policy.engine.drops_out,
         refresh_every=config.reference.refresh_every,
         longest=None if begins_again else environment.episode.max_tokens,
-        most_entropy=math.log(config.rollout.sampling.sampling().most_kept or _vocabulary(config) or math.inf),
+        most_entropy=math.log(
+            config.rollout.sampling.sampling().most_kept or _vocabulary(config) or math.inf
+        ),
     )
     return idle(config.policy.loss, algorithm, config.policy.update, situation)
 
@@ -149,7 +195,9 @@ def _vocabulary(config: RunConfig) -> int | None:
 
 
 def held_in(config: RunConfig) -> str:
-    """How environments and tools confine a policy's code, by ``preflight(settings)`` of their classes; empty when none runs any."""
+    """How environments and tools confine a policy's code, by ``preflight(settings)`` of their
+    classes; empty when none runs any.
+    """
     said = []
     for _, part in components(config.environment):
         check, settings = getattr(part.resolve(), "preflight", None), part.options()
@@ -159,19 +207,24 @@ def held_in(config: RunConfig) -> str:
 
 
 def bannable(config: RunConfig, banned: int) -> None:
-    """Raises ConfigError for a model with more ids that must not be sampled than vLLM can ban: its engine process would end."""
+    """Raises ConfigError for a model with more ids that must not be sampled than vLLM can ban: its
+    engine process would end.
+    """
     on_gpu = config.rollout.placement.num_gpus > 0
     if on_gpu and isinstance(config.rollout.engine, VllmEngineSettings) and banned > BIASES:
         raise ConfigError(
-            f"model.path: {config.model.path} has {banned} ids without a text, and vLLM can ban {BIASES} on GPUs at "
-            "most. Use rollout.engine.kind: transformers, or a model whose vocab_size is that of its tokenizer"
+            f"model.path: {config.model.path} has {banned} ids without a text, and vLLM can ban"
+            f" {BIASES} on GPUs at most. Use rollout.engine.kind: transformers, or a model whose"
+            " vocab_size is that of its tokenizer"
         )
 
 
 def lasting(config: RunConfig) -> None:
-    """A job's working directory is deleted after it: raises ConfigError when the run folder would be in there."""
+    """A job's working directory is deleted after it: raises ConfigError when the run folder would
+    be in there.
+    """
     if not Path(config.output).is_absolute():
         raise ConfigError(
-            f"output: {config.output} is relative, and a Ray job's working directory is deleted when it ends. Name a folder "
-            "that all nodes see: output=/shared/runs"
+            f"output: {config.output} is relative, and a Ray job's working directory is deleted"
+            " when it ends. Name a folder that all nodes see: output=/shared/runs"
         )

@@ -1,4 +1,6 @@
-"""The reports of a run: metrics, events, quarantined rows and sampled rollouts, in the run folder and to the console."""
+"""The reports of a run: metrics, events, quarantined rows and sampled rollouts, in the run folder
+and to the console.
+"""
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +29,9 @@ Open = Callable[[AnySettings, str, Mapping[str, Any], RunFolder], Logger]
 
 
 class Updates:
-    """The newest ``KEPT`` reports for a console that polls: ("event", record), ("step", metrics) or ("samples", completions)."""
+    """The newest ``KEPT`` reports for a console that polls: ("event", record), ("step", metrics) or
+    ("samples", completions).
+    """
 
     KEPT = 1000
 
@@ -59,9 +63,14 @@ class Reporter:
 
         self._evaluation: dict[str, float] = {}
         self.best: dict[str, float] | None = None
-        """The highest mean reward on the held-out tasks so far (``reward``), and its ``step``; it is saved with the run."""
+        """The highest mean reward on the held-out tasks so far (``reward``), and its ``step``; it
+        is saved with the run.
+        """
         self.worse: list[int] = []
-        """The steps of the evaluations since then; saved with the run too. A resume repeats one, which counts once."""
+        """The steps of the evaluations since then; saved with the run too.
+
+        A resume repeats one, which counts once.
+        """
         self.gaps: Mapping[TrajectoryId, Any] = {}
         """``RolloutRecord.gaps`` of what the last step trained."""
 
@@ -70,7 +79,9 @@ class Reporter:
         self._unwritten: set[str] = set()
         self._left_out = Counter[str]()
         self._longest = {"save": 0.0, "update": 0.0}
-        """Seconds of the longest checkpoint and update of this process, which a stop may have to wait for."""
+        """Seconds of the longest checkpoint and update of this process, which a stop may have to
+        wait for.
+        """
         self._warned_of_grace = False
 
         shown = config.model_dump(mode="json", by_alias=True)
@@ -82,13 +93,17 @@ class Reporter:
 
     def event(self, event: Event, step: int | None = None) -> None:
         """Something that happened once, after ``step`` (default: the last one on record)."""
-        self.updates.append(("event", self.folder.events.emit(event, self._step if step is None else step)))
+        self.updates.append(
+            ("event", self.folder.events.emit(event, self._step if step is None else step))
+        )
         self._watch("events.jsonl", self.folder.events.trouble)
         if isinstance(event, events.CheckpointEvent):
             self._took("save", event.seconds)
 
     def _took(self, what: str, seconds: float) -> None:
-        """Report once that a stop now would come too late: an update under way ends first, and then there is a step to save."""
+        """Report once that a stop now would come too late: an update under way ends first, and then
+        there is a step to save.
+        """
         self._longest[what] = max(self._longest[what], seconds)
         grace, needed = self.config.preemption.grace, sum(self._longest.values())
         if self._longest["save"] and needed > grace and not self._warned_of_grace:
@@ -114,15 +129,22 @@ class Reporter:
             self._watch(file, None)
 
     def bad_row(self, failure: DataFailure) -> None:
-        """A row that is left out, for quarantine.jsonl; the console shows the first ``SHOWN`` rows of each reason."""
+        """A row that is left out, for quarantine.jsonl; the console shows the first ``SHOWN`` rows
+        of each reason.
+        """
         self.folder.quarantine.append({"path": failure.path, "reason": failure.reason})
         self._watch("quarantine.jsonl", self.folder.quarantine.trouble)
         self._left_out[failure.reason] += 1
         if self._left_out[failure.reason] <= SHOWN:
-            self.updates.append(("event", incidents.Quarantined(failure.path, failure.reason).record()))
+            self.updates.append(
+                ("event", incidents.Quarantined(failure.path, failure.reason).record())
+            )
 
     def trained(self, step: int, groups: Sequence[Group]) -> None:
-        """Which trajectories ``step`` trains on: {group: samples}. For the record only; the console shows the counts."""
+        """Which trajectories ``step`` trains on: {group: samples}.
+
+        For the record only; the console shows the counts.
+        """
         ids = {str(group.number): [m.summary.id.sample for m in group.kept] for group in groups}
         self.folder.events.emit(events.Trained(ids), step)
 
@@ -141,16 +163,27 @@ class Reporter:
         self._lengths.restore(state["lengths"])
 
     def begin(self, step: int, lineage: int, checkpoint: Checkpoint | None) -> None:
-        """A lineage begins at ``step``: later records are moved aside, and this run's configuration is written."""
+        """A lineage begins at ``step``: later records are moved aside, and this run's configuration
+        is written.
+        """
         self._step = step
         moved = self.folder.truncate_after(step)
         self.folder.write_config(dump(self.config))
-        self.event(events.Begin(lineage, checkpoint.folder.name if checkpoint else None, superseded_records=moved, best=self.best))
+        self.event(
+            events.Begin(
+                lineage,
+                checkpoint.folder.name if checkpoint else None,
+                superseded_records=moved,
+                best=self.best,
+            )
+        )
         if damaged := self.folder.metrics.damaged:
             self.event(incidents.RecordsDamaged(self.folder.metrics.path.name, damaged))
 
     def evaluated(self, step: int, items: Sequence[Item], images: Mapping[str, bytes]) -> None:
-        """Held-out answers: kept one by one; their means are an event at once, and part of the step's metrics."""
+        """Held-out answers: kept one by one; their means are an event at once, and part of the
+        step's metrics.
+        """
         self._write("evaluations", lambda: self.folder.evaluations.write(step, items, images))
         controlled = any(item.arm in CONTROLS for item in items)
         before = self._first_items(step) if controlled else []
@@ -160,10 +193,17 @@ class Reporter:
         reward = self._evaluation.get("val/reward/mean")
         if reward is not None and (self.best is None or reward > self.best["reward"]):
             self.best, self.worse = {"reward": reward, "step": step}, []
-        elif reward is not None and self.best is not None and step > max([self.best["step"], *self.worse]):
+        elif (
+            reward is not None
+            and self.best is not None
+            and step > max([self.best["step"], *self.worse])
+        ):
             self.worse.append(step)
         if self.best is not None:
-            self._evaluation |= {"val/best": self.best["reward"], "val/best_step": float(self.best["step"])}
+            self._evaluation |= {
+                "val/best": self.best["reward"],
+                "val/best_step": float(self.best["step"]),
+            }
 
         self.event(events.Evaluated(self._evaluation), step)
         if summary["differences"]:
@@ -172,7 +212,9 @@ class Reporter:
             self.event(events.EarlyStop(len(self.worse), self.best), step)
 
     def _first_items(self, step: int) -> list[Item]:
-        """The items of the first evaluation on record before ``step``; none without one that can be read."""
+        """The items of the first evaluation on record before ``step``; none without one that can be
+        read.
+        """
         files = self.folder.evaluations.files()
         since = min(files, default=step)
         with suppress(OSError):
@@ -196,9 +238,14 @@ class Reporter:
         return self.best is not None and self.best["step"] == step
 
     def step(
-        self, step: int, report: Mapping[str, float], collected: Collected, ledger: Mapping[str, int],
-        timings: Mapping[str, float], playing: Mapping[str, float],
-    ) -> dict[str, float]:  # fmt: skip
+        self,
+        step: int,
+        report: Mapping[str, float],
+        collected: Collected,
+        ledger: Mapping[str, int],
+        timings: Mapping[str, float],
+        playing: Mapping[str, float],
+    ) -> dict[str, float]:
         """Write one record to metrics.jsonl, and hand it to the other loggers."""
         self._step = step
         seconds = sum(timings.values())
@@ -233,21 +280,42 @@ class Reporter:
     def _length_ratio(self, collected: Collected) -> dict[str, float]:
         played, taken = (
             [m.summary.sampled_tokens for m in members if m.summary.length and not m.replayed]
-            for members in ([m for g in collected.finished for m in g.members], [m for g in collected.groups for m in g.kept])
+            for members in (
+                [m for g in collected.finished for m in g.members],
+                [m for g in collected.groups for m in g.kept],
+            )
         )
         self._lengths.observe(played, taken)
-        return {} if self._lengths.value is None else {"rollout/trained_length_ratio": self._lengths.value}
+        return (
+            {}
+            if self._lengths.value is None
+            else {"rollout/trained_length_ratio": self._lengths.value}
+        )
 
-    def rollouts(self, step: int, records: Sequence[RolloutRecord], images: Mapping[str, bytes]) -> None:
+    def rollouts(
+        self, step: int, records: Sequence[RolloutRecord], images: Mapping[str, bytes]
+    ) -> None:
         """Write the sampled rollouts of a step."""
-        records = [replace(one, gaps=self.gaps.get(TrajectoryId(one.group, one.sample), ())) for one in records]
+        records = [
+            replace(one, gaps=self.gaps.get(TrajectoryId(one.group, one.sample), ()))
+            for one in records
+        ]
         self._write("rollouts", lambda: self.folder.rollouts.write(step, records, images))
         self.loggers.rollouts(step, records)
 
     def quoted_before(self, begins: str) -> str:
-        """What the newest failure on record says from the words ``begins`` on; "" when it does not have them."""
+        """What the newest failure on record says from the words ``begins`` on; "" when it does not
+        have them.
+        """
         with suppress(OSError):
-            why = next((event["why"] for event in reversed([*self.folder.events]) if event["event"] == "failed"), "")
+            why = next(
+                (
+                    event["why"]
+                    for event in reversed([*self.folder.events])
+                    if event["event"] == "failed"
+                ),
+                "",
+            )
             _, found, rest = str(why).partition(begins)
             return found + rest
         return ""
@@ -260,7 +328,9 @@ class Reporter:
         return {"steps": step, "ledger": dict(ledger)}
 
     def _gain(self, step: int) -> None:
-        """The last evaluation against the first one on record, which an earlier start of this run may have made."""
+        """The last evaluation against the first one on record, which an earlier start of this run
+        may have made.
+        """
         files = self.folder.evaluations.files()
         since = min(files, default=step)
         if step in files and since < step:
@@ -272,4 +342,6 @@ class Reporter:
 def failure(why: BaseException, ledger: Mapping[str, int], traceback: str = "") -> events.Failed:
     """The event of a run that ends because of ``why``, with the notes that it carries."""
     notes = "; ".join(getattr(why, "__notes__", ()))
-    return events.Failed(type(why).__name__, why=str(why), ledger=dict(ledger), saved=notes, traceback=traceback)
+    return events.Failed(
+        type(why).__name__, why=str(why), ledger=dict(ledger), saved=notes, traceback=traceback
+    )

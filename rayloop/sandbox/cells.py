@@ -1,5 +1,7 @@
-"""Inside the sandbox: a Python that keeps its names between calls, and answers each with the text and figures of the code. It runs
-in the same process as the code, so code can change every answer: the host trusts none of them."""
+"""Inside the sandbox: a Python that keeps its names between calls, and answers each with the text
+and figures of the code. It runs in the same process as the code, so code can change every answer:
+the host trusts none of them.
+"""
 
 import builtins
 import importlib
@@ -23,12 +25,21 @@ _, MOST_IMAGES, MOST_BYTES = frames.MOST_ANSWERED
 MOST_PIXELS, MOST_ASPECT = 16_000_000, 200
 """A larger or longer figure is refused before it is drawn: drawing it is what costs."""
 CELL = "<cell>"
-_NAMES = {"plt": "matplotlib.pyplot", "np": "numpy", "Image": "PIL.Image", "math": "math", "io": "io", "base64": "base64"}
+_NAMES = {
+    "plt": "matplotlib.pyplot",
+    "np": "numpy",
+    "Image": "PIL.Image",
+    "math": "math",
+    "io": "io",
+    "base64": "base64",
+}
 """What code finds without importing it, where it is installed."""
 
 
 class Printed(io.TextIOBase):
-    """stdout and stderr of one call: the first ``MOST_TEXT`` characters, none of threads that an earlier call left behind."""
+    """stdout and stderr of one call: the first ``MOST_TEXT`` characters, none of threads that an
+    earlier call left behind.
+    """
 
     def __init__(self) -> None:
         # Code of a cell that replaces the module's function leaves this reference as it is.
@@ -46,7 +57,10 @@ class Printed(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        """Keep the part of ``text`` that there is room for. Returns the number of its characters, as streams do."""
+        """Keep the part of ``text`` that there is room for.
+
+        Returns the number of its characters, as streams do.
+        """
         if self._own_ident() not in self._stale:
             kept = text[: max(0, MOST_TEXT - self._size)]
             self._parts.append(kept)
@@ -65,7 +79,10 @@ def more(characters: int) -> str:
 
 
 class Video:
-    """Frames that are decoded when they are looked at. Has what decord's VideoReader has: len, [i], get_batch, get_avg_fps."""
+    """Frames that are decoded when they are looked at.
+
+    Has what decord's VideoReader has: len, [i], get_batch, get_avg_fps.
+    """
 
     def __init__(self, encoded: Sequence[bytes], fps: float) -> None:
         self._encoded, self._fps = encoded, fps
@@ -91,7 +108,11 @@ class Video:
 
     def get_batch(self, indices: Sequence[int]) -> Any:
         """Several frames, [n, height, width, 3]."""
-        return importlib.import_module("numpy").stack([self[index] for index in indices]).view(_frame_type())
+        return (
+            importlib.import_module("numpy")
+            .stack([self[index] for index in indices])
+            .view(_frame_type())
+        )
 
     def get_avg_fps(self) -> float:
         """Frames per second: the ``fps`` of the row, else that of the environment."""
@@ -125,12 +146,18 @@ class Cells:
         # An ordinary exit would wait for threads that the code has left running.
         os._exit(0)
 
-    def _answer(self, asked: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+    def _answer(
+        self, asked: dict[str, Any], blobs: list[bytes]
+    ) -> tuple[dict[str, Any], list[bytes]]:
         self._figures, self._dropped = [], 0
-        return {"run": self._run, "images": self._images, "video": self._video}[asked["op"]](asked, blobs), self._figures
+        return {"run": self._run, "images": self._images, "video": self._video}[asked["op"]](
+            asked, blobs
+        ), self._figures
 
     def _images(self, asked: dict[str, Any], blobs: list[bytes]) -> dict[str, Any]:
-        """Each blob is an encoded image: a name in the code's space, with the pixels that the policy is shown."""
+        """Each blob is an encoded image: a name in the code's space, with the pixels that the
+        policy is shown.
+        """
         for name, blob in zip(asked["names"], blobs, strict=True):
             self._space[name] = rgb(importlib.import_module("PIL.Image").open(io.BytesIO(blob)))
         return {}
@@ -157,10 +184,18 @@ class Cells:
                 plt.close("all")
         sys.stdout = sys.stderr = self._printed
         took = time.perf_counter() - started
-        return {"text": self._printed.text(), "error": error, "seconds": took, "dropped": self._dropped}
+        return {
+            "text": self._printed.text(),
+            "error": error,
+            "seconds": took,
+            "dropped": self._dropped,
+        }
 
     def _show(self, *arguments: Any, **options: Any) -> None:
-        """``plt.show``: the open figures become images of the answer. The end of a cell shows what is left."""
+        """``plt.show``: the open figures become images of the answer.
+
+        The end of a cell shows what is left.
+        """
         if (plt := sys.modules.get("matplotlib.pyplot")) is None:
             return
         for number in plt.get_fignums():
@@ -168,8 +203,13 @@ class Cells:
             width, height = figure.get_size_inches() * figure.dpi
             if len(self._figures) >= MOST_IMAGES:
                 self._drop()
-            elif max(width, height) >= MOST_ASPECT * max(1, min(width, height)) or width * height > MOST_PIXELS:
-                self._printed.write(f"[a figure of {int(width)}x{int(height)} pixels is not shown]\n")
+            elif (
+                max(width, height) >= MOST_ASPECT * max(1, min(width, height))
+                or width * height > MOST_PIXELS
+            ):
+                self._printed.write(
+                    f"[a figure of {int(width)}x{int(height)} pixels is not shown]\n"
+                )
             else:
                 encoded = io.BytesIO()
                 figure.savefig(encoded, format="png")
@@ -186,8 +226,14 @@ class Cells:
 def _described(raised: BaseException) -> str:
     """The traceback as far as it is the cell's, the last ``MOST_ERROR`` characters."""
     try:
-        places = [place for place in traceback.extract_tb(raised.__traceback__) if place.filename == CELL]
-        lines = ["Traceback (most recent call last):\n", *traceback.format_list(places)] if places else []
+        places = [
+            place for place in traceback.extract_tb(raised.__traceback__) if place.filename == CELL
+        ]
+        lines = (
+            ["Traceback (most recent call last):\n", *traceback.format_list(places)]
+            if places
+            else []
+        )
         return "".join([*lines, *traceback.format_exception_only(raised)])[-MOST_ERROR:].rstrip()
     except BaseException:
         return type(raised).__name__

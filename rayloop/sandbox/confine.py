@@ -18,9 +18,13 @@ _EMPTY = "size=4k,nr_inodes=2,mode=555"
 _FILES, _INSIDE_USER = 64, 1000
 
 
-def confine(settings: dict[str, Any], connection: socket.socket, folder: str, user: int | None) -> socket.socket:
-    """Confine this process at ``settings["level"]``, as ``user`` when it is root's; its files go into a new ``folder``.
-    Returns the connection under its new number. Raises OSError with what the kernel refused; the process must end then."""
+def confine(
+    settings: dict[str, Any], connection: socket.socket, folder: str, user: int | None
+) -> socket.socket:
+    """Confine this process at ``settings["level"]``, as ``user`` when it is root's; its files go
+    into a new ``folder``. Returns the connection under its new number. Raises OSError with what the
+    kernel refused; the process must end then.
+    """
     level, server = Level(settings["level"]), os.getppid()
     kernel.die_with_parent(None)
     for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
@@ -39,9 +43,15 @@ def confine(settings: dict[str, Any], connection: socket.socket, folder: str, us
     # Before the change of user, after which this process's files in /proc belong to root.
     kernel.first_to_go()
     if user is not None:
-        hidden = level == Level.FILTERED and not all(f.stat().st_mode & 1 for path in settings["read"] for f in Path(path).parents)
-        kernel.become(user, keep_read=hidden)  # a Python below /root: Landlock still leaves it that alone
-    kernel.die_with_parent(None if level == Level.NAMESPACES else server)  # which a change of user forgets
+        hidden = level == Level.FILTERED and not all(
+            f.stat().st_mode & 1 for path in settings["read"] for f in Path(path).parents
+        )
+        kernel.become(
+            user, keep_read=hidden
+        )  # a Python below /root: Landlock still leaves it that alone
+    kernel.die_with_parent(
+        None if level == Level.NAMESPACES else server
+    )  # which a change of user forgets
     writing = level != Level.FILTERED
     os.chdir(folder if writing else "/")
     os.umask(0o077)
@@ -56,7 +66,9 @@ def confine(settings: dict[str, Any], connection: socket.socket, folder: str, us
     if level != Level.PROCESS:
         if kernel.landlock_version() or level == Level.FILTERED:
             kernel.restrict([*settings["read"], *_DEVICES], [folder] if writing else [])
-        seccomp.refuse_all_but(threads=level == Level.NAMESPACES and settings["threads"] > 0, writing=writing)
+        seccomp.refuse_all_but(
+            threads=level == Level.NAMESPACES and settings["threads"] > 0, writing=writing
+        )
     return connection
 
 
@@ -75,8 +87,12 @@ def _only(connection: socket.socket) -> socket.socket:
 
 
 def _nothing_of_this_machine(scratch: int, read: list[str]) -> str:
-    """New namespaces, a /tmp of ``scratch`` bytes (with ``read`` below it), no /proc, /dev/shm, capabilities. Returns /tmp."""
-    kernel.enter_user_namespace(_INSIDE_USER)  # so that the limit of threads counts this interpreter alone
+    """New namespaces, a /tmp of ``scratch`` bytes (with ``read`` below it), no /proc, /dev/shm,
+    capabilities. Returns /tmp.
+    """
+    kernel.enter_user_namespace(
+        _INSIDE_USER
+    )  # so that the limit of threads counts this interpreter alone
     kernel.unshare(kernel.NEW_MOUNTS, kernel.NEW_IPC)
     kernel.first_to_go()  # while there is a /proc
 
@@ -85,7 +101,11 @@ def _nothing_of_this_machine(scratch: int, read: list[str]) -> str:
     plain = kernel.NO_SUID | kernel.NO_DEVICES | kernel.NO_PROGRAMS
 
     # The new /tmp hides a Python that is installed below it; a descriptor still reaches its files.
-    kept = {path: os.open(path, os.O_PATH) for path in read if path.startswith("/tmp/") and os.path.exists(path)}
+    kept = {
+        path: os.open(path, os.O_PATH)
+        for path in read
+        if path.startswith("/tmp/") and os.path.exists(path)
+    }
     kernel.mount("tmpfs", "/tmp", plain, f"size={scratch},nr_inodes=512,mode=700")
     for path, opened in kept.items():
         folder = path if os.path.isdir(f"/proc/self/fd/{opened}") else os.path.dirname(path)

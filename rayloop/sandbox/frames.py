@@ -1,5 +1,7 @@
-"""Messages between a process and a child that it started: 4 bytes of length, a JSON header, and the blobs whose sizes it names.
-Standard library and Python 3.9 only: it also runs inside of sandboxes, and in interpreters where rayloop is not installed."""
+"""Messages between a process and a child that it started: 4 bytes of length, a JSON header, and the
+blobs whose sizes it names. Standard library and Python 3.9 only: it also runs inside of sandboxes,
+and in interpreters where rayloop is not installed.
+"""
 
 import json
 import socket
@@ -38,7 +40,10 @@ class Malformed(ConnectionError):
 
 
 class Refused(Exception):
-    """The other side answered that it could not. ``kind`` is the class name of its exception, ``why`` its text."""
+    """The other side answered that it could not.
+
+    ``kind`` is the class name of its exception, ``why`` its text.
+    """
 
     def __init__(self, kind: str, why: str) -> None:
         super().__init__(kind, why)
@@ -48,7 +53,12 @@ class Refused(Exception):
         return f"{self.kind}: {self.why}"
 
 
-def send(connection: socket.socket, header: Header, blobs: Sequence[bytes] = (), until: float | None = None) -> None:
+def send(
+    connection: socket.socket,
+    header: Header,
+    blobs: Sequence[bytes] = (),
+    until: float | None = None,
+) -> None:
     """``until``: on the monotonic clock. Raises OSError (TimeoutError among them)."""
     text = json.dumps({**header, "blobs": [len(blob) for blob in blobs]}).encode()
     # Once is enough: Python counts a socket's timeout over all of ``sendall``.
@@ -56,8 +66,14 @@ def send(connection: socket.socket, header: Header, blobs: Sequence[bytes] = (),
     connection.sendall(_LENGTH.pack(len(text)) + text + b"".join(blobs))
 
 
-def receive(connection: socket.socket, until: float | None, most: Bounds) -> tuple[Header, list[bytes]]:
-    """The next message. Raises OSError: ConnectionError at the connection's end, Malformed, TimeoutError after ``until``."""
+def receive(
+    connection: socket.socket, until: float | None, most: Bounds
+) -> tuple[Header, list[bytes]]:
+    """The next message.
+
+    Raises OSError: ConnectionError at the connection's end, Malformed, TimeoutError after
+    ``until``.
+    """
     (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size, until))
     if length > most.header:
         raise Malformed(f"a header of {length} bytes")
@@ -65,7 +81,11 @@ def receive(connection: socket.socket, until: float | None, most: Bounds) -> tup
         header = json.loads(_exactly(connection, length, until))
         sizes = header["blobs"]
         # ``isinstance`` would take true and false for numbers.
-        fine = type(sizes) is list and len(sizes) <= most.blobs and all(type(size) is int and size >= 0 for size in sizes)
+        fine = (
+            type(sizes) is list
+            and len(sizes) <= most.blobs
+            and all(type(size) is int and size >= 0 for size in sizes)
+        )
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise Malformed(f"no header: {type(error).__name__}") from None
     if not fine or sum(sizes) > most.size:
@@ -74,14 +94,22 @@ def receive(connection: socket.socket, until: float | None, most: Bounds) -> tup
 
 
 class Channel:
-    """One end of a stream socket, for calls that are answered one after the other. Not for several threads at once."""
+    """One end of a stream socket, for calls that are answered one after the other.
+
+    Not for several threads at once.
+    """
 
     def __init__(self, connection: socket.socket, most: Bounds = OF_PROGRAMS) -> None:
         self._socket, self._most = connection, most
         self._calls = 0
 
-    def ask(self, op: str, seconds: float, blobs: Sequence[bytes] = (), **arguments: Any) -> tuple[Header, list[bytes]]:
-        """The answer to one call. Raises Refused; ConnectionError and TimeoutError, after which the channel must not be used."""
+    def ask(
+        self, op: str, seconds: float, blobs: Sequence[bytes] = (), **arguments: Any
+    ) -> tuple[Header, list[bytes]]:
+        """The answer to one call.
+
+        Raises Refused; ConnectionError and TimeoutError, after which the channel must not be used.
+        """
         self._calls += 1
         until = time.monotonic() + seconds
         try:
@@ -101,12 +129,21 @@ class Channel:
         if "refused" not in header:
             return header, found
         refused = header["refused"]
-        if not (type(refused) is list and len(refused) == 2 and all(type(text) is str for text in refused)):
+        if not (
+            type(refused) is list
+            and len(refused) == 2
+            and all(type(text) is str for text in refused)
+        ):
             raise Malformed("a refusal that is not two texts")
         raise Refused(*refused)
 
-    def serve(self, handler: Callable[[Header, list[bytes]], tuple[Header, Sequence[bytes]]]) -> None:
-        """Answer calls until the other side is gone. What ``handler`` raises is the answer to that call."""
+    def serve(
+        self, handler: Callable[[Header, list[bytes]], tuple[Header, Sequence[bytes]]]
+    ) -> None:
+        """Answer calls until the other side is gone.
+
+        What ``handler`` raises is the answer to that call.
+        """
         while True:
             try:
                 header, blobs = receive(self._socket, None, self._most)
@@ -147,7 +184,10 @@ def _exactly(connection: socket.socket, size: int, until: float | None) -> bytes
 
 
 def _wait(connection: socket.socket, until: float | None) -> None:
-    """Give the next call on ``connection`` the time that is left. Raises TimeoutError when there is none."""
+    """Give the next call on ``connection`` the time that is left.
+
+    Raises TimeoutError when there is none.
+    """
     if until is None:
         return
     if (left := until - time.monotonic()) <= 0:

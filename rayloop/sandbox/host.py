@@ -1,4 +1,7 @@
-"""Outside of the sandbox: a fork server and its interpreters. Calls block up to a deadline, and may come from any thread."""
+"""Outside of the sandbox: a fork server and its interpreters.
+
+Calls block up to a deadline, and may come from any thread.
+"""
 
 import contextlib
 import dataclasses
@@ -25,15 +28,22 @@ from rayloop.sandbox.options import CodeDeadline, CodeFailed, Level, Options, Sa
 
 _ROOT = Path(__file__).parents[2]
 _OWN = (str(_ROOT / "rayloop" / "__init__.py"), str(Path(__file__).parent))
-_BEGIN = "import sys; sys.path.insert(0, sys.argv[1]); from rayloop.sandbox.server import main; main(sys.argv[2])"
+_BEGIN = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from rayloop.sandbox.server import main;"
+    " main(sys.argv[2])"
+)
 START, _HELLO, _END = 60.0, 20.0, 5.0
-"""Seconds: for the fork server to load its modules, for an interpreter to hold itself in, for a killed one to be gone."""
+"""Seconds: for the fork server to load its modules, for an interpreter to hold itself in, for a
+killed one to be gone.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class CodeResult:
-    """What a call of an interpreter returned, all of which the code may have forged, within the limits of rayloop/sandbox/cells.py.
-    ``error``: the code's traceback; ``images``: PNG; ``dropped``: figures beyond the limit; ``seconds``: by its own clock."""
+    """What a call of an interpreter returned, all of which the code may have forged, within the
+    limits of rayloop/sandbox/cells.py. ``error``: the code's traceback; ``images``: PNG;
+    ``dropped``: figures beyond the limit; ``seconds``: by its own clock.
+    """
 
     text: str
     error: str | None
@@ -43,30 +53,45 @@ class CodeResult:
 
 
 class Interpreter:
-    """A Python that keeps its names between calls. Not for several threads at once. Ended by ``close``, or when a call failed."""
+    """A Python that keeps its names between calls.
 
-    def __init__(self, connection: socket.socket, pidfd: int, user: bubblewrap.User | None, server: "_Server") -> None:
+    Not for several threads at once. Ended by ``close``, or when a call failed.
+    """
+
+    def __init__(
+        self, connection: socket.socket, pidfd: int, user: bubblewrap.User | None, server: "_Server"
+    ) -> None:
         self._connection, self._pidfd, self._user, self._server = connection, pidfd, user, server
         self._channel = frames.Channel(connection, frames.MOST_ANSWERED)
         self._lock, self.closed = threading.Lock(), False
 
     def run(self, code: str, seconds: float) -> CodeResult:
-        """Run code. Raises CodeDeadline after ``seconds``, CodeFailed when the code ended the interpreter or forged a bad answer
-        (both end it), SandboxFailed when the fork server is gone."""
+        """Run code.
+
+        Raises CodeDeadline after ``seconds``, CodeFailed when the code ended the interpreter or
+        forged a bad answer (both end it), SandboxFailed when the fork server is gone.
+        """
         began = time.monotonic()
         try:
-            if (result := _result(*self._ask("run", seconds, code=code), time.monotonic() - began)) is not None:
+            if (
+                result := _result(*self._ask("run", seconds, code=code), time.monotonic() - began)
+            ) is not None:
                 return result
         except frames.Refused:
             pass
         raise self._spoiled("an answer that no interpreter gives")
 
     def images(self, named: Mapping[str, bytes], seconds: float) -> str | None:
-        """Give code images under names, from PNG, JPEG or WebP. Returns why one cannot be read, else None. Raises as ``run``."""
+        """Give code images under names, from PNG, JPEG or WebP. Returns why one cannot be read,
+        else None. Raises as ``run``.
+        """
         return self._given("images", list(named.values()), seconds, names=list(named))
 
     def video(self, name: str, encoded: Sequence[bytes], fps: float, seconds: float) -> str | None:
-        """Give code a reader of frames: one animated image, or one image a frame. Returns and raises as ``images``."""
+        """Give code a reader of frames: one animated image, or one image a frame.
+
+        Returns and raises as ``images``.
+        """
         return self._given("video", encoded, seconds, name=name, fps=fps)
 
     def alive(self) -> bool:
@@ -74,7 +99,10 @@ class Interpreter:
         return self._server.alive() and not _ready(self._pidfd, 0)
 
     def close(self) -> None:
-        """End it, and wait until it is gone (some milliseconds). May be called again, and from another thread."""
+        """End it, and wait until it is gone (some milliseconds).
+
+        May be called again, and from another thread.
+        """
         with self._lock:
             if self.closed:
                 return
@@ -88,7 +116,9 @@ class Interpreter:
             # A process that has not ended still has this user number: nobody else may get it.
             (self._user.close if gone else self._user.keep)()
 
-    def _given(self, op: str, blobs: Sequence[bytes], seconds: float, **arguments: Any) -> str | None:
+    def _given(
+        self, op: str, blobs: Sequence[bytes], seconds: float, **arguments: Any
+    ) -> str | None:
         most, given = frames.MOST_GIVEN, sum(map(len, blobs))
         if len(blobs) > most.blobs or given > most.size:
             return f"{len(blobs)} images of {given} bytes, which may be {most.blobs} of {most.size}"
@@ -98,7 +128,9 @@ class Interpreter:
             return _clean(str(error)[: cells.MOST_ERROR])
         return None
 
-    def _ask(self, op: str, seconds: float, blobs: Sequence[bytes] = (), **arguments: Any) -> tuple[frames.Header, list[bytes]]:
+    def _ask(
+        self, op: str, seconds: float, blobs: Sequence[bytes] = (), **arguments: Any
+    ) -> tuple[frames.Header, list[bytes]]:
         if self.closed:
             raise CodeFailed("the interpreter was ended by an earlier call")
         self._signal(signal.SIGCONT)
@@ -122,22 +154,36 @@ class Interpreter:
     def hello(self) -> None:
         """Wait until it has confined itself. Raises SandboxFailed."""
         try:
-            header, _ = frames.receive(self._connection, time.monotonic() + _HELLO, frames.MOST_ANSWERED)
+            header, _ = frames.receive(
+                self._connection, time.monotonic() + _HELLO, frames.MOST_ANSWERED
+            )
         except OSError as error:
             self.close()
-            raise SandboxFailed(f"a new interpreter ended at once ({type(error).__name__})") from error
+            raise SandboxFailed(
+                f"a new interpreter ended at once ({type(error).__name__})"
+            ) from error
         if header.get("ready") is not True:
             self.close()
             raise SandboxFailed(str(header.get("error")))
 
     def _spoiled(self, why: str) -> Exception:
-        """End the interpreter. Returns SandboxFailed when the fork server is gone too, else CodeFailed."""
+        """End the interpreter.
+
+        Returns SandboxFailed when the fork server is gone too, else CodeFailed.
+        """
         self.close()
-        return CodeFailed(why) if self._server.alive() else SandboxFailed("the fork server is gone, with its interpreters")
+        return (
+            CodeFailed(why)
+            if self._server.alive()
+            else SandboxFailed("the fork server is gone, with its interpreters")
+        )
 
 
 class Sandbox:
-    """Interpreters at ``level``. Their fork server starts in the background, and again after it was lost."""
+    """Interpreters at ``level``.
+
+    Their fork server starts in the background, and again after it was lost.
+    """
 
     def __init__(self, level: Level, options: Options | None = None) -> None:
         self.level, self.options = level, options or Options()
@@ -146,7 +192,8 @@ class Sandbox:
         self._waiting, self._closed = 0, False
         self._failure: SandboxFailed | None = None
         self._server: _Server | None = None
-        # The kernel ends a child with the THREAD that started it, so one thread that stays starts them all.
+        # The kernel ends a child with the THREAD that started it, so one thread that stays starts
+        # them all.
         self._keeper = threading.Thread(target=self._keep, daemon=True, name="sandbox")
         self._keeper.start()
 
@@ -204,7 +251,9 @@ class Sandbox:
             except (SandboxFailed, OSError) as error:
                 self._drop()
                 with self._changed:
-                    self._failure = error if isinstance(error, SandboxFailed) else SandboxFailed(str(error))
+                    self._failure = (
+                        error if isinstance(error, SandboxFailed) else SandboxFailed(str(error))
+                    )
                     self._changed.notify_all()
                 continue
             with self._changed:
@@ -213,7 +262,10 @@ class Sandbox:
         self._drop()
 
     def _spawn(self) -> Interpreter:
-        """Returns an interpreter of the running server, or of a new one when that does not answer. Raises SandboxFailed."""
+        """Returns an interpreter of the running server, or of a new one when that does not answer.
+
+        Raises SandboxFailed.
+        """
         if self._server is not None:
             with contextlib.suppress(SandboxFailed):
                 return self._server.spawn()
@@ -248,10 +300,16 @@ class _Server:
         self._level, self._folder = level, ""
         # This kind of socket keeps the borders of messages: one ``recv`` is one message.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._user = bubblewrap.free_user() if level == Level.NAMESPACES and os.geteuid() == 0 else None
+        self._user = (
+            bubblewrap.free_user() if level == Level.NAMESPACES and os.geteuid() == 0 else None
+        )
         python = bubblewrap.python_folders()
         letters = fonts_folder() if "matplotlib.pyplot" in options.preload else None
-        settings: dict[str, Any] = dataclasses.asdict(options) | {"level": level, "control": theirs.fileno(), "fonts": letters}
+        settings: dict[str, Any] = dataclasses.asdict(options) | {
+            "level": level,
+            "control": theirs.fileno(),
+            "fonts": letters,
+        }
         system = (*bubblewrap.OF_USR, "/lib", "/lib64", *bubblewrap.SYSTEM)
         settings |= {"read": [*python, *_OWN, *system], "folder": "/tmp"}
         if level != Level.NAMESPACES:
@@ -267,11 +325,18 @@ class _Server:
                     read = [*python, *_OWN, *([letters] if letters else [])]
                     number = self._user.number if self._user else None
                     fresh = not bubblewrap.refused(number)
-                    line = bubblewrap.command(line, read=read, uid=number, proc="fresh" if fresh else "host")
+                    line = bubblewrap.command(
+                        line, read=read, uid=number, proc="fresh" if fresh else "host"
+                    )
                 self.process = subprocess.Popen(
-                    line, env=variables, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
+                    line,
+                    env=variables,
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    stdout=errors,
+                    stderr=errors,
                     start_new_session=True,
-                )  # fmt: skip
+                )
             except OSError as error:
                 ours.close()
                 self._forget()
@@ -293,7 +358,9 @@ class _Server:
             self.close()
             errors.seek(0)
             said = errors.read(4096).decode(errors="replace").strip()
-            raise SandboxFailed(word.get("error") or said or f"the fork server ended with {self.process.returncode}")
+            raise SandboxFailed(
+                word.get("error") or said or f"the fork server ended with {self.process.returncode}"
+            )
 
     def spawn(self) -> Interpreter:
         """Raises SandboxFailed."""
@@ -336,13 +403,23 @@ class _Server:
 
 
 def _result(header: Mapping[str, Any], blobs: Sequence[bytes], most: float) -> CodeResult | None:
-    """None unless every part is one that an interpreter may give. ``most``: seconds that the call took here."""
-    text, error, took, dropped = (header.get(name) for name in ("text", "error", "seconds", "dropped"))
+    """None unless every part is one that an interpreter may give.
+
+    ``most``: seconds that the call took here.
+    """
+    text, error, took, dropped = (
+        header.get(name) for name in ("text", "error", "seconds", "dropped")
+    )
     if not (isinstance(text, str) and len(text) <= cells.MOST_TEXT + len(cells.more(10**15))):
         return None
     if not (error is None or (isinstance(error, str) and len(error) <= cells.MOST_ERROR)):
         return None
-    if not (type(took) is float and 0 <= took <= most and type(dropped) is int and 0 <= dropped <= cells.MOST_DROPPED):
+    if not (
+        type(took) is float
+        and 0 <= took <= most
+        and type(dropped) is int
+        and 0 <= dropped <= cells.MOST_DROPPED
+    ):
         return None
     return CodeResult(_clean(text), _clean(error) if error else None, tuple(blobs), took, dropped)
 
@@ -364,12 +441,19 @@ _MAKE = "import matplotlib, matplotlib.font_manager; print(matplotlib.get_cached
 
 @functools.cache
 def fonts_folder() -> str | None:
-    """A folder with the list alone in it, or None: then each fork server makes its own, in some seconds."""
+    """A folder with the list alone in it, or None: then each fork server makes its own, in some
+    seconds.
+    """
     try:
-        made = subprocess.run([sys.executable, "-c", _MAKE], capture_output=True, text=True, timeout=60, check=True)
+        made = subprocess.run(
+            [sys.executable, "-c", _MAKE], capture_output=True, text=True, timeout=60, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     place = Path(made.stdout.strip().splitlines()[-1])
-    if not list(place.glob("fontlist-*.json")) or {found.suffix for found in place.iterdir()} - {".json", ".lock"}:
+    if not list(place.glob("fontlist-*.json")) or {found.suffix for found in place.iterdir()} - {
+        ".json",
+        ".lock",
+    }:
         return None
     return os.fspath(place)

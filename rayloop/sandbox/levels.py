@@ -24,13 +24,19 @@ ATTACKS: Mapping[str, str] = {
     "take memory beside the limits": "import os; os.memfd_create('x')",
     "make a user namespace": "import ctypes; 1 / (ctypes.CDLL(None).unshare(0x10000000) == 0)",
 }
-"""Name -> code that raises when it is held. ``file``: one that everybody may read and write; ``pid``: this process."""
+"""Name -> code that raises when it is held.
+
+``file``: one that everybody may read and write; ``pid``: this process.
+"""
 _SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """``level``: the strongest that works here, None without any. ``reasons``: of each stronger one, why not."""
+    """``level``: the strongest that works here, None without any.
+
+    ``reasons``: of each stronger one, why not.
+    """
 
     level: Level | None
     reasons: Mapping[Level, str] = field(default_factory=dict)
@@ -39,7 +45,9 @@ class Reached:
     def __str__(self) -> str:
         why = "".join(f"; {level}: {reason}" for level, reason in self.reasons.items())
         through = [name for name in ATTACKS if name not in self.held]
-        tried = f"{len(self.held)} of {len(ATTACKS)} attacks held" + (f", not: {', '.join(through)}" if through else "")
+        tried = f"{len(self.held)} of {len(ATTACKS)} attacks held" + (
+            f", not: {', '.join(through)}" if through else ""
+        )
         return (f"{self.level} ({tried})" if self.level else "none") + why
 
     def short_of(self, minimum: Level) -> bool:
@@ -49,7 +57,10 @@ class Reached:
 
 @functools.cache
 def reached() -> Reached:
-    """Try the levels, strongest first, each from its start to its attacks. Half a second, once per process."""
+    """Try the levels, strongest first, each from its start to its attacks.
+
+    Half a second, once per process.
+    """
     reasons: dict[Level, str] = {}
     for level in reversed(Level):
         try:
@@ -65,7 +76,10 @@ def reached() -> Reached:
 
 
 def attack(level: Level) -> tuple[str, ...]:
-    """The names of the attacks that fail at ``level``. Raises SandboxFailed when it cannot be started, or does not end a hang."""
+    """The names of the attacks that fail at ``level``.
+
+    Raises SandboxFailed when it cannot be started, or does not end a hang.
+    """
     folder = tempfile.mkdtemp(prefix="sandbox-test-")
     os.chmod(folder, 0o755)
     bait = Path(folder) / "file"
@@ -74,7 +88,11 @@ def attack(level: Level) -> tuple[str, ...]:
     bait.chmod(0o666)
     sandbox = Sandbox(level, Options(preload=("subprocess", "socket", "ctypes"), spares=1))
     try:
-        return tuple(name for name, code in ATTACKS.items() if _held(sandbox, code.format(file=str(bait), pid=os.getpid())))
+        return tuple(
+            name
+            for name, code in ATTACKS.items()
+            if _held(sandbox, code.format(file=str(bait), pid=os.getpid()))
+        )
     finally:
         sandbox.close()
         shutil.rmtree(folder, ignore_errors=True)

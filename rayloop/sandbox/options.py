@@ -8,11 +8,19 @@ class Level(enum.StrEnum):
     """How strongly, weakest first. Each has what those before it have."""
 
     PROCESS = "process"
-    """A process with limits and an empty environment; started by root, of a user of its own. No protection from code that tries."""
+    """A process with limits and an empty environment; started by root, of a user of its own.
+
+    No protection from code that tries.
+    """
     FILTERED = "filtered"
-    """No system calls but those of rayloop/sandbox/calls.json, no files but Python's own (Landlock), none to write, no threads."""
+    """No system calls but those of rayloop/sandbox/calls.json, no files but Python's own
+    (Landlock), none to write, no threads.
+    """
     NAMESPACES = "namespaces"
-    """Nothing of this machine is there: processes, files, network. 64 MiB of files of its own, threads."""
+    """Nothing of this machine is there: processes, files, network.
+
+    64 MiB of files of its own, threads.
+    """
 
     @property
     def rank(self) -> int:
@@ -22,7 +30,10 @@ class Level(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What each interpreter may use. ``preload``: modules that all share from the start; one that is missing is a failure."""
+    """What each interpreter may use.
+
+    ``preload``: modules that all share from the start; one that is missing is a failure.
+    """
 
     memory: int = 2 << 30
     """Bytes of address space."""
@@ -38,11 +49,17 @@ class Options:
 
 
 class SandboxFailed(Exception):
-    """The sandbox itself did not work: it cannot be started, or its fork server was ended. The code in it did not cause that."""
+    """The sandbox itself did not work: it cannot be started, or its fork server was ended.
+
+    The code in it did not cause that.
+    """
 
 
 class CodeFailed(Exception):
-    """The code ended its interpreter, or forged an answer. The interpreter is gone; the code caused that."""
+    """The code ended its interpreter, or forged an answer.
+
+    The interpreter is gone; the code caused that.
+    """
 
 
 class CodeDeadline(CodeFailed):

@@ -1,4 +1,6 @@
-"""The one conversion of a picture to RGB: for prompts, engines, tools, data sets, and the code of a sandbox. Needs PIL."""
+"""The one conversion of a picture to RGB: for prompts, engines, tools, data sets, and the code of a
+sandbox. Needs PIL.
+"""
 
 import importlib
 from typing import Any
@@ -8,15 +10,21 @@ GREYS = 2**16
 
 
 def rgb(image: Any) -> Any:
-    """An opened PIL image as RGB, EXIF orientation applied. Grey values of 16 bits are divided by 257, and a white page is put
-    behind what is transparent, as qwen-vl-utils and vLLM do. Raises ValueError for pixels of 32 bits, whose range no file says,
-    and OSError and others for a broken file, as PIL does."""
+    """An opened PIL image as RGB, EXIF orientation applied.
+
+    Grey values of 16 bits are divided by 257, and a white page is put behind what is transparent,
+    as qwen-vl-utils and vLLM do. Raises ValueError for pixels of 32 bits, whose range no file says,
+    and OSError and others for a broken file, as PIL does.
+    """
     # Before the pixels are loaded: PIL then forgets how the file stored them.
     _scale_transparent_colour(image)
     importlib.import_module("PIL.ImageOps").exif_transpose(image, in_place=True)
     image.load()
     if image.mode in ("I", "F"):
-        raise ValueError(f"its pixels are numbers of 32 bits (mode {image.mode}) of unknown range. Save it with 8 or 16 bits")
+        raise ValueError(
+            f"its pixels are numbers of 32 bits (mode {image.mode}) of unknown range. Save it with"
+            " 8 or 16 bits"
+        )
     if image.mode.startswith("I;16"):
         shown, opaque = _from_16_bits(image)
     elif image.has_transparency_data:
@@ -30,7 +38,9 @@ def rgb(image: Any) -> Any:
 
 
 def _scale_transparent_colour(image: Any) -> None:
-    """PIL scales the pixels of a PNG to 8 bits, but not the colour that its header calls transparent."""
+    """PIL scales the pixels of a PNG to 8 bits, but not the colour that its header calls
+    transparent.
+    """
     colour = image.info.get("transparency")
     kind = image.tile[0].args if getattr(image, "tile", None) else ""
     if kind in ("L;2", "L;4"):

@@ -1,5 +1,8 @@
-"""Inside the sandbox: the fork server. It has loaded what interpreters need; each is a fork that confines itself before code runs.
-It runs no code itself, has one thread, and ends with its host: the control socket is closed then."""
+"""Inside the sandbox: the fork server.
+
+It has loaded what interpreters need; each is a fork that confines itself before code runs. It runs
+no code itself, has one thread, and ends with its host: the control socket is closed then.
+"""
 
 import contextlib
 import gc
@@ -22,7 +25,10 @@ _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def main(text: str) -> NoReturn:
-    """``text``: the settings as JSON (rayloop/sandbox/host.py). Answers "ready", then a request for each interpreter."""
+    """``text``: the settings as JSON (rayloop/sandbox/host.py).
+
+    Answers "ready", then a request for each interpreter.
+    """
     settings: dict[str, Any] = json.loads(text)
     control = socket.socket(fileno=settings["control"])
     kernel.die_with_parent(None)
@@ -36,7 +42,9 @@ def main(text: str) -> NoReturn:
         # A fork has the calling thread alone: a lock of another one would stay locked in it.
         tasks = len(os.listdir("/proc/self/task"))
         if tasks != 1:
-            raise RuntimeError(f"{tasks} threads before the first fork; a module of preload starts some")
+            raise RuntimeError(
+                f"{tasks} threads before the first fork; a module of preload starts some"
+            )
     except BaseException as error:
         control.send(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
         os._exit(1)
@@ -49,7 +57,9 @@ def main(text: str) -> NoReturn:
 
 
 def _own_pids(control: socket.socket) -> int:
-    """Go on as process 1 of a new pid namespace, and return its descriptor, to come back from another one. Raises OSError."""
+    """Go on as process 1 of a new pid namespace, and return its descriptor, to come back from
+    another one. Raises OSError.
+    """
     kernel.enter_user_namespace(0)
     kernel.unshare(kernel.NEW_MOUNTS, kernel.NEW_PID)
     # A process keeps its own pid namespace: only its children are in the new one.
@@ -62,14 +72,29 @@ def _own_pids(control: socket.socket) -> int:
 
 
 def _load(settings: dict[str, Any]) -> None:
-    """The modules, and what a first picture needs, so that interpreters share it. Raises ImportError."""
+    """The modules, and what a first picture needs, so that interpreters share it.
+
+    Raises ImportError.
+    """
     # Before any import: OpenBLAS starts its threads when it is loaded.
     os.environ.update(dict.fromkeys(_ONE_THREAD, "1"), MPLBACKEND="Agg")
-    cache = os.path.join(settings["folder"], "matplotlib")  # must be writable, else the list of fonts is made again
+    cache = os.path.join(
+        settings["folder"], "matplotlib"
+    )  # must be writable, else the list of fonts is made again
     if settings["fonts"]:
         shutil.copytree(settings["fonts"], cache)
     os.environ["MPLCONFIGDIR"] = cache
-    for name in (*settings["preload"], "random", "secrets", "math", "base64", "collections", "itertools", "statistics", "re"):
+    for name in (
+        *settings["preload"],
+        "random",
+        "secrets",
+        "math",
+        "base64",
+        "collections",
+        "itertools",
+        "statistics",
+        "re",
+    ):
         importlib.import_module(name)
 
     if "numpy" in sys.modules:
@@ -80,7 +105,15 @@ def _load(settings: dict[str, Any]) -> None:
         image = sys.modules["PIL.Image"]
         image.init()
         image.new("RGB", (8, 8)).resize((4, 4)).rotate(3).save(io.BytesIO(), "PNG")
-        for name in ("ImageDraw", "ImageFilter", "ImageOps", "ImageEnhance", "ImageChops", "ImageFont", "ImageStat"):
+        for name in (
+            "ImageDraw",
+            "ImageFilter",
+            "ImageOps",
+            "ImageEnhance",
+            "ImageChops",
+            "ImageFont",
+            "ImageStat",
+        ):
             importlib.import_module(f"PIL.{name}")
 
     if "matplotlib.pyplot" in sys.modules:
@@ -93,7 +126,9 @@ def _load(settings: dict[str, Any]) -> None:
 
 
 class ForkServer:
-    """Forks an interpreter for each request of the host, and removes the folders of those that have ended."""
+    """Forks an interpreter for each request of the host, and removes the folders of those that have
+    ended.
+    """
 
     def __init__(self, settings: dict[str, Any], control: socket.socket, home: int | None) -> None:
         self._settings, self._control, self._home = settings, control, home
@@ -101,7 +136,9 @@ class ForkServer:
         self._made = 0
 
     def serve(self) -> NoReturn:
-        """Answer requests until the host closes the control socket; then end all interpreters and this process."""
+        """Answer requests until the host closes the control socket; then end all interpreters and
+        this process.
+        """
         while True:
             readable, _, _ = select.select([self._control], [], [], 1.0)
             self._reap()
@@ -128,19 +165,24 @@ class ForkServer:
                 self._control.send(json.dumps({"error": f"fork refused: {error}"}).encode())
                 return
             finally:
-                # The server goes back, so that the next interpreter gets a namespace of its own; also when it got none.
+                # The server goes back, so that the next interpreter gets a namespace of its own;
+                # also when it got none.
                 if self._home is not None:
                     kernel.set_namespace(self._home, kernel.NEW_PID)
             self._children[pid] = folder
 
             handle = kernel.pidfd(pid)
-            socket.send_fds(self._control, [json.dumps({"pid": pid}).encode()], [ours.fileno(), handle])
+            socket.send_fds(
+                self._control, [json.dumps({"pid": pid}).encode()], [ours.fileno(), handle]
+            )
             os.close(handle)
 
     def _become(self, connection: socket.socket, folder: str, user: int | None) -> NoReturn:
         """In the child: confine it, report that, and serve. Never returns into the server."""
         try:
-            if "numpy.random" in sys.modules:  # its generator is a copy of the server's; Python's own seeds itself
+            if (
+                "numpy.random" in sys.modules
+            ):  # its generator is a copy of the server's; Python's own seeds itself
                 sys.modules["numpy.random"].seed()
             connection = confine.confine(self._settings, connection, folder, user)
             frames.send(connection, {"ready": True})
@@ -180,11 +222,19 @@ def _remove(folder: str) -> None:
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if os.path.lexists(folder):
-        subprocess.run(["/bin/rm", "-rf", folder], check=False, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            ["/bin/rm", "-rf", folder],
+            check=False,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
 
 
 def _children_of_this() -> set[int]:
-    """Pids, also of adopted ones. (In a pid namespace of its own a child takes all that it started with it.)"""
+    """Pids, also of adopted ones.
+
+    (In a pid namespace of its own a child takes all that it started with it.)
+    """
     try:
         with open(f"/proc/self/task/{os.getpid()}/children", encoding="utf-8") as file:
             return set(map(int, file.read().split()))

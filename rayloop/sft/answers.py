@@ -1,4 +1,6 @@
-"""The answers that the supervised stage trains on: a class, a plain function, or the rows' own column of answers."""
+"""The answers that the supervised stage trains on: a class, a plain function, or the rows' own
+column of answers.
+"""
 
 import inspect
 import random
@@ -13,8 +15,11 @@ from rayloop.core.types import Message, Task
 
 
 class Answers(Protocol):
-    """Gives the answer to train on: a text, or a conversation with ``assistant`` messages. ``rng`` is for answers that are drawn. A
-    class may have ``tokens``: texts that a tiny model made for this stage has as single tokens."""
+    """Gives the answer to train on: a text, or a conversation with ``assistant`` messages.
+
+    ``rng`` is for answers that are drawn. A class may have ``tokens``: texts that a tiny model made
+    for this stage has as single tokens.
+    """
 
     def answer(self, task: Task, rng: random.Random) -> str | Sequence[Message]:
         """The answer to a task. Raises DataFailure for a row without one."""
@@ -29,8 +34,9 @@ class AnswerColumn:
             return str(task.ground_truth)
         raise DataFailure(
             f"task {task.id}",
-            f"the answer is {short(task.ground_truth)}, no text. Name the column with data.reader.with.truth, or write "
-            "answers: {use: module:function}, a function of (task) or (task, rng) that returns the text",
+            f"the answer is {short(task.ground_truth)}, no text. Name the column with"
+            " data.reader.with.truth, or write answers: {use: module:function}, a function of"
+            " (task) or (task, rng) that returns the text",
         )
 
 
@@ -53,8 +59,8 @@ def check_function(function: Callable[..., Any], use: str) -> None:
         inspect.signature(function).bind(**given)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"use: {use!r} gives no answers: {error}. Expected a function of (task) or (task, rng) that returns the text, or a "
-            "class with the method answer(self, task, rng)"
+            f"use: {use!r} gives no answers: {error}. Expected a function of (task) or (task, rng)"
+            " that returns the text, or a class with the method answer(self, task, rng)"
         ) from error
     if inspect.iscoroutinefunction(getattr(function, "func", function)):
         raise ConfigError(f"use: {use!r} is a coroutine function; answers are plain functions")
@@ -75,14 +81,21 @@ def checked(answer: Any, task: Task) -> Sequence[Message]:
         return [Message("assistant", (answer,))]
     if isinstance(answer, Sequence) and answer and all(isinstance(one, Message) for one in answer):
         return answer
-    raise DataFailure(f"task {task.id}", f"the answer is {short(answer)}, neither a text nor a list of Message")
+    raise DataFailure(
+        f"task {task.id}", f"the answer is {short(answer)}, neither a text nor a list of Message"
+    )
 
 
 def try_first(answers: Component, task: Task) -> None:
-    """Ask for the first row's answer before anything starts. Raises ConfigError with the file and line of what raised."""
+    """Ask for the first row's answer before anything starts.
+
+    Raises ConfigError with the file and line of what raised.
+    """
     try:
         checked(built(answers).answer(task, random.Random(0)), task)
     except DataFailure as failure:
         raise ConfigError(f"answers: {answers.use}: {failure}") from failure
     except Exception as error:  # a person's own code
-        raise ConfigError(f"answers: {answers.use} raised on task {task.id}:\n{own_frames(error)}") from error
+        raise ConfigError(
+            f"answers: {answers.use} raised on task {task.id}:\n{own_frames(error)}"
+        ) from error

@@ -1,5 +1,7 @@
-"""Supervised steps on the answers of the training rows, before GRPO, on the same engine: the gradient of the log-likelihood is
-the policy gradient with advantage 1 at ratio 1. cluster/stages/sft.py runs the stage."""
+"""Supervised steps on the answers of the training rows, before GRPO, on the same engine: the
+gradient of the log-likelihood is the policy gradient with advantage 1 at ratio 1.
+cluster/stages/sft.py runs the stage.
+"""
 
 import random
 import tempfile
@@ -16,7 +18,18 @@ from rayloop.chat.rendering import Rendered, Renderer
 from rayloop.config.model import Dtype
 from rayloop.config.settings import Component, LocalPath, SettingsModel
 from rayloop.core.protocols import TrainItem
-from rayloop.core.types import EndReason, Message, Sampling, Streams, Task, TokenIds, Trajectory, TrajectoryId, Turn, Version
+from rayloop.core.types import (
+    EndReason,
+    Message,
+    Sampling,
+    Streams,
+    Task,
+    TokenIds,
+    Trajectory,
+    TrajectoryId,
+    Turn,
+    Version,
+)
 from rayloop.data.dataset import Dataset
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.run.config import DataSettings
@@ -29,15 +42,22 @@ ASSISTANT = "assistant"
 
 
 class TinySettings(SettingsModel):
-    """A tiny random model, made at ``model.path`` when that folder does not exist; its tokenizer learns the rows' texts."""
+    """A tiny random model, made at ``model.path`` when that folder does not exist; its tokenizer
+    learns the rows' texts.
+    """
 
     vision: bool = True
     """Off makes a text-only model, for tasks without images and quick tests."""
     sizes: dict[str, int | float | bool] = {}
-    """Fields of rayloop.engines.tiny_vlm.TinySizes (2 to 3 M parameters). Raise them when the stage cannot fit its own rows."""
+    """Fields of rayloop.engines.tiny_vlm.TinySizes (2 to 3 M parameters).
+
+    Raise them when the stage cannot fit its own rows.
+    """
     image_mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
-    """Pixels (red, green, blue, 0..1) are normalised by mean and std; the defaults are Qwen2.5-VL's. With random
-    weights, use the background's colour as mean: otherwise the constant background hides all differences."""
+    """Pixels (red, green, blue, 0..1) are normalised by mean and std; the defaults are
+    Qwen2.5-VL's. With random weights, use the background's colour as mean: otherwise the constant
+    background hides all differences.
+    """
     image_std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
     """The processor divides pixels by these. Smaller numbers raise the contrast."""
 
@@ -46,50 +66,77 @@ class SftConfig(SettingsModel):
     """``python -m rayloop sft CONFIG``."""
 
     output: LocalPath
-    """Folder of the trained model, in Hugging Face layout: what ``model.path`` of a run then names."""
+    """Folder of the trained model, in Hugging Face layout: what ``model.path`` of a run then names.
+    """
     seed: int = 0
-    """Order of the rows, and random weights of a new tiny model. Change it to repeat the stage independently."""
+    """Order of the rows, and random weights of a new tiny model.
+
+    Change it to repeat the stage independently.
+    """
     steps: int = Field(gt=0)
     """Optimizer updates in all: raise it while the loss still falls on held-out rows."""
     seconds: float | None = Field(None, gt=0)
     """Stop after this long, if that comes before ``steps``: for comparisons at equal time."""
     save_every: int | None = Field(None, gt=0)
-    """Also write the model as ``output``/step_<N> after every so many steps, and measure its loss on ``data.eval``, as at the end:
-    to choose one on held-out rows."""
+    """Also write the model as ``output``/step_<N> after every so many steps, and measure its loss
+    on ``data.eval``, as at the end: to choose one on held-out rows.
+    """
     best: bool = False
-    """Let ``output`` have the weights of the lowest held-out loss that was measured, instead of the last ones. Set it where a stage
-    may be longer than its rows allow."""
+    """Let ``output`` have the weights of the lowest held-out loss that was measured, instead of the
+    last ones. Set it where a stage may be longer than its rows allow.
+    """
     dtype: Dtype = "float32"
-    """Type of the written weights (training has ``engine.dtype`` over float32 master weights). bfloat16 halves the files."""
+    """Type of the written weights (training has ``engine.dtype`` over float32 master weights).
+    bfloat16 halves the files.
+    """
     batch_size: int = Field(32, gt=0)
-    """Rows per optimizer update, spread over the workers. Larger batches are smoother, and take longer each."""
+    """Rows per optimizer update, spread over the workers.
+
+    Larger batches are smoother, and take longer each.
+    """
     workers: int = Field(1, ge=1)
-    """FSDP world size: one Ray Train worker per rank. Raise it for GPUs; the result does not depend on it."""
+    """FSDP world size: one Ray Train worker per rank.
+
+    Raise it for GPUs; the result does not depend on it.
+    """
     placement: Placement = Placement()
     """The resources of one worker: a GPU each on machines with GPUs."""
     checkpoint_every: int = Field(100, gt=0)
-    """Steps between the checkpoints from which the stage goes on when a worker dies or the command is run again. Lower it where
-    machines may be taken away."""
+    """Steps between the checkpoints from which the stage goes on when a worker dies or the command
+    is run again. Lower it where machines may be taken away.
+    """
     max_failures: int = Field(3, ge=0)
-    """How often the workers are restarted after one died. Raise it where machines may be taken away."""
+    """How often the workers are restarted after one died.
+
+    Raise it where machines may be taken away.
+    """
     start_timeout: float = Field(600.0, gt=0)
-    """Seconds in which the cluster must have room for the workers. Raise it where nodes come late."""
+    """Seconds in which the cluster must have room for the workers.
+
+    Raise it where nodes come late.
+    """
     model: ModelSettings
     data: DataSettings
     answers: Annotated[Component, ANSWERS] = Component(use="rayloop.sft.answers:AnswerColumn")
-    """What the model must say: the rows' answers, a class of docs/components.md, or a function of ``(task)`` or ``(task, rng)``
-    that returns the text, for example ``{use: "mine:spoken"}``."""
+    """What the model must say: the rows' answers, a class of docs/components.md, or a function of
+    ``(task)`` or ``(task, rng)`` that returns the text, for example ``{use: "mine:spoken"}``.
+    """
     tiny: TinySettings | None = None
     engine: FsdpSettings = FsdpSettings()
     optimizer: OptimizerSettings = OptimizerSettings(lr=1e-3)
-    """The learning rate is that of a supervised stage, higher than a run's; a schedule ends with the stage."""
+    """The learning rate is that of a supervised stage, higher than a run's; a schedule ends with
+    the stage.
+    """
     log_every: int = Field(25, gt=0)
     """Steps between two lines on the terminal. Lower it to watch a short stage."""
 
     @model_validator(mode="after")
     def _measured(self) -> Self:
         if self.best and (self.data.eval is None or self.save_every is None):
-            raise ValueError("best needs data.eval and save_every: it chooses among the models that are written and measured")
+            raise ValueError(
+                "best needs data.eval and save_every: it chooses among the models that are written"
+                " and measured"
+            )
         return self
 
 
@@ -106,17 +153,36 @@ class Examples:
         turns, images, said = list[Turn](), dict[str, bytes](), TokenIds()
 
         def show(role: str, rendered: Rendered) -> None:
-            turns.append(Turn(role, rendered.token_ids, tuple(image.ref for image in rendered.images)))
-            images.update({image.ref.sha256: image.data for image in rendered.images if image.data is not None})
+            turns.append(
+                Turn(role, rendered.token_ids, tuple(image.ref for image in rendered.images))
+            )
+            images.update(
+                {
+                    image.ref.sha256: image.data
+                    for image in rendered.images
+                    if image.data is not None
+                }
+            )
 
         show("prompt", self.renderer.prompt(task.messages, task.tools))
-        for assistant, messages in groupby(checked(self.answers.answer(task, rng), task), key=lambda m: m.role == ASSISTANT):
+        for assistant, messages in groupby(
+            checked(self.answers.answer(task, rng), task), key=lambda m: m.role == ASSISTANT
+        ):
             if assistant:
                 said = self.renderer.answer("".join(_texts(messages)), opening=True)
                 turns.append(Turn(ASSISTANT, said, logprobs=(0.0,) * len(said), version=START))
             else:
                 show("observation", self.renderer.observation(list(messages), said))
-        trajectory = Trajectory(TrajectoryId(0, 0), 0, task.id, 0, tuple(turns), self.sampling, EndReason.DONE, image_bytes=images)
+        trajectory = Trajectory(
+            TrajectoryId(0, 0),
+            0,
+            task.id,
+            0,
+            tuple(turns),
+            self.sampling,
+            EndReason.DONE,
+            image_bytes=images,
+        )
         return TrainItem(trajectory, advantage=0.0, streams=SUPERVISED)
 
 
@@ -131,22 +197,42 @@ def make_tiny(config: SftConfig) -> None:
         return
     from rayloop.engines.tiny_vlm import write_tiny_vlm
 
-    dataset = Dataset(config.data.train, config.data.reader.build(), False, lambda failure: None, anywhere=config.data.anywhere)
+    dataset = Dataset(
+        config.data.train,
+        config.data.reader.build(),
+        False,
+        lambda failure: None,
+        anywhere=config.data.anywhere,
+    )
     answers = built(config.answers)
     rng = random.Random(config.seed)
-    texts = [text for task in dataset for text in _texts((*task.messages, *checked(answers.answer(task, rng), task)))]
+    texts = [
+        text
+        for task in dataset
+        for text in _texts((*task.messages, *checked(answers.answer(task, rng), task)))
+    ]
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as aside:
         made = write_tiny_vlm(
-            Path(aside) / "model", texts, vision=config.tiny.vision, seed=config.seed, extra_tokens=getattr(answers, "tokens", ()),
-            image_mean=config.tiny.image_mean, image_std=config.tiny.image_std, **config.tiny.sizes,
-        )  # fmt: skip
-        # Renamed when it is whole: a later start takes the folder for the model without looking into it.
+            Path(aside) / "model",
+            texts,
+            vision=config.tiny.vision,
+            seed=config.seed,
+            extra_tokens=getattr(answers, "tokens", ()),
+            image_mean=config.tiny.image_mean,
+            image_std=config.tiny.image_std,
+            **config.tiny.sizes,
+        )
+        # Renamed when it is whole: a later start takes the folder for the model without looking
+        # into it.
         made.rename(path)
 
 
 class SftProgress:
-    """Makes the lines of progress, of means since the last line. ``spent``: seconds before this part of the stage."""
+    """Makes the lines of progress, of means since the last line.
+
+    ``spent``: seconds before this part of the stage.
+    """
 
     def __init__(self, spent: float = 0.0) -> None:
         self._last = time.monotonic()

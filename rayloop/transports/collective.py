@@ -1,5 +1,7 @@
-"""Weights by broadcast from the policy's first rank, bucket by bucket as they are gathered, to the processes of vLLM or SGLang,
-or, for engines that cannot, to the rollout actors; when a broadcast fails, through the object store."""
+"""Weights by broadcast from the policy's first rank, bucket by bucket as they are gathered, to the
+processes of vLLM or SGLang, or, for engines that cannot, to the rollout actors; when a broadcast
+fails, through the object store.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from rayloop.core.failures import BroadcastFailed, PolicyLost
 from rayloop.core.protocols import GenerationEngine, Manifest, StreamingEngine, TensorRecord
 from rayloop.core.types import Version
 from rayloop.transports.plain import ArrayReceiver, Arrays, ArraySender
-from rayloop.transports.seam import Receiver, Rollouts, Sender, WeightExporter, WeightTransport, WeightUpdate, paused
+from rayloop.transports.seam import (
+    Receiver,
+    Rollouts,
+    Sender,
+    WeightExporter,
+    WeightTransport,
+    WeightUpdate,
+    paused,
+)
 from rayloop.transports.settings import BroadcastTransport
 
 if TYPE_CHECKING:
@@ -32,9 +42,12 @@ def _room(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def buckets(weights: Iterable[tuple[str, Tensor]], limit: int, device: torch.device) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Copies tensors, as they come, into buckets of at most ``limit`` bytes on ``device``; a larger tensor is alone. Yields the
-    bytes of each bucket, and its tensors [name] as views of them."""
+def buckets(
+    weights: Iterable[tuple[str, Tensor]], limit: int, device: torch.device
+) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Copies tensors, as they come, into buckets of at most ``limit`` bytes on ``device``; a larger
+    tensor is alone. Yields the bytes of each bucket, and its tensors [name] as views of them.
+    """
     import torch
 
     tensors: dict[str, Tensor] = {}
@@ -47,8 +60,15 @@ def buckets(weights: Iterable[tuple[str, Tensor]], limit: int, device: torch.dev
             used, size = 0, max(_room(tensor.nbytes), limit)
             # Each bucket has memory of its own: on a CPU the object store's copy is the bucket
             # itself. Pinned memory lets the copy from a GPU run by itself.
-            bucket = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu" != tensor.device.type)
-        tensors[name] = bucket[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            bucket = torch.empty(
+                size,
+                dtype=torch.uint8,
+                device=device,
+                pin_memory=device.type == "cpu" != tensor.device.type,
+            )
+        tensors[name] = (
+            bucket[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        )
         used += _room(tensor.nbytes)
     if tensors:
         yield bucket[:used], tensors
@@ -61,14 +81,18 @@ def views(bucket: Tensor, records: Mapping[str, TensorRecord]) -> dict[str, Tens
     found: dict[str, Tensor] = {}
     start = 0
     for name, record in records.items():
-        found[name] = bucket[start : start + record.nbytes].view(DTYPES[record.dtype]).view(record.shape)
+        found[name] = (
+            bucket[start : start + record.nbytes].view(DTYPES[record.dtype]).view(record.shape)
+        )
         start += _room(record.nbytes)
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class BroadcastGroup:
-    """How ``size`` members of the process group find each other: at ``host:port``, by the ``name``, which only they know."""
+    """How ``size`` members of the process group find each other: at ``host:port``, by the ``name``,
+    which only they know.
+    """
 
     host: str
     port: int
@@ -77,8 +101,9 @@ class BroadcastGroup:
 
 
 class Collective(WeightTransport[Arrays | BroadcastGroup]):
-    """The object store gets the copy that is made on the way, once the engines go on: for those that start later, and for all when
-    a broadcast fails."""
+    """The object store gets the copy that is made on the way, once the engines go on: for those
+    that start later, and for all when a broadcast fails.
+    """
 
     def __init__(self, settings: BroadcastTransport, folder: str) -> None:
         super().__init__(settings, folder)
@@ -94,8 +119,10 @@ class Collective(WeightTransport[Arrays | BroadcastGroup]):
         return BroadcastReceiver(self.settings)
 
     async def deliver(self, policy: WeightExporter, rollouts: Rollouts, version: Version) -> None:
-        """Broadcasts to the engines in service, in a new process group if they have changed or the last broadcast failed; falls
-        back to the object store. Raises PolicyLost, WeightSyncError for damaged weights, and what the last copy raised."""
+        """Broadcasts to the engines in service, in a new process group if they have changed or the
+        last broadcast failed; falls back to the object store. Raises PolicyLost, WeightSyncError
+        for damaged weights, and what the last copy raised.
+        """
         # The last copy must end before its arrays are replaced. Its failure counts, unless the
         # policy was lost, which the next call finds out by itself.
         if self._copy is not None:
@@ -124,7 +151,9 @@ class Collective(WeightTransport[Arrays | BroadcastGroup]):
             await rollouts.load(await asyncio.shield(self._copy))
 
 
-async def _copied(policy: WeightExporter, version: Version, sending: asyncio.Future[Any]) -> WeightUpdate[Any]:
+async def _copied(
+    policy: WeightExporter, version: Version, sending: asyncio.Future[Any]
+) -> WeightUpdate[Any]:
     with suppress(BroadcastFailed):
         await asyncio.shield(sending)
     return await policy.export(version)
@@ -143,14 +172,18 @@ class BroadcastSender(Sender[Arrays | BroadcastGroup]):
         self._copying: torch.cuda.Stream | None = None
         self._sent: WeightUpdate[Arrays | BroadcastGroup] | None = None
 
-    def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightUpdate[Arrays | BroadcastGroup]:
+    def pack(
+        self, version: Version, tensors: Mapping[str, Tensor]
+    ) -> WeightUpdate[Arrays | BroadcastGroup]:
         """Same as ``ArraySender.pack``."""
         packed = ArraySender().pack(version, tensors)
         return WeightUpdate(packed.manifest, packed.source)
 
     def invite(self, engines: tuple[int, ...], failures: int) -> BroadcastGroup:
-        """Returns the group for this rank and the engines with these serial numbers. It is the existing group unless the engines or
-        the number of failed broadcasts have changed."""
+        """Returns the group for this rank and the engines with these serial numbers.
+
+        It is the existing group unless the engines or the number of failed broadcasts have changed.
+        """
         if self._meeting is None or self._invited != (engines, failures):
             self._invited = (engines, failures)
             size = 1 + len(engines) * max(1, self._settings.workers)
@@ -160,9 +193,14 @@ class BroadcastSender(Sender[Arrays | BroadcastGroup]):
             self._meeting = BroadcastGroup(self._host, port, secrets.token_hex(16), size)
         return self._meeting
 
-    def send(self, version: Version, weights: Iterable[tuple[str, Tensor]], meeting: BroadcastGroup) -> None:
-        """Broadcast them to the group. When that fails they are copied all the same. Raises BroadcastFailed, and what ``weights``
-        raises."""
+    def send(
+        self, version: Version, weights: Iterable[tuple[str, Tensor]], meeting: BroadcastGroup
+    ) -> None:
+        """Broadcast them to the group.
+
+        When that fails they are copied all the same. Raises BroadcastFailed, and what ``weights``
+        raises.
+        """
         from rayloop.transports.manifest import manifest, raw
 
         membership, records, arrays = self._membership, dict[str, TensorRecord](), dict[str, Any]()
@@ -194,7 +232,9 @@ class BroadcastSender(Sender[Arrays | BroadcastGroup]):
             self._copying.synchronize()
         self._sent = WeightUpdate(Manifest(version, records), arrays)
         if broken:
-            raise BroadcastFailed(f"version {version}: could not send the broadcast: {broken[0]}") from broken[0]
+            raise BroadcastFailed(
+                f"version {version}: could not send the broadcast: {broken[0]}"
+            ) from broken[0]
 
     def sent(self) -> WeightUpdate[Arrays | BroadcastGroup]:
         """The copy of what was sent last, once."""
@@ -206,21 +246,34 @@ class BroadcastSender(Sender[Arrays | BroadcastGroup]):
         self._membership.leave()
         self._meeting = None
 
-    def _send_bucket(self, records: Mapping[str, TensorRecord] | None = None, bucket: Tensor | None = None) -> None:
-        """Broadcast two numbers of bytes, a description and a bucket of so many bytes. Two zeros end the weights."""
+    def _send_bucket(
+        self, records: Mapping[str, TensorRecord] | None = None, bucket: Tensor | None = None
+    ) -> None:
+        """Broadcast two numbers of bytes, a description and a bucket of so many bytes.
+
+        Two zeros end the weights.
+        """
         import torch
 
         membership = self._membership
-        text = json.dumps({name: astuple(record) for name, record in records.items()}).encode() if records else b""
+        text = (
+            json.dumps({name: astuple(record) for name, record in records.items()}).encode()
+            if records
+            else b""
+        )
         sizes = [len(text), 0 if bucket is None else bucket.nbytes]
         membership.broadcast(torch.tensor(sizes, device=membership.device))
         if bucket is not None:
             # frombuffer warns of memory that cannot be written, such as that of bytes.
-            membership.broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(membership.device))
+            membership.broadcast(
+                torch.frombuffer(bytearray(text), dtype=torch.uint8).to(membership.device)
+            )
             membership.broadcast(bucket)
 
     def _copied(self, bucket: Tensor) -> Tensor:
-        """The bucket, if it is in the host's memory, or a copy there, under way until the next one is asked for."""
+        """The bucket, if it is in the host's memory, or a copy there, under way until the next one
+        is asked for.
+        """
         import torch
 
         if bucket.device.type == "cpu":
@@ -230,14 +283,18 @@ class BroadcastSender(Sender[Arrays | BroadcastGroup]):
         # The bucket is filled on the current stream, and the copy must not begin before that.
         copying.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(copying):
-            copy = torch.empty_like(bucket, device="cpu", pin_memory=True).copy_(bucket, non_blocking=True)
+            copy = torch.empty_like(bucket, device="cpu", pin_memory=True).copy_(
+                bucket, non_blocking=True
+            )
         # Otherwise PyTorch hands its memory to the next bucket as soon as Python drops this one.
         bucket.record_stream(copying)
         return copy
 
 
 class BroadcastReceiver(Receiver[Arrays | BroadcastGroup]):
-    """Receives a broadcast, in a process of the engine or in the rollout actor, or reads the object store's arrays."""
+    """Receives a broadcast, in a process of the engine or in the rollout actor, or reads the object
+    store's arrays.
+    """
 
     def __init__(self, settings: BroadcastTransport) -> None:
         from rayloop.transports.process_group import Membership
@@ -246,13 +303,20 @@ class BroadcastReceiver(Receiver[Arrays | BroadcastGroup]):
         self._membership = Membership(settings.backend, settings.timeout)
         self._records: dict[str, TensorRecord] = {}
 
-    async def take(self, engine: GenerationEngine, manifest: Manifest, source: Arrays | BroadcastGroup) -> None:
-        """As any receiver, unless the engine's own processes are the members of the group. Raises BroadcastFailed, too."""
+    async def take(
+        self, engine: GenerationEngine, manifest: Manifest, source: Arrays | BroadcastGroup
+    ) -> None:
+        """As any receiver, unless the engine's own processes are the members of the group.
+
+        Raises BroadcastFailed, too.
+        """
         if not isinstance(source, BroadcastGroup):
             return await super().take(engine, manifest, source)
         if self._settings.workers:
             async with paused(engine):
-                return await cast(StreamingEngine, engine).receive(manifest.version, pickle.dumps((self._settings, source)))
+                return await cast(StreamingEngine, engine).receive(
+                    manifest.version, pickle.dumps((self._settings, source))
+                )
         tensors = await asyncio.to_thread(self.unpack, manifest, source)
         async with paused(engine):
             await engine.load(Manifest(manifest.version, self._records), tensors)
@@ -264,8 +328,10 @@ class BroadcastReceiver(Receiver[Arrays | BroadcastGroup]):
         return ArrayReceiver().unpack(manifest, source)
 
     def stream(self, version: Version, meeting: BroadcastGroup) -> Iterator[tuple[str, Tensor]]:
-        """Yields the verified tensors on the group's device as they come, but nothing after a bucket with a damaged one; must be
-        exhausted. Raises BroadcastFailed, and WeightSyncError at the end."""
+        """Yields the verified tensors on the group's device as they come, but nothing after a
+        bucket with a damaged one; must be exhausted. Raises BroadcastFailed, and WeightSyncError at
+        the end.
+        """
         from rayloop.transports.manifest import complain, damage
 
         faults, self._records = list[str](), {}
@@ -282,7 +348,9 @@ class BroadcastReceiver(Receiver[Arrays | BroadcastGroup]):
                     yield from tensors.items()
         except RuntimeError as error:
             self._membership.leave()
-            raise BroadcastFailed(f"version {version}: could not receive the broadcast: {error}") from error
+            raise BroadcastFailed(
+                f"version {version}: could not receive the broadcast: {error}"
+            ) from error
         # The error comes at the end: one in the loop would leave the other members waiting.
         complain(version, faults)
 
@@ -299,5 +367,7 @@ class BroadcastReceiver(Receiver[Arrays | BroadcastGroup]):
         if not sizes[0]:
             return None
         described = json.loads(received(sizes[0]).cpu().numpy().tobytes())
-        records = {name: TensorRecord(tuple(shape), *rest) for name, (shape, *rest) in described.items()}
+        records = {
+            name: TensorRecord(tuple(shape), *rest) for name, (shape, *rest) in described.items()
+        }
         return records, received(sizes[1])

@@ -17,19 +17,25 @@ if TYPE_CHECKING:
 
 
 Arrays = Mapping[str, npt.NDArray[np.uint8]]
-"""The bytes [nbytes] of every tensor, which Ray's object store gives to every reader without a copy."""
+"""The bytes [nbytes] of every tensor, which Ray's object store gives to every reader without a
+copy.
+"""
 
 
 class ArraySender(Sender[Arrays]):
     """Packs the tensors as byte arrays."""
 
     def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightUpdate[Arrays]:
-        """On CPU the arrays share memory with ``tensors``: return them from the actor before the next update."""
+        """On CPU the arrays share memory with ``tensors``: return them from the actor before the
+        next update.
+        """
         from rayloop.transports.manifest import manifest, raw
 
         # Tensors are copied once: checksum and bytes are both computed on the host.
         on_cpu = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-        return WeightUpdate(manifest(version, on_cpu), {name: raw(tensor) for name, tensor in on_cpu.items()})
+        return WeightUpdate(
+            manifest(version, on_cpu), {name: raw(tensor) for name, tensor in on_cpu.items()}
+        )
 
 
 class ArrayReceiver(Receiver[Arrays]):

@@ -1,4 +1,7 @@
-"""A process group beside torch's default one. Only this module calls torch's undocumented constructors of groups."""
+"""A process group beside torch's default one.
+
+Only this module calls torch's undocumented constructors of groups.
+"""
 
 import os
 import sys
@@ -13,14 +16,24 @@ from torch import Tensor
 
 from rayloop.transports.meeting import Meeting
 
-RAISING = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""NCCL's constructor reads these. Without them PyTorch's watchdog ends the process of a failed or late broadcast: no exception."""
+RAISING = {
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+"""NCCL's constructor reads these.
+
+Without them PyTorch's watchdog ends the process of a failed or late broadcast: no exception.
+"""
 CONSTRUCTING = threading.Lock()
 
 
 class Membership:
-    """This process's membership in a group whose first member broadcasts. ``join`` leaves the previous group. A member that notices
-    a failure leaves; its closed connections fail the broadcasts of the others. No wait exceeds ``timeout`` seconds."""
+    """This process's membership in a group whose first member broadcasts.
+
+    ``join`` leaves the previous group. A member that notices a failure leaves; its closed
+    connections fail the broadcasts of the others. No wait exceeds ``timeout`` seconds.
+    """
 
     def __init__(self, backend: Literal["gloo", "nccl"], timeout: float) -> None:
         self._backend, self._timeout = backend, timedelta(seconds=timeout)
@@ -31,14 +44,18 @@ class Membership:
         self._name: str | None = None
 
     def serve(self, host: str) -> int:
-        """Open a meeting of members at ``host``, in place of an earlier one. Returns its port. Raises OSError and RuntimeError."""
+        """Open a meeting of members at ``host``, in place of an earlier one.
+
+        Returns its port. Raises OSError and RuntimeError.
+        """
         self._opened = Meeting(host, 0, self._timeout.total_seconds(), first=True)
         return self._opened.port
 
     def join(self, host: str, port: int, name: str, size: int) -> None:
-        """Become one of ``size`` members of the group ``name``, which is secret; the process that called ``serve`` is rank 0.
-        Raises RuntimeError when the others do not join in time, or the group is full. All wait for each other here: NCCL's
-        constructor has no deadline."""
+        """Become one of ``size`` members of the group ``name``, which is secret; the process that
+        called ``serve`` is rank 0. Raises RuntimeError when the others do not join in time, or the
+        group is full. All wait for each other here: NCCL's constructor has no deadline.
+        """
         if self._group is not None and name == self._name:
             return
 
@@ -51,7 +68,10 @@ class Membership:
         self._group, self._name = form(store, rank, size, self._timeout), name
 
     def broadcast(self, buffer: Tensor) -> None:
-        """Copy rank 0's buffer into the others' buffers. Raises RuntimeError when a member is gone or late."""
+        """Copy rank 0's buffer into the others' buffers.
+
+        Raises RuntimeError when a member is gone or late.
+        """
         assert self._group is not None
         self._group.broadcast(buffer, 0).wait(self._timeout)
 
@@ -62,7 +82,10 @@ class Membership:
 
 
 def _nccl(*arguments: Any) -> Any:
-    """Returns an NCCL group. Only its constructor sees ``RAISING``, so the trainer's groups keep their behaviour."""
+    """Returns an NCCL group.
+
+    Only its constructor sees ``RAISING``, so the trainer's groups keep their behaviour.
+    """
     # The environment is the whole process's: two constructors at once would restore it wrongly.
     with CONSTRUCTING, _unpinned():
         before = {name: os.environ.get(name) for name in RAISING}
@@ -75,8 +98,10 @@ def _nccl(*arguments: Any) -> Any:
 
 
 def _unpinned() -> AbstractContextManager[Any]:
-    """With ``VLLM_BATCH_INVARIANT`` vLLM pins algorithm and protocol of NCCL in its processes, and has their module loaded. The
-    trainer does not, and NCCL reconciles nothing: a group of both would hang where no deadline reaches."""
+    """With ``VLLM_BATCH_INVARIANT`` vLLM pins algorithm and protocol of NCCL in its processes, and
+    has their module loaded. The trainer does not, and NCCL reconciles nothing: a group of both
+    would hang where no deadline reaches.
+    """
     # It is looked up, not imported: a trainer without vLLM must not load it.
     vllm = sys.modules.get("vllm.utils.nccl")
     unpinned: AbstractContextManager[Any] = vllm.unpinned_nccl_env() if vllm else nullcontext()

@@ -17,7 +17,10 @@ class Placed:
     rollout_gpus: float
 
     def __str__(self) -> str:
-        return f"policy.placement.num_gpus is {self.policy_gpus:g} and rollout.placement.num_gpus is {self.rollout_gpus:g}"
+        return (
+            f"policy.placement.num_gpus is {self.policy_gpus:g} and rollout.placement.num_gpus is"
+            f" {self.rollout_gpus:g}"
+        )
 
 
 class TransportChoice(SettingsModel):
@@ -39,18 +42,21 @@ class ObjectStoreTransport(TransportChoice):
 
 
 class BroadcastTransport(TransportChoice):
-    """Weights are broadcast, while they are gathered, in a process group of the policy's first rank and the processes of vLLM or
-    SGLang (rollout actors with other engines). The object store gets a copy, from which replaced engines catch up, and all if a
-    broadcast fails."""
+    """Weights are broadcast, while they are gathered, in a process group of the policy's first rank
+    and the processes of vLLM or SGLang (rollout actors with other engines). The object store gets a
+    copy, from which replaced engines catch up, and all if a broadcast fails.
+    """
 
     implementation = "rayloop.transports.collective:Collective"
     backend: ClassVar[Literal["gloo", "nccl"]]
     bucket_bytes: ClassVar[int] = 2**30
-    """Tensors travel together in buckets of this size, of which sender and receivers hold two; a larger tensor has one of its own.
-    Smaller buckets cost round trips."""
+    """Tensors travel together in buckets of this size, of which sender and receivers hold two; a
+    larger tensor has one of its own. Smaller buckets cost round trips.
+    """
     share: ClassVar[float] = 0.2
-    """Of the time for a weight sync: how long a member waits for the others, to meet and for each bucket, before the broadcast
-    fails and the object store's copy is loaded."""
+    """Of the time for a weight sync: how long a member waits for the others, to meet and for each
+    bucket, before the broadcast fails and the object store's copy is loaded.
+    """
 
     _timeout: float = PrivateAttr(120.0)
     _workers: int = PrivateAttr(0)
@@ -73,16 +79,19 @@ class BroadcastTransport(TransportChoice):
 
 
 class CollectiveTransport(BroadcastTransport):
-    """Weights are broadcast over TCP (gloo) from the policy's first rank to all engines, for many nodes. The object store keeps a
-    copy for engines that are replaced, and for a broadcast that fails."""
+    """Weights are broadcast over TCP (gloo) from the policy's first rank to all engines, for many
+    nodes. The object store keeps a copy for engines that are replaced, and for a broadcast that
+    fails.
+    """
 
     kind: Literal["collective"] = "collective"
     backend = "gloo"
 
 
 class NcclTransport(BroadcastTransport):
-    """As ``collective``, between GPUs: every engine and the policy's first rank need their own. vLLM and SGLang load the weights
-    from the GPU's memory, in which they arrive."""
+    """As ``collective``, between GPUs: every engine and the policy's first rank need their own.
+    vLLM and SGLang load the weights from the GPU's memory, in which they arrive.
+    """
 
     kind: Literal["nccl"] = "nccl"
     backend = "nccl"
@@ -92,8 +101,8 @@ class NcclTransport(BroadcastTransport):
         # NCCL refuses a communicator with two ranks on one device.
         if min(placed.policy_gpus, placed.rollout_gpus) < 1:
             yield (
-                f"weight_sync.transport.kind: nccl sends between GPUs that are not shared, and {placed}. Give each one, "
-                "or use kind: collective"
+                "weight_sync.transport.kind: nccl sends between GPUs that are not shared, and"
+                f" {placed}. Give each one, or use kind: collective"
             )
 
 
@@ -108,6 +117,8 @@ TransportSettings = Annotated[
 
 
 def problems(settings: TransportSettings, placed: Placed) -> Iterator[str]:
-    """Yields why the transport cannot serve a run with this placement; a transport of your own is not checked."""
+    """Yields why the transport cannot serve a run with this placement; a transport of your own is
+    not checked.
+    """
     if isinstance(settings, TransportChoice):
         yield from settings.problems(placed)

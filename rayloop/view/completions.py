@@ -1,4 +1,6 @@
-"""Completions of a step for a terminal, as TRL prints them: the task, a heading, and a line for each of a group's members."""
+"""Completions of a step for a terminal, as TRL prints them: the task, a heading, and a line for
+each of a group's members.
+"""
 
 import math
 import re
@@ -22,8 +24,10 @@ MARKUP = re.compile(r"<\|im_start\|>\w*\n?|<\|[^|<>]{1,40}\|>(?:×\d+)?")
 
 
 def completions(records: Sequence[RolloutRecord], count: int = 2) -> dict[str, Any]:
-    """Of the first group whose rewards differ, or else the first one: its ``task``, and in ``rows`` sample, reward, advantage and
-    text of ``count`` members, from the best to the worst. Texts have one line and are cut; images are named."""
+    """Of the first group whose rewards differ, or else the first one: its ``task``, and in ``rows``
+    sample, reward, advantage and text of ``count`` members, from the best to the worst. Texts have
+    one line and are cut; images are named.
+    """
     groups = [list(members) for _, members in groupby(records, lambda record: record.group)]
     chosen = next((group for group in groups if len({one.reward for one in group}) > 1), groups[0])
     chosen.sort(key=lambda one: -math.inf if one.reward is None else one.reward, reverse=True)
@@ -41,19 +45,30 @@ def shown(found: Mapping[str, Any], console: Console) -> Text:
     width = console.width if console.is_terminal else WIDE
     rows = [("  task ", found["task"]), ("  sample  reward advantage  ", "completion")]
     for sample, reward, advantage, text in found["rows"]:
-        earned = ("none" if reward is None else f"{reward:.3f}", "-" if advantage is None else f"{advantage:+.3f}")
+        earned = (
+            "none" if reward is None else f"{reward:.3f}",
+            "-" if advantage is None else f"{advantage:+.3f}",
+        )
         rows.append((f"  #{sample:<5} {earned[0]:>7} {earned[1]:>9}  ", text))
     lines = list[Text]()
     for head, text in rows:
         line = head + _cut(text, max(width - len(head), 8))
-        lines.append(Text(line.encode(console.encoding, "backslashreplace").decode(console.encoding), no_wrap=True))
+        lines.append(
+            Text(
+                line.encode(console.encoding, "backslashreplace").decode(console.encoding),
+                no_wrap=True,
+            )
+        )
         lines[-1].truncate(width, overflow="ellipsis")
     return Text("\n", no_wrap=True, overflow="ellipsis").join(lines)
 
 
 def _said(record: RolloutRecord) -> str:
     """The sampled turns, with the names of images that came between them."""
-    turns = [[_cut(turn.text, LONGEST)] if turn.sampled else [*map(_named, turn.images)] for turn in record.turns]
+    turns = [
+        [_cut(turn.text, LONGEST)] if turn.sampled else [*map(_named, turn.images)]
+        for turn in record.turns
+    ]
     return " | ".join(part for turn in turns for part in turn)
 
 
@@ -68,4 +83,8 @@ def _line(text: str) -> str:
 
 def _cut(text: str, room: int) -> str:
     """Its beginning and, twice as long, its end."""
-    return text if len(text) <= room else f"{text[: room // 3 - 1]} … {text[len(text) - (room - room // 3 - 2) :]}"
+    return (
+        text
+        if len(text) <= room
+        else f"{text[: room // 3 - 1]} … {text[len(text) - (room - room // 3 - 2) :]}"
+    )

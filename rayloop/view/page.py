@@ -1,10 +1,14 @@
-"""``python -m rayloop report``: a run folder as one HTML file, and with ``--files`` as JSON for other tools.
+"""``python -m rayloop report``: a run folder as one HTML file, and with ``--files`` as JSON for
+other tools.
 
-    training_metrics.json      {"schema_version", "steps": [...], "metrics": {name: [of each step, or null]}}
-    task_results/<task>.json   {"schema_version", "task", "source", "evaluations": [...], "training": [...]}
+    training_metrics.json      {"schema_version", "steps": [...], "metrics": {name: [of each step,
+    or null]}}
+    task_results/<task>.json   {"schema_version", "task", "source", "evaluations": [...],
+    "training": [...]}
 
-``evaluations`` are all held-out answers to the task, ``training`` the recorded trajectories (``keep_rollouts``); each has its step
-and reward (null: ``unscored`` says why). A task's name is quoted as in a URL to be a file's name.
+``evaluations`` are all held-out answers to the task, ``training`` the recorded trajectories
+(``keep_rollouts``); each has its step and reward (null: ``unscored`` says why). A task's name is
+quoted as in a URL to be a file's name.
 """
 
 import base64
@@ -32,19 +36,36 @@ from rayloop.view.words import gained, number
 PAGES = jinja2.PackageLoader("rayloop.view", "pages")
 COMPARED = 4
 """Held-out tasks whose first and last answers are shown."""
-ROUTINE = ("starting", "started", "start", "begin", "logprob_check", "self_test", "evaluated", "controls", "gain", "trained",
-           "checkpoint", *ENDS)  # fmt: skip
+ROUTINE = (
+    "starting",
+    "started",
+    "start",
+    "begin",
+    "logprob_check",
+    "self_test",
+    "evaluated",
+    "controls",
+    "gain",
+    "trained",
+    "checkpoint",
+    *ENDS,
+)
 
 
 def write_page(run: Path, out: Path | None, groups: int) -> Path:
-    """Write a run's page with at most ``groups`` groups to ``out`` (default: its ``report.html``). Raises ConfigError."""
+    """Write a run's page with at most ``groups`` groups to ``out`` (default: its ``report.html``).
+
+    Raises ConfigError.
+    """
     folder = RunFolder.begun(run)
     target = out or folder.path / "report.html"
     text = page(content(folder, groups))
     try:
         target.write_bytes(text.encode(errors="replace"))
     except OSError as error:
-        raise ConfigError(f"{target} cannot be written: {error.strerror}. Name another file with --out.") from error
+        raise ConfigError(
+            f"{target} cannot be written: {error.strerror}. Name another file with --out."
+        ) from error
     return target
 
 
@@ -58,7 +79,9 @@ def page(data: Mapping[str, Any]) -> str:
 
 def templates(*others: jinja2.BaseLoader) -> jinja2.Environment:
     """The report's templates behind those of ``others``; they escape every value."""
-    environment = jinja2.Environment(loader=jinja2.ChoiceLoader([*others, PAGES]), autoescape=True, trim_blocks=True)
+    environment = jinja2.Environment(
+        loader=jinja2.ChoiceLoader([*others, PAGES]), autoescape=True, trim_blocks=True
+    )
     environment.filters["number"] = lambda value: "–" if value is None else number(float(value))
     environment.filters["score"] = score
     environment.filters["verdict"] = verdict
@@ -67,7 +90,9 @@ def templates(*others: jinja2.BaseLoader) -> jinja2.Environment:
 
 
 def score(value: Any) -> str:
-    """A reward, an advantage or their difference: three decimals, so that those below each other compare."""
+    """A reward, an advantage or their difference: three decimals, so that those below each other
+    compare.
+    """
     return f"{value:.3f}" if isinstance(value, int | float) else "–"
 
 
@@ -77,7 +102,9 @@ def content(folder: RunFolder, groups: int) -> Record:
     times = [record["time"] for record in (*events, *metrics)]
     vitals = Vitals(folder, {})
     vitals.update()
-    evaluations, controls = (list(by_step(events, name).values()) for name in ("evaluated", "controls"))
+    evaluations, controls = (
+        list(by_step(events, name).values()) for name in ("evaluated", "controls")
+    )
     recorded = list(rollout_groups(folder))
     found = charts(metrics, evaluations)
     shown, pairs = evenly(recorded, groups), evenly(compared(folder), COMPARED)
@@ -91,7 +118,12 @@ def content(folder: RunFolder, groups: int) -> Record:
         "began": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(times))) if times else "",
         "seconds": max(times) - min(times) if times else 0.0,
         "charts": [drawn(chart) for chart in found if not is_constant(chart)],
-        "constants": [(line["name"], line["points"][0][1]) for c in found if is_constant(c) for line in c["lines"]],
+        "constants": [
+            (line["name"], line["points"][0][1])
+            for c in found
+            if is_constant(c)
+            for line in c["lines"]
+        ],
         "ledger": ledger(vitals.end, metrics),
         "evaluations": evaluations,
         "held_out": held_out_scores(evaluations),
@@ -100,7 +132,9 @@ def content(folder: RunFolder, groups: int) -> Record:
         "verdict": verdict(controls[-1]) if controls else "",
         "incidents": [event for event in events if event["event"] not in ROUTINE],
         "recorded": len(recorded),
-        "compared": [films.group([*map(held_out, pair)], folder.evaluations.path) for pair in pairs],
+        "compared": [
+            films.group([*map(held_out, pair)], folder.evaluations.path) for pair in pairs
+        ],
         "groups": [films.group(members, folder.rollouts.path) for members in shown],
         "images": films.images,
         "damaged": folder.damage(),
@@ -110,31 +144,59 @@ def content(folder: RunFolder, groups: int) -> Record:
 def held_out(item: Record) -> Record:
     """An answer of an evaluation, with its step, as the record of a member."""
     turns = item.get("turns") or [{"text": item["text"], "sampled": True, "images": []}]
-    member = {"sample": f"step {item['step']}", "group": 0, "prompt": "", "status": "held out", "replayed": False}
+    member = {
+        "sample": f"step {item['step']}",
+        "group": 0,
+        "prompt": "",
+        "status": "held out",
+        "replayed": False,
+    }
     return {"source": "", **item, **member, "turns": turns}
 
 
 def held_out_scores(evaluations: Sequence[Record]) -> list[str]:
     """The names of held-out metrics, bounds and controls left out."""
-    return [name for name in series(evaluations) if re.match(r"val(_sampled)?/(?!control/)(?!.*/(low|high)$)", name)]
+    return [
+        name
+        for name in series(evaluations)
+        if re.match(r"val(_sampled)?/(?!control/)(?!.*/(low|high)$)", name)
+    ]
 
 
 def ledger(end: Record | None, metrics: Sequence[Record]) -> dict[str, float]:
     """State and reason -> trajectories, as last recorded."""
     last = metrics[-1] if metrics else {}
-    counts = {name.removeprefix("ledger/"): value for name, value in last.items() if name.startswith("ledger/")}
+    counts = {
+        name.removeprefix("ledger/"): value
+        for name, value in last.items()
+        if name.startswith("ledger/")
+    }
     return counts if end is None else end["ledger"]
 
 
 METRICS, RESULTS = "training_metrics.json", "task_results"
 HELD_OUT = ("step", "arm", "sample", "reward", "components", "unscored")
-TRAINED = ("step", "group", "sample", "end_reason", "reward", "components", "flags", "unscored", "status", "replayed")
+TRAINED = (
+    "step",
+    "group",
+    "sample",
+    "end_reason",
+    "reward",
+    "components",
+    "flags",
+    "unscored",
+    "status",
+    "replayed",
+)
 _LONGEST = 200
 """Bytes of a file's name; file systems take 255."""
 
 
 def write_files(run: Path) -> list[Path]:
-    """Write ``training_metrics.json`` and ``task_results`` into the run's folder; return both. Raises ConfigError without a run."""
+    """Write ``training_metrics.json`` and ``task_results`` into the run's folder; return both.
+
+    Raises ConfigError without a run.
+    """
     folder = RunFolder.begun(run)
     results = folder.path / RESULTS
     results.mkdir(exist_ok=True)
@@ -154,17 +216,29 @@ def training_metrics(folder: RunFolder) -> dict[str, Any]:
     steps = [int(record["step"]) for record in records]
     return {
         "steps": steps,
-        "metrics": {name: [dict(points).get(step) for step in steps] for name, points in series(records).items()},
+        "metrics": {
+            name: [dict(points).get(step) for step in steps]
+            for name, points in series(records).items()
+        },
     }
 
 
 def task_results(folder: RunFolder) -> dict[str, dict[str, Any]]:
     """Task -> its source, its held-out answers and its trajectories, in the order of steps."""
     found: dict[str, dict[str, Any]] = {}
-    for kind, dump, keys in (("evaluations", folder.evaluations, HELD_OUT), ("training", folder.rollouts, TRAINED)):
+    for kind, dump, keys in (
+        ("evaluations", folder.evaluations, HELD_OUT),
+        ("training", folder.rollouts, TRAINED),
+    ):
         for record in dump:
-            empty: dict[str, Any] = {"source": record.get("source", ""), "evaluations": [], "training": []}
-            found.setdefault(record["task"], empty)[kind].append({key: record[key] for key in keys if key in record})
+            empty: dict[str, Any] = {
+                "source": record.get("source", ""),
+                "evaluations": [],
+                "training": [],
+            }
+            found.setdefault(record["task"], empty)[kind].append(
+                {key: record[key] for key in keys if key in record}
+            )
     return found
 
 

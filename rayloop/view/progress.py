@@ -34,7 +34,10 @@ SHORT = {
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """``show`` formats a step's metrics; ``word`` is the label in plain lines. A table shows it from its first value on."""
+    """``show`` formats a step's metrics; ``word`` is the label in plain lines.
+
+    A table shows it from its first value on.
+    """
 
     title: str
     word: str
@@ -58,7 +61,9 @@ def _skipped(metrics: Mapping[str, float]) -> str:
 
 
 def _share(state: str, *, none: str) -> Callable[[Mapping[str, float]], str]:
-    """Of the finished trajectories, those that ended so: ``filtered``, or ``excluded`` for want of a reward."""
+    """Of the finished trajectories, those that ended so: ``filtered``, or ``excluded`` for want of
+    a reward.
+    """
 
     def share(metrics: Mapping[str, float]) -> str:
         finished = metrics.get("rollout/trajectories", 0.0)
@@ -81,26 +86,53 @@ def _phase(phase: str) -> Callable[[Mapping[str, float]], str]:
 
 
 def _time(metrics: Mapping[str, float]) -> str:
-    """Seconds of the step, and the phases that took a twentieth of it or more: ``1.9 s: gen 55% train 41%``."""
+    """Seconds of the step, and the phases that took a twentieth of it or more: ``1.9 s: gen 55%
+    train 41%``.
+    """
     whole = metrics.get("timing_s/step", 0.0)
     if not whole:
         return ABSENT
-    large = {name: share for name in SHORT if (share := metrics.get(f"timing_s/{name}", 0.0) / whole) >= LARGE}
-    return " ".join([f"{whole:.1f} s:", *(f"{SHORT[name]} {share:.0%}" for name, share in large.items())])
+    large = {
+        name: share
+        for name in SHORT
+        if (share := metrics.get(f"timing_s/{name}", 0.0) / whole) >= LARGE
+    }
+    return " ".join(
+        [f"{whole:.1f} s:", *(f"{SHORT[name]} {share:.0%}" for name, share in large.items())]
+    )
 
 
-GIVEN_UP = ("weight_sync", "train", "gen", "grad", "KL", "tokens", "entropy", "step_s", "excluded", "filtered", "trend")
+GIVEN_UP = (
+    "weight_sync",
+    "train",
+    "gen",
+    "grad",
+    "KL",
+    "tokens",
+    "entropy",
+    "step_s",
+    "excluded",
+    "filtered",
+    "trend",
+)
 """Words of the columns that a table leaves out, in this order, until it fits the terminal."""
 SEEN = 10
-"""Steps whose mean duration, without evaluations, gives the time that is left; half the steps of the trend."""
+"""Steps whose mean duration, without evaluations, gives the time that is left; half the steps of
+the trend.
+"""
 LARGE = 0.05
 """Phases that took less than this share of a step are left out of a plain line."""
 TREND = "trend"
-"""Not a metric: the mean reward of the newer half of the last 2 * ``SEEN`` steps, minus that of the older half."""
+"""Not a metric: the mean reward of the newer half of the last 2 * ``SEEN`` steps, minus that of the
+older half.
+"""
 
 
 def columns(sampled: str, held_out: str) -> tuple[Column, ...]:
-    """The columns of the table. ``sampled`` and ``held_out`` say how the two kinds of answers are drawn."""
+    """The columns of the table.
+
+    ``sampled`` and ``held_out`` say how the two kinds of answers are drawn.
+    """
     return (
         Column(f"reward\n({sampled})", "reward", _value("reward/mean", ".3f")),
         Column("trend", "trend", _value(TREND, "+.3f")),
@@ -138,7 +170,9 @@ LINE = {
 
 
 def remaining(newest: Iterable[Mapping[str, float]], steps: int) -> float:
-    """Seconds of the steps that are left: each takes the mean of the last ``SEEN``, evaluations aside. 0 when none was timed."""
+    """Seconds of the steps that are left: each takes the mean of the last ``SEEN``, evaluations
+    aside. 0 when none was timed.
+    """
     timed = [metrics for metrics in newest if "timing_s/step" in metrics][-SEEN:]
     seconds = [metrics["timing_s/step"] - metrics.get("timing_s/testing", 0.0) for metrics in timed]
     return (steps - timed[-1]["step"]) * fmean(seconds) if timed else 0.0
@@ -146,7 +180,9 @@ def remaining(newest: Iterable[Mapping[str, float]], steps: int) -> float:
 
 @contextmanager
 def _unless_closed() -> Iterator[None]:
-    """What is printed in the block goes nowhere when the terminal has been closed: a run saves, or goes on, without it."""
+    """What is printed in the block goes nowhere when the terminal has been closed: a run saves, or
+    goes on, without it.
+    """
     try:
         yield
     except OSError as error:
@@ -156,10 +192,17 @@ def _unless_closed() -> Iterator[None]:
 
 
 class Progress:
-    """Shows steps as they are recorded. Use as a context manager; ``console`` is stdout unless given."""
+    """Shows steps as they are recorded.
+
+    Use as a context manager; ``console`` is stdout unless given.
+    """
 
     def __init__(
-        self, total_steps: int, sampled: str = "sampled", held_out: str = "greedy", console: Console | None = None
+        self,
+        total_steps: int,
+        sampled: str = "sampled",
+        held_out: str = "greedy",
+        console: Console | None = None,
     ) -> None:
         self.total_steps = total_steps
         self.console = console or Console(highlight=False, soft_wrap=True)
@@ -178,7 +221,12 @@ class Progress:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._live is not None:
             self._left = ""
             self.doing("")
@@ -196,7 +244,9 @@ class Progress:
             self._left = f"{span(left)} left" if left else ""
         if self._live is None:
             cells |= {"time": _time(metrics), "left": self._left or ABSENT}
-            said = (form.format(cells[word]) for word, form in LINE.items() if cells[word] != ABSENT)
+            said = (
+                form.format(cells[word]) for word, form in LINE.items() if cells[word] != ABSENT
+            )
             self._print(Text(" ".join((f"step {step} ", *said))))
             return
         self._used |= {word for word, cell in cells.items() if cell != ABSENT}
@@ -212,7 +262,9 @@ class Progress:
         return {TREND: fmean(rewards[-half:]) - fmean(rewards[:half])} if half > 1 else {}
 
     def samples(self, found: Mapping[str, Any]) -> None:
-        """Show completions of the newest step: below the table of a terminal, elsewhere after the step's line."""
+        """Show completions of the newest step: below the table of a terminal, elsewhere after the
+        step's line.
+        """
         self._samples = shown(found, self.console)
         if self._live is None:
             self._print(self._samples)
@@ -242,7 +294,10 @@ class Progress:
         self.note("done: " + ", ".join(f"{name} {value}" for name, value in plain.items()))
         for name, nested in summary.items():
             if isinstance(nested, Mapping):
-                self.note(f"  {name}: " + ", ".join(f"{key} {value}" for key, value in nested.items() if value))
+                self.note(
+                    f"  {name}: "
+                    + ", ".join(f"{key} {value}" for key, value in nested.items() if value)
+                )
 
     def _table(self) -> Group:
         now = Text("  ".join(filter(None, (self._doing, self._left))), style="dim")
@@ -250,7 +305,11 @@ class Progress:
             return Group(now)
         tables = [self._without(GIVEN_UP[:gone]) for gone in range(len(GIVEN_UP) + 1)]
         free = self.console.options.update(max_width=1000)
-        fits = (table for table in tables if self.console.measure(table, options=free).maximum <= self.console.width)
+        fits = (
+            table
+            for table in tables
+            if self.console.measure(table, options=free).maximum <= self.console.width
+        )
         return Group(Text(), next(fits, tables[-1]), self._samples, now)
 
     def _without(self, words: Sequence[str]) -> Table:

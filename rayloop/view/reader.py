@@ -1,4 +1,6 @@
-"""What a run folder has on record, read back for people: needs neither Ray, nor torch, nor the model."""
+"""What a run folder has on record, read back for people: needs neither Ray, nor torch, nor the
+model.
+"""
 
 import re
 import threading
@@ -17,7 +19,10 @@ ENDS = ("finished", "preempted", "failed")
 
 
 class Tail:
-    """The records of a file that grows. Each is parsed once, and all anew after the file was replaced. Thread-safe."""
+    """The records of a file that grows.
+
+    Each is parsed once, and all anew after the file was replaced. Thread-safe.
+    """
 
     def __init__(self, file: JsonLines) -> None:
         self._file, self._lock = file, threading.Lock()
@@ -63,8 +68,13 @@ def series(records: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, fl
 
 
 def matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
-    """The names that fit a pattern, in the order of the patterns; ``*`` stands for text without a slash."""
-    names, fits = list(names), [re.compile(re.escape(p).replace(r"\*", "[^/]+")).fullmatch for p in patterns]
+    """The names that fit a pattern, in the order of the patterns; ``*`` stands for text without a
+    slash.
+    """
+    names, fits = (
+        list(names),
+        [re.compile(re.escape(p).replace(r"\*", "[^/]+")).fullmatch for p in patterns],
+    )
     return list(dict.fromkeys(name for fit in fits for name in names if fit(name)))
 
 
@@ -84,17 +94,26 @@ def members(folder: RunFolder, step: int) -> dict[int, list[Record]]:
 
 
 def compared(folder: RunFolder) -> list[tuple[Record, ...]]:
-    """By task, from the largest gain to the largest loss: the answers of the first and of the last evaluation to the task's own
-    image; none without two evaluations."""
+    """By task, from the largest gain to the largest loss: the answers of the first and of the last
+    evaluation to the task's own image; none without two evaluations.
+    """
     steps = list(folder.evaluations.files())
     pairs = answers(folder, steps[0], steps[-1]) if len(steps) > 1 else []
     return sorted(pairs, key=lambda pair: (pair[0]["reward"] or 0.0) - (pair[1]["reward"] or 0.0))
 
 
 def answers(folder: RunFolder, *steps: int) -> list[tuple[Record, ...]]:
-    """By task: its first answer to the own image in each of these evaluations; tasks that one of them lacks are left out."""
-    found = [{r["task"]: {**r, "step": step} for r in folder.evaluations.read(step) if _first(r)} for step in steps]
-    return [tuple(by[task] for by in found) for task in sorted(set.intersection(*(set(by) for by in found)))]
+    """By task: its first answer to the own image in each of these evaluations; tasks that one of
+    them lacks are left out.
+    """
+    found = [
+        {r["task"]: {**r, "step": step} for r in folder.evaluations.read(step) if _first(r)}
+        for step in steps
+    ]
+    return [
+        tuple(by[task] for by in found)
+        for task in sorted(set.intersection(*(set(by) for by in found)))
+    ]
 
 
 def _first(item: Record) -> bool:
@@ -103,4 +122,8 @@ def _first(item: Record) -> bool:
 
 def evenly(items: Sequence[T], count: int) -> list[T]:
     """At most ``count`` of the items, evenly spread, in order, the first included."""
-    return [items[index * len(items) // count] for index in range(count)] if len(items) > count else list(items)
+    return (
+        [items[index * len(items) // count] for index in range(count)]
+        if len(items) > count
+        else list(items)
+    )

@@ -1,4 +1,6 @@
-"""Actors in service, losses and recovery budgets of a run, from its events alone: for ``status``, and for Prometheus."""
+"""Actors in service, losses and recovery budgets of a run, from its events alone: for ``status``,
+and for Prometheus.
+"""
 
 import shutil
 import time
@@ -13,14 +15,18 @@ from rayloop.run.records.events import KINDS
 from rayloop.view.reader import ENDS, Record
 
 HOUR = 3600.0
-PROGRESS = {kind for kind, event in KINDS.items() if event.__module__ == events.__name__} - set(ENDS)
+PROGRESS = {kind for kind, event in KINDS.items() if event.__module__ == events.__name__} - set(
+    ENDS
+)
 """Events that happen only while things go as they should."""
 NEWEST = 5
 """Incidents that are kept to be shown."""
 
 
 class RoleVitals:
-    """Actors of one role: how many there should be, how many are out of service, and when one was lost."""
+    """Actors of one role: how many there should be, how many are out of service, and when one was
+    lost.
+    """
 
     def __init__(self, wanted: int) -> None:
         self.wanted, self.lost = wanted, 0
@@ -109,21 +115,33 @@ class Vitals:
 
     def _starting(self, actors: Mapping[str, int]) -> None:
         """A new driver has its budgets anew; what was lost since the start stays counted."""
-        former, self.roles, self.up = self.roles, {role: RoleVitals(wanted) for role, wanted in actors.items()}, False
+        former, self.roles, self.up = (
+            self.roles,
+            {role: RoleVitals(wanted) for role, wanted in actors.items()},
+            False,
+        )
         for name, role in self.roles.items():
             role.lost = former[name].lost if name in former else 0
 
     def _begin(self, record: Record) -> None:
         self.end = None
         self.step = self.checkpoint_step = int(record.get("step") or 0)
-        self.checkpoint_time = None if record["restored"] is None else self.checkpoint_time or record["time"]
+        self.checkpoint_time = (
+            None if record["restored"] is None else self.checkpoint_time or record["time"]
+        )
 
     def budget(self, name: str, now: float) -> int:
-        """How often in this hour an actor of the role may still be replaced (the policy rebuilt, the driver restarted)."""
+        """How often in this hour an actor of the role may still be replaced (the policy rebuilt,
+        the driver restarted).
+        """
         if name == "driver":
             return self.driver.budget_left(self.recovery.driver_restarts, now)
         role = self.roles[name]
-        per_hour = self.recovery.policy_restarts if name == "policy" else self.recovery.replacements * role.wanted
+        per_hour = (
+            self.recovery.policy_restarts
+            if name == "policy"
+            else self.recovery.replacements * role.wanted
+        )
         return role.budget_left(per_hour, now)
 
     def in_service(self, name: str) -> int:
@@ -145,6 +163,12 @@ class Vitals:
         found["recovery/checkpoint_every"] = self.every
         disk = shutil.disk_usage(self.folder.path)
         found["recovery/disk_used"] = 1 - disk.free / disk.total
-        times = {"checkpoint": self.checkpoint_time, "progress": self.progress, "lock": self.folder.lock.heartbeat()}
-        found |= {f"recovery/{name}_age": now - when for name, when in times.items() if when is not None}
+        times = {
+            "checkpoint": self.checkpoint_time,
+            "progress": self.progress,
+            "lock": self.folder.lock.heartbeat(),
+        }
+        found |= {
+            f"recovery/{name}_age": now - when for name, when in times.items() if when is not None
+        }
         return {key: float(value) for key, value in found.items()}

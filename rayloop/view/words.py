@@ -17,9 +17,13 @@ from rayloop.run.folder import RolloutRecord
 
 Record = Mapping[str, Any]
 _STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")
-"""Categories of Unicode's characters that are written out, but for tabs, line breaks, and the joiners of scripts and emoji."""
+"""Categories of Unicode's characters that are written out, but for tabs, line breaks, and the
+joiners of scripts and emoji.
+"""
 
-TEMPLATES: dict[str, str] = yaml.safe_load((Path(__file__).parent / "words.yaml").read_text(encoding="utf-8"))
+TEMPLATES: dict[str, str] = yaml.safe_load(
+    (Path(__file__).parent / "words.yaml").read_text(encoding="utf-8")
+)
 PHASES = {
     "start": "starting actors",
     "verify": "checking that engine and trainer agree",
@@ -42,11 +46,18 @@ def doing(phase: str, progress: tuple[int, int] | None) -> str:
 
 
 def describe(record: Record) -> str:
-    """One line for an event, a table for controls, tracebacks whole. An event without words of its own, or one whose fields are
-    those of another version, is shown with its fields."""
+    """One line for an event, a table for controls, tracebacks whole.
+
+    An event without words of its own, or one whose fields are those of another version, is shown
+    with its fields.
+    """
     kind = record["event"]
     try:
-        said = _template(kind).render(record) if kind in TEMPLATES else _WORDS.get(kind, _fields)(record)
+        said = (
+            _template(kind).render(record)
+            if kind in TEMPLATES
+            else _WORDS.get(kind, _fields)(record)
+        )
     except (KeyError, TypeError, ValueError, jinja2.UndefinedError):
         said = _fields(record)
     when = f"[{record['step']}] " if "step" in record else ""
@@ -71,15 +82,26 @@ def span(seconds: float) -> str:
 def visible(text: str) -> str:
     """The text with what would steer a terminal, or cannot be written to it, written out, as ``\\x1b``: control characters but tabs
     and line breaks, marks of direction, other separators of lines, halves of surrogate pairs."""
-    return "".join(repr(c)[1:-1] if category(c) in _STEERING and c not in "\t\n\u200c\u200d" else c for c in text)
+    return "".join(
+        repr(c)[1:-1] if category(c) in _STEERING and c not in "\t\n\u200c\u200d" else c
+        for c in text
+    )
 
 
 def rewarded(outcome: Outcome) -> str:
     """A reward, or why there is none, with what is known besides."""
-    found = f"reward: {outcome.value:g}" if isinstance(outcome, Scored) else f"no reward: {outcome.kind}: {outcome.reason}"
+    found = (
+        f"reward: {outcome.value:g}"
+        if isinstance(outcome, Scored)
+        else f"no reward: {outcome.kind}: {outcome.reason}"
+    )
     flags = ", ".join(outcome.flags) if isinstance(outcome, Scored) else ""
     components = ", ".join(f"{name} {value:g}" for name, value in outcome.components.items())
-    return "; ".join(filter(None, (found, components and f"components: {components}", flags and f"flags: {flags}")))
+    return "; ".join(
+        filter(
+            None, (found, components and f"components: {components}", flags and f"flags: {flags}")
+        )
+    )
 
 
 def number(value: Any) -> str:
@@ -93,41 +115,69 @@ def sampled(temperature: float) -> str:
 
 
 def quoted(records: Sequence[RolloutRecord], step: int, kept: int) -> Iterator[str]:
-    """For each record a sentence with the last answer and what the reward said of it; then where the rest is, if it is kept."""
+    """For each record a sentence with the last answer and what the reward said of it; then where
+    the rest is, if it is kept.
+    """
     for r in records:
         answer = next((turn.text for turn in reversed(r.turns) if turn.sampled), "")
         reward = f"no reward ({r.unscored})" if r.reward is None else f"reward {number(r.reward)}"
         flags = f" ({', '.join(r.flags)})" if r.flags else ""
-        yield f"{EXAMPLE}{r.task}, truth {short(r.truth, 200)}, was answered {short(answer, 200)}: {reward}{flags}."
+        yield (
+            f"{EXAMPLE}{r.task}, truth {short(r.truth, 200)}, was answered {short(answer, 200)}:"
+            f" {reward}{flags}."
+        )
     if records and kept:
         yield f"More in rollouts/step_{step:06d}.jsonl, which `python -m rayloop report` shows."
 
 
 def _fields(record: Record) -> str:
     hidden = ("event", "step", "traceback")
-    return f"{record['event']}: " + ", ".join(f"{key} {number(v)}" for key, v in record.items() if key not in hidden and v != "")
+    return f"{record['event']}: " + ", ".join(
+        f"{key} {number(v)}" for key, v in record.items() if key not in hidden and v != ""
+    )
 
 
 def _evaluated(record: Record) -> str:
-    """Means of the reward and its components; those by source, of controls and the bounds are left to the run folder."""
-    means = {k.removeprefix("val/").removesuffix("/mean"): v for k, v in record.items() if fnmatch(k, "val/*/mean")}
-    shown = ", ".join(f"{name} {v:.3f}" for name, v in means.items() if not fnmatch(name, "*/reward") and "control/" not in name)
+    """Means of the reward and its components; those by source, of controls and the bounds are left
+    to the run folder.
+    """
+    means = {
+        k.removeprefix("val/").removesuffix("/mean"): v
+        for k, v in record.items()
+        if fnmatch(k, "val/*/mean")
+    }
+    shown = ", ".join(
+        f"{name} {v:.3f}"
+        for name, v in means.items()
+        if not fnmatch(name, "*/reward") and "control/" not in name
+    )
     scored, drawn = record["val/scored"], record.get("val_sampled/scored", 0)
     missing = record["val/unscored"] + record.get("val_sampled/unscored", 0)
     parts = [f"held-out: {shown or 'no score'} over {scored:g} rows"]
     if drawn:
-        parts.append(f"sampled reward {record['val_sampled/reward/mean']:.3f} over {drawn:g} answers")
+        parts.append(
+            f"sampled reward {record['val_sampled/reward/mean']:.3f} over {drawn:g} answers"
+        )
     if missing:
         parts.append(f"{missing:g} HAVE NO SCORE")
     best, when = record.get("val/best"), record.get("val/best_step", record["step"])
-    before = f" (best so far {best:.3f}, of step {when:g})" if best is not None and when < record["step"] else ""
+    before = (
+        f" (best so far {best:.3f}, of step {when:g})"
+        if best is not None and when < record["step"]
+        else ""
+    )
     return "; ".join(parts) + before
 
 
 def gained(record: Record) -> list[str]:
-    """A sentence for each kind of answer: what held-out tasks earned first, what they earn now, and whether that may be chance."""
+    """A sentence for each kind of answer: what held-out tasks earned first, what they earn now, and
+    whether that may be chance.
+    """
     since = f" since step {record['since']}" if record["since"] else ""
-    return [f"held-out reward, {drawn}: {_gain(pair)}{since}" for drawn, pair in record["rewards"].items()]
+    return [
+        f"held-out reward, {drawn}: {_gain(pair)}{since}"
+        for drawn, pair in record["rewards"].items()
+    ]
 
 
 def _gain(pair: Mapping[str, Any]) -> str:

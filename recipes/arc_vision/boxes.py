@@ -1,6 +1,8 @@
-"""Reads the box of an answer, compares it with the truth, and finds the best constant box per instruction. An answer is
-``<bbox>[x1,y1,x2,y2]</bbox>`` or Qwen's ``"bbox_2d": [x1, y1, x2, y2]``, in fractions of the image's sides or in pixels; the last
-counts. Nothing else is guessed to be a box."""
+"""Reads the box of an answer, compares it with the truth, and finds the best constant box per
+instruction. An answer is ``<bbox>[x1,y1,x2,y2]</bbox>`` or Qwen's ``"bbox_2d": [x1, y1, x2, y2]``,
+in fractions of the image's sides or in pixels; the last counts. Nothing else is guessed to be a
+box.
+"""
 
 import re
 from collections import defaultdict
@@ -38,7 +40,9 @@ class GroundingBoxes:
 
 
 def parse_box(text: str) -> Box | None:
-    """The last ``<bbox>[x1,y1,x2,y2]</bbox>`` of a text; None without one, or when it is no box within 0..1."""
+    """The last ``<bbox>[x1,y1,x2,y2]</bbox>`` of a text; None without one, or when it is no box
+    within 0..1.
+    """
     found = _TAG.findall(text)
     if not found:
         return None
@@ -47,7 +51,9 @@ def parse_box(text: str) -> Box | None:
 
 
 def answered(text: str, size: Size | None = None) -> tuple[Box | None, str]:
-    """The answer's box in fractions; else None, and why: ``unparsable``, or ``unknown_size`` for pixels without ``size``."""
+    """The answer's box in fractions; else None, and why: ``unparsable``, or ``unknown_size`` for
+    pixels without ``size``.
+    """
     last = None
     for notation, mark in ((_TAG, "<bbox>"), (_QWEN, '"bbox_2d"')):
         if mark in text:
@@ -64,7 +70,10 @@ def answered(text: str, size: Size | None = None) -> tuple[Box | None, str]:
 
 
 def confidence(text: str) -> float | None:
-    """What the policy says of itself, 0..1: ``<confidence>0.9</confidence>``, or 90, or 90%. None when it says nothing."""
+    """What the policy says of itself, 0..1: ``<confidence>0.9</confidence>``, or 90, or 90%.
+
+    None when it says nothing.
+    """
     said = _CONFIDENCE.findall(text)
     if not said:
         return None
@@ -74,7 +83,9 @@ def confidence(text: str) -> float | None:
 
 
 def grounding(answer: Box | None, truth: Box) -> dict[str, float]:
-    """``iou``, ``click`` (1 when the answer's centre lies in the true box) and ``format`` (1) of the answer; all 0 without one."""
+    """``iou``, ``click`` (1 when the answer's centre lies in the true box) and ``format`` (1) of
+    the answer; all 0 without one.
+    """
     if answer is None:
         return {"iou": 0.0, "click": 0.0, "format": 0.0}
     return {"iou": iou(answer, truth), "click": float(click_hits(answer, truth)), "format": 1.0}
@@ -101,8 +112,10 @@ def area(of: Box) -> float:
 
 
 class BlindBox:
-    """Answers with the box of the highest mean IoU over the training rows with the same instruction: one of their own boxes, or
-    their median. With fewer than ``fewest`` rows it takes those of the page type, else all rows."""
+    """Answers with the box of the highest mean IoU over the training rows with the same
+    instruction: one of their own boxes, or their median. With fewer than ``fewest`` rows it takes
+    those of the page type, else all rows.
+    """
 
     class Settings(SettingsModel):
         fewest: int = 3
@@ -122,14 +135,23 @@ class BlindBox:
                 self._known[key].append(task.ground_truth)
 
     def score(self, task: Task) -> Scored:
-        """The constant box of the task's instruction against its true box. Raises ValueError before ``fit``."""
-        enough = (key for key in _keys(task) if len(self._known[key]) >= min(self._settings.fewest, len(self._known[()])))
+        """The constant box of the task's instruction against its true box.
+
+        Raises ValueError before ``fit``.
+        """
+        enough = (
+            key
+            for key in _keys(task)
+            if len(self._known[key]) >= min(self._settings.fewest, len(self._known[()]))
+        )
         if not self._known[()] or (key := next(enough, None)) is None:
             raise ValueError("fit the blind prior on training rows first")
         if key not in self._best:
             boxes = self._known[key][: self._settings.rows]
             middle: Box = tuple(median(box[i] for box in boxes) for i in range(4))  # type: ignore[assignment]
-            self._best[key] = max([middle, *boxes], key=lambda candidate: mean(iou(candidate, box) for box in boxes))
+            self._best[key] = max(
+                [middle, *boxes], key=lambda candidate: mean(iou(candidate, box) for box in boxes)
+            )
         components = grounding(self._best[key], task.ground_truth)
         return Scored(components["iou"], components)
 

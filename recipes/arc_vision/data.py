@@ -1,4 +1,6 @@
-"""UI grounding rows: a screenshot, an instruction, and the box of the element that the instruction means."""
+"""UI grounding rows: a screenshot, an instruction, and the box of the element that the instruction
+means.
+"""
 
 import random
 import re
@@ -21,20 +23,31 @@ PROMPTS = Path(__file__).parent / "prompts"
 
 
 class GroundingRows:
-    """Reads rows in Arc Vision's schema, or flat ones {id, image, instruction, bbox, page}; other columns are in the task's
-    ``extra``. The page type (``extra_info.element_type``, or ``page``) is the task's source, which splits the metrics."""
+    """Reads rows in Arc Vision's schema, or flat ones {id, image, instruction, bbox, page}; other
+    columns are in the task's ``extra``. The page type (``extra_info.element_type``, or ``page``) is
+    the task's source, which splits the metrics.
+    """
 
     class Settings(SettingsModel):
         prompt: str = (
-            "{instruction}\nAnswer with the element's box: <bbox>[x1,y1,x2,y2]</bbox>, each number a fraction of width or height."
+            "{instruction}\nAnswer with the element's box: <bbox>[x1,y1,x2,y2]</bbox>, each number"
+            " a fraction of width or height."
         )
-        """The user's text. ``{instruction}`` and every other column of the row can be written in it, ``{width}`` and ``{height}``
-        (the image's, in pixels), and ``<image>`` where the image goes."""
+        """The user's text.
+
+        ``{instruction}`` and every other column of the row can be written in it, ``{width}`` and
+        ``{height}`` (the image's, in pixels), and ``<image>`` where the image goes.
+        """
         template: str = ""
-        """In place of ``prompt``: a file, or a text of ``recipes/arc_vision/prompts``: ``arc_vision`` (the original's, byte for
-        byte), ``qwen2_5_vl``, ``qwen3_vl`` (asking for the boxes that these models write)."""
+        """In place of ``prompt``: a file, or a text of ``recipes/arc_vision/prompts``:
+        ``arc_vision`` (the original's, byte for byte), ``qwen2_5_vl``, ``qwen3_vl`` (asking for the
+        boxes that these models write).
+        """
         image_first: bool = False
-        """Where a text has no ``<image>``: image before text. Text first: a small model knows what to look for in the image."""
+        """Where a text has no ``<image>``: image before text.
+
+        Text first: a small model knows what to look for in the image.
+        """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -58,15 +71,24 @@ class GroundingRows:
         )
 
     def _parts(self, flat: Mapping[str, Any], image: ImageSource) -> tuple[str | ImageSource, ...]:
-        """The prompt with its fields replaced, and the image in its place. Raises DataFailure for an image that cannot be read."""
-        text, values = self._prompt, {name: value for name, value in flat.items() if isinstance(value, str | int | float)}
+        """The prompt with its fields replaced, and the image in its place.
+
+        Raises DataFailure for an image that cannot be read.
+        """
+        text, values = (
+            self._prompt,
+            {name: value for name, value in flat.items() if isinstance(value, str | int | float)},
+        )
         if "{width}" in text or "{height}" in text:
             _, values["width"], values["height"] = probe(image)
         # Before the columns are filled in, whose texts may hold the placeholder as well.
         before, place, after = text.partition(PLACEHOLDER)
         if not place:
             before, after = ("", text) if self._settings.image_first else (text, "")
-        before, after = (re.sub(r"\{(\w+)\}", lambda found: str(values.get(found[1], found[0])), part) for part in (before, after))
+        before, after = (
+            re.sub(r"\{(\w+)\}", lambda found: str(values.get(found[1], found[0])), part)
+            for part in (before, after)
+        )
         return tuple(part for part in (before, image, after) if part)
 
 
@@ -76,11 +98,17 @@ def _template(name: str) -> str:
     for place in places:
         if place.is_file():
             return place.read_bytes().decode()
-    raise ConfigError(f"data.reader.with.template: {name!r} is no text; looked for {' and '.join(map(str, places))}")
+    raise ConfigError(
+        f"data.reader.with.template: {name!r} is no text; looked for"
+        f" {' and '.join(map(str, places))}"
+    )
 
 
 def _flat(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A row in Arc Vision's schema as a flat one. Its id is ``extra_info.id``, else ``<split>-<index>``."""
+    """A row in Arc Vision's schema as a flat one.
+
+    Its id is ``extra_info.id``, else ``<split>-<index>``.
+    """
     extra = field(row, "extra_info", where)
     images = field(row, "images", where)
     if len(images) != 1:
@@ -102,21 +130,32 @@ def _weights(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def box(values: Any, where: str) -> Box:
-    """Four fractions in order. Raises DataFailure for anything else: pixel boxes are never guessed at or clamped."""
+    """Four fractions in order.
+
+    Raises DataFailure for anything else: pixel boxes are never guessed at or clamped.
+    """
     numbers = list(values) if isinstance(values, (list, tuple)) else []
     if len(numbers) == 4 and all(isinstance(v, Real) and not isinstance(v, bool) for v in numbers):
         x1, y1, x2, y2 = map(float, numbers)
         if 0 <= x1 < x2 <= 1 and 0 <= y1 < y2 <= 1:
             return x1, y1, x2, y2
-    raise DataFailure(where, f"bbox must be [x1, y1, x2, y2], 0 <= x1 < x2 <= 1, 0 <= y1 < y2 <= 1, not {values!r}")
+    raise DataFailure(
+        where,
+        f"bbox must be [x1, y1, x2, y2], 0 <= x1 < x2 <= 1, 0 <= y1 < y2 <= 1, not {values!r}",
+    )
 
 
 class BoxAnswers:
-    """The supervised answer: the task's box, rounded to two decimals. ``tokens``: one token per coordinate and bracket."""
+    """The supervised answer: the task's box, rounded to two decimals.
+
+    ``tokens``: one token per coordinate and bracket.
+    """
 
     class Settings(SettingsModel):
         loose: float = Field(0.0, ge=0)
-        """Sides are drawn outside the true ones by up to this share: labels of a hasty annotator, that a reward can better."""
+        """Sides are drawn outside the true ones by up to this share: labels of a hasty annotator,
+        that a reward can better.
+        """
 
     tokens = ("<bbox>[", "]</bbox>", *(f"{hundredths / 100:.2f}" for hundredths in range(101)))
 
@@ -135,11 +174,16 @@ class BoxAnswers:
 
 
 class LargeFirst:
-    """In the first epoch first rows whose true box covers more than the first of ``areas``, then the second, then all others."""
+    """In the first epoch first rows whose true box covers more than the first of ``areas``, then
+    the second, then all others.
+    """
 
     class Settings(SettingsModel):
         areas: tuple[float, ...] = (0.05, 0.03)
-        """Shares of the image's area, falling. Change them for boxes of other sizes, so that each tier fills some steps."""
+        """Shares of the image's area, falling.
+
+        Change them for boxes of other sizes, so that each tier fills some steps.
+        """
 
     def __init__(self, settings: Settings) -> None:
         self._areas = settings.areas

@@ -1,5 +1,7 @@
-"""The box parsers and tool payments of Arc Vision's own reward functions (jbarnes850/verl at b2577e0), for the original variants.
-Both parsers guess. Each search is linear in the text, which a policy wrote."""
+"""The box parsers and tool payments of Arc Vision's own reward functions (jbarnes850/verl at
+b2577e0), for the original variants. Both parsers guess. Each search is linear in the text, which a
+policy wrote.
+"""
 
 import json
 import re
@@ -32,20 +34,33 @@ _NOTATIONS = tuple(
 )
 """Tried in this order; only the first match of each counts."""
 _BOX_LIKE = re.compile(r"^(?>.*?<bbox>).*?</bbox>|\[[\d.\s,-]+\]", re.IGNORECASE | re.MULTILINE)
-_SCREENS = ((1920, 1080), (1280, 720), (2560, 1440), (3840, 2160), (1366, 768), (1440, 900), (1600, 900))
+_SCREENS = (
+    (1920, 1080),
+    (1280, 720),
+    (2560, 1440),
+    (3840, 2160),
+    (1366, 768),
+    (1440, 900),
+    (1600, 900),
+)
 
 _FOUR = r"\[" + r",\s*".join([r"(\d+(?:\.\d*)?)"] * 4) + r"\]"
 _LIBRARY = tuple(map(re.compile, (_FOUR, rf"bbox:\s*{_FOUR}", rf"<bbox>{_FOUR}</bbox>")))
 
 
 def looks_like_box(text: str) -> bool:
-    """Whether the training function takes the text for an answer: any bracketed list of numbers will do."""
+    """Whether the training function takes the text for an answer: any bracketed list of numbers
+    will do.
+    """
     return _BOX_LIKE.search(text) is not None
 
 
 def trained_box(text: str) -> Box | None:
-    """The box of the training function: the first of 13 notations with four numbers. Corners are put in order, pixels divided by
-    the first usual screen that holds them, and all clamped to 0..1."""
+    """The box of the training function: the first of 13 notations with four numbers.
+
+    Corners are put in order, pixels divided by the first usual screen that holds them, and all
+    clamped to 0..1.
+    """
     for notation in _NOTATIONS:
         found = notation.search(text)
         numbers = _numbers(found[1]) if found else ()
@@ -68,12 +83,16 @@ def _fractions(x1: float, y1: float, x2: float, y2: float) -> Box:
     width, height = 1, 1
     if max(right, bottom) > 1:
         width, height = next((s for s in _SCREENS if right <= s[0] and bottom <= s[1]), _SCREENS[0])
-    x1, y1, x2, y2 = (max(0.0, min(1.0, v)) for v in (left / width, top / height, right / width, bottom / height))
+    x1, y1, x2, y2 = (
+        max(0.0, min(1.0, v)) for v in (left / width, top / height, right / width, bottom / height)
+    )
     return x1, y1, x2, y2
 
 
 def library_box(text: str) -> Box | None:
-    """The library's box: the first bracketed list of four fractions in order, in one of three places."""
+    """The library's box: the first bracketed list of four fractions in order, in one of three
+    places.
+    """
     for notation in _LIBRARY:
         if found := notation.search(text):
             x1, y1, x2, y2 = map(float, found.groups())
@@ -110,15 +129,25 @@ _UNKNOWN = "Error: Function '{}' not available. Use 'database_query' function in
 
 
 class Simulated:
-    """An episode's tools: fixed texts, and step rewards that the original only logged. ``gain``: zooms' (its ``calc_reward``)."""
+    """An episode's tools: fixed texts, and step rewards that the original only logged.
+
+    ``gain``: zooms' (its ``calc_reward``).
+    """
 
     def __init__(self) -> None:
         self.gain = self._waited = 0.0
         self._calls: dict[str, int] = {}
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, float]:
-        """The result's text and the step reward. Raises TypeError and ValueError for arguments of another kind."""
-        known = {"zoom_ui_element": self._zoom, "wait_for_ui": self._wait, "inspect_element": self._inspect}
+        """The result's text and the step reward.
+
+        Raises TypeError and ValueError for arguments of another kind.
+        """
+        known = {
+            "zoom_ui_element": self._zoom,
+            "wait_for_ui": self._wait,
+            "inspect_element": self._inspect,
+        }
         return known[name](arguments) if name in known else (_UNKNOWN.format(name), 0.0)
 
     def _count(self, name: str) -> int:
@@ -127,7 +156,9 @@ class Simulated:
 
     def _zoom(self, arguments: Mapping[str, Any]) -> tuple[str, float]:
         factor = min(arguments.get("zoom_factor", 2.0), _MOST_ZOOM)
-        region = [max(0, min(1, side)) for side in arguments.get("region", [0.25, 0.25, 0.75, 0.75])]
+        region = [
+            max(0, min(1, side)) for side in arguments.get("region", [0.25, 0.25, 0.75, 0.75])
+        ]
         x1, y1, x2, y2 = region
         count = self._count("zoom")
         gain = 0.2 * factor * (1 - (x2 - x1) * (y2 - y1)) * 0.8 ** (count - 1)
@@ -142,10 +173,15 @@ class Simulated:
         self._waited += seconds
         count = self._count("wait")
         gain = 0.15 * 0.7 ** (count - 1)
-        return f"Waited {seconds:.1f}s for UI to stabilize", gain if gain > 0.05 and count <= 2 else -0.1
+        return (
+            f"Waited {seconds:.1f}s for UI to stabilize",
+            gain if gain > 0.05 and count <= 2 else -0.1,
+        )
 
     def _inspect(self, arguments: Mapping[str, Any]) -> tuple[str, float]:
-        found, said = _INSPECTED.get(arguments.get("type", "structure"), (0.05, "Unknown inspection type"))
+        found, said = _INSPECTED.get(
+            arguments.get("type", "structure"), (0.05, "Unknown inspection type")
+        )
         gain = found * 0.8 ** (self._count("inspect") - 1)
         return f"Inspection result: {said}", gain if gain > 0.08 else -0.05
 

@@ -1,4 +1,6 @@
-"""Rewards for UI grounding: the overlap of the answered box with the true one, and Arc Vision's formula on top of it."""
+"""Rewards for UI grounding: the overlap of the answered box with the true one, and Arc Vision's
+formula on top of it.
+"""
 
 import math
 import re
@@ -16,27 +18,42 @@ from rayloop.core.protocols import Box, ScoreContext
 from rayloop.core.types import Task, Trajectory
 from rayloop.recipes.arc_vision.boxes import Size, answered, area, confidence, grounding, parse_box
 from rayloop.recipes.arc_vision.data import box
-from rayloop.recipes.arc_vision.original import library_box, library_small, looks_like_box, step_rewards, trained_box, true_box
+from rayloop.recipes.arc_vision.original import (
+    library_box,
+    library_small,
+    looks_like_box,
+    step_rewards,
+    trained_box,
+    true_box,
+)
 
 _SPECIAL = re.compile(r"<\|\w+\|>")
-ORIGINALS: Mapping[str, Callable[[str], Box | None]] = {"original": trained_box, "library": library_box}
+ORIGINALS: Mapping[str, Callable[[str], Box | None]] = {
+    "original": trained_box,
+    "library": library_box,
+}
 """How they find the answer's box."""
 _NO_AREA = 0.01
 """The area of a true box that has none; only the originals' variants score such boxes."""
 
 
 class IoUReward:
-    """Intersection over union with the task's box; 0 with the flag ``unparsable`` when the last turn has no valid box. Components:
-    ``iou``, ``click`` (1 when the answer's centre lies in the true box), ``format`` (1 for a valid box). The flag ``unknown_size``:
-    an answer in pixels of an image whose size nobody says."""
+    """Intersection over union with the task's box; 0 with the flag ``unparsable`` when the last
+    turn has no valid box. Components: ``iou``, ``click`` (1 when the answer's centre lies in the
+    true box), ``format`` (1 for a valid box). The flag ``unknown_size``: an answer in pixels of an
+    image whose size nobody says.
+    """
 
     class Settings(SettingsModel):
         pixels: Literal["none", "image", "shown", "thousandths"] = "none"
-        """Whether numbers above 1, and Qwen's ``"bbox_2d": [x1, y1, x2, y2]``, are read, and what they are: pixels of the image
-        file, of the copy that the model was shown (Qwen2.5-VL writes these), or thousandths of its sides (Qwen3-VL). none:
-        fractions within ``<bbox>`` alone."""
+        """Whether numbers above 1, and Qwen's ``"bbox_2d": [x1, y1, x2, y2]``, are read, and what
+        they are: pixels of the image file, of the copy that the model was shown (Qwen2.5-VL writes
+        these), or thousandths of its sides (Qwen3-VL). none: fractions within ``<bbox>`` alone.
+        """
         patch: int = Field(14, ge=1)
-        """Pixels of a patch's side, for the size of the copy that the model was shown: 14 for Qwen2.5-VL, 16 for Qwen3-VL."""
+        """Pixels of a patch's side, for the size of the copy that the model was shown: 14 for
+        Qwen2.5-VL, 16 for Qwen3-VL.
+        """
 
     def __init__(self, settings: Settings | None = None) -> None:
         self._settings = settings or IoUReward.Settings()
@@ -111,61 +128,89 @@ class Penalties(SettingsModel):
 
 
 class ArcVisionReward:
-    """``weights.task r_task + weights.tool r_tool + weights.gate r_gate``, neither clamped nor scaled (``arc_vision``).
+    """``weights.task r_task + weights.tool r_tool + weights.gate r_gate``, neither clamped nor
+    scaled (``arc_vision``).
 
-    Components: those of ``IoUReward``, the three terms, ``tools`` (calls that count), ``known_tools`` (those that name a tool),
-    ``asked`` (calls that were written), ``penalties`` (how many applied), of the true box ``small`` and ``edge`` (0 or 1) and
-    ``area``; and where the policy says how sure it is, ``confidence`` and ``right`` (as ``click``), which are never paid: the
-    run makes ``reward/calibration_error`` of them. ``simulated`` is what the original's tools would have paid, which it
-    logs. Flags name each penalty that applied, ``unparsable``, ``unknown_size`` (an
-    answer in pixels of an image whose size nobody says), ``tool_only`` and ``incomplete``.
+    Components: those of ``IoUReward``, the three terms, ``tools`` (calls that count),
+    ``known_tools`` (those that name a tool), ``asked`` (calls that were written), ``penalties``
+    (how many applied), of the true box ``small`` and ``edge`` (0 or 1) and ``area``; and where the
+    policy says how sure it is, ``confidence`` and ``right`` (as ``click``), which are never paid:
+    the run makes ``reward/calibration_error`` of them. ``simulated`` is what the original's tools
+    would have paid, which it logs. Flags name each penalty that applied, ``unparsable``,
+    ``unknown_size`` (an answer in pixels of an image whose size nobody says), ``tool_only`` and
+    ``incomplete``.
     """
 
     class Settings(SettingsModel):
         """The numbers are those that Arc Vision trained with."""
 
         variant: Literal["corrected", "original", "library"] = "corrected"
-        """corrected: the original's mistakes fixed (README.md). To reproduce published numbers: ``original`` reads and pays as Arc
-        Vision's training function does, ``library`` as the second function of its repository, which has neither ``tool_only`` nor
-        the penalties ``wrong`` and ``excessive``, but takes ``excessive`` from r_tool for each call beyond ``max_tools``."""
+        """corrected: the original's mistakes fixed (README.md).
+
+        To reproduce published numbers: ``original`` reads and pays as Arc Vision's training
+        function does, ``library`` as the second function of its repository, which has neither
+        ``tool_only`` nor the penalties ``wrong`` and ``excessive``, but takes ``excessive`` from
+        r_tool for each call beyond ``max_tools``.
+        """
         weights: ArcVisionWeights = ArcVisionWeights()
         row_weights: bool = True
-        """Whether a row's own ``reward_weights`` go before ``weights``; the originals never read them. Off: all are set here."""
+        """Whether a row's own ``reward_weights`` go before ``weights``; the originals never read
+        them. Off: all are set here.
+        """
         pixels: Literal["image", "shown", "thousandths"] = "image"
-        """What numbers above 1 are: pixels of the image file, of the copy that the model was shown (Qwen2.5-VL writes these), or
-        thousandths of its sides (Qwen3-VL). The originals guess a screen."""
+        """What numbers above 1 are: pixels of the image file, of the copy that the model was shown
+        (Qwen2.5-VL writes these), or thousandths of its sides (Qwen3-VL). The originals guess a
+        screen.
+        """
         patch: int = Field(14, ge=1)
-        """Pixels of a patch's side, for the size of the copy that the model was shown: 14 for Qwen2.5-VL, 16 for Qwen3-VL."""
+        """Pixels of a patch's side, for the size of the copy that the model was shown: 14 for
+        Qwen2.5-VL, 16 for Qwen3-VL.
+        """
         small_area: float = Field(0.05, ge=0, le=1)
-        """A true box that covers less of the image than this is small: looking closer is worth a call."""
+        """A true box that covers less of the image than this is small: looking closer is worth a
+        call.
+        """
         edge_margin: float = Field(0.1, ge=0, lt=0.5)
         """A true box that reaches this close to the image's border is at the edge."""
         shares: ToolShares = ToolShares()
         restraint: float = 0.1
-        """r_tool without a call, for a box that is not small and is found: IoU above ``restraint_iou``."""
+        """r_tool without a call, for a box that is not small and is found: IoU above
+        ``restraint_iou``.
+        """
         restraint_iou: float = Field(0.7, ge=0, le=1)
-        """Above this overlap an answer without a call is paid ``restraint``, unless the box is small."""
+        """Above this overlap an answer without a call is paid ``restraint``, unless the box is
+        small.
+        """
         penalties: Penalties = Penalties()
         max_tools: int = Field(2, ge=0)
         """More calls than this cost ``penalties.excessive``, once."""
         tool_only: float | None = None
-        """The whole reward of calls without an answer, when the true box is small or at the edge (else 0). None: 0, and in the
-        originals 0.1, which taught to ask and never to answer. Set it to ablate that."""
+        """The whole reward of calls without an answer, when the true box is small or at the edge
+        (else 0). None: 0, and in the originals 0.1, which taught to ask and never to answer. Set it
+        to ablate that.
+        """
         decay: Decay = Decay()
         completion: CompletionPenalty = CompletionPenalty()
         call_tags: tuple[str, ...] = Field(("use_tool", "tool_call"), min_length=1)
-        """Tags that count as a call: the original's prompt has the first, environments here carry out the second."""
+        """Tags that count as a call: the original's prompt has the first, environments here carry
+        out the second.
+        """
         waiting: str = "wait"
         """A call whose text contains this word waits."""
         closer: tuple[str, ...] | None = None
-        """A call whose text contains one of these words looks closer. None: zoom and crop; the originals know zoom alone."""
+        """A call whose text contains one of these words looks closer.
+
+        None: zoom and crop; the originals know zoom alone.
+        """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.transcript = settings.variant in ORIGINALS
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
-        """Raises DataFailure for a ground truth that is no box (originals: not four numbers), or wrong weights in the row."""
+        """Raises DataFailure for a ground truth that is no box (originals: not four numbers), or
+        wrong weights in the row.
+        """
         settings, weights = self._settings, None
         read = box if settings.variant == "corrected" else true_box
         if settings.variant == "corrected" and settings.row_weights:
@@ -173,14 +218,20 @@ class ArcVisionReward:
         texts = context.texts
         if self.transcript and context.transcript is not None:
             texts = [_SPECIAL.sub("", context.transcript)]
-        played = Played(texts, _executed(trajectory, texts), size_of(trajectory, task, settings), context.step)
-        return arc_vision(played, read(task.ground_truth, f"ground truth of task {task.id}"), settings, weights)
+        played = Played(
+            texts, _executed(trajectory, texts), size_of(trajectory, task, settings), context.step
+        )
+        return arc_vision(
+            played, read(task.ground_truth, f"ground truth of task {task.id}"), settings, weights
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """An episode: the sampled turns' ``texts``, whether each turn's call was executed (None: unknown, all count), and the image's
-    ``size`` in the unit of answers that are no fractions (None: unknown)."""
+    """An episode: the sampled turns' ``texts``, whether each turn's call was executed (None:
+    unknown, all count), and the image's ``size`` in the unit of answers that are no fractions
+    (None: unknown).
+    """
 
     texts: Sequence[str]
     executed: Sequence[bool] | None = None
@@ -188,24 +239,54 @@ class Played:
     step: int = 0
 
 
-def arc_vision(played: Played, truth: Box, settings: ArcVisionReward.Settings, weights: ArcVisionWeights | None = None) -> Scored:
-    """Arc Vision's training reward (jbarnes850/verl at b2577e0). ``corrected`` counts executed calls (a turn's last one) and reads
-    the last turn's answer; the originals count written calls, and read an answer anywhere in the episode, tools included."""
+def arc_vision(
+    played: Played,
+    truth: Box,
+    settings: ArcVisionReward.Settings,
+    weights: ArcVisionWeights | None = None,
+) -> Scored:
+    """Arc Vision's training reward (jbarnes850/verl at b2577e0).
+
+    ``corrected`` counts executed calls (a turn's last one) and reads the last turn's answer; the
+    originals count written calls, and read an answer anywhere in the episode, tools included.
+    """
     corrected, weights = settings.variant == "corrected", weights or settings.weights
     text = played.texts[-1] if corrected else "\n".join(played.texts)
-    written = [[call.lower() for tag in settings.call_tags for call in inside(tag, turn)] for turn in played.texts]
+    written = [
+        [call.lower() for tag in settings.call_tags for call in inside(tag, turn)]
+        for turn in played.texts
+    ]
     calls = asked = [call for turn in written for call in turn]
     if corrected and played.executed is not None:
-        calls = [turn[-1] for turn, done in zip(written, played.executed, strict=True) if done and turn]
+        calls = [
+            turn[-1] for turn, done in zip(written, played.executed, strict=True) if done and turn
+        ]
 
     covered = area(truth) if truth[0] < truth[2] and truth[1] < truth[3] else _NO_AREA
-    small = library_small(truth, settings.small_area) if settings.variant == "library" else covered < settings.small_area
+    small = (
+        library_small(truth, settings.small_area)
+        if settings.variant == "library"
+        else covered < settings.small_area
+    )
     edge = min(truth[:2]) < settings.edge_margin or max(truth[2:]) > 1 - settings.edge_margin
 
-    given, unreadable = answered(text, played.size) if corrected else (ORIGINALS[settings.variant](text), "unparsable")
+    given, unreadable = (
+        answered(text, played.size)
+        if corrected
+        else (ORIGINALS[settings.variant](text), "unparsable")
+    )
     found = grounding(given, truth)
-    about = found | {"tools": float(len(calls)), "known_tools": float(_known(calls, settings)), "penalties": 0.0}
-    about |= {"asked": float(len(asked)), "small": float(small), "edge": float(edge), "area": covered}
+    about = found | {
+        "tools": float(len(calls)),
+        "known_tools": float(_known(calls, settings)),
+        "penalties": 0.0,
+    }
+    about |= {
+        "asked": float(len(asked)),
+        "small": float(small),
+        "edge": float(edge),
+        "area": covered,
+    }
     if corrected:
         sure = confidence(text)
         about |= {} if sure is None else {"confidence": sure, "right": found["click"]}
@@ -216,7 +297,10 @@ def arc_vision(played: Played, truth: Box, settings: ArcVisionReward.Settings, w
         return _tool_only(about, truth, small or edge, settings, played.step)
     overlap = found["iou"]
     penalties = _penalties(calls, overlap, small, edge, settings)
-    tool, gate = _tool_term(len(calls), overlap, small, edge, settings), 0.0 - sum(penalties.values())
+    tool, gate = (
+        _tool_term(len(calls), overlap, small, edge, settings),
+        0.0 - sum(penalties.values()),
+    )
     if settings.decay.steps:
         tool *= max(settings.decay.least, 1 - played.step / settings.decay.steps)
 
@@ -225,17 +309,33 @@ def arc_vision(played: Played, truth: Box, settings: ArcVisionReward.Settings, w
         value = -1.0
 
     cost = _incomplete(settings, played.step) if asked and not found["format"] else 0.0
-    flags = (*penalties, *(() if found["format"] else (unreadable,)), *(("incomplete",) if cost else ()))
+    flags = (
+        *penalties,
+        *(() if found["format"] else (unreadable,)),
+        *(("incomplete",) if cost else ()),
+    )
     terms = {"r_task": overlap, "r_tool": tool, "r_gate": gate, "penalties": float(len(penalties))}
     return Scored(value - cost, about | terms, flags)
 
 
-def _tool_only(about: Mapping[str, float], truth: Box, hard: bool, settings: ArcVisionReward.Settings, step: int) -> Scored:
+def _tool_only(
+    about: Mapping[str, float],
+    truth: Box,
+    hard: bool,
+    settings: ArcVisionReward.Settings,
+    step: int,
+) -> Scored:
     """The reward of calls without anything that looks like an answer."""
-    paid = settings.tool_only if settings.tool_only is not None else 0.1 * (settings.variant != "corrected")
+    paid = (
+        settings.tool_only
+        if settings.tool_only is not None
+        else 0.1 * (settings.variant != "corrected")
+    )
     paid, cost = paid if hard else 0.0, _incomplete(settings, step)
     nothing = grounding(None, truth) | {"r_task": 0.0, "r_tool": paid, "r_gate": 0.0}
-    return Scored(paid - cost, {**about, **nothing}, ("tool_only", *(("incomplete",) if cost else ())))
+    return Scored(
+        paid - cost, {**about, **nothing}, ("tool_only", *(("incomplete",) if cost else ()))
+    )
 
 
 def _incomplete(settings: ArcVisionReward.Settings, step: int) -> float:
@@ -250,7 +350,9 @@ def _row_weights(task: Task) -> ArcVisionWeights | None:
     try:
         return ArcVisionWeights.model_validate(found)
     except ValidationError as error:
-        raise DataFailure(f"task {task.id}", f"reward_weights must be task, tool and gate, not {found!r}") from error
+        raise DataFailure(
+            f"task {task.id}", f"reward_weights must be task, tool and gate, not {found!r}"
+        ) from error
 
 
 def _executed(trajectory: Trajectory, texts: Sequence[str]) -> list[bool] | None:
@@ -259,7 +361,9 @@ def _executed(trajectory: Trajectory, texts: Sequence[str]) -> list[bool] | None
     return [bool(turn.executed) for turn in turns] if turns and len(turns) == len(texts) else None
 
 
-def size_of(trajectory: Trajectory, task: Task, settings: ArcVisionReward.Settings | IoUReward.Settings) -> Size | None:
+def size_of(
+    trajectory: Trajectory, task: Task, settings: ArcVisionReward.Settings | IoUReward.Settings
+) -> Size | None:
     """Size of the first image; for a saved completion the row's ``image_size`` (width, height)."""
     if settings.pixels == "thousandths":
         return 1000, 1000
@@ -297,17 +401,25 @@ def _known(calls: Sequence[str], settings: ArcVisionReward.Settings) -> int:
     return sum(any(word in call for word in words) for call in calls)
 
 
-def _tool_term(calls: int, overlap: float, small: bool, edge: bool, settings: ArcVisionReward.Settings) -> float:
+def _tool_term(
+    calls: int, overlap: float, small: bool, edge: bool, settings: ArcVisionReward.Settings
+) -> float:
     shares = settings.shares
     if not calls:
         return settings.restraint if not small and overlap > settings.restraint_iou else 0.0
-    earned = min(shares.most, overlap * (shares.small if small else shares.edge if edge else shares.other))
+    earned = min(
+        shares.most, overlap * (shares.small if small else shares.edge if edge else shares.other)
+    )
     beyond = max(0, calls - settings.max_tools) if settings.variant == "library" else 0
     return earned - settings.penalties.excessive * beyond
 
 
 def _penalties(
-    calls: Sequence[str], overlap: float, small: bool, edge: bool, settings: ArcVisionReward.Settings
+    calls: Sequence[str],
+    overlap: float,
+    small: bool,
+    edge: bool,
+    settings: ArcVisionReward.Settings,
 ) -> dict[str, float]:
     """The penalties that apply, by the flag that names them. ``calls`` are lower-case texts."""
     costs = settings.penalties

@@ -14,7 +14,9 @@ TRUTHS = ("ground_truth", "bbox", "truth", "gold", "label")
 
 
 def read(row: Mapping[str, Any], where: str) -> Saved:
-    """``{completion, ground_truth: [x1, y1, x2, y2], image_size?, step?}``, or a line of ``rollouts``. Raises DataFailure."""
+    """``{completion, ground_truth: [x1, y1, x2, y2], image_size?, step?}``, or a line of
+    ``rollouts``. Raises DataFailure.
+    """
     task = Task(name_of(row, where), (), parsed(truth_of(row, TRUTHS, where)), extra=row)
     return Saved(texts_of(row, where), task, row, played(row), int(row.get("step") or 0))
 
@@ -24,14 +26,27 @@ def answer(saved: Saved, variant: str) -> str | None:
     if variant in ORIGINALS:
         found = ORIGINALS[variant]("\n".join(saved.texts))
     else:
-        found, _ = answered(saved.texts[-1], size_of(saved.trajectory, saved.task, ArcVisionReward.Settings()))
+        found, _ = answered(
+            saved.texts[-1], size_of(saved.trajectory, saved.task, ArcVisionReward.Settings())
+        )
     return None if found is None else "[" + ",".join(f"{value:g}" for value in found) + "]"
 
 
 SCORING = OfflineScoring(
     use="rayloop.recipes.arc_vision.reward:ArcVisionReward",
     variants=("corrected", "original", "library"),
-    rewards=("iou", "click", "format", "r_task", "r_tool", "r_gate", "tools", "asked", "known_tools", "penalties"),
+    rewards=(
+        "iou",
+        "click",
+        "format",
+        "r_task",
+        "r_tool",
+        "r_gate",
+        "tools",
+        "asked",
+        "known_tools",
+        "penalties",
+    ),
     read=read,
     answer=answer,
 )

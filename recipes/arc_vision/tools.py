@@ -1,4 +1,6 @@
-"""Arc Vision's tools under its names and arguments: zoom_ui_element, wait_for_ui and inspect_element."""
+"""Arc Vision's tools under its names and arguments: zoom_ui_element, wait_for_ui and
+inspect_element.
+"""
 
 import functools
 import json
@@ -20,7 +22,10 @@ from rayloop.recipes.arc_vision.data import PROMPTS
 from rayloop.recipes.arc_vision.original import Simulated
 
 _NAMED = re.compile(r"<use_tool>\s*(\w+)\s*</use_tool>")
-UNSURE = "You are not sure. Here is your box with what surrounds it; answer again, in fractions of the whole screenshot."
+UNSURE = (
+    "You are not sure. Here is your box with what surrounds it; answer again, in fractions of the"
+    " whole screenshot."
+)
 """What the policy reads beside the enlarged part when its answer does not pass the gate."""
 
 
@@ -31,14 +36,18 @@ class ArcVisionTools(ImageTools):
         """What the tools do, how they can be called, and when an answer is not yet one."""
 
         results: Literal["real", "simulated"] = "real"
-        """real: zoom shows the enlarged part, inspect measures, wait waits. simulated: the original's fixed texts, one for each
-        call of a turn; a turn whose calls are no JSON ends the episode."""
+        """real: zoom shows the enlarged part, inspect measures, wait waits. simulated: the
+        original's fixed texts, one for each call of a turn; a turn whose calls are no JSON ends the
+        episode.
+        """
         named: bool = False
-        """Whether ``<use_tool>NAME</use_tool>``, which the original's prompt teaches and its engine never parsed, is carried out:
-        with the original's default arguments. Only with real results."""
+        """Whether ``<use_tool>NAME</use_tool>``, which the original's prompt teaches and its engine
+        never parsed, is carried out: with the original's default arguments. Only with real results.
+        """
         gate: float = Field(0.0, ge=0, le=1)
-        """An answer whose ``<confidence>`` is below this is not taken: once, the policy sees its box enlarged and answers anew.
-        The original's report has 0.7; 0: never, as its code."""
+        """An answer whose ``<confidence>`` is below this is not taken: once, the policy sees its
+        box enlarged and answers anew. The original's report has 0.7; 0: never, as its code.
+        """
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -47,7 +56,10 @@ class ArcVisionTools(ImageTools):
         self._gated = False
 
     def tools_for(self, task: Task) -> Sequence[Tool]:
-        """Reads the images unless results are simulated. Raises DataFailure, InfrastructureFailure."""
+        """Reads the images unless results are simulated.
+
+        Raises DataFailure, InfrastructureFailure.
+        """
         self._simulated, self._gated = Simulated(), False
         real = self._arc.results == "real"
         album = Album([read(image) for image in task.images] if real else [], self._arc)
@@ -59,7 +71,9 @@ class ArcVisionTools(ImageTools):
             return self._as_published(text)
         if self._arc.named and not bodies(text) and (found := _NAMED.findall(text)):
             return super().step(written(found[-1], DEFAULTS.get(found[-1], {})))
-        return super().step(text) if bodies(text) or not self._unsure(text) else self._look_again(text)
+        return (
+            super().step(text) if bodies(text) or not self._unsure(text) else self._look_again(text)
+        )
 
     def _as_published(self, text: str) -> StepResult:
         """All calls of the turn in their order, each with a message of its own."""
@@ -78,13 +92,20 @@ class ArcVisionTools(ImageTools):
         return not self._gated and sure is not None and sure < self._arc.gate
 
     def _look_again(self, text: str) -> StepResult:
-        """The answered box, twice as wide and high, enlarged; an answer that cannot be shown is taken as it is."""
+        """The answered box, twice as wide and high, enlarged; an answer that cannot be shown is
+        taken as it is.
+        """
         self._gated = True
         box, _ = answered(text)
         if box is None:
             return StepResult(done=True)
         wide, high = (box[2] - box[0]) / 2, (box[3] - box[1]) / 2
-        around = [max(0.0, box[0] - wide), max(0.0, box[1] - high), min(1.0, box[2] + wide), min(1.0, box[3] + high)]
+        around = [
+            max(0.0, box[0] - wide),
+            max(0.0, box[1] - high),
+            min(1.0, box[2] + wide),
+            min(1.0, box[3] + high),
+        ]
         step = super().step(written("zoom_ui_element", {"region": around}))
         if step.error or step.observation is None:
             return StepResult(done=True)
@@ -108,7 +129,9 @@ def described() -> tuple[Mapping[str, Any], ...]:
 
 
 def _on(album: Album, name: str) -> Callable[..., ToolResult]:
-    """The tool ``name`` over the episode's images; further calls look at the first image too, as its box does."""
+    """The tool ``name`` over the episode's images; further calls look at the first image too, as
+    its box does.
+    """
 
     def zoom(region: Any, zoom_factor: float = 2.0) -> ToolResult:
         return album.zoom(region, zoom_factor)
@@ -135,7 +158,9 @@ def _calls(text: str) -> list[tuple[str, Mapping[str, Any]]]:
             said = json.loads(body)
         except (ValueError, RecursionError):
             continue
-        arguments = said.get("arguments", said.get("parameters", {})) if isinstance(said, Mapping) else None
+        arguments = (
+            said.get("arguments", said.get("parameters", {})) if isinstance(said, Mapping) else None
+        )
         if isinstance(arguments, Mapping) and isinstance(said.get("name"), str):
             found.append((said["name"], arguments))
     return found

@@ -1,4 +1,6 @@
-"""Writes MiniWoB++ tasks: ``python -m rayloop data prepare arpo --out DIR`` makes train.jsonl and val.jsonl."""
+"""Writes MiniWoB++ tasks: ``python -m rayloop data prepare arpo --out DIR`` makes train.jsonl and
+val.jsonl.
+"""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,10 +11,20 @@ from rayloop.envs.grammar.screens import INSTRUCTION, UI_TARS
 from rayloop.recipes import write_rows
 
 PAGES = (
-    "click-button", "click-button-sequence", "click-dialog", "click-dialog-2", "click-tab",
-    "click-test", "click-test-2", "focus-text", "focus-text-2",
-)  # fmt: skip
-"""Random clicks are rewarded now and then on each. A click beside everything costs a turn; most wrong ones end the episode."""
+    "click-button",
+    "click-button-sequence",
+    "click-dialog",
+    "click-dialog-2",
+    "click-tab",
+    "click-test",
+    "click-test-2",
+    "focus-text",
+    "focus-text-2",
+)
+"""Random clicks are rewarded now and then on each.
+
+A click beside everything costs a turn; most wrong ones end the episode.
+"""
 ROWS = {"train": 900, "val": 72}
 """Numbers of rows in the shipped splits."""
 
@@ -21,8 +33,13 @@ Prompt = str | list[dict[str, str]]
 """A row's: one text, or messages."""
 
 
-def rows(split: str, count: int, prompt: Prompt = INSTRUCTION, pages: tuple[str, ...] = PAGES) -> Iterator[Mapping[str, Any]]:
-    """``count`` rows in turn over the pages. Seeds begin with the split's name, so no split has a page of another."""
+def rows(
+    split: str, count: int, prompt: Prompt = INSTRUCTION, pages: tuple[str, ...] = PAGES
+) -> Iterator[Mapping[str, Any]]:
+    """``count`` rows in turn over the pages.
+
+    Seeds begin with the split's name, so no split has a page of another.
+    """
     for number in range(count):
         page, index = pages[number % len(pages)], number // len(pages)
         seed = f"{split}-{page}-{index}"
@@ -34,20 +51,42 @@ ORIGINAL: Prompt = [
     {"role": role, "content": (_PUBLISHED / f"{name}.txt").read_text(encoding="utf-8")}
     for role, name in (("system", "system"), ("user", "uitars"))
 ]
-"""ARPO's messages before the first screen, for environments with ``variant: original``. Texts: dvlab-research/ARPO (Apache-2.0)."""
+"""ARPO's messages before the first screen, for environments with ``variant: original``.
+
+Texts: dvlab-research/ARPO (Apache-2.0).
+"""
 PROMPTS: Mapping[str, Prompt] = {"bare": INSTRUCTION, "ui-tars": UI_TARS, "original": ORIGINAL}
-"""UI-TARS's own for models that know it, or that of ARPO; explanations are of no use to a tiny one."""
+"""UI-TARS's own for models that know it, or that of ARPO; explanations are of no use to a tiny one.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the files. Returns exit code 0; raises RayloopError."""
-    parser = argparse.ArgumentParser(prog="python -m rayloop data prepare arpo", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m rayloop data prepare arpo", description=__doc__
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
-    parser.add_argument("--prompt", choices=PROMPTS, default="bare", help="prompt of the rows (default: %(default)s)")
-    parser.add_argument("--pages", nargs="+", default=list(PAGES), help="names of MiniWoB++ pages (default: the shipped ones)")
+    parser.add_argument(
+        "--prompt",
+        choices=PROMPTS,
+        default="bare",
+        help="prompt of the rows (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--pages",
+        nargs="+",
+        default=list(PAGES),
+        help="names of MiniWoB++ pages (default: the shipped ones)",
+    )
     for split, count in ROWS.items():
-        parser.add_argument(f"--{split}", type=int, default=count, help=f"rows of {split} (default: {count})")
+        parser.add_argument(
+            f"--{split}", type=int, default=count, help=f"rows of {split} (default: {count})"
+        )
     chosen = parser.parse_args(arguments)
     for split in ROWS:
-        write_rows(chosen.out, split, rows(split, getattr(chosen, split), PROMPTS[chosen.prompt], tuple(chosen.pages)))
+        write_rows(
+            chosen.out,
+            split,
+            rows(split, getattr(chosen, split), PROMPTS[chosen.prompt], tuple(chosen.pages)),
+        )
     return 0

@@ -12,18 +12,25 @@ from rayloop.envs.grammar.scanner import read
 
 
 class ArpoReward:
-    """``result + format_weight * format`` (dvlab-research/ARPO at 7489ae3): the result of ``evaluate``, 0 to 1, and -1 when the
-    last turn cannot be read in the action grammar, else 0. Components: ``success`` and ``format``; flag ``unparsable``, in the
-    original with the name of its error. An episode without a result has no reward; in the original 0, flag ``no_result``."""
+    """``result + format_weight * format`` (dvlab-research/ARPO at 7489ae3): the result of
+    ``evaluate``, 0 to 1, and -1 when the last turn cannot be read in the action grammar, else 0.
+    Components: ``success`` and ``format``; flag ``unparsable``, in the original with the name of
+    its error. An episode without a result has no reward; in the original 0, flag ``no_result``.
+    """
 
     compares = False
 
     class Settings(SettingsModel):
         variant: Literal["corrected", "original"] = "corrected"
-        """corrected: turns are read by the grammar that acts, and only a result is a reward. original: by ARPO's own parser
-        with its mistakes (README.md), and no result is 0, to repeat a published run."""
+        """corrected: turns are read by the grammar that acts, and only a result is a reward.
+        original: by ARPO's own parser with its mistakes (README.md), and no result is 0, to repeat
+        a published run.
+        """
         format_weight: float = 0.5
-        """How much a last turn that is no action costs. Raise it while the policy still writes such turns."""
+        """How much a last turn that is no action costs.
+
+        Raise it while the policy still writes such turns.
+        """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -32,9 +39,14 @@ class ArpoReward:
         """Unscored without a result of the environment."""
         original, result = self._settings.variant == "original", trajectory.env_result
         if result is None and not original:
-            return Unscored(UnscoredKind.INVALID_REWARD, "the environment's evaluate returned None: there is no result")
+            return Unscored(
+                UnscoredKind.INVALID_REWARD,
+                "the environment's evaluate returned None: there is no result",
+            )
         turn = context.texts[-1]
-        wrong = _original_flags(turn) if original else ("unparsable",) * isinstance(read(turn), Mistake)
+        wrong = (
+            _original_flags(turn) if original else ("unparsable",) * isinstance(read(turn), Mistake)
+        )
         components = {"success": result or 0.0, "format": -1.0 if wrong else 0.0}
         value = components["success"] + self._settings.format_weight * components["format"]
         return Scored(value, components, wrong if result is not None else (*wrong, "no_result"))

@@ -11,7 +11,10 @@ RESULTS = ("env_result", "eval_result", "result", "success")
 
 
 def read(row: Mapping[str, Any], where: str) -> Saved:
-    """``{completions, env_result}``, or a line of a run's ``rollouts`` (where it is a component). Raises DataFailure."""
+    """``{completions, env_result}``, or a line of a run's ``rollouts`` (where it is a component).
+
+    Raises DataFailure.
+    """
     components: Any = row.get("components")
     found = {**(components if isinstance(components, Mapping) else {}), **row}
     return Saved(texts_of(row, where), Task(name_of(row, where), ()), row, played(found, RESULTS))

@@ -1,1 +1,3 @@
-"""Chart question answering with a structured rationale: chart type, table, numbered steps, answer (Chart-RVR)."""
+"""Chart question answering with a structured rationale: chart type, table, numbered steps, answer
+(Chart-RVR).
+"""

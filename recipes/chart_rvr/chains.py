@@ -1,6 +1,8 @@
-"""Writes tables, steps and types of charts by a teacher, for rows that have a question and its answer: ``python -m rayloop data
-prepare chart_chains --rows ROWS.jsonl --url http://HOST:8000/v1 --model NAME --out DIR``. The same command again goes on, and one
-with the rows of another data set adds to the file."""
+"""Writes tables, steps and types of charts by a teacher, for rows that have a question and its
+answer: ``python -m rayloop data prepare chart_chains --rows ROWS.jsonl --url http://HOST:8000/v1
+--model NAME --out DIR``. The same command again goes on, and one with the rows of another data set
+adds to the file.
+"""
 
 import argparse
 import hashlib
@@ -27,7 +29,9 @@ from rayloop.recipes.chart_rvr.rewards.embedders import openai_client
 from rayloop.recipes.chart_rvr.rewards.reading import as_table, parsed_table, steps_of
 
 ATTEMPTS = 4
-"""How often a teacher is asked that cannot be reached, is busy or fails: with 1, 2 and 4 seconds between."""
+"""How often a teacher is asked that cannot be reached, is busy or fails: with 1, 2 and 4 seconds
+between.
+"""
 TIMEOUT = 600.0
 """Seconds for one answer of the teacher."""
 SYSTEM = f"""You see a chart, a question about it and the true answer. Write how the answer follows, in three sections:
@@ -44,27 +48,66 @@ _SECTION = re.compile(r"^#+ *(Table|Reasoning|Type)\b[: ]*", re.MULTILINE | re.I
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Ask for each row that ``DIR/train.jsonl`` lacks. Returns exit code 0; raises ConfigError, InfrastructureFailure."""
-    parser = argparse.ArgumentParser(prog="python -m rayloop data prepare chart_chains", description=__doc__)
+    """Ask for each row that ``DIR/train.jsonl`` lacks.
+
+    Returns exit code 0; raises ConfigError, InfrastructureFailure.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m rayloop data prepare chart_chains", description=__doc__
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write train.jsonl into")
-    parser.add_argument("--rows", type=Path, required=True, help="JSONL with image, query and label")
-    parser.add_argument("--url", required=True, help="the teacher's OpenAI interface, up to and with /v1")
-    parser.add_argument("--model", required=True, help="the teacher's name there, such as Qwen/Qwen2.5-VL-72B-Instruct")
-    parser.add_argument("--api-key-env", default="", metavar="NAME", help="environment variable with the server's key")
-    parser.add_argument("--at-once", type=int, default=8, metavar="N", help="questions at a time (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=800, metavar="N", help="of one answer (default: %(default)s)")
+    parser.add_argument(
+        "--rows", type=Path, required=True, help="JSONL with image, query and label"
+    )
+    parser.add_argument(
+        "--url", required=True, help="the teacher's OpenAI interface, up to and with /v1"
+    )
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="the teacher's name there, such as Qwen/Qwen2.5-VL-72B-Instruct",
+    )
+    parser.add_argument(
+        "--api-key-env",
+        default="",
+        metavar="NAME",
+        help="environment variable with the server's key",
+    )
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=8,
+        metavar="N",
+        help="questions at a time (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=800,
+        metavar="N",
+        help="of one answer (default: %(default)s)",
+    )
     parser.add_argument("--max-samples", type=int, metavar="N", help="rows at most, in their order")
     chosen = parser.parse_args(arguments)
     teacher = Teacher(chosen.url, chosen.model, chosen.max_tokens, chosen.api_key_env)
     file = chosen.out / "train.jsonl"
     chosen.out.mkdir(parents=True, exist_ok=True)
     _end_of_a_line(file)
-    done = {row["id"] for _, row in rows(file) if isinstance(row, Mapping)} if file.is_file() and file.stat().st_size else set()
+    done = (
+        {row["id"] for _, row in rows(file) if isinstance(row, Mapping)}
+        if file.is_file() and file.stat().st_size
+        else set()
+    )
     asked = [row for row in _wanted(chosen.rows, chosen.max_samples) if row["id"] not in done]
     kept, left_out = 0, Counter[str]()
     # Each line is written at once, so that a kill costs no finished row.
-    with open(file, "a", encoding="utf-8", buffering=1) as out, ThreadPoolExecutor(chosen.at_once) as pool:
-        for answer in as_completed([pool.submit(_finished, teacher, row, chosen.rows.parent, chosen.out) for row in asked]):
+    with (
+        open(file, "a", encoding="utf-8", buffering=1) as out,
+        ThreadPoolExecutor(chosen.at_once) as pool,
+    ):
+        for answer in as_completed(
+            [pool.submit(_finished, teacher, row, chosen.rows.parent, chosen.out) for row in asked]
+        ):
             try:
                 out.write(json.dumps(answer.result()) + "\n")
                 kept += 1
@@ -74,7 +117,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 # The end of the block would ask all remaining questions first.
                 pool.shutdown(cancel_futures=True)
                 raise
-            print(f"\r{kept + left_out.total()} of {len(asked)} rows", end="", file=sys.stderr, flush=True)
+            print(
+                f"\r{kept + left_out.total()} of {len(asked)} rows",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
     print(f"\n{file}: {kept + len(done)} rows")
     for reason, count in left_out.most_common():
         print(f"left out: {count} x {reason}")
@@ -95,12 +143,22 @@ def _wanted(file: Path, most: int | None) -> Iterator[dict[str, Any]]:
     if not file.is_file():
         raise ConfigError(f"--rows {file}: no such file")
     if file.suffix == ".parquet":
-        raise ConfigError(f"--rows {file}: expected JSONL with images as files, as `data prepare` of a chart data set writes it")
+        raise ConfigError(
+            f"--rows {file}: expected JSONL with images as files, as `data prepare` of a chart data"
+            " set writes it"
+        )
     for index, (where, row) in enumerate(rows(file)):
         if most is not None and index >= most:
             return
-        if missing := [name for name in ("image", "query", "label") if not isinstance(row, Mapping) or row.get(name) is None]:
-            raise ConfigError(f"{where}: no {', '.join(missing)}: `data prepare` of a chart data set writes such rows")
+        if missing := [
+            name
+            for name in ("image", "query", "label")
+            if not isinstance(row, Mapping) or row.get(name) is None
+        ]:
+            raise ConfigError(
+                f"{where}: no {', '.join(missing)}: `data prepare` of a chart data set writes such"
+                " rows"
+            )
         own = str(row.get("id", f"{file.stem}-{index}"))  # which another data set may have too
         yield {**row, "id": f"{row['data_source']}-{own}" if row.get("data_source") else own}
 
@@ -113,7 +171,10 @@ def _finished(teacher: "Teacher", row: Mapping[str, Any], root: Path, out: Path)
 
 
 def _beside(data: bytes, out: Path) -> str:
-    """Keep an image with the rows that name it, which may name no other folder. Returns its path relative to ``out``."""
+    """Keep an image with the rows that name it, which may name no other folder.
+
+    Returns its path relative to ``out``.
+    """
     name = f"images/{hashlib.sha256(data).hexdigest()[:20]}.{encoding(data)}"
     if not (out / name).exists():
         (out / "images").mkdir(exist_ok=True)
@@ -122,17 +183,26 @@ def _beside(data: bytes, out: Path) -> str:
 
 
 def parsed(text: str, where: str = "") -> dict[str, Any]:
-    """``table`` (None when it is no table), ``reasoning`` and ``chart_type`` of a teacher's answer. Raises DataFailure for one
-    without numbered steps or with another type: a guess would be paid as the truth."""
+    """``table`` (None when it is no table), ``reasoning`` and ``chart_type`` of a teacher's answer.
+
+    Raises DataFailure for one without numbered steps or with another type: a guess would be paid as
+    the truth.
+    """
     _, *pieces = _SECTION.split(text)
-    found = {name.lower(): body.strip() for name, body in zip(pieces[::2], pieces[1::2], strict=True)}
+    found = {
+        name.lower(): body.strip() for name, body in zip(pieces[::2], pieces[1::2], strict=True)
+    }
     kind = found.get("type", "").strip(" .*`\"'").lower()
     if not steps_of(found.get("reasoning", "")):
         raise DataFailure(where, "the teacher wrote no numbered steps")
     if kind not in TYPES:
         raise DataFailure(where, "the teacher named no type of chart that the prompt lists")
     table = as_table(parsed_table(found.get("table")))
-    return {"table": asdict(table) if table else None, "reasoning": found["reasoning"], "chart_type": kind}
+    return {
+        "table": asdict(table) if table else None,
+        "reasoning": found["reasoning"],
+        "chart_type": kind,
+    }
 
 
 class Teacher:
@@ -143,7 +213,10 @@ class Teacher:
         self._body = {"model": model, "max_tokens": max_tokens, "temperature": 0.0}
 
     def answer(self, image: bytes, question: str, label: str) -> str:
-        """The teacher's text. Raises DataFailure when it refuses the request, InfrastructureFailure when it cannot be had."""
+        """The teacher's text.
+
+        Raises DataFailure when it refuses the request, InfrastructureFailure when it cannot be had.
+        """
         said = [
             {"type": "image_url", "image_url": {"url": data_url(portable(image))}},
             {"type": "text", "text": f"Question: {question}\nAnswer: {label}"},
@@ -153,7 +226,9 @@ class Teacher:
         for attempt in range(ATTEMPTS):
             time.sleep(2 ** (attempt - 1) if attempt else 0)
             try:
-                reply = self._http.post("chat/completions", json={**self._body, "messages": messages})
+                reply = self._http.post(
+                    "chat/completions", json={**self._body, "messages": messages}
+                )
                 if reply.status_code < 400:
                     return str(reply.json()["choices"][0]["message"]["content"])
                 why = f"{reply.status_code}: {reply.text[:300]}"
@@ -166,4 +241,7 @@ class Teacher:
                     raise DataFailure("", f"the teacher refused the request with {why}")
                 if reply.status_code < 500 and reply.status_code not in (408, 425, 429):
                     break
-        raise InfrastructureFailure(f"the teacher at {self._http.base_url} gave no answer ({why}); run the same command to go on")
+        raise InfrastructureFailure(
+            f"the teacher at {self._http.base_url} gave no answer ({why}); run the same command to"
+            " go on"
+        )

@@ -1,4 +1,6 @@
-"""Chart-RVR's own prompts, from a checkout of its repository: it has no licence, so they are not shipped."""
+"""Chart-RVR's own prompts, from a checkout of its repository: it has no licence, so they are not
+shipped.
+"""
 
 import ast
 import hashlib
@@ -25,36 +27,55 @@ class Checkout(SettingsModel):
     """The published system prompt, word for word."""
 
     checkout: str
-    """Folder of a checkout of sanchit97/chartrl (or potate4/chartrl, whose prompts are the same), with its ``prompts.py``."""
+    """Folder of a checkout of sanchit97/chartrl (or potate4/chartrl, whose prompts are the same),
+    with its ``prompts.py``.
+    """
     number: int = Field(4, ge=1, le=4)
-    """1: the answer alone, 2: with steps, 3: and the type, 4: and the table, which is what is trained."""
+    """1: the answer alone, 2: with steps, 3: and the type, 4: and the table, which is what is
+    trained.
+    """
 
     def text(self) -> str:
         """Raises ConfigError when the file or the template is not there, or is another one."""
         file = Path(self.checkout).expanduser() / FILE
-        clone = f"git clone {REPOSITORY} {self.checkout}, and git -C {self.checkout} checkout {COMMIT}"
+        clone = (
+            f"git clone {REPOSITORY} {self.checkout}, and git -C {self.checkout} checkout {COMMIT}"
+        )
         try:
             found = _templates(file.read_text(encoding="utf-8"))
         except OSError as error:
-            raise ConfigError(f"data.reader.with.template: no {file.absolute()} ({error.strerror}): {clone}") from error
-        except (ValueError, SyntaxError) as error:
-            raise ConfigError(f"data.reader.with.template: {file.absolute()} has no {NAME} to read: {error}. {clone}") from error
-        text = found.get(self.number)
-        if not isinstance(text, str) or hashlib.sha256(text.encode()).hexdigest() != SHA256[self.number]:
             raise ConfigError(
-                f"data.reader.with.template: template {self.number} of {file.absolute()} is not the published one: {clone}; "
-                "a prompt of your own goes into data.reader.with.system"
+                f"data.reader.with.template: no {file.absolute()} ({error.strerror}): {clone}"
+            ) from error
+        except (ValueError, SyntaxError) as error:
+            raise ConfigError(
+                f"data.reader.with.template: {file.absolute()} has no {NAME} to read: {error}."
+                f" {clone}"
+            ) from error
+        text = found.get(self.number)
+        if (
+            not isinstance(text, str)
+            or hashlib.sha256(text.encode()).hexdigest() != SHA256[self.number]
+        ):
+            raise ConfigError(
+                f"data.reader.with.template: template {self.number} of {file.absolute()} is not the"
+                f" published one: {clone}; a prompt of your own goes into data.reader.with.system"
             )
         return text
 
 
 def _templates(source: str) -> dict[object, object]:
-    """The value of ``NAME``, a literal; nothing of the file is run. Raises ValueError, SyntaxError."""
+    """The value of ``NAME``, a literal; nothing of the file is run.
+
+    Raises ValueError, SyntaxError.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the texts have backslashes before blanks
         body = ast.parse(source).body
     for node in body:
-        if isinstance(node, ast.Assign) and any(isinstance(to, ast.Name) and to.id == NAME for to in node.targets):
+        if isinstance(node, ast.Assign) and any(
+            isinstance(to, ast.Name) and to.id == NAME for to in node.targets
+        ):
             value = ast.literal_eval(node.value)
             if isinstance(value, dict):
                 return value

@@ -1,4 +1,6 @@
-"""Chart questions as tasks: the prompt that asks for type, table, steps and answer, and the supervised answer in that form."""
+"""Chart questions as tasks: the prompt that asks for type, table, steps and answer, and the
+supervised answer in that form.
+"""
 
 import json
 import random
@@ -13,29 +15,54 @@ from rayloop.data.messages import field, image_entry
 from rayloop.data.rows import parsed
 from rayloop.recipes.chart_rvr.checkout import Checkout
 
-TYPES = ("line", "bar", "stacked bar", "pie", "histogram", "scatterplot", "area", "stacked area", "bubble", "treemap")
+TYPES = (
+    "line",
+    "bar",
+    "stacked bar",
+    "pie",
+    "histogram",
+    "scatterplot",
+    "area",
+    "stacked area",
+    "bubble",
+    "treemap",
+)
 _ANSWER = "<answer>\nthe final answer on one line\n</answer>"
-_STEPS = "<step-1>: what the question asks for\n<step-2>: the data it needs\n...\n<step-n>: the last step to the answer"
+_STEPS = (
+    "<step-1>: what the question asks for\n<step-2>: the data it needs\n...\n<step-n>: the last"
+    " step to the answer"
+)
 _TYPE = f"<type>the kind of chart, one of: {', '.join(TYPES)}</type>"
-_TABLE = '<table>the data as one JSON object {"columns": [...], "rows": [[...], ...]}, nothing else</table>'
-_FORM = "Look at the chart, answer the question, and write exactly these two blocks and nothing else:\n"
+_TABLE = (
+    '<table>the data as one JSON object {"columns": [...], "rows": [[...], ...]}, nothing'
+    " else</table>"
+)
+_FORM = (
+    "Look at the chart, answer the question, and write exactly these two blocks and nothing else:\n"
+)
 TEMPLATES = {
     "direct": "Look at the chart and answer the question with a word, a number or a short phrase.",
     "steps": f"{_FORM}<think>\n{_STEPS}\n</think>\n{_ANSWER}",
     "type": f"{_FORM}<think>\n{_TYPE}\n{_STEPS}\n</think>\n{_ANSWER}",
     "table": f"{_FORM}<think>\n{_TYPE}\n{_TABLE}\n{_STEPS}\n</think>\n{_ANSWER}",
 }
-"""Chart-RVR's four prompts in our words: the answer alone; with steps; with the type; with type and table, which are paid."""
+"""Chart-RVR's four prompts in our words: the answer alone; with steps; with the type; with type and
+table, which are paid.
+"""
 
 
 class ChartRows:
-    """Reads rows ``{image, query, label, table, chart_type, reasoning}``, as ``sanchit97/chart-rvr-grpo-train`` has; the last three
-    may be missing, and tables JSON in a text. The chart's type splits the metrics."""
+    """Reads rows ``{image, query, label, table, chart_type, reasoning}``, as
+    ``sanchit97/chart-rvr-grpo-train`` has; the last three may be missing, and tables JSON in a
+    text. The chart's type splits the metrics.
+    """
 
     class Settings(SettingsModel):
         template: Literal["direct", "steps", "type", "table"] | Checkout = "table"
-        """The answer that the prompt asks for; rewards for type and table need ``table``, answers without reasoning ``direct``.
-        ``{checkout: FOLDER}``: the published prompt, from a checkout of its repository."""
+        """The answer that the prompt asks for; rewards for type and table need ``table``, answers
+        without reasoning ``direct``. ``{checkout: FOLDER}``: the published prompt, from a checkout
+        of its repository.
+        """
         system: str = ""
         """Another text in place of the template's, for a prompt of your own."""
         suffix: str = ""
@@ -53,14 +80,18 @@ class ChartRows:
         reasoning: str = "reasoning"
         """Column of the true steps, when yours is called otherwise."""
         source: str = "data_source"
-        """Column by which metrics are split, such as who wrote the question; rows without it by ``data_source`` or type."""
+        """Column by which metrics are split, such as who wrote the question; rows without it by
+        ``data_source`` or type.
+        """
         keep: tuple[str, ...] = ()
         """Further columns that a reward or a benchmark's rule reads from the task."""
 
     def __init__(self, settings: Settings) -> None:
         """Raises ConfigError for a checkout without the published prompt."""
         self._settings, template = settings, settings.template
-        self._system = settings.system or (TEMPLATES[template] if isinstance(template, str) else template.text())
+        self._system = settings.system or (
+            TEMPLATES[template] if isinstance(template, str) else template.text()
+        )
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
         """The row as a task. Raises DataFailure."""
@@ -68,7 +99,9 @@ class ChartRows:
         label = field(row, names.label, where)
         label = label[0] if isinstance(label, list) else label
         if not isinstance(label, str | int | float) or not str(label).strip():
-            raise DataFailure(where, f"{names.label} must be a text or a number, not {label!r:.100}")
+            raise DataFailure(
+                where, f"{names.label} must be a text or a number, not {label!r:.100}"
+            )
         question = str(field(row, names.query, where)) + names.suffix
         kind = row.get(names.chart_type)
         extra = {
@@ -87,14 +120,18 @@ class ChartRows:
 
 
 class ConversationRows(ChartRows):
-    """Rows of ChartQAPro: ``paragraph`` and earlier ``questions`` and ``answers`` stand before the question."""
+    """Rows of ChartQAPro: ``paragraph`` and earlier ``questions`` and ``answers`` stand before the
+    question.
+    """
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
         """The row with what came before its question. Raises DataFailure."""
         column = self._settings.query
         earlier = zip(_listed(row, "questions")[:-1], _listed(row, "answers")[:-1], strict=False)
         before = [f"{asked}\n{said}" for asked, said in earlier]
-        text = "\n".join(filter(None, [row.get("paragraph"), *before, str(field(row, column, where))]))
+        text = "\n".join(
+            filter(None, [row.get("paragraph"), *before, str(field(row, column, where))])
+        )
         return super().task({**row, column: text}, where, root)
 
 
@@ -104,15 +141,22 @@ def _listed(row: Mapping[str, Any], name: str) -> Sequence[Any]:
 
 
 class ChartAnswers:
-    """The supervised answer: the row's type, table, steps and label in the form that the prompt asks for."""
+    """The supervised answer: the row's type, table, steps and label in the form that the prompt
+    asks for.
+    """
 
     tokens = ()
 
     def answer(self, task: Task, rng: random.Random) -> str:
         """Raises DataFailure for a row without one of them."""
-        missing = [name for name in ("chart_type", "table", "reasoning") if not task.extra.get(name)]
+        missing = [
+            name for name in ("chart_type", "table", "reasoning") if not task.extra.get(name)
+        ]
         if missing:
-            raise DataFailure(f"task {task.id}", f"no {' and no '.join(missing)}: there is no rationale to learn from")
+            raise DataFailure(
+                f"task {task.id}",
+                f"no {' and no '.join(missing)}: there is no rationale to learn from",
+            )
         kind, table, reasoning = (task.extra[name] for name in ("chart_type", "table", "reasoning"))
         thought = f"<type>{kind}</type>\n<table>{json.dumps(table)}</table>\n{reasoning}"
         return f"<think>\n{thought}\n</think>\n<answer>\n{task.ground_truth}\n</answer>"

@@ -1,4 +1,6 @@
-"""The measures of the chart benchmarks (relaxed accuracy, exact match, ChartQAPro's own rule), and the blind prior of charts."""
+"""The measures of the chart benchmarks (relaxed accuracy, exact match, ChartQAPro's own rule), and
+the blind prior of charts.
+"""
 
 import ast
 import asyncio
@@ -18,8 +20,18 @@ from rayloop.core.protocols import ScoreContext
 from rayloop.core.threads import call_within
 from rayloop.core.types import Task, Trajectory
 from rayloop.recipes.chart_rvr.data import ChartAnswers
-from rayloop.recipes.chart_rvr.rewards.original import evaluated_answer, exact_match, relaxed_accuracy
-from rayloop.recipes.chart_rvr.rewards.reading import ChartSample, as_number, as_table, parsed_table, parts
+from rayloop.recipes.chart_rvr.rewards.original import (
+    evaluated_answer,
+    exact_match,
+    relaxed_accuracy,
+)
+from rayloop.recipes.chart_rvr.rewards.reading import (
+    ChartSample,
+    as_number,
+    as_table,
+    parsed_table,
+    parts,
+)
 from rayloop.recipes.chart_rvr.rewards.tables import shares
 from rayloop.recipes.chart_rvr.rewards.variants import true_table, type_reward
 from rayloop.rewards.saved import PLAYED
@@ -31,15 +43,18 @@ SIMILAR = 0.5
 
 
 class ChartAnswer:
-    """Pays the share of the answer that is right by the benchmark's rule; components ``accuracy``, ``relaxed`` and ``exact``. The
-    answer is the content of the tag ``answer``, else the whole text. ChartQAPro needs ``keep: [kind, year]`` of ChartRows. Rows
-    with the ``reasoning`` of ``data prepare chart_chains`` also show ``type`` (0 or 1) and ``table``, the share of right cells."""
+    """Pays the share of the answer that is right by the benchmark's rule; components ``accuracy``,
+    ``relaxed`` and ``exact``. The answer is the content of the tag ``answer``, else the whole text.
+    ChartQAPro needs ``keep: [kind, year]`` of ChartRows. Rows with the ``reasoning`` of ``data
+    prepare chart_chains`` also show ``type`` (0 or 1) and ``table``, the share of right cells.
+    """
 
     class Settings(SettingsModel):
         rule: Literal["relaxed", "chartbench", "chartqapro", "chartqapro_published"] = "relaxed"
-        """relaxed: within 5 % of a number, else the same text (ChartQA and most others). chartbench: also with per cent
-        signs apart. chartqapro: its own rule.
-        chartqapro_published: Chart-RVR's evaluation instead, within 100 %; to compare with its printed figures."""
+        """relaxed: within 5 % of a number, else the same text (ChartQA and most others).
+        chartbench: also with per cent signs apart. chartqapro: its own rule. chartqapro_published:
+        Chart-RVR's evaluation instead, within 100 %; to compare with its printed figures.
+        """
 
     def __init__(self, settings: Settings) -> None:
         self._rule = settings.rule
@@ -51,15 +66,23 @@ class ChartAnswer:
         accuracy = {
             "relaxed": lambda: relaxed,
             "chartbench": lambda: max(relaxed, chartbench(said, true)),
-            "chartqapro": lambda: chartqapro(said, true, str(task.extra.get("kind")), task.extra.get("year")),
+            "chartqapro": lambda: chartqapro(
+                said, true, str(task.extra.get("kind")), task.extra.get("year")
+            ),
             "chartqapro_published": lambda: relaxed_accuracy(said, true, tolerance=1.0),
         }[self._rule]()
         shown = _read(context.texts[-1], task)
-        return Scored(accuracy, {"accuracy": accuracy, "relaxed": relaxed, "exact": exact_match(said, true), **shown})
+        return Scored(
+            accuracy,
+            {"accuracy": accuracy, "relaxed": relaxed, "exact": exact_match(said, true), **shown},
+        )
 
 
 def _read(text: str, task: Task) -> dict[str, float]:
-    """How the chart itself was read, where the row says what it shows. Raises DataFailure for a row's table that is none."""
+    """How the chart itself was read, where the row says what it shows.
+
+    Raises DataFailure for a row's table that is none.
+    """
     sample = ChartSample.of(text, task)
     if not sample.reasoning:
         return {}
@@ -70,8 +93,11 @@ def _read(text: str, task: Task) -> dict[str, float]:
 
 
 def chartbench(said: str, true: str) -> float:
-    """1 for a number within 5 % of the label, per cent signs apart: 30 and 30% for ``30.0%``. Source: relaxed_correctness in
-    stat_all_metric.py of IDEA-FinAI/ChartBench, which takes 0.3 for it too, as the relaxed rule does."""
+    """1 for a number within 5 % of the label, per cent signs apart: 30 and 30% for ``30.0%``.
+
+    Source: relaxed_correctness in stat_all_metric.py of IDEA-FinAI/ChartBench, which takes 0.3 for
+    it too, as the relaxed rule does.
+    """
     number, truth = (as_number(text.strip().removesuffix(".").rstrip("%")) for text in (said, true))
     if number is None or truth is None:
         return 0.0
@@ -79,12 +105,16 @@ def chartbench(said: str, true: str) -> float:
 
 
 def chartqapro(said: str, true: str, kind: str, year: Any = None) -> float:
-    """Relaxed correctness as ChartQAPro defines it, 0..1: lists item by item, one too many or too few counting 0; years, fact
-    checking and multiple choice exactly; numbers within 5 %, per cent signs apart; other texts by ANLS. ``year``: "YES" for each
-    item of the answer that is a year; one entry stands for all, and of a conversation the last counts. Source:
-    evaluate_predictions.py of vis-nlp/ChartQAPro, and its paper, which alone asks for exact answers to ``EXACTLY``."""
+    """Relaxed correctness as ChartQAPro defines it, 0..1: lists item by item, one too many or too
+    few counting 0; years, fact checking and multiple choice exactly; numbers within 5 %, per cent
+    signs apart; other texts by ANLS. ``year``: "YES" for each item of the answer that is a year;
+    one entry stands for all, and of a conversation the last counts. Source: evaluate_predictions.py
+    of vis-nlp/ChartQAPro, and its paper, which alone asks for exact answers to ``EXACTLY``.
+    """
     mine, theirs = _items(said), _items(true)
-    flags = [str(flag).upper() == "YES" for flag in (year if isinstance(year, list | tuple) else [year])]
+    flags = [
+        str(flag).upper() == "YES" for flag in (year if isinstance(year, list | tuple) else [year])
+    ]
     flags = (flags[-1:] if kind == "Conversational" else flags) or [False]
     flags = flags * len(theirs) if len(flags) < len(theirs) else flags
     scores = [
@@ -114,7 +144,9 @@ def _alike(said: str, true: str) -> float:
 
 
 def anls(said: str, true: str) -> float:
-    """Normalised Levenshtein similarity, 1 for equal texts; 0 from a distance of half the longer text on."""
+    """Normalised Levenshtein similarity, 1 for equal texts; 0 from a distance of half the longer
+    text on.
+    """
     longest = max(len(said), len(true))
     if not longest:
         return 1.0
@@ -137,14 +169,19 @@ PATIENCE = 600.0
 
 
 class BlindChart:
-    """Writes the completion with the highest mean reward over the training rows with the same question: one of their supervised
-    answers, or the most frequent value of each place. With fewer than ``fewest`` rows it takes all rows."""
+    """Writes the completion with the highest mean reward over the training rows with the same
+    question: one of their supervised answers, or the most frequent value of each place. With fewer
+    than ``fewest`` rows it takes all rows.
+    """
 
     class Settings(SettingsModel):
         reward: Annotated[Component, Role("reward source", ("score",))]
-        """The run's reward, which pays the constant completion too: write the same as in ``reward.source``."""
+        """The run's reward, which pays the constant completion too: write the same as in
+        ``reward.source``.
+        """
         fewest: int = Field(8, ge=1)
-        """Training rows that a question needs for a completion of its own; lower it for few rows."""
+        """Training rows that a question needs for a completion of its own; lower it for few rows.
+        """
         rows: int = Field(40, ge=1)
         """Rows that are considered per question; the search takes its square of payments."""
 
@@ -154,7 +191,10 @@ class BlindChart:
         self._best: dict[str, str] = {}
 
     def fit(self, tasks: Iterable[Task]) -> None:
-        """Collect the training rows. Those without a rationale have no supervised answer, and are left out."""
+        """Collect the training rows.
+
+        Those without a rationale have no supervised answer, and are left out.
+        """
         for task in tasks:
             if all(task.extra.get(name) for name in ("chart_type", "table", "reasoning")):
                 for key in ("", task.extra["query"]):
@@ -163,7 +203,9 @@ class BlindChart:
     def score(self, task: Task) -> Scored:
         """Raises ValueError before ``fit``, and RuntimeError when the reward cannot be had."""
         if not self._known[""]:
-            raise ValueError("fit the blind prior on training rows with type, table and reasoning first")
+            raise ValueError(
+                "fit the blind prior on training rows with type, table and reasoning first"
+            )
         question = task.extra["query"]
         key = question if len(self._known.get(question, ())) >= self._settings.fewest else ""
         if key not in self._best:
@@ -204,10 +246,15 @@ def _usual(rows: Sequence[Task]) -> Task:
     tables = [table for table in tables if _size(table) == size]
     columns = [_most(names) for names in zip(*(table["columns"] for table in tables), strict=True)]
     cells = zip(*(table["rows"] for table in tables), strict=True)
-    table = {"columns": columns, "rows": [[_most(cell) for cell in zip(*row, strict=True)] for row in cells]}
+    table = {
+        "columns": columns,
+        "rows": [[_most(cell) for cell in zip(*row, strict=True)] for row in cells],
+    }
     usual = {name: _most(row.extra[name] for row in rows) for name in ("chart_type", "reasoning")}
     truth = _most(row.ground_truth for row in rows)
-    return dataclasses.replace(rows[0], ground_truth=truth, extra={**rows[0].extra, **usual, "table": table})
+    return dataclasses.replace(
+        rows[0], ground_truth=truth, extra={**rows[0].extra, **usual, "table": table}
+    )
 
 
 def _size(table: Any) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
-"""Draws charts that the tiny model of quickstart.yaml can see: ``python -m rayloop data prepare chart_rvr --out DIR``. ``--warm N``
-adds warm.jsonl, for the stage that made it."""
+"""Draws charts that the tiny model of quickstart.yaml can see: ``python -m rayloop data prepare
+chart_rvr --out DIR``. ``--warm N`` adds warm.jsonl, for the stage that made it.
+"""
 
 import argparse
 import random
@@ -21,7 +22,13 @@ COLUMN, SIDE = 28, 84
 UNIT = 9
 """Height of the value 1 in pixels."""
 MOST = 9
-COLOURS = {"red": (220, 40, 40), "green": (30, 160, 60), "blue": (50, 70, 220), "yellow": (235, 200, 30), "black": (20, 20, 20)}
+COLOURS = {
+    "red": (220, 40, 40),
+    "green": (30, 160, 60),
+    "blue": (50, 70, 220),
+    "yellow": (235, 200, 30),
+    "black": (20, 20, 20),
+}
 PAGE, INK = (240, 240, 240), (120, 120, 120)
 COLUMNS = ("Colour", "Value")
 
@@ -54,7 +61,10 @@ class Chart:
 
 
 def small(kind: str, seed: int, split: str, index: int) -> Chart:
-    """The chart of this place in a split. Equal arguments, equal charts. Raises ValueError for another kind."""
+    """The chart of this place in a split.
+
+    Equal arguments, equal charts. Raises ValueError for another kind.
+    """
     if kind not in KINDS:
         raise ValueError(f"{kind!r} is no kind of small chart; there are {', '.join(KINDS)}")
     draw = random.Random(derive(seed, "small charts", kind, split, index))
@@ -62,7 +72,15 @@ def small(kind: str, seed: int, split: str, index: int) -> Chart:
     values = draw.sample(range(1, MOST + 1), len(items))
     question, answer, step = draw.choice((_value, _highest, _lowest))(draw, items, values)
     rows = tuple(zip(items, map(str, values), strict=True))
-    return Chart(kind, "", COLUMNS, rows, question, answer, (f"The question asks for {asked(question)}.", step))
+    return Chart(
+        kind,
+        "",
+        COLUMNS,
+        rows,
+        question,
+        answer,
+        (f"The question asks for {asked(question)}.", step),
+    )
 
 
 def asked(question: str) -> str:
@@ -75,16 +93,29 @@ Question = tuple[str, str, str]
 
 def _value(draw: random.Random, items: Sequence[str], values: Sequence[int]) -> Question:
     i = draw.randrange(len(items))
-    return f"What is the value of {items[i]}?", str(values[i]), f"The value of {items[i]} is {values[i]}."
+    return (
+        f"What is the value of {items[i]}?",
+        str(values[i]),
+        f"The value of {items[i]} is {values[i]}.",
+    )
 
 
-def _extreme(draw: random.Random, items: Sequence[str], values: Sequence[int], word: str, pick: Callable[..., int]) -> Question:
+def _extreme(
+    draw: random.Random,
+    items: Sequence[str],
+    values: Sequence[int],
+    word: str,
+    pick: Callable[..., int],
+) -> Question:
     value = pick(values)
     item = items[values.index(value)]
     return f"Which colour is the {word}?", item, f"The {word} is {value}, that of {item}."
 
 
-_highest, _lowest = partial(_extreme, word="highest", pick=max), partial(_extreme, word="lowest", pick=min)
+_highest, _lowest = (
+    partial(_extreme, word="highest", pick=max),
+    partial(_extreme, word="lowest", pick=min),
+)
 
 
 def drawn(about: Chart) -> Image.Image:
@@ -102,24 +133,33 @@ def save(about: Chart, path: Path) -> None:
 def _bars(draw: ImageDraw.ImageDraw, items: Sequence[str], values: Sequence[int]) -> None:
     for i, (item, value) in enumerate(zip(items, values, strict=True)):
         left = COLUMN * i + 5
-        draw.rectangle((left, SIDE - UNIT * value, left + COLUMN - 11, SIDE - 1), fill=COLOURS[item])
+        draw.rectangle(
+            (left, SIDE - UNIT * value, left + COLUMN - 11, SIDE - 1), fill=COLOURS[item]
+        )
 
 
 def _line(draw: ImageDraw.ImageDraw, items: Sequence[str], values: Sequence[int]) -> None:
     """The middle of a mark is the top of a bar of its value, half a unit lower."""
-    points = [(COLUMN * i + COLUMN // 2, SIDE - UNIT * value + UNIT // 2) for i, value in enumerate(values)]
+    points = [
+        (COLUMN * i + COLUMN // 2, SIDE - UNIT * value + UNIT // 2)
+        for i, value in enumerate(values)
+    ]
     draw.line(points, fill=INK, width=2)
     for (x, y), item in zip(points, items, strict=True):
         draw.ellipse((x - 5, y - 5, x + 5, y + 5), fill=COLOURS[item])
 
 
-_DRAWN: dict[str, Callable[[ImageDraw.ImageDraw, Sequence[str], Sequence[int]], None]] = {"bar": _bars, "line": _line}
+_DRAWN: dict[str, Callable[[ImageDraw.ImageDraw, Sequence[str], Sequence[int]], None]] = {
+    "bar": _bars,
+    "line": _line,
+}
 
 
 @dataclass(frozen=True)
 class Made:
-    """Charts of one size: their ``kinds``, the ``rows`` of each split by default, and how one is ``drawn`` (of a kind, a seed, a
-    split and its place there) and ``saved``."""
+    """Charts of one size: their ``kinds``, the ``rows`` of each split by default, and how one is
+    ``drawn`` (of a kind, a seed, a split and its place there) and ``saved``.
+    """
 
     kinds: Sequence[str]
     rows: Mapping[str, int]
@@ -136,26 +176,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_rows(command: str, made: Made, arguments: Sequence[str] | None) -> int:
-    """Parse the options of ``command``, and write what they ask for. Returns exit code 0; raises ConfigError."""
+    """Parse the options of ``command``, and write what they ask for.
+
+    Returns exit code 0; raises ConfigError.
+    """
     parser = argparse.ArgumentParser(prog=command)
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
     for split, count in made.rows.items():
-        parser.add_argument(f"--{split}", type=int, default=count, help="rows of the split (default: %(default)s)")
-    parser.add_argument("--kinds", default=",".join(made.kinds), help="kinds of chart, in turn (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of all charts; equal seeds, equal rows")
+        parser.add_argument(
+            f"--{split}", type=int, default=count, help="rows of the split (default: %(default)s)"
+        )
+    parser.add_argument(
+        "--kinds",
+        default=",".join(made.kinds),
+        help="kinds of chart, in turn (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of all charts; equal seeds, equal rows"
+    )
     chosen = parser.parse_args(arguments)
     kinds = [kind.strip() for kind in chosen.kinds.split(",")]
     if unknown := sorted(set(kinds) - set(made.kinds)):
-        raise ConfigError(f"--kinds: no such chart: {', '.join(unknown)}; there are {', '.join(made.kinds)}")
+        raise ConfigError(
+            f"--kinds: no such chart: {', '.join(unknown)}; there are {', '.join(made.kinds)}"
+        )
     seen: set[tuple[Any, ...]] = set()
     for split in made.rows:
         if count := getattr(chosen, split):
-            write(chosen.out, split, list(charts(made, count, kinds, chosen.seed, split, seen)), made.saved)
+            write(
+                chosen.out,
+                split,
+                list(charts(made, count, kinds, chosen.seed, split, seen)),
+                made.saved,
+            )
     return 0
 
 
-def charts(made: Made, count: int, kinds: Sequence[str], seed: int, split: str, seen: set[tuple[Any, ...]]) -> Iterator[Chart]:
-    """``count`` charts, the kinds in turn; none whose table is in ``seen``, to which theirs are added: splits share no chart."""
+def charts(
+    made: Made, count: int, kinds: Sequence[str], seed: int, split: str, seen: set[tuple[Any, ...]]
+) -> Iterator[Chart]:
+    """``count`` charts, the kinds in turn; none whose table is in ``seen``, to which theirs are
+    added: splits share no chart.
+    """
     found = index = 0
     while found < count:
         one = made.drawn(kinds[found % len(kinds)], seed, split, index)
@@ -167,7 +229,9 @@ def charts(made: Made, count: int, kinds: Sequence[str], seed: int, split: str, 
             yield one
 
 
-def write(out: Path, split: str, made: Sequence[Chart], save: Callable[[Chart, Path], None]) -> Path:
+def write(
+    out: Path, split: str, made: Sequence[Chart], save: Callable[[Chart, Path], None]
+) -> Path:
     """Write ``SPLIT.jsonl``, and one image for each row below ``images/SPLIT``."""
     (out / "images" / split).mkdir(parents=True, exist_ok=True)
     images = [f"images/{split}/{i:06d}.png" for i in range(len(made))]
@@ -175,9 +239,15 @@ def write(out: Path, split: str, made: Sequence[Chart], save: Callable[[Chart, P
         save(one, out / image)
     rows = [
         {
-            "id": f"{split}-{i}", "image": image, "query": one.question, "label": one.answer, "table": one.table,
-            "chart_type": one.kind, "reasoning": one.reasoning, "data_source": f"generated {one.kind}",
+            "id": f"{split}-{i}",
+            "image": image,
+            "query": one.question,
+            "label": one.answer,
+            "table": one.table,
+            "chart_type": one.kind,
+            "reasoning": one.reasoning,
+            "data_source": f"generated {one.kind}",
         }
         for i, (one, image) in enumerate(zip(made, images, strict=True))
-    ]  # fmt: skip
+    ]
     return write_rows(out, split, rows)

@@ -5,7 +5,11 @@ from typing import Any
 
 from rayloop.core.types import Task
 from rayloop.data.rows import parsed
-from rayloop.recipes.chart_rvr.rewards.original import evaluated_answer, exact_match, relaxed_accuracy
+from rayloop.recipes.chart_rvr.rewards.original import (
+    evaluated_answer,
+    exact_match,
+    relaxed_accuracy,
+)
 from rayloop.recipes.chart_rvr.rewards.reading import PUBLISHED, SEVEN, parts
 from rayloop.rewards.saved import OfflineScoring, Saved, name_of, texts_of, truth_of
 
@@ -17,13 +21,23 @@ SHOWN = 20
 
 
 def read(row: Mapping[str, Any], where: str) -> Saved:
-    """``{completion, label, chart_type?, table?, reasoning?}``, or a line of a run's ``rollouts``. Raises DataFailure."""
-    task = Task(name_of(row, where), (), truth_of(row, LABELS, where), extra={**row, "table": parsed(row.get("table"))})
+    """``{completion, label, chart_type?, table?, reasoning?}``, or a line of a run's ``rollouts``.
+
+    Raises DataFailure.
+    """
+    task = Task(
+        name_of(row, where),
+        (),
+        truth_of(row, LABELS, where),
+        extra={**row, "table": parsed(row.get("table"))},
+    )
     return Saved(texts_of(row, where), task, row)
 
 
 def settings(variant: str, reward: str | None) -> dict[str, Any]:
-    """The process reward is left out unless it is the one that is asked for: it needs an embedder (``--with embedder=...``)."""
+    """The process reward is left out unless it is the one that is asked for: it needs an embedder
+    (``--with embedder=...``).
+    """
     return {"variant": variant} | ({} if reward == "process" else {"weights": {"process": 0}})
 
 
@@ -44,7 +58,9 @@ def notes(saved: Sequence[Saved], variant: str) -> list[str]:
     relaxed = sum(relaxed_accuracy(said, true) for said, true in pairs) / len(pairs)
     exact = sum(exact_match(said, true) for said, true in pairs) / len(pairs)
     shown = [
-        f"  {one.task.id}: read {answer(one, variant)!r:.60}, {EXTRACTED} {one.row[EXTRACTED]!r:.60}" for one in others[:SHOWN]
+        f"  {one.task.id}: read {answer(one, variant)!r:.60}, {EXTRACTED}"
+        f" {one.row[EXTRACTED]!r:.60}"
+        for one in others[:SHOWN]
     ]
     more = [f"  and {len(others) - SHOWN} more"] if len(others) > SHOWN else []
     return [

@@ -1,4 +1,6 @@
-"""Writes desktop tasks as rows: ``data prepare desktop --out DIR`` makes train.jsonl and val.jsonl (every fourth task)."""
+"""Writes desktop tasks as rows: ``data prepare desktop --out DIR`` makes train.jsonl and val.jsonl
+(every fourth task).
+"""
 
 import argparse
 from collections.abc import Sequence
@@ -15,11 +17,26 @@ HELD_OUT = 4
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the files. Returns exit code 0; raises ConfigError for a file of tasks that cannot be used."""
-    parser = argparse.ArgumentParser(prog="python -m rayloop data prepare desktop", description=__doc__)
+    """Write the files.
+
+    Returns exit code 0; raises ConfigError for a file of tasks that cannot be used.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m rayloop data prepare desktop", description=__doc__
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
-    parser.add_argument("--tasks", type=Path, default=SHIPPED, help="a file of desktop tasks (default: the shipped one)")
-    parser.add_argument("--prompt", choices=PROMPTS, default="bare", help="prompt of the rows (default: %(default)s)")
+    parser.add_argument(
+        "--tasks",
+        type=Path,
+        default=SHIPPED,
+        help="a file of desktop tasks (default: the shipped one)",
+    )
+    parser.add_argument(
+        "--prompt",
+        choices=PROMPTS,
+        default="bare",
+        help="prompt of the rows (default: %(default)s)",
+    )
     chosen = parser.parse_args(arguments)
     try:
         made = rows(chosen.tasks.absolute(), PROMPTS[chosen.prompt])

@@ -1,4 +1,6 @@
-"""Writes the digits dataset: ``python -m rayloop data prepare digits --out DIR`` makes train.jsonl and eval.jsonl in DIR."""
+"""Writes the digits dataset: ``python -m rayloop data prepare digits --out DIR`` makes train.jsonl
+and eval.jsonl in DIR.
+"""
 
 import argparse
 from collections.abc import Sequence
@@ -10,16 +12,22 @@ from rayloop.recipes.digits.data import rows
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write both files. Returns exit code 0."""
-    parser = argparse.ArgumentParser(prog="python -m rayloop data prepare digits", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m rayloop data prepare digits", description=__doc__
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
     parser.add_argument("--train", type=int, default=2000, help="training rows")
-    parser.add_argument("--eval", type=int, default=200, help="evaluation rows, none of which is a training row")
+    parser.add_argument(
+        "--eval", type=int, default=200, help="evaluation rows, none of which is a training row"
+    )
     parser.add_argument("--shortest", type=int, default=3, help="fewest digits")
     parser.add_argument("--longest", type=int, default=5, help="most digits")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args(arguments)
     try:
-        train, evaluation = rows(chosen.train, chosen.eval, chosen.shortest, chosen.longest, chosen.seed)
+        train, evaluation = rows(
+            chosen.train, chosen.eval, chosen.shortest, chosen.longest, chosen.seed
+        )
     except ValueError as error:
         parser.error(str(error))
     for split, made in (("train", train), ("eval", evaluation)):

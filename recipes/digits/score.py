@@ -13,9 +13,16 @@ TRUTHS = ("ground_truth", "truth", "gold", "label")
 
 
 def read(row: Mapping[str, Any], where: str) -> Saved:
-    """``{completion, ground_truth: [1, 2, 3]}``, or a line of a run's ``rollouts``. Raises DataFailure."""
+    """``{completion, ground_truth: [1, 2, 3]}``, or a line of a run's ``rollouts``.
+
+    Raises DataFailure.
+    """
     truth = parsed(truth_of(row, TRUTHS, where))
-    if not isinstance(truth, list) or not truth or not all(isinstance(digit, int) for digit in truth):
+    if (
+        not isinstance(truth, list)
+        or not truth
+        or not all(isinstance(digit, int) for digit in truth)
+    ):
         raise DataFailure(where, f"the truth must be a list of digits, not {truth!r:.100}")
     return Saved(texts_of(row, where), Task(name_of(row, where), (), truth), row)
 

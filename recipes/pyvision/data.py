@@ -1,4 +1,6 @@
-"""Questions about images, to be answered with code or tools: PyVision's, DeepEyes' and flat rows, with our prompt or theirs."""
+"""Questions about images, to be answered with code or tools: PyVision's, DeepEyes' and flat rows,
+with our prompt or theirs.
+"""
 
 import io
 import re
@@ -17,7 +19,10 @@ from rayloop.data.images import ANIMATED, FORMATS, read
 from rayloop.data.messages import field, image_entry
 
 Published = Literal[
-    "vistool_with_img_info_v2", "vis_tool_with_img_info_wo_init_image_v2", "vis_tool_with_img_info_video_v4", "deepeyes"
+    "vistool_with_img_info_v2",
+    "vis_tool_with_img_info_wo_init_image_v2",
+    "vis_tool_with_img_info_video_v4",
+    "deepeyes",
 ]
 _FIELD = re.compile(r"\{(\w+)\}")
 
@@ -29,18 +34,24 @@ def published_text(name: str) -> str:
 
 
 class QuestionRows:
-    """Reads rows as published (``extra_info`` and ``reward_model`` with PyVision's ``mm_hint`` or DeepEyes' ``images``; {question,
-    answer, image_path}) or flat ones {id, image, question, answer, kind}, which may have ``videos`` (animated pictures, or lists of
-    frames) that only code sees. ``kind`` is the source, which splits the metrics."""
+    """Reads rows as published (``extra_info`` and ``reward_model`` with PyVision's ``mm_hint`` or
+    DeepEyes' ``images``; {question, answer, image_path}) or flat ones {id, image, question, answer,
+    kind}, which may have ``videos`` (animated pictures, or lists of frames) that only code sees.
+    ``kind`` is the source, which splits the metrics.
+    """
 
     class Settings(SettingsModel):
         prompt: str = "{question}"
-        """The user's text behind the image: ``{question}`` and the row's other columns in braces are replaced, and ``{width}`` and
-        ``{height}`` by the image's pixels. Other braces stay."""
+        """The user's text behind the image: ``{question}`` and the row's other columns in braces
+        are replaced, and ``{width}`` and ``{height}`` by the image's pixels. Other braces stay.
+        """
         published: Published | None = None
-        """Ask as the original does, instead of ``prompt``: with the row's own ``prompt``, or, where it has none, with this text of
-        ``prompts/`` (``deepeyes``: its two), filled in as the original's reader does. A row with a prompt of its own that names no
-        environment (``environment``, ``env_name``) is of the kind ``none`` of ``environment.kinds``, without tools."""
+        """Ask as the original does, instead of ``prompt``: with the row's own ``prompt``, or, where
+        it has none, with this text of ``prompts/`` (``deepeyes``: its two), filled in as the
+        original's reader does. A row with a prompt of its own that names no environment
+        (``environment``, ``env_name``) is of the kind ``none`` of ``environment.kinds``, without
+        tools.
+        """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -50,14 +61,20 @@ class QuestionRows:
         """The row as a task. Raises DataFailure."""
         flat = _flat(row, where)
         videos = _videos(flat["videos"], where, root) if flat.get("videos") else []
-        images = [image_entry(field(flat, "image", where), where, root)] if flat.get("image") or not videos else []
+        images = (
+            [image_entry(field(flat, "image", where), where, root)]
+            if flat.get("image") or not videos
+            else []
+        )
         own, kind = row.get("prompt"), row.get("env_name") or row.get("environment")
         if self._settings.published is None:
             text = filled(self._settings.prompt, flat, images, where)
             messages: tuple[Message, ...] = (Message("user", (*self._shown(images), text)),)
         elif isinstance(own, list | tuple) and own:
             kind = kind or "none"
-            messages = self._chat.task({"prompt": own, "images": [flat["image"]] if images else [], "id": ""}, where, root).messages
+            messages = self._chat.task(
+                {"prompt": own, "images": [flat["image"]] if images else [], "id": ""}, where, root
+            ).messages
         else:
             messages = _asked(self._settings.published, flat, images, videos, where)
         kept = {name: value for name, value in flat.items() if name != "image"}
@@ -76,17 +93,28 @@ class QuestionRows:
 
 
 def filled(text: str, row: Mapping[str, Any], images: list[ImageSource], where: str) -> str:
-    """``text`` with the row's columns, and the first image's ``{width}`` and ``{height}``. Raises DataFailure."""
+    """``text`` with the row's columns, and the first image's ``{width}`` and ``{height}``.
+
+    Raises DataFailure.
+    """
     field(row, "question", where)
     sized = images and ("{width}" in text or "{height}" in text)
-    size = dict(zip(("width", "height"), _shape(images[0], where)[:2], strict=True)) if sized else {}
+    size = (
+        dict(zip(("width", "height"), _shape(images[0], where)[:2], strict=True)) if sized else {}
+    )
     return _FIELD.sub(lambda found: str(row.get(found[1], size.get(found[1], found[0]))), text)
 
 
 def _asked(
-    name: Published, row: Mapping[str, Any], images: list[ImageSource], videos: list[Any], where: str
+    name: Published,
+    row: Mapping[str, Any],
+    images: list[ImageSource],
+    videos: list[Any],
+    where: str,
 ) -> tuple[Message, ...]:
-    """What PyVision-RL's ``rl_dataset.py`` and ``rl_dataset_wo_mm_hint.py``, and DeepEyes' evaluation, make of a row."""
+    """What PyVision-RL's ``rl_dataset.py`` and ``rl_dataset_wo_mm_hint.py``, and DeepEyes'
+    evaluation, make of a row.
+    """
     question = str(field(row, "question", where))
     if name == "deepeyes":
         return Message("system", (published_text("deepeyes_system"),)), Message(
@@ -94,10 +122,16 @@ def _asked(
         )
     text = published_text(name)
     if name == "vis_tool_with_img_info_video_v4":
-        return (Message("user", (text.format(query=question, video_info=_film(row, videos, where)),)),)
+        return (
+            Message("user", (text.format(query=question, video_info=_film(row, videos, where)),)),
+        )
     width, height, _ = _shape(images[0], where)
     if name == "vistool_with_img_info_v2":
-        return (Message("user", (*images, "\n" + text.format(query=question, width=width, height=height))),)
+        return (
+            Message(
+                "user", (*images, "\n" + text.format(query=question, width=width, height=height))
+            ),
+        )
     about = f"Image Width: {width}; Image Height: {height}\n"
     about += "The original image hint has been read into the global variable `image_hint_0`."
     return (Message("user", (*images, text.format(query=question, image_info=about))),)
@@ -114,8 +148,8 @@ def _film(row: Mapping[str, Any], videos: list[Any], where: str) -> str:
     given = row.get("fps")
     rate = float((given[0] if isinstance(given, list | tuple) else given) or 1)
     return (
-        f"Frame Width: {width}; Frame Height: {height};\nVideo Length: {count}; Sample FPS: {rate:.2f}\n"
-        "The original video has been read into the global variable `video_clue_0`."
+        f"Frame Width: {width}; Frame Height: {height};\nVideo Length: {count}; Sample FPS:"
+        f" {rate:.2f}\nThe original video has been read into the global variable `video_clue_0`."
     )
 
 
@@ -129,18 +163,36 @@ def _shape(image: ImageSource, where: str) -> tuple[int, int, int]:
 
 
 def _videos(entries: Any, where: str, root: Path) -> list[str | list[str]]:
-    """Their files below ``root``, as the interpreter wants them: one animated picture, or a list of frames. Raises DataFailure."""
-    if not isinstance(entries, list | tuple) or not all(isinstance(one, str | list | tuple) for one in entries):
-        raise DataFailure(where, f"videos must be a list of paths, or of lists of frames, not {entries!r:.100}")
-    return [str(root / one) if isinstance(one, str) else [str(root / str(frame)) for frame in one] for one in entries]
+    """Their files below ``root``, as the interpreter wants them: one animated picture, or a list of
+    frames. Raises DataFailure.
+    """
+    if not isinstance(entries, list | tuple) or not all(
+        isinstance(one, str | list | tuple) for one in entries
+    ):
+        raise DataFailure(
+            where, f"videos must be a list of paths, or of lists of frames, not {entries!r:.100}"
+        )
+    return [
+        str(root / one) if isinstance(one, str) else [str(root / str(frame)) for frame in one]
+        for one in entries
+    ]
 
 
 def _flat(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """A published row as a flat one; a flat one as it is. Raises DataFailure."""
-    if "image" in row or "videos" in row or not {"mm_hint", "extra_info", "image_path"} & row.keys():
+    if (
+        "image" in row
+        or "videos" in row
+        or not {"mm_hint", "extra_info", "image_path"} & row.keys()
+    ):
         return row
     if "extra_info" not in row and "mm_hint" not in row:
-        return {"id": Path(where).name, "kind": row.get("data_source", ""), **row, "image": row["image_path"]}
+        return {
+            "id": Path(where).name,
+            "kind": row.get("data_source", ""),
+            **row,
+            "image": row["image_path"],
+        }
     hint, extra = row.get("mm_hint"), field(row, "extra_info", where)
     if hint and field(hint, "hint_type", where) != "image":
         raise DataFailure(where, f"only hints that are images are read, not {hint['hint_type']!r}")

@@ -1,4 +1,6 @@
-"""Draws the scenes: ``python -m rayloop data prepare pyvision --out DIR`` makes train, val and test.jsonl, and images, in DIR."""
+"""Draws the scenes: ``python -m rayloop data prepare pyvision --out DIR`` makes train, val and
+test.jsonl, and images, in DIR.
+"""
 
 import argparse
 import random
@@ -15,8 +17,18 @@ from rayloop.recipes import write_rows
 SIDE, CARD = 896, 240
 """Pixels of the page, and of a card."""
 PLACES = ("top left", "top right", "bottom left", "bottom right")
-CARDS = {"red": (235, 110, 110), "green": (110, 205, 110), "blue": (130, 150, 245), "yellow": (240, 225, 100)}
-DOTS = {"black": (0, 0, 0), "white": (255, 255, 255), "cyan": (0, 255, 255), "magenta": (255, 0, 255)}
+CARDS = {
+    "red": (235, 110, 110),
+    "green": (110, 205, 110),
+    "blue": (130, 150, 245),
+    "yellow": (240, 225, 100),
+}
+DOTS = {
+    "black": (0, 0, 0),
+    "white": (255, 255, 255),
+    "cyan": (0, 255, 255),
+    "magenta": (255, 0, 255),
+}
 KINDS = ("count", "dot")
 NEAR = {"count": 28, "dot": 10}
 """Pixels from the middle of a card to the edge of the box that holds its dots."""
@@ -47,9 +59,15 @@ def scene(kind: str, seed: int) -> Scene:
     answers = []
     for place, colour in enumerate(rng.sample(list(CARDS), len(PLACES))):
         x, y = middle(place)
-        draw.rectangle((x - CARD // 2, y - CARD // 2, x + CARD // 2 - 1, y + CARD // 2 - 1), fill=CARDS[colour])
+        draw.rectangle(
+            (x - CARD // 2, y - CARD // 2, x + CARD // 2 - 1, y + CARD // 2 - 1), fill=CARDS[colour]
+        )
         answers.append(_dots(draw, rng, x, y) if kind == "count" else _dot(draw, rng, x, y))
-    question = "How many dots are on the card at the {}?" if kind == "count" else "Which colour has the dot at the {}?"
+    question = (
+        "How many dots are on the card at the {}?"
+        if kind == "count"
+        else "Which colour has the dot at the {}?"
+    )
     return Scene(kind, question.format(PLACES[asked]), answers[asked], box(kind, asked), image)
 
 
@@ -86,7 +104,9 @@ FIRST = {"train": 0, "val": 100_000, "test": 200_000, "demos": 300_000}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the splits. Returns exit code 0; raises RayloopError."""
-    parser = argparse.ArgumentParser(prog="python -m rayloop data prepare pyvision", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m rayloop data prepare pyvision", description=__doc__
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
     chosen = parser.parse_args(arguments)
     for split, count in ROWS.items():
@@ -103,6 +123,10 @@ def drawn(out: Path, split: str, count: int) -> Iterator[dict[str, Any]]:
         image = f"images/{split}-{number}.png"
         made.image.save(out / image, compress_level=1)
         yield {
-            "id": f"{split}-{number}", "image": image, "question": made.question, "answer": made.answer,
-            "kind": kind, "box": made.box,
-        }  # fmt: skip
+            "id": f"{split}-{number}",
+            "image": image,
+            "question": made.question,
+            "answer": made.answer,
+            "kind": kind,
+            "box": made.box,
+        }

@@ -1,4 +1,6 @@
-"""PyVision's reward: 1 for a right answer, and 0.1 more for each turn whose code ran, so that a policy keeps using its tool."""
+"""PyVision's reward: 1 for a right answer, and 0.1 more for each turn whose code ran, so that a
+policy keeps using its tool.
+"""
 
 from collections.abc import Awaitable, Mapping
 from dataclasses import replace
@@ -24,37 +26,60 @@ class PyVisionReward:
     counts code that raised or took too long, too (without turns, of a saved completion, what the environment counted). Components:
     ``accuracy``, ``calls``, ``right``, and ``format`` (1 when the answer stands in its box). Flags: ``unparsable``, ``too_long``,
     ``undecided`` (no rule decides, and there is no judge), ``no_number``; of the original ``raised`` with the
-    name of its error, and ``judge_failed``."""
+    name of its error, and ``judge_failed``.
+    """
 
     class Settings(SettingsModel):
         variant: Literal["corrected", "original"] = "corrected"
-        """corrected: the answer of the last turn, clean code counts. original: the published functions with their mistakes
-        (README.md), which read the first answer of the whole transcript, tool output included; to repeat or ablate a run."""
-        published: Literal["multi_task_verifier", "general_verifier", "vl_agent"] = "multi_task_verifier"
-        """Which of the published functions ``original`` is (the first was trained); sources of ``verifiers`` keep their rule."""
+        """corrected: the answer of the last turn, clean code counts. original: the published
+        functions with their mistakes (README.md), which read the first answer of the whole
+        transcript, tool output included; to repeat or ablate a run.
+        """
+        published: Literal["multi_task_verifier", "general_verifier", "vl_agent"] = (
+            "multi_task_verifier"
+        )
+        """Which of the published functions ``original`` is (the first was trained); sources of
+        ``verifiers`` keep their rule.
+        """
         per_call: float = Field(0.1, ge=0)
-        """Paid for each executed turn of a right answer. The original's 0.1; 0 pays for answers alone."""
+        """Paid for each executed turn of a right answer.
+
+        The original's 0.1; 0 pays for answers alone.
+        """
         right_from: float = Field(0.5, ge=0, le=1)
         """An accuracy from here on counts as right, where a judge gives shares."""
         verifiers: dict[str, Kind] = dict(SOURCES)
-        """Which rule judges a data source, by its name or a pattern with ``*``: mra (mean relative accuracy of numbers), option (a
-        letter), math (equivalence), rules (short answers), judge (``accuracy``). All others: judge if there is one, else rules."""
+        """Which rule judges a data source, by its name or a pattern with ``*``: mra (mean relative
+        accuracy of numbers), option (a letter), math (equivalence), rules (short answers), judge
+        (``accuracy``). All others: judge if there is one, else rules.
+        """
         math_timeout: float = Field(5.0, gt=0)
-        """Seconds for one comparison by math-verify; then the judge is asked, and without one the answer is wrong. Raise it
-        for long formulas."""
+        """Seconds for one comparison by math-verify; then the judge is asked, and without one the
+        answer is wrong. Raise it for long formulas.
+        """
         accuracy: Annotated[Component, Role("reward source", ("score",))] | None = None
-        """The reward source that judges the answer, such as ``rayloop.judge.reward:JudgeReward``. Without one, rules do: the
-        same text but for case and blanks, the same number, option or list."""
+        """The reward source that judges the answer, such as ``rayloop.judge.reward:JudgeReward``.
+
+        Without one, rules do: the same text but for case and blanks, the same number, option or
+        list.
+        """
 
     def __init__(self, settings: Settings) -> None:
         """Raises ConfigError when math-verify is asked for and not installed."""
         self._settings = settings
-        self._verifiers = Verifiers(settings.verifiers, settings.accuracy, settings.math_timeout, settings.verifiers)
+        self._verifiers = Verifiers(
+            settings.verifiers, settings.accuracy, settings.math_timeout, settings.verifiers
+        )
         self.infrastructure = self._verifiers.infrastructure
         self.transcript = settings.variant == "original"
 
-    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome | Awaitable[Outcome]:
-        """Unscored when the judge fails. Raises the judge's errors, and DataFailure for a task without the truth of its rule."""
+    def score(
+        self, trajectory: Trajectory, task: Task, context: ScoreContext
+    ) -> Outcome | Awaitable[Outcome]:
+        """Unscored when the judge fails.
+
+        Raises the judge's errors, and DataFailure for a task without the truth of its rule.
+        """
         if self._settings.variant == "original":
             return self._original(trajectory, task, context)
         answer = extract(context.texts[-1], "tagged_box")
@@ -67,19 +92,38 @@ class PyVisionReward:
         judged = self._verifiers.judged(Asked(answer, trajectory, task, context))
         return at_once(judged, lambda found: self._paid(found, components))
 
-    def _paid(self, found: Judged, components: Mapping[str, float], *, long: bool = False) -> Outcome:
+    def _paid(
+        self, found: Judged, components: Mapping[str, float], *, long: bool = False
+    ) -> Outcome:
         """``long``: an overlong answer, which keeps its bonus in the original."""
         if not isinstance(found, Scored):
-            return replace(found, components={name: components[name] for name in ("calls", "format")})
+            return replace(
+                found, components={name: components[name] for name in ("calls", "format")}
+            )
         right = found.value >= self._settings.right_from
         accuracy = 0.0 if long else found.value
         value = accuracy + right * self._settings.per_call * components["calls"]
-        return Scored(value, {**components, "accuracy": accuracy, "right": float(right)}, found.flags, reason=found.reason)
+        return Scored(
+            value,
+            {**components, "accuracy": accuracy, "right": float(right)},
+            found.flags,
+            reason=found.reason,
+        )
 
-    def _original(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome | Awaitable[Outcome]:
-        published, source = self._settings.published, original.BENCHMARKS.get(task.source, task.source)
+    def _original(
+        self, trajectory: Trajectory, task: Task, context: ScoreContext
+    ) -> Outcome | Awaitable[Outcome]:
+        published, source = (
+            self._settings.published,
+            original.BENCHMARKS.get(task.source, task.source),
+        )
         response = context.transcript if context.transcript is not None else "".join(context.texts)
-        components = {"accuracy": 0.0, "calls": original_calls(trajectory, context), "right": 0.0, "format": 0.0}
+        components = {
+            "accuracy": 0.0,
+            "calls": original_calls(trajectory, context),
+            "right": 0.0,
+            "format": 0.0,
+        }
         if source in original.BROKEN:
             return Scored(0.0, components, ("raised", "NameError"))
         if self._verifiers.kind(source) == "mra":
@@ -93,7 +137,10 @@ class PyVisionReward:
         asked = Asked(answer, trajectory, task, replace(context, texts=[answered(answer)]))
         if published == "general_verifier":
             return self._never_failing(asked, components)
-        return at_once(self._verifiers.asked(asked), lambda found: self._paid(found, components, long=len(answer) >= LONGEST))
+        return at_once(
+            self._verifiers.asked(asked),
+            lambda found: self._paid(found, components, long=len(answer) >= LONGEST),
+        )
 
     def _first_numbers(self, response: str, task: Task, components: Mapping[str, float]) -> Outcome:
         said, true = original.first_number(response), original.first_number(task.ground_truth)
@@ -107,7 +154,11 @@ class PyVisionReward:
         """The general verifier calls an answer wrong when its judge fails."""
         try:
             found = self._verifiers.asked(asked)
-            found = found if isinstance(found, Scored) or not isinstance(found, Awaitable) else await found
+            found = (
+                found
+                if isinstance(found, Scored) or not isinstance(found, Awaitable)
+                else await found
+            )
         except Exception as error:
             return Scored(0.0, components, ("judge_failed", type(error).__name__))
         judged = isinstance(found, Scored)
@@ -121,7 +172,9 @@ class PyVisionReward:
 def calls(trajectory: Trajectory, context: ScoreContext) -> float:
     """Turns whose code ran without an error."""
     turns = trajectory.sampled_turns
-    return float(sum(turn.executed is True for turn in turns) if turns else trajectory.env_result or 0)
+    return float(
+        sum(turn.executed is True for turn in turns) if turns else trajectory.env_result or 0
+    )
 
 
 def original_calls(trajectory: Trajectory, context: ScoreContext) -> float:

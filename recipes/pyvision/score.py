@@ -15,8 +15,10 @@ CALLS = ("calls", "tool_turns_executed", "tool_cnt")
 
 
 def read(row: Mapping[str, Any], where: str) -> Saved:
-    """``{completion, answer, question?, data_source?, calls?, transcript?}``, or a line of ``rollouts``. ``transcript``, which the
-    original reads: everything behind the prompt, tool output included. Raises DataFailure."""
+    """``{completion, answer, question?, data_source?, calls?, transcript?}``, or a line of
+    ``rollouts``. ``transcript``, which the original reads: everything behind the prompt, tool
+    output included. Raises DataFailure.
+    """
     question = row.get("question", row.get("prompt"))
     messages = (Message("user", (question,)),) if isinstance(question, str) else ()
     source = str(row.get("data_source") or row.get("source") or row.get("kind") or "")
@@ -38,7 +40,9 @@ SCORING = OfflineScoring(
     use="rayloop.recipes.pyvision.reward:PyVisionReward",
     variants=("corrected", "original", "deepeyes", "deepeyes-original"),
     rewards=("accuracy", "calls", "right", "format", "tool", "looked"),
-    settings=lambda variant, reward: {"variant": "original" if variant.endswith("original") else "corrected"},
+    settings=lambda variant, reward: {
+        "variant": "original" if variant.endswith("original") else "corrected"
+    },
     read=read,
     aliases={"acc_score": "accuracy", "is_answer_right": "right"},
     answer=answer,

@@ -1,4 +1,6 @@
-"""DeepEyes' environment as its model was trained: the tools, arguments and texts of ``visual_toolbox_v2``."""
+"""DeepEyes' environment as its model was trained: the tools, arguments and texts of
+``visual_toolbox_v2``.
+"""
 
 import json
 from collections.abc import Sequence
@@ -19,9 +21,11 @@ SHORTEST, MOST_ASPECT = 30, 100
 
 
 class VisualToolBoxV2:
-    """Visual-Agent/DeepEyes at 6c5e796, mistakes included: ``image_zoom_in_tool(bbox_2d)`` in pixels of the first image and
-    ``image_rotate_tool(angle)``, whose corners are black. ``label`` and any other argument is ignored, an answer ends the episode
-    even behind a call, and errors are Python's own. The prompt describes the tools. ``evaluate`` has no result."""
+    """Visual-Agent/DeepEyes at 6c5e796, mistakes included: ``image_zoom_in_tool(bbox_2d)`` in
+    pixels of the first image and ``image_rotate_tool(angle)``, whose corners are black. ``label``
+    and any other argument is ignored, an answer ends the episode even behind a call, and errors are
+    Python's own. The prompt describes the tools. ``evaluate`` has no result.
+    """
 
     tools: Sequence[Any] = ()
     """None for the chat template."""
@@ -32,7 +36,9 @@ class VisualToolBoxV2:
     def reset(self, task: Task) -> Observation:
         """Show the task's messages. Raises DataFailure for a task without an image."""
         if not task.images:
-            raise DataFailure(task.id, "DeepEyes' tools look at the first image, and the task has none")
+            raise DataFailure(
+                task.id, "DeepEyes' tools look at the first image, and the task has none"
+            )
         self._image = decode(read(task.images[0]))
         return Observation(task.messages)
 
@@ -50,7 +56,12 @@ class VisualToolBoxV2:
             picture = self.result(call)
         except Exception as error:
             return _failed(str(error))
-        shown = "<tool_response>", ImageSource(data=png(picture)), published_text("deepeyes_user"), "</tool_response>"
+        shown = (
+            "<tool_response>",
+            ImageSource(data=png(picture)),
+            published_text("deepeyes_user"),
+            "</tool_response>",
+        )
         return StepResult(Observation((Message("user", shown),)))
 
     def result(self, call: Any) -> Image.Image:
@@ -65,14 +76,26 @@ class VisualToolBoxV2:
             return self._image.rotate(arguments["angle"])
         raise ValueError(f"Unknown tool name: {name}")
 
-    def maybe_resize_bbox(self, left: Any, top: Any, right: Any, bottom: Any) -> tuple[Any, Any, Any, Any] | None:
-        """The box within the image; None for one that is too small or too long. The names are in Python's errors, which the policy
-        sees. (The original would widen sides below 28 pixels, and needs 31 before.)"""
-        left, top, right, bottom = max(0, left), max(0, top), min(self._image.width, right), min(self._image.height, bottom)
+    def maybe_resize_bbox(
+        self, left: Any, top: Any, right: Any, bottom: Any
+    ) -> tuple[Any, Any, Any, Any] | None:
+        """The box within the image; None for one that is too small or too long.
+
+        The names are in Python's errors, which the policy sees. (The original would widen sides
+        below 28 pixels, and needs 31 before.)
+        """
+        left, top, right, bottom = (
+            max(0, left),
+            max(0, top),
+            min(self._image.width, right),
+            min(self._image.height, bottom),
+        )
         if not (left < right and bottom > top):
             return None
         long, short = max(bottom - top, right - left), min(bottom - top, right - left)
-        return (left, top, right, bottom) if long / short <= MOST_ASPECT and short > SHORTEST else None
+        return (
+            (left, top, right, bottom) if long / short <= MOST_ASPECT and short > SHORTEST else None
+        )
 
     def evaluate(self) -> None:
         """No result of its own."""

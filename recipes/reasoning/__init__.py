@@ -1,1 +1,3 @@
-"""Short reasoning tasks of the package reasoning-gym, for text models such as SmolLM2-135M-Instruct."""
+"""Short reasoning tasks of the package reasoning-gym, for text models such as
+SmolLM2-135M-Instruct.
+"""

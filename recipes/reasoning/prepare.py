@@ -1,4 +1,6 @@
-"""Rows of reasoning-gym: ``python -m rayloop data prepare reasoning --out DIR`` makes train.jsonl and eval.jsonl in DIR."""
+"""Rows of reasoning-gym: ``python -m rayloop data prepare reasoning --out DIR`` makes train.jsonl
+and eval.jsonl in DIR.
+"""
 
 import argparse
 import json
@@ -18,15 +20,36 @@ TASKS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write both files. Returns exit code 0. Raises ConfigError for a task that the package does not make."""
-    parser = argparse.ArgumentParser(prog="python -m rayloop data prepare reasoning", description=__doc__)
+    """Write both files.
+
+    Returns exit code 0. Raises ConfigError for a task that the package does not make.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m rayloop data prepare reasoning", description=__doc__
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
     parser.add_argument(
-        "--tasks", nargs="+", default=TASKS, metavar="NAME[:JSON]", help=f"the package's names and settings ({' '.join(TASKS)})"
+        "--tasks",
+        nargs="+",
+        default=TASKS,
+        metavar="NAME[:JSON]",
+        help=f"the package's names and settings ({' '.join(TASKS)})",
     )
-    parser.add_argument("--train", type=int, default=200, help="at most so many training rows of a task")
-    parser.add_argument("--eval", type=int, default=30, help="evaluation rows of a task, none of which is a training row")
-    parser.add_argument("--shots", type=int, default=1, help="first items that are left out, for data.reader.with.shots")
+    parser.add_argument(
+        "--train", type=int, default=200, help="at most so many training rows of a task"
+    )
+    parser.add_argument(
+        "--eval",
+        type=int,
+        default=30,
+        help="evaluation rows of a task, none of which is a training row",
+    )
+    parser.add_argument(
+        "--shots",
+        type=int,
+        default=1,
+        help="first items that are left out, for data.reader.with.shots",
+    )
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args(arguments)
     train: list[Mapping[str, Any]] = []
@@ -35,7 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name, _, config = task.partition(":")
         made = rows(name, config or "{}", chosen.shots, chosen.train + chosen.eval, chosen.seed)
         if len(made) <= chosen.eval:
-            raise ConfigError(f"{task} has only {len(made)} different questions, --eval takes {chosen.eval}: widen its settings")
+            raise ConfigError(
+                f"{task} has only {len(made)} different questions, --eval takes {chosen.eval}:"
+                " widen its settings"
+            )
         evaluation += made[: chosen.eval]
         train += made[chosen.eval :]
     random.Random(chosen.seed).shuffle(train)
@@ -45,7 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def rows(name: str, config: str, shots: int, most: int, seed: int) -> list[dict[str, Any]]:
-    """At most ``most`` rows of the reader ``ReasoningGymRows`` with different questions. ``config``: JSON. Raises ConfigError."""
+    """At most ``most`` rows of the reader ``ReasoningGymRows`` with different questions.
+
+    ``config``: JSON. Raises ConfigError.
+    """
     # Questions repeat and only different ones are kept, so more are made than asked for.
     size = 4 * (most + shots)
     try:
@@ -63,4 +92,7 @@ def rows(name: str, config: str, shots: int, most: int, seed: int) -> list[dict[
     for index in range(size):
         first.setdefault(made[index]["question"], index)
     indices = [index for index in first.values() if index >= shots][:most]
-    return [{"task": name, "seed": seed, "index": index, "size": size, "config": settings} for index in indices]
+    return [
+        {"task": name, "seed": seed, "index": index, "size": size, "config": settings}
+        for index in indices
+    ]

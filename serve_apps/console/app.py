@@ -1,4 +1,7 @@
-"""The run console as an application: ``rayloop console RUN`` serves it. It only reads, and needs neither Ray nor torch."""
+"""The run console as an application: ``rayloop console RUN`` serves it.
+
+It only reads, and needs neither Ray nor torch.
+"""
 
 import hashlib
 import hmac
@@ -25,13 +28,22 @@ from rayloop.web import addressed, bearer
 logger = logging.getLogger(__name__)
 
 HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; img-src 'self'; style-src 'self'; script-src 'self'; connect-src 'self'; "
-    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin", "Cache-Control": "no-store",
-}  # fmt: skip
+    "Content-Security-Policy": (
+        "default-src 'none'; img-src 'self'; style-src 'self'; script-src 'self'; connect-src"
+        " 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
 KEPT = {"Cache-Control": "private, max-age=86400"}
-FILES = {"page.css": "text/css", "console.css": "text/css", "console.js": "text/javascript", "icon.svg": "image/svg+xml"}
+FILES = {
+    "page.css": "text/css",
+    "console.css": "text/css",
+    "console.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
+}
 """Files of the pages -> their types."""
 PAGES: dict[str, Callable[..., Record]] = {
     "/": Console.overview,
@@ -46,16 +58,34 @@ PAGES: dict[str, Callable[..., Record]] = {
     "/events": Console.events,
     "/judge": Console.judge,
 }
-"""Address -> what it shows, in the template of that name. It stays the same for as long as the run's folder is there."""
+"""Address -> what it shows, in the template of that name.
+
+It stays the same for as long as the run's folder is there.
+"""
 
 
 def web(folder: RunFolder, token: str) -> FastAPI:
-    """The console of the run. A browser shows the ``token`` once (``?token=``) and keeps it as a cookie; a program shows it as a
-    bearer key; "" admits everybody. Rollouts are read in a thread. Raises ConfigError when ``report.boxes`` cannot be loaded."""
-    console, environment = Console(folder), templates(jinja2.PackageLoader("rayloop.serve_apps.console", "pages"))
+    """The console of the run.
+
+    A browser shows the ``token`` once (``?token=``) and keeps it as a cookie; a program shows it as
+    a bearer key; "" admits everybody. Rollouts are read in a thread. Raises ConfigError when
+    ``report.boxes`` cannot be loaded.
+    """
+    console, environment = (
+        Console(folder),
+        templates(jinja2.PackageLoader("rayloop.serve_apps.console", "pages")),
+    )
     environment.globals["ROWS"] = ROWS
-    environment.filters |= {"cut": cut, "flat": flat, "meaning": lambda name: prometheus(name)[0], "said": said, "span": span}
-    environment.filters["when"] = lambda seconds: time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
+    environment.filters |= {
+        "cut": cut,
+        "flat": flat,
+        "meaning": lambda name: prometheus(name)[0],
+        "said": said,
+        "span": span,
+    }
+    environment.filters["when"] = lambda seconds: time.strftime(
+        "%Y-%m-%d %H:%M:%S", time.gmtime(seconds)
+    )
 
     def filled(request: Request, name: str, content: Record, status: int = 200) -> Response:
         where = {"root": request.scope.get("root_path", ""), "path": request.url.path}
@@ -66,16 +96,25 @@ def web(folder: RunFolder, token: str) -> FastAPI:
         """The page that says why there is none."""
         if isinstance(error, HTTPException):
             return filled(request, "refused", {"why": error.detail}, error.status_code)
-        return filled(request, "refused", {"why": str(error)}, 404 if isinstance(error, Absent) else 400)
+        return filled(
+            request, "refused", {"why": str(error)}, 404 if isinstance(error, Absent) else 400
+        )
 
     def page(content: Callable[..., Record]) -> Callable[[Request], Response]:
-        """A route. Who asks with the stamp of the page that he has gets 304 while nothing has changed."""
+        """A route.
+
+        Who asks with the stamp of the page that he has gets 304 while nothing has changed.
+        """
 
         def route(request: Request) -> Response:
             stamp, metrics = f'W/"{console.stamp()}"', console.metrics.records()
             response = Response(status_code=304)
             if request.headers.get("If-None-Match") != stamp:
-                known = {"stamp": stamp, "name": folder.path.name, "last": metrics[-1]["step"] if metrics else 0}
+                known = {
+                    "stamp": stamp,
+                    "name": folder.path.name,
+                    "last": metrics[-1]["step"] if metrics else 0,
+                }
                 found = content(console, request.query_params, **request.path_params)
                 response = filled(request, content.__name__, {**known, **found})
             response.headers["ETag"] = stamp
@@ -106,9 +145,13 @@ def web(folder: RunFolder, token: str) -> FastAPI:
     return app
 
 
-def guard(token: str, refused: Callable[[Request, Exception], Response]) -> Callable[..., Awaitable[Response]]:
+def guard(
+    token: str, refused: Callable[[Request, Exception], Response]
+) -> Callable[..., Awaitable[Response]]:
     """Middleware: admits who has the token, and adds ``HEADERS`` to every answer."""
-    cookie = f"rayloop_{hashlib.sha256(token.encode()).hexdigest()[:8]}"  # a browser sends cookies to all ports of a host
+    cookie = (  # a browser sends cookies to all ports of a host
+        f"rayloop_{hashlib.sha256(token.encode()).hexdigest()[:8]}"
+    )
 
     def fits(text: str) -> bool:
         # As bytes: ``compare_digest`` refuses texts with other characters than ASCII.
@@ -116,20 +159,33 @@ def guard(token: str, refused: Callable[[Request, Exception], Response]) -> Call
 
     async def answer(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
         if not token and not addressed(request.scope):
-            response: Response = refused(request, HTTPException(421, "Without a token it answers to its address or localhost."))
+            response: Response = refused(
+                request,
+                HTTPException(421, "Without a token it answers to its address or localhost."),
+            )
         elif token and fits(request.query_params.get("token", "")):
             # The token leaves the address, which a browser's history keeps.
             response = RedirectResponse(str(request.url.remove_query_params("token")), 303)
             response.set_cookie(cookie, token, httponly=True, samesite="lax")
-        elif not token or fits(request.cookies.get(cookie, "")) or fits(bearer(request.scope).decode(errors="replace")):
+        elif (
+            not token
+            or fits(request.cookies.get(cookie, ""))
+            or fits(bearer(request.scope).decode(errors="replace"))
+        ):
             try:
                 response = await go_on(request)
             except Exception as error:  # else an answer without HEADERS
                 logger.exception("%s failed", request.url.path)
-                why = f"This page cannot be shown: {type(error).__name__}. The console's output says more."
+                why = (
+                    f"This page cannot be shown: {type(error).__name__}. The console's output says"
+                    " more."
+                )
                 response = refused(request, HTTPException(500, why))
         else:
-            response = refused(request, HTTPException(401, "Open the address with ?token= that the console printed."))
+            response = refused(
+                request,
+                HTTPException(401, "Open the address with ?token= that the console printed."),
+            )
         for name, value in HEADERS.items():
             response.headers.setdefault(name, value)
         return response

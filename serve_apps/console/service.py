@@ -1,4 +1,7 @@
-"""The run console on Ray Serve, beside a judge: ``rayloop console RUN --address HEAD:PORT``. Its replica reads the run's folder."""
+"""The run console on Ray Serve, beside a judge: ``rayloop console RUN --address HEAD:PORT``.
+
+Its replica reads the run's folder.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,13 @@ class ConsoleReplica:
 def app(settings: ConsolePlace) -> Application:
     """The application that Ray Serve runs. Raises ConfigError without a key."""
     return deployed(
-        "Console", ConsoleReplica, settings, what="the console", ray_actor_options={"num_cpus": 0}, num_replicas=1,
-        max_ongoing_requests=32, max_queued_requests=256, graceful_shutdown_timeout_s=5,
-    )  # fmt: skip
+        "Console",
+        ConsoleReplica,
+        settings,
+        what="the console",
+        ray_actor_options={"num_cpus": 0},
+        num_replicas=1,
+        max_ongoing_requests=32,
+        max_queued_requests=256,
+        graceful_shutdown_timeout_s=5,
+    )

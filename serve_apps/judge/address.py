@@ -1,4 +1,6 @@
-"""The judge's address for runs in its own Ray cluster: a named actor that lives as long as ``judge serve`` does."""
+"""The judge's address for runs in its own Ray cluster: a named actor that lives as long as ``judge
+serve`` does.
+"""
 
 from typing import Any
 
@@ -28,12 +30,19 @@ def unclaimed(name: str) -> None:
         ray.get_actor(f"judge-{name}", namespace=NAMESPACE)
     except ValueError:
         return
-    raise ConfigError(f"a judge named {name} is served in this Ray cluster already. Use it (url: auto), or end its `judge serve`")
+    raise ConfigError(
+        f"a judge named {name} is served in this Ray cluster already. Use it (url: auto), or end"
+        " its `judge serve`"
+    )
 
 
 def announce_in_ray(name: str, address: Address) -> Any:
     """Start the actor. The address is withdrawn when the returned handle or this process goes."""
-    return ray.remote(JudgeAddress).options(name=f"judge-{name}", namespace=NAMESPACE, num_cpus=0).remote(address)
+    return (
+        ray.remote(JudgeAddress)
+        .options(name=f"judge-{name}", namespace=NAMESPACE, num_cpus=0)
+        .remote(address)
+    )
 
 
 class RayDiscovery:
@@ -51,7 +60,11 @@ class RayDiscovery:
     async def __call__(self) -> Address:
         """The address. Raises InfrastructureFailure without one."""
         try:
-            found: Address = await ray.get_actor(f"judge-{self._name}", namespace=NAMESPACE).get.remote()
+            found: Address = await ray.get_actor(
+                f"judge-{self._name}", namespace=NAMESPACE
+            ).get.remote()
             return found
         except (ValueError, ray.exceptions.RayError) as error:
-            raise InfrastructureFailure(f"no judge named {self._name} is served in this Ray cluster") from error
+            raise InfrastructureFailure(
+                f"no judge named {self._name} is served in this Ray cluster"
+            ) from error

@@ -1,5 +1,7 @@
-"""The judge on Ray Serve: ``serve run rayloop.serve_apps.judge.app:app``, ``serve deploy serve_apps/judge/configs/judge_cpu.yaml``.
-``python -m rayloop judge serve CONFIG`` does the same, makes a key, and announces the address to clients (docs/judge.md)."""
+"""The judge on Ray Serve: ``serve run rayloop.serve_apps.judge.app:app``, ``serve deploy
+serve_apps/judge/configs/judge_cpu.yaml``. ``python -m rayloop judge serve CONFIG`` does the same,
+makes a key, and announces the address to clients (docs/judge.md).
+"""
 
 import json
 from pathlib import Path
@@ -20,7 +22,12 @@ from rayloop.judge.rubric import FOLDER, load_rubrics
 from rayloop.serve_apps.deployment import deployed
 from rayloop.serve_apps.judge.openai_model import CompletionModel, OpenAIModel
 from rayloop.serve_apps.judge.service import JudgeService
-from rayloop.serve_apps.settings import JudgeSettings, OpenAIBackendSettings, RuleBackendSettings, VllmBackendSettings
+from rayloop.serve_apps.settings import (
+    JudgeSettings,
+    OpenAIBackendSettings,
+    RuleBackendSettings,
+    VllmBackendSettings,
+)
 from rayloop.web import KEY, RETRY_AFTER, ImagePart, TextPart, application, documented, problem
 
 
@@ -28,7 +35,9 @@ class Judge:
     """One replica, in which the application of ``web`` is built: it holds connections and a model."""
 
     def __init__(self, settings: JudgeSettings) -> None:
-        self._service = JudgeService(settings, *built(settings), serve.get_replica_context().replica_id.unique_id)
+        self._service = JudgeService(
+            settings, *built(settings), serve.get_replica_context().replica_id.unique_id
+        )
         self._key = read_key(settings.key_file or "")
 
     async def check_health(self) -> None:
@@ -41,9 +50,14 @@ class Judge:
 
 
 def built(settings: JudgeSettings) -> tuple[Grader, CompletionModel | None]:
-    """The grader for the backend in ``settings``, and its model, if there is one. Raises ConfigError."""
+    """The grader for the backend in ``settings``, and its model, if there is one.
+
+    Raises ConfigError.
+    """
     rubrics = load_rubrics(Path(settings.rubrics) if settings.rubrics else FOLDER)
-    cache = VerdictCache(settings.cache.size, Path(settings.cache.path) if settings.cache.path else None)
+    cache = VerdictCache(
+        settings.cache.size, Path(settings.cache.path) if settings.cache.path else None
+    )
     match settings.backend:
         case RuleBackendSettings():
             return Grader(rubrics), None
@@ -53,8 +67,9 @@ def built(settings: JudgeSettings) -> tuple[Grader, CompletionModel | None]:
         case VllmBackendSettings():
             if seeing := [name for name, rubric in rubrics.items() if rubric.sees_images]:
                 raise ConfigError(
-                    f"rubrics: {', '.join(seeing)} shows images, and the backend vllm reads text only. Serve a model that sees "
-                    "with `vllm serve` and judge through the backend openai, or set sees_images: false"
+                    f"rubrics: {', '.join(seeing)} shows images, and the backend vllm reads text"
+                    " only. Serve a model that sees with `vllm serve` and judge through the"
+                    " backend openai, or set sees_images: false"
                 )
             from rayloop.serve_apps.judge.vllm_model import VllmModel  # imports vLLM and torch
 
@@ -63,18 +78,35 @@ def built(settings: JudgeSettings) -> tuple[Grader, CompletionModel | None]:
 
 
 def app(args: dict[str, Any]) -> Application:
-    """The application that Ray Serve runs; ``args`` are a JudgeSettings. Raises pydantic.ValidationError, ConfigError."""
+    """The application that Ray Serve runs; ``args`` are a JudgeSettings.
+
+    Raises pydantic.ValidationError, ConfigError.
+    """
     settings = JudgeSettings.model_validate(args)
     limits, replicas = settings.limits, settings.replicas
     scale: dict[str, Any] = {"num_replicas": replicas.min}
     if replicas.min < replicas.max:
-        target = {"min_replicas": replicas.min, "max_replicas": replicas.max, "target_ongoing_requests": replicas.target}
+        target = {
+            "min_replicas": replicas.min,
+            "max_replicas": replicas.max,
+            "target_ongoing_requests": replicas.target,
+        }
         scale = {"autoscaling_config": target}
     return deployed(
-        "Judge", Judge, settings, what="the judge", max_ongoing_requests=limits.ongoing, max_queued_requests=limits.queued,
-        ray_actor_options={"num_cpus": replicas.cpus, "num_gpus": gpus(settings), "resources": replicas.resources},
-        graceful_shutdown_timeout_s=min(limits.seconds, 60), **scale,
-    )  # fmt: skip
+        "Judge",
+        Judge,
+        settings,
+        what="the judge",
+        max_ongoing_requests=limits.ongoing,
+        max_queued_requests=limits.queued,
+        ray_actor_options={
+            "num_cpus": replicas.cpus,
+            "num_gpus": gpus(settings),
+            "resources": replicas.resources,
+        },
+        graceful_shutdown_timeout_s=min(limits.seconds, 60),
+        **scale,
+    )
 
 
 def gpus(settings: JudgeSettings) -> int:
@@ -92,7 +124,10 @@ class CompletionMessage(BaseModel):
 
 
 class CompletionRequest(BaseModel):
-    """The part of OpenAI's request that is passed on. Other keys are refused, so that none is ignored in silence."""
+    """The part of OpenAI's request that is passed on.
+
+    Other keys are refused, so that none is ignored in silence.
+    """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     model: str = Field("judge", max_length=256)
@@ -120,22 +155,36 @@ def web(service: JudgeService, key: str) -> FastAPI:
     async def version() -> JudgeVersion:
         return service.version
 
-    @app.post("/v1/judge", responses=documented(400, 401, 403, 408, 413, 422, 503), dependencies=KEY)
+    @app.post(
+        "/v1/judge", responses=documented(400, 401, 403, 408, 413, 422, 503), dependencies=KEY
+    )
     async def judge(body: JudgeBody) -> JudgeResponse:
         items = body.items if isinstance(body, JudgeRequest) else (body,)
         if len(items) > limits.items:
-            raise HTTPException(422, f"{len(items)} items, {limits.items} are allowed in one request")
+            raise HTTPException(
+                422, f"{len(items)} items, {limits.items} are allowed in one request"
+            )
         return JudgeResponse(results=tuple(await service.judge(items)))
 
     @app.post(
-        "/v1/chat/completions", responses=documented(400, 401, 403, 404, 408, 413, 422, 429, 503), dependencies=KEY,
+        "/v1/chat/completions",
+        responses=documented(400, 401, 403, 404, 408, 413, 422, 429, 503),
+        dependencies=KEY,
         response_model=dict[str, Any],
-    )  # fmt: skip
+    )
     async def chat(body: CompletionRequest) -> Response:
         if service.chat is None:
-            return problem(404, "no_model", f"the backend {service.grader.label} has no language model; POST /v1/judge works")
+            return problem(
+                404,
+                "no_model",
+                f"the backend {service.grader.label} has no language model; POST /v1/judge works",
+            )
         asked = body.model_dump(exclude_none=True) | {"model": service.chat.name}
-        tokens = asked.pop("max_completion_tokens", None) or asked.get("max_tokens") or limits.chat_tokens
+        tokens = (
+            asked.pop("max_completion_tokens", None)
+            or asked.get("max_tokens")
+            or limits.chat_tokens
+        )
         asked["max_tokens"] = min(tokens, limits.chat_tokens)
         status, answer, retry_after = await service.complete(service.chat, asked)
         if status in (200, 400, 422, 429):

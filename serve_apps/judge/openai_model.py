@@ -1,4 +1,6 @@
-"""A model behind an OpenAI-compatible URL: verdicts in a schema, and chat completions passed through."""
+"""A model behind an OpenAI-compatible URL: verdicts in a schema, and chat completions passed
+through.
+"""
 
 import asyncio
 import json
@@ -18,16 +20,22 @@ from rayloop.serve_apps.settings import OpenAIBackendSettings
 TOP = 5
 """Alternatives of each token that the server is asked to return."""
 _TOO_LONG = re.compile(
-    r"context_length_exceeded|(maximum|max) (context|model|sequence)[ _]?len|context (length|window|size)"
+    r"context_length_exceeded|(maximum|max) (context|model|sequence)[ _]?len|context"
+    r" (length|window|size)"
     r"|longer than the (maximum )?(model|context)|too (long|many tokens)|max_model_len",
     re.IGNORECASE,
 )
-"""Messages for a prompt that does not fit: OpenAI's code, and the texts of vLLM, SGLang, llama.cpp and TGI."""
+"""Messages for a prompt that does not fit: OpenAI's code, and the texts of vLLM, SGLang, llama.cpp
+and TGI.
+"""
 _VALUE = re.compile(r'"verdict"\s*:\s*"')
 
 
 class ChatAnswer(NamedTuple):
-    """HTTP status and JSON body, both in OpenAI's form. ``retry_after``: the header of this name, "" without it."""
+    """HTTP status and JSON body, both in OpenAI's form.
+
+    ``retry_after``: the header of this name, "" without it.
+    """
 
     status: int
     body: Any
@@ -35,10 +43,15 @@ class ChatAnswer(NamedTuple):
 
 
 class CompletionModel(ABC):
-    """A ``rayloop.judge.grader.ChatModel`` over chat completions. ``extra`` are further keys of a request for a verdict; ``about``
-    is all that a verdict depends on besides the model's name."""
+    """A ``rayloop.judge.grader.ChatModel`` over chat completions.
 
-    def __init__(self, name: str, max_tokens: int, extra: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+    ``extra`` are further keys of a request for a verdict; ``about`` is all that a verdict depends
+    on besides the model's name.
+    """
+
+    def __init__(
+        self, name: str, max_tokens: int, extra: Mapping[str, Any], about: Mapping[str, Any]
+    ) -> None:
         self.name = name
         sampling = {"temperature": 0, "seed": 0, "max_tokens": max_tokens}
         self.settings: Mapping[str, Any] = {**sampling, **about}
@@ -59,11 +72,21 @@ class CompletionModel(ABC):
     async def close(self) -> None:
         """Free the engine or the connections."""
 
-    async def reply(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any]) -> Reply:
-        """The model's reply to a request for a verdict, without retries. Raises like ``complete``, DataFailure for a too long
-        prompt, and InfrastructureFailure for another refusal and a cut reply: the judge's configuration causes those."""
-        form = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
-        status, answer, _ = await self.complete({"model": self.name, "messages": messages, "response_format": form, **self._keys})
+    async def reply(
+        self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any]
+    ) -> Reply:
+        """The model's reply to a request for a verdict, without retries.
+
+        Raises like ``complete``, DataFailure for a too long prompt, and InfrastructureFailure for
+        another refusal and a cut reply: the judge's configuration causes those.
+        """
+        form = {
+            "type": "json_schema",
+            "json_schema": {"name": "verdict", "strict": True, "schema": schema},
+        }
+        status, answer, _ = await self.complete(
+            {"model": self.name, "messages": messages, "response_format": form, **self._keys}
+        )
         if status in (400, 413, 422) and _TOO_LONG.search(json.dumps(answer)):
             raise DataFailure(self.name, f"refused with {status}: {str(answer)[:200]}")
         if status != 200:
@@ -71,21 +94,44 @@ class CompletionModel(ABC):
         try:
             choice = answer["choices"][0]
             if choice.get("finish_reason") == "length":
-                raise InfrastructureFailure(f"{self.name}: the reply was cut off after max_tokens {self._keys['max_tokens']}")
+                raise InfrastructureFailure(
+                    f"{self.name}: the reply was cut off after max_tokens"
+                    f" {self._keys['max_tokens']}"
+                )
             text = choice["message"]["content"] or ""
-            if isinstance(text, list):  # Mistral's form: the model's thoughts are parts of another type
+            if isinstance(
+                text, list
+            ):  # Mistral's form: the model's thoughts are parts of another type
                 text = "".join(part["text"] for part in text if part["type"] == "text")
-            return Reply(str(text), correct_probability((choice.get("logprobs") or {}).get("content") or ()))
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            raise InfrastructureFailure(f"{self.name}: no chat completion: {str(answer)[:200]}") from error
+            return Reply(
+                str(text), correct_probability((choice.get("logprobs") or {}).get("content") or ())
+            )
+        except (
+            KeyError,
+            IndexError,
+            TypeError,
+            AttributeError,
+            ValueError,
+            RecursionError,
+        ) as error:
+            raise InfrastructureFailure(
+                f"{self.name}: no chat completion: {str(answer)[:200]}"
+            ) from error
 
 
 class OpenAIModel(CompletionModel):
     """A model on a server that speaks OpenAI's API. Its errors name the URL."""
 
-    def __init__(self, settings: OpenAIBackendSettings, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(
+        self, settings: OpenAIBackendSettings, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
         extra = {"logprobs": True, "top_logprobs": TOP} if settings.logprobs else {}
-        super().__init__(settings.model, settings.max_tokens, extra, {"url": settings.url, "logprobs": settings.logprobs})
+        super().__init__(
+            settings.model,
+            settings.max_tokens,
+            extra,
+            {"url": settings.url, "logprobs": settings.logprobs},
+        )
         key = read_key(settings.key_file)
         self._client = httpx.AsyncClient(
             base_url=settings.url.rstrip("/") + "/",
@@ -105,27 +151,39 @@ class OpenAIModel(CompletionModel):
             async with asyncio.timeout(self._timeout):
                 await self._slots.acquire()
         except TimeoutError as error:
-            raise DeadlineExceeded(f"{self._client.base_url}: no free slot within {self._timeout:g} s") from error
+            raise DeadlineExceeded(
+                f"{self._client.base_url}: no free slot within {self._timeout:g} s"
+            ) from error
         try:
             answer = await self._client.post("chat/completions", json=body)
-            return ChatAnswer(answer.status_code, answer.json(), answer.headers.get("retry-after", ""))
+            return ChatAnswer(
+                answer.status_code, answer.json(), answer.headers.get("retry-after", "")
+            )
         except httpx.TimeoutException as error:
             raise DeadlineExceeded(f"{self._client.base_url}: {type(error).__name__}") from error
         except (httpx.HTTPError, ValueError, RecursionError) as error:
-            raise InfrastructureFailure(f"{self._client.base_url}: {type(error).__name__}: {error}") from error
+            raise InfrastructureFailure(
+                f"{self._client.base_url}: {type(error).__name__}: {error}"
+            ) from error
         finally:
             self._slots.release()
 
     async def identity(self) -> Mapping[str, Any]:
-        """The model's entry in the server's list of models, without ``created``; {} for a server without such a list."""
+        """The model's entry in the server's list of models, without ``created``; {} for a server
+        without such a list.
+        """
         try:
             answer = await self._client.get("models")
         except httpx.HTTPError as error:
-            raise InfrastructureFailure(f"{self._client.base_url}models: {type(error).__name__}: {error}") from error
+            raise InfrastructureFailure(
+                f"{self._client.base_url}models: {type(error).__name__}: {error}"
+            ) from error
         except ValueError:
             return {}
         if answer.status_code == 429 or answer.status_code >= 500:
-            raise InfrastructureFailure(f"{self._client.base_url}models answered {answer.status_code}")
+            raise InfrastructureFailure(
+                f"{self._client.base_url}models answered {answer.status_code}"
+            )
         try:
             (card,) = [card for card in answer.json()["data"] if card["id"] == self.name]
             return {key: card.get(key) for key in ("root", "parent", "owned_by", "max_model_len")}
@@ -138,8 +196,10 @@ class OpenAIModel(CompletionModel):
 
 
 def correct_probability(tokens: Sequence[Mapping[str, Any]]) -> float | None:
-    """P(correct) / (P(correct) + P(incorrect)) at the first token of the verdict's value; None when neither word is there.
-    ``tokens`` are OpenAI's ``logprobs.content``. A token counts for the word that it begins."""
+    """P(correct) / (P(correct) + P(incorrect)) at the first token of the verdict's value; None when
+    neither word is there. ``tokens`` are OpenAI's ``logprobs.content``. A token counts for the word
+    that it begins.
+    """
     text = "".join(token["token"] for token in tokens)
     if (found := _VALUE.search(text)) is None:
         return None
@@ -156,6 +216,8 @@ def correct_probability(tokens: Sequence[Mapping[str, Any]]) -> float | None:
         beginning = option["token"][skip:]
         for word in sums:
             if beginning and (word.startswith(beginning) or beginning.startswith(f'{word}"')):
-                sums[word] += math.exp(min(option["logprob"], 0.0))  # a log-probability; some servers round above 0
+                sums[word] += math.exp(
+                    min(option["logprob"], 0.0)
+                )  # a log-probability; some servers round above 0
     total = sum(sums.values())
     return sums["correct"] / total if total > 0 else None

@@ -19,12 +19,20 @@ class VllmModel(CompletionModel):
     """A model in an engine of this replica, which takes the replica's GPUs."""
 
     def __init__(self, settings: VllmBackendSettings) -> None:
-        about = {**settings.engine.model_dump(include={"dtype", "extra"}), "max_tokens": settings.max_tokens}
-        super().__init__(settings.model, settings.max_tokens, {"logprobs": True, "top_logprobs": TOP}, about)
+        about = {
+            **settings.engine.model_dump(include={"dtype", "extra"}),
+            "max_tokens": settings.max_tokens,
+        }
+        super().__init__(
+            settings.model, settings.max_tokens, {"logprobs": True, "top_logprobs": TOP}, about
+        )
         model = resolve(settings.model, settings.revision, weights=True, key="backend.model")
-        # The engine's scratch folder lies within Ray's own and goes with it: a replica that is killed cannot remove anything.
+        # The engine's scratch folder lies within Ray's own and goes with it: a replica that is
+        # killed cannot remove anything.
         scratch = tempfile.mkdtemp(prefix="judge-", dir=ray.get_runtime_context().get_temp_dir())
-        self._engine = VllmChat(str(model.folder), settings.engine.placed(settings.gpus, None), scratch, settings.model)
+        self._engine = VllmChat(
+            str(model.folder), settings.engine.placed(settings.gpus, None), scratch, settings.model
+        )
         self._identity = model.identity() | versions()
         self._timeout = settings.timeout
 
@@ -39,7 +47,10 @@ class VllmModel(CompletionModel):
             return ChatAnswer(200, await bounded(self._timeout, self._engine.complete(body), late))
         except RequestRefused as error:
             code = "context_length_exceeded" if isinstance(error, TooLong) else "refused"
-            return ChatAnswer(400, {"error": {"message": str(error), "type": "invalid_request_error", "code": code}})
+            return ChatAnswer(
+                400,
+                {"error": {"message": str(error), "type": "invalid_request_error", "code": code}},
+            )
 
     def alive(self) -> None:
         """Raises InfrastructureFailure when the engine is dead."""

@@ -1,4 +1,6 @@
-"""The policy of a live run on Ray Serve, for ``python -m rayloop policy serve`` (docs/policy_endpoint.md)."""
+"""The policy of a live run on Ray Serve, for ``python -m rayloop policy serve``
+(docs/policy_endpoint.md).
+"""
 
 from typing import Any
 
@@ -28,13 +30,22 @@ class PolicyReplica:
 def app(settings: PolicyEndpointSettings) -> Application:
     """The application that Ray Serve runs. Raises ConfigError without a key."""
     return deployed(
-        "Policy", PolicyReplica, settings, what="the policy endpoint", ray_actor_options={"num_cpus": 0}, num_replicas=1,
-        max_ongoing_requests=2 * settings.limits.held, max_queued_requests=settings.limits.queued, graceful_shutdown_timeout_s=5,
-    )  # fmt: skip
+        "Policy",
+        PolicyReplica,
+        settings,
+        what="the policy endpoint",
+        ray_actor_options={"num_cpus": 0},
+        num_replicas=1,
+        max_ongoing_requests=2 * settings.limits.held,
+        max_queued_requests=settings.limits.queued,
+        graceful_shutdown_timeout_s=5,
+    )
 
 
 def web(service: PolicyService, key: str) -> FastAPI:
     """The application. ``key`` "" admits everybody."""
-    app = application("rayloop policy", service, key, service.settings.limits, "the policy endpoint", invalid=400)
+    app = application(
+        "rayloop policy", service, key, service.settings.limits, "the policy endpoint", invalid=400
+    )
     add_routes(app, lambda request: service)
     return app

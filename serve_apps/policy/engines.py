@@ -1,4 +1,6 @@
-"""The live rollout actors of a run, found by their names, and requests to them that survive the loss of one."""
+"""The live rollout actors of a run, found by their names, and requests to them that survive the
+loss of one.
+"""
 
 import asyncio
 import logging
@@ -25,12 +27,16 @@ ROLE = "rollout-"
 LOOK = 1.0
 """Seconds between two searches for engines."""
 HEALTH = 10.0
-"""Seconds within which an engine must report its health; one that does not gets no requests, and is asked again."""
+"""Seconds within which an engine must report its health; one that does not gets no requests, and is
+asked again.
+"""
 
 
 @dataclass
 class FoundEngine:
-    """One engine: a ``number`` that is never used again, its handle, its weights, and the number of our requests to it."""
+    """One engine: a ``number`` that is never used again, its handle, its weights, and the number of
+    our requests to it.
+    """
 
     number: int
     handle: Handle[RolloutActor]
@@ -64,22 +70,35 @@ class Engines:
     @property
     def serving(self) -> list[FoundEngine]:
         """The engines that serve weights; one that is being started or loaded does not."""
-        return [engine for engine in self._found.values() if engine.version is not None and not engine.silent]
+        return [
+            engine
+            for engine in self._found.values()
+            if engine.version is not None and not engine.silent
+        ]
 
     @property
     def version(self) -> Version | None:
         """The newest weights that an engine serves."""
-        return max((engine.version for engine in self.serving if engine.version is not None), default=None)
+        return max(
+            (engine.version for engine in self.serving if engine.version is not None), default=None
+        )
 
-    async def sample(self, prompt: TokenPrompt, seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
-        """One answer for each seed, from another engine after a loss. Waits for an engine. Raises the engine's errors."""
+    async def sample(
+        self, prompt: TokenPrompt, seeds: Sequence[int], sampling: Sampling
+    ) -> list[Completion]:
+        """One answer for each seed, from another engine after a loss.
+
+        Waits for an engine. Raises the engine's errors.
+        """
         answers: dict[int, Completion] = {}
         # Equal seeds give equal answers, so each is asked for once.
         while missing := [seed for seed in dict.fromkeys(seeds) if seed not in answers]:
             engine = await self._free()
             engine.asked += 1
             try:
-                for seed, answer in zip(missing, await self._ask(engine, prompt, missing, sampling), strict=True):
+                for seed, answer in zip(
+                    missing, await self._ask(engine, prompt, missing, sampling), strict=True
+                ):
                     if isinstance(answer, Completion):
                         answers[seed] = answer
                     elif not is_lost(answer):
@@ -123,11 +142,15 @@ class Engines:
                     del self._found[gone]
                 for new in names - self._found.keys():
                     self._numbers += 1
-                    self._found[new] = FoundEngine(self._numbers, ray.get_actor(new, namespace=self._namespace))
+                    self._found[new] = FoundEngine(
+                        self._numbers, ray.get_actor(new, namespace=self._namespace)
+                    )
                 if not names:
                     self.why = "the run has no engine: it is starting, or has ended"
                 await asyncio.gather(*map(self._ask_health, list(self._found.values())))
-            except Exception as error:  # whatever is wrong with the cluster, the next look may find it well
+            except (
+                Exception
+            ) as error:  # whatever is wrong with the cluster, the next look may find it well
                 self.why = f"{type(error).__name__}: {brief(error)}"
             if self.serving:
                 self.why = ""
@@ -135,7 +158,11 @@ class Engines:
             await asyncio.sleep(LOOK)
 
     def _names(self) -> set[str]:
-        ours = (actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == self._namespace)
+        ours = (
+            actor["name"]
+            for actor in ray.util.list_named_actors(all_namespaces=True)
+            if actor["namespace"] == self._namespace
+        )
         return {name for name in ours if name.startswith(ROLE)}
 
     async def _ask_health(self, engine: FoundEngine) -> None:

@@ -1,4 +1,6 @@
-"""The policy endpoint between HTTP and the run's engines: a chat becomes tokens, sampled tokens become chat completions."""
+"""The policy endpoint between HTTP and the run's engines: a chat becomes tokens, sampled tokens
+become chat completions.
+"""
 
 import secrets
 from collections.abc import AsyncIterator
@@ -19,21 +21,32 @@ from rayloop.serve_apps.settings import PolicyEndpointSettings
 from rayloop.web import RequestMetrics
 
 GREEDY_BELOW = 1e-5
-"""A temperature below this is greedy, as in vLLM: logits that are divided by less leave the range of float32."""
+"""A temperature below this is greedy, as in vLLM: logits that are divided by less leave the range
+of float32.
+"""
 
 
 class PolicyService:
-    """Answers chats with the run's engines, within the limits. Inside ``running`` it keeps looking for engines."""
+    """Answers chats with the run's engines, within the limits.
+
+    Inside ``running`` it keeps looking for engines.
+    """
 
     def __init__(self, settings: PolicyEndpointSettings, engines: Engines) -> None:
         self.settings, self.engines = settings, engines
         self.renderer = Renderer(settings.model)
         self.chats = Chats(settings.run, self.renderer, settings.limits.history)
-        self._metrics = metrics = RequestMetrics("policy", {"run": settings.run}, "answers", settings.limits.held)
-        self._prompted: Counter = metrics.one(Counter, "prompt_tokens", "Tokens of prompts, each prompt once.")
+        self._metrics = metrics = RequestMetrics(
+            "policy", {"run": settings.run}, "answers", settings.limits.held
+        )
+        self._prompted: Counter = metrics.one(
+            Counter, "prompt_tokens", "Tokens of prompts, each prompt once."
+        )
         self._sampled: Counter = metrics.one(Counter, "sampled_tokens", "Tokens of answers.")
         self._serving: Gauge = metrics.one(Gauge, "engines", "Engines that serve weights.")
-        self._step: Gauge = metrics.one(Gauge, "weight_step", "The step of the newest weights that an engine serves; -1: none.")
+        self._step: Gauge = metrics.one(
+            Gauge, "weight_step", "The step of the newest weights that an engine serves; -1: none."
+        )
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -43,7 +56,11 @@ class PolicyService:
 
     def failing(self) -> dict[str, str]:
         """Each of engines and queue that fails, and why; empty when the endpoint can answer."""
-        return {name: why for name, why in (("engines", self.engines.why), ("queue", self._metrics.full())) if why}
+        return {
+            name: why
+            for name, why in (("engines", self.engines.why), ("queue", self._metrics.full()))
+            if why
+        }
 
     def scrape(self) -> bytes:
         """The metrics in Prometheus' text format."""
@@ -55,20 +72,32 @@ class PolicyService:
     def model(self) -> dict[str, Any]:
         """The one entry of ``/v1/models``."""
         s, version = self.settings, self.engines.version
-        more = {"root": s.model.path, "max_model_len": s.tokens, "weight_version": None if version is None else str(version)}
+        more = {
+            "root": s.model.path,
+            "max_model_len": s.tokens,
+            "weight_version": None if version is None else str(version),
+        }
         return self.chats.model() | more
 
     async def chat(self, asked: ChatRequest) -> dict[str, Any]:
-        """A chat completion. Raises DataFailure, OverLongPrompt, Overloaded, DeadlineExceeded, InfrastructureFailure."""
+        """A chat completion.
+
+        Raises DataFailure, OverLongPrompt, Overloaded, DeadlineExceeded, InfrastructureFailure.
+        """
         limits = self.settings.limits
-        late = DeadlineExceeded(f"no answer within limits.seconds ({limits.seconds:g} s): {self.engines.why or 'busy'}")
+        late = DeadlineExceeded(
+            f"no answer within limits.seconds ({limits.seconds:g} s): {self.engines.why or 'busy'}"
+        )
         with self._metrics.request("chat"):
             for key, value in asked.distribution.items():
                 raise DataFailure(key, f"{value!r} is not supported, only {DISTRIBUTION[key][0]!r}")
             if (asked.n or 1) > limits.choices:
                 raise DataFailure("n", f"{asked.n} answers, limits.choices allows {limits.choices}")
             if (images := images_of(asked.messages)) > self.settings.images:
-                raise DataFailure("messages", f"{images} images, the run's episodes have at most {self.settings.images}")
+                raise DataFailure(
+                    "messages",
+                    f"{images} images, the run's episodes have at most {self.settings.images}",
+                )
             with self._metrics.holding(asked.n or 1):
                 return await bounded(limits.seconds, self._chat(asked), late)
 
@@ -89,7 +118,10 @@ class PolicyService:
         return answer
 
     def _sampling(self, asked: ChatRequest, room: int) -> Sampling:
-        """The request's sampling; what it leaves out is the run's. ``room``: tokens that are left for the answer."""
+        """The request's sampling; what it leaves out is the run's.
+
+        ``room``: tokens that are left for the answer.
+        """
         s = self.settings
         most = min(asked.max_completion_tokens or asked.max_tokens or s.max_tokens, room)
         least = min(s.min_tokens if asked.min_tokens is None else asked.min_tokens, most)

@@ -1,4 +1,6 @@
-"""What the environments of published packages are played with: an episode whose policy says what a test wants, and a step."""
+"""What the environments of published packages are played with: an episode whose policy says what a
+test wants, and a step.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,23 @@ RESULT = {"use": "rayloop.rewards.environment_result:EnvironmentResult"}
 SAMPLING = Sampling(max_tokens=256)
 
 
-def played(given: Mapping[str, Any], row: Mapping[str, Any], says: Callable[[str], str], max_turns: int = 8) -> Trajectory:
+def played(
+    given: Mapping[str, Any], row: Mapping[str, Any], says: Callable[[str], str], max_turns: int = 8
+) -> Trajectory:
     """One episode of the environment; ``says`` gets the text of all that the policy sees."""
     limits = episode_settings(given, max_turns=max_turns, step_timeout=120)
-    return play_one(asked(row), lambda prompt: says(RENDERER.decode(prompt.token_ids)), limits, SAMPLING)
+    return play_one(
+        asked(row), lambda prompt: says(RENDERER.decode(prompt.token_ids)), limits, SAMPLING
+    )
 
 
-def hostile_played(given: Mapping[str, Any], row: Mapping[str, Any], texts: Sequence[str], max_turns: int = 8) -> list[Paid]:
+def hostile_played(
+    given: Mapping[str, Any], row: Mapping[str, Any], texts: Sequence[str], max_turns: int = 8
+) -> list[Paid]:
     """Episodes of the environment in which the policy says ``texts``; each of them has a reward."""
-    return all_scored(asked(row), texts, episode_settings(given, max_turns=max_turns, step_timeout=120), SAMPLING)
+    return all_scored(
+        asked(row), texts, episode_settings(given, max_turns=max_turns, step_timeout=120), SAMPLING
+    )
 
 
 def asked(row: Mapping[str, Any]) -> Task:
@@ -79,8 +89,15 @@ def train(tmp_path: Path) -> Train:
     def made(model: Path, rows: list[dict[str, Any]], **changes: Any) -> Run:
         data = tmp_path / "rows.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        before = {"data": {"train": str(data)}, "steps": 1, "reward": {"source": RESULT}, "recovery": {}}
-        before |= {"algorithm": {"group_size": 4, "groups_per_step": 2, "filtering": {"filters": []}}}
+        before = {
+            "data": {"train": str(data)},
+            "steps": 1,
+            "reward": {"source": RESULT},
+            "recovery": {},
+        }
+        before |= {
+            "algorithm": {"group_size": 4, "groups_per_step": 2, "filtering": {"filters": []}}
+        }
         run = finished(settings(tmp_path, model, **{**before, **changes}))
         (step,) = run.metrics
         assert step["rollout/trained"] == 8, step

@@ -1,4 +1,6 @@
-"""A server of the published ``openenv`` that counts to three, with a picture. It has an environment of its own.
+"""A server of the published ``openenv`` that counts to three, with a picture.
+
+It has an environment of its own.
 
 Arguments: number of sessions, port.
 """
@@ -34,7 +36,9 @@ class Counting(Environment):
         file = io.BytesIO()
         Image.new("RGB", (56, 28), (self.count * 60, 80, 120)).save(file, "PNG")
         picture = base64.b64encode(file.getvalue()).decode()
-        return Count(text=f"the count is {self.count}", screenshot=picture, reward=reward, done=done)
+        return Count(
+            text=f"the count is {self.count}", screenshot=picture, reward=reward, done=done
+        )
 
     def reset(self, seed=None, episode_id=None, **kwargs):
         self.count = 0

@@ -1,4 +1,6 @@
-"""Gymnasium and OpenEnv at their edges: toys, and a server that speaks OpenEnv's protocol and fails as it is asked to."""
+"""Gymnasium and OpenEnv at their edges: toys, and a server that speaks OpenEnv's protocol and fails
+as it is asked to.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ def shown(result: StepResult) -> tuple[str, list[tuple[int, int]]]:
     return "".join(texts), [decode(image.data or b"").size for image in message.images]
 
 
-# Gymnasium ---------------------------------------------------------------------------------------------------------
+# Gymnasium
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_rendered_environment_is_played_with_pictures_and_numbers() -> None:
@@ -49,7 +52,9 @@ def describe(observed: Any, info: Any) -> str:
 
 
 def toy(**changes: Any) -> Gymnasium:
-    return Gymnasium(GymSettings(id="FrozenLake-v1", image="none", describe=f"{__name__}:describe", **changes))
+    return Gymnasium(
+        GymSettings(id="FrozenLake-v1", image="none", describe=f"{__name__}:describe", **changes)
+    )
 
 
 def test_texts_are_actions_and_a_text_that_is_none_gets_a_reason() -> None:
@@ -82,10 +87,14 @@ def test_a_seed_repeats_an_episode_and_truncation_ends_it() -> None:
         toy().reset(Task("two", TASK.messages, extra={"seed": "x"}))
 
 
-def test_what_is_missing_or_wrong_is_said_before_anything_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_or_wrong_is_said_before_anything_is_played(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(ValidationError, match="a function is named module:name"):
         GymSettings(id="CartPole-v1", act="nowhere:at_all")
-    with pytest.raises(ValidationError, match="the package no_such is not installed: pip install no_such"):
+    with pytest.raises(
+        ValidationError, match="the package no_such is not installed: pip install no_such"
+    ):
         GymSettings(id="CartPole-v1", imports=("no_such.games",))
     for settings, extra, given in (
         (GymSettings, "gymnasium", {"id": "CartPole-v1"}),
@@ -93,14 +102,22 @@ def test_what_is_missing_or_wrong_is_said_before_anything_is_played(monkeypatch:
         (OpenEnvSettings, "openenv", {"url": "http://h"}),
     ):
         monkeypatch.setattr("rayloop.envs.adapters.packages.find_spec", lambda name: None)
-        with pytest.raises(ValidationError, match=rf"is not installed: pip install \"rayloop\[{extra}\]\""):
+        with pytest.raises(
+            ValidationError, match=rf"is not installed: pip install \"rayloop\[{extra}\]\""
+        ):
             settings.model_validate(given)
-    for wrong in (np.zeros((2, 2, 4), np.uint8), np.zeros((2, 2, 3)), np.full((2, 2), 300), np.zeros((0, 2), np.uint8)):
+    for wrong in (
+        np.zeros((2, 2, 4), np.uint8),
+        np.zeros((2, 2, 3)),
+        np.full((2, 2), 300),
+        np.zeros((0, 2), np.uint8),
+    ):
         with pytest.raises(ValueError, match="no picture"):
             picture(wrong)
 
 
-# OpenEnv -----------------------------------------------------------------------------------------------------------
+# OpenEnv
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("error::DeprecationWarning")
@@ -166,4 +183,6 @@ def test_failures_of_the_server_are_never_the_policys(fault: str) -> None:
 
 
 def test_an_image_source_is_what_the_seam_knows() -> None:
-    assert picture(np.zeros((4, 6, 1), np.int64)) == ImageSource(data=picture(np.zeros((4, 6), np.uint8)).data)
+    assert picture(np.zeros((4, 6, 1), np.int64)) == ImageSource(
+        data=picture(np.zeros((4, 6), np.uint8)).data
+    )

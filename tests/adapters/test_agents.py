@@ -1,4 +1,6 @@
-"""Agents of published frameworks, in a Python that has them, against hostile turns: whatever the policy writes, they are scored."""
+"""Agents of published frameworks, in a Python that has them, against hostile turns: whatever the
+policy writes, they are scored.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ PYTHON = ROOT / ".venv-agents/bin/python"
 pytestmark = [
     pytest.mark.adapters,
     pytest.mark.timeout(280),
-    pytest.mark.skipif(not PYTHON.exists(), reason="the frameworks are not installed here (make test-adapters installs them)"),
+    pytest.mark.skipif(
+        not PYTHON.exists(),
+        reason="the frameworks are not installed here (make test-adapters installs them)",
+    ),
 ]
 LANGCHAIN = """
 from langchain.agents import create_agent
@@ -63,8 +68,10 @@ FRAMEWORKS = {
     "pydantic-ai": (PYDANTIC_AI, ["pydantic_ai.models.openai"]),
 }
 SCHEMA: dict[str, Any] = {
-    "type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}, "required": ["a", "b"],
-}  # fmt: skip
+    "type": "object",
+    "properties": {"a": {"type": "number"}, "b": {"type": "number"}},
+    "required": ["a", "b"],
+}
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

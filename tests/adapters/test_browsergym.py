@@ -1,4 +1,6 @@
-"""BrowserGym's MiniWoB++ tasks, in the Python that has the package: what pays, what is no action, what fails, and a step."""
+"""BrowserGym's MiniWoB++ tasks, in the Python that has the package: what pays, what is no action,
+what fails, and a step.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ PYTHON = ROOT / ".venv-browsergym/bin/python"
 pytestmark = [
     pytest.mark.adapters,
     pytest.mark.timeout(280),
-    pytest.mark.skipif(not PYTHON.exists(), reason="browsergym is not installed here (make test-adapters installs it)"),
+    pytest.mark.skipif(
+        not PYTHON.exists(),
+        reason="browsergym is not installed here (make test-adapters installs it)",
+    ),
     needs("chromium-headless-shell"),
 ]
 
@@ -82,7 +87,10 @@ def test_the_page_pays(seed: int) -> None:
 
 
 def test_a_screenshot_is_shown_and_a_wrong_click_pays_nothing() -> None:
-    right, wrong = (played(kind(), row("click-test-2", see="screenshot axtree"), button(name)) for name in ("ONE", "TWO"))
+    right, wrong = (
+        played(kind(), row("click-test-2", see="screenshot axtree"), button(name))
+        for name in ("ONE", "TWO")
+    )
     assert (right.env_result, wrong.env_result) == (1.0, 0.0)
     (image,) = [image for turn in right.turns for image in turn.images]
     assert (image.width, image.height) == (498, 321), "332 x 214, half as large again"
@@ -91,7 +99,10 @@ def test_a_screenshot_is_shown_and_a_wrong_click_pays_nothing() -> None:
 @pytest.mark.parametrize(("success_at", "paid"), [({}, 1), ({"success_at": None}, 3)])
 def test_one_of_three_cards_is_the_greatest(success_at: dict[str, Any], paid: int) -> None:
     """The page gives .1 for a wrong card, and BrowserGym makes 1 of every reward above 0."""
-    results = [played(kind(), row("find-greatest", steps=4, **success_at), chooses_card(number)).env_result for number in range(3)]
+    results = [
+        played(kind(), row("find-greatest", steps=4, **success_at), chooses_card(number)).env_result
+        for number in range(3)
+    ]
     assert results.count(1.0) == paid
     assert results.count(0.0) == 3 - paid
 
@@ -130,7 +141,10 @@ def test_what_is_no_action_is_answered_and_never_run(tmp_path: Path) -> None:
         return left.pop(0) if left else button("Click Me!")(text)
 
     made = played(kind(), row(), says)
-    assert (made.env_result, [turn.sampled for turn in made.turns].count(True)) == (1.0, len(wrong) + 1)
+    assert (made.env_result, [turn.sampled for turn in made.turns].count(True)) == (
+        1.0,
+        len(wrong) + 1,
+    )
     assert seen[-1].count("user\nError: ") == len(wrong)
     assert "Invalid action type 'noop'" in seen[-1]
     assert "Received an empty action" in seen[-1]
@@ -152,7 +166,9 @@ def test_hostile_answers_are_scored() -> None:
 def test_a_browser_that_dies_is_never_a_reward(part: str) -> None:
     def says(seen: str) -> str:
         for one, line in lines(browsers()):
-            kinds = [word.removeprefix("--type=") for word in line if word.startswith("--type=")] or ["browser"]
+            kinds = [
+                word.removeprefix("--type=") for word in line if word.startswith("--type=")
+            ] or ["browser"]
             if line[0] != "/bin/sh" and kinds == [part]:
                 one.kill()
         return button("Click Me!")(seen)
@@ -180,7 +196,10 @@ def test_an_agent_that_must_end_takes_its_browser_along() -> None:
 
 @pytest.mark.parametrize("preload", [["browsergym.miniwob"], []])
 def test_a_python_without_the_package_is_named_with_what_to_do(preload: list[str]) -> None:
-    say = f"No module named 'browsergym'.*: {sys.executable} -m pip install browsergym-miniwob miniwob openai\n"
+    say = (
+        f"No module named 'browsergym'.*: {sys.executable} -m pip install browsergym-miniwob"
+        " miniwob openai\n"
+    )
     with pytest.raises(EnvironmentFailed, match=say):
         played(kind(python=sys.executable, preload=preload), row(), button("Click Me!"))
 
@@ -188,7 +207,10 @@ def test_a_python_without_the_package_is_named_with_what_to_do(preload: list[str
 def test_a_step_is_trained(picture_model: Path, train: Train) -> None:
     run = train(
         picture_model,
-        [{"prompt": "Look.", "task": "miniwob.click-test", "seed": seed, "steps": 2} for seed in range(4)],
+        [
+            {"prompt": "Look.", "task": "miniwob.click-test", "seed": seed, "steps": 2}
+            for seed in range(4)
+        ],
         data__reader={"use": "rayloop.data.dataset:ChatRows"},
         environment={"episodes_at_once": 2, "episode": {"environment": kind(), "max_turns": 2}},
     )

@@ -34,8 +34,12 @@ def kind(settings: dict[str, Any]) -> dict[str, Any]:
     return {"use": "rayloop.envs.adapters.gymnasium:Gymnasium", "with": settings}
 
 
-@pytest.mark.parametrize(("settings", "size"), [(ATARI, (160, 210)), (GRID, (70, 70))], ids=["atari", "minigrid"])
-def test_five_episodes_are_played_with_pictures(settings: dict[str, Any], size: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("settings", "size"), [(ATARI, (160, 210)), (GRID, (70, 70))], ids=["atari", "minigrid"]
+)
+def test_five_episodes_are_played_with_pictures(
+    settings: dict[str, Any], size: tuple[int, int]
+) -> None:
     for seed in range(5):
         made = Component(**kind(settings)).build()
         first = made.reset(Task("t", (Message("user", ("Play.",)),), extra={"seed": seed}))
@@ -56,8 +60,13 @@ def test_the_goal_of_the_grid_pays() -> None:
 
 
 def test_a_vector_environment_is_refused_with_what_to_do() -> None:
-    for id_, options in (("CartPole-v1", {"num_envs": 2}), ("CartPole-v1", {"vectorization_mode": "sync"})):
-        with pytest.raises(ValidationError, match=r"of vector environments, .*algorithm\.group_size"):
+    for id_, options in (
+        ("CartPole-v1", {"num_envs": 2}),
+        ("CartPole-v1", {"vectorization_mode": "sync"}),
+    ):
+        with pytest.raises(
+            ValidationError, match=r"of vector environments, .*algorithm\.group_size"
+        ):
             Component(**kind({"id": id_, "options": options})).options()
 
 

@@ -1,4 +1,6 @@
-"""Tools of a real MCP server: offered, called, failing and lost, over a pipe and over HTTP; and a step."""
+"""Tools of a real MCP server: offered, called, failing and lost, over a pipe and over HTTP; and a
+step.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ TASK = Task("one", (Message("user", ("Play.",)),))
 
 
 def kind(**server: Any) -> dict[str, Any]:
-    return {"use": "rayloop.envs.adapters.mcp:McpTools", "with": {"servers": [server or SERVER], "describe": "prompt"}}
+    return {
+        "use": "rayloop.envs.adapters.mcp:McpTools",
+        "with": {"servers": [server or SERVER], "describe": "prompt"},
+    }
 
 
 def shown(result: StepResult) -> tuple[str, list[tuple[int, int]]]:
@@ -65,7 +70,10 @@ def test_tools_of_a_server_are_offered_called_and_end_with_the_episode() -> None
     offered = {schema["function"]["name"]: schema["function"] for schema in schemas(made)}
     assert list(offered) == ["zoom", "fail", "rest", "leave"]
     assert offered["zoom"]["parameters"]["required"] == ["box"]
-    assert shown(made.step(call("zoom", box=[0, 0, 1, 1], factor=3))) == ("zoomed [0.0, 0.0, 1.0, 1.0]", [(90, 20)])
+    assert shown(made.step(call("zoom", box=[0, 0, 1, 1], factor=3))) == (
+        "zoomed [0.0, 0.0, 1.0, 1.0]",
+        [(90, 20)],
+    )
     refused = made.step(call("zoom"))
     assert refused.error == "zoom needs the argument 'box'"
     failed = made.step(call("fail"))
@@ -143,7 +151,9 @@ def test_five_episodes_are_played(factor: int) -> None:
     assert (image.width, image.height) == (30 * factor, 20)
 
 
-def test_a_step_is_trained_with_a_server_that_all_episodes_share(digits_model: Path, train: Train) -> None:
+def test_a_step_is_trained_with_a_server_that_all_episodes_share(
+    digits_model: Path, train: Train
+) -> None:
     with served(sys.executable, PROGRAM) as port:
         rows = [{"prompt": f"Sort: {n} 1 2"} for n in range(4)]
         made = train(
@@ -151,6 +161,8 @@ def test_a_step_is_trained_with_a_server_that_all_episodes_share(digits_model: P
             rows,
             data__reader={"use": "rayloop.data.dataset:ChatRows"},
             reward={"source": {"use": "tests.support.rewards:TokenReward"}},
-            environment={"episode": {"environment": kind(url=f"http://127.0.0.1:{port}/mcp"), "max_turns": 2}},
+            environment={
+                "episode": {"environment": kind(url=f"http://127.0.0.1:{port}/mcp"), "max_turns": 2}
+            },
         )
     assert made.named("finished")[0]["ledger"].get("excluded", 0) == 0, "no episode lost the server"

@@ -16,7 +16,9 @@ from tests.support.runs import ROOT
 pytestmark = [pytest.mark.adapters, pytest.mark.timeout(120)]
 
 
-def test_the_logger_of_the_page_keeps_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_logger_of_the_page_keeps_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mlflow = pytest.importorskip("mlflow", reason="make test-adapters installs mlflow-skinny")
     page = (ROOT / "docs/bring_your_own/metric.md").read_text(encoding="utf-8")
     [program] = re.findall(r"```python title=my_loggers.py\n(.*?)```", page, re.DOTALL)
@@ -28,7 +30,10 @@ def test_the_logger_of_the_page_keeps_each_step(tmp_path: Path, monkeypatch: pyt
     chosen = Component.model_validate({"use": "my_loggers:MLflow", "with": {"experiment": "mine"}})
     logger = open_logger(chosen, "named", {"steps": 2}, RunFolder.at(tmp_path / "run"))
     for step in (1, 2):
-        logger.log(step, {"step": float(step), "reward/mean": 0.25 * step, "ledger/filtered[all_wrong]": 8.0})
+        logger.log(
+            step,
+            {"step": float(step), "reward/mean": 0.25 * step, "ledger/filtered[all_wrong]": 8.0},
+        )
     logger.close()
     [run] = mlflow.search_runs(experiment_names=["mine"], output_format="list")
     assert (run.info.run_name, run.info.status) == ("named", "FINISHED")

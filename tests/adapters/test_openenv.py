@@ -1,4 +1,6 @@
-"""The OpenEnv adapter against a server of the published package, in the Python that has it: episodes, refusals, and a step."""
+"""The OpenEnv adapter against a server of the published package, in the Python that has it:
+episodes, refusals, and a step.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ SERVER = ROOT / "tests/adapters/openenv_server.py"
 TASK = Task("t", (Message("user", ("Count to three.",)),), extra={"seed": 3})
 pytestmark = [
     pytest.mark.adapters,
-    pytest.mark.skipif(not PYTHON.exists(), reason="openenv is not installed here (make test-adapters installs it)"),
+    pytest.mark.skipif(
+        not PYTHON.exists(), reason="openenv is not installed here (make test-adapters installs it)"
+    ),
 ]
 
 
@@ -33,7 +37,10 @@ def url() -> Iterator[str]:
 
 
 def kind(url: str) -> dict[str, Any]:
-    return {"use": "rayloop.envs.adapters.openenv:OpenEnv", "with": {"url": url, "image": "screenshot"}}
+    return {
+        "use": "rayloop.envs.adapters.openenv:OpenEnv",
+        "with": {"url": url, "image": "screenshot"},
+    }
 
 
 @pytest.mark.parametrize("first", range(5))
@@ -49,7 +56,11 @@ def test_an_episode_has_pictures_refusals_and_a_result(url: str) -> None:
     made = OpenEnv(OpenEnvSettings(url=url, image="screenshot"))
     seen = made.reset(TASK).messages[-1]
     assert decode(seen.images[0].data or b"").size == (56, 28)
-    for wrong, why in (("no json", "JSON object"), ('{"wrong": 1}', "by: Field required"), ('{"by": "x"}', "valid integer")):
+    for wrong, why in (
+        ("no json", "JSON object"),
+        ('{"wrong": 1}', "by: Field required"),
+        ('{"by": "x"}', "valid integer"),
+    ):
         refused = made.step(wrong)
         assert not refused.done
         assert why in str(refused.error)
@@ -68,7 +79,9 @@ def test_a_server_without_a_free_session_says_what_to_do(url: str) -> None:
     for one in both:
         eventually(lambda one=one: begun(one), "a session is free", 10)
     third = OpenEnv(OpenEnvSettings(url=url))
-    with pytest.raises(EnvironmentFailed, match=r"CAPACITY_REACHED: .*2/2 .*Raise the server's max_concurrent_envs"):
+    with pytest.raises(
+        EnvironmentFailed, match=r"CAPACITY_REACHED: .*2/2 .*Raise the server's max_concurrent_envs"
+    ):
         third.reset(TASK)
     for one in (*both, third):
         one.close()
@@ -88,6 +101,8 @@ def test_a_step_is_trained(picture_model: Path, train: Train) -> None:
             picture_model,
             [{"prompt": "Count to three.", "seed": seed} for seed in range(4)],
             data__reader={"use": "rayloop.data.dataset:ChatRows"},
-            environment={"episode": {"environment": kind(f"http://127.0.0.1:{port}"), "max_turns": 2}},
+            environment={
+                "episode": {"environment": kind(f"http://127.0.0.1:{port}"), "max_turns": 2}
+            },
         )
     assert run.metrics[0]["rollout/turns/mean"] == 2

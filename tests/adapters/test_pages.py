@@ -19,7 +19,9 @@ PAGE = (Path(__file__).parents[2] / "docs/bring_your_own/adapters.md").read_text
 FILES = dict(re.findall(r"```\w+ title=(\S+)\n(.*?)```", PAGE, re.DOTALL))
 
 
-def test_the_lake_is_played_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lake_is_played_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -35,8 +37,12 @@ def test_the_lake_is_played_as_the_page_says(tmp_path: Path, monkeypatch: pytest
     environment.close()
 
 
-@pytest.mark.parametrize("name", ["browsergym.yaml", "mcp.yaml", "openenv.yaml", "textarena.yaml", "verifiers.yaml"])
+@pytest.mark.parametrize(
+    "name", ["browsergym.yaml", "mcp.yaml", "openenv.yaml", "textarena.yaml", "verifiers.yaml"]
+)
 def test_the_other_settings_are_real(name: str) -> None:
-    kind = EnvironmentKind.model_validate(yaml.safe_load(FILES[name])["environment"]["episode"]["environment"])
+    kind = EnvironmentKind.model_validate(
+        yaml.safe_load(FILES[name])["environment"]["episode"]["environment"]
+    )
     written = yaml.safe_load(FILES[name])["environment"]["episode"]["environment"]["with"]
     assert kind.options().model_fields_set == set(written)

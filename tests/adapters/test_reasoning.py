@@ -1,4 +1,6 @@
-"""Rows and scores of the published reasoning-gym package, and a step of training on them, directly and by an agent."""
+"""Rows and scores of the published reasoning-gym package, and a step of training on them, directly
+and by an agent.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ def score(text: str, task: Task) -> tuple[float, float, tuple[str, ...]]:
 
 def test_rows_are_different_questions_behind_solved_ones(tmp_path: Path) -> None:
     assert main(["--out", str(tmp_path), "--train", "20", "--eval", "10"]) == 0
-    train, held_out = (Dataset(tmp_path / f"{name}.jsonl", reader(1), True, pytest.fail) for name in ("train", "eval"))
+    train, held_out = (
+        Dataset(tmp_path / f"{name}.jsonl", reader(1), True, pytest.fail)
+        for name in ("train", "eval")
+    )
     assert (len(train), len(held_out)) == (40, 20)
     assert {task.source for task in held_out} == {"word_sorting", "spell_backward"}
     asked = [message.parts for task in [*train, *held_out] for message in task.messages[2:]]
@@ -63,7 +68,11 @@ def test_the_packages_own_score_of_the_last_answer() -> None:
     right = str(task.ground_truth)
     assert score(f" {right}\n", task) == (1.0, 1.0, ())
     assert score("no number", task) == (0.0, 0.0, ())
-    assert score(f"It is {right}", task) == (pytest.approx(1 / 7), 0.0, ())  # one character of seven is the answer
+    assert score(f"It is {right}", task) == (
+        pytest.approx(1 / 7),
+        0.0,
+        (),
+    )  # one character of seven is the answer
 
 
 def test_an_answer_that_the_scorer_cannot_read_gets_nothing() -> None:
@@ -91,10 +100,23 @@ def test_bad_tasks_are_named(tmp_path: Path, task: str, words: str) -> None:
 def test_a_step_of_training(tmp_path: Path, mode: str) -> None:
     main(["--out", str(tmp_path), "--train", "8", "--eval", "2", "--shots", "0"])
     command = [
-        sys.executable, "-m", "rayloop", "train", f"recipes/reasoning/{mode}.yaml", f"output={tmp_path}", "name=run", "steps=1",
-        f"data.train={tmp_path / 'train.jsonl'}", "data.eval=null", "model.path=recipes/arc_vision/loose", "evaluation.every=0",
-        "algorithm.groups_per_step=2", "algorithm.group_size=2", "algorithm.filtering.filters=[]", "checkpoint.every=1",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "rayloop",
+        "train",
+        f"recipes/reasoning/{mode}.yaml",
+        f"output={tmp_path}",
+        "name=run",
+        "steps=1",
+        f"data.train={tmp_path / 'train.jsonl'}",
+        "data.eval=null",
+        "model.path=recipes/arc_vision/loose",
+        "evaluation.every=0",
+        "algorithm.groups_per_step=2",
+        "algorithm.group_size=2",
+        "algorithm.filtering.filters=[]",
+        "checkpoint.every=1",
+    ]
     assert subprocess.run(command, timeout=280).returncode == 0
     (step,) = RunFolder(tmp_path, "run").metrics
     assert step["rollout/trained"] == 4

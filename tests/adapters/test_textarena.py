@@ -42,8 +42,14 @@ def test_five_games_are_won_by_halving() -> None:
             guess = (low + high) // 2
             step = game.step(f"I say [{guess}]")
             if not step.done:
-                assert "between 1 and 20" not in text(step.observation), "what was shown before is not repeated"
-                low, high = (guess + 1, high) if re.search("higher", text(step.observation)) else (low, guess - 1)
+                assert "between 1 and 20" not in text(step.observation), (
+                    "what was shown before is not repeated"
+                )
+                low, high = (
+                    (guess + 1, high)
+                    if re.search("higher", text(step.observation))
+                    else (low, guess - 1)
+                )
         assert (step.reward, game.evaluate()) == (1.0, 1.0)
         game.close()
 

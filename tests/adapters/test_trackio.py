@@ -1,4 +1,6 @@
-"""docs/bring_your_own/metric.md: the logger of the page in the published Trackio, in a Python of its own."""
+"""docs/bring_your_own/metric.md: the logger of the page in the published Trackio, in a Python of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -47,5 +49,11 @@ def test_the_logger_of_the_page_keeps_each_step(tmp_path: Path) -> None:
         "reward/mean",
         "--json",
     ]
-    found = json.loads(subprocess.run(command, env=kept, check=True, capture_output=True, text=True, timeout=60).stdout)
-    assert [(point["step"], point["value"]) for point in found["values"]] == [(step, 0.25 * step) for step in (1, 2, 3, 4)]
+    found = json.loads(
+        subprocess.run(
+            command, env=kept, check=True, capture_output=True, text=True, timeout=60
+        ).stdout
+    )
+    assert [(point["step"], point["value"]) for point in found["values"]] == [
+        (step, 0.25 * step) for step in (1, 2, 3, 4)
+    ]

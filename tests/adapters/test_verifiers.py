@@ -1,4 +1,6 @@
-"""Environments of verifiers, in the Python that has the package, as agents of the harness: one turn, a tool, a talk, and a step."""
+"""Environments of verifiers, in the Python that has the package, as agents of the harness: one
+turn, a tool, a talk, and a step.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ CALL = '<tool_call>{"name": "adder_add", "arguments": {"a": 3, "b": 1}}</tool_ca
 pytestmark = [
     pytest.mark.adapters,
     pytest.mark.timeout(280),
-    pytest.mark.skipif(not PYTHON.exists(), reason="verifiers is not installed here (make test-adapters installs it)"),
+    pytest.mark.skipif(
+        not PYTHON.exists(),
+        reason="verifiers is not installed here (make test-adapters installs it)",
+    ),
 ]
 
 
@@ -53,11 +58,20 @@ def test_the_rubric_gives_the_reward(taskset: str, says: tuple[str, ...], result
     assert [turn.sampled for turn in made.turns].count(True) == len(says)
 
 
-@pytest.mark.parametrize(("says", "paid"), [(("5", "5", "4"), [-1.0, 1.0, 1.0]), (("4", "4", "5"), [1.0, -1.0, -1.0])])
-def test_each_seat_of_a_game_is_paid_its_own_reward(says: tuple[str, ...], paid: list[float]) -> None:
-    """The second answer is the other seat's. Its conversation ends first, and so it stands first among the turns."""
+@pytest.mark.parametrize(
+    ("says", "paid"), [(("5", "5", "4"), [-1.0, 1.0, 1.0]), (("4", "4", "5"), [1.0, -1.0, -1.0])]
+)
+def test_each_seat_of_a_game_is_paid_its_own_reward(
+    says: tuple[str, ...], paid: list[float]
+) -> None:
+    """The second answer is the other seat's.
+
+    Its conversation ends first, and so it stands first among the turns.
+    """
     left, posted = list(says), {**KIND, "with": {**KIND["with"], "reward": "posted"}}
-    made = played(posted, {"taskset": "duel_sums", "env": "duel_sums", "index": 3}, lambda _: left.pop(0))
+    made = played(
+        posted, {"taskset": "duel_sums", "env": "duel_sums", "index": 3}, lambda _: left.pop(0)
+    )
     assert (made.end_reason, made.env_result) == (EndReason.DONE, sum(paid)), made
     assert [turn.reward for turn in made.sampled_turns] == paid
     member = Member(summarize(made, Task("t", ()), 1.0, None), Scored(sum(paid)))
@@ -66,7 +80,15 @@ def test_each_seat_of_a_game_is_paid_its_own_reward(says: tuple[str, ...], paid:
 
 def test_hostile_answers_are_scored_and_a_judge_that_is_away_is_not() -> None:
     contract = {"taskset": "contract_sums", "env": "contract_sums", "index": 3}
-    texts = ['{"sum": 4}', "4", '{"sum": 0}', '{"sum": "x"}', "[]", "", *hostile_turns.texts(6)[::14]]
+    texts = [
+        '{"sum": 4}',
+        "4",
+        '{"sum": 0}',
+        '{"sum": "x"}',
+        "[]",
+        "",
+        *hostile_turns.texts(6)[::14],
+    ]
     ends = Counter[EndReason]()
     for text in texts:
         made = played(KIND, contract, lambda _, text=text: text)  # type: ignore[misc]

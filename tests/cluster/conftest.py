@@ -23,7 +23,13 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         async def bound(actor: Handle, request: RolloutRequest) -> Any:
             return await behave(made)(actor, request)
 
-        made = World(tmp_path, monkeypatch, bound, algorithm={"group_size": 8, "groups_per_step": 2}, **changes)
+        made = World(
+            tmp_path,
+            monkeypatch,
+            bound,
+            algorithm={"group_size": 8, "groups_per_step": 2},
+            **changes,
+        )
         return made
 
     return make

@@ -66,7 +66,11 @@ def test_a_full_cache_with_a_queue_lets_in_what_is_decoded_and_room_lets_in_more
         admission.observe([EngineHealth(V, 12, 0, 0.5), EngineHealth(V, 13, 0, 0.7)])
         await settle()
         assert (admission.limit, admission.inside) == (32, 30)
-        assert admission.metrics == {"rollout/cache": 0.7, "rollout/waiting": 0.0, "rollout/in_flight_limit": 32.0}
+        assert admission.metrics == {
+            "rollout/cache": 0.7,
+            "rollout/waiting": 0.0,
+            "rollout/in_flight_limit": 32.0,
+        }
         await crowd.end()
         assert admission.inside == 0
 
@@ -85,9 +89,15 @@ def test_the_episodes_of_a_call_are_let_in_together_and_counted_each() -> None:
                 await go.wait()
 
         first, second = asyncio.Event(), asyncio.Event()
-        tasks = [asyncio.create_task(call(*c)) for c in (("a", 8, first), ("b", 8, second), ("c", 1, second))]
+        tasks = [
+            asyncio.create_task(call(*c))
+            for c in (("a", 8, first), ("b", 8, second), ("c", 1, second))
+        ]
         await settle()
-        assert (inside, admission.inside) == (["a", "b"], 16), "there was room for some of b's; nobody passes it by"
+        assert (inside, admission.inside) == (
+            ["a", "b"],
+            16,
+        ), "there was room for some of b's; nobody passes it by"
         first.set()
         await settle()
         assert (inside, admission.inside) == (["a", "b", "c"], 9)

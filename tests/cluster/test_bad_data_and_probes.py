@@ -1,4 +1,7 @@
-"""Bad data, and failures in what is played beside the training: probes and evaluations. No Ray cluster."""
+"""Bad data, and failures in what is played beside the training: probes and evaluations.
+
+No Ray cluster.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,21 @@ from rayloop.core.types import RolloutRequest, Sampling, Task
 from rayloop.measure.controls import RIGHT, Item
 from rayloop.run.config import EnvironmentSettings
 from rayloop.run.held_out import Play
-from tests.support.stand_ins import BAD, Behave, Handle, Houses, Make, World, bad_data, broken, failed, hangs
+from tests.support.stand_ins import (
+    BAD,
+    Behave,
+    Handle,
+    Houses,
+    Make,
+    World,
+    bad_data,
+    broken,
+    failed,
+    hangs,
+)
 
-# Bad data --------------------------------------------------------------------------------------------------------------------
+# Bad data
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def test_an_actor_without_the_data_is_replaced_and_no_task_is_held_responsible(world: Make) -> None:
@@ -37,7 +52,9 @@ def test_an_actor_without_the_data_is_replaced_and_no_task_is_held_responsible(w
     assert made.rollouts.scheduler.quarantined == set()
     assert made.ledger.counts()["trained"] == made.ledger.counts()["issued"]
     [lost] = made.named("worker_lost")
-    assert lost["why"].endswith("failed on it one after the other, last: cannot be read: No such file or directory")
+    assert lost["why"].endswith(
+        "failed on it one after the other, last: cannot be read: No such file or directory"
+    )
 
 
 def test_an_engine_without_the_data_gets_less_and_less_to_do(world: Make) -> None:
@@ -47,7 +64,11 @@ def test_an_engine_without_the_data_gets_less_and_less_to_do(world: Make) -> Non
         async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0.001)
             asked.append(made.engines[request.id])
-            return bad_data(request, "the image does not exist", own=False) if asked[-1] == 0 else made.well(request)
+            return (
+                bad_data(request, "the image does not exist", own=False)
+                if asked[-1] == 0
+                else made.well(request)
+            )
 
         return behave
 
@@ -67,24 +88,40 @@ def test_a_node_without_the_data_condemns_no_task(world: Make, own: bool) -> Non
         async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0.001)
             slot = actor.slot if own else made.engines[request.id]
-            return bad_data(request, "the image does not exist", own=own) if slot < 3 else made.well(request)
+            return (
+                bad_data(request, "the image does not exist", own=own)
+                if slot < 3
+                else made.well(request)
+            )
 
         return behave
 
-    roles: Any = {"environment": {"actors": 4}} if own else {"environment": {"actors": 2}, "rollout__actors": 4}
+    roles: Any = (
+        {"environment": {"actors": 4}}
+        if own
+        else {"environment": {"actors": 2}, "rollout__actors": 4}
+    )
     made = world(unmounted, nodes=Houses("a", "a", "a", "b"), **roles)
     made.run(steps=10)
     assert made.bad == []
     assert made.ledger.counts()["trained"] == made.ledger.counts()["issued"]
 
 
-@pytest.mark.parametrize(("actors", "asked", "nodes"), [(1, 1, "a"), (2, 2, "a"), (4, 2, "a"), (4, 2, "aaab")])
+@pytest.mark.parametrize(
+    ("actors", "asked", "nodes"), [(1, 1, "a"), (2, 2, "a"), (4, 2, "a"), (4, 2, "aaab")]
+)
 @pytest.mark.parametrize("attempts", [1, 3])
-def test_bad_data_is_what_two_actors_say(world: Make, actors: int, asked: int, nodes: str, attempts: int) -> None:
+def test_bad_data_is_what_two_actors_say(
+    world: Make, actors: int, asked: int, nodes: str, attempts: int
+) -> None:
     def broken(made: World) -> Behave:
         async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0.001)
-            return bad_data(request, "truncated or corrupt image") if request.task.id == BAD else made.well(request)
+            return (
+                bad_data(request, "truncated or corrupt image")
+                if request.task.id == BAD
+                else made.well(request)
+            )
 
         return behave
 
@@ -97,7 +134,8 @@ def test_bad_data_is_what_two_actors_say(world: Make, actors: int, asked: int, n
     assert made.named("worker_lost") == []
 
 
-# Probes ----------------------------------------------------------------------------------------------------------------------
+# Probes
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 async def probe(made: World, purpose: str = "log-prob check") -> list[Any]:
@@ -118,14 +156,18 @@ def test_a_task_that_hangs_costs_the_proof_at_the_start_its_own_attempts(
         async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0)
             first = request.task.id == "train-0"
-            return failed(request, "reset gave no answer", hung=True) if first else made.well(request)
+            return (
+                failed(request, "reset gave no answer", hung=True) if first else made.well(request)
+            )
 
         return behave
 
     made = world(first_hangs, environment={"actors": 2})
     assert len(asyncio.run(probe(made))) == probes
     assert made.plays["train-0"] == 3
-    assert made.plays.keys() == {f"train-{i}" for i in range(1 + probes)}  # those on a replaced actor begin again
+    assert made.plays.keys() == {
+        f"train-{i}" for i in range(1 + probes)
+    }  # those on a replaced actor begin again
     assert made.plays[f"train-{probes}"] == 1, "the one that is asked in its place"
     [reported] = made.named("probe_failed")
     assert (reported["task"], reported["why"]) == ("train-0", "reset gave no answer")
@@ -139,7 +181,12 @@ def test_a_task_that_failed_one_probe_is_not_tried_in_the_next(world: Make) -> N
         player = await made.player()
         weight_sync = WeightSync(made.config, player.services, reporter)
         for purpose in ("log-prob check", "language"):
-            assert len(await weight_sync._probe(made.rollouts.scheduler.probe_tasks(), player, purpose)) == 4
+            assert (
+                len(
+                    await weight_sync._probe(made.rollouts.scheduler.probe_tasks(), player, purpose)
+                )
+                == 4
+            )
 
     asyncio.run(twice())
     assert made.plays[BAD] == 3
@@ -154,11 +201,15 @@ def test_a_quarantined_task_is_no_probe(world: Make) -> None:
 
 def test_the_proof_fails_when_no_task_can_be_played(world: Make) -> None:
     made = world(broken, environment={"actors": 2})
-    with pytest.raises(EnvironmentFailed, match=r"none of 4 tasks could be played for the log-prob check probe: Guess\.step must"):
+    with pytest.raises(
+        EnvironmentFailed,
+        match=r"none of 4 tasks could be played for the log-prob check probe: Guess\.step must",
+    ):
         asyncio.run(probe(made))
 
 
-# What is played outside of groups, under numbers of its own, again and again ---------------------------------------------------
+# What is played outside of groups, under numbers of its own, again and again
+# ---------------------------------------------------
 
 
 def test_an_item_that_hung_in_one_evaluation_is_played_in_the_next(world: Make) -> None:
@@ -170,10 +221,17 @@ def test_an_item_that_hung_in_one_evaluation_is_played_in_the_next(world: Make) 
         player.rewards.describe = no_records  # type: ignore[assignment]
         asked = [Play(RIGHT, task, Sampling()) for task in list(made.rollouts.dataset)[:5]]
         keep = lambda item, images: kept.append(item)  # noqa: E731
-        return [await play(asked, made.config, player, step, keep, lambda member: None) for step in (0, 1)]
+        return [
+            await play(asked, made.config, player, step, keep, lambda member: None)
+            for step in (0, 1)
+        ]
 
     first, second = asyncio.run(evaluations())
-    assert [item.reward is None for item in first] == [item.reward is None for item in second] == [i == 3 for i in range(5)]
+    assert (
+        [item.reward is None for item in first]
+        == [item.reward is None for item in second]
+        == [i == 3 for i in range(5)]
+    )
     assert made.plays[BAD] == 2 * 3
 
 
@@ -181,7 +239,11 @@ def test_a_broken_held_out_row_says_nothing_about_the_training_task_of_its_id(wo
     def broken(made: World) -> Behave:
         async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0)
-            return bad_data(request, "truncated or corrupt image") if request.id.group < 0 else made.well(request)
+            return (
+                bad_data(request, "truncated or corrupt image")
+                if request.id.group < 0
+                else made.well(request)
+            )
 
         return behave
 
@@ -191,20 +253,26 @@ def test_a_broken_held_out_row_says_nothing_about_the_training_task_of_its_id(wo
         player = await made.player()
         player.rewards.describe = no_records  # type: ignore[assignment]
         asked = [Play(RIGHT, Task(BAD, ()), Sampling())]
-        return await play(asked, made.config, player, 0, lambda item, images: None, lambda member: None)
+        return await play(
+            asked, made.config, player, 0, lambda item, images: None, lambda member: None
+        )
 
     [item] = asyncio.run(evaluated())
     assert item.unscored == "bad_data: truncated or corrupt image"
     assert made.rollouts.scheduler.quarantined == set()
     assert made.bad == []
-    assert made.named("bad_data") == [{"task": BAD, "path": "/data/x.png", "why": "truncated or corrupt image"}]
+    assert made.named("bad_data") == [
+        {"task": BAD, "path": "/data/x.png", "why": "truncated or corrupt image"}
+    ]
 
 
 async def no_records(group: Group) -> tuple[list[Any], dict[str, bytes]]:
     return [], {}
 
 
-def test_a_number_that_hung_as_a_probe_is_free_for_another_task(world: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_that_hung_as_a_probe_is_free_for_another_task(
+    world: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rayloop.cluster.loop.weight_sync.PROBES", 1)
     made = world(hangs, environment={"actors": 2})
 

@@ -1,4 +1,6 @@
-"""The collective transport beyond its contract: who receives, when they meet anew, and who is held up by one that dies or hangs."""
+"""The collective transport beyond its contract: who receives, when they meet anew, and who is held
+up by one that dies or hangs.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,20 @@ GROUP = "_membership._name"
 
 @pytest.fixture(scope="module", autouse=True)
 def _cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        object_store_memory=100 * 2**20,
+        log_to_driver=False,
+    )
     yield
     ray.shutdown()
 
 
-def test_a_receiver_killed_during_a_broadcast_is_replaced_and_the_others_are_served(tmp_path: Path) -> None:
+def test_a_receiver_killed_during_a_broadcast_is_replaced_and_the_others_are_served(
+    tmp_path: Path,
+) -> None:
     stage = Stage(tmp_path, 2, COLLECTIVE, timeout=25.0)
 
     async def play() -> None:
@@ -60,12 +70,18 @@ def test_a_receiver_killed_during_a_broadcast_is_replaced_and_the_others_are_ser
 
 
 PHASES = {"first bucket": 0, "middle": 2, "last bucket": 4, "end": -1, "copy": -2}
-"""When a process of an engine is killed: at the number of buckets sent, when all are, when the object store's copy is asked for."""
+"""When a process of an engine is killed: at the number of buckets sent, when all are, when the
+object store's copy is asked for.
+"""
 
 
 @pytest.mark.slow_faults
-def test_processes_of_engines_receive_and_one_that_is_killed_holds_up_nobody(tmp_path: Path) -> None:
-    """Of two engines with two processes each, one of the second is killed in every phase, its replacement in the next one."""
+def test_processes_of_engines_receive_and_one_that_is_killed_holds_up_nobody(
+    tmp_path: Path,
+) -> None:
+    """Of two engines with two processes each, one of the second is killed in every phase, its
+    replacement in the next one.
+    """
     stage = Stage(tmp_path, 2, COLLECTIVE, workers=Streaming.workers, timeout=60.0)
 
     async def play() -> None:
@@ -116,13 +132,18 @@ def test_the_rank_that_sends_is_killed_and_the_policy_is_lost(tmp_path: Path) ->
 
 
 @pytest.mark.slow_faults
-def test_damaged_bytes_are_named_by_the_processes_and_nothing_is_copied_to_engines(tmp_path: Path) -> None:
+def test_damaged_bytes_are_named_by_the_processes_and_nothing_is_copied_to_engines(
+    tmp_path: Path,
+) -> None:
     stage = Stage(tmp_path, 2, COLLECTIVE, workers=Streaming.workers, timeout=60.0)
 
     async def play() -> None:
         await stage.sync_weights(1)
         await stage.policy.ranks[0].lie.remote("layer.3")
-        with pytest.raises(WeightSyncError, match=r"version 0\.2: 1 tensors did not arrive as sent: layer\.3: corrupt"):
+        with pytest.raises(
+            WeightSyncError,
+            match=r"version 0\.2: 1 tensors did not arrive as sent: layer\.3: corrupt",
+        ):
             await stage.sync_weights(2)
         assert await stage.seen() == [[1], [1]]
         assert not stage.named("broadcast_failed")
@@ -139,7 +160,9 @@ def test_the_driver_calls_each_rollout_actor_once_with_nothing_larger_than_a_han
     async def play() -> None:
         everywhere = type(stage.pool).answers
 
-        async def answers(pool: Any, method: str, asked: Any, deadline: float, **options: Any) -> Any:
+        async def answers(
+            pool: Any, method: str, asked: Any, deadline: float, **options: Any
+        ) -> Any:
             calls.append((method, len(asked)))
             return await everywhere(pool, method, asked, deadline, **options)
 

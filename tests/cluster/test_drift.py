@@ -1,4 +1,7 @@
-"""Drift of engine and trainer in a run whose steps train on nothing of the present weights. No Ray cluster."""
+"""Drift of engine and trainer in a run whose steps train on nothing of the present weights.
+
+No Ray cluster.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,12 @@ OLD = {"actor/logprob_mismatch_mean/lag_1": 0.0}
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
     """It plays nothing; a weight update was lost, so that fresh episodes are 5 nats apart."""
     config = RunConfig.model_validate(
-        settings(tmp_path, tmp_path, algorithm__staleness={"max_staleness": 1}, alarms={"logprobs": {"stop": 0.5}})
+        settings(
+            tmp_path,
+            tmp_path,
+            algorithm__staleness={"max_staleness": 1},
+            alarms={"logprobs": {"stop": 0.5}},
+        )
     )
     driver = made_driver(config, tmp_path, "never")
     driver.player = SimpleNamespace(metrics=dict)  # type: ignore[assignment]
@@ -50,7 +58,9 @@ async def train(driver: Driver, steps: int) -> None:
 
 
 def test_a_lost_weight_update_ends_a_run_that_trains_on_nothing_fresh(driver: Driver) -> None:
-    with pytest.raises(AlarmStopped, match=r"differ by 5\.00e\+00 nats per token of the same weights"):
+    with pytest.raises(
+        AlarmStopped, match=r"differ by 5\.00e\+00 nats per token of the same weights"
+    ):
         asyncio.run(train(driver, 4 * UNSEEN))
     assert driver.looked == [UNSEEN, 2 * UNSEEN, 3 * UNSEEN]  # type: ignore[attr-defined]
 

@@ -24,8 +24,12 @@ class Payload:
     """Stands for an object reference: as long as it lives, its trajectory is in the object store."""
 
 
-def test_payloads_of_one_step_are_let_go_before_the_next_is_generated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Collected groups hold what filters took out as well: two steps' worth may not fit where one does."""
+def test_payloads_of_one_step_are_let_go_before_the_next_is_generated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Collected groups hold what filters took out as well: two steps' worth may not fit where one
+    does.
+    """
     held = list[weakref.ref[Payload]]()
     alive = list[int]()
 
@@ -40,7 +44,17 @@ def test_payloads_of_one_step_are_let_go_before_the_next_is_generated(tmp_path: 
         return {}
 
     monkeypatch.setattr(Driver, "collect", collect)
-    for name in ("restore", "sync_weights", "verify", "produce", "supervise", "evaluate", "train", "record", "checkpoint"):
+    for name in (
+        "restore",
+        "sync_weights",
+        "verify",
+        "produce",
+        "supervise",
+        "evaluate",
+        "train",
+        "record",
+        "checkpoint",
+    ):
         monkeypatch.setattr(Driver, name, nothing)
     driver = made_driver(RunConfig.model_validate(settings(tmp_path, tmp_path, steps=3)), tmp_path)
     asyncio.run(driver.run())
@@ -59,7 +73,9 @@ class Services:
     policy = Policy()
 
 
-def test_a_run_ends_when_held_out_rewards_get_no_better_and_keeps_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_ends_when_held_out_rewards_get_no_better_and_keeps_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rewards = [0.1, 0.2, 0.6, 0.3, 0.5, 0.9, 0.9]
 
     async def evaluate(self: Driver) -> None:
@@ -117,7 +133,10 @@ def test_the_evaluation_before_the_first_step_can_be_left_out(
 
 @pytest.mark.parametrize("clear", [False, True])
 def test_a_quarantine_of_before_is_cleared_by_one_setting(tmp_path: Path, clear: bool) -> None:
-    """Every task was quarantined, as by a full disk. What this start itself quarantined and saved stays so."""
+    """Every task was quarantined, as by a full disk.
+
+    What this start itself quarantined and saved stays so.
+    """
     values = settings(tmp_path, tmp_path)
 
     def driver(**checkpoint: Any) -> Driver:
@@ -138,7 +157,11 @@ def test_a_quarantine_of_before_is_cleared_by_one_setting(tmp_path: Path, clear:
     after = driver(every=1, resume=str(before.checkpoints.find("auto").folder) if clear else "auto")
     asyncio.run(after.restore())
     found = after.rollouts.scheduler.quarantined
-    reported = [record["tasks"] for _, record in after.reporter.updates if record.get("event") == "quarantine_cleared"]
+    reported = [
+        record["tasks"]
+        for _, record in after.reporter.updates
+        if record.get("event") == "quarantine_cleared"
+    ]
     if not clear:
         assert (len(found), reported) == (24, [])
         with pytest.raises(ConfigError, match=r"checkpoint\.resume="):

@@ -1,7 +1,9 @@
-"""A stop of the driver: what is then on disk is what training produced, or nothing, and the exit code says which.
+"""A stop of the driver: what is then on disk is what training produced, or nothing, and the exit
+code says which.
 
-Driver, publisher, policy group, rank, engine and checkpoints are the real ones, the rank behind a local handle: what was asked
-of it is done, in order, also when nobody waits for it any more. Probes and their comparison, which need engines, are made up.
+Driver, publisher, policy group, rank, engine and checkpoints are the real ones, the rank behind a
+local handle: what was asked of it is done, in order, also when nobody waits for it any more. Probes
+and their comparison, which need engines, are made up.
 """
 
 from __future__ import annotations
@@ -27,7 +29,14 @@ from rayloop.cluster.loop.weight_sync import WeightSync
 from rayloop.cluster.services import TrainingServices
 from rayloop.cluster.supervision.policy_group import PolicyGroup
 from rayloop.core.deadlines import until_stopped
-from rayloop.core.failures import CheckpointError, NotSaved, PolicyLost, Preempted, RayloopError, RolesExhausted
+from rayloop.core.failures import (
+    CheckpointError,
+    NotSaved,
+    PolicyLost,
+    Preempted,
+    RayloopError,
+    RolesExhausted,
+)
 from rayloop.core.types import Version
 from rayloop.rollout.time_sharing import TimeSharing
 from rayloop.run.checkpoint import Checkpoint, CheckpointStore
@@ -66,14 +75,20 @@ class Counted(Coroutine[Any, Any, Any]):
 
 @dataclass
 class Stage:
-    """A policy of one rank that outlives the drivers. ``trained`` [name] are the weights that training has produced."""
+    """A policy of one rank that outlives the drivers.
+
+    ``trained`` [name] are the weights that training has produced.
+    """
 
     config: RunConfig
     rank: PolicyRank
     start: Tensors = field(default_factory=dict)
 
     def weights(self) -> Tensors:
-        return {name: p.detach().full_tensor().clone() for name, p in self.rank.engine._parameters.items()}  # type: ignore[attr-defined]
+        return {
+            name: p.detach().full_tensor().clone()
+            for name, p in self.rank.engine._parameters.items()
+        }  # type: ignore[attr-defined]
 
     def begin_anew(self) -> None:
         """As a rank that has just been started."""
@@ -92,18 +107,25 @@ class Stage:
         return driver
 
     def saved(self, folder: Path, *steps: int) -> CheckpointStore:
-        """What an earlier start of the run in ``folder`` has saved: what the rank holds, as each of these steps."""
+        """What an earlier start of the run in ``folder`` has saved: what the rank holds, as each of
+        these steps.
+        """
         driver = self.driver(folder)
         driver.checkpoints.next_lineage()
         whose = about(self.config, driver.hashes, len(driver.rollouts.dataset))
         for driver.step in steps:
             driver.version = Version(1, driver.step)
             state = asyncio.run(capture(driver.state, driver.rollouts.lose, 10))
-            asyncio.run(driver.checkpoints.save(driver.step, state, driver.services.policy.save, whose))
+            asyncio.run(
+                driver.checkpoints.save(driver.step, state, driver.services.policy.save, whose)
+            )
         return driver.checkpoints
 
     def until(self, folder: Path, number: int) -> tuple[Driver, BaseException | None, int]:
-        """Begin a run and stop it at its ``number``-th await. Returns the driver, how it ended, and the awaits until then."""
+        """Begin a run and stop it at its ``number``-th await.
+
+        Returns the driver, how it ended, and the awaits until then.
+        """
         driver, waited = self.driver(folder), 0
 
         def tick() -> None:
@@ -154,8 +176,12 @@ class Services:
 @pytest.fixture
 def stage(tmp_path: Path, digits_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     torch.set_num_threads(1)
-    c = RunConfig.model_validate(settings(tmp_path, digits_model, weight_sync={"logprob_check": "self_test"}))
-    made = RankSettings(c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.transport, str(tmp_path), 0)
+    c = RunConfig.model_validate(
+        settings(tmp_path, digits_model, weight_sync={"logprob_check": "self_test"})
+    )
+    made = RankSettings(
+        c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.transport, str(tmp_path), 0
+    )
     stage = Stage(c, PolicyRank(made, 0, 1))
     stage.rank.join(f"file://{tmp_path}/rendezvous")
     stage.start = stage.weights()
@@ -164,7 +190,9 @@ def stage(tmp_path: Path, digits_model: Path, monkeypatch: pytest.MonkeyPatch) -
         await asyncio.sleep(0)
         return [purpose]
 
-    async def compare(self: PolicyGroup, payloads: list[str], swap_images: bool = False) -> LogprobGap:
+    async def compare(
+        self: PolicyGroup, payloads: list[str], swap_images: bool = False
+    ) -> LogprobGap:
         await asyncio.sleep(0)
         moved = payloads == ["log-prob check"] and not swap_images
         return LogprobGap(1, float(moved), float(moved))
@@ -182,11 +210,17 @@ def stage(tmp_path: Path, digits_model: Path, monkeypatch: pytest.MonkeyPatch) -
 def damaged(checkpoint: Checkpoint, expected: Tensors) -> list[str]:
     """The saved tensors that are not the expected ones."""
     saved = saved_tensors(Path(checkpoint.trainer))
-    return [name for name, tensor in expected.items() if not torch.equal(saved[f"parameters.{name}"], tensor)]
+    return [
+        name
+        for name, tensor in expected.items()
+        if not torch.equal(saved[f"parameters.{name}"], tensor)
+    ]
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_nothing_is_saved_but_what_training_produced(stage: Stage, tmp_path: Path, resumed: bool) -> None:
+def test_nothing_is_saved_but_what_training_produced(
+    stage: Stage, tmp_path: Path, resumed: bool
+) -> None:
     expected, folder = stage.start, tmp_path / "run"
     if resumed:
         expected = {name: tensor + 0.25 for name, tensor in stage.start.items()}
@@ -203,7 +237,9 @@ def test_nothing_is_saved_but_what_training_produced(stage: Stage, tmp_path: Pat
             break
         stops += isinstance(end, Preempted)
         checkpoint = driver.checkpoints.find("auto")
-        assert isinstance(end, Begun) or isinstance(end, Preempted) == (checkpoint is not None), f"at await {number}: {end}"
+        assert isinstance(end, Begun) or isinstance(end, Preempted) == (checkpoint is not None), (
+            f"at await {number}: {end}"
+        )
         assert not list(driver.checkpoints.folder.glob("*.tmp")), f"stopped at await {number}"
         if checkpoint is not None:
             saved += 1
@@ -219,15 +255,30 @@ def test_nothing_is_saved_but_what_training_produced(stage: Stage, tmp_path: Pat
 @pytest.mark.parametrize(
     ("kept", "code", "says"),
     [
-        ((), 1, "stopped at step 3 of 3, not saved: .* continue from the beginning: there is no checkpoint"),
+        (
+            (),
+            1,
+            (
+                "stopped at step 3 of 3, not saved: .* continue from the beginning: there is no"
+                " checkpoint"
+            ),
+        ),
         ((2,), 1, r"stopped at step 3 of 3, not saved: .* continue from step 2 \(step_000002\)"),
         ((2, 3), 75, "stopped at step 3 of 3, saved; run again to continue"),
     ],
 )
 def test_75_means_that_this_very_step_is_on_disk(
-    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: tuple[int, ...], code: int, says: str, beside: bool
+    stage: Stage,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kept: tuple[int, ...],
+    code: int,
+    says: str,
+    beside: bool,
 ) -> None:
-    """The stop comes while a lost policy is being replaced; what is being written beside training is waited for."""
+    """The stop comes while a lost policy is being replaced; what is being written beside training
+    is waited for.
+    """
     write = CheckpointStore._commit
 
     def slowly(*arguments: Any) -> None:
@@ -258,7 +309,9 @@ def test_75_means_that_this_very_step_is_on_disk(
     assert last == ("preempted" if code == 75 else "failed")
 
 
-def test_a_stop_whose_save_fails_is_not_saved(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_whose_save_fails_is_not_saved(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def evaluate(self: Driver) -> None:
         self.step = 1
         await self.sync_weights()
@@ -271,22 +324,42 @@ def test_a_stop_whose_save_fails_is_not_saved(stage: Stage, tmp_path: Path, monk
     monkeypatch.setattr(Driver, "evaluate", evaluate)
     monkeypatch.setattr(PolicyRank, "save", save)
     monkeypatch.setattr("rayloop.cluster.loop.saving.RETRY", 0.1)
-    preemption = stage.config.preemption.model_copy(update={"grace": 4.0})  # half of it is for tries
+    preemption = stage.config.preemption.model_copy(
+        update={"grace": 4.0}
+    )  # half of it is for tries
     stage.config = stage.config.model_copy(update={"preemption": preemption})
     driver = stage.driver(tmp_path / "run")
-    with pytest.raises(NotSaved, match=r"step 1 of 3, not saved: .* no space left .* continue from the beginning"):
+    with pytest.raises(
+        NotSaved, match=r"step 1 of 3, not saved: .* no space left .* continue from the beginning"
+    ):
         asyncio.run(driver.main())
 
 
 @pytest.mark.parametrize(
     ("older", "code", "says"),
     [
-        ((), 1, "stopped before anything was trained: there is nothing to save; run again to begin anew"),
-        ((1, 2), 75, r"there was nothing to save; run again to continue from step 2 \(step_000002\)"),
+        (
+            (),
+            1,
+            (
+                "stopped before anything was trained: there is nothing to save; run again to begin"
+                " anew"
+            ),
+        ),
+        (
+            (1, 2),
+            75,
+            r"there was nothing to save; run again to continue from step 2 \(step_000002\)",
+        ),
     ],
 )
 def test_a_stop_while_the_actors_start_saves_nothing(
-    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, older: tuple[int, ...], code: int, says: str
+    stage: Stage,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    older: tuple[int, ...],
+    code: int,
+    says: str,
 ) -> None:
     """Also while the resources are awaited, when there is no policy to ask."""
     before = sorted(path.name for path in stage.saved(tmp_path / "run", *older).folder.iterdir())
@@ -302,7 +375,9 @@ def test_a_stop_while_the_actors_start_saves_nothing(
         asyncio.run(driver.main())
     assert raised.value.exit_code == code
     assert sorted(path.name for path in driver.checkpoints.folder.iterdir()) == before
-    assert list(driver.reporter.updates)[-1][1]["event"] == ("preempted" if code == 75 else "failed")
+    assert list(driver.reporter.updates)[-1][1]["event"] == (
+        "preempted" if code == 75 else "failed"
+    )
 
 
 @pytest.mark.parametrize(("whose", "saves"), [("run", False), ("other", False), ("run", True)])
@@ -333,7 +408,11 @@ def test_a_lost_policy_does_not_make_the_run_forget_where_it_was_asked_to_begin(
     with pytest.raises(Begun):
         asyncio.run(driver.main())
     assert begun == [(1, first), (2 if saves else 1, first + 1)]
-    restored = [record["restored"] for _, record in driver.reporter.updates if record.get("event") == "begin"]
+    restored = [
+        record["restored"]
+        for _, record in driver.reporter.updates
+        if record.get("event") == "begin"
+    ]
     again = ("step_000002-1" if whose == "run" else "step_000002") if saves else "step_000001"
     assert restored == ["step_000001", again]
 
@@ -341,7 +420,9 @@ def test_a_lost_policy_does_not_make_the_run_forget_where_it_was_asked_to_begin(
 def test_a_rank_that_dies_while_it_writes_beside_training_costs_the_steps_since_the_older_checkpoint(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it was writing is never complete; the policy that takes its place begins from the one before, and saves again."""
+    """What it was writing is never complete; the policy that takes its place begins from the one
+    before, and saves again.
+    """
     begun, files, lives = [], [], PolicyRank.finish_save
 
     async def rebuild(self: PolicyGroup) -> None:
@@ -377,14 +458,19 @@ def test_a_rank_that_dies_while_it_writes_beside_training_costs_the_steps_since_
         asyncio.run(driver.main())
     assert files == ["step_000002.1.tmp"]
     assert begun == [0, 1]
-    assert [(found.lineage, found.step) for found in driver.checkpoints.newest_first()] == [(2, 2), (1, 1)]
+    assert [(found.lineage, found.step) for found in driver.checkpoints.newest_first()] == [
+        (2, 2),
+        (1, 1),
+    ]
     assert not list(driver.checkpoints.folder.glob("*.tmp"))
 
 
 def test_a_run_whose_checkpoints_were_all_deleted_ends_when_its_policy_is_lost(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fresh policy would otherwise train from the start model, under the numbers of steps that are gone."""
+    """A fresh policy would otherwise train from the start model, under the numbers of steps that
+    are gone.
+    """
     begun: list[int] = []
 
     async def rebuild(self: PolicyGroup) -> None:
@@ -405,14 +491,20 @@ def test_a_run_whose_checkpoints_were_all_deleted_ends_when_its_policy_is_lost(
     monkeypatch.setattr(PolicyGroup, "rebuild", rebuild)
     monkeypatch.setattr(Driver, "evaluate", evaluate)
     driver = stage.driver(tmp_path / "run")
-    with pytest.raises(CheckpointError, match=r"step_000001.* was saved there, and no checkpoint is left"):
+    with pytest.raises(
+        CheckpointError, match=r"step_000001.* was saved there, and no checkpoint is left"
+    ):
         asyncio.run(driver.main())
     assert begun == [0]
-    again = stage.driver(tmp_path / "run")  # a person starts it once more: it may begin anew, and says so
+    again = stage.driver(
+        tmp_path / "run"
+    )  # a person starts it once more: it may begin anew, and says so
     with pytest.raises(Begun):
         asyncio.run(again.main())
     assert begun == [0, 0]
-    warnings = [record["why"] for _, record in again.reporter.updates if record.get("event") == "warning"]
+    warnings = [
+        record["why"] for _, record in again.reporter.updates if record.get("event") == "warning"
+    ]
     assert any(why.startswith("step_000001 was saved below") for why in warnings), warnings
 
 
@@ -423,7 +515,9 @@ def test_nor_does_a_driver_that_took_another_ones_place_begin_anew(tmp_path: Pat
     store.next_lineage()
     saving.anew(since=0)  # the driver before it had saved nothing
     (store.folder / "latest").write_text("step_000020", encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"step_000020 was saved there, and no checkpoint is left"):
+    with pytest.raises(
+        CheckpointError, match=r"step_000020 was saved there, and no checkpoint is left"
+    ):
         saving.anew(since=0)
     saving.anew(since=1)  # a start that a person makes after they were deleted
 
@@ -432,7 +526,9 @@ def test_nor_does_a_driver_that_took_another_ones_place_begin_anew(tmp_path: Pat
 def test_a_role_that_is_exhausted_costs_no_steps_while_the_policy_lives(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, step: int
 ) -> None:
-    """Two steps are trained since the checkpoint of step 1 (``beside``), or the second update is under way and breaks off."""
+    """Two steps are trained since the checkpoint of step 1 (``beside``), or the second update is
+    under way and breaks off.
+    """
 
     async def steps(self: Driver) -> None:
         for self.step in (1, 2):
@@ -459,13 +555,20 @@ def test_a_role_that_is_exhausted_costs_no_steps_while_the_policy_lives(
     found = driver.checkpoints.find("auto")
     assert found is not None
     assert found.step == step
-    assert raised.value.__notes__[0].endswith(f"run again to continue from step {step} (step_00000{step})")
+    assert raised.value.__notes__[0].endswith(
+        f"run again to continue from step {step} (step_00000{step})"
+    )
     reported = list(driver.reporter.updates)[-1][1]
     assert (reported["event"], reported["error"]) == ("failed", "RolesExhausted")
 
 
-def test_a_rank_that_is_lost_at_the_start_costs_a_restart(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message is lost while the ranks meet. The first lineage finds no ranks; they are rebuilt as at any other time."""
+def test_a_rank_that_is_lost_at_the_start_costs_a_restart(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message is lost while the ranks meet.
+
+    The first lineage finds no ranks; they are rebuilt as at any other time.
+    """
     lost = ActorUnavailableError("connection reset", b"1" * 16)
     failed = []
 
@@ -491,7 +594,9 @@ def test_a_rank_that_is_lost_at_the_start_costs_a_restart(stage: Stage, tmp_path
 
     async def start(admit: Any) -> None:
         sharing = driver.services.sharing
-        started: Any = SimpleNamespace(policy=policy, folder=str(tmp_path / "run"), config=driver.config, sharing=sharing)
+        started: Any = SimpleNamespace(
+            policy=policy, folder=str(tmp_path / "run"), config=driver.config, sharing=sharing
+        )
         await TrainingServices._start_policy(started, asyncio.sleep(0))
         assert policy.ranks == []
 
@@ -500,4 +605,7 @@ def test_a_rank_that_is_lost_at_the_start_costs_a_restart(stage: Stage, tmp_path
         asyncio.run(driver.main())
     kinds = [record["event"] for kind, record in driver.reporter.updates if kind == "event"]
     assert kinds.count("policy_lost") == kinds.count("policy_rebuilt") == 1
-    assert "connection reset" in next(r for _, r in driver.reporter.updates if r.get("event") == "policy_lost")["why"]
+    assert (
+        "connection reset"
+        in next(r for _, r in driver.reporter.updates if r.get("event") == "policy_lost")["why"]
+    )

@@ -1,4 +1,6 @@
-"""docs/bring_your_own/environment.md and tool.md: every snippet is written to its file and run, as a reader would."""
+"""docs/bring_your_own/environment.md and tool.md: every snippet is written to its file and run, as
+a reader would.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ PAGES = ("environment", "tool")
 
 
 def snippets() -> list[tuple[str, str, str]]:
-    pages = [(ROOT / f"docs/bring_your_own/{page}.md").read_text(encoding="utf-8") for page in PAGES]
+    pages = [
+        (ROOT / f"docs/bring_your_own/{page}.md").read_text(encoding="utf-8") for page in PAGES
+    ]
     return [found for page in pages for found in SNIPPET.findall(page)]
 
 
@@ -39,9 +43,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def command(folder: Path, *words: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "rayloop", *words], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        [sys.executable, "-m", "rayloop", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -54,12 +62,20 @@ def test_an_implementation_is_short() -> None:
 
 def test_the_environment_does_what_its_page_says(folder: Path) -> None:
     queries: Any = import_module("queries")
-    tables = {"tables": "create table fruit(name, price); insert into fruit values ('fig', 3), ('kiwi', 1)"}
+    tables = {
+        "tables": (
+            "create table fruit(name, price); insert into fruit values ('fig', 3), ('kiwi', 1)"
+        )
+    }
     database = queries.Queries(queries.Queries.Settings(rows=1))
     messages = (Message("user", ("Which?",)),)
     assert database.reset(Task("t", messages, "kiwi", extra=tables)).messages == messages
     rows = database.step("select name from fruit order by price")
-    assert (rows.observation.messages[0].parts, rows.error, rows.done) == (("[('kiwi',)]",), None, False)
+    assert (rows.observation.messages[0].parts, rows.error, rows.done) == (
+        ("[('kiwi',)]",),
+        None,
+        False,
+    )
     assert database.step("select").error.startswith("Error: ")
     assert database.step("kiwi").done
     assert database.evaluate() == 1.0
@@ -68,8 +84,13 @@ def test_the_environment_does_what_its_page_says(folder: Path) -> None:
         queries.Queries(queries.Queries.Settings()).reset(Task("t", ()))
 
 
-@pytest.mark.parametrize(("name", "row"), [("queries", "1"), ("mixed", "1"), ("mixed", "2"), ("rates", "1"), ("looking", "1")])
-def test_the_rows_of_each_configuration_can_be_tried(folder: Path, digits_model: Path, name: str, row: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [("queries", "1"), ("mixed", "1"), ("mixed", "2"), ("rates", "1"), ("looking", "1")],
+)
+def test_the_rows_of_each_configuration_can_be_tried(
+    folder: Path, digits_model: Path, name: str, row: str
+) -> None:
     rows = folder / f"{name}.jsonl"
     assert not rows.exists() or len(rows.read_text(encoding="utf-8").splitlines()) == 2
     reported = command(folder, "try", f"{name}.yaml", "--row", row, f"model.path={digits_model}")
@@ -82,7 +103,8 @@ def test_the_template_of_the_page_shows_the_tools(folder: Path, digits_model: Pa
     shutil.copytree(digits_model, folder / "model")
     template = folder / "model/chat_template.jinja"
     template.write_text(
-        (folder / "tools.jinja").read_text(encoding="utf-8") + template.read_text(encoding="utf-8"), encoding="utf-8"
+        (folder / "tools.jinja").read_text(encoding="utf-8") + template.read_text(encoding="utf-8"),
+        encoding="utf-8",
     )
     reported = command(folder, "try", "rates.yaml", "model.path=model")
     assert '"function": {"name": "convert"' in reported
@@ -91,30 +113,53 @@ def test_the_template_of_the_page_shows_the_tools(folder: Path, digits_model: Pa
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("queries_by_hand", "[('kiwi',), ('fig',)]\n1.0\n"), ("convert_by_hand", "2.40 dollars\n")]
+    ("name", "said"),
+    [("queries_by_hand", "[('kiwi',), ('fig',)]\n1.0\n"), ("convert_by_hand", "2.40 dollars\n")],
 )
 def test_what_is_played_by_hand_says_what_its_page_says(folder: Path, name: str, said: str) -> None:
     done = subprocess.run(
-        [sys.executable, f"{name}.py"], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
-        text=True, timeout=120,
-    )  # fmt: skip
+        [sys.executable, f"{name}.py"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert (done.returncode, done.stdout) == (0, said), done.stderr
 
 
 def test_rows_of_an_unknown_kind_are_refused_by_line(folder: Path, digits_model: Path) -> None:
     (folder / "mixed.jsonl").write_text(
-        (folder / "mixed.jsonl").read_text(encoding="utf-8").replace('"talk"', '"tlak"'), encoding="utf-8"
+        (folder / "mixed.jsonl").read_text(encoding="utf-8").replace('"talk"', '"tlak"'),
+        encoding="utf-8",
     )
     done = subprocess.run(
-        [sys.executable, "-m", "rayloop", "data", "validate", "mixed.yaml", f"model.path={digits_model}"], cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "rayloop",
+            "data",
+            "validate",
+            "mixed.yaml",
+            f"model.path={digits_model}",
+        ],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 2
-    assert "mixed.jsonl:2: the row names the environment 'tlak', and environment.kinds has database, talk" in done.stderr
+    assert (
+        "mixed.jsonl:2: the row names the environment 'tlak', and environment.kinds has database,"
+        " talk" in done.stderr
+    )
 
 
 def called(environment: ToolCalls, name: str, arguments: str) -> tuple[Any, str | None]:
-    step = environment.step(f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>')
+    step = environment.step(
+        f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+    )
     assert step.observation is not None
     return step.observation.messages[0].parts[0], step.error
 
@@ -145,6 +190,9 @@ def test_tools_of_an_environment_of_ones_own_get_checked_arguments(folder: Path)
     environment.reset(Task("t", (), "7"))
     assert called(environment, "compare", '{"number": 4}') == ("too small", None)
     complaint = "the argument 'number' of compare must be of type integer, not 'four'"
-    assert called(environment, "compare", '{"number": "four"}') == (f"Error: {complaint}", complaint)
+    assert called(environment, "compare", '{"number": "four"}') == (
+        f"Error: {complaint}",
+        complaint,
+    )
     assert environment.step("5").done
     assert environment.evaluate() == 1.0

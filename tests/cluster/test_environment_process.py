@@ -1,4 +1,6 @@
-"""A real environment actor whose environments have processes of their own: what a hang costs, and what the actor's end leaves."""
+"""A real environment actor whose environments have processes of their own: what a hang costs, and
+what the actor's end leaves.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,13 @@ from rayloop.launch.ray_variables import SUBREAPER
 def _cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SUBREAPER, "true")
-        ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=100 * 2**20,
+            log_to_driver=False,
+        )
     yield
     ray.shutdown()
 
@@ -51,11 +59,15 @@ class Engine:
 
 
 def request(task: str) -> RolloutRequest:
-    return RolloutRequest(Task(task, (Message("user", ("Sort: 1",)),)), TrajectoryId(1, 0), 0, 1, Sampling())
+    return RolloutRequest(
+        Task(task, (Message("user", ("Sort: 1",)),)), TrajectoryId(1, 0), 0, 1, Sampling()
+    )
 
 
 @pytest.mark.slow_faults
-def test_a_hang_costs_its_episode_and_the_actors_end_leaves_nothing(digits_model: Path, tmp_path: Path) -> None:
+def test_a_hang_costs_its_episode_and_the_actors_end_leaves_nothing(
+    digits_model: Path, tmp_path: Path
+) -> None:
     episode = {
         "environment": {
             "use": "tests.support.environments:Fault",
@@ -64,8 +76,12 @@ def test_a_hang_costs_its_episode_and_the_actors_end_leaves_nothing(digits_model
         },
         "step_timeout": 10.0,
     }
-    actor: Any = ray.remote(concurrency_groups=GROUPS)(EnvironmentActor).options(max_concurrency=10, num_cpus=0.5)
-    player = actor.remote(ModelSettings(path=str(digits_model)), EpisodeSettings.model_validate(episode))
+    actor: Any = ray.remote(concurrency_groups=GROUPS)(EnvironmentActor).options(
+        max_concurrency=10, num_cpus=0.5
+    )
+    player = actor.remote(
+        ModelSettings(path=str(digits_model)), EpisodeSettings.model_validate(episode)
+    )
     engine = ray.remote(Engine).options(num_cpus=0.5).remote()
 
     def play(task: str) -> Any:

@@ -1,4 +1,7 @@
-"""Environments that hang or fail, and whose fault that is: the task's, the actor's or nobody's. No Ray cluster."""
+"""Environments that hang or fail, and whose fault that is: the task's, the actor's or nobody's.
+
+No Ray cluster.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,14 @@ from ray.exceptions import ActorDiedError
 
 from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.cluster.supervision.pool import Pool
-from rayloop.core.failures import Cause, Diverged, Failure, GenerationBudgetSpent, Scope, WorkerSpent
+from rayloop.core.failures import (
+    Cause,
+    Diverged,
+    Failure,
+    GenerationBudgetSpent,
+    Scope,
+    WorkerSpent,
+)
 from rayloop.core.groups import Scored, Unscored, UnscoredKind
 from rayloop.core.types import RolloutRequest
 from rayloop.run.config import EnvironmentSettings
@@ -20,7 +30,9 @@ from tests.support.stand_ins import BAD, Behave, Handle, Houses, Make, World, br
 
 
 @pytest.mark.parametrize("actors", [1, 2, 4, 8])
-def test_a_task_that_hangs_is_quarantined_at_the_cost_of_nothing_else(world: Make, actors: int) -> None:
+def test_a_task_that_hangs_is_quarantined_at_the_cost_of_nothing_else(
+    world: Make, actors: int
+) -> None:
     """Not one replacement is allowed: those that a hanging task causes are not of that budget."""
     made = world(hangs, environment={"actors": actors}, recovery={"replacements": 0})
     made.run(steps=30)
@@ -28,13 +40,17 @@ def test_a_task_that_hangs_is_quarantined_at_the_cost_of_nothing_else(world: Mak
     assert failure.reason.endswith("episodes of its group hung")
     assert made.rollouts.scheduler.quarantined == {BAD}
     assert made.plays[BAD] <= 8 * 3, "one group"
-    assert made.environment.replaced <= 3 + actors - 1, "those of attempts, and who hangs beside the last of them"
+    assert made.environment.replaced <= 3 + actors - 1, (
+        "those of attempts, and who hangs beside the last of them"
+    )
     assert made.ledger.counts()["excluded[environment_failure]"] == 8
 
 
 @pytest.mark.parametrize("actors", [1, 2])
 def test_a_hang_in_a_process_of_its_own_costs_no_actor(world: Make, actors: int) -> None:
-    """``isolation: process``: the task is quarantined all the same, also by the only actor, and nobody is replaced for it."""
+    """``isolation: process``: the task is quarantined all the same, also by the only actor, and
+    nobody is replaced for it.
+    """
 
     def contained(made: World) -> Behave:
         async def behave(actor: Handle, request: RolloutRequest) -> Any:
@@ -54,12 +70,16 @@ def test_a_hang_in_a_process_of_its_own_costs_no_actor(world: Make, actors: int)
     assert made.plays[BAD] <= 8 * 3, "one group"
 
 
-def test_an_engine_whose_log_probs_are_not_numbers_ends_the_run_and_is_not_replaced(world: Make) -> None:
+def test_an_engine_whose_log_probs_are_not_numbers_ends_the_run_and_is_not_replaced(
+    world: Make,
+) -> None:
     def diverged(made: World) -> Behave:
         async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0)
             if request.task.id == BAD:
-                return Failure(Cause.DIVERGED, Scope.ENGINE, retryable=False, why="NaN in the logits")
+                return Failure(
+                    Cause.DIVERGED, Scope.ENGINE, retryable=False, why="NaN in the logits"
+                )
             return made.well(request)
 
         return behave
@@ -72,7 +92,9 @@ def test_an_engine_whose_log_probs_are_not_numbers_ends_the_run_and_is_not_repla
     assert not made.named("worker_lost")
 
 
-def test_an_actor_on_which_every_task_hangs_is_replaced_though_they_are_contained(world: Make) -> None:
+def test_an_actor_on_which_every_task_hangs_is_replaced_though_they_are_contained(
+    world: Make,
+) -> None:
     def sick(made: World) -> Behave:
         async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0.001)
@@ -90,12 +112,18 @@ def test_an_actor_on_which_every_task_hangs_is_replaced_though_they_are_containe
 
 
 def test_a_hang_does_not_use_up_its_neighbours_attempts(world: Make) -> None:
-    """One attempt each, one actor: the group that plays beside the one that hangs is killed with it."""
+    """One attempt each, one actor: the group that plays beside the one that hangs is killed with
+    it.
+    """
 
     def slow(made: World) -> Behave:
         async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0.02 if request.task.id == BAD else 0.05)
-            return failed(request, "step gave no answer", hung=True) if request.task.id == BAD else made.well(request)
+            return (
+                failed(request, "step gave no answer", hung=True)
+                if request.task.id == BAD
+                else made.well(request)
+            )
 
         return behave
 
@@ -103,11 +131,15 @@ def test_a_hang_does_not_use_up_its_neighbours_attempts(world: Make) -> None:
     made.run(steps=4)
     assert made.ledger.counts()["excluded[environment_failure]"] == 8
     assert made.ledger.counts()["trained"] == 4 * 16
-    assert made.environment.replaced == 1, "those that hang came in one call, and were answered for together"
+    assert made.environment.replaced == 1, (
+        "those that hang came in one call, and were answered for together"
+    )
 
 
 def test_a_sick_actor_is_replaced_and_no_task_is_held_responsible(world: Make) -> None:
-    """From its 11th episode on one process fails at once, as with a full disk: it must not attract the work."""
+    """From its 11th episode on one process fails at once, as with a full disk: it must not attract
+    the work.
+    """
 
     def sick(made: World) -> Behave:
         async def behave(actor: Handle, request: RolloutRequest) -> Any:
@@ -122,7 +154,9 @@ def test_a_sick_actor_is_replaced_and_no_task_is_held_responsible(world: Make) -
     made.run(steps=30)
     assert made.rollouts.scheduler.quarantined == set()
     [lost] = made.named("worker_lost")
-    assert lost["why"].startswith("episodes of 3 different tasks failed on it one after the other, last: reset raised OSError")
+    assert lost["why"].startswith(
+        "episodes of 3 different tasks failed on it one after the other, last: reset raised OSError"
+    )
     assert "excluded[environment_failure]" not in made.ledger.counts()
 
 
@@ -166,11 +200,16 @@ def test_a_sick_node_condemns_no_task_however_many_actors_are_on_it(world: Make)
 
 def test_an_environment_that_never_works_ends_the_run_with_its_reason(world: Make) -> None:
     made = world(broken, environment={"actors": 3})
-    with pytest.raises(GenerationBudgetSpent, match=r"environment_failure 64: Guess\.step must return StepResult, not str"):
+    with pytest.raises(
+        GenerationBudgetSpent,
+        match=r"environment_failure 64: Guess\.step must return StepResult, not str",
+    ):
         made.run(steps=1)
     assert made.rollouts.scheduler.quarantined == set()
     assert made.named("worker_lost") == []
-    assert sum(made.plays.values()) == 64 * 2, "what a second actor confirms is not tried a third time"
+    assert sum(made.plays.values()) == 64 * 2, (
+        "what a second actor confirms is not tried a third time"
+    )
 
 
 @pytest.mark.parametrize(("actors", "nodes"), [(1, "a"), (2, "a"), (2, "ab"), (3, "aab")])
@@ -193,12 +232,17 @@ def test_a_task_that_fails_everywhere_is_quarantined(world: Make, actors: int, n
 
 @pytest.mark.parametrize(("slots", "condemned"), [((0, 0), False), ((0, 1), True)])
 def test_quarantine_needs_failures_on_two_actors(slots: tuple[int, int], condemned: bool) -> None:
-    """A task needs what the node of slot 0 lacks; meanwhile others go well everywhere. In each group two of its episodes fail."""
+    """A task needs what the node of slot 0 lacks; meanwhile others go well everywhere.
+
+    In each group two of its episodes fail.
+    """
     blame, reasons = FailureHistory(EnvironmentSettings(actors=2)), []
     for group in range(4):
         for slot in slots:
             blame.begins(group, slot)
-            blame.failed(group, BAD, slot, slot, failed(None, "reset raised FileNotFoundError: no browser"))
+            blame.failed(
+                group, BAD, slot, slot, failed(None, "reset raised FileNotFoundError: no browser")
+            )
         for slot in (0, 1):
             blame.succeeded(slot)
         reasons.append(blame.ended(group, BAD, failed=True))
@@ -258,11 +302,15 @@ def test_an_actor_full_of_hung_tools_is_replaced_for_nothing(world: Make) -> Non
     assert made.ledger.counts()["trained"] == 5 * 16
 
 
-# The grader's surroundings ---------------------------------------------------------------------------------------------------
+# The grader's surroundings
+# ---------------------------------------------------------------------------------------------------
 
 
 def with_full_disk(made: World, slots: set[int]) -> list[int]:
-    """The reward actors in these slots answer at once that they cannot. Returns who is asked, in order."""
+    """The reward actors in these slots answer at once that they cannot.
+
+    Returns who is asked, in order.
+    """
     asked: list[int] = []
 
     async def score(actor: Handle) -> Scored | Unscored:
@@ -287,7 +335,9 @@ def test_a_reward_actor_with_a_full_disk_gets_less_and_less_to_do(world: Make) -
 def test_what_two_reward_actors_cannot_score_has_no_score(world: Make) -> None:
     made = world(well, environment={"actors": 2}, reward__actors=3)
     asked = with_full_disk(made, {0, 1, 2})
-    with pytest.raises(GenerationBudgetSpent, match=r"reward_unavailable 64: OSError: No space left"):
+    with pytest.raises(
+        GenerationBudgetSpent, match=r"reward_unavailable 64: OSError: No space left"
+    ):
         made.run(steps=1)
     assert len(asked) == 2 * 64
 
@@ -295,7 +345,9 @@ def test_what_two_reward_actors_cannot_score_has_no_score(world: Make) -> None:
 def test_the_only_reward_actor_is_asked_once(world: Make) -> None:
     made = world(well, environment={"actors": 2})
     asked = with_full_disk(made, {0})
-    with pytest.raises(GenerationBudgetSpent, match=r"reward_unavailable 64: OSError: No space left"):
+    with pytest.raises(
+        GenerationBudgetSpent, match=r"reward_unavailable 64: OSError: No space left"
+    ):
         made.run(steps=1)
     assert len(asked) == 64
 
@@ -308,11 +360,19 @@ def well(made: World) -> Behave:
     return behave
 
 
-# Leases ----------------------------------------------------------------------------------------------------------------------
+# Leases
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def pool(world: World, size: int, nodes: Any = None) -> Pool:
-    return Pool("tester", size, lambda slot: Handle(world, slot), RecoverySettings(), lambda *_, **__: None, nodes=nodes)
+    return Pool(
+        "tester",
+        size,
+        lambda slot: Handle(world, slot),
+        RecoverySettings(),
+        lambda *_, **__: None,
+        nodes=nodes,
+    )
 
 
 def test_a_slot_is_avoided_with_its_node_if_there_is_another(world: Make) -> None:
@@ -351,7 +411,11 @@ def test_failures_weigh_as_leases_until_a_success_and_stay_with_the_slot(world: 
             used.release(sick.worker, well=False)
             used.workers[sick.worker].leases += 1
         used.release(sick.worker)
-        assert [(await used.lease()).slot for _ in range(3)] == [1, 1, 1], "3 leases weigh as much as 3 failures"
+        assert [(await used.lease()).slot for _ in range(3)] == [
+            1,
+            1,
+            1,
+        ], "3 leases weigh as much as 3 failures"
         used.lost(sick.worker, "sick")
         while len(used.workers) < 2:
             await asyncio.sleep(0.01)
@@ -365,8 +429,12 @@ def test_failures_weigh_as_leases_until_a_success_and_stay_with_the_slot(world: 
 
 
 @pytest.mark.parametrize(("attempts", "scored"), [(9, True), (8, False)])
-def test_a_reset_that_fails_eight_times_costs_its_task_no_reward(world: Make, attempts: int, scored: bool) -> None:
-    """With an attempt more the episode is played and scored like any other; without, it is left out and counted."""
+def test_a_reset_that_fails_eight_times_costs_its_task_no_reward(
+    world: Make, attempts: int, scored: bool
+) -> None:
+    """With an attempt more the episode is played and scored like any other; without, it is left out
+    and counted.
+    """
     failures: Counter[int] = Counter()
 
     def flaky(made: World) -> Behave:
@@ -375,7 +443,9 @@ def test_a_reset_that_fails_eight_times_costs_its_task_no_reward(world: Make, at
             sample = request.id.sample
             if request.task.id == BAD and sample == 0 and failures[sample] < 8:
                 failures[sample] += 1
-                return failed(request, f"reset raised OSError: machine {failures[sample]} is not there")
+                return failed(
+                    request, f"reset raised OSError: machine {failures[sample]} is not there"
+                )
             return made.well(request)
 
         return behave

@@ -1,4 +1,7 @@
-"""A call carries the episodes of a group: what is in one, who is played again, and with whom. No Ray cluster."""
+"""A call carries the episodes of a group: what is in one, who is played again, and with whom.
+
+No Ray cluster.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,18 @@ EIGHT = list(range(8))
 
 
 def unless(fault: Callable[[World, Handle, RolloutRequest], Any]) -> Callable[[World], Behave]:
-    """Episodes go well, but for those of the bad task's fourth member, for which ``fault`` says what becomes of them."""
+    """Episodes go well, but for those of the bad task's fourth member, for which ``fault`` says
+    what becomes of them.
+    """
 
     def behaves(made: World) -> Behave:
         async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0.001)
-            if request.task.id == BAD and request.id.sample == 3 and (status := fault(made, actor, request)):
+            if (
+                request.task.id == BAD
+                and request.id.sample == 3
+                and (status := fault(made, actor, request))
+            ):
                 return status
             return made.well(request)
 
@@ -43,7 +52,13 @@ def well(made: World, actor: Handle, request: RolloutRequest) -> None: ...
 
 
 @pytest.mark.parametrize(
-    ("size", "expected"), [(None, [EIGHT]), (8, [EIGHT]), (3, [[0, 1, 2], [3, 4, 5], [6, 7]]), (1, [[sample] for sample in EIGHT])]
+    ("size", "expected"),
+    [
+        (None, [EIGHT]),
+        (8, [EIGHT]),
+        (3, [[0, 1, 2], [3, 4, 5], [6, 7]]),
+        (1, [[sample] for sample in EIGHT]),
+    ],
 )
 @pytest.mark.parametrize("per", ["trajectory", "group"])
 def test_a_group_is_one_call_or_as_many_as_were_asked_for(
@@ -88,7 +103,9 @@ def test_bad_data_that_one_member_meets_is_looked_at_elsewhere_by_that_member(wo
 
 
 @pytest.mark.parametrize("actors", [1, 2, 4])
-def test_a_member_that_kills_its_actor_costs_the_others_one_replay_and_no_more(world: Make, actors: int) -> None:
+def test_a_member_that_kills_its_actor_costs_the_others_one_replay_and_no_more(
+    world: Make, actors: int
+) -> None:
     plays: Counter[int] = Counter()
 
     def kills(made: World) -> Behave:
@@ -103,13 +120,20 @@ def test_a_member_that_kills_its_actor_costs_the_others_one_replay_and_no_more(w
 
         return behave
 
-    made = world(kills, environment={"actors": actors, "attempts": 2}, recovery={"replacements": 20})
+    made = world(
+        kills, environment={"actors": actors, "attempts": 2}, recovery={"replacements": 20}
+    )
     made.run(steps=2)
-    assert plays == {**dict.fromkeys(EIGHT, 2), 3: 3}, "the first time nobody knows who it was; then it has its attempts"
+    assert plays == {
+        **dict.fromkeys(EIGHT, 2),
+        3: 3,
+    }, "the first time nobody knows who it was; then it has its attempts"
 
 
 def test_who_is_lost_on_account_of_another_call_is_not_suspected(world: Make) -> None:
-    """A hang in one group's call ends the calls of the others: their episodes are played again at the same time."""
+    """A hang in one group's call ends the calls of the others: their episodes are played again at
+    the same time.
+    """
     at_once: list[int] = []
     running = 0
 
@@ -123,7 +147,11 @@ def test_who_is_lost_on_account_of_another_call_is_not_suspected(world: Make) ->
                     at_once.append(running)
             finally:
                 running -= 1
-            return failed(request, "step gave no answer", hung=True) if request.task.id == BAD else made.well(request)
+            return (
+                failed(request, "step gave no answer", hung=True)
+                if request.task.id == BAD
+                else made.well(request)
+            )
 
         return behave
 
@@ -138,7 +166,9 @@ def test_the_deadline_of_a_call_leaves_its_actor_time_to_answer(world: Make) -> 
     def look(made: World) -> Behave:
         async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0.001)
-            waits.extend((wait.what, made.config.environment.episode_timeout) for wait in WAITS.oldest())
+            waits.extend(
+                (wait.what, made.config.environment.episode_timeout) for wait in WAITS.oldest()
+            )
             return made.well(request)
 
         return behave
@@ -156,7 +186,11 @@ def test_a_call_that_waits_for_room_has_a_deadline_behind_those_before_it(world:
         async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0.001)
             now = asyncio.get_running_loop().time()
-            left.extend((wait.limit.when() or now) - now for wait in WAITS.open.values() if wait.limit and "episode" in wait.what)
+            left.extend(
+                (wait.limit.when() or now) - now
+                for wait in WAITS.open.values()
+                if wait.limit and "episode" in wait.what
+            )
             return made.well(request)
 
         return behave
@@ -167,7 +201,9 @@ def test_a_call_that_waits_for_room_has_a_deadline_behind_those_before_it(world:
     assert max(left) > 4 * each, "three calls of two episodes may come before a group's last one"
 
 
-def test_only_the_members_that_a_reward_actor_could_not_score_are_asked_about_again(world: Make) -> None:
+def test_only_the_members_that_a_reward_actor_could_not_score_are_asked_about_again(
+    world: Make,
+) -> None:
     made = world(unless(well), environment={"actors": 1}, reward__actors=2)
     asked: Counter[int] = Counter()
 
@@ -182,7 +218,9 @@ def test_only_the_members_that_a_reward_actor_could_not_score_are_asked_about_ag
     made.score = score  # type: ignore[method-assign]
     made.run(steps=2)
     assert asked[0] % 8 == 0, "whole groups"
-    assert sum(asked.values()) == 32 + asked[0] // 8, "and one member of each that the ill one was given"
+    assert sum(asked.values()) == 32 + asked[0] // 8, (
+        "and one member of each that the ill one was given"
+    )
     assert asked[0] >= 8
     assert made.ledger.counts()["trained"] == 32
 

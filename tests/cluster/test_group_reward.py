@@ -1,4 +1,6 @@
-"""``reward.per: group``: when a run asks for the outcomes of a group, an evaluation for those of its answers, and ``try``."""
+"""``reward.per: group``: when a run asks for the outcomes of a group, an evaluation for those of
+its answers, and ``try``.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,15 @@ from rayloop.cli import main
 from rayloop.cluster.stages.evaluate import _missing
 from rayloop.cluster.supervision.attempts import AT_ONCE, play
 from rayloop.core.groups import Group, Member, Scored, Unscored, UnscoredKind
-from rayloop.core.types import EndReason, RolloutRequest, Sampling, Summary, Task, TrajectoryId, Version
+from rayloop.core.types import (
+    EndReason,
+    RolloutRequest,
+    Sampling,
+    Summary,
+    Task,
+    TrajectoryId,
+    Version,
+)
 from rayloop.measure.controls import RIGHT, SAMPLED, Item
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutRecord, RolloutTurn
@@ -40,8 +50,12 @@ def plays_well(made: World) -> Behave:
     return behave
 
 
-def asked(made: World, answer: Callable[[Handle, Sequence[Any]], Awaitable[Any]]) -> list[tuple[int, int]]:
-    """The slot and the number of payloads of each call of ``score_group``; ``answer`` is what it returns."""
+def asked(
+    made: World, answer: Callable[[Handle, Sequence[Any]], Awaitable[Any]]
+) -> list[tuple[int, int]]:
+    """The slot and the number of payloads of each call of ``score_group``; ``answer`` is what it
+    returns.
+    """
     calls: list[tuple[int, int]] = []
 
     async def score_group(actor: Handle, payloads: Sequence[Any]) -> Any:
@@ -69,7 +83,11 @@ def test_episodes_that_could_not_be_played_have_no_part_in_it(world: Make) -> No
     def some_fail(made: World) -> Behave:
         async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0)
-            return failed(request, "no", bug=True) if request.id.sample in (2, 5) else made.well(request)
+            return (
+                failed(request, "no", bug=True)
+                if request.id.sample in (2, 5)
+                else made.well(request)
+            )
 
         return behave
 
@@ -86,7 +104,11 @@ def test_a_group_without_a_played_episode_is_not_asked_about(world: Make) -> Non
     def first_group_fails(made: World) -> Behave:
         async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0)
-            return failed(request, "no", bug=True) if request.task.id == "train-0" else made.well(request)
+            return (
+                failed(request, "no", bug=True)
+                if request.task.id == "train-0"
+                else made.well(request)
+            )
 
         return behave
 
@@ -100,7 +122,11 @@ def test_another_slot_is_asked_when_something_around_the_grader_fails(world: Mak
     made = world(plays_well, reward__actors=2, **GROUP)
 
     async def ill(actor: Handle, payloads: Sequence[Any]) -> Any:
-        return [UNAVAILABLE, *await ranks(actor, payloads[1:])] if actor.slot == 0 else await ranks(actor, payloads)
+        return (
+            [UNAVAILABLE, *await ranks(actor, payloads[1:])]
+            if actor.slot == 0
+            else await ranks(actor, payloads)
+        )
 
     calls = asked(made, ill)
     made.run(1)
@@ -108,7 +134,8 @@ def test_another_slot_is_asked_when_something_around_the_grader_fails(world: Mak
     assert made.ledger.counts()["trained"] == 16, "the other slot's word counts"
 
 
-# Evaluations -----------------------------------------------------------------------------------------------------------
+# Evaluations
+# -----------------------------------------------------------------------------------------------------------
 
 TASKS = [Task(name, ()) for name in "abc"]
 
@@ -124,10 +151,26 @@ class Player:
 
     def _member(self, request: RolloutRequest, of: int) -> Member:
         nothing = Version(0, 0)
-        summary = Summary(request.id, 0, request.task.id, "", EndReason.DONE, 9, 3, 1, 0, 0, True, nothing, nothing)
+        summary = Summary(
+            request.id,
+            0,
+            request.task.id,
+            "",
+            EndReason.DONE,
+            9,
+            3,
+            1,
+            0,
+            0,
+            True,
+            nothing,
+            nothing,
+        )
         return Member(summary, Scored(float(of)))
 
-    async def play(self, asked: Sequence[RolloutRequest], step: int, bad_data: Any = None) -> list[Member]:
+    async def play(
+        self, asked: Sequence[RolloutRequest], step: int, bad_data: Any = None
+    ) -> list[Member]:
         self.together.append([request.task.id for request in asked])
         return [self._member(request, len(asked)) for request in asked]
 
@@ -145,31 +188,45 @@ def evaluated(folder: Path, per: str) -> tuple[Player, list[Item], list[Trajecto
         kept.append(item)
 
     runner: Any = player
-    items = asyncio.run(play(asked, config, runner, 0, keep, lambda member: heard.append(member.summary.id)))
-    assert [(i.arm, i.task, i.sample) for i in items] == [(p.arm, p.task.id, p.sample) for p in asked]
+    items = asyncio.run(
+        play(asked, config, runner, 0, keep, lambda member: heard.append(member.summary.id))
+    )
+    assert [(i.arm, i.task, i.sample) for i in items] == [
+        (p.arm, p.task.id, p.sample) for p in asked
+    ]
     assert Counter(item.key for item in kept) == Counter(item.key for item in items)
     assert player.evaluation is None
     return player, items, heard
 
 
 @pytest.mark.parametrize("per", ["trajectory", "group"])
-def test_the_answers_of_an_arm_to_a_task_are_a_group_and_each_is_heard(tmp_path: Path, per: str) -> None:
+def test_the_answers_of_an_arm_to_a_task_are_a_group_and_each_is_heard(
+    tmp_path: Path, per: str
+) -> None:
     player, items, heard = evaluated(tmp_path, per)
-    assert Counter(map(tuple, player.together)) == Counter([("a",), ("b",), ("c",), ("a", "a"), ("b", "b"), ("c", "c")])
+    assert Counter(map(tuple, player.together)) == Counter(
+        [("a",), ("b",), ("c",), ("a", "a"), ("b", "b"), ("c", "c")]
+    )
     assert [item.reward for item in items] == [1.0] * 3 + [2.0] * 6
-    assert len(set(heard)) == len(items) == 9, "every score is reported, else nobody sees a grader that raises on all"
+    assert len(set(heard)) == len(items) == 9, (
+        "every score is reported, else nobody sees a grader that raises on all"
+    )
 
 
 class Describing(Player):
-    """Keeps what it was asked to describe, and how many episodes played at once. Every second sample has no payload, as one that
-    failed, and so no record."""
+    """Keeps what it was asked to describe, and how many episodes played at once.
+
+    Every second sample has no payload, as one that failed, and so no record.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.described: list[list[TrajectoryId]] = []
         self.playing = self.most = 0
 
-    async def play(self, asked: Sequence[RolloutRequest], step: int, bad_data: Any = None) -> list[Member]:
+    async def play(
+        self, asked: Sequence[RolloutRequest], step: int, bad_data: Any = None
+    ) -> list[Member]:
         self.playing += len(asked)
         self.most = max(self.most, self.playing)
         await asyncio.sleep(0.01)
@@ -179,11 +236,15 @@ class Describing(Player):
     async def describe(self, group: Group) -> tuple[list[Any], dict[str, bytes]]:
         ids = [member.summary.id for member in group.members]
         self.described.append(ids)
-        return [self._record(group, id.sample) for id in ids if id.sample % 2 == 0], {group.task.id: b"image"}
+        return [self._record(group, id.sample) for id in ids if id.sample % 2 == 0], {
+            group.task.id: b"image"
+        }
 
     def _record(self, group: Group, sample: int) -> RolloutRecord:
         turn = RolloutTurn("assistant", f"answer {sample} to {group.task.id}", True)
-        return RolloutRecord(group.number, sample, 0, group.task.id, "", "", (), (turn,), "done", 1.0)
+        return RolloutRecord(
+            group.number, sample, 0, group.task.id, "", "", (), (turn,), "done", 1.0
+        )
 
 
 def test_records_are_made_by_group_and_each_item_has_its_own(tmp_path: Path) -> None:
@@ -201,7 +262,10 @@ def test_records_are_made_by_group_and_each_item_has_its_own(tmp_path: Path) -> 
     assert Counter(map(len, player.described)) == {1: 60, 4: 60}
     assert all(len({id.group for id in ids}) == 1 for ids in player.described)
     assert {item.key: item.text for item in items} == {
-        (one.arm, one.task.id, one.sample): f"answer {one.sample} to {one.task.id}" if one.sample % 2 == 0 else "" for one in asked
+        (one.arm, one.task.id, one.sample): (
+            f"answer {one.sample} to {one.task.id}" if one.sample % 2 == 0 else ""
+        )
+        for one in asked
     }
     assert kept == {item.key: {item.task: b"image"} for item in items}
     assert AT_ONCE - 4 < player.most < AT_ONCE + 4, "as many as may, whatever the largest group"
@@ -218,18 +282,22 @@ def test_what_is_scored_together_is_played_again_together(tmp_path: Path) -> Non
     assert missing["group"] == [("b", 0), ("c", 0), ("b", 1), ("c", 1)]
 
 
-# A real run ------------------------------------------------------------------------------------------------------------
+# A real run
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow_faults
 @pytest.mark.timeout(600)
-def test_a_run_an_evaluation_and_a_try_of_a_ranking(tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_an_evaluation_and_a_try_of_a_ranking(
+    tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     marks = tmp_path / "marks"
     marks.mkdir()
     source = {"use": "tests.support.rewards:TokenRanking", "with": {"marks": str(marks)}}
     config = settings(tmp_path, digits_model, steps=1, reward__source=source, **GROUP)
     (tmp_path / "eval.jsonl").write_text(
-        "".join((tmp_path / "train.jsonl").read_text(encoding="utf-8").splitlines(True)[:3]), encoding="utf-8"
+        "".join((tmp_path / "train.jsonl").read_text(encoding="utf-8").splitlines(True)[:3]),
+        encoding="utf-8",
     )
     config |= {"evaluation": {"every": 1}}
     config["data"]["eval"] = str(tmp_path / "eval.jsonl")
@@ -244,7 +312,9 @@ def test_a_run_an_evaluation_and_a_try_of_a_ranking(tmp_path: Path, digits_model
     made = finished(config)
     assert made.metrics[-1]["val/scored"] == 3
     assert {"reward/component/share/mean", "reward/mean"} <= made.metrics[-1].keys()
-    assert made.metrics[-1]["filtered/first"] == made.metrics[-1]["rollout/groups"] >= 3, "three of four are left"
+    assert made.metrics[-1]["filtered/first"] == made.metrics[-1]["rollout/groups"] >= 3, (
+        "three of four are left"
+    )
     trained = sizes()
     assert set(trained) == {"4"}, "held-out answers are alone, and are scored by themselves"
     assert trained["4"] >= 2
@@ -253,9 +323,13 @@ def test_a_run_an_evaluation_and_a_try_of_a_ranking(tmp_path: Path, digits_model
     file.write_text(yaml.safe_dump(config), encoding="utf-8")
     out = tmp_path / "eval"
     done = subprocess.run(
-        [sys.executable, "-m", "rayloop", "eval", str(file), "--out", str(out), "--samples", "2"], cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+        [sys.executable, "-m", "rayloop", "eval", str(file), "--out", str(out), "--samples", "2"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert Counter(item.arm for item in read_items(out / "items.jsonl")) == {RIGHT: 3, SAMPLED: 6}
     assert sizes() == {"2": 3}

@@ -19,14 +19,20 @@ class Looking(Actor):
 
 @pytest.fixture(scope="module")
 def _two_gpus() -> Iterator[None]:
-    """Ray is given GPUs that are not there; workers inherit the variable, as on a machine whose user chose the GPUs."""
+    """Ray is given GPUs that are not there; workers inherit the variable, as on a machine whose
+    user chose the GPUs.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         ray.init(
-            address="local", num_cpus=2, num_gpus=2, include_dashboard=False, object_store_memory=100 * 2**20,
+            address="local",
+            num_cpus=2,
+            num_gpus=2,
+            include_dashboard=False,
+            object_store_memory=100 * 2**20,
             log_to_driver=False,
-        )  # fmt: skip
+        )
     yield
     ray.shutdown()
 

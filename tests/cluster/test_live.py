@@ -1,4 +1,6 @@
-"""``status``, ``stacks``, ``logs`` and ``stop`` of a run that trains, as a person types them in another shell."""
+"""``status``, ``stacks``, ``logs`` and ``stop`` of a run that trains, as a person types them in
+another shell.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,20 @@ with live_cluster(RunFolder.at(sys.argv[1])) as place:
     from rayloop.cluster.stages.live import stop_driver
     stop_driver(place)
 """
-"""What `stop` does for a run of another machine; tests/unit/cluster/test_live.py has one of this machine."""
+"""What `stop` does for a run of another machine; tests/unit/cluster/test_live.py has one of this
+machine.
+"""
 
 
 def typed(*words: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "rayloop", *words], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=180,
-    )  # fmt: skip
+        [sys.executable, "-m", "rayloop", *words],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -47,8 +55,12 @@ def test_a_live_run_is_looked_at_and_stopped(digits_model: Path, tmp_path: Path)
         assert "environment-0" not in stacks
         assert "MainThread" in stacks
         logs = typed("logs", folder, "--lines", "3")
-        assert {"driver", "rollout", "policy"} <= {line[4:].partition("-")[0] for line in logs.splitlines() if line[:4] == "=== "}
+        assert {"driver", "rollout", "policy"} <= {
+            line[4:].partition("-")[0] for line in logs.splitlines() if line[:4] == "=== "
+        }
         asked = [sys.executable, "-c", FROM_ELSEWHERE, folder]
-        subprocess.run(asked, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=180)
+        subprocess.run(
+            asked, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=180
+        )
         made.ends(75)
         assert "ended: preempted" in typed("status", folder)

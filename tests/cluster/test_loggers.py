@@ -1,4 +1,6 @@
-"""Loggers: one that keeps failing or blocks is dropped, the others get every step; what TensorBoard, W&B and Prometheus see."""
+"""Loggers: one that keeps failing or blocks is dropped, the others get every step; what
+TensorBoard, W&B and Prometheus see.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class Watched:
     def __init__(self, bad: Callable[[], Logger]) -> None:
         self.good, self.failed = Kept(), list[tuple[str, str]]()
         opening: dict[str, Callable[[], Logger]] = {"tensorboard": lambda: self.good, "wandb": bad}
-        self.loggers = Loggers((GOOD, BAD), lambda s: opening[s.kind](), lambda *failure: self.failed.append(failure))
+        self.loggers = Loggers(
+            (GOOD, BAD), lambda s: opening[s.kind](), lambda *failure: self.failed.append(failure)
+        )
 
     def steps_until_dropped(self) -> int:
         """Log step after step until a failure is reported; returns their number."""
@@ -84,13 +88,18 @@ def refuse(error: BaseException) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("bad", "why"),
     [
-        (refuse(OSError(28, "No space left on device")), "OSError: [Errno 28] No space left on device"),
+        (
+            refuse(OSError(28, "No space left on device")),
+            "OSError: [Errno 28] No space left on device",
+        ),
         (lambda: Kept(refuse(ConnectionError("no network"))), "ConnectionError: no network"),
         (lambda: Kept(refuse(SystemExit(3))), "SystemExit: 3"),
     ],
     ids=["opening", "logging", "exiting"],
 )
-def test_a_logger_that_fails_is_dropped_once_and_the_other_gets_every_step(bad: Callable[[], Logger], why: str) -> None:
+def test_a_logger_that_fails_is_dropped_once_and_the_other_gets_every_step(
+    bad: Callable[[], Logger], why: str
+) -> None:
     watched = Watched(bad)
     last = watched.steps_until_dropped()
     watched.loggers.log(last + 1, STEP)
@@ -124,12 +133,18 @@ def test_a_logger_whose_storage_comes_back_is_opened_again(monkeypatch: pytest.M
         watched.loggers.log(step, STEP)
     watched.close()
     assert (away.steps, watched.failed) == ([1, 4, 5], [])
-    assert [len(logger.steps) for logger in away.opened] == [1, 0, 2], "half a record may be in the file of one that failed"
+    assert [len(logger.steps) for logger in away.opened] == [
+        1,
+        0,
+        2,
+    ], "half a record may be in the file of one that failed"
     assert all(logger.closed for logger in away.opened)
 
 
 @pytest.mark.parametrize(("away", "patience"), [((2,), 0.0), ((4, 5), 300.0)])
-def test_a_logger_that_keeps_failing_is_reported(away: tuple[int, ...], patience: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_logger_that_keeps_failing_is_reported(
+    away: tuple[int, ...], patience: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rayloop.loggers.threads.TIMEOUT", 60.0)
     monkeypatch.setattr("rayloop.loggers.threads.PATIENCE", patience)
     watched = Watched(Away(*away))
@@ -189,7 +204,9 @@ def test_more_records_than_may_wait_drop_the_logger(monkeypatch: pytest.MonkeyPa
     released = threading.Event()
     failed = list[tuple[str, str]]()
     slow = WandbSettings()
-    loggers = Loggers((slow,), lambda s: Kept(lambda step: released.wait() and None), lambda *f: failed.append(f))
+    loggers = Loggers(
+        (slow,), lambda s: Kept(lambda step: released.wait() and None), lambda *f: failed.append(f)
+    )
     for step in range(5):
         loggers.log(step, STEP)
     released.set()
@@ -197,17 +214,25 @@ def test_more_records_than_may_wait_drop_the_logger(monkeypatch: pytest.MonkeyPa
     assert failed == [("wandb", "3 records wait for it")]
 
 
-# Configuration ---------------------------------------------------------------------------------------------------------
+# Configuration
+# ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_package_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     wanted = config(tmp_path, loggers=[{"kind": "wandb"}])
-    with pytest.raises(ConfigError, match=r'loggers\.0: kind wandb .* not installed.* pip install "rayloop\[wandb\]"'):
+    with pytest.raises(
+        ConfigError,
+        match=r'loggers\.0: kind wandb .* not installed.* pip install "rayloop\[wandb\]"',
+    ):
         preflight(wanted)
 
 
-def test_a_folder_of_a_packages_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_a_packages_name_is_no_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """W&B itself makes ``./wandb``, which Python would import as an empty package."""
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
@@ -221,7 +246,8 @@ def test_a_kind_may_be_chosen_once(tmp_path: Path) -> None:
         config(tmp_path, loggers=[{"kind": "tensorboard"}, {"kind": "tensorboard"}])
 
 
-# The loggers themselves ------------------------------------------------------------------------------------------------
+# The loggers themselves
+# ------------------------------------------------------------------------------------------------
 
 
 def logged(chosen: AnySettings, folder: RunFolder, *steps: tuple[int, float]) -> None:
@@ -237,7 +263,9 @@ def test_tensorboard_reads_each_step_once_over_restores_and_drivers(tmp_path: Pa
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = RunFolder.at(tmp_path)
-    logged(GOOD, folder, (1, 0.1), (2, 0.2), (3, 0.3), (2, 0.25), (3, 0.35))  # the policy was lost, step 1 restored
+    logged(
+        GOOD, folder, (1, 0.1), (2, 0.2), (3, 0.3), (2, 0.25), (3, 0.35)
+    )  # the policy was lost, step 1 restored
     logged(GOOD, folder, (3, 0.375), (4, 0.5))  # the driver died after step 3 and restored step 2
     reader = EventAccumulator(str(folder.tensorboard))
     reader.Reload()
@@ -249,14 +277,16 @@ def test_tensorboard_reads_each_step_once_over_restores_and_drivers(tmp_path: Pa
 def test_the_writers_leave_torch_alone() -> None:
     pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
     code = (
-        "import sys, tempfile; from rayloop.cluster.loop.loggers import *; from pathlib import Path\n"
-        "TensorBoard(Path(tempfile.mkdtemp())).log(1, {'a': 1.0})\n"
-        "sys.exit('torch' in sys.modules or 'tensorflow' in sys.modules)"
+        "import sys, tempfile; from rayloop.cluster.loop.loggers import *; from pathlib import"
+        " Path\nTensorBoard(Path(tempfile.mkdtemp())).log(1, {'a': 1.0})\nsys.exit('torch' in"
+        " sys.modules or 'tensorflow' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
-def test_wandb_continues_one_run_by_the_id_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_continues_one_run_by_the_id_in_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A FAKE of the part of W&B's module that is used; the real one is in the next test."""
     calls: list[tuple[str, Any]] = []
 
@@ -283,20 +313,30 @@ def test_wandb_continues_one_run_by_the_id_in_the_folder(tmp_path: Path, monkeyp
     logged(chosen, folder, (1, 0.1), (2, 0.2))
     logged(chosen, folder, (2, 0.3))
     assert [(name, value) for name, value in calls if name != "init"] == [
-        ("define", ("*", "step")), ("log", 1), ("log", 2), ("finish", None),
-        ("define", ("*", "step")), ("log", 2), ("finish", None),
-    ]  # fmt: skip
+        ("define", ("*", "step")),
+        ("log", 1),
+        ("log", 2),
+        ("finish", None),
+        ("define", ("*", "step")),
+        ("log", 2),
+        ("finish", None),
+    ]
     first, second = (options for name, options in calls if name == "init")
     assert first == second
     assert first["id"] == (tmp_path / "wandb" / "id").read_text(encoding="utf-8")
     assert len(first["id"]) == 8, "a full disk left no part of an id"
     assert {k: first[k] for k in ("project", "name", "config", "resume", "dir")} == {
-        "project": "rayloop", "name": "run", "config": {"seed": 0},
-        "resume": "allow", "dir": str(tmp_path),
-    }  # fmt: skip
+        "project": "rayloop",
+        "name": "run",
+        "config": {"seed": 0},
+        "resume": "allow",
+        "dir": str(tmp_path),
+    }
 
 
-def test_wandb_offline_keeps_two_drivers_files_under_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline_keeps_two_drivers_files_under_one_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb", reason="the extra wandb is not installed")
     folder = RunFolder.at(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -355,8 +395,17 @@ with private_cluster() as temporary:
 @pytest.mark.slow_faults
 @pytest.mark.timeout(180)
 def test_prometheus_reads_the_gauges_from_a_private_cluster(tmp_path: Path) -> None:
-    """A private cluster has no dashboard, but its node's agent serves the metrics port; a step may take minutes."""
-    done = subprocess.run([sys.executable, "-c", PROMETHEUS], cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
+    """A private cluster has no dashboard, but its node's agent serves the metrics port; a step may
+    take minutes.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", PROMETHEUS],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     found = {}
     for line in done.stdout.splitlines():
@@ -383,7 +432,9 @@ class Listed:
 
     kept: ClassVar[list[Any]] = []
 
-    def __init__(self, settings: Settings, name: str, config: Mapping[str, Any], folder: Path) -> None:
+    def __init__(
+        self, settings: Settings, name: str, config: Mapping[str, Any], folder: Path
+    ) -> None:
         self.kept.append((settings.title, name, config["seed"], folder))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -393,7 +444,9 @@ class Listed:
         self.kept.append("closed")
 
 
-def test_a_logger_of_your_own_gets_the_run_and_each_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_logger_of_your_own_gets_the_run_and_each_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     own = {"use": f"{__name__}:Listed", "with": {"title": "mine"}}
     [chosen] = config(tmp_path, loggers=[own]).loggers
     logged(chosen, RunFolder.at(tmp_path), (1, 0.5))

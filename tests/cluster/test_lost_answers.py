@@ -1,4 +1,6 @@
-"""Two real ranks, of which one cannot be reached for a moment: no call of both is run twice, and the policy is not rebuilt."""
+"""Two real ranks, of which one cannot be reached for a moment: no call of both is run twice, and
+the policy is not rebuilt.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,27 @@ pytestmark = pytest.mark.timeout(180)
 
 @pytest.fixture(scope="module", autouse=True)
 def _cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        object_store_memory=100 * 2**20,
+        log_to_driver=False,
+    )
     yield
     ray.shutdown()
 
 
-def test_answers_that_are_lost_cost_no_rebuild(tmp_path: Path, digits_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second rank answers, and its first answer to each call is lost: the first rank has left the collective by then."""
+def test_answers_that_are_lost_cost_no_rebuild(
+    tmp_path: Path, digits_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second rank answers, and its first answer to each call is lost: the first rank has left
+    the collective by then.
+    """
     c = RunConfig.model_validate(settings(tmp_path, digits_model, policy__ranks=2))
-    made = RankSettings(c.model, c.trainer, c.optimizer, c.policy.loss, c.transport, str(tmp_path), 0)
+    made = RankSettings(
+        c.model, c.trainer, c.optimizer, c.policy.loss, c.transport, str(tmp_path), 0
+    )
     rank = ray.remote(concurrency_groups=GROUPS)(PolicyRank)
     policy = PolicyGroup(c.policy, lambda number: rank.options(num_cpus=1).remote(made, number, 2))
     with_deadline, lost = policy_group.with_deadline, list[str]()

@@ -1,4 +1,7 @@
-"""Payloads that are really lost, after they were scored: their owner is killed. Nothing hangs, nothing ends, each is counted."""
+"""Payloads that are really lost, after they were scored: their owner is killed.
+
+Nothing hangs, nothing ends, each is counted.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,17 @@ from rayloop.cluster.supervision.policy_group import PolicyGroup
 from rayloop.cluster.supervision.pool import Pool
 from rayloop.core.deadlines import WAITS
 from rayloop.core.failures import CheckpointError, WorkerLost
-from rayloop.core.groups import Credit, Group, Member, Outcome, Scored, Status, TrajectoryState, Unscored, UnscoredKind
+from rayloop.core.groups import (
+    Credit,
+    Group,
+    Member,
+    Outcome,
+    Scored,
+    Status,
+    TrajectoryState,
+    Unscored,
+    UnscoredKind,
+)
 from rayloop.core.types import EndReason, Summary, Task, TrajectoryId, Version
 from rayloop.run.config import RunConfig
 from rayloop.run.identity import about, identity
@@ -40,7 +53,13 @@ pytestmark = pytest.mark.timeout(180)
 
 @pytest.fixture(scope="module", autouse=True)
 def _cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        object_store_memory=100 * 2**20,
+        log_to_driver=False,
+    )
     yield
     ray.shutdown()
 
@@ -70,7 +89,10 @@ def kill(holder: Any) -> None:
 
 
 class Stage:
-    """A driver with a step's groups: two groups of four, ready. ``lose`` kills the owner of some of their payloads."""
+    """A driver with a step's groups: two groups of four, ready.
+
+    ``lose`` kills the owner of some of their payloads.
+    """
 
     def __init__(self, folder: Path, model: Path, lost: set[TrajectoryId], **changes: Any) -> None:
         self.config = RunConfig.model_validate(settings(folder, model, **changes))
@@ -92,11 +114,24 @@ class Stage:
         members = []
         for sample in range(4):
             id = TrajectoryId(number, sample)
-            payload = dataclasses.replace(trajectory(model, 10 * number + sample, [(5, None, 3 + sample)]), id=id)
+            payload = dataclasses.replace(
+                trajectory(model, 10 * number + sample, [(5, None, 3 + sample)]), id=id
+            )
             summary = Summary(
-                id, 0, "t", "", EndReason.DONE, length=8 + sample, sampled_tokens=3 + sample, turns=1, images=0,
-                observation_images=0, images_consistent=True, first_version=Version(1, 0), last_version=Version(1, 0),
-            )  # fmt: skip
+                id,
+                0,
+                "t",
+                "",
+                EndReason.DONE,
+                length=8 + sample,
+                sampled_tokens=3 + sample,
+                turns=1,
+                images=0,
+                observation_images=0,
+                images_consistent=True,
+                first_version=Version(1, 0),
+                last_version=Version(1, 0),
+            )
             ref = ray.get(self._holder.put.remote(payload))[0] if id in lost else ray.put(payload)
             members.append(Member(summary, Scored(float(sample)), ref, credit=Credit(sample - 1.5)))
         return Group(number, Task("t", ()), tuple(members), mean=1.5, std=1.3)
@@ -108,7 +143,9 @@ class Stage:
         kill(self._holder)
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        return [record for kind, record in self.driver.reporter.updates if record.get("event") == name]
+        return [
+            record for kind, record in self.driver.reporter.updates if record.get("event") == name
+        ]
 
 
 LOST = {TrajectoryId(1, 2), TrajectoryId(2, 0)}
@@ -118,7 +155,8 @@ def ids(groups: Any) -> set[TrajectoryId]:
     return {member.summary.id for group in groups for member in group.kept}
 
 
-# What Ray says ---------------------------------------------------------------------------------------------------------
+# What Ray says
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_lost_object_is_distinguished_from_a_lost_worker() -> None:
@@ -135,16 +173,23 @@ def test_a_lost_object_is_distinguished_from_a_lost_worker() -> None:
     assert not object_lost(worker.value)
 
 
-# Training --------------------------------------------------------------------------------------------------------------
+# Training
+# --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_ranks_tell_what_is_lost_before_they_train(tmp_path: Path, digits_model: Path, ranks: int) -> None:
+def test_the_ranks_tell_what_is_lost_before_they_train(
+    tmp_path: Path, digits_model: Path, ranks: int
+) -> None:
     stage = Stage(tmp_path, digits_model, LOST, policy__ranks=ranks)
     c = stage.config
-    made = RankSettings(c.model, c.trainer, c.optimizer, c.policy.loss, c.transport, str(tmp_path), 0)
+    made = RankSettings(
+        c.model, c.trainer, c.optimizer, c.policy.loss, c.transport, str(tmp_path), 0
+    )
     rank = ray.remote(concurrency_groups=GROUPS)(PolicyRank)
-    policy = PolicyGroup(c.policy, lambda number: rank.options(num_cpus=1).remote(made, number, ranks))
+    policy = PolicyGroup(
+        c.policy, lambda number: rank.options(num_cpus=1).remote(made, number, ranks)
+    )
 
     async def steps() -> tuple[set[TrajectoryId], dict[str, float]]:
         await policy.start()
@@ -173,7 +218,9 @@ def test_the_ranks_tell_what_is_lost_before_they_train(tmp_path: Path, digits_mo
 
 def test_probes_that_are_all_lost_compare_to_nothing(tmp_path: Path, digits_model: Path) -> None:
     """Log-prob check of no tokens would pass."""
-    policy = PolicyGroup(RunConfig.model_validate(settings(tmp_path, digits_model)).policy, lambda rank: None)
+    policy = PolicyGroup(
+        RunConfig.model_validate(settings(tmp_path, digits_model)).policy, lambda rank: None
+    )
 
     class NothingFound:
         compare = SimpleNamespace(remote=lambda *args, **kwargs: asyncio.sleep(0, []))
@@ -183,12 +230,18 @@ def test_probes_that_are_all_lost_compare_to_nothing(tmp_path: Path, digits_mode
         asyncio.run(policy.compare(["a", "b"]))
 
 
-# Rewards of groups -----------------------------------------------------------------------------------------------------
+# Rewards of groups
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("per", ["trajectory", "group"])
-def test_a_group_is_scored_without_the_payloads_that_are_lost(tmp_path: Path, digits_model: Path, per: str) -> None:
-    ranking = {"reward__per": "group", "reward__source": {"use": "tests.support.rewards:TokenRanking", "with": {}}}
+def test_a_group_is_scored_without_the_payloads_that_are_lost(
+    tmp_path: Path, digits_model: Path, per: str
+) -> None:
+    ranking = {
+        "reward__per": "group",
+        "reward__source": {"use": "tests.support.rewards:TokenRanking", "with": {}},
+    }
     stage = Stage(tmp_path, digits_model, LOST, **(ranking if per == "group" else {}))
     c, group = stage.config, stage.groups[0]
     actor = ray.remote(concurrency_groups=GROUPS)(RewardActor)
@@ -197,7 +250,9 @@ def test_a_group_is_scored_without_the_payloads_that_are_lost(tmp_path: Path, di
         return actor.options(num_cpus=0, max_concurrency=4).remote(c.model, c.reward)
 
     async def score() -> tuple[list[Outcome], list[Outcome]]:
-        pool = stage.driver.services.reward = Pool("reward", 1, spawn, c.recovery, stage.driver.reporter.event)
+        pool = stage.driver.services.reward = Pool(
+            "reward", 1, spawn, c.recovery, stage.driver.reporter.event
+        )
         await pool.start()
         scoring = RewardCalls(c.reward, stage.driver.services, stage.driver.reporter.event)
         payloads = [member.payload for member in group.members if member.payload]
@@ -212,7 +267,8 @@ def test_a_group_is_scored_without_the_payloads_that_are_lost(tmp_path: Path, di
     assert [type(outcome) for outcome in rest] == [Scored, Scored, Unscored, Scored]
 
 
-# The reference ---------------------------------------------------------------------------------------------------------
+# The reference
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_reference_annotates_the_rest(tmp_path: Path, digits_model: Path) -> None:
@@ -226,7 +282,9 @@ def test_the_reference_annotates_the_rest(tmp_path: Path, digits_model: Path) ->
         return actor.options(num_cpus=1, max_concurrency=4).remote(c.model, c.policy.engine)
 
     async def annotate() -> tuple[Group, list[Any]]:
-        pool = stage.driver.services.reference = Pool("reference", 1, spawn, c.recovery, stage.driver.reporter.event)
+        pool = stage.driver.services.reference = Pool(
+            "reference", 1, spawn, c.recovery, stage.driver.reporter.event
+        )
         await pool.start()
         stage.lose()
         found = await stage.driver.annotate(stage.groups[0])
@@ -238,7 +296,11 @@ def test_the_reference_annotates_the_rest(tmp_path: Path, digits_model: Path) ->
     assert [m.summary.id.sample for m in group.kept] == [0, 1, 3]
     assert group.members[2].status == Status(TrajectoryState.EXCLUDED, "payload_lost")
     assert [array.shape for array in arrays] == [(3,), (4,), (6,)]
-    assert [m.advantage for m in group.kept] == [-1.5, -0.5, 1.5], "what was lost had a reward: the baseline stays"
+    assert [m.advantage for m in group.kept] == [
+        -1.5,
+        -0.5,
+        1.5,
+    ], "what was lost had a reward: the baseline stays"
     assert stage.events("payload_lost")[0]["trajectories"] == ["1/2"]
 
 
@@ -256,7 +318,9 @@ def test_what_a_run_without_a_reference_left_ready_is_annotated_when_it_goes_on_
         def within(self, deadline: float, attempts: int) -> Reference:
             return self
 
-        async def split(self, returns: int, method: Any, payloads: list[Any], folder: str | None) -> tuple[list[int], list[Any]]:
+        async def split(
+            self, returns: int, method: Any, payloads: list[Any], folder: str | None
+        ) -> tuple[list[int], list[Any]]:
             asked.append(len(payloads))
             assert (method, returns) == (ReferenceActor.annotate, 1 + len(payloads))
             return [0] if len(asked) == 1 else [], [ray.put("log-probs") for _ in payloads]
@@ -266,7 +330,9 @@ def test_what_a_run_without_a_reference_left_ready_is_annotated_when_it_goes_on_
     async def go_on() -> Driver:
         store.next_lineage()
         await store.save(1, await before.capture(), nothing, about(before.config, hashes, 24))
-        config = RunConfig.model_validate(settings(tmp_path, digits_model, policy__loss={"kl_coef": 0.1}))
+        config = RunConfig.model_validate(
+            settings(tmp_path, digits_model, policy__loss={"kl_coef": 0.1})
+        )
         services = SimpleNamespace(policy=SimpleNamespace(load=nothing), reference=Reference())
         driver = made_driver(config, tmp_path / "run", "auto", hashes, services)
         await driver.restore()
@@ -275,12 +341,15 @@ def test_what_a_run_without_a_reference_left_ready_is_annotated_when_it_goes_on_
     driver = asyncio.run(go_on())
     assert asked == [4, 4]
     assert ids(driver.rollouts.ready.groups) == ids(before.groups) - {TrajectoryId(1, 0)}
-    assert all(ray.get(m.reference) == "log-probs" for g in driver.rollouts.ready.groups for m in g.kept)
+    assert all(
+        ray.get(m.reference) == "log-probs" for g in driver.rollouts.ready.groups for m in g.kept
+    )
     driver.ledger.check()
     assert driver.ledger.counts()["excluded[payload_lost]"] == 1
 
 
-# The checkpoint --------------------------------------------------------------------------------------------------------
+# The checkpoint
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_leaves_out_what_is_lost(tmp_path: Path, digits_model: Path) -> None:
@@ -293,7 +362,11 @@ def test_a_checkpoint_leaves_out_what_is_lost(tmp_path: Path, digits_model: Path
     kept = {TrajectoryId(g, s) for g in (1, 2) for s in range(4)} - LOST
     rollouts = state["production"]
     members = [m for g in rollouts["ready"]["groups"] for m in g["members"] if m["fate"] is None]
-    assert {TrajectoryId(*m["summary"]["id"]) for m in members} == ids(stage.rollouts.ready.groups) == kept
+    assert (
+        {TrajectoryId(*m["summary"]["id"]) for m in members}
+        == ids(stage.rollouts.ready.groups)
+        == kept
+    )
     assert [m["summary"]["id"] for m in rollouts["finished"]["replay"]["t"]] == [[2, 1]]
     assert all(m["payload"]["id"] == m["summary"]["id"] for m in members)
     assert state["ledger"]["final"] == {"excluded[payload_lost]": 2}
@@ -301,19 +374,25 @@ def test_a_checkpoint_leaves_out_what_is_lost(tmp_path: Path, digits_model: Path
     stage.driver.ledger.check()
 
 
-def test_a_payload_that_does_not_come_fails_the_checkpoint_in_time(tmp_path: Path, digits_model: Path) -> None:
+def test_a_payload_that_does_not_come_fails_the_checkpoint_in_time(
+    tmp_path: Path, digits_model: Path
+) -> None:
     stage = Stage(tmp_path, digits_model, set(), policy__step_timeout=1.0)
     pending = Holder.remote().never.remote()
     first, *others = stage.groups[0].members
     stage.rollouts.ready.groups = [
-        dataclasses.replace(stage.groups[0], members=(dataclasses.replace(first, payload=pending), *others))
+        dataclasses.replace(
+            stage.groups[0], members=(dataclasses.replace(first, payload=pending), *others)
+        )
     ]
 
     async def waits() -> list[str]:
         task = asyncio.ensure_future(stage.capture())
         await asyncio.sleep(0.5)
         shown = [wait.what for wait in WAITS.oldest()]
-        with pytest.raises(CheckpointError, match="payloads for the checkpoint did not answer within 1 s"):
+        with pytest.raises(
+            CheckpointError, match="payloads for the checkpoint did not answer within 1 s"
+        ):
             await task
         return shown
 

@@ -1,4 +1,6 @@
-"""Nodes as processes, without Slurm: they find each other, leave with the head, join the next one, and leave nothing behind."""
+"""Nodes as processes, without Slurm: they find each other, leave with the head, join the next one,
+and leave nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +64,12 @@ def test_nodes_join_leave_and_join_the_next_head(cluster: Nodes) -> None:
     assert second.wait(30) == stays.wait(30) == 0
     assert cluster.place.head() is None
     cluster.until(lambda: not tagged(cluster.tag), "every process ends", 10)
-    assert len(list(cluster.folder.glob("here.logs/*/raylet.out"))) >= 2, "Ray's logs outlive the nodes"
-    assert [path.name for path in cluster.temporary.glob("rayloop-*") if (path / "lock").exists()] == []
+    assert len(list(cluster.folder.glob("here.logs/*/raylet.out"))) >= 2, (
+        "Ray's logs outlive the nodes"
+    )
+    assert [
+        path.name for path in cluster.temporary.glob("rayloop-*") if (path / "lock").exists()
+    ] == []
 
 
 @pytest.mark.slow_faults
@@ -74,9 +80,14 @@ def test_a_program_is_asked_to_save_while_the_head_and_a_worker_stay(cluster: No
     program = cluster.start("worker", "--num-cpus=0", "--", sys.executable, "-c", SAVES)
     head = cluster.head()
     cluster.until(lambda: cluster.alive(head) == 3, "the workers join")
-    cluster.until(lambda: "ready" in (cluster.folder / "worker-2.log").read_text(encoding="utf-8"), "the program begins")
+    cluster.until(
+        lambda: "ready" in (cluster.folder / "worker-2.log").read_text(encoding="utf-8"),
+        "the program begins",
+    )
     for node in (worker, leads, program):
-        node.send_signal(signal.SIGUSR1)  # the time limit is near: they are needed while the program saves
+        node.send_signal(
+            signal.SIGUSR1
+        )  # the time limit is near: they are needed while the program saves
     assert program.wait(30) == 75
     assert not ended(worker)
     assert not ended(leads)

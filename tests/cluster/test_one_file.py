@@ -1,4 +1,6 @@
-"""benchmarks/trainer/one_file.py against a run of the cluster: the same algorithm on the same rows has the same numbers."""
+"""benchmarks/trainer/one_file.py against a run of the cluster: the same algorithm on the same rows
+has the same numbers.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ STEPS = 3
 
 
 def configuration(folder: Path) -> dict[str, Any]:
-    """The settings of one_file.py as those of a run that samples and trains with the same kernels, threads and batches."""
+    """The settings of one_file.py as those of a run that samples and trains with the same kernels,
+    threads and batches.
+    """
     model = one_file.MODEL.model_dump(exclude_unset=True)
     return {
         "name": "run",
@@ -31,7 +35,10 @@ def configuration(folder: Path) -> dict[str, Any]:
         "model": model,
         "data": {
             "train": str(one_file.ROWS),
-            "reader": {"use": "rayloop.recipes.arc_vision.data:GroundingRows", "with": one_file.READER.model_dump()},
+            "reader": {
+                "use": "rayloop.recipes.arc_vision.data:GroundingRows",
+                "with": one_file.READER.model_dump(),
+            },
         },
         "rollout": {
             "sampling": {"max_tokens": one_file.SAMPLING.max_tokens},
@@ -52,7 +59,9 @@ def configuration(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow_faults
-def test_one_file_and_the_cluster_have_the_same_rewards_losses_and_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_file_and_the_cluster_have_the_same_rewards_losses_and_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(one_file, "GROUPS", 4)
     before = torch.get_num_threads()
     try:
@@ -70,4 +79,6 @@ def test_one_file_and_the_cluster_have_the_same_rewards_losses_and_weights(tmp_p
     start = load_file(Path(one_file.MODEL.path) / "model.safetensors")
     assert trained.keys() <= weights.keys()
     assert [name for name in trained if not torch.equal(trained[name], weights[name])] == []
-    assert not any(torch.equal(trained[name], start[name].float()) for name in trained), "every weight has been trained"
+    assert not any(torch.equal(trained[name], start[name].float()) for name in trained), (
+        "every weight has been trained"
+    )

@@ -26,14 +26,22 @@ def folder(tmp_path: Path) -> Path:
 
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "rayloop", *words], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        [sys.executable, "-m", "rayloop", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 def test_the_rows_are_valid(folder: Path, digits_model: Path) -> None:
     done = command(folder, "data", "validate", "sums.yaml")
-    assert (done.returncode, "4 rows read by" in done.stdout, "warning" in done.stdout) == (0, True, False), done.stdout
+    assert (done.returncode, "4 rows read by" in done.stdout, "warning" in done.stdout) == (
+        0,
+        True,
+        False,
+    ), done.stdout
 
 
 def test_the_configuration_can_be_tried(folder: Path, digits_model: Path) -> None:
@@ -46,7 +54,12 @@ def test_the_configuration_can_be_tried(folder: Path, digits_model: Path) -> Non
 @pytest.mark.slow_faults
 def test_it_trains(folder: Path, digits_model: Path) -> None:
     """One step; answers of a random model are all equally bad, so nothing is filtered."""
-    small = ("steps=1", "algorithm.groups_per_step=1", "algorithm.filtering.filters=[]", "weight_sync.logprob_check=stop")
+    small = (
+        "steps=1",
+        "algorithm.groups_per_step=1",
+        "algorithm.filtering.filters=[]",
+        "weight_sync.logprob_check=stop",
+    )
     done = command(folder, "train", "sums.yaml", f"model.path={digits_model}", *small)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 1/1" in done.stdout

@@ -37,20 +37,28 @@ class Crowded(PolicyRank):
 def start(ranks: int, tmp_path: Path, model: Path) -> list[Crowded]:
     torch.set_num_threads(1)
     c = RunConfig.model_validate(settings(tmp_path, model))
-    made = RankSettings(c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.transport, str(tmp_path), 0)
+    made = RankSettings(
+        c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.transport, str(tmp_path), 0
+    )
     policy = PolicyGroup(c.policy, lambda rank: LocalActor(Crowded(made, rank, ranks)))
     asyncio.run(policy.start())
     return [rank.actor for rank in policy.ranks]
 
 
-def test_a_rank_without_others_listens_nowhere(tmp_path: Path, digits_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_others_listens_nowhere(
+    tmp_path: Path, digits_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     before = set(psutil.Process().net_connections("tcp"))
     [rank] = start(1, tmp_path, digits_model)
     try:
         assert "language" in rank.engine.parameter_groups()
         opened = set(psutil.Process().net_connections("tcp")) - before
-        assert not [one for one in opened if one.status == psutil.CONN_LISTEN and one.laddr.ip != "127.0.0.1"]
+        assert not [
+            one
+            for one in opened
+            if one.status == psutil.CONN_LISTEN and one.laddr.ip != "127.0.0.1"
+        ]
     finally:
         rank.engine.close()
 
@@ -68,7 +76,10 @@ def test_a_place_that_cannot_be_had_is_named() -> None:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(WorkerStartFailed, match=f"127.0.0.1:{port} where the policy's ranks meet cannot be opened"):
+        with pytest.raises(
+            WorkerStartFailed,
+            match=f"127.0.0.1:{port} where the policy's ranks meet cannot be opened",
+        ):
             meeting_place(("127.0.0.1", port), 5, first=True)
     with pytest.raises(WorkerStartFailed, match="cannot be reached"):
         meeting_place(("127.0.0.1", *free_ports(1)), 1, first=False)

@@ -1,4 +1,6 @@
-"""The pool with real actors: leases, loss, replacement, hung workers, and the reservation they live in."""
+"""The pool with real actors: leases, loss, replacement, hung workers, and the reservation they live
+in.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,13 @@ from rayloop.actors.handles import create, submit
 from rayloop.cluster.services import reserve
 from rayloop.cluster.supervision.pool import Pool
 from rayloop.core.events import Event
-from rayloop.core.failures import ConfigError, ResourcesUnavailable, RolesExhausted, WorkerLost, WorkerStartFailed
+from rayloop.core.failures import (
+    ConfigError,
+    ResourcesUnavailable,
+    RolesExhausted,
+    WorkerLost,
+    WorkerStartFailed,
+)
 from rayloop.launch.ray_variables import NICENESS, SUBREAPER, node_settings
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles
@@ -34,9 +42,18 @@ from tests.support.runs import settings
 @pytest.fixture(scope="module", autouse=True)
 def _cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for name in (SUBREAPER, NICENESS):  # not the authentication: Ray reads that once in a process
+        for name in (
+            SUBREAPER,
+            NICENESS,
+        ):  # not the authentication: Ray reads that once in a process
             patch.setenv(name, node_settings(None)[name])
-        ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+        ray.init(
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            object_store_memory=100 * 2**20,
+            log_to_driver=False,
+        )
     yield
     ray.shutdown()
 
@@ -69,11 +86,19 @@ class Worker(Actor):
 class Fixture:
     """A pool with its events; ``spawned`` counts constructions, those after ``good`` are broken."""
 
-    def __init__(self, size: int, replacements: int = 5, good: int = 100, admit: Callable[[Any], Awaitable[None]] | None = None):
+    def __init__(
+        self,
+        size: int,
+        replacements: int = 5,
+        good: int = 100,
+        admit: Callable[[Any], Awaitable[None]] | None = None,
+    ):
         self.events: list[dict[str, Any]] = []
         self.spawned = 0
         self.good = good
-        recovery = RecoverySettings(replacements=replacements, start_timeout=30.0, health_timeout=2.0)
+        recovery = RecoverySettings(
+            replacements=replacements, start_timeout=30.0, health_timeout=2.0
+        )
         self.pool = Pool("tester", size, self._spawn, recovery, self._emit, admit)
 
     def _spawn(self, slot: int) -> Any:
@@ -159,7 +184,9 @@ def test_a_dead_worker_is_replaced_and_admitted_before_it_serves() -> None:
 
 
 def test_actors_get_as_much_of_the_cores_as_other_programs() -> None:
-    """With Ray's own niceness of 15 the actors of a run beside a program on each core never came up."""
+    """With Ray's own niceness of 15 the actors of a run beside a program on each core never came
+    up.
+    """
 
     async def test(pool: Pool[Worker]) -> None:
         assert psutil.Process(await pid_of(pool, 1)).nice() == psutil.Process().nice()
@@ -221,7 +248,12 @@ def test_a_stopped_worker_outlives_its_deadline_and_is_killed(notice: str) -> No
 
 def test_a_call_gives_up_after_its_attempts() -> None:
     async def test(pool: Pool[Worker]) -> None:
-        with pytest.raises(WorkerLost, match=r"tester\.work failed 2 times, last: work of tester 0 did not answer within 0\.3 s"):
+        with pytest.raises(
+            WorkerLost,
+            match=(
+                r"tester\.work failed 2 times, last: work of tester 0 did not answer within 0\.3 s"
+            ),
+        ):
             await pool.within(0.3, attempts=2).call(Worker.work, 30.0)
 
     Fixture(1).run(test)
@@ -232,7 +264,10 @@ def test_the_role_is_exhausted_when_replacements_keep_failing() -> None:
 
     async def test(pool: Pool[Worker]) -> None:
         pool.lost(1, "gone")
-        with pytest.raises(RolesExhausted, match=r"tester role had fewer than 1 of 1 actors .* allows 2 per slot and hour.*gone"):
+        with pytest.raises(
+            RolesExhausted,
+            match=r"tester role had fewer than 1 of 1 actors .* allows 2 per slot and hour.*gone",
+        ):
             await pool.lease()
         with pytest.raises(RolesExhausted):
             await pool.check()
@@ -247,7 +282,10 @@ def test_a_constructor_that_raises_is_named() -> None:
     async def start() -> None:
         await Fixture(1, good=0).pool.start()
 
-    with pytest.raises(WorkerStartFailed, match=r"an actor of role tester did not start: .*no model at /models/gone"):
+    with pytest.raises(
+        WorkerStartFailed,
+        match=r"an actor of role tester did not start: .*no model at /models/gone",
+    ):
         asyncio.run(start())
 
 
@@ -267,20 +305,34 @@ def test_a_wrong_configuration_that_a_constructor_finds_arrives_as_such() -> Non
 def test_a_reservation_too_large_gives_the_arithmetic(tmp_path: Path) -> None:
     config = RunConfig.model_validate(
         settings(
-            tmp_path, tmp_path, policy__ranks=4, policy__placement={"num_gpus": 1, "num_cpus": 20}, recovery={"start_timeout": 0.5}
+            tmp_path,
+            tmp_path,
+            policy__ranks=4,
+            policy__placement={"num_gpus": 1, "num_cpus": 20},
+            recovery={"start_timeout": 0.5},
         )
     )
     events = []
-    with pytest.raises(ResourcesUnavailable, match="needs 82 CPUs, the cluster has 4, 4 GPUs, the cluster has 0"):
+    with pytest.raises(
+        ResourcesUnavailable, match="needs 82 CPUs, the cluster has 4, 4 GPUs, the cluster has 0"
+    ):
         asyncio.run(
-            reserve(config, "too large", bundles(config), lambda event: events.append((event.kind, event.record()["lacks"])))
+            reserve(
+                config,
+                "too large",
+                bundles(config),
+                lambda event: events.append((event.kind, event.record()["lacks"])),
+            )
         )
-    assert events == [("waiting_for_resources", "82 CPUs, the cluster has 4, 4 GPUs, the cluster has 0")]
+    assert events == [
+        ("waiting_for_resources", "82 CPUs, the cluster has 4, 4 GPUs, the cluster has 0")
+    ]
 
 
 def test_a_reservation_that_others_hold_names_what_is_free(tmp_path: Path) -> None:
     patient, hasty = (
-        RunConfig.model_validate(settings(tmp_path, tmp_path, recovery={"start_timeout": seconds})) for seconds in (60.0, 1.0)
+        RunConfig.model_validate(settings(tmp_path, tmp_path, recovery={"start_timeout": seconds}))
+        for seconds in (60.0, 1.0)
     )
 
     async def free(cpus: float) -> None:
@@ -290,10 +342,15 @@ def test_a_reservation_that_others_hold_names_what_is_free(tmp_path: Path) -> No
 
     async def twice() -> None:
         await reserve(patient, "first", bundles(patient), lambda *_, **__: None)
-        held = await reserve(patient, "first", bundles(patient), lambda *_, **__: None)  # in place of the one before
+        held = await reserve(
+            patient, "first", bundles(patient), lambda *_, **__: None
+        )  # in place of the one before
         try:
             await free(1.0)
-            with pytest.raises(ResourcesUnavailable, match=r"4 actors could not be placed within 1 s: free are 1 of 4 CPUs"):
+            with pytest.raises(
+                ResourcesUnavailable,
+                match=r"4 actors could not be placed within 1 s: free are 1 of 4 CPUs",
+            ):
                 await reserve(hasty, "second", bundles(hasty), lambda *_, **__: None)
         finally:
             remove_placement_group(held)

@@ -23,9 +23,12 @@ MODEL = Path(__file__).parents[2] / "recipes/arc_vision/tiny"
 def config(folder: Path, **changes: Any) -> RunConfig:
     (folder / "rows.jsonl").touch()
     values: dict[str, Any] = {
-        "name": "run", "steps": 1, "model": {"path": str(MODEL)}, "data": {"train": str(folder / "rows.jsonl")},
+        "name": "run",
+        "steps": 1,
+        "model": {"path": str(MODEL)},
+        "data": {"train": str(folder / "rows.jsonl")},
         "reward": {"source": {"use": "rayloop.recipes.digits.data:SortReward"}},
-    }  # fmt: skip
+    }
     return RunConfig.model_validate(values | changes)
 
 
@@ -48,11 +51,19 @@ def test_a_configuration_whose_files_are_there_passes(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"model": {"path": "/nowhere/model"}}, r"model\.path: /nowhere/model is no folder"),
-        ({"data": {"train": "/nowhere/rows.jsonl"}}, r"data\.train: /nowhere/rows\.jsonl is no file"),
-        ({"checkpoint": {"resume": "/nowhere/step_1"}}, r"checkpoint\.resume: /nowhere/step_1 is no folder"),
+        (
+            {"data": {"train": "/nowhere/rows.jsonl"}},
+            r"data\.train: /nowhere/rows\.jsonl is no file",
+        ),
+        (
+            {"checkpoint": {"resume": "/nowhere/step_1"}},
+            r"checkpoint\.resume: /nowhere/step_1 is no folder",
+        ),
     ],
 )
-def test_what_is_not_there_is_named_with_its_key(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_what_is_not_there_is_named_with_its_key(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         preflight(config(tmp_path, **changes))
 
@@ -76,13 +87,20 @@ def test_an_evaluation_asks_for_training_rows_with_controls_alone(
     rows, run = tmp_path / "rows.jsonl", tmp_path / "run.yaml"
     made = config(tmp_path, data={"train": "/nowhere/rows.jsonl"})
     run.write_text(dump(made), encoding="utf-8")
-    assert main(["eval", str(run), "--data", str(rows), "--out", str(tmp_path / "out"), *options]) == code
+    assert (
+        main(["eval", str(run), "--data", str(rows), "--out", str(tmp_path / "out"), *options])
+        == code
+    )
 
 
 def test_a_run_that_evaluates_names_held_out_rows_when_it_trains(tmp_path: Path) -> None:
     unheld = config(tmp_path, evaluation={"every": 5})
     preflight(unheld, trains=False, reads=("train",))
-    assert refusal(unheld) == "evaluation.every is 5, but data.eval names no rows. Set data.eval=FILE, or evaluation.every=0"
+    assert (
+        refusal(unheld)
+        == "evaluation.every is 5, but data.eval names no rows. Set data.eval=FILE, or"
+        " evaluation.every=0"
+    )
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -102,7 +120,9 @@ UPDATE = {"update": {"/load": {}}}
         ({"engine": SERVER | {"interface": "tokens"}}, "the server would keep its weights"),
     ],
 )
-def test_engines_that_cannot_be_trained_are_refused_by_training_only(tmp_path: Path, rollout: dict[str, Any], message: str) -> None:
+def test_engines_that_cannot_be_trained_are_refused_by_training_only(
+    tmp_path: Path, rollout: dict[str, Any], message: str
+) -> None:
     preflight(config(tmp_path, rollout=rollout), trains=False)
     with pytest.raises(ConfigError, match=message):
         preflight(config(tmp_path, rollout=rollout))
@@ -113,7 +133,9 @@ def test_engines_that_can_be_trained_pass(tmp_path: Path) -> None:
         assert refusal(config(tmp_path, rollout={"engine": engine})) == ""
 
 
-def test_folders_of_killed_processes_are_removed_and_others_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_killed_processes_are_removed_and_others_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("rayloop.launch.ray_variables.LONGEST", 1000)
     for name in ("dead", "alive"):
@@ -154,16 +176,23 @@ def test_rows_that_are_named_and_never_evaluated_are_reported(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("described", "why"),
     [
-        ({"model_type": "gemma3", "vision_config": {}}, "images of 'gemma3' models are not supported"),
+        (
+            {"model_type": "gemma3", "vision_config": {}},
+            "images of 'gemma3' models are not supported",
+        ),
         ({"model_type": "qwen2_moe", "num_experts": 60}, "qwen2_moe is a mixture of 60 experts"),
     ],
 )
-def test_a_model_that_cannot_be_trained_is_refused_before_ray_starts(tmp_path: Path, described: dict[str, Any], why: str) -> None:
+def test_a_model_that_cannot_be_trained_is_refused_before_ray_starts(
+    tmp_path: Path, described: dict[str, Any], why: str
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(described), encoding="utf-8")
     assert why in refusal(config(tmp_path, model={"path": str(tmp_path)}))
 
 
-def test_more_banned_tokens_than_vllm_takes_are_refused_before_its_engine_ends(tmp_path: Path) -> None:
+def test_more_banned_tokens_than_vllm_takes_are_refused_before_its_engine_ends(
+    tmp_path: Path,
+) -> None:
     vllm = {"engine": {"kind": "vllm"}, "placement": {"num_gpus": 1}}
     bannable(config(tmp_path, rollout=vllm), BIASES)
     with pytest.raises(ConfigError, match="has 1025 ids without a text"):

@@ -1,4 +1,6 @@
-"""Production after losses and resumes: what is lost, left over or begun again costs no more than itself. No Ray cluster."""
+"""Production after losses and resumes: what is lost, left over or begun again costs no more than
+itself. No Ray cluster.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ def resumed(folder: Path, before: Loop, play: Play, **changes: Any) -> Loop:
 
 
 def stopped(folder: Path, play: Play, seconds: float, **changes: Any) -> Loop:
-    """Production that was stopped after so many seconds without a step. Nothing of it is cancelled, as in a checkpoint."""
+    """Production that was stopped after so many seconds without a step.
+
+    Nothing of it is cancelled, as in a checkpoint.
+    """
     loop = Loop(folder, play, **changes)
     close, loop.rollouts.close = loop.rollouts.close, lambda: None  # type: ignore[method-assign]
 
@@ -61,10 +66,13 @@ def test_one_task_whose_grader_raises_does_not_end_a_resumed_run(tmp_path: Path)
     ledger_closes(loop.ledger.counts())
 
 
-# Payloads that are gone -------------------------------------------------------------------------------------------------
+# Payloads that are gone
+# -------------------------------------------------------------------------------------------------
 
 
-def loses(per_group: int, times: int = 1) -> Callable[[tuple[Group, ...]], Awaitable[set[TrajectoryId]]]:
+def loses(
+    per_group: int, times: int = 1
+) -> Callable[[tuple[Group, ...]], Awaitable[set[TrajectoryId]]]:
     """The trainer finds so often that the first members of each group are gone."""
     asked: list[int] = []
 
@@ -86,11 +94,15 @@ def test_losses_alarm_as_what_is_excluded(tmp_path: Path) -> None:
             loop.version = Version(1, step)
             loop.rollouts.synced(loop.version)
 
-    with pytest.raises(AlarmStopped, match=r"of the last \d+ trajectories were excluded from training"):
+    with pytest.raises(
+        AlarmStopped, match=r"of the last \d+ trajectories were excluded from training"
+    ):
         loop.run(test)
 
 
-def test_what_is_lost_before_its_group_is_committed_is_not_stored_for_replay(tmp_path: Path) -> None:
+def test_what_is_lost_before_its_group_is_committed_is_not_stored_for_replay(
+    tmp_path: Path,
+) -> None:
     async def play(loop: Loop, request: RolloutRequest) -> Scored:
         return Scored(float(request.id.sample % 2))
 
@@ -107,7 +119,11 @@ def test_what_is_lost_before_its_group_is_committed_is_not_stored_for_replay(tmp
 
     loop.finish = finish  # type: ignore[method-assign]
     loop.run(loop.step)
-    stored = {member.summary.id for members in loop.rollouts.finished.buffer.state().values() for member in members}
+    stored = {
+        member.summary.id
+        for members in loop.rollouts.finished.buffer.state().values()
+        for member in members
+    }
     assert stored >= {TrajectoryId(1, 3), TrajectoryId(2, 1), TrajectoryId(2, 3)}
     assert not stored & gone
 
@@ -134,7 +150,8 @@ def test_losses_without_end_are_made_up_for_once_and_blamed_on_no_filter(tmp_pat
     ledger_closes(loop.ledger.counts())
 
 
-# Another bound on staleness ---------------------------------------------------------------------------------------------
+# Another bound on staleness
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stale", [1, 2, 4])
@@ -142,7 +159,9 @@ def test_a_resume_keeps_its_own_bound_on_staleness(stale: int, tmp_path: Path) -
     """Ten groups were in flight; a step takes two."""
 
     async def play(loop: Loop, request: RolloutRequest) -> Scored:
-        most.append(loop.rollouts.ready.survivors + 4 * len(loop.rollouts.in_flight) + loop.rollouts._taken)
+        most.append(
+            loop.rollouts.ready.survivors + 4 * len(loop.rollouts.in_flight) + loop.rollouts._taken
+        )
         await asyncio.sleep(0.01 * (1 + (request.id.group * 7919) % 5))
         return spread(request)
 
@@ -160,7 +179,9 @@ def test_a_resume_keeps_its_own_bound_on_staleness(stale: int, tmp_path: Path) -
     assert "stale" not in loop.ledger.counts()
 
 
-def test_a_resume_without_staleness_plays_in_rounds_what_was_in_flight_with_it(tmp_path: Path) -> None:
+def test_a_resume_without_staleness_plays_in_rounds_what_was_in_flight_with_it(
+    tmp_path: Path,
+) -> None:
     """Also when it is stopped and resumed once more."""
     before = stopped(tmp_path, waits, 0.5, algorithm__staleness={"max_staleness": 4})
     once = resumed(tmp_path, before, waits)
@@ -171,7 +192,14 @@ def test_a_resume_without_staleness_plays_in_rounds_what_was_in_flight_with_it(t
     assert once.run(lambda: steps(once, 2)) == [[1, 2], [3, 4]]
     again = resumed(tmp_path, once, waits)
     assert again.run(lambda: steps(again, 4)) == [[5, 6], [7, 8], [9, 10], [11, 12]]
-    assert set(again.ledger.counts()) == {"issued", "in_flight", "ready", "trained", "attempts", "replayed"}
+    assert set(again.ledger.counts()) == {
+        "issued",
+        "in_flight",
+        "ready",
+        "trained",
+        "attempts",
+        "replayed",
+    }
 
 
 def test_a_spent_budget_does_not_keep_what_was_in_flight_from_being_played(tmp_path: Path) -> None:

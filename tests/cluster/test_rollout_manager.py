@@ -1,5 +1,6 @@
-"""Production with a player that only pretends to play: rounds, budget, staleness, quarantine, order. No Ray cluster, and a
-clock that does not wait."""
+"""Production with a player that only pretends to play: rounds, budget, staleness, quarantine,
+order. No Ray cluster, and a clock that does not wait.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +16,24 @@ from benchmarks.virtual_time import VirtualLoop
 from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.core.deadlines import background
 from rayloop.core.events import Event
-from rayloop.core.failures import ConfigError, DataFailure, GenerationBudgetSpent, GraderBroken, Preempted
+from rayloop.core.failures import (
+    ConfigError,
+    DataFailure,
+    GenerationBudgetSpent,
+    GraderBroken,
+    Preempted,
+)
 from rayloop.core.groups import Group, Member, Scored, Unscored, UnscoredKind
 from rayloop.core.ledger import Ledger
-from rayloop.core.types import EndReason, RolloutRequest, Summary, Trajectory, TrajectoryId, Turn, Version
+from rayloop.core.types import (
+    EndReason,
+    RolloutRequest,
+    Summary,
+    Trajectory,
+    TrajectoryId,
+    Turn,
+    Version,
+)
 from rayloop.data.cursor import TaskCursor
 from rayloop.data.dataset import Dataset
 from rayloop.grpo.advantage import build_advantage, with_advantages
@@ -48,19 +63,37 @@ class Reporter:
 
 def member(request: RolloutRequest, outcome: Scored | Unscored, version: Version) -> Member:
     summary = Summary(
-        request.id, 0, request.task.id, "", EndReason.DONE, length=10, sampled_tokens=5, turns=1, images=0,
-        observation_images=0, images_consistent=True, first_version=version, last_version=version,
-    )  # fmt: skip
+        request.id,
+        0,
+        request.task.id,
+        "",
+        EndReason.DONE,
+        length=10,
+        sampled_tokens=5,
+        turns=1,
+        images=0,
+        observation_images=0,
+        images_consistent=True,
+        first_version=version,
+        last_version=version,
+    )
     turns = (Turn("assistant", (1, 2), logprobs=(-0.5, -1.0), version=version),)
-    played = Trajectory(request.id, 0, request.task.id, request.seed, turns, request.sampling, EndReason.DONE)
+    played = Trajectory(
+        request.id, 0, request.task.id, request.seed, turns, request.sampling, EndReason.DONE
+    )
     return Member(summary, outcome, payload=played)
 
 
 class Loop:
-    """The driver's part in it: collects steps, and is the player. ``play`` says what an episode earns."""
+    """The driver's part in it: collects steps, and is the player.
+
+    ``play`` says what an episode earns.
+    """
 
     def __init__(self, folder: Path, play: Play, **changes: Any) -> None:
-        self.config = RunConfig.model_validate(settings(folder, folder, data__order="file", **changes))
+        self.config = RunConfig.model_validate(
+            settings(folder, folder, data__order="file", **changes)
+        )
         self.ledger, self.reporter = Ledger(), Reporter()
         self.rollouts = RolloutManager(
             self.config,
@@ -75,10 +108,14 @@ class Loop:
         self.collecting = False
         self._play = play
 
-    async def play(self, asked: Sequence[RolloutRequest], step: int, begins: Callable[[RolloutRequest], None]) -> list[Member]:
+    async def play(
+        self, asked: Sequence[RolloutRequest], step: int, begins: Callable[[RolloutRequest], None]
+    ) -> list[Member]:
         return await asyncio.gather(*(self._episode(request, begins) for request in asked))
 
-    async def _episode(self, request: RolloutRequest, begins: Callable[[RolloutRequest], None]) -> Member:
+    async def _episode(
+        self, request: RolloutRequest, begins: Callable[[RolloutRequest], None]
+    ) -> Member:
         self.played.append(request)
         begins(request)
         version = self.version
@@ -177,12 +214,17 @@ def test_filtered_groups_are_refilled_within_the_step(tmp_path: Path) -> None:
     counts = loop.ledger.counts()
     ledger_closes(counts)
     assert counts["trained"] == 8
-    assert counts["filtered[all_equal]"] == 4 * (loop.rollouts.scheduler.next_number - loop.rollouts.scheduler.next_number // 3)
+    assert counts["filtered[all_equal]"] == 4 * (
+        loop.rollouts.scheduler.next_number - loop.rollouts.scheduler.next_number // 3
+    )
 
 
 def test_the_budget_is_spent_exactly_and_the_error_counts(tmp_path: Path) -> None:
     loop = Loop(tmp_path, equal, algorithm__filtering={"max_generation_batches": 3})
-    with pytest.raises(GenerationBudgetSpent, match=r"0 of 8 .* survived 3 generation batches.*filtered\[all_equal\] 24"):
+    with pytest.raises(
+        GenerationBudgetSpent,
+        match=r"0 of 8 .* survived 3 generation batches.*filtered\[all_equal\] 24",
+    ):
         loop.run(loop.step)
     assert loop.rollouts.scheduler.next_number == 3 * 2
 
@@ -191,7 +233,9 @@ def test_a_smaller_batch_is_trained_when_enough_survived(tmp_path: Path) -> None
     async def play(loop: Loop, request: RolloutRequest) -> Scored:
         return spread(request) if request.id.group == 1 else Scored(0.5)
 
-    loop = Loop(tmp_path, play, algorithm__filtering={"min_fraction": 0.5, "max_generation_batches": 2})
+    loop = Loop(
+        tmp_path, play, algorithm__filtering={"min_fraction": 0.5, "max_generation_batches": 2}
+    )
 
     async def test() -> list[int]:
         return issues(await loop.step())
@@ -211,7 +255,10 @@ def test_the_groups_that_differ_most_are_trained_and_the_rest_is_surplus(tmp_pat
 
 
 def test_what_is_left_over_competes_again_while_fresh(tmp_path: Path) -> None:
-    changes = {"algorithm__filtering": {"ranking": "fifo"}, "algorithm__staleness": {"max_staleness": 1}}
+    changes = {
+        "algorithm__filtering": {"ranking": "fifo"},
+        "algorithm__staleness": {"max_staleness": 1},
+    }
     loop = Loop(tmp_path, differs, **changes)
 
     async def test() -> list[list[int]]:
@@ -220,11 +267,16 @@ def test_what_is_left_over_competes_again_while_fresh(tmp_path: Path) -> None:
         return [issues(await loop.step(between=0.02)) for _ in range(3)]
 
     assert loop.run(test) == [[1, 2], [3, 4], [5, 6]]
-    assert "stale" not in loop.ledger.counts(), "what trains next must be admitted so that it is fresh"
+    assert "stale" not in loop.ledger.counts(), (
+        "what trains next must be admitted so that it is fresh"
+    )
 
 
 def test_what_is_too_old_is_stale(tmp_path: Path) -> None:
-    changes = {"algorithm__filtering": {"ranking": "fifo"}, "algorithm__staleness": {"max_staleness": 1}}
+    changes = {
+        "algorithm__filtering": {"ranking": "fifo"},
+        "algorithm__staleness": {"max_staleness": 1},
+    }
     loop = Loop(tmp_path, differs, **changes)
 
     async def test() -> list[int]:
@@ -249,9 +301,14 @@ def held_back(released: asyncio.Event) -> Play:
 
 
 @pytest.mark.parametrize(("when_late", "second"), [("wait", [1, 4]), ("drop", [4, 5])])
-def test_a_group_that_would_be_too_old_at_the_next_step_is_waited_for(when_late: str, second: list[int], tmp_path: Path) -> None:
+def test_a_group_that_would_be_too_old_at_the_next_step_is_waited_for(
+    when_late: str, second: list[int], tmp_path: Path
+) -> None:
     released = asyncio.Event()
-    changes = {"algorithm__filtering": {"ranking": "fifo"}, "algorithm__staleness": {"max_staleness": 1, "when_late": when_late}}
+    changes = {
+        "algorithm__filtering": {"ranking": "fifo"},
+        "algorithm__staleness": {"max_staleness": 1, "when_late": when_late},
+    }
     loop = Loop(tmp_path, held_back(released), **changes)
 
     async def test() -> list[list[int]]:
@@ -260,32 +317,49 @@ def test_a_group_that_would_be_too_old_at_the_next_step_is_waited_for(when_late:
         await asyncio.sleep(0.05)
         assert next_one.done() == (when_late == "drop"), "two younger groups are ready"
         released.set()
-        return [first, issues(await next_one), *[issues(await loop.step(between=0.01)) for _ in range(2)]]
+        return [
+            first,
+            issues(await next_one),
+            *[issues(await loop.step(between=0.01)) for _ in range(2)],
+        ]
 
     steps = loop.run(test)
     assert steps[:2] == [[2, 3], second]
     assert loop.ledger.counts().get("stale", 0) == (4 if when_late == "drop" else 0)
 
 
-def test_a_group_counts_from_when_it_was_let_into_the_engines_for_the_last_time(tmp_path: Path) -> None:
-    config = RunConfig.model_validate(settings(tmp_path, tmp_path, algorithm__staleness={"max_staleness": 1}))
+def test_a_group_counts_from_when_it_was_let_into_the_engines_for_the_last_time(
+    tmp_path: Path,
+) -> None:
+    config = RunConfig.model_validate(
+        settings(tmp_path, tmp_path, algorithm__staleness={"max_staleness": 1})
+    )
     changes: list[str] = []
     playing = GroupRollout(config, lambda: changes.append("begun again"))
     admitted, failed, ended = (asyncio.Event() for _ in range(3))
 
     class EpisodeRunner:
-        async def play(self, asked: Sequence[RolloutRequest], step: int, begins: Callable[[RolloutRequest], None]) -> list[Member]:
+        async def play(
+            self,
+            asked: Sequence[RolloutRequest],
+            step: int,
+            begins: Callable[[RolloutRequest], None],
+        ) -> list[Member]:
             first, *others = asked
             await admitted.wait()
             begins(first)
             await failed.wait()
             begins(first)
             await ended.wait()
-            unplayed = [member(r, Unscored(UnscoredKind.ENVIRONMENT_FAILURE), Version(0, 0)) for r in others]
+            unplayed = [
+                member(r, Unscored(UnscoredKind.ENVIRONMENT_FAILURE), Version(0, 0)) for r in others
+            ]
             return [member(first, Scored(1.0), Version(1, 4)), *unplayed]
 
     def due() -> list[int]:
-        return [step for step in range(playing.version.step, 8) if playing.any_due(Version(1, step), {})]
+        return [
+            step for step in range(playing.version.step, 8) if playing.any_due(Version(1, step), {})
+        ]
 
     async def test() -> None:
         task = Dataset(config.data.train, config.data.reader.build(), True, print)[0]
@@ -333,7 +407,9 @@ def test_what_is_too_old_is_dropped_by_data_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("batch", [2, 8, 16])
-def test_the_bound_on_staleness_holds_whatever_a_generation_batch_is(batch: int, tmp_path: Path) -> None:
+def test_the_bound_on_staleness_holds_whatever_a_generation_batch_is(
+    batch: int, tmp_path: Path
+) -> None:
     most = 0
 
     async def play(loop: Loop, request: RolloutRequest) -> Scored:
@@ -343,7 +419,10 @@ def test_the_bound_on_staleness_holds_whatever_a_generation_batch_is(batch: int,
         await asyncio.sleep(0.004 + 0.002 * (request.id.group % 7))
         return spread(request)
 
-    changes = {"algorithm__filtering": {"groups_per_generation": batch}, "algorithm__staleness": {"max_staleness": 1}}
+    changes = {
+        "algorithm__filtering": {"groups_per_generation": batch},
+        "algorithm__staleness": {"max_staleness": 1},
+    }
     loop = Loop(tmp_path, play, **changes)
 
     async def test() -> None:
@@ -356,8 +435,12 @@ def test_the_bound_on_staleness_holds_whatever_a_generation_batch_is(batch: int,
 
 
 @pytest.mark.parametrize("stale", [1, 2, 4, 8])
-def test_asynchronous_defaults_throw_nothing_away_when_the_trainer_is_the_slower_side(stale: int, tmp_path: Path) -> None:
-    """Later groups have the larger spread, so that ranking alone would let older ones wait until they are stale."""
+def test_asynchronous_defaults_throw_nothing_away_when_the_trainer_is_the_slower_side(
+    stale: int, tmp_path: Path
+) -> None:
+    """Later groups have the larger spread, so that ranking alone would let older ones wait until
+    they are stale.
+    """
 
     async def play(loop: Loop, request: RolloutRequest) -> Scored:
         await asyncio.sleep(0.002)
@@ -378,7 +461,8 @@ def test_asynchronous_defaults_throw_nothing_away_when_the_trainer_is_the_slower
 
 
 def stopped_and_resumed(folder: Path, stop: float | None) -> list[list[int]]:
-    """Two synchronous steps of rounds of five groups, the larger spread last; with ``stop``, by another production from then on.
+    """Two synchronous steps of rounds of five groups, the larger spread last; with ``stop``, by
+    another production from then on.
 
     On a virtual clock: group n ends after n seconds.
     """
@@ -407,13 +491,17 @@ def stopped_and_resumed(folder: Path, stop: float | None) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("stop", [0.5, 2.5, 3.5, 4.5])
-def test_a_run_stopped_in_mid_round_trains_what_an_uninterrupted_one_does(stop: float, tmp_path: Path) -> None:
+def test_a_run_stopped_in_mid_round_trains_what_an_uninterrupted_one_does(
+    stop: float, tmp_path: Path
+) -> None:
     whole = stopped_and_resumed(tmp_path, None)
     assert whole == [[4, 5], [9, 10]]
     assert stopped_and_resumed(tmp_path, stop) == whole
 
 
-def test_groups_that_grew_between_stop_and_resumption_are_played_under_new_numbers(tmp_path: Path) -> None:
+def test_groups_that_grew_between_stop_and_resumption_are_played_under_new_numbers(
+    tmp_path: Path,
+) -> None:
     first = Ledger()
     first.issue([TrajectoryId(group, sample) for group in (1, 2) for sample in range(2)])
     loop = Loop(tmp_path, differs)
@@ -440,7 +528,9 @@ def test_groups_are_committed_in_issue_order_in_deterministic_mode(tmp_path: Pat
     def committed(deterministic: bool) -> list[int]:
         folder = tmp_path / str(deterministic)
         folder.mkdir()
-        loop = Loop(folder, play, rollout__deterministic=deterministic, algorithm__groups_per_step=12)
+        loop = Loop(
+            folder, play, rollout__deterministic=deterministic, algorithm__groups_per_step=12
+        )
         order: list[int] = []
 
         async def test() -> None:
@@ -474,7 +564,9 @@ def test_a_quarantined_task_is_reported_once_and_never_played_again(tmp_path: Pa
     assert failure.path.endswith("train.jsonl:1"), "the row, which is what a person mends"
     assert failure.reason == "/data/gone.png: cannot be read"
     assert sum(request.task.id == "train-0" for request in loop.played) == 4
-    assert sum(request.task.id == "train-1" for request in loop.played) >= 8, "the other tasks were visited again"
+    assert sum(request.task.id == "train-1" for request in loop.played) >= 8, (
+        "the other tasks were visited again"
+    )
     assert loop.ledger.counts()["excluded[bad_data]"] == 4
 
 
@@ -488,7 +580,9 @@ def test_without_any_task_left_the_run_stops(tmp_path: Path) -> None:
         loop.run(loop.step)
 
 
-def test_a_task_that_is_not_quarantined_is_found_in_whatever_order_epochs_come(tmp_path: Path) -> None:
+def test_a_task_that_is_not_quarantined_is_found_in_whatever_order_epochs_come(
+    tmp_path: Path,
+) -> None:
     for seed in range(10):
         loop = Loop(tmp_path, differs, seed=seed)
         loop.rollouts.scheduler.cursor = TaskCursor(24, seed, True)
@@ -503,7 +597,9 @@ def test_a_task_that_is_not_quarantined_is_found_in_whatever_order_epochs_come(t
 
 
 @pytest.mark.parametrize(("fraction", "steps"), [(1.0, 2), (0.5, 3)])
-def test_what_is_ready_is_trained_before_the_run_stops_for_want_of_tasks(fraction: float, steps: int, tmp_path: Path) -> None:
+def test_what_is_ready_is_trained_before_the_run_stops_for_want_of_tasks(
+    fraction: float, steps: int, tmp_path: Path
+) -> None:
     """Five groups are played, two make a step; the sixth task is the last."""
 
     async def play(loop: Loop, request: RolloutRequest) -> Scored | Unscored:
@@ -513,7 +609,10 @@ def test_what_is_ready_is_trained_before_the_run_stops_for_want_of_tasks(fractio
         loop.rollouts.scheduler.quarantined = {task.id for task in loop.rollouts.dataset}
         return Unscored(UnscoredKind.BAD_DATA, "broken")
 
-    changes = {"algorithm__staleness": {"max_staleness": 2}, "algorithm__filtering": {"min_fraction": fraction, "ranking": "fifo"}}
+    changes = {
+        "algorithm__staleness": {"max_staleness": 2},
+        "algorithm__filtering": {"min_fraction": fraction, "ranking": "fifo"},
+    }
     loop = Loop(tmp_path, play, **changes)
     done: list[list[int]] = []
 
@@ -529,7 +628,11 @@ def test_what_is_ready_is_trained_before_the_run_stops_for_want_of_tasks(fractio
 def test_many_trajectories_without_a_reward_are_an_event(tmp_path: Path) -> None:
     async def play(loop: Loop, request: RolloutRequest) -> Scored | Unscored:
         lost = request.id.sample % 2
-        return Unscored(UnscoredKind.REWARD_UNAVAILABLE, "no judge") if lost else Scored(float(request.id.sample))
+        return (
+            Unscored(UnscoredKind.REWARD_UNAVAILABLE, "no judge")
+            if lost
+            else Scored(float(request.id.sample))
+        )
 
     loop = Loop(tmp_path, play)
 
@@ -546,12 +649,17 @@ def test_many_trajectories_without_a_reward_are_an_event(tmp_path: Path) -> None
 
 
 async def crashes(loop: Loop, request: RolloutRequest) -> Unscored:
-    return Unscored(UnscoredKind.GRADER_ERROR, "my:Reward: KeyError: 'x'", "Traceback ...\nKeyError: 'x'")
+    return Unscored(
+        UnscoredKind.GRADER_ERROR, "my:Reward: KeyError: 'x'", "Traceback ...\nKeyError: 'x'"
+    )
 
 
 def test_a_grader_that_raises_on_all_of_the_first_group_ends_the_run(tmp_path: Path) -> None:
     loop = Loop(tmp_path, crashes)
-    with pytest.raises(GraderBroken, match=r"tests\.support\.rewards:TokenReward raised on each of the 4 .*KeyError: 'x'"):
+    with pytest.raises(
+        GraderBroken,
+        match=r"tests\.support\.rewards:TokenReward raised on each of the 4 .*KeyError: 'x'",
+    ):
         loop.run(loop.step)
     assert loop.rollouts.finished.groups, "for the answer that the error quotes"
 
@@ -560,18 +668,27 @@ def test_when_nothing_is_scored_the_error_says_why_and_blames_no_filter(tmp_path
     async def play(loop: Loop, request: RolloutRequest) -> Scored | Unscored:
         if request.id.sample == 0:
             return Scored(0.5)
-        return Unscored(UnscoredKind.INVALID_REWARD, "the reward source returned None, not a finite number")
+        return Unscored(
+            UnscoredKind.INVALID_REWARD, "the reward source returned None, not a finite number"
+        )
 
     loop = Loop(tmp_path, play, algorithm__filtering={"max_generation_batches": 1})
     with pytest.raises(GenerationBudgetSpent) as spent:
         loop.run(loop.step)
-    assert "Why 6 have no reward: invalid_reward 6: the reward source returned None, not a finite number." in str(spent.value)
+    assert (
+        "Why 6 have no reward: invalid_reward 6: the reward source returned None, not a finite"
+        " number." in str(spent.value)
+    )
     assert "repair that first." in str(spent.value)
     assert "loosen filters" not in str(spent.value)
 
 
-def test_a_failure_that_a_replayed_success_displaces_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One task succeeds once; when it comes again, its first episode loses its environment, and the others fail."""
+def test_a_failure_that_a_replayed_success_displaces_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One task succeeds once; when it comes again, its first episode loses its environment, and the
+    others fail.
+    """
     first: list[int] = []
 
     async def play(loop: Loop, request: RolloutRequest) -> Scored | Unscored:
@@ -605,8 +722,14 @@ def test_a_failure_that_a_replayed_success_displaces_is_noticed(tmp_path: Path, 
 
 
 def test_an_interrupted_round_is_finished_as_it_began(tmp_path: Path) -> None:
-    """Groups in flight at a checkpoint are issued again first, and are not counted against the budget twice."""
-    loop = Loop(tmp_path, equal, algorithm__filtering={"max_generation_batches": 1, "groups_per_generation": 3})
+    """Groups in flight at a checkpoint are issued again first, and are not counted against the
+    budget twice.
+    """
+    loop = Loop(
+        tmp_path,
+        equal,
+        algorithm__filtering={"max_generation_batches": 1, "groups_per_generation": 3},
+    )
     loop.rollouts.scheduler.reissue = [GroupRequest(number, number - 1, 1) for number in (1, 2, 3)]
     loop.rollouts.scheduler.next_number, loop.rollouts.scheduler.issued_this_step = 3, 3
     with pytest.raises(GenerationBudgetSpent):
@@ -658,7 +781,11 @@ def test_what_is_lost_after_it_was_scored_is_made_up_for(tmp_path: Path, stale: 
 
     steps = loop.run(test)
     assert len(held) == 5
-    assert [sum(len(group.kept) for group in step) for step in steps] == [8, 8, 8], "made up for within the step"
+    assert [sum(len(group.kept) for group in step) for step in steps] == [
+        8,
+        8,
+        8,
+    ], "made up for within the step"
     taken = [m.summary.id for step in steps for group in step for m in group.kept]
     assert len(taken) == len(set(taken))
     counts = loop.ledger.counts()
@@ -668,7 +795,9 @@ def test_what_is_lost_after_it_was_scored_is_made_up_for(tmp_path: Path, stale: 
 
 
 def test_no_wake_up_is_lost(tmp_path: Path) -> None:
-    """A group ends just after one waiter began to wait and just before another does: the first must hear of it."""
+    """A group ends just after one waiter began to wait and just before another does: the first must
+    hear of it.
+    """
     rollouts = Loop(tmp_path, differs, recovery={"stall_timeout": 5.0}).rollouts
 
     async def test() -> None:

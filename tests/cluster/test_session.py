@@ -1,5 +1,6 @@
-"""A private cluster whose daemons are slow to start is started again, and what was left of the first attempt is ended. What the
-storage refuses when it ends is not why the run did."""
+"""A private cluster whose daemons are slow to start is started again, and what was left of the
+first attempt is ended. What the storage refuses when it ends is not why the run did.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ from rayloop.launch.ray_process import LOGS
 from rayloop.run import place
 from rayloop.run.place import findable
 
-SLOW = "The current node timed out during startup. This could happen because some of the raylet failed to startup."
+SLOW = (
+    "The current node timed out during startup. This could happen because some of the raylet failed"
+    " to startup."
+)
 
 
 @pytest.fixture
@@ -29,7 +33,9 @@ def daemons() -> Iterator[list[subprocess.Popen[bytes]]]:
         daemon.wait()
 
 
-def starting(monkeypatch: pytest.MonkeyPatch, begun: list[subprocess.Popen[bytes]], *said: str) -> None:
+def starting(
+    monkeypatch: pytest.MonkeyPatch, begun: list[subprocess.Popen[bytes]], *said: str
+) -> None:
     """Let Ray's attempts to start leave a daemon behind, and then say this, one after the other."""
     answers = iter(said)
 
@@ -46,7 +52,9 @@ def alive(begun: list[subprocess.Popen[bytes]]) -> list[bool]:
     return [daemon.poll() is None for daemon in begun]
 
 
-def test_a_slow_start_is_tried_again(monkeypatch: pytest.MonkeyPatch, daemons: list[subprocess.Popen[bytes]]) -> None:
+def test_a_slow_start_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, daemons: list[subprocess.Popen[bytes]]
+) -> None:
     mine = subprocess.Popen(["sleep", "60"])
     starting(monkeypatch, daemons, SLOW, SLOW, "")
     session.start("folder")
@@ -55,10 +63,15 @@ def test_a_slow_start_is_tried_again(monkeypatch: pytest.MonkeyPatch, daemons: l
     daemons.append(mine)
 
 
-def test_it_is_given_up_at_last(monkeypatch: pytest.MonkeyPatch, daemons: list[subprocess.Popen[bytes]]) -> None:
+def test_it_is_given_up_at_last(
+    monkeypatch: pytest.MonkeyPatch, daemons: list[subprocess.Popen[bytes]]
+) -> None:
     starting(monkeypatch, daemons, *[SLOW] * session.STARTS)
     with pytest.raises(
-        MachineFailed, match=r"Ray did not start here, 3 attempts in \d+ s: .*timed out.*`uptime`.*`df -h /dev/shm`"
+        MachineFailed,
+        match=(
+            r"Ray did not start here, 3 attempts in \d+ s: .*timed out.*`uptime`.*`df -h /dev/shm`"
+        ),
     ) as given_up:
         session.start("folder")
     assert given_up.value.exit_code == 69
@@ -81,7 +94,9 @@ def test_the_logs_of_a_failed_start_are_kept(
     assert (tmp_path / "logs/ray/gcs_server.out").read_text(encoding="utf-8") == "no room"
 
 
-def test_another_failure_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, daemons: list[subprocess.Popen[bytes]]) -> None:
+def test_another_failure_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch, daemons: list[subprocess.Popen[bytes]]
+) -> None:
     starting(monkeypatch, daemons, "no space left on device")
     with pytest.raises(MachineFailed, match=r"1 attempt in .*no space left"):
         session.start("folder")
@@ -97,8 +112,12 @@ def test_too_few_open_files_are_refused_before_ray_starts(
     assert not daemons
 
 
-def test_a_disk_that_takes_no_logs_does_not_replace_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``logs`` is a file: whatever is written below it fails, as on a disk that the checkpoint has just filled."""
+def test_a_disk_that_takes_no_logs_does_not_replace_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``logs`` is a file: whatever is written below it fails, as on a disk that the checkpoint has
+    just filled.
+    """
     (tmp_path / "logs").touch()
 
     def start(folder: str, **_: Any) -> None:
@@ -112,19 +131,25 @@ def test_a_disk_that_takes_no_logs_does_not_replace_the_end(tmp_path: Path, monk
         raise Preempted("saved")
 
 
-def test_a_full_disk_names_the_file_that_the_start_could_not_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_names_the_file_that_the_start_could_not_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(place, "write_whole", full)
     with (
-        pytest.raises(StorageFailed, match=r"cluster\.json cannot be used: No space left on device"),
+        pytest.raises(
+            StorageFailed, match=r"cluster\.json cannot be used: No space left on device"
+        ),
         findable(tmp_path / "cluster.json", "1.2.3.4:5", "run"),
     ):
         pass
 
 
-def test_a_place_that_cannot_be_removed_does_not_replace_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_cannot_be_removed_does_not_replace_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def unlink(*_: Any, **__: Any) -> None:
         raise OSError(30, "Read-only file system")
 

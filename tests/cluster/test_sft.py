@@ -1,4 +1,6 @@
-"""The supervised stage as a command: its losses, its files, its number of workers, and what happens when one dies."""
+"""The supervised stage as a command: its losses, its files, its number of workers, and what happens
+when one dies.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,10 @@ def config(folder: Path, model: Path, name: str, **changes: Any) -> dict[str, An
         "batch_size": 8,
         "log_every": 1,
         "model": {"path": str(model)},
-        "data": {"train": str(folder / "train.jsonl"), "reader": {"use": "rayloop.recipes.digits.data:DigitRows"}},
+        "data": {
+            "train": str(folder / "train.jsonl"),
+            "reader": {"use": "rayloop.recipes.digits.data:DigitRows"},
+        },
         "answers": {"use": "rayloop.recipes.digits.data:SortedAnswers"},
         "engine": {"threads": 1},
         "optimizer": {"lr": 3.0e-3, "warmup_steps": 2, "schedule": "wsd"},
@@ -76,7 +81,10 @@ class Stage:
     def held_out(self) -> dict[int, float]:
         """Step -> held-out loss, as the progress has them."""
         text = (self.output / RUN / "progress.txt").read_text(encoding="utf-8")
-        return {int(step): float(loss) for step, loss in re.findall(r"step (\d+)  held-out loss (\S+)", text)}
+        return {
+            int(step): float(loss)
+            for step, loss in re.findall(r"step (\d+)  held-out loss (\S+)", text)
+        }
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -84,13 +92,19 @@ class Stage:
 
     @property
     def worker(self) -> psutil.Process:
-        found = [p for p in tagged(self.tag) if "".join(p.cmdline()).startswith("ray::RayTrainWorker")]
+        found = [
+            p for p in tagged(self.tag) if "".join(p.cmdline()).startswith("ray::RayTrainWorker")
+        ]
         return found[0]
 
     def has_checkpoint(self) -> None:
         """Wait until Ray Train knows of one."""
         snapshot = self.output / RUN / CHECKPOINTS / "checkpoint_manager_snapshot.json"
-        eventually(lambda: snapshot.exists() or self.process.poll() is not None, f"a checkpoint\n{self.text}", DEADLINE)
+        eventually(
+            lambda: snapshot.exists() or self.process.poll() is not None,
+            f"a checkpoint\n{self.text}",
+            DEADLINE,
+        )
         assert self.process.poll() is None, self.text
 
     def ends(self, code: int) -> None:
@@ -103,12 +117,18 @@ def started(settings: dict[str, Any]) -> Iterator[Stage]:
     tag, output = uuid.uuid4().hex, Path(settings["output"])
     path, log = output.with_suffix(".yaml"), output.with_suffix(".log")
     path.write_text(yaml.safe_dump(settings), encoding="utf-8")
-    with tempfile.TemporaryDirectory(prefix="rl", ignore_cleanup_errors=True) as temporary, log.open("wb") as file:
+    with (
+        tempfile.TemporaryDirectory(prefix="rl", ignore_cleanup_errors=True) as temporary,
+        log.open("wb") as file,
+    ):
         process = subprocess.Popen(
             [sys.executable, "-m", "rayloop", "sft", str(path)],
-            cwd=ROOT, env={**os.environ, TAG: tag, "TMPDIR": temporary, "PYTHONPATH": str(ROOT)},
-            stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            cwd=ROOT,
+            env={**os.environ, TAG: tag, "TMPDIR": temporary, "PYTHONPATH": str(ROOT)},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             yield Stage(process, output, log, tag)
         finally:
@@ -142,7 +162,9 @@ def test_a_stage_lowers_the_loss_and_writes_model_and_snapshots(undisturbed: Sta
     assert len(losses) == STEPS
     assert losses[-1] < 0.8 * losses[0]
     assert [p.name for p in sorted(undisturbed.output.glob("step_*"))] == ["step_4", "step_8"]
-    early, late = (load_file(undisturbed.output / name / "model.safetensors") for name in ("step_4", "step_8"))
+    early, late = (
+        load_file(undisturbed.output / name / "model.safetensors") for name in ("step_4", "step_8")
+    )
     assert any(not torch.equal(early[name], late[name]) for name in late)
     assert all(torch.equal(late[name], tensor) for name, tensor in undisturbed.weights.items())
     assert not (undisturbed.output / RUN / CHECKPOINTS).exists()
@@ -152,7 +174,10 @@ def test_a_line_of_progress_is_the_mean_since_the_line_before() -> None:
     progress = SftProgress(spent=100.0)
     for losses in ((1.0, 3.0), (5.0,)):
         for loss in losses:
-            progress.add({"actor/logprob_mismatch_mean": loss, "actor/grad_norm": 0.5, "actor/lr": 1e-3}, rows=4)
+            progress.add(
+                {"actor/logprob_mismatch_mean": loss, "actor/grad_norm": 0.5, "actor/lr": 1e-3},
+                rows=4,
+            )
         line = progress.line(7)
         assert f"loss {sum(losses) / len(losses):.4f}" in line
         assert "step 7  100 s" in line
@@ -168,17 +193,23 @@ def test_two_workers_do_what_one_does(folder: Path, digits_model: Path, undistur
 
 
 @pytest.mark.slow_faults
-def test_a_stage_whose_worker_is_killed_ends_with_the_same_weights(folder: Path, digits_model: Path, undisturbed: Stage) -> None:
+def test_a_stage_whose_worker_is_killed_ends_with_the_same_weights(
+    folder: Path, digits_model: Path, undisturbed: Stage
+) -> None:
     with started(config(folder, digits_model, "killed", checkpoint_every=1)) as stage:
         stage.has_checkpoint()
         stage.worker.kill()
         stage.ends(0)
     assert "goes on after step" in stage.text
-    assert all(torch.equal(stage.weights[name], tensor) for name, tensor in undisturbed.weights.items())
+    assert all(
+        torch.equal(stage.weights[name], tensor) for name, tensor in undisturbed.weights.items()
+    )
 
 
 @pytest.mark.slow_faults
-def test_a_stopped_stage_goes_on_with_the_same_configuration_only(folder: Path, digits_model: Path, undisturbed: Stage) -> None:
+def test_a_stopped_stage_goes_on_with_the_same_configuration_only(
+    folder: Path, digits_model: Path, undisturbed: Stage
+) -> None:
     settings = config(folder, digits_model, "stopped", checkpoint_every=1)
     with started(settings) as stage:
         stage.has_checkpoint()
@@ -188,12 +219,19 @@ def test_a_stopped_stage_goes_on_with_the_same_configuration_only(folder: Path, 
     assert "another configuration" in refused.text
     again = ended(settings)
     assert "goes on after step" in again.text
-    assert all(torch.equal(again.weights[name], tensor) for name, tensor in undisturbed.weights.items())
+    assert all(
+        torch.equal(again.weights[name], tensor) for name, tensor in undisturbed.weights.items()
+    )
 
 
 def nines(folder: Path, digits_model: Path, name: str, **changes: Any) -> dict[str, Any]:
-    """A stage on answers of nines alone, which makes other digits ever less likely; those are held out."""
-    for file, rows in {"nines": [[9] * n for n in range(3, 19)], "ones": [[1] * n for n in range(3, 14)]}.items():
+    """A stage on answers of nines alone, which makes other digits ever less likely; those are held
+    out.
+    """
+    for file, rows in {
+        "nines": [[9] * n for n in range(3, 19)],
+        "ones": [[1] * n for n in range(3, 14)],
+    }.items():
         lines = [json.dumps({"id": str(len(digits)), "digits": digits}) + "\n" for digits in rows]
         (folder / f"{file}.jsonl").write_text("".join(lines), encoding="utf-8")
     stage = config(folder, digits_model, name, save_every=2, best=True, steps=15, **changes)
@@ -207,7 +245,9 @@ def measured(folder: Path, digits_model: Path) -> Stage:
 
 
 @pytest.mark.slow_faults
-def test_a_stage_measures_held_out_rows_and_writes_the_best_weights(measured: Stage, folder: Path, digits_model: Path) -> None:
+def test_a_stage_measures_held_out_rows_and_writes_the_best_weights(
+    measured: Stage, folder: Path, digits_model: Path
+) -> None:
     losses = measured.held_out
     assert list(losses) == [2, 4, 6, 8, 10, 12, 14, 15], "each save_every and the end"
     assert measured.text.count("held-out loss") == 8
@@ -216,8 +256,13 @@ def test_a_stage_measures_held_out_rows_and_writes_the_best_weights(measured: St
     kept = load_file(measured.output / f"step_{best}" / "model.safetensors")
     assert all(torch.equal(measured.weights[name], tensor) for name, tensor in kept.items())
     stage = SftConfig.model_validate(nines(folder, digits_model, "measured"))
-    examples, rows = Examples(stage), Dataset(str(stage.data.eval), stage.data.reader.build(), True, print)
-    items = [examples.item(task, random.Random(derive(0, "held out", n))) for n, task in enumerate(rows)]
+    examples, rows = (
+        Examples(stage),
+        Dataset(str(stage.data.eval), stage.data.reader.build(), True, print),
+    )
+    items = [
+        examples.item(task, random.Random(derive(0, "held out", n))) for n, task in enumerate(rows)
+    ]
     for step in (2, 4, 6):
         written = ModelSettings(path=str(measured.output / f"step_{step}"))
         logprobs = FrozenScorer(written, stage.engine).logprobs([item.trajectory for item in items])
@@ -225,10 +270,18 @@ def test_a_stage_measures_held_out_rows_and_writes_the_best_weights(measured: St
 
 
 @pytest.mark.slow_faults
-def test_a_killed_stage_of_two_workers_keeps_the_best_weights(folder: Path, digits_model: Path, measured: Stage) -> None:
-    with started(nines(folder, digits_model, "measured_by_two", workers=2, checkpoint_every=1)) as stage:
+def test_a_killed_stage_of_two_workers_keeps_the_best_weights(
+    folder: Path, digits_model: Path, measured: Stage
+) -> None:
+    with started(
+        nines(folder, digits_model, "measured_by_two", workers=2, checkpoint_every=1)
+    ) as stage:
         stage.has_checkpoint()
-        eventually(lambda: 10 in stage.held_out or stage.process.poll() is not None, "an evaluation past the best", DEADLINE)
+        eventually(
+            lambda: 10 in stage.held_out or stage.process.poll() is not None,
+            "an evaluation past the best",
+            DEADLINE,
+        )
         stage.worker.kill()
         stage.ends(0)
     assert "goes on after step" in stage.text
@@ -250,7 +303,11 @@ def test_the_best_weights_need_held_out_rows_and_snapshots(tmp_path: Path, lacks
 def test_a_machine_with_other_memory_may_continue_a_stage(tmp_path: Path) -> None:
     given = SftConfig.model_validate(config(tmp_path, tmp_path, "out"))
     of = [
-        _identity(given.model_copy(update={"engine": given.engine.model_copy(update={"micro_batch_tokens": tokens})}))
+        _identity(
+            given.model_copy(
+                update={"engine": given.engine.model_copy(update={"micro_batch_tokens": tokens})}
+            )
+        )
         for tokens in (1024, 2048)
     ]
     assert of[0] == of[1]
@@ -263,7 +320,10 @@ def test_a_tiny_model_is_made_as_configured(tmp_path: Path) -> None:
     stage = SftConfig.model_validate(
         {
             **config(tmp_path, tmp_path / "tiny", "out"),
-            "data": {"train": str(rows), "reader": {"use": "rayloop.recipes.arc_vision.data:GroundingRows"}},
+            "data": {
+                "train": str(rows),
+                "reader": {"use": "rayloop.recipes.arc_vision.data:GroundingRows"},
+            },
             "answers": {"use": "rayloop.recipes.arc_vision.data:BoxAnswers"},
             "tiny": {"image_mean": [0.9, 0.8, 0.7], "sizes": {"layers": 2}},
         }
@@ -281,7 +341,9 @@ def test_a_tiny_model_that_was_half_written_is_made_again(
     tmp_path: Path, digits_model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = tmp_path / "models/tiny"
-    stage = SftConfig.model_validate({**config(folder, made, "out"), "tiny": {"vision": False, "sizes": {"layers": 1}}})
+    stage = SftConfig.model_validate(
+        {**config(folder, made, "out"), "tiny": {"vision": False, "sizes": {"layers": 1}}}
+    )
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
@@ -292,7 +354,9 @@ def test_a_tiny_model_that_was_half_written_is_made_again(
             make_tiny(stage)
     assert list(made.parent.iterdir()) == []
     make_tiny(stage)
-    assert {"config.json", "tokenizer.json", "model.safetensors"} <= {file.name for file in made.iterdir()}
+    assert {"config.json", "tokenizer.json", "model.safetensors"} <= {
+        file.name for file in made.iterdir()
+    }
     assert list(made.parent.iterdir()) == [made]
 
 
@@ -303,7 +367,10 @@ def test_checkpoints_that_cannot_be_removed_do_not_fail_a_stage_that_wrote_its_m
     checkpoints = tmp_path / "out" / RUN / CHECKPOINTS
     checkpoints.mkdir(parents=True)
     monkeypatch.setattr("rayloop.cluster.stages.sft.session", lambda *_, **__: nullcontext())
-    monkeypatch.setattr("rayloop.cluster.stages.sft.ray.remote", lambda **_: lambda work: SimpleNamespace(remote=work))
+    monkeypatch.setattr(
+        "rayloop.cluster.stages.sft.ray.remote",
+        lambda **_: lambda work: SimpleNamespace(remote=work),
+    )
     monkeypatch.setattr("rayloop.cluster.stages.sft._fit", lambda given: None)
     monkeypatch.setattr("rayloop.cluster.stages.sft._follow", lambda *_: None)
     with monkeypatch.context() as patch:

@@ -1,4 +1,6 @@
-"""Whether the policy's nodes and the driver's see the same run folder, found out before the first step."""
+"""Whether the policy's nodes and the driver's see the same run folder, found out before the first
+step.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,17 @@ def test_an_output_that_a_rank_does_not_share_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: type[PolicyRank]
 ) -> None:
     monkeypatch.setattr(policy_group, "SHARED", 0.2)
-    made: list[Any] = [LocalActor(kind(None, rank, 2)) for rank, kind in enumerate((PolicyRank, second))]  # type: ignore[arg-type]
+    made: list[Any] = [
+        LocalActor(kind(None, rank, 2)) for rank, kind in enumerate((PolicyRank, second))
+    ]  # type: ignore[arg-type]
     group = PolicyGroup(PolicySettings(ranks=2), lambda rank: made[rank])
     group.ranks = made
     if second is PolicyRank:
         asyncio.run(group.check_shared(tmp_path / "run"))
     else:
-        with pytest.raises(ConfigError, match=r"output: .*/run is not shared by the nodes of the policy \(.+\), which"):
+        with pytest.raises(
+            ConfigError,
+            match=r"output: .*/run is not shared by the nodes of the policy \(.+\), which",
+        ):
             asyncio.run(group.check_shared(tmp_path / "run"))
     assert not list((tmp_path / "run").iterdir())

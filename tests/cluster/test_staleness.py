@@ -1,4 +1,6 @@
-"""Whom asynchronous training trains: the real Production with long-tailed episodes, on a virtual clock (seconds of real time)."""
+"""Whom asynchronous training trains: the real Production with long-tailed episodes, on a virtual
+clock (seconds of real time).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import pytest
 from benchmarks.evidence import staleness
 
 PACE = {(1, 0.7): 0.613, (2, 0.0): 0.724}
-"""Steps per time when waiting over those when dropping, from a simulation of its own of 300 steps without this code."""
+"""Steps per time when waiting over those when dropping, from a simulation of its own of 300 steps
+without this code.
+"""
 
 
 @cache
@@ -31,4 +35,6 @@ def test_dropping_is_faster_and_prefers_the_short(bound: int, shared: float) -> 
     waiting, dropping = (simulate(bound, late, shared) for late in ("wait", "drop"))
     assert dropping["long_ratio"] < 0.9, "the simulation must be able to see the bias"
     assert dropping["stale"] > 0.03
-    assert waiting["steps_per_mean"] / dropping["steps_per_mean"] == pytest.approx(PACE[bound, shared], abs=0.05)
+    assert waiting["steps_per_mean"] / dropping["steps_per_mean"] == pytest.approx(
+        PACE[bound, shared], abs=0.05
+    )

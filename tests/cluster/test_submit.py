@@ -36,14 +36,27 @@ def packed(folder: Path) -> set[str]:
 
 def test_a_package_holds_code_and_no_data(tmp_path: Path) -> None:
     folder = tmp_path / "checkout"
-    files(folder, "a/b.py", "c.yaml", "runs/x/metrics.jsonl", "a/checkpoints/w", ".venv/x.py", ".env", "a/__pycache__/b.pyc")
+    files(
+        folder,
+        "a/b.py",
+        "c.yaml",
+        "runs/x/metrics.jsonl",
+        "a/checkpoints/w",
+        ".venv/x.py",
+        ".env",
+        "a/__pycache__/b.pyc",
+    )
     assert packed(folder) == {"a/b.py", "c.yaml"}
 
     files(folder, "ignored.bin", "new.py")
     (folder / ".gitignore").write_text("*.bin\n", encoding="utf-8")
     subprocess.run(["git", "init", "-q", str(folder)], check=True)
     subprocess.run(["git", "-C", str(folder), "add", "c.yaml"], check=True)
-    assert packed(folder) == {"a/b.py", "c.yaml", "new.py"}, "what git does not ignore, whether it is tracked or not"
+    assert packed(folder) == {
+        "a/b.py",
+        "c.yaml",
+        "new.py",
+    }, "what git does not ignore, whether it is tracked or not"
 
 
 @pytest.mark.parametrize("versioned", [True, False])
@@ -55,7 +68,13 @@ def test_keys_and_what_links_lead_to_elsewhere_stay_here(
         (tmp_path / name).mkdir(parents=True)
     if versioned:
         subprocess.run(["git", "init", "-q", str(folder)], check=True)
-    for file in (folder / "judge.key", folder / "code/server.pem", folder / "code/a.py", outside / "id_secret", outside / "b.py"):
+    for file in (
+        folder / "judge.key",
+        folder / "code/server.pem",
+        folder / "code/a.py",
+        outside / "id_secret",
+        outside / "b.py",
+    ):
         file.write_text("text", encoding="utf-8")
     (folder / "id").symlink_to(outside / "id_secret")
     (folder / "b.py").symlink_to("../home/b.py")
@@ -85,11 +104,18 @@ def test_what_the_package_finds_beside_itself_is_sent_once(versioned: bool, tmp_
     with zipfile.ZipFile(tmp_path / "package.zip") as archive:
         archive.extractall(tmp_path / "job")
     variables = {**os.environ, "PYTHONPATH": str(tmp_path / "job")}
-    subprocess.run([sys.executable, "-c", "import rayloop.actors, rayloop.recipes.mine"], env=variables, cwd=tmp_path, check=True)
+    subprocess.run(
+        [sys.executable, "-c", "import rayloop.actors, rayloop.recipes.mine"],
+        env=variables,
+        cwd=tmp_path,
+        check=True,
+    )
 
 
 @pytest.mark.parametrize("insecure", [False, True])
-def test_a_printed_command_works_in_a_shell_that_knows_nothing(tmp_path: Path, insecure: bool) -> None:
+def test_a_printed_command_works_in_a_shell_that_knows_nothing(
+    tmp_path: Path, insecure: bool
+) -> None:
     """Its ``ray`` says what it was called with."""
     token = tmp_path / "my token"
     token.write_text("secret", encoding="utf-8")
@@ -97,9 +123,16 @@ def test_a_printed_command_works_in_a_shell_that_knows_nothing(tmp_path: Path, i
     ray.parent.mkdir()
     ray.write_text('#!/bin/sh\necho "$RAY_AUTH_MODE $RAY_AUTH_TOKEN_PATH $@"\n', encoding="utf-8")
     ray.chmod(0o755)
-    line = job_command(authentication(None if insecure else token, insecure), "http://head:8265", "stop", "raysubmit_1")
+    line = job_command(
+        authentication(None if insecure else token, insecure),
+        "http://head:8265",
+        "stop",
+        "raysubmit_1",
+    )
     shell = {"PATH": f"{ray.parent}:/usr/bin:/bin"}
-    said = subprocess.run(["sh", "-c", line], env=shell, capture_output=True, text=True, check=True).stdout.strip()
+    said = subprocess.run(
+        ["sh", "-c", line], env=shell, capture_output=True, text=True, check=True
+    ).stdout.strip()
     expected = "disabled " if insecure else f"token {token}"
     assert said == f"{expected} job stop --address http://head:8265 raysubmit_1"
     assert "secret" not in line
@@ -113,11 +146,16 @@ def test_an_unchanged_checkout_makes_the_same_package(tmp_path: Path) -> None:
     assert pack(folder, tmp_path / "2.zip").read_bytes() == before
 
 
-def test_too_large_a_package_names_the_largest_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_a_package_names_the_largest_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rayloop.commands.submit.LIMIT", 2**20)
     files(tmp_path / "checkout", "small.py")
     (tmp_path / "checkout" / "weights.bin").write_bytes(os.urandom(2 * 2**20))
-    with pytest.raises(ConfigError, match=r"packed it has 2 MiB, 1 are allowed. The largest files: weights\.bin \(2 MiB\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"packed it has 2 MiB, 1 are allowed. The largest files: weights\.bin \(2 MiB\)",
+    ):
         packed(tmp_path / "checkout")
 
 
@@ -128,12 +166,17 @@ def test_our_own_traffic_passes_by_a_proxy(monkeypatch: pytest.MonkeyPatch) -> N
     with joined_cluster("http://10.0.0.7:8265", None):
         assert os.environ["NO_PROXY"].endswith(",10.0.0.7")
     assert "NO_PROXY" not in os.environ
-    with pytest.raises(ConfigError, match="--token-file: nowhere is no file"), joined_cluster("x:1", Path("nowhere")):
+    with (
+        pytest.raises(ConfigError, match="--token-file: nowhere is no file"),
+        joined_cluster("x:1", Path("nowhere")),
+    ):
         pass
 
 
 def run_config(folder: Path, shared: Path, model: Path, **changes: Any) -> Path:
-    """A run whose configuration lies in the checkout, its data and output on storage that nodes see."""
+    """A run whose configuration lies in the checkout, its data and output on storage that nodes
+    see.
+    """
     config = settings(shared, model, **changes)
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
@@ -170,9 +213,15 @@ def test_jobs_on_a_head_with_a_token(tmp_path: Path, digits_model: Path) -> None
         refused = output_of(cluster_command(*ask, "output=runs", cwd=code, tag=started.tag), 2)
         assert "output: runs is relative, and a Ray job's working directory is deleted" in refused
 
-        following = cluster_command(*ask, "--token-file", started.token, "--follow", cwd=code, tag=started.tag)
+        following = cluster_command(
+            *ask, "--token-file", started.token, "--follow", cwd=code, tag=started.tag
+        )
         metrics = shared / "run" / "metrics.jsonl"
-        eventually(lambda: metrics.exists() and metrics.read_text(encoding="utf-8").count("\n") >= 2, "two steps", 90)
+        eventually(
+            lambda: metrics.exists() and metrics.read_text(encoding="utf-8").count("\n") >= 2,
+            "two steps",
+            90,
+        )
         actors = json.loads(started.read("/api/v0/actors?detail=true"))["data"]["result"]["result"]
         alive = {actor["name"].rsplit("-", 1)[0] for actor in actors if actor["state"] == "ALIVE"}
         assert {"driver", "rollout-0", "environment-0", "reward-0", "policy-0"} <= alive
@@ -182,12 +231,24 @@ def test_jobs_on_a_head_with_a_token(tmp_path: Path, digits_model: Path) -> None
         assert "received SIGTERM: saving" in text
         done = metrics.read_text(encoding="utf-8").count("\n")
 
-        ray = [started.python, "-m", "ray.scripts.scripts", "job", "submit", "--address", started.dashboard]
+        ray = [
+            started.python,
+            "-m",
+            "ray.scripts.scripts",
+            "job",
+            "submit",
+            "--address",
+            started.dashboard,
+        ]
         entrypoint = ["python", "-m", "rayloop", "train", config.name, f"steps={done + 1}"]
         again = subprocess.run(
-            [*ray, "--working-dir", str(code), "--", *entrypoint], capture_output=True, text=True, timeout=120, check=False,
+            [*ray, "--working-dir", str(code), "--", *entrypoint],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
             env={**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(started.token)},
-        )  # fmt: skip
+        )
         assert again.returncode == 0, again.stdout + again.stderr
         assert f"continues from step_{done:06d}" in again.stdout
     assert metrics.read_text(encoding="utf-8").count("\n") == done + 1
@@ -195,7 +256,9 @@ def test_jobs_on_a_head_with_a_token(tmp_path: Path, digits_model: Path) -> None
 
 @pytest.mark.slow_faults
 @pytest.mark.timeout(400)
-def test_a_job_on_an_insecure_head_and_a_run_that_joins_it(tmp_path: Path, digits_model: Path) -> None:
+def test_a_job_on_an_insecure_head_and_a_run_that_joins_it(
+    tmp_path: Path, digits_model: Path
+) -> None:
     code, shared = checkout(tmp_path / "checkout"), tmp_path / "shared"
     shared.mkdir()
     run_config(code, shared, digits_model, steps=1)

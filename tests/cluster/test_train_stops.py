@@ -1,4 +1,6 @@
-"""The ``train`` process when drivers die: what the next one gets, and how a SIGTERM between two of them ends. Ray is made up."""
+"""The ``train`` process when drivers die: what the next one gets, and how a SIGTERM between two of
+them ends. Ray is made up.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import AuthenticationError, GetTimeoutError, LocalRayletDiedError, OutOfMemoryError, RayActorError
+from ray.exceptions import (
+    AuthenticationError,
+    GetTimeoutError,
+    LocalRayletDiedError,
+    OutOfMemoryError,
+    RayActorError,
+)
 
 from rayloop.cluster.stages import train
 from rayloop.cluster.supervision.watchdog import HeadGone, HeadWatch, NodeGone
-from rayloop.core.failures import AGAIN, ConfigError, NotSaved, Preempted, RayloopError, StorageFailed, WorkerLost
+from rayloop.core.failures import (
+    AGAIN,
+    ConfigError,
+    NotSaved,
+    Preempted,
+    RayloopError,
+    StorageFailed,
+    WorkerLost,
+)
 from rayloop.launch.restarts import RESTARTED
 from rayloop.run.checkpoint import CheckpointStore, Origin
 from rayloop.run.config import RunConfig
@@ -31,21 +47,40 @@ Life = Callable[[RunFolder], None]
 
 
 class Stage:
-    """``run`` follows drivers that live as ``lives`` say and then die; a SIGTERM comes when the ``stop``-th has died. ``ask``
-    raises when the cluster's head is away."""
+    """``run`` follows drivers that live as ``lives`` say and then die; a SIGTERM comes when the
+    ``stop``-th has died. ``ask`` raises when the cluster's head is away.
+    """
 
     def __init__(
-        self, folder: Path, lives: list[Life], stop: int | None = None, ask: Callable[[float], None] = lambda _: None,
+        self,
+        folder: Path,
+        lives: list[Life],
+        stop: int | None = None,
+        ask: Callable[[float], None] = lambda _: None,
         death: type[Exception] = RayActorError,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.ask, self.killed, self.death, self.node = ask, 0, death, True
-        self.config = RunConfig.model_validate(settings(folder, folder, recovery={"replacements": 30}))
+        self.config = RunConfig.model_validate(
+            settings(folder, folder, recovery={"replacements": 30})
+        )
         self.folder = RunFolder(self.config.output, self.config.name)
         self.lives, self.stop, self.reported = lives, stop, list[tuple[Any, ...]]()
 
-    def create(self, actor: type, options: Any, config: Any, path: str, resume: str, hashes: Any, since: int, fence: Fence) -> Any:
+    def create(
+        self,
+        actor: type,
+        options: Any,
+        config: Any,
+        path: str,
+        resume: str,
+        hashes: Any,
+        since: int,
+        fence: Fence,
+    ) -> Any:
         self.reported.append((resume, since))
-        assert fence is self.folder.lock.fence, "it must notice when the run is taken from this process"
+        assert fence is self.folder.lock.fence, (
+            "it must notice when the run is taken from this process"
+        )
         return SimpleNamespace(stop=SimpleNamespace(remote=lambda: None))
 
     def follow(self, *_: Any) -> dict[str, Any]:
@@ -73,7 +108,15 @@ class Stage:
         ended = lambda: origin.stopped(self.folder.last_step)  # noqa: E731
         try:
             with train._while_idle(ended) as check, self.folder.acquired(resume):
-                train._run(self.config, self.folder, origin, {}, progress, check, HeadWatch(self.note, self.ask, lambda: self.node))
+                train._run(
+                    self.config,
+                    self.folder,
+                    origin,
+                    {},
+                    progress,
+                    check,
+                    HeadWatch(self.note, self.ask, lambda: self.node),
+                )
         except RayloopError as end:
             return end
         return None
@@ -102,8 +145,16 @@ def dies_at_once(folder: RunFolder) -> None: ...
 @pytest.mark.parametrize(
     ("life", "kind", "says"),
     [
-        (lives(1, 2, 3), NotSaved, "stopped after step 3, not saved: .* continue from the beginning"),
-        (lives(1, 2, 3, saves=2), NotSaved, r"stopped after step 3, not saved: .* continue from step 2 \(step_000002\)"),
+        (
+            lives(1, 2, 3),
+            NotSaved,
+            "stopped after step 3, not saved: .* continue from the beginning",
+        ),
+        (
+            lives(1, 2, 3, saves=2),
+            NotSaved,
+            r"stopped after step 3, not saved: .* continue from step 2 \(step_000002\)",
+        ),
         (lives(1, 2, 3, saves=3), Preempted, r"continue from step 3 \(step_000003\)"),
         (dies_at_once, NotSaved, "stopped before anything was trained: .* run again to begin anew"),
     ],
@@ -116,8 +167,12 @@ def test_a_stop_after_a_lost_driver_is_75_only_when_all_it_did_is_saved(
         raise end or AssertionError("it ended well")
 
 
-def test_every_driver_gets_what_the_first_got(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So one that follows before anything is saved begins where the first did (``Origin``), not with what was rewound."""
+def test_every_driver_gets_what_the_first_got(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So one that follows before anything is saved begins where the first did (``Origin``), not
+    with what was rewound.
+    """
     stage = Stage(tmp_path, [lives(1, saves=1), lives(2), lives(2, saves=2)])
     stage.folder.path.mkdir()
     CheckpointStore(stage.folder.checkpoints, keep=3).next_lineage()
@@ -134,15 +189,21 @@ def test_a_driver_that_is_lost_in_any_way_is_replaced(
     assert len(stage.reported) == 3
 
 
-def test_a_driver_that_no_other_can_replace_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_no_other_can_replace_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stage = Stage(tmp_path, [lives(1)], death=LocalRayletDiedError)
     with pytest.raises(LocalRayletDiedError):
         stage.run(monkeypatch)
     assert len(stage.reported) == 1
 
 
-@pytest.mark.parametrize("death", [RayActorError(), OutOfMemoryError("ended by the memory monitor")])
-def test_a_driver_that_dies_while_it_is_looked_at_is_asked_no_more(monkeypatch: pytest.MonkeyPatch, death: Exception) -> None:
+@pytest.mark.parametrize(
+    "death", [RayActorError(), OutOfMemoryError("ended by the memory monitor")]
+)
+def test_a_driver_that_dies_while_it_is_looked_at_is_asked_no_more(
+    monkeypatch: pytest.MonkeyPatch, death: Exception
+) -> None:
     """What ``updates`` ends with does not count: what ``main`` ended with does."""
 
     class Driver:
@@ -154,11 +215,15 @@ def test_a_driver_that_dies_while_it_is_looked_at_is_asked_no_more(monkeypatch: 
             raise death
         return {"main": "ended"}
 
-    monkeypatch.setattr(train, "ray", SimpleNamespace(get=get, wait=lambda calls, timeout: (calls, [])))
+    monkeypatch.setattr(
+        train, "ray", SimpleNamespace(get=get, wait=lambda calls, timeout: (calls, []))
+    )
     quiet: Any = SimpleNamespace(check=lambda: None, doing=lambda _: None)
     driver: Any = Driver()
     folder: Any = SimpleNamespace(lock=quiet)
-    assert train._follow(driver, quiet, RecoverySettings(), train._never, quiet, folder, quiet) == {"main": "ended"}
+    assert train._follow(driver, quiet, RecoverySettings(), train._never, quiet, folder, quiet) == {
+        "main": "ended"
+    }
 
 
 def test_a_driver_that_answers_nothing_is_reported_soon_and_given_up_at_last(
@@ -171,12 +236,16 @@ def test_a_driver_that_answers_nothing_is_reported_soon_and_given_up_at_last(
     for name in ("SILENT", "ANSWER"):
         monkeypatch.setattr(train, name, 0.2)
     monkeypatch.setattr(train, "submit", lambda *_: "call")
-    monkeypatch.setattr(train, "ray", SimpleNamespace(get=get, wait=lambda calls, timeout: ([], calls)))
+    monkeypatch.setattr(
+        train, "ray", SimpleNamespace(get=get, wait=lambda calls, timeout: ([], calls))
+    )
     notes: list[str] = []
     quiet: Any = SimpleNamespace(check=lambda: None, doing=lambda _: None, note=notes.append)
     folder: Any = SimpleNamespace(lock=quiet, events=EventLog(tmp_path / "events.jsonl"))
     with pytest.raises(WorkerLost, match=r"the driver has not answered for \d s"):
-        train._follow(quiet, quiet, RecoverySettings(stall_timeout=1.0), train._never, quiet, folder, quiet)
+        train._follow(
+            quiet, quiet, RecoverySettings(stall_timeout=1.0), train._never, quiet, folder, quiet
+        )
     first, *others = list(folder.events)
     assert (first["event"], first["seconds"] < 0.9) == ("driver_silent", True)
     assert len(others) < 3, "each is reported after twice that silence"
@@ -184,8 +253,11 @@ def test_a_driver_that_answers_nothing_is_reported_soon_and_given_up_at_last(
 
 
 class Asked:
-    """A driver that answers its first ``updates``, and then none. ``lives(n)``: whether its thread for questions answers the
-    n-th one; ``main_ends_after`` so many looks, it has ended well."""
+    """A driver that answers its first ``updates``, and then none.
+
+    ``lives(n)``: whether its thread for questions answers the n-th one; ``main_ends_after`` so many
+    looks, it has ended well.
+    """
 
     def __init__(self, lives: Callable[[int], bool], main_ends_after: int = 1000) -> None:
         self.lives, self.looks, self.questions, self.left = lives, 0, 0, main_ends_after
@@ -213,24 +285,32 @@ class Asked:
         monkeypatch.setattr(train, "ray", SimpleNamespace(get=self.get, wait=self.wait))
         quiet: Any = SimpleNamespace(check=lambda: None, doing=lambda _: None, note=lambda _: None)
         run: Any = SimpleNamespace(lock=quiet, events=EventLog(folder / "events.jsonl"))
-        return train._follow(quiet, quiet, RecoverySettings(**recovery), train._never, quiet, run, quiet)
+        return train._follow(
+            quiet, quiet, RecoverySettings(**recovery), train._never, quiet, run, quiet
+        )
 
 
-def test_a_driver_whose_process_is_frozen_is_lost_after_health_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_whose_process_is_frozen_is_lost_after_health_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver = Asked(lives=lambda n: False)
     with pytest.raises(WorkerLost, match="the driver has not answered"):
         driver.follow(monkeypatch, tmp_path, health_timeout=30.0)
     assert driver.questions == 2, "each look and question waits for 15 s"
 
 
-def test_one_unanswered_question_is_not_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_unanswered_question_is_not_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The process that asks may have been stopped itself."""
     driver = Asked(lives=lambda n: n % 2 == 0, main_ends_after=50)
     assert driver.follow(monkeypatch, tmp_path, health_timeout=1.0) == {"steps": 1}
     assert driver.questions > 40
 
 
-def test_a_driver_whose_loop_waits_for_storage_has_until_stall_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_whose_loop_waits_for_storage_has_until_stall_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver = Asked(lives=lambda n: True, main_ends_after=50)
     assert driver.follow(monkeypatch, tmp_path, health_timeout=0.1) == {"steps": 1}
 
@@ -239,14 +319,19 @@ def test_a_driver_that_was_lost_with_the_head_is_not_replaced_and_the_end_names_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ask(seconds: float) -> None:
-        raise AuthenticationError("RPC error: WrongClusterID: Perhaps the client is accessing GCS after it has restarted.")
+        raise AuthenticationError(
+            "RPC error: WrongClusterID: Perhaps the client is accessing GCS after it has restarted."
+        )
 
     stage = Stage(tmp_path, [lives(1, 2, 3, saves=2)], ask=ask)
     with pytest.raises(HeadGone, match="was started again, and knows nothing of this run") as end:
         raise stage.run(monkeypatch) or AssertionError("it ended well")
     assert end.value.exit_code == AGAIN
     assert end.value.__notes__ == ["run again to continue from step 2 (step_000002)"]
-    assert (len(stage.reported), stage.killed) == (1, 0), "the head is who would start one, and kill one"
+    assert (len(stage.reported), stage.killed) == (
+        1,
+        0,
+    ), "the head is who would start one, and kill one"
 
 
 @pytest.mark.parametrize(("asked", "kind"), [(False, NodeGone), (True, NotSaved)])
@@ -289,19 +374,28 @@ def test_an_end_before_ray_starts_is_typed_and_an_event(
         raise error
 
     monkeypatch.setattr(train, "identity", fails)
-    monkeypatch.setattr(train, "dated", lambda model, *_: model)  # the folder holds no chat template
+    monkeypatch.setattr(
+        train, "dated", lambda model, *_: model
+    )  # the folder holds no chat template
     config = RunConfig.model_validate(settings(tmp_path, tmp_path))
     with pytest.raises(RayloopError):
         train.train(config, None, None)
     found = RunFolder(config.output, config.name).events
-    assert [(record["event"], record["error"]) for record in found] == [("failed", name) for name in reported]
+    assert [(record["event"], record["error"]) for record in found] == [
+        ("failed", name) for name in reported
+    ]
 
 
-@pytest.mark.parametrize(("code", "says"), [(1, "second signal; run again to continue"), (15, "to begin anew")])
+@pytest.mark.parametrize(
+    ("code", "says"), [(1, "second signal; run again to continue"), (15, "to begin anew")]
+)
 def test_an_end_by_a_signal_is_an_event(tmp_path: Path, code: int, says: str) -> None:
     folder = RunFolder(tmp_path, "run")
     folder.path.mkdir()
-    with pytest.raises(NotSaved if code == 1 else SystemExit), train._recorded(folder, Origin.of(folder.checkpoints, "auto")):
+    with (
+        pytest.raises(NotSaved if code == 1 else SystemExit),
+        train._recorded(folder, Origin.of(folder.checkpoints, "auto")),
+    ):
         raise SystemExit(code)
     [record] = list(folder.events)
     assert (record["event"], record["error"]) == ("failed", "NotSaved")
@@ -311,11 +405,15 @@ def test_an_end_by_a_signal_is_an_event(tmp_path: Path, code: int, says: str) ->
 def test_an_output_that_cannot_be_made_is_refused_before_anything_begins(tmp_path: Path) -> None:
     (tmp_path / "taken").touch()
     config = RunConfig.model_validate(settings(tmp_path, tmp_path, output=str(tmp_path / "taken")))
-    with pytest.raises(ConfigError, match="taken/run cannot be made or written to: Not a directory"):
+    with pytest.raises(
+        ConfigError, match="taken/run cannot be made or written to: Not a directory"
+    ):
         train.train(config, None, None)
 
 
-def test_a_restart_without_the_run_s_folder_begins_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_without_the_run_s_folder_begins_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(RESTARTED, "1")
     config = RunConfig.model_validate(settings(tmp_path, tmp_path, output=str(tmp_path / "mount")))
     with pytest.raises(StorageFailed, match="is its storage mounted"):

@@ -1,4 +1,6 @@
-"""``python -m rayloop try``: what a person sees of one row, of two answers and of the reward, without a Ray cluster."""
+"""``python -m rayloop try``: what a person sees of one row, of two answers and of the reward,
+without a Ray cluster.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,9 @@ def try_it(tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str
         }
         changes = usual | changes
         path = tmp_path / "run.yaml"
-        path.write_text(yaml.safe_dump(settings(tmp_path, digits_model, **changes)), encoding="utf-8")
+        path.write_text(
+            yaml.safe_dump(settings(tmp_path, digits_model, **changes)), encoding="utf-8"
+        )
         code = main(["try", str(path), *options])
         shown = capsys.readouterr()
         return code, shown.out + shown.err
@@ -98,7 +102,10 @@ def test_prompt_truth_answers_and_what_the_reward_said(try_it: Try, tmp_path: Pa
     row = json.loads((tmp_path / "train.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert code == 0, text
     assert f"train.jsonl:1: task {row['id']}, one of 24 usable rows" in text
-    assert f"<|im_start|>user\n    Sort: {' '.join(map(str, row['digits']))}<|im_end|>\n    <|im_start|>assistant" in text
+    assert (
+        f"<|im_start|>user\n    Sort: {' '.join(map(str, row['digits']))}<|im_end|>\n   "
+        " <|im_start|>assistant" in text
+    )
     assert f"truth: {sorted(row['digits'])}" in text
     assert "answer 1: " in text
     assert "answer 2: " in text
@@ -109,7 +116,9 @@ def test_prompt_truth_answers_and_what_the_reward_said(try_it: Try, tmp_path: Pa
 
 def test_the_answers_are_those_of_the_first_step(try_it: Try) -> None:
     """They follow from the run's seed, like those of a group in training."""
-    once, again, other = (try_it(*options)[1].partition("answer 1")[2] for options in ((), (), ("seed=1",)))
+    once, again, other = (
+        try_it(*options)[1].partition("answer 1")[2] for options in ((), (), ("seed=1",))
+    )
     assert once == again != other
 
 
@@ -122,14 +131,18 @@ def test_an_image_is_shown_with_its_sizes_and_tokens(try_it: Try, grounding_mode
     )
     assert code == 0, text
     assert "<|vision_start|><|image_pad|>×48<|vision_end|>" in text
-    assert "image 1: 160x210 pixels, resized to 168x224; grid (t, h, w) (1, 16, 12), 48 tokens" in text
+    assert (
+        "image 1: 160x210 pixels, resized to 168x224; grid (t, h, w) (1, 16, 12), 48 tokens" in text
+    )
 
 
 def test_a_reward_that_raises_is_shown_with_its_traceback(try_it: Try) -> None:
     code, text = try_it(reward__source={"use": f"{__name__}:Broken"})
     assert code == 1, text
     assert text.count(f"no reward: grader_error: {__name__}:Broken: KeyError: 'anwser'") == 2
-    assert text.count('return Scored(task.extra["anwser"])') == 1, "once, though both answers met it"
+    assert text.count('return Scored(task.extra["anwser"])') == 1, (
+        "once, though both answers met it"
+    )
     assert "KeyError: 'anwser'" in text
     assert "threads.py" not in text, "the traceback begins with the person's own code"
     assert "0 of 2 answers have a reward" in text
@@ -152,14 +165,18 @@ def test_a_reward_that_cannot_be_made_is_reported_before_the_model_is_loaded(
 
 
 def test_an_environment_of_two_turns_is_shown_turn_by_turn(try_it: Try) -> None:
-    code, text = try_it(environment__episode={"environment": {"use": f"{__name__}:Echo"}, "max_turns": 2})
+    code, text = try_it(
+        environment__episode={"environment": {"use": f"{__name__}:Echo"}, "max_turns": 2}
+    )
     assert code == 0, text
     assert text.count("go on<|im_end|>") == 2
     assert text.count("assistant: ") == 4
     assert "ended as max_turns" in text
 
 
-def test_an_environment_that_cannot_be_closed_is_named_before_the_model_is_loaded(try_it: Try) -> None:
+def test_an_environment_that_cannot_be_closed_is_named_before_the_model_is_loaded(
+    try_it: Try,
+) -> None:
     code, text = try_it(environment__episode={"environment": {"use": f"{__name__}:Unclosable"}})
     assert code == 1, text
     assert "close() raised on an environment that was made and not reset" in text
@@ -168,7 +185,9 @@ def test_an_environment_that_cannot_be_closed_is_named_before_the_model_is_loade
     assert "loaded in" not in text
 
 
-def test_rows_of_which_none_can_be_used_are_reported_with_the_first_reason(try_it: Try, tmp_path: Path) -> None:
+def test_rows_of_which_none_can_be_used_are_reported_with_the_first_reason(
+    try_it: Try, tmp_path: Path
+) -> None:
     (tmp_path / "rows.jsonl").write_text('{"inquiry": "b"}\n', encoding="utf-8")
     code, text = try_it(data={"train": str(tmp_path / "rows.jsonl")})
     assert code == 2, text
@@ -177,7 +196,12 @@ def test_rows_of_which_none_can_be_used_are_reported_with_the_first_reason(try_i
 
 
 def test_an_environment_that_raises_is_shown_with_its_traceback(try_it: Try) -> None:
-    code, text = try_it(environment__episode={"environment": {"use": f"{__name__}:Echo", "with": {"fails": True}}, "max_turns": 2})
+    code, text = try_it(
+        environment__episode={
+            "environment": {"use": f"{__name__}:Echo", "with": {"fails": True}},
+            "max_turns": 2,
+        }
+    )
     assert code == 1, text
     assert "answer 1 could not be played" in text
     assert text.count('raise TypeError("a step that fails")') == 1
@@ -192,8 +216,13 @@ def test_held_out_rows_are_not_asked_for(try_it: Try, held_out: str) -> None:
 
 def test_a_row_without_truth_and_a_row_by_number(try_it: Try, tmp_path: Path) -> None:
     rows = [{"prompt": "a", "ground_truth": "1"}, {"question": "b"}, {"prompt": "c"}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    mine = {"data": {"train": str(tmp_path / "rows.jsonl")}, "reward__source": {"use": "tests.support.rewards:TokenReward"}}
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
+    mine = {
+        "data": {"train": str(tmp_path / "rows.jsonl")},
+        "reward__source": {"use": "tests.support.rewards:TokenReward"},
+    }
     code, text = try_it("--row", "3", **mine)
     assert (code, "truth: NONE" in text, "rows.jsonl:3: task" in text) == (0, True, True), text
     assert "left out: " in text
@@ -205,18 +234,28 @@ def test_a_row_without_truth_and_a_row_by_number(try_it: Try, tmp_path: Path) ->
     assert "there is no such row" in try_it("--row", "9", **mine)[1]
 
 
-def test_a_judge_that_is_absent_is_named_in_seconds_with_what_needs_none(try_it: Try, tmp_path: Path) -> None:
+def test_a_judge_that_is_absent_is_named_in_seconds_with_what_needs_none(
+    try_it: Try, tmp_path: Path
+) -> None:
     row = {"prompt": "Which?", "answer": "red"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    found = {"use": "rayloop.judge.discovery:FileDiscovery", "with": {"path": str(tmp_path / "judge.json")}}
+    found = {
+        "use": "rayloop.judge.discovery:FileDiscovery",
+        "with": {"path": str(tmp_path / "judge.json")},
+    }
     judge = {"use": "rayloop.judge.reward:JudgeReward", "with": {"judge": {"discovery": found}}}
-    source = {"use": "rayloop.recipes.pyvision.deepeyes:DeepEyesReward", "with": {"variant": "original", "mathematics": []}}
+    source = {
+        "use": "rayloop.recipes.pyvision.deepeyes:DeepEyesReward",
+        "with": {"variant": "original", "mathematics": []},
+    }
     source["with"] |= {"accuracy": judge}  # type: ignore[operator]
     began = time.monotonic()
     code, text = try_it(data={"train": str(tmp_path / "rows.jsonl")}, reward__source=source)
     assert time.monotonic() - began < 30
     assert code == 69, text
-    before, _, after = text.partition(f"no judge answers (no judge has written its address to {tmp_path / 'judge.json'}")
+    before, _, after = text.partition(
+        f"no judge answers (no judge has written its address to {tmp_path / 'judge.json'}"
+    )
     assert "Which?<|im_end|>" in before
     assert "answer 1: " in before
     assert "python -m rayloop judge serve serve_apps/judge/configs/judge_openai.yaml" in after
@@ -238,12 +277,20 @@ def test_prompt_and_answer_are_shown_before_the_reward_is_asked(try_it: Try) -> 
     assert "answer 1: " in text
 
 
-def test_a_row_of_osworld_is_shown_and_its_python_asked_for_before_the_model_is_loaded(try_it: Try, tmp_path: Path) -> None:
+def test_a_row_of_osworld_is_shown_and_its_python_asked_for_before_the_model_is_loaded(
+    try_it: Try, tmp_path: Path
+) -> None:
     task = {"id": "t", "instruction": "Open it.", "evaluator": {"func": "f"}}
     row = {"prompt": "Do: {instruction}", "osworld": task}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    kind = {"use": "rayloop.envs.osworld.environment:OSWorld", "with": {"python": "/no/python", "cache": str(tmp_path / "cache")}}
-    mine = {"data": {"train": str(tmp_path / "rows.jsonl")}, "environment__episode": {"environment": kind}}
+    kind = {
+        "use": "rayloop.envs.osworld.environment:OSWorld",
+        "with": {"python": "/no/python", "cache": str(tmp_path / "cache")},
+    }
+    mine = {
+        "data": {"train": str(tmp_path / "rows.jsonl")},
+        "environment__episode": {"environment": kind},
+    }
     code, text = try_it(**mine)
     assert code == 2, text
     shown, _, refused = text.partition("OSWorldMissing: /no/python ")
@@ -258,8 +305,12 @@ def popping(task: Task) -> float:
     return float(task.extra.pop("level"))  # type: ignore[attr-defined]
 
 
-def test_what_one_answer_does_to_its_row_the_other_does_not_see(try_it: Try, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "level": 1}) + "\n", encoding="utf-8")
+def test_what_one_answer_does_to_its_row_the_other_does_not_see(
+    try_it: Try, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"prompt": "a", "level": 1}) + "\n", encoding="utf-8"
+    )
     code, text = try_it(
         data={"train": str(tmp_path / "rows.jsonl")},
         reward__source={"use": f"{__name__}:popping"},
@@ -268,20 +319,32 @@ def test_what_one_answer_does_to_its_row_the_other_does_not_see(try_it: Try, tmp
     assert (code, text.count("reward: 1")) == (0, 2), text
 
 
-def test_an_answer_that_was_cut_says_so_and_no_text_steers_the_terminal(try_it: Try, tmp_path: Path) -> None:
+def test_an_answer_that_was_cut_says_so_and_no_text_steers_the_terminal(
+    try_it: Try, tmp_path: Path
+) -> None:
     row = {"prompt": "a\x1b]0;title\x07", "answer": "\x1b[31m", "id": "\x9b2J"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    rows = {"data": {"train": str(tmp_path / "rows.jsonl")}, "reward__source": {"use": "tests.support.rewards:TokenReward"}}
+    rows = {
+        "data": {"train": str(tmp_path / "rows.jsonl")},
+        "reward__source": {"use": "tests.support.rewards:TokenReward"},
+    }
     _, text = try_it("rollout.sampling.max_tokens=1", **rows)
     assert "the episode ended as done; CUT at rollout.sampling.max_tokens=1" in text
     assert {c for c in text if ord(c) < 32 or 127 <= ord(c) < 160} == {"\n"}
 
 
-def test_a_broken_image_is_named_and_passed_over(try_it: Try, tmp_path: Path, grounding_model: Path) -> None:
+def test_a_broken_image_is_named_and_passed_over(
+    try_it: Try, tmp_path: Path, grounding_model: Path
+) -> None:
     (tmp_path / "bad.png").write_bytes(b"no image")
     good = next(PAGES.rglob("*.png"))
-    rows = [{"prompt": "<image>a", "answer": "1", "images": [str(image)]} for image in (tmp_path / "bad.png", good)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    rows = [
+        {"prompt": "<image>a", "answer": "1", "images": [str(image)]}
+        for image in (tmp_path / "bad.png", good)
+    ]
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     mine = {
         "model__path": str(grounding_model),
         "data": {"train": str(tmp_path / "rows.jsonl"), "anywhere": True},
@@ -292,18 +355,24 @@ def test_a_broken_image_is_named_and_passed_over(try_it: Try, tmp_path: Path, gr
     assert "bad.png: not a readable" in text
     code, text = try_it(**mine)
     assert code == 0, text
-    assert "rows.jsonl:1: " in text.partition("rows.jsonl:2: task")[0], "the row that was passed over is named"
+    assert "rows.jsonl:1: " in text.partition("rows.jsonl:2: task")[0], (
+        "the row that was passed over is named"
+    )
     (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]) + "\n", encoding="utf-8")
     assert "the images of none of its 1 rows can be shown" in try_it(**mine)[1]
 
 
 PARTS: dict[str, Any] = {
-    "data_source": "vstar", "reward_model": {"ground_truth": "A", "style": "model"},
-    "prompt": [{"role": "user", "content": "<image>\nWhich?"}], "extra_info": {"index": "0", "question": "Which?"},
-}  # fmt: skip
+    "data_source": "vstar",
+    "reward_model": {"ground_truth": "A", "style": "model"},
+    "prompt": [{"role": "user", "content": "<image>\nWhich?"}],
+    "extra_info": {"index": "0", "question": "Which?"},
+}
 
 
-@pytest.mark.parametrize(("preset", "file"), [("faithful", "rows.json"), ("deepeyes_faithful", "rows.parquet")])
+@pytest.mark.parametrize(
+    ("preset", "file"), [("faithful", "rows.json"), ("deepeyes_faithful", "rows.parquet")]
+)
 def test_one_command_plays_a_row_as_its_authors_publish_it(
     preset: str, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -313,11 +382,21 @@ def test_one_command_plays_a_row_as_its_authors_publish_it(
         row = {**PARTS, "mm_hint": hint, "env_name": "pyvision_gym_w_image_hint"}
         (tmp_path / file).write_text(json.dumps([row], indent=1), encoding="utf-8")
     else:
-        shown = {**PARTS, "images": [{"bytes": picture(96, 64), "path": None}], "env_name": "visual_toolbox_v2"}
+        shown = {
+            **PARTS,
+            "images": [{"bytes": picture(96, 64), "path": None}],
+            "env_name": "visual_toolbox_v2",
+        }
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([shown]), tmp_path / file)
-    given = [f"data.train={tmp_path / file}", f"model.path={ROOT}/recipes/pyvision/tiny", "rollout.sampling.max_tokens=8"]
+    given = [
+        f"data.train={tmp_path / file}",
+        f"model.path={ROOT}/recipes/pyvision/tiny",
+        "rollout.sampling.max_tokens=8",
+    ]
     given.append(f"output={tmp_path}")
-    given.append("reward.source={use: 'rayloop.recipes.pyvision.verifiers:OptionReward'}")  # no judge is served here
+    given.append(
+        "reward.source={use: 'rayloop.recipes.pyvision.verifiers:OptionReward'}"
+    )  # no judge is served here
     code = main(["try", f"{ROOT}/recipes/pyvision/presets/{preset}.yaml", *given])
     shown_text = "".join(capsys.readouterr())
     assert "Which?" in shown_text
@@ -327,9 +406,16 @@ def test_one_command_plays_a_row_as_its_authors_publish_it(
     assert code == 0
 
 
-@pytest.mark.parametrize(("command", "said"), [("try", "interrupted"), ("train", "interrupted before anything could be saved")])
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [("try", "interrupted"), ("train", "interrupted before anything could be saved")],
+)
 def test_an_interruption_speaks_of_saving_where_something_is_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, said: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    said: str,
 ) -> None:
     def read(*_: Any) -> None:
         raise KeyboardInterrupt

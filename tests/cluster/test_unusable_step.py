@@ -26,7 +26,11 @@ from tests.unit.groups import make_group
 
 
 def record(group: int, **fields: Any) -> RolloutRecord:
-    said = (("assistant", "7 or 8, " * 100, True), ("user", "go on", False), ("assistant", "9", True))
+    said = (
+        ("assistant", "7 or 8, " * 100, True),
+        ("user", "go on", False),
+        ("assistant", "9", True),
+    )
     turns = tuple(RolloutTurn(*turn) for turn in said)
     values = {"reward": 0.0, "flags": ("unparsable",), "truth": [1, 2], **fields}
     return RolloutRecord(group, 0, 0, f"task-{group}", "", "prompt", (), turns, "done", **values)
@@ -76,16 +80,29 @@ def test_a_broken_grader_is_reported_with_an_answer_that_broke_it(tmp_path: Path
     (tmp_path / "rollouts").mkdir()
     config = RunConfig.model_validate(settings(tmp_path, tmp_path, keep_rollouts=4))
     driver = made_driver(config, tmp_path)
-    driver.rollouts, driver.player = Broken(), EpisodeRunner(reward=None, unscored="grader_error", flags=())  # type: ignore[assignment]
+    driver.rollouts, driver.player = (
+        Broken(),
+        EpisodeRunner(reward=None, unscored="grader_error", flags=()),
+    )  # type: ignore[assignment]
     driver.services = SimpleNamespace(pools=[])  # type: ignore[assignment]
-    with pytest.raises(GraderBroken, match=r"trajectories\. For example task task-1, .* answered '9': no reward \(grader_error\)"):
+    with pytest.raises(
+        GraderBroken,
+        match=(
+            r"trajectories\. For example task task-1, .* answered '9': no reward \(grader_error\)"
+        ),
+    ):
         asyncio.run(driver.produce())
 
 
 def test_groups_of_the_failed_step_are_kept_and_an_answer_is_quoted(tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
     why = failed(tmp_path, 4)
-    rows = [json.loads(line) for line in (tmp_path / "rollouts/step_000001.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (
+            (tmp_path / "rollouts/step_000001.jsonl").read_text(encoding="utf-8").splitlines()
+        )
+    ]
     assert [row["group"] for row in rows] == [1, 2, 3, 4]
     assert why.startswith("0 of 8 trajectories survived.")
     assert "task task-1, truth [1, 2], was answered '9': reward 0 (unparsable)" in why
@@ -94,7 +111,9 @@ def test_groups_of_the_failed_step_are_kept_and_an_answer_is_quoted(tmp_path: Pa
 
 def test_an_answer_without_a_reward_is_quoted_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
-    assert "no reward (grader_error: KeyError)" in failed(tmp_path, 4, reward=None, unscored="grader_error: KeyError", flags=())
+    assert "no reward (grader_error: KeyError)" in failed(
+        tmp_path, 4, reward=None, unscored="grader_error: KeyError", flags=()
+    )
 
 
 def test_without_kept_rollouts_only_the_quote_is_left(tmp_path: Path) -> None:
@@ -118,7 +137,9 @@ def test_a_policy_that_collapsed_ends_with_an_alarm_a_reason_and_an_evaluation(
     values = settings(tmp_path, tmp_path, keep_rollouts=0, steps=20)
     values["data"]["eval"] = values["data"]["train"]
     values["evaluation"] = {"every": 3}
-    monkeypatch.setattr("rayloop.cluster.driver.held_out_rows", lambda *_: [SimpleNamespace(id="t", source="")])
+    monkeypatch.setattr(
+        "rayloop.cluster.driver.held_out_rows", lambda *_: [SimpleNamespace(id="t", source="")]
+    )
     monkeypatch.setattr("rayloop.cluster.driver.plays", lambda *_, **__: [])
     (tmp_path / "evaluations").mkdir()
     driver = made_driver(RunConfig.model_validate(values), tmp_path)
@@ -128,7 +149,10 @@ def test_a_policy_that_collapsed_ends_with_an_alarm_a_reason_and_an_evaluation(
     for entropy in [2.2] * STEPS + [1.5, 1.0, 0.5, 0.2, 0.05]:
         rollouts.alarms.recorded({ENTROPY: entropy})
     assert not rollouts.reported, "its mean of five steps is a third of the first"
-    with pytest.raises(GenerationBudgetSpent, match=r"entropy is 0\.65 nats .* was 2\.2 at first.* learning rate is"):
+    with pytest.raises(
+        GenerationBudgetSpent,
+        match=r"entropy is 0\.65 nats .* was 2\.2 at first.* learning rate is",
+    ):
         asyncio.run(driver.collect())
     assert [type(event).__name__ for event in rollouts.reported] == ["Alarm"]
     assert played == [step] * evaluations
@@ -136,9 +160,13 @@ def test_a_policy_that_collapsed_ends_with_an_alarm_a_reason_and_an_evaluation(
 
 def test_trained_and_dropped_groups_are_recorded_in_turn(tmp_path: Path) -> None:
     """A page that shows trained groups alone cannot show why others were dropped."""
-    driver: Any = made_driver(RunConfig.model_validate(settings(tmp_path, tmp_path, keep_rollouts=5)), tmp_path)
+    driver: Any = made_driver(
+        RunConfig.model_validate(settings(tmp_path, tmp_path, keep_rollouts=5)), tmp_path
+    )
     driver.rollouts, driver.player = RolloutManager(), SimpleNamespace(metrics=dict)
-    driver.rollouts.alarms = SimpleNamespace(step=lambda _: None, unseen=False, recorded=lambda _: None)
+    driver.rollouts.alarms = SimpleNamespace(
+        step=lambda _: None, unseen=False, recorded=lambda _: None
+    )
     driver.reporter = SimpleNamespace(step=lambda *_: {}, updates=[])
     recorded = list[int]()
 
@@ -153,17 +181,22 @@ def test_trained_and_dropped_groups_are_recorded_in_turn(tmp_path: Path) -> None
     assert recorded == [2, 1, 4, 3, 9]
 
 
-# A step that changed nothing, and what its groups were trained with ----------------------------------------------------------
+# A step that changed nothing, and what its groups were trained with
+# ----------------------------------------------------------
 
 
 def at_step(folder: Path, step: int, **changes: Any) -> Driver:
-    driver = made_driver(RunConfig.model_validate(settings(folder, folder, steps=3, **changes)), folder)
+    driver = made_driver(
+        RunConfig.model_validate(settings(folder, folder, steps=3, **changes)), folder
+    )
     driver.step = step
     return driver
 
 
 def skipped(driver: Driver) -> list[dict[str, Any]]:
-    return [record for record in driver.reporter.folder.events if record["event"] == "updates_skipped"]
+    return [
+        record for record in driver.reporter.folder.events if record["event"] == "updates_skipped"
+    ]
 
 
 def test_updates_that_were_skipped_are_said(tmp_path: Path) -> None:
@@ -172,13 +205,18 @@ def test_updates_that_were_skipped_are_said(tmp_path: Path) -> None:
     assert skipped(driver) == []
     driver.notice_skipped({"actor/skipped_updates": 1.0, "actor/updates": 1.0})
     driver.notice_skipped({"actor/skipped_updates": 2.0, "actor/updates": 0.0})
-    assert [(record["skipped"], record["updates"]) for record in skipped(driver)] == [(1, 2), (2, 2)]
+    assert [(record["skipped"], record["updates"]) for record in skipped(driver)] == [
+        (1, 2),
+        (2, 2),
+    ]
 
 
 def test_a_run_does_not_end_as_done_with_a_step_that_changed_nothing(tmp_path: Path) -> None:
     driver = at_step(tmp_path, 3)
     driver.notice_skipped({"actor/skipped_updates": 1.0, "actor/updates": 1.0})
-    with pytest.raises(Diverged, match=r"each update of the last step was skipped.* Lower policy.optimizer.lr"):
+    with pytest.raises(
+        Diverged, match=r"each update of the last step was skipped.* Lower policy.optimizer.lr"
+    ):
         driver.notice_skipped({"actor/skipped_updates": 1.0, "actor/updates": 0.0})
     assert len(skipped(driver)) == 2
 
@@ -187,7 +225,9 @@ def test_a_run_does_not_end_as_done_with_a_step_that_changed_nothing(tmp_path: P
 def test_the_advantages_of_a_step_are_those_that_it_trains(kind: str, tmp_path: Path) -> None:
     """Records, console and metrics get them: over the deviation of the step."""
     driver = at_step(tmp_path, 0, algorithm__advantage={"kind": kind})
-    groups = tuple(with_advantages(make_group(i, [1.0, 0.0, 0.5, 0.5]), driver.advantage) for i in range(2))
+    groups = tuple(
+        with_advantages(make_group(i, [1.0, 0.0, 0.5, 0.5]), driver.advantage) for i in range(2)
+    )
     held: list[Any] = []
 
     async def collect(version: Any, inherited: Any, hold: Any) -> Collected:

@@ -25,13 +25,17 @@ class Silent(Actor):
     pass
 
 
-def watched(work: Coroutine[Any, Any, Any], folder: Path, **settings: float) -> list[dict[str, Any]]:
+def watched(
+    work: Coroutine[Any, Any, Any], folder: Path, **settings: float
+) -> list[dict[str, Any]]:
     """Run ``work`` beside the watchdog. Returns its events; raises what it raised."""
     events: list[dict[str, Any]] = []
 
     async def run() -> None:
         recovery = RecoverySettings(**settings)
-        watching = asyncio.create_task(watch(recovery, lambda: "gen", lambda event: events.append(event.record()), folder))
+        watching = asyncio.create_task(
+            watch(recovery, lambda: "gen", lambda event: events.append(event.record()), folder)
+        )
         working = asyncio.create_task(work)
         done, pending = await asyncio.wait({watching, working}, return_when=asyncio.FIRST_COMPLETED)
         for task in pending:
@@ -74,7 +78,10 @@ def test_a_stall_names_what_the_episodes_themselves_wait_for_once(tmp_path: Path
     async def hang() -> None:
         actor = LocalActor(Generating())
         await asyncio.gather(
-            *(with_deadline(60.0, asyncio.sleep(2.5), f"episode 9/{n}@0 on environment 0", actor) for n in range(8))
+            *(
+                with_deadline(60.0, asyncio.sleep(2.5), f"episode 9/{n}@0 on environment 0", actor)
+                for n in range(8)
+            )
         )
 
     (event,) = watched(hang(), tmp_path, stall_timeout=15.0)
@@ -85,8 +92,12 @@ def test_a_stall_names_what_the_episodes_themselves_wait_for_once(tmp_path: Path
     assert "=== awaited: episode 9/0@0 on environment 0: 7 generate on rollout 1 ===" in stacks
 
 
-def test_an_awaited_actor_that_answers_nothing_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that works for long answers beside that; one that is only being made has nothing to answer with."""
+def test_an_awaited_actor_that_answers_nothing_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that works for long answers beside that; one that is only being made has nothing to
+    answer with.
+    """
     for name in ("LATE", "ROUND", "ANSWER"):
         monkeypatch.setattr(watchdog, name, 0.2)
     reported: list[dict[str, Any]] = []
@@ -95,7 +106,9 @@ def test_an_awaited_actor_that_answers_nothing_is_reported_once(monkeypatch: pyt
         host = SimpleNamespace(remote=lambda: asyncio.sleep(60))
 
     async def run() -> None:
-        listening = asyncio.create_task(watchdog.watch_liveness(lambda event: reported.append(event.record())))
+        listening = asyncio.create_task(
+            watchdog.watch_liveness(lambda event: reported.append(event.record()))
+        )
         awaited = (
             ("episodes 1/0@0 of task a on environment 0", LocalActor(Silent()), False),
             ("health of rollout 1", Stopped(), False),
@@ -103,7 +116,10 @@ def test_an_awaited_actor_that_answers_nothing_is_reported_once(monkeypatch: pyt
             ("start of reward 0", Stopped(), True),
         )
         await asyncio.gather(
-            *(with_deadline(9.0, asyncio.sleep(2.0), what, actor, starts=starts) for what, actor, starts in awaited)
+            *(
+                with_deadline(9.0, asyncio.sleep(2.0), what, actor, starts=starts)
+                for what, actor, starts in awaited
+            )
         )
         listening.cancel()
 
@@ -115,14 +131,20 @@ def test_an_awaited_actor_that_answers_nothing_is_reported_once(monkeypatch: pyt
     assert len(reported) == 2
 
 
-def listened(patience: float, monkeypatch: pytest.MonkeyPatch, *awaited: tuple[str, Any, bool]) -> list[str]:
-    """What each wait ended with, beside ``watch_liveness`` with short times: a round of questions takes 0.4 s."""
+def listened(
+    patience: float, monkeypatch: pytest.MonkeyPatch, *awaited: tuple[str, Any, bool]
+) -> list[str]:
+    """What each wait ended with, beside ``watch_liveness`` with short times: a round of questions
+    takes 0.4 s.
+    """
     for name in ("LATE", "ROUND", "ANSWER"):
         monkeypatch.setattr(watchdog, name, 0.2)
 
     async def one(what: str, actor: Any, starts: bool) -> str:
         try:
-            return await with_deadline(60.0, asyncio.sleep(4.0, "answered"), what, actor, starts=starts)
+            return await with_deadline(
+                60.0, asyncio.sleep(4.0, "answered"), what, actor, starts=starts
+            )
         except WorkerLost as error:
             return str(error)
 
@@ -139,13 +161,19 @@ class Frozen:
     host = SimpleNamespace(remote=lambda: asyncio.sleep(60))
 
 
-def test_an_actor_that_is_known_to_be_frozen_is_given_up_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_actor_that_is_known_to_be_frozen_is_given_up_before_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """All that is awaited of it; not an actor that works for long, nor one that is being made."""
     frozen = Frozen()
     found = listened(
-        1.0, monkeypatch, ("train of policy rank 0", frozen, False), ("fetch of policy rank 0", frozen, False),
-        ("train of policy rank 1", LocalActor(Silent()), False), ("start of reward 0", Frozen(), True),
-    )  # fmt: skip
+        1.0,
+        monkeypatch,
+        ("train of policy rank 0", frozen, False),
+        ("fetch of policy rank 0", frozen, False),
+        ("train of policy rank 1", LocalActor(Silent()), False),
+        ("start of reward 0", Frozen(), True),
+    )
     assert found[0].startswith("train of policy rank 0 gave no sign of life for 1 s")
     assert found[1].startswith("fetch of policy rank 0 gave no sign of life for 1 s")
     assert found[2:] == ["answered", "answered"]
@@ -171,8 +199,12 @@ def test_one_question_without_an_answer_gives_nobody_up(monkeypatch: pytest.Monk
     assert listened(0.1, monkeypatch, ("train of policy rank 0", Late(), False)) == ["answered"]
 
 
-def test_a_disk_that_refuses_the_stacks_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (event,) = watched(with_deadline(60.0, asyncio.sleep(2.5), "a call"), tmp_path / "nowhere", stall_timeout=15.0)
+def test_a_disk_that_refuses_the_stacks_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (event,) = watched(
+        with_deadline(60.0, asyncio.sleep(2.5), "a call"), tmp_path / "nowhere", stall_timeout=15.0
+    )
     assert (event["event"], event["stacks"]) == ("stalled", "")
     assert event["awaited"].startswith("a call for ")
     assert "=== driver ===" in caplog.text
@@ -189,8 +221,12 @@ def test_whatever_ends_puts_the_stall_off_but_health_checks_do_not(tmp_path: Pat
 
 
 def test_a_stall_ends_the_run_at_the_timeout(tmp_path: Path) -> None:
-    with pytest.raises(Stalled, match=r"nothing moved for \d s in phase gen, awaited: load of rollout 1 for \d s"):
-        watched(with_deadline(60.0, asyncio.sleep(60), "load of rollout 1"), tmp_path, stall_timeout=2.0)
+    with pytest.raises(
+        Stalled, match=r"nothing moved for \d s in phase gen, awaited: load of rollout 1 for \d s"
+    ):
+        watched(
+            with_deadline(60.0, asyncio.sleep(60), "load of rollout 1"), tmp_path, stall_timeout=2.0
+        )
 
 
 def test_a_wait_ends_at_its_deadline_and_when_the_run_stops() -> None:

@@ -1,6 +1,8 @@
-"""The proof at the start that engine and trainer agree: it passes on an honest model, and notices each kind of sabotage.
+"""The proof at the start that engine and trainer agree: it passes on an honest model, and notices
+each kind of sabotage.
 
-WeightSync, player, pools, actors and engines are the real ones; the actors stand behind local handles in this process.
+WeightSync, player, pools, actors and engines are the real ones; the actors stand behind local
+handles in this process.
 """
 
 from __future__ import annotations
@@ -50,12 +52,14 @@ START = Version(0, 0)
 def configuration(folder: Path, model: Path, **changes: Any) -> RunConfig:
     return RunConfig.model_validate(
         settings(
-            folder, model, data={"train": str(picture_rows(folder, 4))},
+            folder,
+            model,
+            data={"train": str(picture_rows(folder, 4))},
             rollout__sampling={"max_tokens": 8, "min_tokens": 2, "temperature": 0.8},
             environment__episode__environment={"use": "rayloop.envs.single_turn:SingleTurn"},
             **{"weight_sync__logprob_check": "self_test", **changes},
         )
-    )  # fmt: skip
+    )
 
 
 class Stage:
@@ -65,7 +69,15 @@ class Stage:
         folder = Path(c.output) / c.name
         folder.mkdir()
         self.config, self.reporter = c, Reporter(c, folder, open_logger)
-        made = RankSettings(c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.transport, str(folder / "weights"), 0)
+        made = RankSettings(
+            c.model,
+            c.policy.engine,
+            c.policy.optimizer,
+            c.policy.loss,
+            c.transport,
+            str(folder / "weights"),
+            0,
+        )
         self.policy = PolicyGroup(c.policy, lambda number: LocalActor(rank(made, number, 1)))
         self.engine = rollout(c.model, c.engine, c.transport, str(folder / "weights"))
         environment = EnvironmentActor(c.model, c.environment.episode)
@@ -77,14 +89,24 @@ class Stage:
             sharing=TimeSharing(),
         )
         self.weight_sync = WeightSync(c, self.services, self.reporter)
-        rollouts = RolloutManager(c, Ledger(), training_rows(c, self.reporter), self.reporter, FailureHistory(c.environment))
+        rollouts = RolloutManager(
+            c,
+            Ledger(),
+            training_rows(c, self.reporter),
+            self.reporter,
+            FailureHistory(c.environment),
+        )
         self.tasks = rollouts.scheduler.probe_tasks()
-        self.player = EpisodeRunner(c, self.services, None, self.reporter.event, rollouts.quarantine)
+        self.player = EpisodeRunner(
+            c, self.services, None, self.reporter.event, rollouts.quarantine
+        )
 
         self.found: float | None = None
 
     def _pool(self, role: str, actor: Any) -> Pool:
-        return Pool(role, 1, lambda slot: LocalActor(actor), self.config.recovery, self.reporter.event)
+        return Pool(
+            role, 1, lambda slot: LocalActor(actor), self.config.recovery, self.reporter.event
+        )
 
     async def start(self) -> None:
         self.policy.ranks = [self.policy._spawn(0)]
@@ -97,7 +119,11 @@ class Stage:
         await self.weight_sync.verify(START, self.tasks, self.player)
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        return [record for kind, record in self.reporter.updates if kind == "event" and record["event"] == name]
+        return [
+            record
+            for kind, record in self.reporter.updates
+            if kind == "event" and record["event"] == name
+        ]
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +154,8 @@ def act(
     return asyncio.run(main())
 
 
-# Honest ------------------------------------------------------------------------------------------------------------
+# Honest
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_an_honest_run_passes(tmp_path: Path, picture_model: Path) -> None:
@@ -143,7 +170,9 @@ def test_an_honest_run_passes(tmp_path: Path, picture_model: Path) -> None:
     assert stage.engine.health().version == START
 
 
-def test_after_the_self_test_the_engine_holds_the_weights_of_the_start(tmp_path: Path, picture_model: Path) -> None:
+def test_after_the_self_test_the_engine_holds_the_weights_of_the_start(
+    tmp_path: Path, picture_model: Path
+) -> None:
     stage = act(configuration(tmp_path, picture_model))
     start = load_file(picture_model / "model.safetensors")
     served = stage.engine.engine._parameters
@@ -151,7 +180,8 @@ def test_after_the_self_test_the_engine_holds_the_weights_of_the_start(tmp_path:
     assert [name for name in start if not torch.equal(served[name], start[name])] == []
 
 
-# Log-probs that disagree -------------------------------------------------------------------------------------------
+# Log-probs that disagree
+# -------------------------------------------------------------------------------------------
 
 
 class OtherImages(RolloutActor):
@@ -159,7 +189,9 @@ class OtherImages(RolloutActor):
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         assert prompt.images
-        other = dataclasses.replace(prompt, images=tuple(image(56, 56, seed=999) for _ in prompt.images))
+        other = dataclasses.replace(
+            prompt, images=tuple(image(56, 56, seed=999) for _ in prompt.images)
+        )
         return await super().generate(other, sampling)
 
 
@@ -185,7 +217,9 @@ def test_an_engine_that_samples_from_another_distribution_is_noticed(
         act(configuration(tmp_path, picture_model), rollout=rollout)
 
 
-def test_a_trainer_that_sees_no_pixels_is_noticed(tmp_path: Path, picture_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_that_sees_no_pixels_is_noticed(
+    tmp_path: Path, picture_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoded = collator._decoded
     monkeypatch.setattr(collator, "_decoded", lambda *a: torch.full_like(decoded(*a), 0.5))
     with pytest.raises(LogprobMismatch, match="rollout and trainer disagree"):
@@ -196,11 +230,14 @@ def test_a_model_that_sees_no_pixels_is_noticed(tmp_path: Path, picture_model: P
     weights = load_file(picture_model / "model.safetensors")
     blind = {name: torch.zeros_like(t) if "merger" in name else t for name, t in weights.items()}
     save_model(str(picture_model), tmp_path / "blind", blind)
-    with pytest.raises(LogprobMismatch, match=r"swapping the images of 4 probes .* pixels do not reach the model"):
+    with pytest.raises(
+        LogprobMismatch, match=r"swapping the images of 4 probes .* pixels do not reach the model"
+    ):
         act(configuration(tmp_path, tmp_path / "blind"))
 
 
-# Weights that do not arrive ----------------------------------------------------------------------------------------
+# Weights that do not arrive
+# ----------------------------------------------------------------------------------------
 
 
 class Forgetful(PolicyRank):
@@ -212,7 +249,9 @@ class Forgetful(PolicyRank):
         super().join(init_method)
         export, engine = self.engine.export, self.engine
         engine.export = lambda version, **options: {  # type: ignore[method-assign]
-            name: tensor for name, tensor in export(version, **options).items() if version == START or name != self.left_out
+            name: tensor
+            for name, tensor in export(version, **options).items()
+            if version == START or name != self.left_out
         }
 
 
@@ -234,8 +273,12 @@ async def sync_twice(stage: Stage) -> None:
     await stage.weight_sync.send(Version(0, 1))
 
 
-def test_a_tensor_left_out_of_a_later_weight_update_is_named(tmp_path: Path, picture_model: Path) -> None:
-    with pytest.raises(WeightSyncError, match=rf"version 0\.1 .*missing \['{Forgetful.left_out}'\]"):
+def test_a_tensor_left_out_of_a_later_weight_update_is_named(
+    tmp_path: Path, picture_model: Path
+) -> None:
+    with pytest.raises(
+        WeightSyncError, match=rf"version 0\.1 .*missing \['{Forgetful.left_out}'\]"
+    ):
         act(configuration(tmp_path, picture_model), sync_twice, rank=Forgetful)
 
 
@@ -261,7 +304,11 @@ class Stale(RolloutActor):
     part: Callable[[str], bool]
 
     async def load(self, manifest: Any, source: Any, order: int = 0) -> None:
-        mine = {name: tensor for name, tensor in self.engine._parameters.items() if type(self).part(name)}
+        mine = {
+            name: tensor
+            for name, tensor in self.engine._parameters.items()
+            if type(self).part(name)
+        }
         kept = {name: tensor.clone() for name, tensor in mine.items()}
         assert kept
         await super().load(manifest, source, order)
@@ -289,13 +336,22 @@ class StaleFeatures(RolloutActor):
         self.engine._decoder.forget = lambda: None  # type: ignore[method-assign]
 
 
-SABOTAGE = {OwnHead: "embedding", StaleLanguage: "language", StaleVision: "vision", StaleMerger: "merger",
-            StaleFeatures: "vision"}  # fmt: skip
+SABOTAGE = {
+    OwnHead: "embedding",
+    StaleLanguage: "language",
+    StaleVision: "vision",
+    StaleMerger: "merger",
+    StaleFeatures: "vision",
+}
 
 
 @pytest.mark.parametrize(("rollout", "part"), SABOTAGE.items())
-def test_a_part_that_stays_stale_is_named(rollout: type[RolloutActor], part: str, tmp_path: Path, picture_model: Path) -> None:
-    with pytest.raises(WeightSyncError, match=f"syncing changed {part} weights .* this part did not arrive"):
+def test_a_part_that_stays_stale_is_named(
+    rollout: type[RolloutActor], part: str, tmp_path: Path, picture_model: Path
+) -> None:
+    with pytest.raises(
+        WeightSyncError, match=f"syncing changed {part} weights .* this part did not arrive"
+    ):
         act(configuration(tmp_path, picture_model), rollout=rollout)
 
 
@@ -314,8 +370,12 @@ def test_a_self_test_that_proves_nothing_is_noticed(tmp_path: Path, picture_mode
 def test_rounding_in_bfloat16_is_no_failure_of_the_self_test(
     dtype: str, arrived: bool, tmp_path: Path, picture_model: Path
 ) -> None:
-    """Two implementations of a network that is half noise differ in bfloat16 by more than those of a sound one may."""
-    config = configuration(tmp_path, picture_model, rollout__engine__dtype=dtype, policy__engine__dtype=dtype)
+    """Two implementations of a network that is half noise differ in bfloat16 by more than those of
+    a sound one may.
+    """
+    config = configuration(
+        tmp_path, picture_model, rollout__engine__dtype=dtype, policy__engine__dtype=dtype
+    )
     weight_sync = WeightSync(config, None, None)  # type: ignore[arg-type]
     weight_sync._unchanged = LogprobGap(10, 1e-4, 1e-3)
     moved, follows = LogprobGap(10, 0.9, 3.0), LogprobGap(10, 0.2, 1.0)
@@ -325,10 +385,13 @@ def test_rounding_in_bfloat16_is_no_failure_of_the_self_test(
         weight_sync._judge("language", moved, dataclasses.replace(follows, mean=0.31))
 
 
-# Warnings ----------------------------------------------------------------------------------------------------------
+# Warnings
+# ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rollout", "says"), [(OtherTemperature, "disagree"), (OwnHead, "embedding")])
+@pytest.mark.parametrize(
+    ("rollout", "says"), [(OtherTemperature, "disagree"), (OwnHead, "embedding")]
+)
 def test_a_warning_lets_the_run_go_on_with_the_weights_of_the_start(
     rollout: type[RolloutActor], says: str, tmp_path: Path, picture_model: Path
 ) -> None:
@@ -345,7 +408,8 @@ def test_a_warning_lets_the_run_go_on_with_the_weights_of_the_start(
     act(config, go_on, rollout=rollout)
 
 
-# Later, when the steps train on nothing fresh ----------------------------------------------------------------------
+# Later, when the steps train on nothing fresh
+# ----------------------------------------------------------------------
 
 
 async def observe(stage: Stage) -> None:
@@ -354,7 +418,9 @@ async def observe(stage: Stage) -> None:
     stage.found = await stage.weight_sync.observe(stage.tasks, stage.player, 10)
 
 
-@pytest.mark.parametrize(("rollout", "low", "high"), [(RolloutActor, 0, 1e-5), (OtherTemperature, 1e-3, 10)])
+@pytest.mark.parametrize(
+    ("rollout", "low", "high"), [(RolloutActor, 0, 1e-5), (OtherTemperature, 1e-3, 10)]
+)
 def test_fresh_episodes_tell_how_far_engine_and_trainer_are_apart(
     rollout: type[RolloutActor], low: float, high: float, tmp_path: Path, picture_model: Path
 ) -> None:
@@ -372,7 +438,9 @@ class Broken(RolloutActor):
         raise DataFailure("prompt", "cannot be read")
 
 
-def test_episodes_that_cannot_be_played_tell_nothing_and_end_nothing(tmp_path: Path, picture_model: Path) -> None:
+def test_episodes_that_cannot_be_played_tell_nothing_and_end_nothing(
+    tmp_path: Path, picture_model: Path
+) -> None:
     stage = act(configuration(tmp_path, picture_model), observe, rollout=Broken)
     assert stage.found is None
     assert [event["purpose"] for event in stage.events("probe_failed")] == ["drift"] * 3

@@ -20,7 +20,16 @@ from rayloop.config.settings import check_components, load
 from rayloop.core.failures import AdvantageBroken, ConfigError
 from rayloop.core.groups import Credit, Group, Member, Scored
 from rayloop.core.protocols import TrainItem
-from rayloop.core.types import EndReason, Sampling, Streams, Task, Trajectory, TrajectoryId, Turn, Version
+from rayloop.core.types import (
+    EndReason,
+    Sampling,
+    Streams,
+    Task,
+    Trajectory,
+    TrajectoryId,
+    Turn,
+    Version,
+)
 from rayloop.grpo.advantage import CheckedAdvantage, build_advantage, over_step, with_advantages
 from rayloop.grpo.batch import make_sample, segmented
 from rayloop.grpo.settings import AdvantageChoice
@@ -34,9 +43,17 @@ PAGE = "the page's"
 EVERY = (*KINDS, PAGE)
 WITH = {"gdpo": {"weights": {"iou": 1.0, "format": 0.5}}}
 
-NOT_SHIFTED = {"maxrl": "divides by the mean", "binarised": "asks whether a score is 0", PAGE: "pays for rewards above 0"}
+NOT_SHIFTED = {
+    "maxrl": "divides by the mean",
+    "binarised": "asks whether a score is 0",
+    PAGE: "pays for rewards above 0",
+}
 NOT_PERMUTED = {"permuted": "draws which member has which reward"}
-NOT_ZERO = {"binarised": "rewards equal successes", "turns": "discounts returns by turn", "gigpo": "discounts returns by turn"}
+NOT_ZERO = {
+    "binarised": "rewards equal successes",
+    "turns": "discounts returns by turn",
+    "gigpo": "discounts returns by turn",
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -51,25 +68,44 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def advantage(kind: str, **with_: Any) -> CheckedAdvantage:
     chosen = {"use": "my_advantages:quick"} if kind == PAGE else {"kind": kind}
-    return build_advantage(AdvantageChoice.model_validate({**chosen, "with": WITH.get(kind, {}) | with_}))
+    return build_advantage(
+        AdvantageChoice.model_validate({**chosen, "with": WITH.get(kind, {}) | with_})
+    )
 
 
 def member(i: int, reward: float, turns: int = 2, seed: int = 0, *, shift: float = 0.0) -> Member:
-    """``turns`` sampled turns, of which the first saw what those of the other members saw. ``shift`` is added to the reward, to its
-    components and to what the environment paid for the last turn."""
+    """``turns`` sampled turns, of which the first saw what those of the other members saw.
+
+    ``shift`` is added to the reward, to its components and to what the environment paid for the
+    last turn.
+    """
     chance = random.Random(100 * seed + i)
     paid = [chance.randint(0, 4) / 4 for _ in range(turns)]
     if paid:
         paid[-1] += shift
     return make_member(
-        TrajectoryId(7, i), Scored(reward + shift, {"iou": reward + shift, "format": chance.randint(0, 1) + shift}), turns=turns,
-        turn_rewards=tuple(paid), states=tuple(["start", *(f"screen {chance.randint(0, 2)}" for _ in range(turns - 1))][:turns]),
-    )  # fmt: skip
+        TrajectoryId(7, i),
+        Scored(reward + shift, {"iou": reward + shift, "format": chance.randint(0, 1) + shift}),
+        turns=turns,
+        turn_rewards=tuple(paid),
+        states=tuple(
+            ["start", *(f"screen {chance.randint(0, 2)}" for _ in range(turns - 1))][:turns]
+        ),
+    )
 
 
-def group(rewards: Sequence[float], turns: Sequence[int] | None = None, seed: int = 0, *, shift: float = 0.0) -> list[Member]:
+def group(
+    rewards: Sequence[float],
+    turns: Sequence[int] | None = None,
+    seed: int = 0,
+    *,
+    shift: float = 0.0,
+) -> list[Member]:
     turns = turns or [2] * len(rewards)
-    return [member(i, r, n, seed, shift=shift) for i, (r, n) in enumerate(zip(rewards, turns, strict=True))]
+    return [
+        member(i, r, n, seed, shift=shift)
+        for i, (r, n) in enumerate(zip(rewards, turns, strict=True))
+    ]
 
 
 def values(how: CheckedAdvantage, *groups: Sequence[Member]) -> list[list[tuple[float, ...]]]:
@@ -92,14 +128,23 @@ quick = settings(max_examples=25, suppress_health_check=[HealthCheck.function_sc
 @each
 @quick
 @given(rewards, st.integers(1, 40).map(float))
-def test_a_constant_added_to_every_reward_changes_nothing(kind: str, values_: list[float], shift: float) -> None:
+def test_a_constant_added_to_every_reward_changes_nothing(
+    kind: str, values_: list[float], shift: float
+) -> None:
     """With one turn each: a discount weighs a constant by the turns behind it."""
     turns = [1] * len(values_)
     before = values(advantage(kind), group(values_, turns))
     after = values(advantage(kind), group(values_, turns, shift=shift))
     if kind in NOT_SHIFTED:
         return
-    if kind in ("batch_std", "reinforce_pp", "gdpo", "grpo", "raw", "permuted"):  # 1e-6 beside a deviation that rounds
+    if kind in (
+        "batch_std",
+        "reinforce_pp",
+        "gdpo",
+        "grpo",
+        "raw",
+        "permuted",
+    ):  # 1e-6 beside a deviation that rounds
         assert after[0] == [pytest.approx(one, abs=1e-7) for one in before[0]]
     else:
         near(after[0], before[0])
@@ -107,18 +152,25 @@ def test_a_constant_added_to_every_reward_changes_nothing(kind: str, values_: li
 
 def test_the_kinds_that_a_constant_changes_are_those_named() -> None:
     for kind in NOT_SHIFTED:
-        before, after = (values(advantage(kind), group([0.0, 1.0, 2.0], shift=shift)) for shift in (0.0, 5.0))
+        before, after = (
+            values(advantage(kind), group([0.0, 1.0, 2.0], shift=shift)) for shift in (0.0, 5.0)
+        )
         assert before != after, NOT_SHIFTED[kind]
 
 
 @each
 @quick
 @given(rewards, st.randoms(use_true_random=False))
-def test_each_member_keeps_its_advantage_in_any_order(kind: str, values_: list[float], chance: Any) -> None:
+def test_each_member_keeps_its_advantage_in_any_order(
+    kind: str, values_: list[float], chance: Any
+) -> None:
     made = group(values_, [1 + i % 3 for i in range(len(values_))], seed=3)
     order = list(range(len(made)))
     chance.shuffle(order)
-    (straight,), (shuffled,) = values(advantage(kind), made), values(advantage(kind), [made[i] for i in order])
+    (straight,), (shuffled,) = (
+        values(advantage(kind), made),
+        values(advantage(kind), [made[i] for i in order]),
+    )
     if kind in NOT_PERMUTED:
         assert sorted(shuffled) == sorted(straight), NOT_PERMUTED[kind]
     else:
@@ -139,7 +191,10 @@ def test_equal_members_have_equal_advantages(kind: str) -> None:
 @quick
 def test_equal_rewards_give_zeros(kind: str, reward: float, n: int) -> None:
     same = member(0, abs(reward) if kind == "maxrl" else reward, 3)
-    (found,) = values(advantage(kind), [replace(same, summary=replace(same.summary, id=TrajectoryId(7, i))) for i in range(n)])
+    (found,) = values(
+        advantage(kind),
+        [replace(same, summary=replace(same.summary, id=TrajectoryId(7, i))) for i in range(n)],
+    )
     assert all(one == found[0] for one in found)
     if kind not in NOT_ZERO:
         assert set(found) == {(0.0,)}
@@ -157,7 +212,11 @@ def test_a_reward_that_is_not_finite_ends_the_run_with_its_name(kind: str, broke
     if kind == "distill":
         pytest.skip("distill reads no reward")
     with pytest.raises(
-        AdvantageBroken, match=rf"algorithm.advantage: {'my_advantages:quick' if kind == PAGE else kind} .*(finite|below)|maxrl"
+        AdvantageBroken,
+        match=(
+            rf"algorithm.advantage: {'my_advantages:quick' if kind == PAGE else kind}"
+            r" .*(finite|below)|maxrl"
+        ),
     ):
         values(advantage(kind), group([0.5, broken, 1.0]))
 
@@ -175,9 +234,14 @@ def test_trajectories_may_differ_in_turns_and_have_none(kind: str) -> None:
 def test_the_step_keeps_each_groups_members(kind: str) -> None:
     """Also where filters have taken members out of groups, or all of them."""
     how = advantage(kind)
-    groups = [with_advantages(Group(n, Task("task", ()), tuple(group([0.0, 1.0, 0.5], seed=n))), how) for n in range(3)]
+    groups = [
+        with_advantages(Group(n, Task("task", ()), tuple(group([0.0, 1.0, 0.5], seed=n))), how)
+        for n in range(3)
+    ]
     after = over_step(groups, how)
-    assert [[m.summary for m in one.members] for one in after] == [[m.summary for m in one.members] for one in groups]
+    assert [[m.summary for m in one.members] for one in after] == [
+        [m.summary for m in one.members] for one in groups
+    ]
     assert all(m.credit is not None for one in after for m in one.members)
     assert how.over_step([[], [Credit(1.0, base=1.0)]])[0] == []
     assert how.over_step([]) == []
@@ -192,7 +256,8 @@ def test_a_group_that_is_too_small_is_excluded(kind: str) -> None:
         assert [m.status.reason for m in lone.members if m.status] == ["min_group"]
 
 
-# Answers that are none -----------------------------------------------------------------------------------------------------------
+# Answers that are none
+# -----------------------------------------------------------------------------------------------------------
 
 
 def few(members: Sequence[Member]) -> list[float]:
@@ -267,32 +332,44 @@ def test_another_answer_for_the_step_is_an_error_too(answer: Any, said: str) -> 
 def test_rewards_of_other_turns_are_refused_with_the_trajectory(kind: str, paid: int) -> None:
     first, second = group([0.0, 1.0])
     wrong = replace(first, summary=replace(first.summary, turn_rewards=(0.5,) * paid))
-    with pytest.raises(AdvantageBroken, match=rf"trajectory .* has {paid} turn_rewards for 2 sampled turns"):
+    with pytest.raises(
+        AdvantageBroken, match=rf"trajectory .* has {paid} turn_rewards for 2 sampled turns"
+    ):
         advantage(kind).credits([wrong, second])
 
 
 def test_gigpo_needs_states_and_gdpo_its_components() -> None:
     first, second = group([0.0, 1.0])
     with pytest.raises(AdvantageBroken, match=r"by their states, which trajectory .* has not"):
-        advantage("gigpo").credits([replace(first, summary=replace(first.summary, states=())), second])
-    with pytest.raises(AdvantageBroken, match=r"'colour'; the components of trajectory .* are: iou, format"):
+        advantage("gigpo").credits(
+            [replace(first, summary=replace(first.summary, states=())), second]
+        )
+    with pytest.raises(
+        AdvantageBroken, match=r"'colour'; the components of trajectory .* are: iou, format"
+    ):
         advantage("gdpo", weights={"colour": 1.0}).credits([first, second])
 
 
 def test_gdpo_leaves_out_a_component_that_is_equal() -> None:
     """Its scale stays that of the other, which the step's deviation then sets to 1."""
     made = [member(i, reward) for i, reward in enumerate([0.0, 1.0, 0.25, 0.5])]
-    same = [replace(m, outcome=replace(m.outcome, components={"iou": m.reward, "format": 1.0})) for m in made]  # type: ignore[type-var]
+    same = [
+        replace(m, outcome=replace(m.outcome, components={"iou": m.reward, "format": 1.0}))
+        for m in made
+    ]  # type: ignore[type-var]
     both = values(advantage("gdpo"), same)
     alone = values(advantage("gdpo", weights={"iou": 3.0}), same)
     assert both[0] == [pytest.approx(one, abs=1e-5) for one in alone[0]]
 
 
-# From the credit to the tokens ---------------------------------------------------------------------------------------------------
+# From the credit to the tokens
+# ---------------------------------------------------------------------------------------------------
 
 
 def played(lengths: Sequence[int], restarts: Sequence[int] = ()) -> Trajectory:
-    """Turns of ``lengths`` sampled tokens, each behind two of context; before those in ``restarts`` all is forgotten."""
+    """Turns of ``lengths`` sampled tokens, each behind two of context; before those in ``restarts``
+    all is forgotten.
+    """
     turns: list[Turn] = []
     for i, n in enumerate(lengths):
         turns.append(Turn("user", (1, 2), restart=i in restarts))
@@ -312,7 +389,9 @@ def tokens(item: TrainItem) -> list[float]:
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6).filter(any), st.sets(st.integers(1, 5)))
 @settings(max_examples=60)
-def test_a_turns_advantage_is_that_of_its_tokens_in_every_segment(lengths: list[int], restarts: set[int]) -> None:
+def test_a_turns_advantage_is_that_of_its_tokens_in_every_segment(
+    lengths: list[int], restarts: set[int]
+) -> None:
     trajectory = played(lengths, sorted(restarts))
     credit = Credit.of_turns([float(i + 1) for i in range(len(lengths))])
     item = TrainItem(trajectory, credit.advantage, np.zeros(sum(lengths)), turns=credit.turns)
@@ -322,7 +401,9 @@ def test_a_turns_advantage_is_that_of_its_tokens_in_every_segment(lengths: list[
 
 @pytest.mark.parametrize("restarts", [(), (1, 2)])
 @pytest.mark.parametrize("count", [2, 4])
-def test_advantages_of_other_turns_are_refused_in_segments_too(count: int, restarts: tuple[int, ...]) -> None:
+def test_advantages_of_other_turns_are_refused_in_segments_too(
+    count: int, restarts: tuple[int, ...]
+) -> None:
     item = TrainItem(played([2, 1, 1], restarts), 0.5, turns=(0.5,) * count)
     with pytest.raises(ValueError, match=f"{count} advantages for 3 sampled turns"):
         tokens(item)
@@ -335,22 +416,31 @@ def test_a_turn_alone_may_teach_where_the_mean_is_zero() -> None:
     item = TrainItem(trajectory, credit.advantage, turns=credit.turns)
     assert credit.advantage == 0.0
     assert make_sample(item, flat, torch.arange(6)[None]).teaches
-    assert not make_sample(replace(item, streams=Streams(rl=0.0)), flat, torch.arange(6)[None]).teaches
-    assert make_sample(replace(item, streams=Streams(rl=0.0, ce=1.0)), flat, torch.arange(6)[None]).teaches
+    assert not make_sample(
+        replace(item, streams=Streams(rl=0.0)), flat, torch.arange(6)[None]
+    ).teaches
+    assert make_sample(
+        replace(item, streams=Streams(rl=0.0, ce=1.0)), flat, torch.arange(6)[None]
+    ).teaches
 
 
-# The page ------------------------------------------------------------------------------------------------------------------------
+# The page
+# ------------------------------------------------------------------------------------------------------------------------
 
 
 def test_thepages_configuration_is_one(page: Path) -> None:
     lines = (page / "advantage.yaml").read_text(encoding="utf-8")
     reward = "reward: {source: {use: 'rayloop.recipes.digits.data:SortReward'}}\n"
     (page / "run.yaml").write_text(
-        f"name: own\nsteps: 1\nmodel: {{path: m}}\ndata: {{train: t}}\n{reward}{lines}", encoding="utf-8"
+        f"name: own\nsteps: 1\nmodel: {{path: m}}\ndata: {{train: t}}\n{reward}{lines}",
+        encoding="utf-8",
     )
     config = load(page / "run.yaml", [], RunConfig)
     check_components(config)
     (found,) = values(build_advantage(config.algorithm.advantage), group([1.0, 0.0]))
-    assert found == [(pytest.approx(0.4996),), (pytest.approx(-0.4996),)], "four tokens of a right answer cost 0.2 * 4 / 1000"
+    assert found == [
+        (pytest.approx(0.4996),),
+        (pytest.approx(-0.4996),),
+    ], "four tokens of a right answer cost 0.2 * 4 / 1000"
     with pytest.raises(ConfigError, match="does not take what stands in `with`"):
         advantage(PAGE, malus=1.0)

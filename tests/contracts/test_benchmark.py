@@ -1,4 +1,6 @@
-"""What a recipe's training reward pays, its benchmarks read: no answer is right in training and wrong when it is measured."""
+"""What a recipe's training reward pays, its benchmarks read: no answer is right in training and
+wrong when it is measured.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +22,46 @@ from tests.support.runs import ROOT
 
 SHOWN = ImageRef("", 1920, 1080, (1, 1092 // 14, 1932 // 14), 0)
 """A screenshot that the model was shown as 1932 x 1092."""
-LOOKED = replace(PLAYED, turns=(Turn("prompt", (), (SHOWN,)), Turn("assistant", (), (), (), executed=None)))
+LOOKED = replace(
+    PLAYED, turns=(Turn("prompt", (), (SHOWN,)), Turn("assistant", (), (), (), executed=None))
+)
 BOX, PIXELS, THOUSANDTHS = "0.25, 0.25, 0.5, 0.5", "483, 273, 966, 546", "250, 250, 500, 500"
 BOXES = tuple(
     form.format(box)
     for box in (BOX, PIXELS, THOUSANDTHS, "480, 270, 960, 540")
     for form in (
-        "<bbox>[{}]</bbox>", '```json\n[{{"bbox_2d": [{}], "label": "x"}}]\n```', "It is at [{}] .", "bbox: [{}]", "<box>{}</box>",
-        "<reasoning>[1]</reasoning><bbox>[{}]</bbox>", "[{}]", '{{"bbox": [{}]}}', "<click>{}</click>", "<point>{}</point>",
+        "<bbox>[{}]</bbox>",
+        '```json\n[{{"bbox_2d": [{}], "label": "x"}}]\n```',
+        "It is at [{}] .",
+        "bbox: [{}]",
+        "<box>{}</box>",
+        "<reasoning>[1]</reasoning><bbox>[{}]</bbox>",
+        "[{}]",
+        '{{"bbox": [{}]}}',
+        "<click>{}</click>",
+        "<point>{}</point>",
     )
-)  # fmt: skip
+)
 OPTIONS = tuple(
     form.format(said)
     for said in ("B", "(B)", "blue", "B. blue", "(B) blue", "b", "A")
-    for form in ("<answer>\\boxed{{{}}}</answer>", "<answer>\n\\boxed{{{}}}\n</answer>", "<answer>{}</answer>", "{}", "I see. {}")
+    for form in (
+        "<answer>\\boxed{{{}}}</answer>",
+        "<answer>\n\\boxed{{{}}}\n</answer>",
+        "<answer>{}</answer>",
+        "{}",
+        "I see. {}",
+    )
 )
 NUMBERS = tuple(
     form.format(said)
     for said in ("12", "12.0", "12%", "12.3", "twelve", "13", "$12")
-    for form in ("<think>It is.</think><answer>{}</answer>", "<answer> {} </answer>", "{}", "<answer>x</answer><answer>{}</answer>")
+    for form in (
+        "<think>It is.</think><answer>{}</answer>",
+        "<answer> {} </answer>",
+        "{}",
+        "<answer>x</answer><answer>{}</answer>",
+    )
 )
 CHART = {"question": "How many?"}
 JUDGED = "reward.source.with.accuracy={use: rayloop.recipes.pyvision.verifiers:OptionReward}"
@@ -47,9 +70,11 @@ JUDGED = "reward.source.with.accuracy={use: rayloop.recipes.pyvision.verifiers:O
 
 @dataclass(frozen=True)
 class Case:
-    """A training configuration, benchmarks of its recipe, a task, answers, and the component that says ``right`` in each.
-    ``changes`` of the training; ``kept``: of the evaluation too, which has the same command line. ``unread``: forms that training
-    pays and the benchmark's published rule does not."""
+    """A training configuration, benchmarks of its recipe, a task, answers, and the component that
+    says ``right`` in each. ``changes`` of the training; ``kept``: of the evaluation too, which has
+    the same command line. ``unread``: forms that training pays and the benchmark's published rule
+    does not.
+    """
 
     config: str
     benchmarks: tuple[str, ...]
@@ -65,23 +90,62 @@ SCREENS = Task("t", (), [0.25, 0.25, 0.5, 0.5], extra={"instruction": "x"})
 QUESTION = Task("t", (), "B", extra={"question": "Which colour?\n(A) red\n(B) blue\n(C) green"})
 CASES = (
     *(
-        Case(f"arc_vision/{name}", ("screenspot", "screenspot_v2", "screenspot_pro"), SCREENS, BOXES, "iou")
+        Case(
+            f"arc_vision/{name}",
+            ("screenspot", "screenspot_v2", "screenspot_pro"),
+            SCREENS,
+            BOXES,
+            "iou",
+        )
         for name in ("arc_vision", "presets/faithful", "quickstart", "quickstart_original")
     ),
-    Case("arc_vision/arc_vision", ("screenspot",), SCREENS, BOXES, "iou", kept=("reward.source.with.variant=library",)),
-    Case("arc_vision/arc_vision", ("screenspot",), SCREENS, BOXES, "iou", kept=("reward.source.with.pixels=thousandths",)),
+    Case(
+        "arc_vision/arc_vision",
+        ("screenspot",),
+        SCREENS,
+        BOXES,
+        "iou",
+        kept=("reward.source.with.variant=library",),
+    ),
+    Case(
+        "arc_vision/arc_vision",
+        ("screenspot",),
+        SCREENS,
+        BOXES,
+        "iou",
+        kept=("reward.source.with.pixels=thousandths",),
+    ),
     *(
-        Case(f"pyvision/{name}", ("vstar", "hr_bench_4k", "hr_bench_8k"), QUESTION, OPTIONS, "accuracy", (JUDGED,))
+        Case(
+            f"pyvision/{name}",
+            ("vstar", "hr_bench_4k", "hr_bench_8k"),
+            QUESTION,
+            OPTIONS,
+            "accuracy",
+            (JUDGED,),
+        )
         for name in ("pyvision", "deepeyes")
     ),
-    Case("pyvision/quickstart", ("vstar", "hr_bench_4k", "hr_bench_8k"), QUESTION, OPTIONS, "accuracy"),
     Case(
-        "chart_rvr/quickstart", ("chartqa", "plotqa"), Task("t", (), "12", extra=CHART), NUMBERS, "accuracy",
+        "pyvision/quickstart",
+        ("vstar", "hr_bench_4k", "hr_bench_8k"),
+        QUESTION,
+        OPTIONS,
+        "accuracy",
+    ),
+    Case(
+        "chart_rvr/quickstart",
+        ("chartqa", "plotqa"),
+        Task("t", (), "12", extra=CHART),
+        NUMBERS,
+        "accuracy",
         unread=("%", "$", "twelve"),
     ),
-)  # fmt: skip
+)
 READ_IN_PLAY = {"arpo", "desktop", "digits"}
-"""Recipes without a benchmark that reads answers: an environment says what is right, or there is none."""
+"""Recipes without a benchmark that reads answers: an environment says what is right, or there is
+none.
+"""
 
 
 def scored(config: RunConfig, case: Case, text: str, trajectory: Trajectory) -> float:
@@ -105,9 +169,14 @@ def configured(case: Case, benchmark: str | None) -> RunConfig:
     return read(file, list(case.kept), [recipes.benchmarks()[benchmark]])
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.config.replace("/", "-") + "".join(case.kept)) for case in CASES])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.config.replace("/", "-") + "".join(case.kept)) for case in CASES],
+)
 def test_what_training_pays_the_benchmarks_read(case: Case) -> None:
-    paid = [text for text in case.answers if scored(configured(case, None), case, text, LOOKED) > 0.99]
+    paid = [
+        text for text in case.answers if scored(configured(case, None), case, text, LOOKED) > 0.99
+    ]
     assert paid, "training pays some of them"
     for name in case.benchmarks:
         config = configured(case, name)

@@ -1,4 +1,6 @@
-"""The contract of environments: what each implementation does under each isolation, and what a broken one costs others."""
+"""The contract of environments: what each implementation does under each isolation, and what a
+broken one costs others.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,18 @@ ROW = {"desktop": "sort-lines", "page": "click-test", "seed": 1}
 TASK = Task("t1", (Message("user", ("Look.", ImageSource(data=picture(56, 56)))),), extra=ROW)
 CROP = '<tool_call>{"name": "crop", "arguments": {"box": [0, 0, 1, 0.5]}}</tool_call>'
 ROTATE = '<tool_call>{"name": "rotate", "arguments": {"angle": 30}}</tool_call>'
-PUBLISHED_ROTATE = '<tool_call>{"name": "image_rotate_tool", "arguments": {"angle": 30}}</tool_call>'
+PUBLISHED_ROTATE = (
+    '<tool_call>{"name": "image_rotate_tool", "arguments": {"angle": 30}}</tool_call>'
+)
 ISOLATIONS = ("thread", "process")
 
 IMPLEMENTATIONS: list[tuple[str, dict[str, Any], str]] = [
     ("rayloop.envs.single_turn:SingleTurn", {}, "an answer"),
-    ("rayloop.envs.scripted:ScriptedTool", {"steps": [{"text": "go on", "images": [{}]}], "result": 0.5}, "a turn"),
+    (
+        "rayloop.envs.scripted:ScriptedTool",
+        {"steps": [{"text": "go on", "images": [{}]}], "result": 0.5},
+        "a turn",
+    ),
     ("rayloop.envs.image_tools:ImageTools", {"min_side": 14}, CROP),
     ("rayloop.envs.image_tools:ImageTools", {"image_tools": ["rotate"]}, ROTATE),
     ("rayloop.envs.tools:ToolCalls", {}, "an answer"),
@@ -54,28 +62,42 @@ IMPLEMENTATIONS: list[tuple[str, dict[str, Any], str]] = [
 CODE = "<code>\n```python\nprint(image_clue_0.size)\n```\n</code>"
 PROGRAMS: list[tuple[str, dict[str, Any], str, tuple[str, ...]]] = [
     ("rayloop.envs.interpreter.environment:PythonInterpreter", {}, CODE, ()),
-    ("rayloop.envs.browser.miniwob:MiniWob", {}, "Action: wait()", ("chromium-headless-shell", "bwrap")),
     (
-        "rayloop.envs.desktop.environment:DesktopTasks", {}, "Action: type(content='ls\\n')",
+        "rayloop.envs.browser.miniwob:MiniWob",
+        {},
+        "Action: wait()",
+        ("chromium-headless-shell", "bwrap"),
+    ),
+    (
+        "rayloop.envs.desktop.environment:DesktopTasks",
+        {},
+        "Action: type(content='ls\\n')",
         ("bwrap", "Xvfb", "openbox", "xterm", "mousepad", "pcmanfm"),
     ),
-]  # fmt: skip
-"""The same for environments with real programs, which show more than the row (lane ``make test-env``), and what they need."""
+]
+"""The same for environments with real programs, which show more than the row (lane ``make
+test-env``), and what they need.
+"""
 
 
 def ids(made: Sequence[tuple[Any, ...]]) -> list[str]:
     return [use.rpartition(":")[2] for use, *_ in made]
 
 
-each = pytest.mark.parametrize(("use", "settings", "said"), IMPLEMENTATIONS, ids=ids(IMPLEMENTATIONS))
+each = pytest.mark.parametrize(
+    ("use", "settings", "said"), IMPLEMENTATIONS, ids=ids(IMPLEMENTATIONS)
+)
 programs = [
-    pytest.param(*given, marks=[pytest.mark.env, pytest.mark.timeout(180), needs(*lacking)]) for *given, lacking in PROGRAMS
+    pytest.param(*given, marks=[pytest.mark.env, pytest.mark.timeout(180), needs(*lacking)])
+    for *given, lacking in PROGRAMS
 ]
 isolated = pytest.mark.parametrize("isolation", ISOLATIONS)
 
 
 @asynccontextmanager
-async def hosted(use: str, isolation: str = "process", **settings: Any) -> AsyncIterator[Environments]:
+async def hosted(
+    use: str, isolation: str = "process", **settings: Any
+) -> AsyncIterator[Environments]:
     kind = EnvironmentKind.model_validate({"use": use, "with": settings, "isolation": isolation})
     environments = Environments(kind, {})
     try:
@@ -91,7 +113,9 @@ async def begun(environments: Environments, task: Task = TASK) -> Instance:
     return instance
 
 
-def with_one(use: str, isolation: str, test: Callable[[Instance], Awaitable[Any]], **settings: Any) -> Any:
+def with_one(
+    use: str, isolation: str, test: Callable[[Instance], Awaitable[Any]], **settings: Any
+) -> Any:
     """What ``test`` returns for an instance that has been reset; it is closed afterwards."""
 
     async def run() -> Any:
@@ -105,13 +129,20 @@ def with_one(use: str, isolation: str, test: Callable[[Instance], Awaitable[Any]
     return asyncio.run(run())
 
 
-# What every implementation does ---------------------------------------------------------------------------------------------
+# What every implementation does
+# ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("use", "settings", "said"), [*IMPLEMENTATIONS, *programs], ids=ids([*IMPLEMENTATIONS, *PROGRAMS]))
+@pytest.mark.parametrize(
+    ("use", "settings", "said"),
+    [*IMPLEMENTATIONS, *programs],
+    ids=ids([*IMPLEMENTATIONS, *PROGRAMS]),
+)
 @isolated
 def test_an_episode(use: str, settings: dict[str, Any], said: str, isolation: str) -> None:
-    """Returns what the protocol says, offers tools that a chat template takes, and a second instance begins anew."""
+    """Returns what the protocol says, offers tools that a chat template takes, and a second
+    instance begins anew.
+    """
 
     async def run() -> None:
         async with hosted(use, isolation, **settings) as environments:
@@ -140,12 +171,17 @@ def test_an_episode(use: str, settings: dict[str, Any], said: str, isolation: st
 
 @each
 @isolated
-def test_instances_at_once_do_not_meet(use: str, settings: dict[str, Any], said: str, isolation: str) -> None:
+def test_instances_at_once_do_not_meet(
+    use: str, settings: dict[str, Any], said: str, isolation: str
+) -> None:
     async def run() -> None:
         async with hosted(use, isolation, **settings) as environments:
             instances = await asyncio.gather(*(begun(environments) for _ in range(3)))
             steps = [await one.call("step", said, timeout=30) for one in instances]
-            texts = [s.observation and [p for p in s.observation.messages[0].parts if isinstance(p, str)] for s in steps]
+            texts = [
+                s.observation and [p for p in s.observation.messages[0].parts if isinstance(p, str)]
+                for s in steps
+            ]
             if "Coroutines" not in use:  # counts time
                 assert texts[0] == texts[1] == texts[2]
             for one in instances:
@@ -156,7 +192,9 @@ def test_instances_at_once_do_not_meet(use: str, settings: dict[str, Any], said:
 
 @each
 @isolated
-def test_it_can_be_closed_at_any_time(use: str, settings: dict[str, Any], said: str, isolation: str) -> None:
+def test_it_can_be_closed_at_any_time(
+    use: str, settings: dict[str, Any], said: str, isolation: str
+) -> None:
     async def run() -> None:
         async with hosted(use, isolation, **settings) as environments:
             unmade = environments.of(TASK)
@@ -177,7 +215,8 @@ def alive() -> set[tuple[str, int | None]]:
     return children | {("thread", thread.ident) for thread in threading.enumerate()}
 
 
-# One owner ------------------------------------------------------------------------------------------------------------------
+# One owner
+# ------------------------------------------------------------------------------------------------------------------
 
 
 @isolated
@@ -215,7 +254,9 @@ def test_coroutines_share_a_loop_that_goes_on_between_calls(isolation: str, tmp_
 
 
 def test_who_hangs_is_closed_by_its_own_thread_when_it_returns(tmp_path: Path) -> None:
-    """Two calls of an instance are never carried out at once, and nobody waits for a thread that hangs."""
+    """Two calls of an instance are never carried out at once, and nobody waits for a thread that
+    hangs.
+    """
     while hanging():  # of the tests before
         time.sleep(0.01)
 
@@ -265,7 +306,8 @@ def test_a_message_that_cannot_be_sent_leaves_no_process() -> None:
     asyncio.run(run())
 
 
-# On the event loop itself ----------------------------------------------------------------------------------------------------
+# On the event loop itself
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_what_is_immediate_is_called_by_the_event_loop_and_needs_no_thread() -> None:
@@ -279,9 +321,13 @@ def test_what_is_immediate_is_called_by_the_event_loop_and_needs_no_thread() -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "isolation"), [("Immediate", "process"), ("DerivedFromImmediate", "thread")], ids=["process", "derived"]
+    ("name", "isolation"),
+    [("Immediate", "process"), ("DerivedFromImmediate", "thread")],
+    ids=["process", "derived"],
 )
-def test_a_process_takes_precedence_and_who_derives_must_say_it_again(name: str, isolation: str) -> None:
+def test_a_process_takes_precedence_and_who_derives_must_say_it_again(
+    name: str, isolation: str
+) -> None:
     async def test(instance: Instance) -> Any:
         return await instance.call("evaluate", timeout=30)
 
@@ -293,7 +339,9 @@ def test_a_coroutine_of_what_is_immediate_is_refused() -> None:
         async with hosted(f"{HERE}:ImmediateCoroutines", "thread") as environments:
             instance = environments.of(TASK)
             await instance.make(30)
-            with pytest.raises(EnvironmentFailed, match="ImmediateCoroutines must not say `immediate = True`"):
+            with pytest.raises(
+                EnvironmentFailed, match="ImmediateCoroutines must not say `immediate = True`"
+            ):
                 await instance.call("reset", TASK, timeout=30)
             with pytest.raises(EnvironmentFailed, match="close is a coroutine"):
                 await instance.close(30)
@@ -302,17 +350,22 @@ def test_a_coroutine_of_what_is_immediate_is_refused() -> None:
 
 
 @each
-def test_who_says_that_it_is_immediate_has_plain_methods(use: str, settings: dict[str, Any], said: str) -> None:
+def test_who_says_that_it_is_immediate_has_plain_methods(
+    use: str, settings: dict[str, Any], said: str
+) -> None:
     kind = EnvironmentKind(use=use)
     methods = [getattr(kind.resolve(), name) for name in ("reset", "step", "evaluate", "close")]
     assert not (kind.immediate and any(map(inspect.iscoroutinefunction, methods)))
 
 
-# What goes wrong ------------------------------------------------------------------------------------------------------------
+# What goes wrong
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "isolation"), [("Fault", "thread"), ("Fault", "process"), ("Immediate", "thread")], ids=lambda of: of
+    ("name", "isolation"),
+    [("Fault", "thread"), ("Fault", "process"), ("Immediate", "thread")],
+    ids=lambda of: of,
 )
 @pytest.mark.parametrize(
     ("fault", "error", "words"),
@@ -325,7 +378,9 @@ def test_who_says_that_it_is_immediate_has_plain_methods(use: str, settings: dic
         ("stop", RuntimeError, "raised StopIteration: boom"),
     ],
 )
-def test_what_it_raises_arrives(name: str, isolation: str, fault: str, error: type[Exception], words: str) -> None:
+def test_what_it_raises_arrives(
+    name: str, isolation: str, fault: str, error: type[Exception], words: str
+) -> None:
     async def test(instance: Instance) -> None:
         with pytest.raises(error, match=words):
             await instance.call("step", fault, timeout=30)
@@ -338,11 +393,15 @@ def test_what_cannot_be_sent_is_said() -> None:
     async def test(instance: Instance) -> None:
         with pytest.raises(RuntimeError, match="Unpicklable: boom twice"):
             await instance.call("step", "odd", timeout=30)
-        with pytest.raises(TypeError, match=r"what it returned \(StepResult\) cannot be sent to the actor"):
+        with pytest.raises(
+            TypeError, match=r"what it returned \(StepResult\) cannot be sent to the actor"
+        ):
             await instance.call("step", "lambda", timeout=30)
         with pytest.raises(ValueError, match="boom") as raised:
             await instance.call("step", "bug", timeout=30)
-        assert "in _raise" in str(raised.value.__notes__) or "in fault" in str(raised.value.__notes__), "its traceback"
+        assert "in _raise" in str(raised.value.__notes__) or "in fault" in str(
+            raised.value.__notes__
+        ), "its traceback"
 
     with_one(f"{HERE}:Fault", "process", test)
 
@@ -351,7 +410,9 @@ def test_what_cannot_be_sent_is_said() -> None:
 @pytest.mark.parametrize("at", ["__init__", "reset", "evaluate", "close"])
 def test_every_call_has_a_deadline(isolation: str, at: str) -> None:
     async def run() -> None:
-        async with hosted(f"{HERE}:Fault", isolation, at=at, does="hang", seconds=1.0) as environments:
+        async with hosted(
+            f"{HERE}:Fault", isolation, at=at, does="hang", seconds=1.0
+        ) as environments:
             instance = environments.of(TASK)
             limits = dict.fromkeys(("__init__", "reset", "evaluate", "close"), 30.0) | {at: 0.2}
             calls: dict[str, Callable[[], Awaitable[Any]]] = {
@@ -370,12 +431,16 @@ def test_every_call_has_a_deadline(isolation: str, at: str) -> None:
     asyncio.run(run())
 
 
-# A process of its own -------------------------------------------------------------------------------------------------------
+# A process of its own
+# -------------------------------------------------------------------------------------------------------
 
 
 def gone(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "Z"
+        return (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+            == "Z"
+        )
     except (FileNotFoundError, ProcessLookupError):
         return True
 
@@ -388,7 +453,9 @@ def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
 
 
 def children(pid: int) -> list[int]:
-    found = [Path(f"/proc/{pid}/task") / task / "children" for task in os.listdir(f"/proc/{pid}/task")]
+    found = [
+        Path(f"/proc/{pid}/task") / task / "children" for task in os.listdir(f"/proc/{pid}/task")
+    ]
     return [int(child) for file in found for child in file.read_text(encoding="utf-8").split()]
 
 
@@ -403,8 +470,12 @@ def children(pid: int) -> list[int]:
         ("segfault", EnvironmentFailed, "its process was killed by SIGSEGV"),
     ],
 )
-def test_a_hang_or_a_crash_costs_nobody_else(fault: str, error: type[Exception], words: str) -> None:
-    """Neighbours go on in the same processes, this process lives, and of the broken one nothing is left."""
+def test_a_hang_or_a_crash_costs_nobody_else(
+    fault: str, error: type[Exception], words: str
+) -> None:
+    """Neighbours go on in the same processes, this process lives, and of the broken one nothing is
+    left.
+    """
 
     async def run() -> None:
         async with hosted(f"{HERE}:Fault") as environments:
@@ -414,7 +485,9 @@ def test_a_hang_or_a_crash_costs_nobody_else(fault: str, error: type[Exception],
             left = asyncio.create_task(sick.call("step", fault, timeout=1))
             await asyncio.sleep(0.5)
             started = [] if error is EnvironmentFailed else children(pids[0])
-            assert left.done() or len(started) == 1 + (fault == "child"), "its guard, and what it started"
+            assert left.done() or len(started) == 1 + (fault == "child"), (
+                "its guard, and what it started"
+            )
             with pytest.raises(error, match=words):
                 await left
             assert until(lambda: all(gone(pid) for pid in (pids[0], *started)))
@@ -446,7 +519,9 @@ def test_a_process_is_used_again_unless_something_hangs_in_it() -> None:
     assert third != fourth, "a thread hangs in it"
     assert fourth == fifth
     assert fifth != sixth, "it was killed"
-    assert until(lambda: all(map(gone, (first, fourth, sixth)))), "nothing is left when the actor ends its environments"
+    assert until(lambda: all(map(gone, (first, fourth, sixth)))), (
+        "nothing is left when the actor ends its environments"
+    )
 
 
 def test_an_idle_process_that_died_is_replaced() -> None:

@@ -1,6 +1,8 @@
-"""What every filter keeps to: the shipped ones, with settings at and beside their defaults, and those of the documentation.
+"""What every filter keeps to: the shipped ones, with settings at and beside their defaults, and
+those of the documentation.
 
-A new filter: a line in ``rayloop/grpo/filters.py``, and this suite finds it; what it refuses, in ``worst`` below.
+A new filter: a line in ``rayloop/grpo/filters.py``, and this suite finds it; what it refuses, in
+``worst`` below.
 """
 
 from __future__ import annotations
@@ -27,18 +29,28 @@ from tests.unit.groups import make_group
 
 
 def few_turns(group: Group, most: int = 1) -> dict[int, str]:
-    return {i: "many_turns" for i, member in enumerate(group.members) if member.kept and member.summary.turns > most}
+    return {
+        i: "many_turns"
+        for i, member in enumerate(group.members)
+        if member.kept and member.summary.turns > most
+    }
 
 
 SHIPPED = [model for model in models(FilterSettings) if model is not Component]
 DEFAULTS: list[Any] = [model() for model in SHIPPED]
-OTHERS = [MaxLength(tokens=10), KeepEndReasons(keep=()), *build_filters([Component(use=f"{__name__}:few_turns")])]
+OTHERS = [
+    MaxLength(tokens=10),
+    KeepEndReasons(keep=()),
+    *build_filters([Component(use=f"{__name__}:few_turns")]),
+]
 FILTERS: list[Filter] = [*DEFAULTS, *OTHERS]
 
 
 @st.composite
 def groups(draw: st.DrawFn) -> Group:
-    """Groups with advantages; members differ in all that a filter may look at, and some have left the group already."""
+    """Groups with advantages; members differ in all that a filter may look at, and some have left
+    the group already.
+    """
     rewards = draw(st.lists(st.sampled_from([None, 0.0, 0.25, 0.5, 1.0]), max_size=6))
     group = with_advantages(make_group(draw(st.integers(0, 9)), rewards), AdvantageSettings())
     for i, member in enumerate(group.members):
@@ -62,7 +74,9 @@ each = pytest.mark.parametrize("filter", FILTERS, ids=lambda f: type(f).__name__
 @given(groups())
 @settings(max_examples=60)
 def test_it_only_takes_members_out(filter: Filter, group: Group) -> None:
-    """Never invents members, keeps their order, changes nothing but fates, and these to ``filtered`` with a reason."""
+    """Never invents members, keeps their order, changes nothing but fates, and these to
+    ``filtered`` with a reason.
+    """
     filtered = apply_filters(group, [filter])
     assert len(filtered.members) == len(group.members)
     for before, after in zip(group.members, filtered.members, strict=True):
@@ -72,7 +86,9 @@ def test_it_only_takes_members_out(filter: Filter, group: Group) -> None:
             assert after.status is not None
             assert after.status.state is TrajectoryState.FILTERED
             assert after.status.reason
-    assert replace(filtered, members=group.members) == group, "mean, std and all else of the group stay"
+    assert replace(filtered, members=group.members) == group, (
+        "mean, std and all else of the group stay"
+    )
 
 
 @each
@@ -105,7 +121,9 @@ def test_the_order_decides_the_reason_and_nothing_else(group: Group, chosen: lis
     assert left(chosen) == left(chosen[::-1])
     for i, member in enumerate(apply_filters(group, chosen).members):
         if member.status is not None and group.members[i].kept:
-            assert member.status.reason == next(f.refused(group)[i] for f in chosen if i in f.refused(group))
+            assert member.status.reason == next(
+                f.refused(group)[i] for f in chosen if i in f.refused(group)
+            )
 
 
 def test_each_shipped_filter_refuses_something() -> None:
@@ -130,7 +148,8 @@ def test_each_kind_has_a_name_of_its_own_and_can_be_configured() -> None:
     assert list(read.filters) == DEFAULTS
 
 
-# One's own ---------------------------------------------------------------------------------------------------------------
+# One's own
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def raising(group: Group) -> dict[int, str]:
@@ -156,7 +175,13 @@ def unrelated(trajectory: Any) -> bool:
     ("name", "message"),
     [
         ("raising", "the filter .*:raising raised on group 3 .*: KeyError: 'no such column'"),
-        ("inventing", r"the filter .*:inventing refused {2: 'x'} of group 3: .* kept members \(here \[0, 1\]\)"),
+        (
+            "inventing",
+            (
+                r"the filter .*:inventing refused {2: 'x'} of group 3: .* kept members \(here \[0,"
+                r" 1\]\)"
+            ),
+        ),
         ("silent", "the filter .*:silent refused {0: ''} of group 3"),
         ("nothing", "the filter .*:nothing raised on group 3"),
     ],
@@ -170,18 +195,32 @@ def test_a_filter_that_is_wrong_ends_the_run_with_its_name(name: str, message: s
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (f"{{use: '{__name__}:unrelated'}}", r"filters.0: use: .*:unrelated' is a function of \(trajectory\), which is no filter"),
-        (f"{{use: '{__name__}:few_turns', with: {{least: 1}}}}", "filters.0: use: .* does not take what stands in `with`"),
+        (
+            f"{{use: '{__name__}:unrelated'}}",
+            r"filters.0: use: .*:unrelated' is a function of \(trajectory\), which is no filter",
+        ),
+        (
+            f"{{use: '{__name__}:few_turns', with: {{least: 1}}}}",
+            "filters.0: use: .* does not take what stands in `with`",
+        ),
         ("{use: 'nowhere:f'}", "filters.0: use: 'nowhere:f' cannot be loaded"),
         (f"{{use: '{__name__}:Group'}}", "filters.0: use: .* has no nested Settings class"),
-        ("{kind: max_lenght}", "filters.0.kind: got 'max_lenght', expected one of equal_rewards, .*did you mean `max_length`"),
+        (
+            "{kind: max_lenght}",
+            (
+                "filters.0.kind: got 'max_lenght', expected one of equal_rewards, .*did you mean"
+                " `max_length`"
+            ),
+        ),
         ("{kind: max_length, token: 3}", "filters.0.token: unknown key; did you mean `tokens`"),
         ("{use: 'a:f', wiht: {}}", "filters.0.wiht: unknown key; did you mean `with`"),
         ("max_length", "filters.0.kind: got '', expected one of equal_rewards, tool_image"),
         ("{tokens: 3}", "filters.0.kind: got '', expected one of equal_rewards, tool_image"),
     ],
-)  # fmt: skip
-def test_what_is_no_filter_is_refused_with_its_place(tmp_path: Path, line: str, message: str) -> None:
+)
+def test_what_is_no_filter_is_refused_with_its_place(
+    tmp_path: Path, line: str, message: str
+) -> None:
     path = tmp_path / "filtering.yaml"
     path.write_text(f"ranking: std\nfilters: [{line}]\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=rf"(?s)filtering\.yaml:2: {message}"):

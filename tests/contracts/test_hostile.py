@@ -1,7 +1,10 @@
-"""What the policy broke is always scored: hostile texts, calls, moves, code and pictures against everything that is shipped.
+"""What the policy broke is always scored: hostile texts, calls, moves, code and pictures against
+everything that is shipped.
 
-Environments, tools, rewards and agent hosts are found by walking the packages and the menu: one that is new and has no case here
-fails ``test_everything_that_is_shipped_has_a_case``. Every episode must end scored: none is left out, and nothing raises."""
+Environments, tools, rewards and agent hosts are found by walking the packages and the menu: one
+that is new and has no case here fails ``test_everything_that_is_shipped_has_a_case``. Every episode
+must end scored: none is left out, and nothing raises.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,15 @@ from rayloop.config.settings import Component, SettingsModel
 from rayloop.core import failures
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import Observation, StepResult, ToolResult
-from rayloop.core.types import EndReason, ImageSource, Message, Sampling, Task, Trajectory, TrajectoryId
+from rayloop.core.types import (
+    EndReason,
+    ImageSource,
+    Message,
+    Sampling,
+    Task,
+    Trajectory,
+    TrajectoryId,
+)
 from rayloop.envs import episode, tools
 from rayloop.rewards.settings import RewardSettings
 from tests.envs.programs import needs
@@ -55,7 +66,10 @@ def nothing(trajectory: Trajectory, task: Task, context: Any) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """An environment, and what a policy says to it beside ``hostile.texts``. ``served``: gives settings that need a server."""
+    """An environment, and what a policy says to it beside ``hostile.texts``.
+
+    ``served``: gives settings that need a server.
+    """
 
     use: str
     says: Callable[[], Sequence[str]] = hostile.moves
@@ -66,10 +80,14 @@ class Case:
     served: Callable[[], AbstractContextManager[dict[str, Any]]] | None = None
     mixtures: int = 60
     each: int = 1
-    """Only every so many of the texts that call nothing: each ends an episode, and the environment may start slowly."""
+    """Only every so many of the texts that call nothing: each ends an episode, and the environment
+    may start slowly.
+    """
     timeout: float = 60.0
     raises: bool = True
-    """Whether some of the texts make it raise, so that the rule decides; others answer each error themselves, or have none."""
+    """Whether some of the texts make it raise, so that the rule decides; others answer each error
+    themselves, or have none.
+    """
 
     @property
     def name(self) -> str:
@@ -84,7 +102,12 @@ def tools_of(use: str, **options: Any) -> Callable[[], Sequence[str]]:
         environment.reset(task({}))
         try:
             checked = environment._tools.values()
-            return hostile.calls([{"function": {"name": tool.name, "parameters": dict(tool.parameters)}} for tool in checked])
+            return hostile.calls(
+                [
+                    {"function": {"name": tool.name, "parameters": dict(tool.parameters)}}
+                    for tool in checked
+                ]
+            )
         finally:
             environment.close()
 
@@ -92,14 +115,22 @@ def tools_of(use: str, **options: Any) -> Callable[[], Sequence[str]]:
 
 
 def published_tools() -> Sequence[str]:
-    box = {"type": "object", "properties": {"bbox_2d": {"type": "array"}, "label": {}}, "required": ["bbox_2d"]}
+    box = {
+        "type": "object",
+        "properties": {"bbox_2d": {"type": "array"}, "label": {}},
+        "required": ["bbox_2d"],
+    }
     angle = {"type": "object", "properties": {"angle": {"type": "number"}}, "required": ["angle"]}
     named = {"image_zoom_in_tool": box, "image_rotate_tool": angle}
-    return hostile.calls([{"function": {"name": name, "parameters": schema}} for name, schema in named.items()])
+    return hostile.calls(
+        [{"function": {"name": name, "parameters": schema}} for name, schema in named.items()]
+    )
 
 
 class Odd:
-    """A tool that breaks in every way that its arguments choose, and whose parameters have the worst names."""
+    """A tool that breaks in every way that its arguments choose, and whose parameters have the
+    worst names.
+    """
 
     class Settings(SettingsModel):
         """Nothing to set."""
@@ -119,15 +150,30 @@ class Odd:
 
     def __call__(self, /, **arguments: Any) -> Any:
         how = arguments.get("how")
-        raises = {"zero": ZeroDivisionError("0"), "key": KeyError("k"), "type": TypeError("t"), "assert": AssertionError()}
-        raises |= {"deep": RecursionError("r"), "text": UnicodeError("u"), "name": OSError(36, "too long")}
+        raises = {
+            "zero": ZeroDivisionError("0"),
+            "key": KeyError("k"),
+            "type": TypeError("t"),
+            "assert": AssertionError(),
+        }
+        raises |= {
+            "deep": RecursionError("r"),
+            "text": UnicodeError("u"),
+            "name": OSError(36, "too long"),
+        }
         raises |= {"file": FileNotFoundError(2, "no", "f")}
         if how in raises:
             raise raises[how]
         if how == "none":
             return None
         if how == "pictures":
-            broken = (b"", b"\x89PNG\r\n\x1a\n", b"GIF89a", picture(56, 56)[:-20], picture(20, 5000))
+            broken = (
+                b"",
+                b"\x89PNG\r\n\x1a\n",
+                b"GIF89a",
+                picture(56, 56)[:-20],
+                picture(20, 5000),
+            )
             return ToolResult("look", tuple(ImageSource(data=data) for data in broken))
         if how == "many":
             return ToolResult("look", tuple(ImageSource(data=picture(56, 56)) for _ in range(70)))
@@ -139,27 +185,57 @@ class Odd:
 
 
 def odd_calls() -> Sequence[str]:
-    hows = ("zero", "key", "type", "file", "assert", "deep", "text", "name", "none", "pictures", "many", "long", "mark")
+    hows = (
+        "zero",
+        "key",
+        "type",
+        "file",
+        "assert",
+        "deep",
+        "text",
+        "name",
+        "none",
+        "pictures",
+        "many",
+        "long",
+        "mark",
+    )
     schema = {"function": {"name": "odd", "parameters": Odd.parameters}}
     return [*(hostile.call("odd", {"how": how}) for how in hows), *hostile.calls([schema])]
 
 
 LOOKING = "rayloop.envs.image_tools:ImageTools"
 ALL_TOOLS = ["crop", "zoom", "rotate", "inspect", "wait", "image_zoom_in_tool", "image_rotate_tool"]
-SEEN: dict[str, Any] = {"image_tools": ALL_TOOLS, "wait_limit": 0.05, "min_side": 1, "describe": "nowhere"}
+SEEN: dict[str, Any] = {
+    "image_tools": ALL_TOOLS,
+    "wait_limit": 0.05,
+    "min_side": 1,
+    "describe": "nowhere",
+}
 PIXELS = {**SEEN, "coordinates": "pixel"}
 ARC = "rayloop.recipes.arc_vision.tools:ArcVisionTools"
 REAL: dict[str, Any] = {"named": True, "gate": 0.7, "wait_limit": 0.05, "describe": "nowhere"}
 SIMULATED: dict[str, Any] = {"results": "simulated", "describe": "nowhere"}
 TOOLS = "rayloop.envs.tools:ToolCalls"
 ODD: dict[str, Any] = {"tools": [{"use": f"{HERE}:Odd"}], "describe": "nowhere"}
-PROGRAM: dict[str, Any] = {"tools": [{"use": "rayloop.envs.programs:RunProgram", "with": {"timeout": 1}}], "describe": "nowhere"}
+PROGRAM: dict[str, Any] = {
+    "tools": [{"use": "rayloop.envs.programs:RunProgram", "with": {"timeout": 1}}],
+    "describe": "nowhere",
+}
 SCRIPT: dict[str, Any] = {"steps": [{"text": "go on", "images": [{}]}] * 3, "result": 0.5}
-MCP = {"servers": [{"command": sys.executable, "args": [str(ROOT / "tests/support/hostile_mcp.py")]}], "describe": "nowhere"}
+MCP = {
+    "servers": [{"command": sys.executable, "args": [str(ROOT / "tests/support/hostile_mcp.py")]}],
+    "describe": "nowhere",
+}
 ARENA = "rayloop.envs.adapters.textarena:TextArena"
 GYM = "rayloop.envs.adapters.gymnasium:Gymnasium"
-TOY = {"id": "rayloop/Spiteful-v0", "imports": ["tests.support.spiteful"], "act": "tests.support.spiteful:act", "image": "none",
-       "describe": "tests.support.spiteful:describe"}  # fmt: skip
+TOY = {
+    "id": "rayloop/Spiteful-v0",
+    "imports": ["tests.support.spiteful"],
+    "act": "tests.support.spiteful:act",
+    "image": "none",
+    "describe": "tests.support.spiteful:describe",
+}
 LAKE = {"id": "FrozenLake-v1", "image": "none", "describe": "tests.support.spiteful:describe"}
 
 
@@ -185,53 +261,112 @@ ENVIRONMENTS = [
     Case(LOOKING, tools_of(LOOKING, **PIXELS), PIXELS, result=False),
     Case(ARC, tools_of(ARC, **REAL), REAL, result=False),
     Case(ARC, tools_of(ARC, **SIMULATED), SIMULATED, result=False, raises=False),
-    Case("rayloop.recipes.pyvision.toolbox:VisualToolBoxV2", published_tools, result=False, raises=False),
-    Case(TOOLS, tools_of(TOOLS, **PROGRAM), PROGRAM, result=False, marks=(*ENV, needs("bwrap")), each=5),
-    Case("rayloop.envs.interpreter.environment:PythonInterpreter", hostile.codes, marks=ENV, each=3, raises=False),
     Case(
-        "rayloop.envs.interpreter.environment:PythonInterpreter", hostile.codes,
-        {"on_error": "stop", "instruct": False, "wording": "pyvision_gym_w_image_hint"}, marks=ENV, each=20,
+        "rayloop.recipes.pyvision.toolbox:VisualToolBoxV2",
+        published_tools,
+        result=False,
         raises=False,
     ),
     Case(
-        "rayloop.envs.browser.miniwob:MiniWob", extra={"page": "click-test", "seed": 1}, each=5, raises=False,
+        TOOLS,
+        tools_of(TOOLS, **PROGRAM),
+        PROGRAM,
+        result=False,
+        marks=(*ENV, needs("bwrap")),
+        each=5,
+    ),
+    Case(
+        "rayloop.envs.interpreter.environment:PythonInterpreter",
+        hostile.codes,
+        marks=ENV,
+        each=3,
+        raises=False,
+    ),
+    Case(
+        "rayloop.envs.interpreter.environment:PythonInterpreter",
+        hostile.codes,
+        {"on_error": "stop", "instruct": False, "wording": "pyvision_gym_w_image_hint"},
+        marks=ENV,
+        each=20,
+        raises=False,
+    ),
+    Case(
+        "rayloop.envs.browser.miniwob:MiniWob",
+        extra={"page": "click-test", "seed": 1},
+        each=5,
+        raises=False,
         marks=(*ENV, needs("chromium-headless-shell", "bwrap")),
     ),
     Case(
-        "rayloop.envs.browser.web:WebPage", options={"folder": str(ROOT / "tests/support/hostile_page")}, each=5, raises=False,
-        extra={"url": "index.html", "check": "false"}, marks=(*ENV, needs("chromium-headless-shell", "bwrap")),
+        "rayloop.envs.browser.web:WebPage",
+        options={"folder": str(ROOT / "tests/support/hostile_page")},
+        each=5,
+        raises=False,
+        extra={"url": "index.html", "check": "false"},
+        marks=(*ENV, needs("chromium-headless-shell", "bwrap")),
     ),
     Case(
-        "rayloop.envs.desktop.environment:DesktopTasks", extra={"desktop": "sort-lines"}, each=20, raises=False,
+        "rayloop.envs.desktop.environment:DesktopTasks",
+        extra={"desktop": "sort-lines"},
+        each=20,
+        raises=False,
         marks=(*ENV, needs(*SCREEN)),
     ),
     Case(GYM, options=TOY, marks=package("gymnasium")),
     Case(GYM, options=LAKE, marks=package("gymnasium"), raises=False),
     Case(ARENA, options={"id": "GuessTheNumber-v0"}, extra={"seed": 1}, marks=package("textarena")),
-    Case("rayloop.envs.adapters.mcp:McpTools", lambda: mcp_calls(), MCP, result=False, marks=package("mcp"), each=20),
+    Case(
+        "rayloop.envs.adapters.mcp:McpTools",
+        lambda: mcp_calls(),
+        MCP,
+        result=False,
+        marks=package("mcp"),
+        each=20,
+    ),
     Case("rayloop.envs.adapters.openenv:OpenEnv", served=openenv, marks=package("websockets")),
-]  # fmt: skip
+]
 ELSEWHERE = {
-    "rayloop.envs.harness:Harness": "test_an_agent_that_an_answer_breaks_is_scored, and published agents in tests/adapters",
+    "rayloop.envs.harness:Harness": (
+        "test_an_agent_that_an_answer_breaks_is_scored, and published agents in tests/adapters"
+    ),
     "rayloop.envs.osworld.environment:OSWorld": "test_osworld_is_scored_whatever_the_policy_writes",
 }
 """Environments that are played by another test here."""
 
 
 def mcp_calls() -> Sequence[str]:
-    numbers = {"self": {"type": "integer"}, "cls": {"type": "string"}, "function": {}, "timeout": {}}
-    named = {"name": "named", "parameters": {"type": "object", "properties": numbers, "required": ["self"]}}
+    numbers = {
+        "self": {"type": "integer"},
+        "cls": {"type": "string"},
+        "function": {},
+        "timeout": {},
+    }
+    named = {
+        "name": "named",
+        "parameters": {"type": "object", "properties": numbers, "required": ["self"]},
+    }
     raised = [hostile.call("raises", {"kind": kind}) for kind in ("value", "key", "file", "other")]
     return [hostile.call("parts", {}), *raised, *hostile.calls([{"function": named}])[::6]]
 
 
 def task(extra: dict[str, Any]) -> Task:
-    return Task("t", (Message("user", ("Look.", ImageSource(data=picture(112, 84)))),), ground_truth="5", extra=extra)
+    return Task(
+        "t",
+        (Message("user", ("Look.", ImageSource(data=picture(112, 84)))),),
+        ground_truth="5",
+        extra=extra,
+    )
 
 
 def played(case: Case, options: dict[str, Any], texts: Sequence[str]) -> list[Paid]:
     kind = {"use": case.use, "with": options}
-    settings = episode_settings(kind, max_turns=TURNS, max_tokens=200_000, max_prompt_tokens=100_000, step_timeout=case.timeout)
+    settings = episode_settings(
+        kind,
+        max_turns=TURNS,
+        max_tokens=200_000,
+        max_prompt_tokens=100_000,
+        step_timeout=case.timeout,
+    )
     reward = RESULT if case.result else f"{HERE}:nothing"
     return all_scored(task(case.extra), texts, settings, Sampling(max_tokens=200_000), reward)
 
@@ -242,11 +377,16 @@ def summary(name: str, texts: Sequence[str], paid: Sequence[Paid]) -> str:
 
 
 def parameters(cases: Sequence[Case]) -> list[Any]:
-    return [pytest.param(case, id=f"{case.name}-{ENVIRONMENTS.index(case)}", marks=case.marks) for case in cases]
+    return [
+        pytest.param(case, id=f"{case.name}-{ENVIRONMENTS.index(case)}", marks=case.marks)
+        for case in cases
+    ]
 
 
 @pytest.mark.parametrize("case", parameters(ENVIRONMENTS))
-def test_every_episode_ends_scored(case: Case, record_property: Callable[[str, object], None]) -> None:
+def test_every_episode_ends_scored(
+    case: Case, record_property: Callable[[str, object], None]
+) -> None:
     with case.served() if case.served else nullcontext(case.options) as options:
         texts = [*case.says(), *hostile.texts(case.mixtures)[:: case.each]]
         paid = played(case, options, texts)
@@ -274,7 +414,9 @@ def raising_instead(call: Callable[..., ToolResult]) -> Callable[..., ToolResult
 
 @pytest.mark.parametrize("case", parameters([case for case in ENVIRONMENTS if case.raises]))
 def test_a_break_of_the_rule_is_seen(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing that the policy broke counts as its own, hostile texts leave an episode out: they reach what can break."""
+    """Where nothing that the policy broke counts as its own, hostile texts leave an episode out:
+    they reach what can break.
+    """
     monkeypatch.setattr(failures, "MACHINES", failures.MACHINES | {"Exception"})
     monkeypatch.setattr(episode, "PolicyFailure", Uncaught)
     monkeypatch.setattr(tools._Checked, "__call__", raising_instead(tools._Checked.__call__))
@@ -310,7 +452,10 @@ class Fragile:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("break", "left out: EnvironmentFailed: Fragile.step of task t raised KeyError"), ("no result", "unscored: Unscored")],
+    [
+        ("break", "left out: EnvironmentFailed: Fragile.step of task t raised KeyError"),
+        ("no result", "unscored: Unscored"),
+    ],
 )
 def test_an_episode_without_a_score_is_seen(text: str, said: str) -> None:
     case = Case(f"{HERE}:Fragile")
@@ -319,7 +464,8 @@ def test_an_episode_without_a_score_is_seen(text: str, said: str) -> None:
         played(case, {}, ["fine", text, "good"])
 
 
-# Everything that is shipped -------------------------------------------------------------------------------------------------
+# Everything that is shipped
+# -------------------------------------------------------------------------------------------------
 
 
 ABSTRACT = {"rayloop.envs.browser.page:PageEnvironment"}
@@ -338,42 +484,66 @@ def classes() -> Iterator[tuple[str, type]]:
                 continue
             module = importlib.import_module(found.name)
             for name, cls in vars(module).items():
-                if isinstance(cls, type) and cls.__module__ == found.name and not name.startswith("_"):
+                if (
+                    isinstance(cls, type)
+                    and cls.__module__ == found.name
+                    and not name.startswith("_")
+                ):
                     yield f"{found.name}:{name}", cls
 
 
 def is_environment(cls: type) -> bool:
-    methods = ("reset", "lead", "close") if getattr(cls, "leads", False) is True else ("reset", "step", "evaluate", "close")
+    methods = (
+        ("reset", "lead", "close")
+        if getattr(cls, "leads", False) is True
+        else ("reset", "step", "evaluate", "close")
+    )
     return all(inspect.isfunction(getattr(cls, name, None)) for name in methods)
 
 
 def is_tool(cls: type) -> bool:
-    return inspect.isfunction(cls.__call__) and all(hasattr(cls, name) for name in ("name", "description", "parameters"))
+    return inspect.isfunction(cls.__call__) and all(
+        hasattr(cls, name) for name in ("name", "description", "parameters")
+    )
 
 
 def test_everything_that_is_shipped_has_a_case() -> None:
     menu = {title: set(uses) for (title, _), uses in COMPONENTS.items()}
     found = list(classes())
-    environments = {use for use, cls in found if is_environment(cls) and not getattr(cls, "_is_protocol", False)} - ABSTRACT
-    assert {use for use in environments if "VisualToolBoxV2" in use}, "the walk finds what is in no menu, too"
+    environments = {
+        use for use, cls in found if is_environment(cls) and not getattr(cls, "_is_protocol", False)
+    } - ABSTRACT
+    assert {use for use in environments if "VisualToolBoxV2" in use}, (
+        "the walk finds what is in no menu, too"
+    )
     played = {case.use for case in ENVIRONMENTS} | set(ELSEWHERE)
     assert (environments | menu["Environments"]) - played == set()
     tools = {use for use, cls in found if is_tool(cls)} | menu["Tools"]
     said = repr([case.options for case in ENVIRONMENTS])
     assert {use for use in tools if use not in said} == set()
     assert menu["Rewards"] <= {case.use for case in REWARDS}
-    agents = {found.name for found in pkgutil.iter_modules([str(ROOT / "rayloop/envs/agents")])} - {"endpoint", "host", "session"}
+    agents = {found.name for found in pkgutil.iter_modules([str(ROOT / "rayloop/envs/agents")])} - {
+        "endpoint",
+        "host",
+        "session",
+    }
     for agent in agents:
         suite = ROOT / "tests/adapters" / f"test_{agent.removesuffix('_env')}.py"
-        assert "hostile" in suite.read_text(encoding="utf-8"), f"no hostile texts are played against {agent}"
+        assert "hostile" in suite.read_text(encoding="utf-8"), (
+            f"no hostile texts are played against {agent}"
+        )
 
 
-# Rewards --------------------------------------------------------------------------------------------------------------------
+# Rewards
+# --------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=f"{case.use.split(':')[1]}-{i}", marks=package_marks(case.use)) for i, case in enumerate(REWARDS)],
+    [
+        pytest.param(case, id=f"{case.use.split(':')[1]}-{i}", marks=package_marks(case.use))
+        for i, case in enumerate(REWARDS)
+    ],
 )
 def test_every_answer_has_a_reward(case: RewardCase, stub: JudgeStub) -> None:
     if case.use.startswith("tests."):
@@ -385,7 +555,10 @@ def test_every_answer_has_a_reward(case: RewardCase, stub: JudgeStub) -> None:
         assert abs(outcome.value) < 1e6 or isinstance(case.right, float)
 
 
-@pytest.mark.parametrize("end", [EndReason.MAX_TURNS, EndReason.OVER_LENGTH, EndReason.MAX_IMAGES, EndReason.ACTION_ERROR])
+@pytest.mark.parametrize(
+    "end",
+    [EndReason.MAX_TURNS, EndReason.OVER_LENGTH, EndReason.MAX_IMAGES, EndReason.ACTION_ERROR],
+)
 def test_an_episode_that_a_limit_ended_without_a_result_is_paid_nothing(end: EndReason) -> None:
     source = Component(use=RESULT).build()
     ended = Trajectory(TrajectoryId(1, 0), 0, "t", 0, (), Sampling(), end)
@@ -394,7 +567,9 @@ def test_an_episode_that_a_limit_ended_without_a_result_is_paid_nothing(end: End
 
 def test_what_the_policy_broke_has_the_failing_value_and_no_grader() -> None:
     for end in (EndReason.TOOL_DEADLINE, EndReason.POLICY_FAILURE):
-        actor = RewardActor(MODEL, RewardSettings(source=Component(use=f"{HERE}:refusing"), on_error=-2.0))
+        actor = RewardActor(
+            MODEL, RewardSettings(source=Component(use=f"{HERE}:refusing"), on_error=-2.0)
+        )
         ended = Trajectory(TrajectoryId(1, 0), 0, "t", 0, (), Sampling(), end)
         assert asyncio.run(actor.judge([ended], task({}), 1)) == [Scored(-2.0, flags=(str(end),))]
 
@@ -403,20 +578,25 @@ def refusing(trajectory: Trajectory, task: Task, context: Any) -> float:
     raise AssertionError("it was asked")
 
 
-# Agents ---------------------------------------------------------------------------------------------------------------------
+# Agents
+# ---------------------------------------------------------------------------------------------------------------------
 
 AGENTS = {
-    "as people write them": """
+    "as people write them": (
+        """
         for call in message.tool_calls:
             numbers = json.loads(call.function.arguments)
             said = str(numbers["a"] + numbers["b"])
-    """,
-    "strict": """
+    """
+    ),
+    "strict": (
+        """
         for call in message.tool_calls:
             assert call.function.name == "add"
             numbers = Numbers(**json.loads(call.function.arguments))
             said = str(numbers.a / numbers.b)
-    """,
+    """
+    ),
 }
 AGENT = """
 import json, os
@@ -441,14 +621,20 @@ def play(messages):
 CALLS
             messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
 """
-"""It ends on calls that it did not foresee, on an empty answer, and on one that does not end with a digit."""
+"""It ends on calls that it did not foresee, on an empty answer, and on one that does not end with a
+digit.
+"""
 
 
 @pytest.mark.parametrize("style", AGENTS)
 def test_an_agent_that_an_answer_breaks_is_scored(style: str, tmp_path: Path) -> None:
     file = tmp_path / "agent.py"
     file.write_text(AGENT.replace("CALLS", AGENTS[style].strip("\n")), encoding="utf-8")
-    schema = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}, "required": ["a", "b"]}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "number"}, "b": {"type": "number"}},
+        "required": ["a", "b"],
+    }
     added = hostile.calls([{"function": {"name": "add", "parameters": schema}}])
     options = {"run": f"{file}:play", "preload": ["openai"], "deadline": 60, "on_error": -1.0}
     good = [hostile.call("add", {"a": 2, "b": 4}), "It is 5"]
@@ -461,29 +647,46 @@ def test_an_agent_that_an_answer_breaks_is_scored(style: str, tmp_path: Path) ->
     assert set(broken) == {-1.0}
 
 
-# OSWorld, with a stand-in for its machines -----------------------------------------------------------------------------------
+# OSWorld, with a stand-in for its machines
+# -----------------------------------------------------------------------------------
 
 
 OSWORLD_ENDS = {
     "corrected": {EndReason.MAX_TURNS, EndReason.DONE},
     "original": {EndReason.MAX_TURNS, EndReason.DONE, EndReason.ACTION_ERROR},
 }
-"""By the variant: the published code ends an episode with a text that it cannot read, ours shows the error to the policy."""
+"""By the variant: the published code ends an episode with a text that it cannot read, ours shows
+the error to the policy.
+"""
 
 
 @pytest.mark.env
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("variant", OSWORLD_ENDS)
-def test_osworld_is_scored_whatever_the_policy_writes(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_osworld_is_scored_whatever_the_policy_writes(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from rayloop.envs.osworld.environment import OSWorld
     from rayloop.envs.osworld.machines import machines_of
 
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/support/osworld_stand_in"))
-    config = {"id": "t", "instruction": "Open it.", "config": [], "evaluator": {"func": "f"}, "stand_in": {}}
+    config = {
+        "id": "t",
+        "instruction": "Open it.",
+        "config": [],
+        "evaluator": {"func": "f"},
+        "stand_in": {},
+    }
     options = {"python": sys.executable, "cache": str(tmp_path), "pause": 0.0, "variant": variant}
     case = Case("rayloop.envs.osworld.environment:OSWorld", extra={"osworld": config})
-    each = {"corrected": 1, "original": 4}[variant]  # where a text that cannot be read ends its episode, there are many more
-    texts = list(dict.fromkeys([*hostile.screen_calls(), *hostile.moves()[::each], *hostile.texts(20)[::each]]))
+    each = {"corrected": 1, "original": 4}[
+        variant
+    ]  # where a text that cannot be read ends its episode, there are many more
+    texts = list(
+        dict.fromkeys(
+            [*hostile.screen_calls(), *hostile.moves()[::each], *hostile.texts(20)[::each]]
+        )
+    )
     try:
         paid = played(case, options, texts)
     finally:

@@ -29,18 +29,27 @@ NAMES = [loss.kind for loss in SHIPPED]
 def tokens(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    old, noise, drift = (torch.rand(len(segment), generator=generator, dtype=torch.float64) for _ in range(3))
+    old, noise, drift = (
+        torch.rand(len(segment), generator=generator, dtype=torch.float64) for _ in range(3)
+    )
     advantage = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
     return {
-        "current": -3 * old + noise - 0.5, "old": -3 * old, "behaviour": -3 * old + drift - 0.5,
-        "advantage": advantage[segment], "segment": segment,
-    }  # fmt: skip
+        "current": -3 * old + noise - 0.5,
+        "old": -3 * old,
+        "behaviour": -3 * old + drift - 0.5,
+        "advantage": advantage[segment],
+        "segment": segment,
+    }
 
 
-def result(loss: LossSettings, given: dict[str, Tensor], whole: Denominator) -> tuple[float, Tensor]:
+def result(
+    loss: LossSettings, given: dict[str, Tensor], whole: Denominator
+) -> tuple[float, Tensor]:
     """The part of an update's loss that these tokens are, and the gradient at each of them."""
     current = given["current"].clone().requires_grad_()
-    per_token = PolicyLoss(loss)(current, given["old"], given["behaviour"], given["advantage"], given["segment"]).loss
+    per_token = PolicyLoss(loss)(
+        current, given["old"], given["behaviour"], given["advantage"], given["segment"]
+    ).loss
     part = (token_weights(given["segment"], loss, whole).double() * per_token).sum()
     return part.item(), torch.autograd.grad(part, current)[0]
 
@@ -77,7 +86,9 @@ def test_an_advantage_of_zero_teaches_nothing(loss: LossSettings) -> None:
 
 @pytest.mark.parametrize("loss", SHIPPED, ids=NAMES)
 def test_at_the_policy_that_sampled_the_gradient_is_minus_the_advantage(loss: LossSettings) -> None:
-    """On-policy all of them are REINFORCE; GSPO spreads a trajectory's over its tokens, which comes to the same."""
+    """On-policy all of them are REINFORCE; GSPO spreads a trajectory's over its tokens, which comes
+    to the same.
+    """
     given = tokens([4, 2, 3])
     given["old"] = given["behaviour"] = given["current"]
     _, gradient = result(loss, given, Denominator(9, 3))
@@ -115,7 +126,8 @@ def test_the_pages_configuration_is_one(page: Path) -> None:
     lines = (page / "loss.yaml").read_text(encoding="utf-8")
     reward = "reward: {source: {use: 'rayloop.recipes.digits.data:SortReward'}}\n"
     (page / "run.yaml").write_text(
-        f"name: own\nsteps: 1\nmodel: {{path: m}}\ndata: {{train: t}}\n{reward}{lines}", encoding="utf-8"
+        f"name: own\nsteps: 1\nmodel: {{path: m}}\ndata: {{train: t}}\n{reward}{lines}",
+        encoding="utf-8",
     )
     config = load(page / "run.yaml", [], RunConfig)
     check_components(config)
@@ -141,14 +153,21 @@ class Clipped:
 def test_a_class_has_a_method_and_says_what_it_clipped() -> None:
     given = tokens([3])
     made = PolicyLoss(OwnLoss(use=f"{__name__}:Clipped", correction="none"))
-    out = made(given["current"], given["old"], given["behaviour"], given["advantage"], given["segment"])
-    assert out.metrics.finalize()["clip_high"] == pytest.approx((given["current"] > given["old"]).double().mean().item())
+    out = made(
+        given["current"], given["old"], given["behaviour"], given["advantage"], given["segment"]
+    )
+    assert out.metrics.finalize()["clip_high"] == pytest.approx(
+        (given["current"] > given["old"]).double().mean().item()
+    )
 
 
 @pytest.mark.parametrize(("name", "got"), [("few", r"shape \(1,\)"), ("words", "str")])
 def test_another_answer_is_an_error_that_names_the_loss(name: str, got: str) -> None:
     given = tokens([3])
-    with pytest.raises(ConfigError, match=rf"policy.loss.use: {__name__}:{name} returned {got}; expected .* shape \(3,\)"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"policy.loss.use: {__name__}:{name} returned {got}; expected .* shape \(3,\)",
+    ):
         PolicyLoss(OwnLoss(use=f"{__name__}:{name}"))(
             given["current"], given["old"], given["behaviour"], given["advantage"], given["segment"]
         )

@@ -1,6 +1,8 @@
-"""What an answer of the policy's endpoint has, whichever engine samples it: token ids, their log-probs, the version of the weights.
+"""What an answer of the policy's endpoint has, whichever engine samples it: token ids, their
+log-probs, the version of the weights.
 
-On vLLM too (``make test-vllm``); the endpoint as a process beside a real run is in ``tests/serve/test_policy.py``.
+On vLLM too (``make test-vllm``); the endpoint as a process beside a real run is in
+``tests/serve/test_policy.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ WEIGHTS = Version(2, 7)
 
 
 class Direct:
-    """In place of ``Engines``: one engine, asked as its actor asks it; keeps what it was asked and said."""
+    """In place of ``Engines``: one engine, asked as its actor asks it; keeps what it was asked and
+    said.
+    """
 
     why, serving, version = "", ("one",), WEIGHTS
 
@@ -36,7 +40,9 @@ class Direct:
         self._hosted = Hosted(engine)
         self.asked: list[tuple[TokenPrompt, Sampling, list[Completion]]] = []
 
-    async def sample(self, prompt: TokenPrompt, seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
+    async def sample(
+        self, prompt: TokenPrompt, seeds: Sequence[int], sampling: Sampling
+    ) -> list[Completion]:
         said = cast(list[Completion], await self._hosted.generate_each(prompt, seeds, sampling))
         self.asked.append((prompt, sampling, said))
         return said
@@ -46,20 +52,40 @@ def question() -> list[dict[str, Any]]:
     encoded = io.BytesIO()
     Image.new("RGB", (84, 56), (200, 40, 9)).save(encoded, "PNG")
     url = "data:image/png;base64," + base64.b64encode(encoded.getvalue()).decode()
-    return [{"role": "user", "content": [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": url}}]}]
+    return [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "See"},
+                {"type": "image_url", "image_url": {"url": url}},
+            ],
+        }
+    ]
 
 
 @pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_an_answer_has_the_engines_tokens_logprobs_and_weights(kind: str, tiny_vlm: Path) -> None:
     served = Served(kind, tiny_vlm)
     direct = Direct(served.engine)
-    settings = PolicyEndpointSettings(run="r", namespace="n", model=ModelSettings(path=str(tiny_vlm)), insecure=True, tokens=1024)
-    body = {"model": "r", "messages": question(), "n": 2, "seed": 5, "logprobs": True, "return_token_ids": True, "max_tokens": 6}
+    settings = PolicyEndpointSettings(
+        run="r", namespace="n", model=ModelSettings(path=str(tiny_vlm)), insecure=True, tokens=1024
+    )
+    body = {
+        "model": "r",
+        "messages": question(),
+        "n": 2,
+        "seed": 5,
+        "logprobs": True,
+        "return_token_ids": True,
+        "max_tokens": 6,
+    }
 
     async def ask() -> dict[str, Any]:
         await served.load(served.start, WEIGHTS)
         app = web(PolicyService(settings, cast(Engines, direct)), "")
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as http:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=app), base_url="http://localhost"
+        ) as http:
             answer = await http.post("/v1/chat/completions", json=body, timeout=120)
         assert answer.status_code == 200, answer.text
         return cast(dict[str, Any], answer.json())
@@ -74,5 +100,7 @@ def test_an_answer_has_the_engines_tokens_logprobs_and_weights(kind: str, tiny_v
     assert [choice["weight_version"] for choice in answer["choices"]] == ["2.7", "2.7"]
     for choice, completion in zip(answer["choices"], completions, strict=True):
         assert choice["token_ids"] == list(completion.token_ids)
-        assert [token["logprob"] for token in choice["logprobs"]["content"]] == list(completion.logprobs)
+        assert [token["logprob"] for token in choice["logprobs"]["content"]] == list(
+            completion.logprobs
+        )
         close(tiny_vlm, prompt, completion, sampling)

@@ -1,4 +1,5 @@
-"""What every reader keeps to: the shipped ones and that of the documentation, on rows of JSONL and of parquet.
+"""What every reader keeps to: the shipped ones and that of the documentation, on rows of JSONL and
+of parquet.
 
 A new reader: a line in ``benchmarks/pages/config.py``, and two of its rows here.
 """
@@ -31,25 +32,46 @@ from tests.support.pages import write_snippets
 Row = dict[str, Any]
 CHAT: list[Row] = [
     {
-        "id": f"c{i}", "data_source": "sums", "images": ["a.png"], "extra_info": {"level": i},
-        "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"<image>{i} and 1?"}],
+        "id": f"c{i}",
+        "data_source": "sums",
+        "images": ["a.png"],
+        "extra_info": {"level": i},
+        "prompt": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": f"<image>{i} and 1?"},
+        ],
         "reward_model": {"style": "rule", "ground_truth": str(i + 1)},
     }
     for i in range(2)
-]  # fmt: skip
+]
 ARC: list[Row] = [
     {
-        "images": ["a.png"], "ground_truth": [0.1, 0.2, 0.3, 0.4],
-        "extra_info": {"index": i, "split": "train", "element_type": "form", "original_instruction": f"Click {i}."},
+        "images": ["a.png"],
+        "ground_truth": [0.1, 0.2, 0.3, 0.4],
+        "extra_info": {
+            "index": i,
+            "split": "train",
+            "element_type": "form",
+            "original_instruction": f"Click {i}.",
+        },
     }
     for i in range(2)
-]  # fmt: skip
+]
 ROWS: dict[str, list[list[Row]]] = {
-    "rayloop.data.dataset:ChatRows": [CHAT, [{"id": f"q{i}", "prompt": f"{i}?", "answer": str(i)} for i in range(2)]],
+    "rayloop.data.dataset:ChatRows": [
+        CHAT,
+        [{"id": f"q{i}", "prompt": f"{i}?", "answer": str(i)} for i in range(2)],
+    ],
     "rayloop.recipes.arc_vision.data:GroundingRows": [
         ARC,
         [
-            {"id": f"g{i}", "image": "a.png", "instruction": f"Click {i}.", "bbox": [0.1, 0.2, 0.3, 0.4], "page": "p"}
+            {
+                "id": f"g{i}",
+                "image": "a.png",
+                "instruction": f"Click {i}.",
+                "bbox": [0.1, 0.2, 0.3, 0.4],
+                "page": "p",
+            }
             for i in range(2)
         ],
     ],
@@ -82,7 +104,16 @@ ROWS: dict[str, list[list[Row]]] = {
         ]
     ],
     "rayloop.recipes.pyvision.data:QuestionRows": [
-        [{"id": f"v{i}", "image": "a.png", "question": "How many?", "answer": str(i), "kind": "count"} for i in range(2)],
+        [
+            {
+                "id": f"v{i}",
+                "image": "a.png",
+                "question": "How many?",
+                "answer": str(i),
+                "kind": "count",
+            }
+            for i in range(2)
+        ],
         [
             {
                 "mm_hint": {"hint_type": "image", "hint_path": "a.png"},
@@ -92,18 +123,29 @@ ROWS: dict[str, list[list[Row]]] = {
             }
             for i in range(2)
         ],
-        [{"id": f"f{i}", "videos": [["a.png"]], "question": "Which?", "answer": str(i)} for i in range(2)],
+        [
+            {"id": f"f{i}", "videos": [["a.png"]], "question": "Which?", "answer": str(i)}
+            for i in range(2)
+        ],
     ],
-    "rayloop.recipes.digits.data:DigitRows": [[{"id": f"d{i}", "digits": [3, i, 1]} for i in range(2)]],
+    "rayloop.recipes.digits.data:DigitRows": [
+        [{"id": f"d{i}", "digits": [3, i, 1]} for i in range(2)]
+    ],
     "rayloop.envs.adapters.reasoning_gym:ReasoningGymRows": [
-        [{"task": "leg_counting", "seed": 7, "index": i, "size": 3, "config": {"min_animals": 2}} for i in range(2)]
+        [
+            {"task": "leg_counting", "seed": 7, "index": i, "size": 3, "config": {"min_animals": 2}}
+            for i in range(2)
+        ]
     ],
 }
 """By reader: for each kind of row that it reads, two of them, with ids of their own."""
 KINDS = [(use, rows) for use, kinds in ROWS.items() for rows in kinds]
 each = pytest.mark.parametrize(
     ("use", "rows"),
-    [pytest.param(use, rows, id=f"{use.split(':')[1]}-{rows[0]!r:.20}", marks=package_marks(use)) for use, rows in KINDS],
+    [
+        pytest.param(use, rows, id=f"{use.split(':')[1]}-{rows[0]!r:.20}", marks=package_marks(use))
+        for use, rows in KINDS
+    ],
 )
 
 
@@ -137,7 +179,12 @@ def test_jsonl_and_parquet_hold_the_same_tasks(tmp_path: Path, use: str, rows: l
         assert task.messages
         assert task.messages[-1].role != "assistant"
         assert task.ground_truth is not None
-        shown = [part for message in task.messages for part in message.parts if isinstance(part, ImageSource)]
+        shown = [
+            part
+            for message in task.messages
+            for part in message.parts
+            if isinstance(part, ImageSource)
+        ]
         assert all(image.path == str(tmp_path / "a.png") for image in shown), "relative to the file"
         assert pickle.loads(pickle.dumps(task)) == task, "it travels between processes"
     same, bad, _ = dataset(use, parquet(tmp_path / "rows.parquet", rows))
@@ -148,7 +195,9 @@ def test_jsonl_and_parquet_hold_the_same_tasks(tmp_path: Path, use: str, rows: l
 
 
 @each
-def test_a_row_is_the_same_task_wherever_it_stands(tmp_path: Path, use: str, rows: list[Row]) -> None:
+def test_a_row_is_the_same_task_wherever_it_stands(
+    tmp_path: Path, use: str, rows: list[Row]
+) -> None:
     """Seeds, replay and what an evaluation has on record go by the id."""
     first, _, _ = dataset(use, jsonl(tmp_path / "a.jsonl", rows))
     other, _, _ = dataset(use, jsonl(tmp_path / "b.jsonl", rows[::-1]))
@@ -169,7 +218,9 @@ def test_a_row_is_left_as_it_is(tmp_path: Path, use: str, rows: list[Row]) -> No
 
 @each
 @pytest.mark.parametrize("value", [None, "", 3, [], {}, ["x", None], {"a": 1}, "absent"], ids=repr)
-def test_a_bad_row_is_left_out_by_file_and_line(tmp_path: Path, use: str, rows: list[Row], value: Any) -> None:
+def test_a_bad_row_is_left_out_by_file_and_line(
+    tmp_path: Path, use: str, rows: list[Row], value: Any
+) -> None:
     """Whatever stands in one column, the other rows are read, and the message says where to look."""
     for column in rows[0]:
         spoilt = {name: kept for name, kept in rows[0].items() if name != column}
@@ -192,18 +243,27 @@ def test_an_empty_row_is_no_task(tmp_path: Path, use: str, rows: list[Row]) -> N
         Dataset(path, Component(use=use).build(), True, bad.append)
 
 
-def test_the_reader_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reader_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = write_snippets("bring_your_own/reader.md", tmp_path)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.chdir(folder)
     for name in ("r1", "r2"):
         Image.new("RGB", (56, 56)).save(folder / f"{name}.png")
-    data = DataSettings.model_validate(yaml.safe_load((folder / "data.yaml").read_text(encoding="utf-8"))["data"])
+    data = DataSettings.model_validate(
+        yaml.safe_load((folder / "data.yaml").read_text(encoding="utf-8"))["data"]
+    )
     read = Dataset(data.train, data.reader.build(), True, lambda failure: None)
-    assert [(task.id, task.ground_truth, task.source) for task in read] == [("r1", 5, "reviews"), ("r2", 1, "reviews")]
+    assert [(task.id, task.ground_truth, task.source) for task in read] == [
+        ("r1", 5, "reviews"),
+        ("r2", 1, "reviews"),
+    ]
     assert read[0].messages[0].parts[1] == "Lovely.\nStars, from 1 to 5?"
     assert main(["data", "validate", "reviews.jsonl", "--reader", data.reader.use]) == 0
-    rows = [json.loads(line) for line in Path("reviews.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line) for line in Path("reviews.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     jsonl(Path("reviews.jsonl"), [rows[0], {**rows[1], "stars": "many"}, {**rows[1], "key": None}])
     assert main(["data", "validate", "reviews.jsonl", "--reader", data.reader.use]) == 1
     out = capsys.readouterr().out

@@ -1,6 +1,8 @@
-"""What every reward source keeps to: the shipped ones, functions of each form, plain and coroutine, alone and per group.
+"""What every reward source keeps to: the shipped ones, functions of each form, plain and coroutine,
+alone and per group.
 
-A new source: a line in ``benchmarks/pages/config.py`` and a case in ``tests/support/reward_cases.py``.
+A new source: a line in ``benchmarks/pages/config.py`` and a case in
+``tests/support/reward_cases.py``.
 """
 
 from __future__ import annotations
@@ -39,7 +41,11 @@ ODD = [
 
 
 each = pytest.mark.parametrize(
-    "case", [pytest.param(case, id=f"{case.use.split(':')[1]}-{case.per}", marks=package_marks(case.use)) for case in CASES]
+    "case",
+    [
+        pytest.param(case, id=f"{case.use.split(':')[1]}-{case.per}", marks=package_marks(case.use))
+        for case in CASES
+    ],
 )
 
 
@@ -55,7 +61,9 @@ def test_what_is_right_earns_more(case: RewardCase, stub: JudgeStub) -> None:
 
 
 @each
-def test_an_outcome_belongs_to_its_answer_and_to_no_place(case: RewardCase, stub: JudgeStub) -> None:
+def test_an_outcome_belongs_to_its_answer_and_to_no_place(
+    case: RewardCase, stub: JudgeStub
+) -> None:
     """At once, in another order and in another process: the same outcomes."""
     answers = [case.right, case.wrong, case.wrong, case.right, case.wrong]
     found = judged(case, stub, *answers)
@@ -70,12 +78,18 @@ def test_whatever_a_policy_says_is_an_outcome(case: RewardCase, stub: JudgeStub)
     for outcome in found:
         if isinstance(outcome, Scored):
             assert math.isfinite(outcome.value)
-            assert all(isinstance(name, str) and math.isfinite(value) for name, value in outcome.components.items())
+            assert all(
+                isinstance(name, str) and math.isfinite(value)
+                for name, value in outcome.components.items()
+            )
             assert "invalid_component" not in outcome.flags
         else:
             assert outcome.reason
     if not isinstance(case.right, float):
-        assert max([o.value for o in found if isinstance(o, Scored)], default=0.0) <= values(judged(case, stub, case.right))[0]
+        assert (
+            max([o.value for o in found if isinstance(o, Scored)], default=0.0)
+            <= values(judged(case, stub, case.right))[0]
+        )
 
 
 @each
@@ -93,7 +107,11 @@ def test_it_says_what_is_infrastructure(case: RewardCase, stub: JudgeStub) -> No
 def test_a_judge_that_is_gone_is_no_number(stub: JudgeStub) -> None:
     (case,) = [case for case in CASES if case.use.endswith("JudgeReward")]
     gone = RewardCase(
-        case.use, case.right, case.wrong, case.truth, options={**case.options, "on_unavailable": "exclude", "patience": 0.2}
+        case.use,
+        case.right,
+        case.wrong,
+        case.truth,
+        options={**case.options, "on_unavailable": "exclude", "patience": 0.2},
     )
     stub.reset()
     stub.always = None
@@ -111,11 +129,15 @@ def test_the_rewards_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(folder)
     check_components(load(folder / "reward.yaml", [], RewardSettings))
     simple, stub = RewardCase("my_reward:score"), JudgeStub()
-    assert judged(simple, stub, "3", "14") == [Scored(1.0, {"characters": 1.0}), Scored(0.0, {"characters": 2.0})]
+    assert judged(simple, stub, "3", "14") == [
+        Scored(1.0, {"characters": 1.0}),
+        Scored(0.0, {"characters": 2.0}),
+    ]
     asked = RewardCase("client:Asked", options={"url": "http://127.0.0.1:9"})
     assert httpx.HTTPError in around(asked.source(stub))
     made = asked.source(stub)
     made.client = httpx.AsyncClient(
-        base_url="http://grader", transport=httpx.MockTransport(lambda request: httpx.Response(200, json={"score": 0.5}))
+        base_url="http://grader",
+        transport=httpx.MockTransport(lambda request: httpx.Response(200, json={"score": 0.5})),
     )
     assert asyncio.run(outcomes(made, asked, ["3"], asked.task())) == [Scored(0.5)]

@@ -1,7 +1,9 @@
-"""What every sandbox for programs keeps to, on real programs: the local one, containers, SandboxFusion, and one of a user's own.
+"""What every sandbox for programs keeps to, on real programs: the local one, containers,
+SandboxFusion, and one of a user's own.
 
-Containers run in a FAKE podman (tests/support/podman.py), and in the real engine where RAYLOOP_TEST_IMAGE names an image of it with
-``sh`` and the usual programs (RAYLOOP_TEST_ENGINE: podman). SandboxFusion's server is tests/support/fusion.py.
+Containers run in a FAKE podman (tests/support/podman.py), and in the real engine where
+RAYLOOP_TEST_IMAGE names an image of it with ``sh`` and the usual programs (RAYLOOP_TEST_ENGINE:
+podman). SandboxFusion's server is tests/support/fusion.py.
 """
 
 from __future__ import annotations
@@ -21,7 +23,12 @@ import psutil
 import pytest
 
 from rayloop.config.settings import Component, check_components
-from rayloop.core.failures import ConfigError, EnvironmentFailed, InfrastructureFailure, ToolDeadline
+from rayloop.core.failures import (
+    ConfigError,
+    EnvironmentFailed,
+    InfrastructureFailure,
+    ToolDeadline,
+)
 from rayloop.core.protocols import ProgramResult, ProgramSandbox
 from rayloop.core.types import Message, Task
 from rayloop.envs import programs
@@ -35,11 +42,16 @@ from tests.support.runs import eventually
 
 HERE = "tests.contracts.test_sandbox"
 MEMORY, FILES = 128, 4
-ENGINE, IMAGE = os.environ.get("RAYLOOP_TEST_ENGINE", "podman"), os.environ.get("RAYLOOP_TEST_IMAGE", "")
+ENGINE, IMAGE = (
+    os.environ.get("RAYLOOP_TEST_ENGINE", "podman"),
+    os.environ.get("RAYLOOP_TEST_IMAGE", ""),
+)
 BINARY = bytes(range(256)) * 8
 Make = Callable[[], ProgramSandbox]
 
-real = pytest.mark.skipif(not IMAGE, reason="RAYLOOP_TEST_IMAGE names no image of a container engine")
+real = pytest.mark.skipif(
+    not IMAGE, reason="RAYLOOP_TEST_IMAGE names no image of a container engine"
+)
 runs_programs = [pytest.mark.env, pytest.mark.timeout(180)]
 KINDS = [
     pytest.param("local", marks=[*runs_programs, needs("bwrap")]),
@@ -50,7 +62,9 @@ KINDS = [
 
 
 @pytest.fixture(params=KINDS)
-def make(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def make(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Make]:
     """Makes sandboxes of one kind. At the end nothing of them is left: no process, no file."""
     (tmp_path / "tmp").mkdir(mode=0o755)
     tmp_path.chmod(0o755)
@@ -80,17 +94,23 @@ def make(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         yield build
     for sandbox in made:
         sandbox.close()
-    eventually(lambda: not any(map(of_ours, set(psutil.pids()) - before)), "no process of a sandbox", 20)
+    eventually(
+        lambda: not any(map(of_ours, set(psutil.pids()) - before)), "no process of a sandbox", 20
+    )
     assert not list((tmp_path / "tmp").iterdir())
     assert not list(tmp_path.glob("state/*"))
 
 
 def of_ours(pid: int) -> bool:
-    """Whether the process lives, and was started by these tests: it is below this process, or has lost its parent. Other tests run
-    sandboxes at the same time."""
+    """Whether the process lives, and was started by these tests: it is below this process, or has
+    lost its parent. Other tests run sandboxes at the same time.
+    """
     try:
         process = psutil.Process(pid)
-        if process.status() == psutil.STATUS_ZOMBIE or not {"987654", "bwrap", "conmon"} & {process.name(), *process.cmdline()}:
+        if process.status() == psutil.STATUS_ZOMBIE or not {"987654", "bwrap", "conmon"} & {
+            process.name(),
+            *process.cmdline(),
+        }:
             return False
         above = [one.pid for one in process.parents()]
         return os.getpid() in above or above[:1] == [1] or "987654" in process.cmdline()
@@ -98,14 +118,18 @@ def of_ours(pid: int) -> bool:
         return False
 
 
-def sh(sandbox: ProgramSandbox, script: str, timeout: float = 20, stdin: bytes = b"") -> ProgramResult:
+def sh(
+    sandbox: ProgramSandbox, script: str, timeout: float = 20, stdin: bytes = b""
+) -> ProgramResult:
     return sandbox.exec(("sh", "-c", script), timeout=timeout, stdin=stdin)
 
 
 def test_a_program_has_its_arguments_its_input_two_outputs_and_an_exit_code(make: Make) -> None:
     sandbox = make()
     ended = sandbox.exec(
-        ("sh", "-c", 'cat; printf "%s|" "$@" >&2; exit 3', "x", "$HOME", "a b", "'", "ü", "{0}"), stdin=BINARY, timeout=20
+        ("sh", "-c", 'cat; printf "%s|" "$@" >&2; exit 3', "x", "$HOME", "a b", "'", "ü", "{0}"),
+        stdin=BINARY,
+        timeout=20,
     )
     assert ended == ProgramResult(3, BINARY, "$HOME|a b|'|ü|{0}|".encode())
     assert sandbox.exec(("nowhere",), timeout=20).exit_code == 127
@@ -142,7 +166,14 @@ def test_a_path_outside_is_refused(make: Make) -> None:
 
 def test_what_is_no_command_is_refused(make: Make) -> None:
     sandbox = make()
-    for command in ((), ("",), ("a\0b",), ("sh", "\ud800"), ("echo", "x" * 200_000), ("echo", "'" * 60_000)):
+    for command in (
+        (),
+        ("",),
+        ("a\0b",),
+        ("sh", "\ud800"),
+        ("echo", "x" * 200_000),
+        ("echo", "'" * 60_000),
+    ):
         with pytest.raises(ValueError, match=r"no command|surrogates"):
             sandbox.exec(command, timeout=5)
     with pytest.raises(ValueError, match="more input"):
@@ -202,7 +233,11 @@ except OSError as error:
 @needs("bwrap")
 @pytest.mark.parametrize("way", ["mapped", "memfd", "System V"])
 def test_shared_memory_is_limited(way: str) -> None:
-    ended = LocalSandbox(memory=MEMORY, files=FILES).build().exec((sys.executable, "-c", SHARED, way), timeout=30)
+    ended = (
+        LocalSandbox(memory=MEMORY, files=FILES)
+        .build()
+        .exec((sys.executable, "-c", SHARED, way), timeout=30)
+    )
     assert b"kept" not in ended.stdout
 
 
@@ -223,7 +258,9 @@ with open(f"/proc/{script}/mem", "r+b", buffering=0) as memory:
 @pytest.mark.env
 @needs("bwrap")
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the code is for this machine")
-def test_a_program_that_writes_into_its_script_makes_it_write_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_writes_into_its_script_makes_it_write_no_more_than_it_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A hundred MiB, by code that the program puts into the memory of the script around it."""
     kind, answers, real = LocalSandbox(memory=MEMORY, files=FILES), list[int](), LocalSandbox.run
 
@@ -233,7 +270,9 @@ def test_a_program_that_writes_into_its_script_makes_it_write_no_more_than_it_ma
         return code, answer
 
     monkeypatch.setattr(LocalSandbox, "run", run)
-    assert isinstance(kind.build().exec(("python3", "-c", IN_THE_SCRIPT), timeout=10), ProgramResult)
+    assert isinstance(
+        kind.build().exec(("python3", "-c", IN_THE_SCRIPT), timeout=10), ProgramResult
+    )
     assert 1 << 20 <= answers[0] <= kind.most
 
 
@@ -259,7 +298,9 @@ def test_files_beyond_the_limit_are_not_kept(make: Make) -> None:
         "echo begun; exit 1",
     ],
 )
-def test_what_a_program_does_is_a_result(make: Make, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_program_does_is_a_result(
+    make: Make, script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(programs, "GRACE", 4.0)
     sandbox = make()
     assert isinstance(sh(sandbox, script, timeout=2), ProgramResult)
@@ -268,7 +309,10 @@ def test_what_a_program_does_is_a_result(make: Make, script: str, monkeypatch: p
 
 def test_nothing_runs_on_and_there_is_no_network(make: Make) -> None:
     sandbox = make()
-    assert sh(sandbox, "setsid sleep 987654 > /dev/null 2>&1 & sleep 987654 & echo left").stdout == b"left\n"
+    assert (
+        sh(sandbox, "setsid sleep 987654 > /dev/null 2>&1 & sleep 987654 & echo left").stdout
+        == b"left\n"
+    )
     assert b"987654" not in sh(sandbox, "cat /proc/[0-9]*/cmdline").stdout
     assert sh(sandbox, "grep -c : /proc/net/dev").stdout == b"1\n", "the loopback device alone"
 
@@ -278,7 +322,11 @@ def test_after_close_every_call_fails(make: Make) -> None:
     sandbox.write("a", b"1")
     sandbox.close()
     sandbox.close()
-    for call in (lambda: sh(sandbox, "echo"), lambda: sandbox.read("a"), lambda: sandbox.write("a", b"")):
+    for call in (
+        lambda: sh(sandbox, "echo"),
+        lambda: sandbox.read("a"),
+        lambda: sandbox.write("a", b""),
+    ):
         with pytest.raises(InfrastructureFailure, match="closed"):
             call()
 
@@ -294,9 +342,15 @@ def test_concurrent_calls(make: Make) -> None:
     assert sh(shared, "ls").stdout == b"f0\nf1\nf2\n"
 
 
-# What is no program's doing -------------------------------------------------------------------------------------------------
+# What is no program's doing
+# -------------------------------------------------------------------------------------------------
 
-FINE: dict[str, Any] = {"status": "Success", "message": "", "run_result": {"status": "Finished", "return_code": 0}, "files": {}}
+FINE: dict[str, Any] = {
+    "status": "Success",
+    "message": "",
+    "run_result": {"status": "Finished", "return_code": 0},
+    "files": {},
+}
 RUBBISH: dict[str, tuple[int, Any]] = {
     "an error": (500, FINE),
     "no JSON": (200, b"hello"),
@@ -307,7 +361,10 @@ RUBBISH: dict[str, tuple[int, Any]] = {
     "no base64": (200, {**FINE, "files": {"answer": "§"}}),
     "no text": (200, {**FINE, "files": {"answer": None}}),
     "no answer": (200, {**FINE, "run_result": {"status": "Finished", "return_code": 2}}),
-    "its own error": (200, {**FINE, "status": "SandboxError", "message": "disk full", "run_result": None}),
+    "its own error": (
+        200,
+        {**FINE, "status": "SandboxError", "message": "disk full", "run_result": None},
+    ),
 }
 
 
@@ -315,7 +372,10 @@ RUBBISH: dict[str, tuple[int, Any]] = {
 def test_a_server_that_answers_rubbish_is_infrastructure(kind: str) -> None:
     status, answer = RUBBISH[kind]
     body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-    with fusion.server(lambda asked: (status, body)) as url, pytest.raises(EnvironmentFailed) as failed:
+    with (
+        fusion.server(lambda asked: (status, body)) as url,
+        pytest.raises(EnvironmentFailed) as failed,
+    ):
         FusionSandbox(url=url).build().exec(("true",), timeout=5)
     assert "disk full" in str(failed.value) or kind != "its own error"
 
@@ -329,7 +389,14 @@ def test_a_server_that_is_gone_or_slow_is_infrastructure(monkeypatch: pytest.Mon
         return 200, b""
 
     with fusion.server(slow) as url:
-        settings = {"tools": [{"use": "rayloop.envs.programs:RunProgram", "with": {"sandbox": of_server(url), "timeout": 0.5}}]}
+        settings = {
+            "tools": [
+                {
+                    "use": "rayloop.envs.programs:RunProgram",
+                    "with": {"sandbox": of_server(url), "timeout": 0.5},
+                }
+            ]
+        }
         with pytest.raises(InfrastructureFailure, match="Timeout"):
             called(settings | {"tool_timeout": 0.1}, "echo")
         asked.set()
@@ -337,7 +404,9 @@ def test_a_server_that_is_gone_or_slow_is_infrastructure(monkeypatch: pytest.Mon
         called(settings, "echo")
 
 
-def test_a_machine_without_an_engine_or_an_image_is_infrastructure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_an_engine_or_an_image_is_infrastructure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in podman.install(tmp_path, tmp_path).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(InfrastructureFailure, match="image not known"):
@@ -348,7 +417,8 @@ def test_a_machine_without_an_engine_or_an_image_is_infrastructure(tmp_path: Pat
             kind.build().exec(("true",), timeout=5)
 
 
-# The tool -------------------------------------------------------------------------------------------------------------------
+# The tool
+# -------------------------------------------------------------------------------------------------------------------
 
 
 class Own:
@@ -356,8 +426,15 @@ class Own:
 
     closed = False
 
-    def exec(self, command: tuple[str, ...], *, stdin: bytes = b"", timeout: float) -> ProgramResult:
-        return ProgramResult(None if command[-1] == "late" else 0, "|".join(command).encode(), b"\xff", truncated=True)
+    def exec(
+        self, command: tuple[str, ...], *, stdin: bytes = b"", timeout: float
+    ) -> ProgramResult:
+        return ProgramResult(
+            None if command[-1] == "late" else 0,
+            "|".join(command).encode(),
+            b"\xff",
+            truncated=True,
+        )
 
     def read(self, path: str) -> bytes:
         return b""
@@ -399,19 +476,26 @@ def test_the_policy_sees_what_a_program_did() -> None:
     Own.closed = False
     assert called(tool(sandbox=own), "ls") == "bash|-c|ls\n\ufffd\n[exit code 0, not all was kept]"
     assert Own.closed
-    assert called(tool(sandbox=own, run=["python3", "-c"]), "late").endswith("[it did not end in time, not all was kept]")
+    assert called(tool(sandbox=own, run=["python3", "-c"]), "late").endswith(
+        "[it did not end in time, not all was kept]"
+    )
 
 
 @pytest.mark.env
 @needs("bwrap")
 def test_a_policy_runs_programs_here() -> None:
     assert called(tool(), "echo $((6 * 7)) > a; cat a") == "42\n[exit code 0]"
-    assert called(tool(run=["python3", "-c"]), "import sys; print(6 * 7); sys.exit(2)") == "42\n[exit code 2]"
+    assert (
+        called(tool(run=["python3", "-c"]), "import sys; print(6 * 7); sys.exit(2)")
+        == "42\n[exit code 2]"
+    )
     assert called(tool(timeout=0.5), "sleep 9") == "[it did not end in time]"
     assert called(tool(), "x" * 200_000).startswith("Error: no command")
 
 
-def test_a_tool_that_keeps_no_deadline_of_its_own_has_that_of_the_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tool_that_keeps_no_deadline_of_its_own_has_that_of_the_tools(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delattr(RunProgram, "own_deadline")
     monkeypatch.setattr(Own, "exec", lambda *arguments, **options: time.sleep(2))
     with pytest.raises(ToolDeadline):
@@ -421,10 +505,18 @@ def test_a_tool_that_keeps_no_deadline_of_its_own_has_that_of_the_tools(monkeypa
 def test_settings_name_one_kind() -> None:
     read = RunProgram.Settings.model_validate
     assert isinstance(read({"sandbox": {"memory": 64}}).sandbox, LocalSandbox)
-    assert isinstance(read({"sandbox": {"kind": "container", "image": "debian"}}).sandbox, ContainerSandbox)
+    assert isinstance(
+        read({"sandbox": {"kind": "container", "image": "debian"}}).sandbox, ContainerSandbox
+    )
     assert isinstance(read({"sandbox": of_server("http://h:8080")}).sandbox, FusionSandbox)
     assert isinstance(read({"sandbox": {"use": f"{HERE}:Own"}}).sandbox, Component)
-    for wrong in ({"kind": "odd"}, {"kind": "container"}, of_server("h:8080"), {"memory": 1}, {"image": "debian"}):
+    for wrong in (
+        {"kind": "odd"},
+        {"kind": "container"},
+        of_server("h:8080"),
+        {"memory": 1},
+        {"image": "debian"},
+    ):
         with pytest.raises(ValueError, match="sandbox"):
             read({"sandbox": wrong})
     with pytest.raises(ConfigError, match="no method exec"):
@@ -434,13 +526,26 @@ def test_settings_name_one_kind() -> None:
 def test_a_run_says_where_programs_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(**given: Any) -> RunConfig:
         environment = {"use": "rayloop.envs.tools:ToolCalls", "with": tool(**given)}
-        parts = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "reward": {"source": {"use": "right:right"}}}
+        parts = {
+            "model": {"path": "m"},
+            "data": {"train": "rows.jsonl"},
+            "reward": {"source": {"use": "right:right"}},
+        }
         return RunConfig.model_validate(
-            {"name": "run", "steps": 1, **parts, "environment": {"episode": {"environment": environment}}}
+            {
+                "name": "run",
+                "steps": 1,
+                **parts,
+                "environment": {"episode": {"environment": environment}},
+            }
         )
 
     assert held_in(run(sandbox=of_server("http://h:8080"))) == "programs: sandbox_fusion"
-    assert held_in(run(sandbox={"use": f"{HERE}:Own"})) == "programs: tests.contracts.test_sandbox:Own"
+    assert (
+        held_in(run(sandbox={"use": f"{HERE}:Own"})) == "programs: tests.contracts.test_sandbox:Own"
+    )
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match=r"sandbox\.kind: local runs no program here: bwrap is not installed"):
+    with pytest.raises(
+        ConfigError, match=r"sandbox\.kind: local runs no program here: bwrap is not installed"
+    ):
         held_in(run())

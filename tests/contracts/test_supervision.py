@@ -1,7 +1,9 @@
-"""What a run does about each failure: what is played again, replaced, left out and counted, and how the run ends.
+"""What a run does about each failure: what is played again, replaced, left out and counted, and how
+the run ends.
 
-The real driver runs in a simulated cluster (tests/support/simulated_cluster.py) whose actors fail as a schedule says. Nothing here
-knows how failures are handled inside: a case names the failure, and then what a user sees of it.
+The real driver runs in a simulated cluster (tests/support/simulated_cluster.py) whose actors fail
+as a schedule says. Nothing here knows how failures are handled inside: a case names the failure,
+and then what a user sees of it.
 """
 
 from __future__ import annotations
@@ -28,11 +30,27 @@ SHARED = {"episode_failed": 4, **REPLACED}
 """An actor ended, and with it the group that it played."""
 REBUILT = {"policy_lost": 1, "policy_rebuilt": 1}
 COMPARED = (
-    "episode_failed", "worker_lost", "worker_replaced", "replacement_failed", "node_lost", "node_avoided", "policy_lost",
-    "policy_rebuilt", "payload_lost", "weights_lost", "checkpoint_failed", "checkpoint_damaged", "unscored", "probe_failed",
-    "silent", "preempted",
-)  # fmt: skip
-"""Kinds of events whose numbers are compared. Others are of every run, or depend on how long something took."""
+    "episode_failed",
+    "worker_lost",
+    "worker_replaced",
+    "replacement_failed",
+    "node_lost",
+    "node_avoided",
+    "policy_lost",
+    "policy_rebuilt",
+    "payload_lost",
+    "weights_lost",
+    "checkpoint_failed",
+    "checkpoint_damaged",
+    "unscored",
+    "probe_failed",
+    "silent",
+    "preempted",
+)
+"""Kinds of events whose numbers are compared.
+
+Others are of every run, or depend on how long something took.
+"""
 
 
 def member(cause: str, **selectors: Any) -> Fault:
@@ -46,7 +64,9 @@ def once(at: str, cause: str, **selectors: Any) -> Fault:
 
 
 def less(excluded: str) -> dict[str, int]:
-    """The ledger of three steps, for one of which a group was played in place of a member that was left out."""
+    """The ledger of three steps, for one of which a group was played in place of a member that was
+    left out.
+    """
     return {"trained": 24, excluded: 1, "surplus[cut]": 3, "surplus[left_over]": 4}
 
 
@@ -57,7 +77,9 @@ def group_less(excluded: str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Case:
-    """``tries``: the highest number of an attempt; ``why``: a part of the error's text; ``step``: the last one trained."""
+    """``tries``: the highest number of an attempt; ``why``: a part of the error's text; ``step``:
+    the last one trained.
+    """
 
     name: str
     faults: tuple[Fault, ...]
@@ -72,17 +94,34 @@ class Case:
 
 
 def case(
-    name: str, *faults: Fault, code: int = 0, counts: Mapping[str, int] = {"trained": 24}, events: Mapping[str, int] = {},
-    quarantined: tuple[str, ...] = (), tries: int = 0, why: str = "", step: int | None = None, **changes: Any,
-) -> Case:  # fmt: skip
-    """By default a run ends well after three steps of two groups of four. ``counts`` are of final states."""
+    name: str,
+    *faults: Fault,
+    code: int = 0,
+    counts: Mapping[str, int] = {"trained": 24},
+    events: Mapping[str, int] = {},
+    quarantined: tuple[str, ...] = (),
+    tries: int = 0,
+    why: str = "",
+    step: int | None = None,
+    **changes: Any,
+) -> Case:
+    """By default a run ends well after three steps of two groups of four.
+
+    ``counts`` are of final states.
+    """
     return Case(name, faults, code, counts, events, quarantined, tries, why, step, changes)
 
 
 CASES = [
-    # an episode of a group -------------------------------------------------------------------------------------------
+    # an episode of a group
+    # -------------------------------------------------------------------------------------------
     case("nothing fails"),
-    case("one episode, once: environment raised", member("environment raised", times=1), events={"episode_failed": 1}, tries=1),
+    case(
+        "one episode, once: environment raised",
+        member("environment raised", times=1),
+        events={"episode_failed": 1},
+        tries=1,
+    ),
     case(
         "one episode, always: environment raised",
         member("environment raised"),
@@ -90,7 +129,12 @@ CASES = [
         events={"episode_failed": 3, "unscored": 1},
         tries=2,
     ),
-    case("one episode, once: environment bug", member("environment bug", times=1), events={"episode_failed": 1}, tries=1),
+    case(
+        "one episode, once: environment bug",
+        member("environment bug", times=1),
+        events={"episode_failed": 1},
+        tries=1,
+    ),
     case(
         "one episode, always: environment bug",
         member("environment bug"),
@@ -126,7 +170,12 @@ CASES = [
         quarantined=BAD,
         tries=2,
     ),
-    case("one episode, once: bad data", member("bad data", times=1), events={"episode_failed": 1}, tries=1),
+    case(
+        "one episode, once: bad data",
+        member("bad data", times=1),
+        events={"episode_failed": 1},
+        tries=1,
+    ),
     case(
         "one episode, always: bad data",
         member("bad data"),
@@ -141,7 +190,12 @@ CASES = [
         counts=less("excluded[over_long_prompt]"),
         events={"unscored": 1},
     ),
-    case("one episode, once: network", member("network", times=1), events={"episode_failed": 1}, tries=1),
+    case(
+        "one episode, once: network",
+        member("network", times=1),
+        events={"episode_failed": 1},
+        tries=1,
+    ),
     case("one episode, once: bug", member("bug", times=1), events={"episode_failed": 1}, tries=1),
     case(
         "one episode, always: bug",
@@ -150,22 +204,53 @@ CASES = [
         events={"episode_failed": 3, "unscored": 1},
         tries=2,
     ),
-    case("one episode, once: unavailable", member("unavailable", times=1), events={"episode_failed": 1}, tries=1),
+    case(
+        "one episode, once: unavailable",
+        member("unavailable", times=1),
+        events={"episode_failed": 1},
+        tries=1,
+    ),
     case("one episode ends its actor, once: died", member("died", times=1), events=SHARED, tries=1),
-    case("one episode ends its actor, once: out of memory", member("out of memory", times=1), events=SHARED, tries=1),
-    case("one episode ends its actor, once: crashed", member("crashed", times=1), events=SHARED, tries=1),
-    case("one episode ends its actor, once: silent", member("silent", times=1), events=SHARED, tries=1),
+    case(
+        "one episode ends its actor, once: out of memory",
+        member("out of memory", times=1),
+        events=SHARED,
+        tries=1,
+    ),
+    case(
+        "one episode ends its actor, once: crashed",
+        member("crashed", times=1),
+        events=SHARED,
+        tries=1,
+    ),
+    case(
+        "one episode ends its actor, once: silent",
+        member("silent", times=1),
+        events=SHARED,
+        tries=1,
+    ),
     case(
         "one episode ends its actor, always: died",
         member("died"),
         counts=less("excluded[environment_failure]"),
-        events={"episode_failed": 7, "worker_lost": 4, "worker_replaced": 4, "node_avoided": 1, "unscored": 1},
+        events={
+            "episode_failed": 7,
+            "worker_lost": 4,
+            "worker_replaced": 4,
+            "node_avoided": 1,
+            "unscored": 1,
+        },
         tries=3,
     ),
     case(
         "one episode ends its actor, always: silent",
         member("silent"),
-        counts={"trained": 24, "excluded[environment_failure]": 3, "excluded[min_group]": 1, "surplus[left_over]": 8},
+        counts={
+            "trained": 24,
+            "excluded[environment_failure]": 3,
+            "excluded[min_group]": 1,
+            "surplus[left_over]": 8,
+        },
         events={"episode_failed": 6, "worker_lost": 3, "worker_replaced": 3, "unscored": 1},
         quarantined=BAD,
         tries=2,
@@ -185,8 +270,19 @@ CASES = [
         tries=1,
         environment__attempts=2,
     ),
-    case("the third attempt goes well", member("environment raised", attempts=(0, 1)), events={"episode_failed": 2}, tries=2),
-    case("a shared death charges nobody", member("died", times=1), events=SHARED, tries=1, environment__attempts=1),
+    case(
+        "the third attempt goes well",
+        member("environment raised", attempts=(0, 1)),
+        events={"episode_failed": 2},
+        tries=2,
+    ),
+    case(
+        "a shared death charges nobody",
+        member("died", times=1),
+        events=SHARED,
+        tries=1,
+        environment__attempts=1,
+    ),
     case(
         "a death that nobody shared is charged",
         member("died", times=1),
@@ -195,8 +291,15 @@ CASES = [
         environment__attempts=1,
         environment__episodes_per_call=1,
     ),
-    case("each episode in a call of its own", member("died", times=1), events=SHARED, tries=1, environment__episodes_per_call=1),
-    # a task, or an actor, that fails always --------------------------------------------------------------------------
+    case(
+        "each episode in a call of its own",
+        member("died", times=1),
+        events=SHARED,
+        tries=1,
+        environment__episodes_per_call=1,
+    ),
+    # a task, or an actor, that fails always
+    # --------------------------------------------------------------------------
     case(
         "a task whose every episode fails: environment raised",
         Fault("episode", "environment raised", tasks=BAD),
@@ -252,8 +355,19 @@ CASES = [
     case(
         "a task whose every episode fails: died",
         Fault("episode", "died", tasks=BAD),
-        counts={"trained": 112, "excluded[environment_failure]": 15, "excluded[min_group]": 1, "surplus[left_over]": 52},
-        events={"episode_failed": 68, "worker_lost": 26, "worker_replaced": 26, "node_avoided": 1, "unscored": 1},
+        counts={
+            "trained": 112,
+            "excluded[environment_failure]": 15,
+            "excluded[min_group]": 1,
+            "surplus[left_over]": 52,
+        },
+        events={
+            "episode_failed": 68,
+            "worker_lost": 26,
+            "worker_replaced": 26,
+            "node_avoided": 1,
+            "unscored": 1,
+        },
         tries=3,
         steps=14,
     ),
@@ -334,20 +448,42 @@ CASES = [
         code=1,
         counts={"trained": 8, "excluded[bad_data]": 32},
         events={"episode_failed": 32, "unscored": 1},
-        quarantined=("train-2", "train-3", "train-4", "train-5", "train-6", "train-7", "train-8", "train-9"),
+        quarantined=(
+            "train-2",
+            "train-3",
+            "train-4",
+            "train-5",
+            "train-6",
+            "train-7",
+            "train-8",
+            "train-9",
+        ),
         tries=1,
         why="0 of 8 trajectories survived 4 generation batches, fewer than mi",
         step=1,
     ),
-    # a call of an environment actor ----------------------------------------------------------------------------------
+    # a call of an environment actor
+    # ----------------------------------------------------------------------------------
     case("a call of a group: died", once("play", "died"), events=SHARED, tries=1),
     case("a call of a group: unavailable", once("play", "unavailable"), events=SHARED, tries=1),
     case("a call of a group: out of memory", once("play", "out of memory"), events=SHARED, tries=1),
-    case("a call of a group: object store full", once("play", "object store full"), events=SHARED, tries=1),
+    case(
+        "a call of a group: object store full",
+        once("play", "object store full"),
+        events=SHARED,
+        tries=1,
+    ),
     case("a call of a group: cancelled", once("play", "cancelled"), events=SHARED, tries=1),
     case("a call of a group: silent", once("play", "silent"), events=SHARED, tries=1),
     case("a call of a group: spent", once("play", "spent"), events=SHARED, tries=1),
-    case("a call of a group: bug", once("play", "bug"), code=1, counts={"trained": 8}, why="KeyError: 'turn'", step=1),
+    case(
+        "a call of a group: bug",
+        once("play", "bug"),
+        code=1,
+        counts={"trained": 8},
+        why="KeyError: 'turn'",
+        step=1,
+    ),
     case(
         "a call of a group: own node is going",
         once("play", "own node is going"),
@@ -364,13 +500,20 @@ CASES = [
         why="ActorPlacementGroupRemoved: The placement group corresponding to",
         step=1,
     ),
-    # replacements ----------------------------------------------------------------------------------------------------
+    # replacements
+    # ----------------------------------------------------------------------------------------------------
     case(
         "environments die for ever",
         Fault("episode", "died"),
         code=69,
         counts={},
-        events={"episode_failed": 6, "worker_lost": 6, "worker_replaced": 4, "node_avoided": 1, "probe_failed": 2},
+        events={
+            "episode_failed": 6,
+            "worker_lost": 6,
+            "worker_replaced": 4,
+            "node_avoided": 1,
+            "probe_failed": 2,
+        },
         tries=2,
         why="the environment role had fewer than 1 of 2 actors in service, an",
         step=0,
@@ -394,7 +537,12 @@ CASES = [
         "the replacement fails once",
         once("play", "died"),
         once("health", "died", role="environment"),
-        events={"episode_failed": 8, "worker_lost": 1, "worker_replaced": 1, "replacement_failed": 1},
+        events={
+            "episode_failed": 8,
+            "worker_lost": 1,
+            "worker_replaced": 1,
+            "replacement_failed": 1,
+        },
         tries=1,
         environment__actors=1,
     ),
@@ -440,12 +588,15 @@ CASES = [
         recovery__replacements=0,
         recovery__start_timeout=60,
     ),
-    # engines ---------------------------------------------------------------------------------------------------------
+    # engines
+    # ---------------------------------------------------------------------------------------------------------
     case("a request: died", once("generate", "died"), events=REPLACED),
     case("a request: silent", once("generate", "silent"), events=REPLACED),
     case("a request: unavailable", once("generate", "unavailable"), events=REPLACED),
     case("a request: object lost", once("generate", "object lost"), events=REPLACED),
-    case("a request: bad data", once("generate", "bad data"), events={"episode_failed": 1}, tries=1),
+    case(
+        "a request: bad data", once("generate", "bad data"), events={"episode_failed": 1}, tries=1
+    ),
     case("a request: network", once("generate", "network"), events={"episode_failed": 1}, tries=1),
     case(
         "a request: over long prompt",
@@ -465,7 +616,12 @@ CASES = [
         recovery__replacements=2,
         recovery__start_timeout=60,
     ),
-    case("an idle engine died", once("health", "died", role="rollout"), events=REPLACED, recovery__health_every=1.0),
+    case(
+        "an idle engine died",
+        once("health", "died", role="rollout"),
+        events=REPLACED,
+        recovery__health_every=1.0,
+    ),
     case(
         "an idle engine is silent",
         once("health", "silent", role="rollout"),
@@ -482,7 +638,8 @@ CASES = [
         step=1,
         recovery__health_every=1.0,
     ),
-    # rewards ---------------------------------------------------------------------------------------------------------
+    # rewards
+    # ---------------------------------------------------------------------------------------------------------
     case("a call of a reward: died", once("score", "died"), events=REPLACED),
     case("a call of a reward: unavailable", once("score", "unavailable"), events=REPLACED),
     case("a call of a reward: silent", once("score", "silent"), events=REPLACED),
@@ -504,7 +661,14 @@ CASES = [
         why="reward.source: no such column",
         step=1,
     ),
-    case("a call of a reward: bug", once("score", "bug"), code=1, counts={"trained": 8}, why="KeyError: 'turn'", step=1),
+    case(
+        "a call of a reward: bug",
+        once("score", "bug"),
+        code=1,
+        counts={"trained": 8},
+        why="KeyError: 'turn'",
+        step=1,
+    ),
     case(
         "one trajectory, once: unscored reward_unavailable",
         Fault("score", "unscored reward_unavailable", tasks=BAD, samples=ONE, times=1),
@@ -581,7 +745,8 @@ CASES = [
         why="0 of 8 trajectories survived 4 generation batches, fewer than mi",
         step=0,
     ),
-    # the reference ---------------------------------------------------------------------------------------------------
+    # the reference
+    # ---------------------------------------------------------------------------------------------------
     case(
         "a call of the reference: died",
         once("annotate", "died"),
@@ -629,11 +794,17 @@ CASES = [
         reference__kind="actor",
         policy__loss={"kl_coef": 0.1},
     ),
-    # the policy's ranks ----------------------------------------------------------------------------------------------
+    # the policy's ranks
+    # ----------------------------------------------------------------------------------------------
     case("train of a rank: died", once("train", "died", role="policy"), events=REBUILT),
     case("train of a rank: silent", once("train", "silent", role="policy"), events=REBUILT),
     case(
-        "train of a rank: bug", once("train", "bug", role="policy"), code=1, counts={"trained": 8}, why="KeyError: 'turn'", step=1
+        "train of a rank: bug",
+        once("train", "bug", role="policy"),
+        code=1,
+        counts={"trained": 8},
+        why="KeyError: 'turn'",
+        step=1,
     ),
     case("export of a rank: died", once("export", "died", role="policy"), events=REBUILT),
     case("fetch of a rank: died", once("fetch", "died", role="policy"), events=REBUILT),
@@ -646,7 +817,14 @@ CASES = [
         why="a checkpoint was not written within 100 s (policy.step_timeout)",
         step=1,
     ),
-    case("save of a rank: bug", once("save", "bug", role="policy"), code=1, counts={"trained": 8}, why="KeyError: 'turn'", step=1),
+    case(
+        "save of a rank: bug",
+        once("save", "bug", role="policy"),
+        code=1,
+        counts={"trained": 8},
+        why="KeyError: 'turn'",
+        step=1,
+    ),
     case("join of a rank: died", Fault("join", "died", role="policy", times=1), events=REBUILT),
     case("train of a rank: unavailable", once("train", "unavailable")),
     case("train of a rank: out of memory", once("train", "out of memory"), events=REBUILT),
@@ -668,7 +846,12 @@ CASES = [
         step=1,
     ),
     case(
-        "train of a rank: diverged", once("train", "diverged"), code=1, counts={"trained": 8}, why="the loss is not finite", step=1
+        "train of a rank: diverged",
+        once("train", "diverged"),
+        code=1,
+        counts={"trained": 8},
+        why="the loss is not finite",
+        step=1,
     ),
     case(
         "train of a rank: own node is going",
@@ -679,7 +862,12 @@ CASES = [
         step=1,
     ),
     case("train of a rank: object lost", once("train", "object lost"), events=REBUILT),
-    case("train of one of two ranks: collective", once("train", "collective", slots=(1,)), events=REBUILT, policy__ranks=2),
+    case(
+        "train of one of two ranks: collective",
+        once("train", "collective", slots=(1,)),
+        events=REBUILT,
+        policy__ranks=2,
+    ),
     case(
         "a rank dies for ever",
         Fault("train", "died", step=1),
@@ -703,7 +891,11 @@ CASES = [
         recovery__start_timeout=60,
     ),
     case("a rank dies in the first step", Fault("train", "died", times=1), events=REBUILT),
-    case("a rank dies in the check of its log-probs", Fault("compare", "died", times=1), events=REBUILT),
+    case(
+        "a rank dies in the check of its log-probs",
+        Fault("compare", "died", times=1),
+        events=REBUILT,
+    ),
     case(
         "a rank dies while groups are played",
         once("train", "died"),
@@ -711,12 +903,27 @@ CASES = [
         events=REBUILT,
         algorithm__staleness={"max_staleness": 1},
     ),
-    case("a rank dies long after a checkpoint", Fault("train", "died", step=2, times=1), events=REBUILT, checkpoint__every=10),
-    # weights ---------------------------------------------------------------------------------------------------------
-    case("load of an engine: died", once("load", "died", role="rollout"), events=REPLACED),
-    case("load of an engine: silent", once("load", "silent", role="rollout"), events={"weights_lost": 1}),
     case(
-        "load of an engine: bug", once("load", "bug", role="rollout"), code=1, counts={"trained": 8}, why="KeyError: 'turn'", step=1
+        "a rank dies long after a checkpoint",
+        Fault("train", "died", step=2, times=1),
+        events=REBUILT,
+        checkpoint__every=10,
+    ),
+    # weights
+    # ---------------------------------------------------------------------------------------------------------
+    case("load of an engine: died", once("load", "died", role="rollout"), events=REPLACED),
+    case(
+        "load of an engine: silent",
+        once("load", "silent", role="rollout"),
+        events={"weights_lost": 1},
+    ),
+    case(
+        "load of an engine: bug",
+        once("load", "bug", role="rollout"),
+        code=1,
+        counts={"trained": 8},
+        why="KeyError: 'turn'",
+        step=1,
     ),
     case(
         "load of an engine: weights changed on the way",
@@ -726,14 +933,19 @@ CASES = [
         why="layer.0: another checksum",
         step=1,
     ),
-    case("load of an engine: object lost", once("load", "object lost", role="rollout"), events=REBUILT),
+    case(
+        "load of an engine: object lost",
+        once("load", "object lost", role="rollout"),
+        events=REBUILT,
+    ),
     case(
         "the weights for a new engine are lost",
         once("generate", "died"),
         Fault("load", "object lost", role="rollout", serials=(3,), times=1),
         events={"worker_lost": 1, "worker_replaced": 1, "weights_lost": 1},
     ),
-    # checkpoints -----------------------------------------------------------------------------------------------------
+    # checkpoints
+    # -----------------------------------------------------------------------------------------------------
     case(
         "no room for a checkpoint, 1 times",
         once("save", "no room for a checkpoint"),
@@ -773,7 +985,12 @@ CASES = [
         why="the storage is away",
         step=1,
     ),
-    case("a rank dies while it saves beside training", once("finish_save", "died"), events=REBUILT, checkpoint__asynchronous=True),
+    case(
+        "a rank dies while it saves beside training",
+        once("finish_save", "died"),
+        events=REBUILT,
+        checkpoint__asynchronous=True,
+    ),
     case(
         "the newest checkpoint is damaged",
         Fault("train", "died", step=2, times=1),
@@ -790,7 +1007,8 @@ CASES = [
         why="cannot be restored: trainer/rank-0: its text is not the one that",
         step=2,
     ),
-    # nodes -----------------------------------------------------------------------------------------------------------
+    # nodes
+    # -----------------------------------------------------------------------------------------------------------
     case(
         "a node with half of the actors",
         once("play", "node lost", nodes=("b",)),
@@ -822,7 +1040,13 @@ CASES = [
     case(
         "a node with payloads and the policy",
         once("fetch", "node lost"),
-        events={"worker_replaced": 3, "node_lost": 1, "policy_lost": 1, "policy_rebuilt": 1, "weights_lost": 1},
+        events={
+            "worker_replaced": 3,
+            "node_lost": 1,
+            "policy_lost": 1,
+            "policy_rebuilt": 1,
+            "weights_lost": 1,
+        },
         nodes=N3,
         homes=BESIDE,
     ),
@@ -836,8 +1060,16 @@ CASES = [
     case(
         "the node of all",
         once("score", "node lost"),
-        events={"worker_lost": 2, "worker_replaced": 6, "node_lost": 1, "policy_lost": 1, "policy_rebuilt": 1, "weights_lost": 2},
-        recovery__health_every=30.0,  # no check of idle actors comes before the head knows of the node
+        events={
+            "worker_lost": 2,
+            "worker_replaced": 6,
+            "node_lost": 1,
+            "policy_lost": 1,
+            "policy_rebuilt": 1,
+            "weights_lost": 2,
+        },
+        # no check of idle actors comes before the head knows of the node
+        recovery__health_every=30.0,
     ),
     case(
         "a node is avoided",
@@ -849,7 +1081,8 @@ CASES = [
         nodes=N3,
         homes=SPREAD,
     ),
-    # stops -----------------------------------------------------------------------------------------------------------
+    # stops
+    # -----------------------------------------------------------------------------------------------------------
     case(
         "a stop while groups are played",
         once("episode", "stop"),
@@ -930,7 +1163,8 @@ CASES = [
         step=1,
         algorithm__staleness={"max_staleness": 1},
     ),
-    # stalls and starts -----------------------------------------------------------------------------------------------
+    # stalls and starts
+    # -----------------------------------------------------------------------------------------------
     case(
         "nothing moves",
         once("train", "silent"),
@@ -957,7 +1191,11 @@ CASES = [
         why="start of rollout 0 did not answer within 300 s",
         step=0,
     ),
-    case("an engine dies once at its start", Fault("health", "died", role="rollout", times=1), events={"replacement_failed": 1}),
+    case(
+        "an engine dies once at its start",
+        Fault("health", "died", role="rollout", times=1),
+        events={"replacement_failed": 1},
+    ),
     case(
         "an engine dies at each start",
         Fault("health", "died", role="rollout", times=3),
@@ -981,11 +1219,17 @@ def played(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_failure_has_one_outcome(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_has_one_outcome(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ended = played(case, tmp_path, monkeypatch)
     assert ended.code == case.code, ended.why
     assert case.why in ended.why
-    final = {name: n for name, n in ended.counts.items() if name not in ("issued", "in_flight", "ready", "attempts", "replayed")}
+    final = {
+        name: n
+        for name, n in ended.counts.items()
+        if name not in ("issued", "in_flight", "ready", "attempts", "replayed")
+    }
     assert final == case.counts
     assert {kind: ended.kinds[kind] for kind in COMPARED if ended.kinds[kind]} == case.events
     assert ended.quarantined == set(case.quarantined)
@@ -993,18 +1237,28 @@ def test_a_failure_has_one_outcome(case: Case, tmp_path: Path, monkeypatch: pyte
     assert case.step in (None, ended.step)
     # Of every run, however it ends:
     live = ended.counts.get("in_flight", 0) + ended.counts.get("ready", 0)
-    assert ended.counts.get("issued", 0) == sum(final.values()) + live, "each trajectory is counted once"
+    assert ended.counts.get("issued", 0) == sum(final.values()) + live, (
+        "each trajectory is counted once"
+    )
     assert ended.unearned == set(), "no infrastructure failure is a reward"
     assert ended.kinds[{0: "finished", 75: "preempted"}.get(ended.code, "failed")] == 1
     if ended.code == 75:
-        assert f"from step {ended.step} (step_{ended.step:06d})" in ended.why, "75: this very step is on disk"
+        assert f"from step {ended.step} (step_{ended.step:06d})" in ended.why, (
+            "75: this very step is on disk"
+        )
 
 
-RESUMED = [case for case in CASES if case.code in (69, 75) and case.name not in ("every checkpoint is damaged",)]
+RESUMED = [
+    case
+    for case in CASES
+    if case.code in (69, 75) and case.name not in ("every checkpoint is damaged",)
+]
 
 
 @pytest.mark.parametrize("case", RESUMED, ids=lambda case: case.name)
-def test_a_run_that_may_go_on_does_so_at_the_next_start(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_may_go_on_does_so_at_the_next_start(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """69 and 75: what made it end is gone."""
     first = played(case, tmp_path, monkeypatch)
     assert first.code == case.code
@@ -1015,23 +1269,34 @@ def test_a_run_that_may_go_on_does_so_at_the_next_start(case: Case, tmp_path: Pa
     assert again.counts["trained"] == 8 * again.step
 
 
-@pytest.mark.parametrize("cause", ["environment raised", "environment hung", "bad data", "network", "bug"])
-def test_an_episode_is_played_again_elsewhere(cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "cause", ["environment raised", "environment hung", "bad data", "network", "bug"]
+)
+def test_an_episode_is_played_again_elsewhere(
+    cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ended = simulate(tmp_path, monkeypatch, [member(cause, times=1)])
     first, second = (one for one in ended.episodes if (one.task, one.sample) == (BAD[0], ONE[0]))
     assert (first.attempt, second.attempt) == (0, 1)
     assert first.environment != second.environment
 
 
-def test_an_episode_that_ends_its_actor_takes_the_others_along_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_episode_that_ends_its_actor_takes_the_others_along_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After the call that they shared each plays in a call of its own."""
     ended = simulate(tmp_path, monkeypatch, [member("died")])
     assert {len(samples) for _, samples in ended.calls} == {1, 4}
-    tries = {sample: max(e.attempt for e in ended.episodes if (e.task, e.sample) == (BAD[0], sample)) for sample in range(4)}
+    tries = {
+        sample: max(e.attempt for e in ended.episodes if (e.task, e.sample) == (BAD[0], sample))
+        for sample in range(4)
+    }
     assert tries == {0: 1, 1: 3, 2: 1, 3: 1}
 
 
-def test_a_request_is_sent_again_to_another_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_is_sent_again_to_another_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The episode goes on: nothing of it is played again."""
     ended = simulate(tmp_path, monkeypatch, [once("generate", "died")])
     assert {episode.attempt for episode in ended.episodes} == {0}
@@ -1040,13 +1305,19 @@ def test_a_request_is_sent_again_to_another_engine(tmp_path: Path, monkeypatch: 
     assert "a request of episode" in lost["why"]
 
 
-def test_a_stall_is_reported_before_it_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stall_is_reported_before_it_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ended = played(BY_NAME["nothing moves"], tmp_path, monkeypatch)
-    assert [event["awaited"].partition(" for ")[0] for event in ended.named("stalled")] == ["train of policy rank 0"] * 2
+    assert [event["awaited"].partition(" for ")[0] for event in ended.named("stalled")] == [
+        "train of policy rank 0"
+    ] * 2
     assert ended.code == 69
 
 
-def test_a_lost_node_is_named_with_what_was_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_node_is_named_with_what_was_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ended = played(BY_NAME["a node costs one unit"], tmp_path, monkeypatch)
     [lost] = ended.named("node_lost")
     assert lost["roles"] == {"rollout": 1, "environment": 1, "reward": 1}
@@ -1058,4 +1329,6 @@ def test_what_a_failed_run_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ended = played(BY_NAME["train of a rank: bug"], tmp_path, monkeypatch)
     [failed] = ended.named("failed")
     assert "KeyError" in failed["traceback"]
-    assert failed["saved"].endswith("step 1 is saved; run again to continue from step 1 (step_000001)")
+    assert failed["saved"].endswith(
+        "step 1 is saved; run again to continue from step 1 (step_000001)"
+    )

@@ -1,4 +1,5 @@
-"""What every weight transport owes, with real actors: each engine gets each version bit for bit, or the fault has a name.
+"""What every weight transport owes, with real actors: each engine gets each version bit for bit, or
+the fault has a name.
 
 Also for a transport of your own: add it to ``TRANSPORTS`` (docs/bring_your_own/transport.md).
 """
@@ -31,7 +32,9 @@ TRANSPORTS: dict[str, dict[str, Any]] = {
     "collective": {"kind": "collective"},
     "page": {"use": "shared_folder.py:SharedFolder"},
 }
-"""What stands in the configuration under ``weight_sync.transport``; ``page`` is that of docs/bring_your_own/transport.md."""
+"""What stands in the configuration under ``weight_sync.transport``; ``page`` is that of
+docs/bring_your_own/transport.md.
+"""
 
 
 @pytest.fixture(params=list(TRANSPORTS))
@@ -41,14 +44,24 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def _cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        object_store_memory=100 * 2**20,
+        log_to_driver=False,
+    )
     yield
     ray.shutdown()
 
 
 def chosen(kind: str, folder: Path) -> dict[str, Any]:
     if kind == "page":
-        return {"use": f"{write_snippets('bring_your_own/transport.md', folder)}/{TRANSPORTS[kind]['use']}"}
+        return {
+            "use": (
+                f"{write_snippets('bring_your_own/transport.md', folder)}/{TRANSPORTS[kind]['use']}"
+            )
+        }
     return TRANSPORTS[kind]
 
 
@@ -57,7 +70,9 @@ def stage(kind: str, folder: Path) -> Stage:
 
 
 @pytest.mark.usefixtures("_cluster")
-def test_every_engine_has_every_version_and_one_that_comes_later_the_current_one(kind: str, tmp_path: Path) -> None:
+def test_every_engine_has_every_version_and_one_that_comes_later_the_current_one(
+    kind: str, tmp_path: Path
+) -> None:
     """An engine that dies while it takes a version does not keep the others from it."""
     on = stage(kind, tmp_path)
 
@@ -78,13 +93,18 @@ def test_every_engine_has_every_version_and_one_that_comes_later_the_current_one
 
 
 @pytest.mark.usefixtures("_cluster")
-def test_bytes_that_are_not_the_manifest_s_are_named_and_no_engine_loads_them(kind: str, tmp_path: Path) -> None:
+def test_bytes_that_are_not_the_manifest_s_are_named_and_no_engine_loads_them(
+    kind: str, tmp_path: Path
+) -> None:
     on = stage(kind, tmp_path)
 
     async def play() -> None:
         await on.sync_weights(1)
         await on.policy.ranks[0].lie.remote("layer.3")
-        with pytest.raises(WeightSyncError, match=r"version 0\.2: 1 tensors did not arrive as sent: layer\.3: corrupt"):
+        with pytest.raises(
+            WeightSyncError,
+            match=r"version 0\.2: 1 tensors did not arrive as sent: layer\.3: corrupt",
+        ):
             await on.sync_weights(2)
         assert await on.seen() == [[1], [1]]
         assert not on.named("broadcast_failed"), "another way would bring the same"
@@ -135,15 +155,33 @@ def test_the_page_s_configuration_is_valid(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"kind": "objct_store"}, r"weight_sync\.transport\.kind: got 'objct_store', expected one of object_store, .*did you mean"),
+        (
+            {"kind": "objct_store"},
+            (
+                r"weight_sync\.transport\.kind: got 'objct_store', expected one of object_store,"
+                r" .*did you mean"
+            ),
+        ),
         ({"kind": "collective", "bakkend": 1}, r"weight_sync\.transport\.bakkend: unknown key"),
-        ({"use": "pathlib:Path"}, r"weight_sync\.transport: use: 'pathlib:Path' has no nested Settings class"),
-        ({"use": "rayloop.envs.single_turn:SingleTurn"}, "has no method sender and no receiver and no deliver"),
-        ({"use": "x:y", "wit": {}}, r"weight_sync\.transport\.wit: unknown key; did you mean `with`"),
+        (
+            {"use": "pathlib:Path"},
+            r"weight_sync\.transport: use: 'pathlib:Path' has no nested Settings class",
+        ),
+        (
+            {"use": "rayloop.envs.single_turn:SingleTurn"},
+            "has no method sender and no receiver and no deliver",
+        ),
+        (
+            {"use": "x:y", "wit": {}},
+            r"weight_sync\.transport\.wit: unknown key; did you mean `with`",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_choice_is_named(wrong: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(settings(tmp_path, tmp_path, weight_sync={"transport": wrong})), encoding="utf-8")
+    path.write_text(
+        yaml.safe_dump(settings(tmp_path, tmp_path, weight_sync={"transport": wrong})),
+        encoding="utf-8",
+    )
     with pytest.raises(ConfigError, match=message):
         read(path, [])

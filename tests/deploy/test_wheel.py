@@ -1,4 +1,6 @@
-"""What an installed wheel promises, away from any checkout: its files, every command, the Slurm scripts, a shipped recipe."""
+"""What an installed wheel promises, away from any checkout: its files, every command, the Slurm
+scripts, a shipped recipe.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ def tracked() -> list[str]:
 
 
 def copy_checkout(target: Path, links: bool) -> Path:
-    """A copy of the tracked files. Without ``links`` each link is a text file, as zipfile and Git for Windows leave it."""
+    """A copy of the tracked files.
+
+    Without ``links`` each link is a text file, as zipfile and Git for Windows leave it.
+    """
     for name in tracked():
         copied = target / name
         copied.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +48,17 @@ def copy_checkout(target: Path, links: bool) -> Path:
 
 def build(source: Path, out: Path) -> Path:
     """The wheel of ``source``, in the folder ``out``."""
-    command = [*PIP, "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(out), str(source)]
+    command = [
+        *PIP,
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "-w",
+        str(out),
+        str(source),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (made,) = out.glob("rayloop-*.whl")
@@ -67,16 +82,34 @@ def without_links(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel installed, and nothing else."""
     folder = tmp_path_factory.mktemp("installed")
-    install = [*PIP, "install", "-q", "--no-deps", "--no-index", "--target", str(folder), str(wheel)]
+    install = [
+        *PIP,
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(folder),
+        str(wheel),
+    ]
     done = subprocess.run(install, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 
 def run(installed: Path, at: Path, *command: str | Path) -> str:
-    """What a command prints, run in the folder ``at`` with the installed wheel before everything else."""
+    """What a command prints, run in the folder ``at`` with the installed wheel before everything
+    else.
+    """
     environment = {**os.environ, "PYTHONPATH": str(installed)}
-    done = subprocess.run(list(map(str, command)), cwd=at, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=at,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -85,16 +118,25 @@ def test_a_wheel_has_one_package_with_all_files_and_nothing_else(wheel: Path) ->
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"rayloop"}
     beside = {f"rayloop/{name}" for name in tracked() if name.split("/")[0] in FOLDERS}
-    inside = {name for name in tracked() if name.startswith("rayloop/") and not (ROOT / name).is_dir()}
+    inside = {
+        name for name in tracked() if name.startswith("rayloop/") and not (ROOT / name).is_dir()
+    }
     assert inside | beside <= set(names)
-    assert not [name for name in names if name.startswith("rayloop/benchmarks/")], "measurements stay in the checkout"
+    assert not [name for name in names if name.startswith("rayloop/benchmarks/")], (
+        "measurements stay in the checkout"
+    )
 
 
 def test_a_checkout_without_links_runs_every_command(without_links: Path) -> None:
     """As unpacked, before anything is installed: what a Ray job's package is."""
-    program = "import importlib, sys; [importlib.import_module(f'rayloop.{name}') for name in sys.argv[1:]]"
+    program = (
+        "import importlib, sys; [importlib.import_module(f'rayloop.{name}') for name in"
+        " sys.argv[1:]]"
+    )
     run(without_links, without_links, sys.executable, "-c", program, *sorted(FOLDERS))
-    assert "usage" in run(without_links, without_links, sys.executable, "-m", "rayloop", "judge", "--help")
+    assert "usage" in run(
+        without_links, without_links, sys.executable, "-m", "rayloop", "judge", "--help"
+    )
 
 
 def test_a_checkout_without_links_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
@@ -105,11 +147,16 @@ def test_a_checkout_without_links_builds_the_same_wheel(wheel: Path, tmp_path: P
 def contents(wheel: Path) -> dict[str, bytes]:
     """Bytes by name of all but the list of files, whose order may differ."""
     with zipfile.ZipFile(wheel) as archive:
-        return {name: archive.read(name) for name in archive.namelist() if not name.endswith("/RECORD")}
+        return {
+            name: archive.read(name) for name in archive.namelist() if not name.endswith("/RECORD")
+        }
 
 
 def test_every_command_has_its_help(installed: Path, tmp_path: Path) -> None:
-    assert all(word in run(installed, tmp_path, installed / "bin" / "rayloop", "--help") for word in COMMANDS)
+    assert all(
+        word in run(installed, tmp_path, installed / "bin" / "rayloop", "--help")
+        for word in COMMANDS
+    )
     program = (
         "import contextlib, sys, rayloop\n"
         "from rayloop.cli import main\n"
@@ -125,15 +172,25 @@ def test_every_command_has_its_help(installed: Path, tmp_path: Path) -> None:
 
 def test_slurm_jobs_run_the_scripts_that_were_installed(installed: Path, tmp_path: Path) -> None:
     said = run(installed, tmp_path, sys.executable, "-m", "rayloop", "slurm", "render")
-    scripts = [Path(word) for word in shlex.split(said.replace("$(", " ").replace(")", " ")) if word.endswith(".sbatch")]
+    scripts = [
+        Path(word)
+        for word in shlex.split(said.replace("$(", " ").replace(")", " "))
+        if word.endswith(".sbatch")
+    ]
     assert [script.name for script in scripts] == ["ray_head.sbatch", "ray_worker.sbatch"]
     for script in scripts:
         assert script.is_relative_to(installed)
-        assert script.read_text(encoding="utf-8") == (ROOT / "deploy/slurm" / script.name).read_text(encoding="utf-8")
+        assert script.read_text(encoding="utf-8") == (
+            ROOT / "deploy/slurm" / script.name
+        ).read_text(encoding="utf-8")
 
 
 def test_every_slurm_script_is_in_the_wheel(wheel: Path) -> None:
-    shipped = {path.name for path in (ROOT / "deploy/slurm").iterdir() if path.suffix in (".sbatch", ".yaml")}
+    shipped = {
+        path.name
+        for path in (ROOT / "deploy/slurm").iterdir()
+        if path.suffix in (".sbatch", ".yaml")
+    }
     packed = [Path(name) for name in zipfile.ZipFile(wheel).namelist()]
     assert {path.name for path in packed if path.parent.name == "slurm_scripts"} == shipped
 
@@ -141,6 +198,15 @@ def test_every_slurm_script_is_in_the_wheel(wheel: Path) -> None:
 @pytest.mark.slow
 def test_a_shipped_recipe_can_be_tried(installed: Path) -> None:
     """In the folder of the packages: the recipe's paths are relative."""
-    said = run(installed, installed / "rayloop", sys.executable, "-P", "-m", "rayloop", "try", "recipes/arc_vision/quickstart.yaml")
+    said = run(
+        installed,
+        installed / "rayloop",
+        sys.executable,
+        "-P",
+        "-m",
+        "rayloop",
+        "try",
+        "recipes/arc_vision/quickstart.yaml",
+    )
     assert "what the model sees" in said
     assert "answer 2" in said

@@ -9,7 +9,10 @@ import torch
 
 from rayloop.engines.tiny_vlm import write_tiny_vlm
 
-TEXTS = [f"What is {i} + {3 * i}? The answer is {4 * i}. Click the red button below the dialog." for i in range(200)]
+TEXTS = [
+    f"What is {i} + {3 * i}? The answer is {4 * i}. Click the red button below the dialog."
+    for i in range(200)
+]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -26,4 +29,6 @@ def tiny_vlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text-only Qwen2 folder, untied embeddings."""
-    return write_tiny_vlm(tmp_path_factory.mktemp("text"), TEXTS, vision=False, tied=False, layers=2)
+    return write_tiny_vlm(
+        tmp_path_factory.mktemp("text"), TEXTS, vision=False, tied=False, layers=2
+    )

@@ -25,13 +25,18 @@ STEPS = 3
 
 
 class Damped(OptimizerSettings):
-    """With a larger eps: the first steps of Adam are g / |g|, and some biases have gradients near float32 rounding."""
+    """With a larger eps: the first steps of Adam are g / |g|, and some biases have gradients near
+    float32 rounding.
+    """
 
     eps: ClassVar[float] = 1e-6
 
 
 OPTIMIZERS = {"sgd": Sgd(lr=0.1), "adamw": Damped(lr=1e-3, weight_decay=0.01)}
-LOSSES = {"sgd": PpoLoss(kl_coef=0.05, entropy_coef=0.01), "adamw": PpoLoss(aggregation="seq-mean-token-mean")}
+LOSSES = {
+    "sgd": PpoLoss(kl_coef=0.05, entropy_coef=0.01),
+    "adamw": PpoLoss(aggregation="seq-mean-token-mean"),
+}
 LAYOUTS = {
     "one micro-batch": FsdpSettings(),
     "three micro-batches": FsdpSettings(micro_batch_tokens=35),
@@ -41,7 +46,9 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What ``STEPS`` updates did: ``losses`` and unclipped ``grad_norms`` [STEPS], and the parameters afterwards."""
+    """What ``STEPS`` updates did: ``losses`` and unclipped ``grad_norms`` [STEPS], and the
+    parameters afterwards.
+    """
 
     losses: Tensor
     grad_norms: Tensor
@@ -50,7 +57,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Difference:
-    """Relative differences from world size 1, one micro-batch; ``parameters`` is the largest over tensors (L2)."""
+    """Relative differences from world size 1, one micro-batch; ``parameters`` is the largest over
+    tensors (L2).
+    """
 
     optimizer: str
     layout: str
@@ -81,7 +90,10 @@ def differences() -> list[Difference]:
                     world_size,
                     _relative(outcome.losses, base.losses),
                     _relative(outcome.grad_norms, base.grad_norms),
-                    max(_relative(p, base.parameters[name]) for name, p in outcome.parameters.items()),
+                    max(
+                        _relative(p, base.parameters[name])
+                        for name, p in outcome.parameters.items()
+                    ),
                 )
             )
     return found
@@ -94,20 +106,36 @@ def _outcomes(rank: int, world_size: int, folder: Path) -> dict[tuple[str, str],
     combinations = list(itertools.product(OPTIMIZERS, LAYOUTS))
     return {
         (optimizer, layout): _train(
-            [items[i] for i in share], folder, optimizer, layout, rank, world_size,
+            [items[i] for i in share],
+            folder,
+            optimizer,
+            layout,
+            rank,
+            world_size,
             folder / f"meeting-{index}" if world_size > 1 else None,
         )
         for index, (optimizer, layout) in enumerate(combinations)
-    }  # fmt: skip
+    }
 
 
 def _train(
-    items: list[TrainItem], folder: Path, optimizer: str, layout: str, rank: int, world_size: int, meeting: Path | None
+    items: list[TrainItem],
+    folder: Path,
+    optimizer: str,
+    layout: str,
+    rank: int,
+    world_size: int,
+    meeting: Path | None,
 ) -> Outcome:
     with engine(
-        folder, LAYOUTS[layout], OPTIMIZERS[optimizer], LOSSES[optimizer],
-        rank=rank, world_size=world_size, meeting=meeting,
-    ) as trainer:  # fmt: skip
+        folder,
+        LAYOUTS[layout],
+        OPTIMIZERS[optimizer],
+        LOSSES[optimizer],
+        rank=rank,
+        world_size=world_size,
+        meeting=meeting,
+    ) as trainer:
         reports = [trainer.train([items]) for _ in range(STEPS)]
         return Outcome(
             torch.tensor([report["actor/loss"] for report in reports]),
@@ -121,8 +149,15 @@ def _relative(value: Tensor, base: Tensor) -> float:
 
 
 def table(found: list[Difference]) -> str:
-    header = f"{'optimizer':10} {'layout':20} {'ranks':>5} {'loss':>9} {'grad norm':>9} {'parameters':>10}"
-    rows = [f"{d.optimizer:10} {d.layout:20} {d.world_size:5} {d.loss:9.1e} {d.grad_norm:9.1e} {d.parameters:10.1e}" for d in found]
+    header = (
+        f"{'optimizer':10} {'layout':20} {'ranks':>5} {'loss':>9} {'grad norm':>9}"
+        f" {'parameters':>10}"
+    )
+    rows = [
+        f"{d.optimizer:10} {d.layout:20} {d.world_size:5} {d.loss:9.1e} {d.grad_norm:9.1e}"
+        f" {d.parameters:10.1e}"
+        for d in found
+    ]
     return "\n".join([header, *rows])
 
 

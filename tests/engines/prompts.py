@@ -1,4 +1,6 @@
-"""Building prompts for engine tests: images by content, expanded image tokens, and an engine loaded with a version."""
+"""Building prompts for engine tests: images by content, expanded image tokens, and an engine loaded
+with a version.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,11 @@ def prompt(folder: Path, *parts: str | PromptImage, seed: int = 0) -> TokenPromp
     """Text and images in reading order as one expanded prompt."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = [
-        part if isinstance(part, str) else "<|vision_start|>" + "<|image_pad|>" * part.ref.tokens + "<|vision_end|>"
+        (
+            part
+            if isinstance(part, str)
+            else "<|vision_start|>" + "<|image_pad|>" * part.ref.tokens + "<|vision_end|>"
+        )
         for part in parts
     ]
     images = tuple(part for part in parts if not isinstance(part, str))
@@ -49,19 +55,32 @@ def special(folder: Path, *tokens: str) -> tuple[int, ...]:
 
 
 def vision_tokens(folder: Path) -> tuple[int, ...]:
-    return special(folder, "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
+    return special(
+        folder,
+        "<|vision_start|>",
+        "<|vision_end|>",
+        "<|vision_pad|>",
+        "<|image_pad|>",
+        "<|video_pad|>",
+    )
 
 
-async def engine(folder: Path, version: Version = Version(0, 0), **settings: object) -> TransformersEngine:
+async def engine(
+    folder: Path, version: Version = Version(0, 0), **settings: object
+) -> TransformersEngine:
     """An engine that serves the folder's own weights as ``version``."""
     model = ModelSettings(path=str(folder))
-    served = TransformersEngine(model, TransformersEngineSettings.model_validate({"threads": 1, **settings}), EnginePlace())
+    served = TransformersEngine(
+        model, TransformersEngineSettings.model_validate({"threads": 1, **settings}), EnginePlace()
+    )
     weights = hf_state(load_model(model))
     await served.load(manifest(version, weights), weights)
     return served
 
 
-def hf_greedy(folder: Path, request: TokenPrompt, n: int, banned: tuple[int, ...] = ()) -> list[int]:
+def hf_greedy(
+    folder: Path, request: TokenPrompt, n: int, banned: tuple[int, ...] = ()
+) -> list[int]:
     """transformers' own generate, one prompt at a time."""
     settings = ModelSettings(path=str(folder))
     model = load_model(settings)
@@ -73,17 +92,30 @@ def hf_greedy(folder: Path, request: TokenPrompt, n: int, banned: tuple[int, ...
         inputs["image_grid_thw"] = torch.tensor([i.ref.grid for i in request.images])
         inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
     out = model.generate(
-        **inputs, max_new_tokens=n, min_new_tokens=n, do_sample=False, eos_token_id=None, suppress_tokens=list(banned) or None
+        **inputs,
+        max_new_tokens=n,
+        min_new_tokens=n,
+        do_sample=False,
+        eos_token_id=None,
+        suppress_tokens=list(banned) or None,
     )
     return out[0, ids.shape[1] :].tolist()
 
 
-def full_logprobs(folder: Path, prompt: TokenPrompt, sampled: Sequence[int], sampling: Sampling) -> Tensor:
-    """Log-probs [N] of ``sampled`` from one forward of the whole sequence, by the model's own position ids."""
-    return distributions(folder, prompt, sampled, sampling).gather(1, torch.tensor(sampled)[:, None])[:, 0]
+def full_logprobs(
+    folder: Path, prompt: TokenPrompt, sampled: Sequence[int], sampling: Sampling
+) -> Tensor:
+    """Log-probs [N] of ``sampled`` from one forward of the whole sequence, by the model's own
+    position ids.
+    """
+    return distributions(folder, prompt, sampled, sampling).gather(
+        1, torch.tensor(sampled)[:, None]
+    )[:, 0]
 
 
-def distributions(folder: Path, prompt: TokenPrompt, sampled: Sequence[int], sampling: Sampling) -> Tensor:
+def distributions(
+    folder: Path, prompt: TokenPrompt, sampled: Sequence[int], sampling: Sampling
+) -> Tensor:
     """Log-probs [N, V] at the positions of ``sampled``, before ``top_p`` and ``top_k``."""
     settings = ModelSettings(path=str(folder))
     model = load_model(settings)

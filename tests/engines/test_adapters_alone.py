@@ -1,4 +1,6 @@
-"""Adapters that a weight sync sends alone: their names, their values, the self-test's change, and when they go alone."""
+"""Adapters that a weight sync sends alone: their names, their values, the self-test's change, and
+when they go alone.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from rayloop.core.model_families import FAMILIES, ModelFamily
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import Version
 from rayloop.engines.generation.vllm import _arguments
-from rayloop.engines.settings import EngineChoice, FsdpSettings, LoraSettings, ModelSettings, OptimizerSettings, VllmEngineSettings
+from rayloop.engines.settings import (
+    EngineChoice,
+    FsdpSettings,
+    LoraSettings,
+    ModelSettings,
+    OptimizerSettings,
+    VllmEngineSettings,
+)
 from rayloop.engines.training_settings import ADAPTERS
 from rayloop.grpo.losses.settings import PpoLoss
 from rayloop.run.config import RunConfig
@@ -32,7 +41,9 @@ def synced(config: RunConfig) -> EngineChoice:
 
 
 @pytest.mark.parametrize("fixture", ["tiny_text", "tiny_vlm"])
-def test_the_adapters_and_the_model_they_began_with_are_the_merged_model(fixture: str, request: pytest.FixtureRequest) -> None:
+def test_the_adapters_and_the_model_they_began_with_are_the_merged_model(
+    fixture: str, request: pytest.FixtureRequest
+) -> None:
     with engine(request.getfixturevalue(fixture), FsdpSettings(lora=LORA)) as trainer:
         start = trainer.export(VERSION)
         trainer.perturb(ADAPTERS)
@@ -40,7 +51,11 @@ def test_the_adapters_and_the_model_they_began_with_are_the_merged_model(fixture
     layers = {name.removesuffix(".lora_A.weight") for name in alone if "lora_A" in name}
     assert set(alone) == {f"{layer}.lora_{matrix}.weight" for layer in layers for matrix in "AB"}
     adapted = {f"{layer.removeprefix('base_model.model.')}.weight": layer for layer in layers}
-    assert adapted.keys() == {name for name in start if not torch.equal(start[name], whole[name])} > set()
+    assert (
+        adapted.keys()
+        == {name for name in start if not torch.equal(start[name], whole[name])}
+        > set()
+    )
     for name, layer in adapted.items():
         change = alone[f"{layer}.lora_B.weight"] @ alone[f"{layer}.lora_A.weight"] * 1.5
         torch.testing.assert_close(start[name] + change, whole[name])
@@ -54,13 +69,21 @@ def test_the_self_test_s_change_of_new_adapters_shows_and_is_undone(tiny_text: P
         [moved] = trainer.logprobs(played)
         assert abs(moved - before).mean() > 0.01
         trainer.restore_parameters()
-        assert all(torch.equal(tensor, start[name]) for name, tensor in trainer.export(VERSION, adapters=True).items())
+        assert all(
+            torch.equal(tensor, start[name])
+            for name, tensor in trainer.export(VERSION, adapters=True).items()
+        )
         trainer.train([[TrainItem(played[0], 1.0)]])
-        assert any(not torch.equal(tensor, start[name]) for name, tensor in trainer.export(VERSION, adapters=True).items())
+        assert any(
+            not torch.equal(tensor, start[name])
+            for name, tensor in trainer.export(VERSION, adapters=True).items()
+        )
 
 
 def _alone(rank: int, world_size: int, folder: Path, meeting: Path) -> dict[str, torch.Tensor]:
-    with engine(folder, FsdpSettings(lora=LORA), rank=rank, world_size=world_size, meeting=meeting) as trainer:
+    with engine(
+        folder, FsdpSettings(lora=LORA), rank=rank, world_size=world_size, meeting=meeting
+    ) as trainer:
         return trainer.export(VERSION, adapters=True)
 
 
@@ -69,7 +92,9 @@ def test_the_first_rank_has_whole_adapters(tiny_text: Path, tmp_path: Path) -> N
     with engine(tiny_text, FsdpSettings(lora=LORA)) as trainer:
         expected = trainer.export(VERSION, adapters=True)
     assert second == {}
-    assert {name: tensor.shape for name, tensor in first.items()} == {name: tensor.shape for name, tensor in expected.items()}
+    assert {name: tensor.shape for name, tensor in first.items()} == {
+        name: tensor.shape for name, tensor in expected.items()
+    }
 
 
 @pytest.mark.parametrize("taken", [True, False])
@@ -78,9 +103,15 @@ def test_a_rank_sends_what_the_engines_of_its_family_take(
 ) -> None:
     monkeypatch.setitem(FAMILIES, "qwen2", ModelFamily(adapters=taken))
     made = RankSettings(
-        ModelSettings(path=str(tiny_text)), FsdpSettings(lora=LORA), OptimizerSettings(), PpoLoss(), ObjectStoreTransport(),
-        str(tmp_path), 0, adapters_alone=True,
-    )  # fmt: skip
+        ModelSettings(path=str(tiny_text)),
+        FsdpSettings(lora=LORA),
+        OptimizerSettings(),
+        PpoLoss(),
+        ObjectStoreTransport(),
+        str(tmp_path),
+        0,
+        adapters_alone=True,
+    )
     rank = PolicyRank(made, 0, 1)
     rank.join((tmp_path / "met").as_uri())
     try:
@@ -93,7 +124,12 @@ def test_a_rank_sends_what_the_engines_of_its_family_take(
     assert sorted(groups) == ([ADAPTERS] if taken else ["embedding", "head", "language"])
     whole = load_file(tmp_path / "model" / "model.safetensors")
     assert not any(".lora_" in name for name in whole), "a model folder is always whole"
-    print({"sent": sum(array.nbytes for array in arrays.values()), "whole": sum(t.nbytes for t in whole.values())})
+    print(
+        {
+            "sent": sum(array.nbytes for array in arrays.values()),
+            "whole": sum(t.nbytes for t in whole.values()),
+        }
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,7 +146,10 @@ def test_a_rank_sends_what_the_engines_of_its_family_take(
 def test_adapters_go_alone_where_vllm_computes_with_them(
     lora: Any, trainer: dict[str, Any], extra: dict[str, Any], alone: bool, tmp_path: Path
 ) -> None:
-    changes = {"rollout__engine": {"kind": "vllm", "extra": extra}, "policy__engine": {"lora": lora, **trainer}}
+    changes = {
+        "rollout__engine": {"kind": "vllm", "extra": extra},
+        "policy__engine": {"lora": lora, **trainer},
+    }
     config = RunConfig.model_validate(settings(tmp_path, tmp_path, **changes))
     assert (synced(config).adapters is not None) is alone
     assert config.engine.adapters is None, "an evaluation loads whole models"
@@ -118,5 +157,7 @@ def test_adapters_go_alone_where_vllm_computes_with_them(
     assert isinstance(made, VllmEngineSettings)
     arguments = _arguments(ModelSettings(path="m"), made, {}, made.adapters)
     assert arguments.get("max_lora_rank") == (16 if alone else None)
-    config = RunConfig.model_validate(settings(tmp_path, tmp_path, policy__engine={"lora": {"rank": 4}}))
+    config = RunConfig.model_validate(
+        settings(tmp_path, tmp_path, policy__engine={"lora": {"rank": 4}})
+    )
     assert synced(config).adapters is None, "other engines get the merged model"

@@ -1,4 +1,6 @@
-"""Adapters that vLLM gets alone: its answers and log-probs are those of the merged model, for a small part of the bytes."""
+"""Adapters that vLLM gets alone: its answers and log-probs are those of the merged model, for a
+small part of the bytes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from torch import Tensor
 from rayloop.core.failures import WeightSyncError, WorkerLost
 from rayloop.core.types import Version
 from rayloop.engines.models.saving import save_model
-from rayloop.engines.settings import EnginePlace, FsdpSettings, LoraSettings, ModelSettings, VllmEngineSettings
+from rayloop.engines.settings import (
+    EnginePlace,
+    FsdpSettings,
+    LoraSettings,
+    ModelSettings,
+    VllmEngineSettings,
+)
 from rayloop.engines.training.fsdp import FsdpEngine
 from rayloop.engines.training_settings import ADAPTERS
 from rayloop.transports.manifest import manifest
@@ -54,11 +62,19 @@ def bytes_of(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def test_every_sync_is_followed_at_a_part_of_the_bytes(served: Adapted, trainer: FsdpEngine, tmp_path: Path) -> None:
+def test_every_sync_is_followed_at_a_part_of_the_bytes(
+    served: Adapted, trainer: FsdpEngine, tmp_path: Path
+) -> None:
     """Of new adapters, which change nothing, and of others twice."""
-    requests = [*questions(served.folder)[:6], *(looks(served.folder) if "vlm" in str(served.folder) else [])]
+    requests = [
+        *questions(served.folder)[:6],
+        *(looks(served.folder) if "vlm" in str(served.folder) else []),
+    ]
     for step in range(3):
-        alone, whole = trainer.export(Version(0, step), adapters=True), trainer.export(Version(0, step))
+        alone, whole = (
+            trainer.export(Version(0, step), adapters=True),
+            trainer.export(Version(0, step)),
+        )
         save_model(str(served.folder), tmp_path / str(step), whole)
         served.run(served.load(alone, Version(0, step)))
         done = agree(served, tmp_path / str(step), requests, GREEDY)
@@ -66,7 +82,10 @@ def test_every_sync_is_followed_at_a_part_of_the_bytes(served: Adapted, trainer:
         trainer.restore_parameters()
         trainer._seed += 1
         trainer.perturb(ADAPTERS)
-    print(f"{len(alone)} tensors, {bytes_of(alone)} bytes alone; {len(whole)} tensors, {bytes_of(whole)} bytes merged")
+    print(
+        f"{len(alone)} tensors, {bytes_of(alone)} bytes alone; {len(whole)} tensors,"
+        f" {bytes_of(whole)} bytes merged"
+    )
     assert 5 * bytes_of(alone) < bytes_of(whole)
 
 
@@ -79,7 +98,9 @@ def unknown(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def larger(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: torch.cat([tensor] * 6, dim=int("lora_B" in name)) for name, tensor in tensors.items()}
+    return {
+        name: torch.cat([tensor] * 6, dim=int("lora_B" in name)) for name, tensor in tensors.items()
+    }
 
 
 @pytest.mark.parametrize("damage", [dropped, unknown, larger])

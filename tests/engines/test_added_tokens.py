@@ -15,7 +15,15 @@ from rayloop.engines.tiny_vlm import write_tiny_vlm
 
 
 def test_new_tokens_begin_with_what_others_know(tmp_path: Path) -> None:
-    small = {"hidden": 64, "layers": 1, "heads": 1, "intermediate": 64, "vision_hidden": 64, "vision_depth": 1, "vision_heads": 1}
+    small = {
+        "hidden": 64,
+        "layers": 1,
+        "heads": 1,
+        "intermediate": 64,
+        "vision_hidden": 64,
+        "vision_depth": 1,
+        "vision_heads": 1,
+    }
     model = write_tiny_vlm(tmp_path / "model", ["click here"], extra_tokens=["0.50"], **small)
     out = add_tokens(model, tmp_path / "out", {"(500,": "0.50", "500)": "0.50"})
     before, after = (Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (model, out))

@@ -1,4 +1,6 @@
-"""Weight update by broadcast over gloo: who is invited gets the bytes, and nobody waits long for who does not come."""
+"""Weight update by broadcast over gloo: who is invited gets the bytes, and nobody waits long for
+who does not come.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,17 @@ def tensors(seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     sizes = [(3, 5), (), (7,), (40, 40), (2, 3)]
     return {
-        f"layer.{i}": torch.randn(size, generator=generator).to((torch.float32, torch.bfloat16)[i % 2])
+        f"layer.{i}": (
+            torch.randn(size, generator=generator).to((torch.float32, torch.bfloat16)[i % 2])
+        )
         for i, size in enumerate(sizes)
     }
 
 
 class Hall:
-    """A sender and receivers, each with a thread of its own; ``serial`` is a receiver's number in the pool."""
+    """A sender and receivers, each with a thread of its own; ``serial`` is a receiver's number in
+    the pool.
+    """
 
     def __init__(self) -> None:
         self.sender = BroadcastSender(SETTINGS, "127.0.0.1")
@@ -48,17 +54,24 @@ class Hall:
         self.failures = 0
 
     def sync_weights(
-        self, invited: Sequence[int], present: Sequence[int] | None = None, weights: Iterator[tuple[str, Tensor]] | None = None,
+        self,
+        invited: Sequence[int],
+        present: Sequence[int] | None = None,
+        weights: Iterator[tuple[str, Tensor]] | None = None,
         seed: int = 0,
-    ) -> list[Any]:  # fmt: skip
+    ) -> list[Any]:
         """What the sender (None) and each present receiver (tensors) returned or raised."""
         version = Version(0, seed)
         meeting = self.sender.invite(tuple(invited), self.failures)
         with ThreadPoolExecutor() as threads:
-            sending = threads.submit(self.sender.send, version, weights or tensors(seed).items(), meeting)
+            sending = threads.submit(
+                self.sender.send, version, weights or tensors(seed).items(), meeting
+            )
             receiving = [
                 threads.submit(
-                    self.receivers.setdefault(serial, BroadcastReceiver(SETTINGS)).unpack, Manifest(version, {}), meeting
+                    self.receivers.setdefault(serial, BroadcastReceiver(SETTINGS)).unpack,
+                    Manifest(version, {}),
+                    meeting,
                 )
                 for serial in (invited if present is None else present)
             ]
@@ -66,32 +79,59 @@ class Hall:
 
 
 def differing(received: dict[str, Tensor], seed: int = 0) -> list[str]:
-    """The names of tensors that are not those that were sent; all names, when they are others or in another order."""
+    """The names of tensors that are not those that were sent; all names, when they are others or in
+    another order.
+    """
     sent = tensors(seed)
     if list(received) != list(sent):
         return list(sent)
-    same = {name: received[name].dtype == t.dtype and torch.equal(received[name], t) for name, t in sent.items()}
+    same = {
+        name: received[name].dtype == t.dtype and torch.equal(received[name], t)
+        for name, t in sent.items()
+    }
     return [name for name, is_same in same.items() if not is_same]
 
 
 def test_buckets_hold_every_tensor_once_within_the_limit() -> None:
-    plan = [(len(bucket), tensors) for bucket, tensors in buckets(tensors().items(), 1024, torch.device("cpu"))]
-    assert [list(held) for _, held in plan] == [["layer.0", "layer.1", "layer.2"], ["layer.3"], ["layer.4"]]
+    plan = [
+        (len(bucket), tensors)
+        for bucket, tensors in buckets(tensors().items(), 1024, torch.device("cpu"))
+    ]
+    assert [list(held) for _, held in plan] == [
+        ["layer.0", "layer.1", "layer.2"],
+        ["layer.3"],
+        ["layer.4"],
+    ]
     assert [size for size, _ in plan] == [112, 3200, 32]
-    assert [tensor.storage_offset() * tensor.itemsize for tensor in plan[0][1].values()] == [0, 64, 80]
+    assert [tensor.storage_offset() * tensor.itemsize for tensor in plan[0][1].values()] == [
+        0,
+        64,
+        80,
+    ]
     for _, held in plan:
-        assert not [name for name, tensor in held.items() if not torch.equal(tensor, tensors()[name])]
-    assert [list(held) for _, held in buckets(tensors().items(), 10**6, torch.device("cpu"))] == [list(tensors())]
+        assert not [
+            name for name, tensor in held.items() if not torch.equal(tensor, tensors()[name])
+        ]
+    assert [list(held) for _, held in buckets(tensors().items(), 10**6, torch.device("cpu"))] == [
+        list(tensors())
+    ]
 
 
-def test_a_bucket_is_sent_before_the_next_tensors_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And each tensor is gone by then, but for the last one: a sender holds no more than that and the buckets."""
+def test_a_bucket_is_sent_before_the_next_tensors_are_gathered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And each tensor is gone by then, but for the last one: a sender holds no more than that and
+    the buckets.
+    """
     hall, log, held = Hall(), list[str](), list[weakref.ref[Tensor]]()
     send_bucket = hall.sender._send_bucket
     monkeypatch.setattr(
         hall.sender,
         "_send_bucket",
-        lambda *buckets_sent: (log.append(",".join(buckets_sent[0]) if buckets_sent else "end"), send_bucket(*buckets_sent)),
+        lambda *buckets_sent: (
+            log.append(",".join(buckets_sent[0]) if buckets_sent else "end"),
+            send_bucket(*buckets_sent),
+        ),
     )
 
     def gathered() -> Iterator[tuple[str, Tensor]]:
@@ -105,7 +145,17 @@ def test_a_bucket_is_sent_before_the_next_tensors_are_gathered(monkeypatch: pyte
     none, received = hall.sync_weights([1], weights=gathered())
     assert none is None
     assert not differing(received)
-    assert log == ["layer.0", "layer.1", "layer.2", "layer.3", "layer.0,layer.1,layer.2", "layer.4", "layer.3", "layer.4", "end"]
+    assert log == [
+        "layer.0",
+        "layer.1",
+        "layer.2",
+        "layer.3",
+        "layer.0,layer.1,layer.2",
+        "layer.4",
+        "layer.3",
+        "layer.4",
+        "end",
+    ]
 
 
 def test_every_receiver_gets_every_weight_update_in_one_group() -> None:
@@ -129,7 +179,9 @@ def test_the_group_follows_its_members() -> None:
             assert not differing(tensors_of_one, seed)
 
 
-def test_a_receiver_that_does_not_come_fails_the_broadcast_and_the_next_one_is_among_the_others() -> None:
+def test_a_receiver_that_does_not_come_fails_the_broadcast_and_the_next_one_is_among_the_others() -> (
+    None
+):
     hall = Hall()
     hall.sync_weights([1, 2])
     for failure in hall.sync_weights([1, 2, 3], present=[1, 2]):
@@ -158,7 +210,9 @@ def test_one_too_many_is_turned_away_and_the_others_are_served() -> None:
         assert not differing(tensors_of_one)
 
 
-def test_damaged_bytes_are_named_and_the_others_of_the_group_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_bytes_are_named_and_the_others_of_the_group_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     hall = Hall()
     monkeypatch.setitem(hall.receivers, 1, BroadcastReceiver(SETTINGS))
     buckets_sent = hall.receivers[1]._receive_bucket
@@ -228,7 +282,9 @@ def test_a_communicator_of_nccl_is_made_when_all_have_come_and_raises_instead_of
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
 
 
-def test_who_waits_in_vain_for_a_member_of_nccl_fails_within_the_timeout(nccl: list[tuple[int, dict[str, str | None]]]) -> None:
+def test_who_waits_in_vain_for_a_member_of_nccl_fails_within_the_timeout(
+    nccl: list[tuple[int, dict[str, str | None]]],
+) -> None:
     first, second = Membership("nccl", 0.5), Membership("nccl", 0.5)
     port = first.serve("127.0.0.1")
     began = time.monotonic()
@@ -236,7 +292,9 @@ def test_who_waits_in_vain_for_a_member_of_nccl_fails_within_the_timeout(nccl: l
         joining = threads.submit(first.join, "127.0.0.1", port, "three", 3)
         with pytest.raises(RuntimeError):
             second.join("127.0.0.1", port, "three", 3)
-        with pytest.raises(RuntimeError, match=r"1 of 2 receivers came to the meeting within 0\.5 s"):
+        with pytest.raises(
+            RuntimeError, match=r"1 of 2 receivers came to the meeting within 0\.5 s"
+        ):
             joining.result()
     assert time.monotonic() - began < 3
     assert not nccl

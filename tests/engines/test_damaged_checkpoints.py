@@ -41,7 +41,11 @@ def saved(folder: Path, *steps: int) -> CheckpointStore:
     store = CheckpointStore(folder, keep=9)
     store.next_lineage()
     for step in steps:
-        driver = {"step": step, "text": "x" * 3 * PAGE, "bytes": random.Random(step).randbytes(3 * PAGE)}
+        driver = {
+            "step": step,
+            "text": "x" * 3 * PAGE,
+            "bytes": random.Random(step).randbytes(3 * PAGE),
+        }
         asyncio.run(store.save(step, driver, lambda folder, step=step: write(folder, step)))  # type: ignore[misc]
     return store
 
@@ -49,17 +53,23 @@ def saved(folder: Path, *steps: int) -> CheckpointStore:
 class Restored:
     """What became of a start from ``folder``."""
 
-    def __init__(self, folder: Path, resume: str = "auto", refuses: int = 0, patience: float = 0.0) -> None:
+    def __init__(
+        self, folder: Path, resume: str = "auto", refuses: int = 0, patience: float = 0.0
+    ) -> None:
         """``refuses``: how often the storage does not give the newest one."""
         self.reported: list[Event] = []
         self.held: dict[str, torch.Tensor] = {}
         self.refuses = refuses
-        self.checkpoint = asyncio.run(Origin.of(folder, resume).restore(self._take, self.reported.append, patience))
+        self.checkpoint = asyncio.run(
+            Origin.of(folder, resume).restore(self._take, self.reported.append, patience)
+        )
 
     async def _take(self, found: Checkpoint) -> None:
         if self.refuses and found.step == 2:
             self.refuses -= 1
-            raise CheckpointStorageFailed(f"{found.trainer}: the trainer's state cannot be read: {EIO}")
+            raise CheckpointStorageFailed(
+                f"{found.trainer}: the trainer's state cannot be read: {EIO}"
+            )
         self.held = {name: torch.zeros_like(tensor) for name, tensor in tensors(0).items()}
         state.load(found.trainer, self.held, 0, found.sums)
         assert found.state()["step"] == found.step
@@ -96,20 +106,32 @@ def test_every_flipped_page_is_found_and_walked_back_from(tmp_path: Path, flips:
         for page in range(-(-file.stat().st_size // PAGE))
     ]
     assert {str(file) for file, _ in pages} == {
-        "COMPLETE", "driver.json", "driver.safetensors", "trainer/index.json", "trainer/rank_0.bin", "trainer/random_0.safetensors",
-    }  # fmt: skip
+        "COMPLETE",
+        "driver.json",
+        "driver.safetensors",
+        "trainer/index.json",
+        "trainer/rank_0.bin",
+        "trainer/random_0.safetensors",
+    }
     generator = random.Random(0)
     for number in range(flips):
         folder = tmp_path / "run"
         shutil.copytree(tmp_path / "whole", folder)
-        file, page = pages[number] if number < len(pages) and flips > len(pages) else generator.choice(pages)
+        file, page = (
+            pages[number] if number < len(pages) and flips > len(pages) else generator.choice(pages)
+        )
         flip(folder / "step_000002" / file, page, generator)
         start = Restored(folder)
         assert start.checkpoint is not None
         assert start.checkpoint.step == 1, (number, file, page)
         assert all(torch.equal(start.held[name], tensor) for name, tensor in tensors(1).items())
-        assert (start.damaged.checkpoint, start.damaged.file) == ("step_000002", file.name if file.parent.name else str(file))
-        assert [c.step for c in CheckpointStore(folder, keep=2).newest_first()] == [1], "it counts no longer"
+        assert (start.damaged.checkpoint, start.damaged.file) == (
+            "step_000002",
+            file.name if file.parent.name else str(file),
+        )
+        assert [c.step for c in CheckpointStore(folder, keep=2).newest_first()] == [1], (
+            "it counts no longer"
+        )
         assert (folder / "step_000002.damaged").is_dir()
         assert Restored(folder).reported == []
         shutil.rmtree(folder)
@@ -132,12 +154,17 @@ def test_what_the_ranks_wrote_is_what_the_marker_says(tmp_path: Path) -> None:
     assert start.damaged.file == "rank_0.bin"
 
 
-def test_a_checkpoint_that_other_nodes_wrote_elsewhere_is_not_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_other_nodes_wrote_elsewhere_is_not_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``output`` is a disk of its own on a rank's node."""
     monkeypatch.setattr(checkpoints, "SEEN", 0.3)
     own = tmp_path / "of the rank"
     store = CheckpointStore(tmp_path / "run", keep=9)
-    with pytest.raises(CheckpointError, match=r"rank_0\.bin.* written by ranks .* must be a folder that all nodes share"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"rank_0\.bin.* written by ranks .* must be a folder that all nodes share",
+    ):
         asyncio.run(store.save(1, {"step": 1}, lambda folder: write(str(own), 1)))
     assert store.newest_first() == []
     assert not list((tmp_path / "run").iterdir())
@@ -147,7 +174,9 @@ def test_without_a_whole_one_nothing_is_touched(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2)
     for step in ("step_000001/trainer/rank_0.bin", "step_000002/driver.json"):
         flip(tmp_path / step, 0, random.Random(2))
-    with pytest.raises(CheckpointError, match=r"step_000002 cannot be restored: driver\.json.*, nor can 1 more"):
+    with pytest.raises(
+        CheckpointError, match=r"step_000002 cannot be restored: driver\.json.*, nor can 1 more"
+    ):
         Restored(tmp_path)
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_000001", "step_000002"]
 
@@ -174,7 +203,9 @@ def folders(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("unread", ["the trainer's state", "driver.json", MARKER])
-def test_storage_that_comes_back_costs_no_step(unread: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_that_comes_back_costs_no_step(
+    unread: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved(tmp_path, 1, 2)
     monkeypatch.setattr(checkpoints, "RETRY", 0.0)
     by_rank = unread == "the trainer's state"

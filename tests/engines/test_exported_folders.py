@@ -1,4 +1,6 @@
-"""What is read from a model folder, and what ``export`` writes: the model that its files say, and nothing that was left there."""
+"""What is read from a model folder, and what ``export`` writes: the model that its files say, and
+nothing that was left there.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +46,25 @@ def sharded(tiny_text: Path, tmp_path: Path) -> Path:
 
 
 def add_leftover(folder: Path) -> None:
-    """A file of an earlier save, last by its name, with other values and a tensor that the model does not have."""
-    old = {name: value + 1 for name, value in load_file(sorted(folder.glob("*.safetensors"))[0]).items()}
-    save_file({**old, "model.layers.9.mlp.up_proj.weight": torch.zeros(3, 3)}, folder / "model-00099-of-00099.safetensors")
+    """A file of an earlier save, last by its name, with other values and a tensor that the model
+    does not have.
+    """
+    old = {
+        name: value + 1
+        for name, value in load_file(sorted(folder.glob("*.safetensors"))[0]).items()
+    }
+    save_file(
+        {**old, "model.layers.9.mlp.up_proj.weight": torch.zeros(3, 3)},
+        folder / "model-00099-of-00099.safetensors",
+    )
 
 
 def test_what_the_index_does_not_name_is_not_the_models(sharded: Path, tmp_path: Path) -> None:
-    want, shape, known = loaded(sharded).state_dict(), read_shape(str(sharded)), names(sharded, tied=False)
+    want, shape, known = (
+        loaded(sharded).state_dict(),
+        read_shape(str(sharded)),
+        names(sharded, tied=False),
+    )
     add_leftover(sharded)
     assert main(["export", str(sharded), str(tmp_path / "out")]) == 0
     got = loaded(tmp_path / "out").state_dict()
@@ -62,10 +76,14 @@ def test_what_the_index_does_not_name_is_not_the_models(sharded: Path, tmp_path:
 def change_index(folder: Path, **places: str) -> None:
     file = folder / INDEX
     index = json.loads(file.read_text(encoding="utf-8"))
-    file.write_text(json.dumps({**index, "weight_map": {**index["weight_map"], **places}}), encoding="utf-8")
+    file.write_text(
+        json.dumps({**index, "weight_map": {**index["weight_map"], **places}}), encoding="utf-8"
+    )
 
 
-def test_a_tensor_that_a_file_of_the_model_has_beyond_the_index_is_left_out(sharded: Path, tmp_path: Path) -> None:
+def test_a_tensor_that_a_file_of_the_model_has_beyond_the_index_is_left_out(
+    sharded: Path, tmp_path: Path
+) -> None:
     file = sorted(sharded.glob("*.safetensors"))[0]
     save_file({**load_file(file), "extra.weight": torch.zeros(2)}, file, {"format": "pt"})
     assert main(["export", str(sharded), str(tmp_path / "out")]) == 0
@@ -74,7 +92,9 @@ def test_a_tensor_that_a_file_of_the_model_has_beyond_the_index_is_left_out(shar
 
 def test_missing_tensors_and_files_are_errors(sharded: Path, tmp_path: Path) -> None:
     change_index(sharded, **{"model.norm.bias": sorted(sharded.glob("*.safetensors"))[0].name})
-    with pytest.raises(ConfigError, match=r"lacks 1 tensor of the model, first model\.norm\.bias in model-00001"):
+    with pytest.raises(
+        ConfigError, match=r"lacks 1 tensor of the model, first model\.norm\.bias in model-00001"
+    ):
         Resolved(sharded).stored()
     assert main(["export", str(sharded), str(tmp_path / "out")]) == 2
     change_index(sharded, **{"model.norm.bias": "gone.safetensors"})
@@ -85,15 +105,22 @@ def test_missing_tensors_and_files_are_errors(sharded: Path, tmp_path: Path) -> 
         Resolved(sharded).stored()
 
 
-def test_a_folder_that_means_two_models_is_refused(sharded: Path, tiny_text: Path, tmp_path: Path) -> None:
+def test_a_folder_that_means_two_models_is_refused(
+    sharded: Path, tiny_text: Path, tmp_path: Path
+) -> None:
     both = shutil.copytree(sharded, tmp_path / "both")
     shutil.copy(tiny_text / WHOLE_MODEL, both)
-    with pytest.raises(ConfigError, match=r"holds two models, model\.safetensors and the files that model\.safetensors\.index"):
+    with pytest.raises(
+        ConfigError,
+        match=r"holds two models, model\.safetensors and the files that model\.safetensors\.index",
+    ):
         load_model(ModelSettings(path=str(both)))
     twice = shutil.copytree(sharded, tmp_path / "twice")
     first, second, *_ = sorted(twice.glob("*.safetensors"))
     save_file({**load_file(first), **load_file(second)}, second, {"format": "pt"})
-    with pytest.raises(ConfigError, match=r"\S+ is in model-00001\S+ and in model-00002\S+; remove one"):
+    with pytest.raises(
+        ConfigError, match=r"\S+ is in model-00001\S+ and in model-00002\S+; remove one"
+    ):
         load_model(ModelSettings(path=str(twice)))
     adapted = shutil.copytree(sharded, tmp_path / "adapted")
     (adapted / "adapter_config.json").write_text("{}", encoding="utf-8")
@@ -101,12 +128,22 @@ def test_a_folder_that_means_two_models_is_refused(sharded: Path, tiny_text: Pat
         load_model(ModelSettings(path=str(adapted)))
 
 
-def test_weights_of_other_formats_are_not_written_beside_the_new_ones(tiny_text: Path, tmp_path: Path) -> None:
+def test_weights_of_other_formats_are_not_written_beside_the_new_ones(
+    tiny_text: Path, tmp_path: Path
+) -> None:
     source = shutil.copytree(tiny_text, tmp_path / "source")
-    for name in ("pytorch_model.bin", "consolidated.00.pth", "pytorch_model.bin.index.json", "old.gguf", "adapter_config.json"):
+    for name in (
+        "pytorch_model.bin",
+        "consolidated.00.pth",
+        "pytorch_model.bin.index.json",
+        "old.gguf",
+        "adapter_config.json",
+    ):
         (source / name).write_text("{}", encoding="utf-8")
     save_model(source, tmp_path / "out", load_file(tiny_text / WHOLE_MODEL))
-    assert {file.name for file in (tmp_path / "out").iterdir()} == {file.name for file in tiny_text.iterdir()}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {
+        file.name for file in tiny_text.iterdir()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +162,10 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"target_modules": [*LAYERS, "lm_head"], "ensure_weight_tying": True}, None),
         ({"target_modules": LAYERS, "modules_to_save": ["lm_head"]}, False),
         ({"target_modules": LAYERS, "modules_to_save": ["embed_tokens"]}, None),
-        ({"target_modules": LAYERS, "trainable_token_indices": {"embed_tokens": [3, 25, 26]}}, None),
+        (
+            {"target_modules": LAYERS, "trainable_token_indices": {"embed_tokens": [3, 25, 26]}},
+            None,
+        ),
     ],
     ids=str,
 )
@@ -152,24 +192,37 @@ def test_adapters_on_shared_weights_answer_as_in_peft(
         assert ("lm_head.weight" in load_file(tmp_path / "out" / WHOLE_MODEL)) is not stays_tied
 
 
-def test_a_merge_that_changes_the_answers_is_refused(tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_merge_that_changes_the_answers_is_refused(
+    tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    adapted = get_peft_model(loaded(tied), LoraConfig(r=4, target_modules=LAYERS, init_lora_weights=False))
+    adapted = get_peft_model(
+        loaded(tied), LoraConfig(r=4, target_modules=LAYERS, init_lora_weights=False)
+    )
     adapted.save_pretrained(tmp_path / "adapters")
-    monkeypatch.setattr(PeftModel, "merge_and_unload", lambda self, **_: self.unload(), raising=False)
-    with pytest.raises(ConfigError, match=r"cannot be merged: the merged model's logits differ from the adapted one's by"):
+    monkeypatch.setattr(
+        PeftModel, "merge_and_unload", lambda self, **_: self.unload(), raising=False
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"cannot be merged: the merged model's logits differ from the adapted one's by",
+    ):
         merge_adapters(tmp_path / "adapters")
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_adapters_of_a_resized_base_say_what_to_resize(tied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_of_a_resized_base_say_what_to_resize(
+    tied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from peft import LoraConfig, get_peft_model
 
     base = loaded(tied)
     rows = base.get_input_embeddings().weight.shape[0] + 7
     base.resize_token_embeddings(rows)
-    get_peft_model(base, LoraConfig(r=4, target_modules=LAYERS)).save_pretrained(tmp_path / "adapters")
+    get_peft_model(base, LoraConfig(r=4, target_modules=LAYERS)).save_pretrained(
+        tmp_path / "adapters"
+    )
     assert main(["export", str(tmp_path / "adapters"), str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
     assert f"resize_token_embeddings({rows})" in said

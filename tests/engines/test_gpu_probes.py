@@ -1,4 +1,6 @@
-"""The probes of benchmarks/gpu on a CPU with tiny sizes: each figure comes out, and what fails does not take the others with it."""
+"""The probes of benchmarks/gpu on a CPU with tiny sizes: each figure comes out, and what fails does
+not take the others with it.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,17 @@ ROOT = Path(__file__).parents[2]
 def tried(name: str, folder: Path) -> dict[str, Any]:
     """What a probe leaves in its file, where Ray and vLLM cannot be imported."""
     program = (
-        "import sys; sys.modules['ray'] = sys.modules['vllm'] = None\n"
-        "from benchmarks.gpu.__main__ import main\n"
-        f"sys.exit(main([{name!r}, '--tiny', '--models', {str(folder / 'models')!r}, '--out', {str(folder / 'gpu.json')!r}]))"
+        "import sys; sys.modules['ray'] = sys.modules['vllm'] = None\nfrom benchmarks.gpu.__main__"
+        f" import main\nsys.exit(main([{name!r}, '--tiny', '--models', {str(folder / 'models')!r},"
+        f" '--out', {str(folder / 'gpu.json')!r}]))"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads((folder / "gpu.json").read_text(encoding="utf-8"))["probes"][name]
+    found: dict[str, Any] = json.loads((folder / "gpu.json").read_text(encoding="utf-8"))["probes"][
+        name
+    ]
     return found
 
 
@@ -56,7 +62,9 @@ def test_a_member_that_never_comes_is_an_error_within_the_deadline(tmp_path: Pat
 
 def test_every_probe_is_in_the_readme_with_its_needs_and_limit() -> None:
     rows = re.findall(
-        r"^\| `(\w+)` \| .* \| (.*?) ?\| (\d+) \|$", (ROOT / "benchmarks/gpu/README.md").read_text(encoding="utf-8"), re.MULTILINE
+        r"^\| `(\w+)` \| .* \| (.*?) ?\| (\d+) \|$",
+        (ROOT / "benchmarks/gpu/README.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
     )
     assert rows == [(name, probe.needs, f"{probe.limit:g}") for name, probe in PROBES.items()]
     assert len(PROBES) == 11

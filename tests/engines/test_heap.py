@@ -26,7 +26,13 @@ print(faults())
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what is tuned is glibc's malloc")
 def test_a_second_block_of_a_size_costs_no_pages_anew() -> None:
     def run(how: str) -> int:
-        done = subprocess.run([sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, how],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
         return int(done.stdout)
 
     assert run("kept") < 1000 < 20_000 < run("as it is")

@@ -1,4 +1,6 @@
-"""Dropout of the adapters is part of an update alone: log-probs, the reference and what is published are without."""
+"""Dropout of the adapters is part of an update alone: log-probs, the reference and what is
+published are without.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +49,14 @@ def test_logprobs_are_without_dropout_also_after_an_update(tiny_vlm: Path, tmp_p
         assert np.array_equal(a, c)
 
 
-def test_an_update_is_with_dropout_and_continues_bit_exactly(tiny_vlm: Path, tmp_path: Path) -> None:
+def test_an_update_is_with_dropout_and_continues_bit_exactly(
+    tiny_vlm: Path, tmp_path: Path
+) -> None:
     items, exported = mixed_items(tiny_vlm), dict[str, dict[str, torch.Tensor]]()
-    for name, chosen in (("whole", FsdpSettings(lora=LoraSettings(rank=4))), ("forgetful", FORGETFUL)):
+    for name, chosen in (
+        ("whole", FsdpSettings(lora=LoraSettings(rank=4))),
+        ("forgetful", FORGETFUL),
+    ):
         with engine(tiny_vlm, chosen, FAST) as trainer:
             trainer.train([items])
             if name == "forgetful":
@@ -61,11 +68,16 @@ def test_an_update_is_with_dropout_and_continues_bit_exactly(tiny_vlm: Path, tmp
         trainer.train([items])
         resumed = trainer.export(VERSION)
     assert all(torch.equal(tensor, resumed[key]) for key, tensor in exported["forgetful"].items())
-    assert any(not torch.equal(tensor, exported["whole"][key]) for key, tensor in exported["forgetful"].items())
+    assert any(
+        not torch.equal(tensor, exported["whole"][key])
+        for key, tensor in exported["forgetful"].items()
+    )
 
 
 def alarms(folder: Path, dropout: float, heard: list[Any]) -> Alarms:
-    config = RunConfig.model_validate(settings(folder, folder, policy__engine__lora={"dropout": dropout}))
+    config = RunConfig.model_validate(
+        settings(folder, folder, policy__engine__lora={"dropout": dropout})
+    )
     reporter: Any = SimpleNamespace(event=heard.append, bad_row=None)
     blame: Any = None
     return RolloutManager(config, Ledger(), training_rows(config, reporter), reporter, blame).alarms
@@ -91,7 +103,9 @@ def test_dropout_is_no_weight_sync_that_was_lost(tiny_vlm: Path, tmp_path: Path)
             report = trainer.train([[sampled(*one) for one in zip(items, scored, strict=True)]])
             watch.step(report)
             assert heard == []
-            assert watch.unseen == (step == UNSEEN), "fresh episodes are compared, whose log-probs are without"
+            assert watch.unseen == (step == UNSEEN), (
+                "fresh episodes are compared, whose log-probs are without"
+            )
     assert report[DRIFT] > 1e-3
     for _ in range(3):
         watch.compared(0.5)
@@ -99,7 +113,9 @@ def test_dropout_is_no_weight_sync_that_was_lost(tiny_vlm: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("dropout", "unseen"), [(0.0, False), (0.1, True)])
-def test_without_dropout_the_trained_samples_are_compared(tmp_path: Path, dropout: float, unseen: bool) -> None:
+def test_without_dropout_the_trained_samples_are_compared(
+    tmp_path: Path, dropout: float, unseen: bool
+) -> None:
     watch = alarms(tmp_path, dropout, [])
     for _ in range(UNSEEN):
         watch.step({DRIFT: 0.0})

@@ -28,20 +28,34 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write("qwen3_moe", tmp_path_factory.mktemp("mixture"))
 
 
-def test_the_experts_keep_their_weights_and_the_log_says_so(mixture: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_experts_keep_their_weights_and_the_log_says_so(
+    mixture: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     before = hf_state(load_model(ModelSettings(path=str(mixture))))
-    with caplog.at_level(logging.INFO), engine(mixture, FsdpSettings(dtype="float32", lora=SOME)) as trained:
+    with (
+        caplog.at_level(logging.INFO),
+        engine(mixture, FsdpSettings(dtype="float32", lora=SOME)) as trained,
+    ):
         trained.train([[TrainItem(trajectory(mixture, 0, [(5, None, 6)]), 1.0)]])
         after = trained.export(Version(0, 1))
     changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
-    assert {name.rpartition(".")[0].rpartition(".")[2] for name in changed} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in changed} == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+    }
     assert caplog.text.count(UNADAPTED) == 1
     found = read_shape(str(mixture)).trained(FsdpSettings(lora=SOME))
     assert f"training {found} of" in caplog.text, "the estimate counts no adapters of experts"
 
 
 def test_doctor_warns_of_them(mixture: Path, tmp_path: Path) -> None:
-    adapted = RunConfig.model_validate(settings(tmp_path, mixture, policy__engine__lora={"rank": 4}))
-    assert f"policy.engine.lora: {UNADAPTED}" in [one.found for one in configuration(adapted) if one.level == "warning"]
+    adapted = RunConfig.model_validate(
+        settings(tmp_path, mixture, policy__engine__lora={"rank": 4})
+    )
+    assert f"policy.engine.lora: {UNADAPTED}" in [
+        one.found for one in configuration(adapted) if one.level == "warning"
+    ]
     whole = RunConfig.model_validate(settings(tmp_path, mixture))
     assert not [one for one in configuration(whole) if "policy.engine.lora" in one.found]

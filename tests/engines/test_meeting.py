@@ -1,4 +1,6 @@
-"""Where ranks and engines meet: on one interface; a stranger who connects learns nothing, takes no place and gets no weights."""
+"""Where ranks and engines meet: on one interface; a stranger who connects learns nothing, takes no
+place and gets no weights.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ SECRET = "5ec3e7" * 5
 def listening(port: int) -> set[str]:
     """The addresses at which this process listens on a port."""
     own = psutil.Process().net_connections("tcp")
-    return {one.laddr.ip for one in own if one.laddr.port == port and one.status == psutil.CONN_LISTEN}
+    return {
+        one.laddr.ip for one in own if one.laddr.port == port and one.status == psutil.CONN_LISTEN
+    }
 
 
 def stranger(port: int) -> dist.TCPStore:
@@ -70,7 +74,9 @@ def test_nobody_can_connect_once_all_have_come(meeting: Meeting) -> None:
     assert stores[0].get("later") == b"1", "who has come stays"
     began, used = time.monotonic(), time.process_time()
     time.sleep(0.5)
-    assert time.process_time() - used < 0.5 * (time.monotonic() - began), "the server waits, it does not spin"
+    assert time.process_time() - used < 0.5 * (time.monotonic() - began), (
+        "the server waits, it does not spin"
+    )
 
 
 def test_a_stranger_reads_no_secret_and_holds_the_meeting_up_only(meeting: Meeting) -> None:
@@ -78,14 +84,19 @@ def test_a_stranger_reads_no_secret_and_holds_the_meeting_up_only(meeting: Meeti
     other = Meeting("127.0.0.1", meeting.port, 2.5, first=False)
     theirs = stranger(meeting.port)
     with ThreadPoolExecutor() as threads:
-        waiting, opened = threads.submit(other.join, SECRET, 2), threads.submit(meeting.join, SECRET, 2)
+        waiting, opened = (
+            threads.submit(other.join, SECRET, 2),
+            threads.submit(meeting.join, SECRET, 2),
+        )
         with pytest.raises(RuntimeError, match="one of them a stranger's"):
             opened.result()
         seen += keys(theirs)
         with pytest.raises(RuntimeError):
             waiting.result()
     assert len(seen) == 2, "one has joined and come"
-    assert not [key for key in seen if SECRET in key or not re.fullmatch("[0-9a-f]{32}", key.strip("/"))]
+    assert not [
+        key for key in seen if SECRET in key or not re.fullmatch("[0-9a-f]{32}", key.strip("/"))
+    ]
 
 
 def test_one_who_leaves_before_all_have_come_does_no_harm(meeting: Meeting) -> None:
@@ -98,7 +109,9 @@ def test_one_who_leaves_before_all_have_come_does_no_harm(meeting: Meeting) -> N
 
 
 def test_what_a_stranger_can_see_gives_him_no_place_and_no_weights() -> None:
-    """He repeats what others have written, under every name that he can read, while the second engine has not come."""
+    """He repeats what others have written, under every name that he can read, while the second
+    engine has not come.
+    """
     settings = CollectiveTransport().within(10.0)
     sender = BroadcastSender(settings, "127.0.0.1")
     group = sender.invite((1, 2), 0)
@@ -106,19 +119,30 @@ def test_what_a_stranger_can_see_gives_him_no_place_and_no_weights() -> None:
     tensors = {"model.secret": torch.ones(3)}
     with ThreadPoolExecutor() as threads:
         sending = threads.submit(sender.send, Version(0, 1), tensors.items(), group)
-        first = threads.submit(lambda: dict(BroadcastReceiver(settings).stream(Version(0, 1), group)))
+        first = threads.submit(
+            lambda: dict(BroadcastReceiver(settings).stream(Version(0, 1), group))
+        )
         store = stranger(group.port)
         while len(keys(store)) < 2:
             time.sleep(0.02)
-        for guess in {part for key in keys(store) for part in (key, key.split("/")[0], key.strip("/"))}:
+        for guess in {
+            part for key in keys(store) for part in (key, key.split("/")[0], key.strip("/"))
+        }:
             theirs = BroadcastGroup("127.0.0.1", group.port, guess[:64], 3)
             with pytest.raises(BroadcastFailed):
-                dict(BroadcastReceiver(CollectiveTransport().within(2.0)).stream(Version(0, 1), theirs))
+                dict(
+                    BroadcastReceiver(CollectiveTransport().within(2.0)).stream(
+                        Version(0, 1), theirs
+                    )
+                )
         for failed in (sending, first):
             with pytest.raises(BroadcastFailed):
                 failed.result()
 
 
 def test_a_place_that_cannot_be_had_raises() -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as taken, pytest.raises(OSError, match="in use"):
+    with (
+        closing(socket.create_server(("127.0.0.1", 0))) as taken,
+        pytest.raises(OSError, match="in use"),
+    ):
         Meeting("127.0.0.1", taken.getsockname()[1], 1.0, first=True)

@@ -13,7 +13,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from rayloop.core.failures import ConfigError, DataFailure
-from rayloop.engines.models import checkpoint_names, hf_state, load_model, load_vision, model_groups, positions
+from rayloop.engines.models import (
+    checkpoint_names,
+    hf_state,
+    load_model,
+    load_vision,
+    model_groups,
+    positions,
+)
 from rayloop.engines.settings import ModelSettings
 from rayloop.run.preflight import known
 from tests.engines.prompts import image, prompt
@@ -42,15 +49,22 @@ def test_groups_partition_the_names(tiny_vlm: Path, tiny_text: Path) -> None:
     assert set(groups) == {"embedding", "language", "vision", "merger"}
     assert sorted(name for group in groups.values() for name in group) == sorted(names)
     assert all("merger" in name for name in groups["merger"])
-    assert set(model_groups(hf_state(load_model(settings(tiny_text))))) == {"embedding", "language", "head"}
+    assert set(model_groups(hf_state(load_model(settings(tiny_text))))) == {
+        "embedding",
+        "language",
+        "head",
+    }
 
 
-def test_missing_folder_unsupported_model_and_missing_weights(tiny_vlm: Path, tmp_path: Path) -> None:
+def test_missing_folder_unsupported_model_and_missing_weights(
+    tiny_vlm: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="no/such/folder"):
         load_model(settings(tmp_path / "no/such/folder"))
     other = shutil.copytree(tiny_vlm, tmp_path / "other")
     (other / "config.json").write_text(
-        json.dumps({"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}), encoding="utf-8"
+        json.dumps({"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}),
+        encoding="utf-8",
     )
     with pytest.raises(ConfigError, match="llava"):
         load_model(settings(other))
@@ -63,12 +77,20 @@ def test_missing_folder_unsupported_model_and_missing_weights(tiny_vlm: Path, tm
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("qwen2_moe", "num_experts"), ("mixtral", "num_local_experts"), ("glm4v_moe", "n_routed_experts")]
+    ("kind", "name"),
+    [
+        ("qwen2_moe", "num_experts"),
+        ("mixtral", "num_local_experts"),
+        ("glm4v_moe", "n_routed_experts"),
+    ],
 )
-def test_a_mixture_of_experts_is_refused_by_name_before_it_is_loaded(kind: str, name: str, tmp_path: Path) -> None:
+def test_a_mixture_of_experts_is_refused_by_name_before_it_is_loaded(
+    kind: str, name: str, tmp_path: Path
+) -> None:
     config = {name: 8}
     (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": kind, **({"text_config": config} if "4v" in kind else config)}), encoding="utf-8"
+        json.dumps({"model_type": kind, **({"text_config": config} if "4v" in kind else config)}),
+        encoding="utf-8",
     )
     with pytest.raises(ConfigError, match=f"{kind} is a mixture of 8 experts"):
         load_model(settings(tmp_path))
@@ -77,18 +99,25 @@ def test_a_mixture_of_experts_is_refused_by_name_before_it_is_loaded(kind: str, 
 def test_quantised_weights_are_refused(tiny_text: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_text, tmp_path / "quantised"))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+    }
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     for refuse in (lambda: load_model(settings(folder)), lambda: known(str(folder), None)):
         with pytest.raises(ConfigError, match="its weights are quantised"):
             refuse()
 
 
-def test_a_checkpoint_that_is_no_renaming_is_refused(tiny_text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_is_no_renaming_is_refused(
+    tiny_text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = load_model(settings(tiny_text))
 
     def merges(model: object, tags: dict[str, torch.Tensor]) -> None:
-        torch.cat([tag[:, None, None].transpose(1, 2).unflatten(2, (1, 1, 1)) for tag in tags.values()], 7)
+        torch.cat(
+            [tag[:, None, None].transpose(1, 2).unflatten(2, (1, 1, 1)) for tag in tags.values()], 7
+        )
 
     monkeypatch.setattr("rayloop.engines.models.revert_weight_conversion", merges)
     with pytest.raises(ConfigError, match="merges or splits parameters"):
@@ -127,8 +156,13 @@ def test_pixels_are_read_from_the_path_and_checked(tiny_vlm: Path, tmp_path: Pat
 
 def test_positions_of_text(tiny_text: Path, tiny_vlm: Path) -> None:
     token_ids = torch.arange(20, 25)
-    assert positions(load_model(settings(tiny_text)), token_ids, NO_IMAGES).tolist() == [[0, 1, 2, 3, 4]]
-    assert positions(load_model(settings(tiny_vlm)), token_ids, NO_IMAGES).tolist() == [[0, 1, 2, 3, 4]] * 4
+    assert positions(load_model(settings(tiny_text)), token_ids, NO_IMAGES).tolist() == [
+        [0, 1, 2, 3, 4]
+    ]
+    assert (
+        positions(load_model(settings(tiny_vlm)), token_ids, NO_IMAGES).tolist()
+        == [[0, 1, 2, 3, 4]] * 4
+    )
 
 
 def test_positions_of_images(tiny_vlm: Path) -> None:
@@ -136,10 +170,16 @@ def test_positions_of_images(tiny_vlm: Path) -> None:
     request = prompt(tiny_vlm, "ab", image(84, 56))
     ids = torch.tensor(request.token_ids)
     start = ids.tolist().index(request.token_ids[-2])
-    rows = positions(load_model(settings(tiny_vlm)), ids, torch.tensor([request.images[0].ref.grid]))
+    rows = positions(
+        load_model(settings(tiny_vlm)), ids, torch.tensor([request.images[0].ref.grid])
+    )
     assert rows.shape == (4, len(ids))
     assert rows[0].tolist() == list(range(len(ids)))
-    assert rows[1:, start : start + 6].sub(start).tolist() == [[0] * 6, [0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2]]
+    assert rows[1:, start : start + 6].sub(start).tolist() == [
+        [0] * 6,
+        [0, 0, 0, 1, 1, 1],
+        [0, 1, 2, 0, 1, 2],
+    ]
     assert rows[1:, -1].tolist() == [start + 3] * 3
 
 

@@ -1,4 +1,6 @@
-"""Weights and states that are not numbers: said with their name, and neither loaded, sent nor saved."""
+"""Weights and states that are not numbers: said with their name, and neither loaded, sent nor
+saved.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +45,15 @@ def trained(tiny_vlm: Path) -> Iterator[FsdpEngine]:
 
 
 @pytest.mark.parametrize("value", BAD)
-def test_weights_that_are_not_finite_are_neither_sent_nor_saved(trained: FsdpEngine, value: float, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_neither_sent_nor_saved(
+    trained: FsdpEngine, value: float, tmp_path: Path
+) -> None:
     spoil(trained, "down_proj", value)
     for made in (trained.export, lambda version: list(trained.stream(version))):
-        with pytest.raises(Diverged, match=rf"weights of version 0\.0 are not numbers: {NAMED}.*Lower policy\.optimizer\.lr"):
+        with pytest.raises(
+            Diverged,
+            match=rf"weights of version 0\.0 are not numbers: {NAMED}.*Lower policy\.optimizer\.lr",
+        ):
             made(VERSION)
     for save in (trained.save, trained.begin_save):
         with pytest.raises(Diverged, match="the trainer's state is not saved: NaN"):
@@ -54,10 +61,14 @@ def test_weights_that_are_not_finite_are_neither_sent_nor_saved(trained: FsdpEng
     assert not (tmp_path / "state").exists()
 
 
-def test_an_optimizer_whose_state_is_not_finite_is_not_saved(trained: FsdpEngine, tmp_path: Path) -> None:
+def test_an_optimizer_whose_state_is_not_finite_is_not_saved(
+    trained: FsdpEngine, tmp_path: Path
+) -> None:
     state = next(iter(trained._optimizer.state().values()))
     fsdp.local(state["exp_avg_sq"]).view(-1)[0] = math.inf
-    with pytest.raises(Diverged, match=r"NaN or an infinity in 1 of \d+ tensors, first optimizer\.\S*\.exp_avg_sq"):
+    with pytest.raises(
+        Diverged, match=r"NaN or an infinity in 1 of \d+ tensors, first optimizer\.\S*\.exp_avg_sq"
+    ):
         trained.save(str(tmp_path / "state"))
 
 
@@ -113,14 +124,25 @@ def spoiled(source: Path, folder: Path, value: float) -> Path:
 
 
 @pytest.mark.parametrize("value", BAD)
-def test_a_model_that_is_not_finite_is_not_loaded(value: float, tiny_text: Path, tmp_path: Path) -> None:
+def test_a_model_that_is_not_finite_is_not_loaded(
+    value: float, tiny_text: Path, tmp_path: Path
+) -> None:
     folder = spoiled(tiny_text, tmp_path / "broken", value)
-    with pytest.raises(ConfigError, match=r"broken: NaN or an infinity in 1 tensor, first \S*down_proj\.weight: .* not finite"):
+    with pytest.raises(
+        ConfigError,
+        match=r"broken: NaN or an infinity in 1 tensor, first \S*down_proj\.weight: .* not finite",
+    ):
         load_model(ModelSettings(path=str(folder)))
 
 
-@pytest.mark.parametrize("sampling", [Sampling(max_tokens=3), Sampling(max_tokens=3, temperature=0.0)], ids=["sampled", "greedy"])
-def test_an_engine_whose_logits_are_nan_says_so_in_its_log_probs(sampling: Sampling, tiny_text: Path) -> None:
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(max_tokens=3), Sampling(max_tokens=3, temperature=0.0)],
+    ids=["sampled", "greedy"],
+)
+def test_an_engine_whose_logits_are_nan_says_so_in_its_log_probs(
+    sampling: Sampling, tiny_text: Path
+) -> None:
     async def run() -> Any:
         served = await generation(tiny_text, dtype="float32")
         with torch.no_grad():

@@ -1,5 +1,6 @@
-"""Log-probs of packed rows are those that plain transformers computes for each sequence alone, whatever a family does with
-windows and logits."""
+"""Log-probs of packed rows are those that plain transformers computes for each sequence alone,
+whatever a family does with windows and logits.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +19,20 @@ from rayloop.engines.training.scorer import FrozenScorer
 from tests.engines.training import trajectory
 
 SIZES = {
-    "vocab_size": 384, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "initializer_range": 0.2, "pad_token_id": 0,
-    "bos_token_id": None, "eos_token_id": 1, "sliding_window": 6,
-}  # fmt: skip
+    "vocab_size": 384,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "sliding_window": 6,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
@@ -39,14 +50,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_packed_log_probs_are_those_of_plain_transformers(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **FAMILIES[kind])).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **SIZES, **FAMILIES[kind])
+    ).save_pretrained(tmp_path)
     shapes = [[(5, None, 3)], [(20, None, 11)], [(9, None, 6), (4, None, 5)]]
     played = [trajectory(tmp_path, number, turns) for number, turns in enumerate(shapes)]
     turns = (played[2].turns[0], *played[1].turns[1:])
-    played.append(dataclasses.replace(played[2], id=TrajectoryId(2, 1), turns=turns))  # its prompt is shared
+    played.append(
+        dataclasses.replace(played[2], id=TrajectoryId(2, 1), turns=turns)
+    )  # its prompt is shared
     scorer = FrozenScorer(ModelSettings(path=str(tmp_path)), FsdpSettings(dtype="float32"))
     scored = scorer.logprobs(played)
-    eager = {"attn_implementation": "eager"} if kind == "gemma2" else {}  # of the others SDPA computes the same
+    eager = (
+        {"attn_implementation": "eager"} if kind == "gemma2" else {}
+    )  # of the others SDPA computes the same
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **eager).eval()
     for one, found in zip(played, scored, strict=True):
         flat = one.flatten()
@@ -58,11 +75,16 @@ def test_packed_log_probs_are_those_of_plain_transformers(kind: str, tmp_path: P
 
 def test_scores_of_attention_that_are_capped_are_never_computed_by_sdpa(tmp_path: Path) -> None:
     AutoConfig.for_model("gemma2", **SIZES).save_pretrained(tmp_path)
-    assert load_model(ModelSettings(path=str(tmp_path)), weights=False).config._attn_implementation == "eager"
+    assert (
+        load_model(ModelSettings(path=str(tmp_path)), weights=False).config._attn_implementation
+        == "eager"
+    )
 
 
 def test_an_update_computes_without_the_dropout_of_the_configuration(tmp_path: Path) -> None:
-    config = AutoConfig.for_model("gpt2", n_embd=32, n_layer=1, n_head=2, vocab_size=64, resid_pdrop=0.5, attn_pdrop=0.5)
+    config = AutoConfig.for_model(
+        "gpt2", n_embd=32, n_layer=1, n_head=2, vocab_size=64, resid_pdrop=0.5, attn_pdrop=0.5
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     model, ids = load_model(ModelSettings(path=str(tmp_path))), torch.arange(8)[None]
     torch.testing.assert_close(model.train()(ids).logits, model.eval()(ids).logits, rtol=0, atol=0)

@@ -1,4 +1,6 @@
-"""The SGLang adapter against the Python files of the release that it is written for: what it passes exists there."""
+"""The SGLang adapter against the Python files of the release that it is written for: what it passes
+exists there.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ PROMPT = TokenPrompt((1, 2, 3))
 STOPPED = {"type": "stop", "matched": 5}
 
 
-def answer(logprobs: list[float], finish: dict[str, object] = STOPPED, read: tuple[int, ...] = PROMPT.token_ids) -> dict[str, Any]:
+def answer(
+    logprobs: list[float],
+    finish: dict[str, object] = STOPPED,
+    read: tuple[int, ...] = PROMPT.token_ids,
+) -> dict[str, Any]:
     """SGLang's, to ``PROMPT``: tokens 11 and 5."""
     tokens = [(logprob, token, None) for logprob, token in zip(logprobs, (11, 5), strict=False)]
     meta = {"finish_reason": finish, "prompt_tokens": len(read), "output_token_logprobs": tokens}
@@ -41,15 +47,30 @@ def answer(logprobs: list[float], finish: dict[str, object] = STOPPED, read: tup
 
 
 def test_what_is_sent() -> None:
-    assert sglang.arguments(MODEL, SglangEngineSettings(extra={"tp_size": 2, "dtype": "float16"})) == {
-        "model_path": "model", "dtype": "float16", "sampling_defaults": "openai", "tp_size": 2,
-        "custom_weight_loader": [f"rayloop.engines.generation.sglang_worker.{name}" for name in ("take", "forget")],
-        "mm_process_config": {"image": {"min_pixels": MODEL.min_pixels, "max_pixels": MODEL.max_pixels}},
-    }  # fmt: skip
+    assert sglang.arguments(
+        MODEL, SglangEngineSettings(extra={"tp_size": 2, "dtype": "float16"})
+    ) == {
+        "model_path": "model",
+        "dtype": "float16",
+        "sampling_defaults": "openai",
+        "tp_size": 2,
+        "custom_weight_loader": [
+            f"rayloop.engines.generation.sglang_worker.{name}" for name in ("take", "forget")
+        ],
+        "mm_process_config": {
+            "image": {"min_pixels": MODEL.min_pixels, "max_pixels": MODEL.max_pixels}
+        },
+    }
     assert sglang.parameters(TokenPrompt((1,), seed=3), SAMPLING) == {
-        "temperature": 0.8, "max_new_tokens": 12, "min_new_tokens": 2, "stop": ["</a>"], "stop_token_ids": [5],
-        "logit_bias": {"7": -1e9, "9": -1e9}, "sampling_seed": 3, "skip_special_tokens": False,
-    }  # fmt: skip
+        "temperature": 0.8,
+        "max_new_tokens": 12,
+        "min_new_tokens": 2,
+        "stop": ["</a>"],
+        "stop_token_ids": [5],
+        "logit_bias": {"7": -1e9, "9": -1e9},
+        "sampling_seed": 3,
+        "skip_special_tokens": False,
+    }
     near_the_end = sglang.parameters(TokenPrompt((1,)), Sampling(max_tokens=3, min_tokens=8))
     assert near_the_end["min_new_tokens"] == 3, "SGLang refuses a minimum above the maximum"
     small, large = image(28, 28), image(56, 56)
@@ -70,7 +91,11 @@ def test_what_is_sent() -> None:
 )
 def test_what_comes_back(finish: dict[str, object], expected: FinishReason) -> None:
     found = sglang.completion(answer([-0.5, -1.5], finish), Version(0, 3), PROMPT)
-    assert (found.token_ids, found.logprobs, found.version) == ((11, 5), (-0.5, -1.5), Version(0, 3))
+    assert (found.token_ids, found.logprobs, found.version) == (
+        (11, 5),
+        (-0.5, -1.5),
+        Version(0, 3),
+    )
     assert found.finish is expected
 
 
@@ -82,12 +107,16 @@ def test_an_aborted_turn_is_asked_for_elsewhere() -> None:
 @pytest.mark.parametrize("read", [(1, 2, 2, 3), (1, 2, 4)])
 def test_a_prompt_that_was_tokenized_anew_is_not_trained_on(read: tuple[int, ...]) -> None:
     """As many other tokens are other tokens, too."""
-    with pytest.raises(DataFailure, match=rf"SGLang read other tokens \({len(read)}\) than the 3 that were sent"):
+    with pytest.raises(
+        DataFailure, match=rf"SGLang read other tokens \({len(read)}\) than the 3 that were sent"
+    ):
         sglang.completion(answer([-0.5], read=read), Version(0, 0), PROMPT)
 
 
 class Manager:
-    """SGLang's tokenizer manager: prepares a request while ``preparing`` is unset, then gives it to the scheduler."""
+    """SGLang's tokenizer manager: prepares a request while ``preparing`` is unset, then gives it to
+    the scheduler.
+    """
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -118,7 +147,10 @@ def engine(tiny_text: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The adapter around a manager that stands for SGLang's."""
     names = ("GenerateReqInput", "PauseGenerationReqInput", "ContinueGenerationReqInput")
     package: Any = types.ModuleType("sglang")
-    package.__version__, package.Engine = sglang.TESTED, lambda **_: types.SimpleNamespace(tokenizer_manager=Manager())
+    package.__version__, package.Engine = (
+        sglang.TESTED,
+        lambda **_: types.SimpleNamespace(tokenizer_manager=Manager()),
+    )
     requests: Any = types.ModuleType("sglang.srt.managers.io_struct")
     vars(requests).update(dict.fromkeys(names, types.SimpleNamespace))
     for module in (package, requests):
@@ -146,7 +178,10 @@ class FeatureCache:
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module of SGLang's scheduler that has the cache."""
-    schedule, managers = types.ModuleType("sglang.srt.managers.mm_schedule"), types.ModuleType("sglang.srt.managers")
+    schedule, managers = (
+        types.ModuleType("sglang.srt.managers.mm_schedule"),
+        types.ModuleType("sglang.srt.managers"),
+    )
     schedule.embedding_cache = FeatureCache()  # type: ignore[attr-defined]
     managers.mm_schedule = schedule  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, schedule.__name__, schedule)
@@ -168,7 +203,10 @@ def test_image_features_of_old_weights_are_dropped_with_a_broadcast(
         assert [name for name, _ in weights] == ["a"]
 
     packed = pickle.dumps((Version(0, 1), pickle.dumps(("settings", "meeting")), str(tmp_path)))
-    sglang_worker.take(types.SimpleNamespace(load_weights=load), [("", torch.frombuffer(bytearray(packed), dtype=torch.uint8))])
+    sglang_worker.take(
+        types.SimpleNamespace(load_weights=load),
+        [("", torch.frombuffer(bytearray(packed), dtype=torch.uint8))],
+    )
     [file] = tmp_path.iterdir()
     assert isinstance(pickle.loads(file.read_bytes()), WeightSyncError) is broken
     assert scheduler.embedding_cache.kept == {}
@@ -192,7 +230,11 @@ def test_image_features_of_old_weights_are_dropped_with_whole_tensors(
         return types.SimpleNamespace(success=True)
 
     manager, requests = engine._manager, sys.modules["sglang.srt.managers.io_struct"]
-    for name in ("BeginWeightUpdateReqInput", "EndWeightUpdateReqInput", "UpdateWeightsFromTensorReqInput"):
+    for name in (
+        "BeginWeightUpdateReqInput",
+        "EndWeightUpdateReqInput",
+        "UpdateWeightsFromTensorReqInput",
+    ):
         monkeypatch.setattr(requests, name, types.SimpleNamespace, raising=False)
     utils: Any = types.ModuleType("sglang.srt.utils")
     utils.MultiprocessingSerializer = types.SimpleNamespace(serialize=lambda tensors: tensors)
@@ -212,8 +254,13 @@ def test_image_features_of_old_weights_are_dropped_with_whole_tensors(
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_a_request_in_preparation_is_in_before_the_weights_change(engine: Any, cancelled: bool) -> None:
-    """It would else carry the version of the old weights and run under the new ones. One that dies does not hold the pause."""
+def test_a_request_in_preparation_is_in_before_the_weights_change(
+    engine: Any, cancelled: bool
+) -> None:
+    """It would else carry the version of the old weights and run under the new ones.
+
+    One that dies does not hold the pause.
+    """
 
     async def test() -> None:
         async with asyncio.timeout(20):
@@ -255,7 +302,9 @@ def test_an_image_is_sent_in_the_size_in_which_the_model_sees_it() -> None:
         assert shown.tobytes() == decode(even.data or b"").tobytes(), "nothing is lost on the way"
 
 
-def test_a_weight_update_that_lacks_tensors_is_refused_before_sglang_has_it(tiny_text: Path) -> None:
+def test_a_weight_update_that_lacks_tensors_is_refused_before_sglang_has_it(
+    tiny_text: Path,
+) -> None:
     wanted = sglang.names(tiny_text, tied=True)
     tensors = {name: torch.zeros(1) for name in wanted}
     assert "lm_head.weight" not in wanted
@@ -263,7 +312,9 @@ def test_a_weight_update_that_lacks_tensors_is_refused_before_sglang_has_it(tiny
     engine: Any = object.__new__(sglang.SglangEngine)
     engine._names = wanted
     del tensors["model.norm.weight"]
-    with pytest.raises(WeightSyncError, match=r"0.1 lacks 1 tensors of the engine's model: model.norm.weight"):
+    with pytest.raises(
+        WeightSyncError, match=r"0.1 lacks 1 tensors of the engine's model: model.norm.weight"
+    ):
         asyncio.run(engine.load(manifest(Version(0, 1), tensors), tensors))
 
 
@@ -280,10 +331,30 @@ def test_an_engine_has_the_gpus_that_it_is_spread_over_in_one_node() -> None:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
     """The release's wheel, without its dependencies."""
     folder = tmp_path_factory.mktemp("wheel")
-    download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--retries", "0", "-d", str(folder)]
-    done = subprocess.run([*download, f"sglang=={sglang.TESTED}"], capture_output=True, text=True, timeout=100, check=False)
+    download = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "--retries",
+        "0",
+        "-d",
+        str(folder),
+    ]
+    done = subprocess.run(
+        [*download, f"sglang=={sglang.TESTED}"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     if done.returncode:
-        pytest.skip(f"the wheel of sglang {sglang.TESTED} cannot be had here: {done.stderr.splitlines()[-1:]}")
+        pytest.skip(
+            f"the wheel of sglang {sglang.TESTED} cannot be had here:"
+            f" {done.stderr.splitlines()[-1:]}"
+        )
     [path] = folder.glob("*.whl")
     with zipfile.ZipFile(path) as opened:
         yield opened
@@ -296,8 +367,14 @@ def classes(wheel: zipfile.ZipFile, file: str) -> dict[str, ast.ClassDef]:
 
 def fields(found: dict[str, ast.ClassDef], name: str) -> set[str]:
     """The annotated fields of a class and of its bases in the same file."""
-    own = {item.target.id for item in found[name].body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)}
-    bases = [base.id for base in found[name].bases if isinstance(base, ast.Name) and base.id in found]
+    own = {
+        item.target.id
+        for item in found[name].body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
+    bases = [
+        base.id for base in found[name].bases if isinstance(base, ast.Name) and base.id in found
+    ]
     return own.union(*(fields(found, base) for base in bases))
 
 
@@ -316,10 +393,15 @@ def test_requests_have_the_fields_that_are_passed(wheel: zipfile.ZipFile) -> Non
     requests = classes(wheel, "managers/io_struct.py")
     passed = [(name, keywords) for name, keywords in calls() if name.endswith("ReqInput")]
     assert {name for name, _ in passed} == {
-        "GenerateReqInput", "PauseGenerationReqInput", "ContinueGenerationReqInput", "BeginWeightUpdateReqInput",
-        "UpdateWeightsFromTensorReqInput", "EndWeightUpdateReqInput", "ReleaseMemoryOccupationReqInput",
+        "GenerateReqInput",
+        "PauseGenerationReqInput",
+        "ContinueGenerationReqInput",
+        "BeginWeightUpdateReqInput",
+        "UpdateWeightsFromTensorReqInput",
+        "EndWeightUpdateReqInput",
+        "ReleaseMemoryOccupationReqInput",
         "ResumeMemoryOccupationReqInput",
-    }  # fmt: skip
+    }
     for name, keywords in passed:
         assert keywords <= fields(requests, name), name
     mode = next(i for i in requests["PauseGenerationReqInput"].body if isinstance(i, ast.AnnAssign))
@@ -341,12 +423,27 @@ def test_engine_and_sampling_arguments_exist(wheel: zipfile.ZipFile) -> None:
 @pytest.mark.slow
 def test_the_tokenizer_manager_has_the_methods_that_are_called(wheel: zipfile.ZipFile) -> None:
     methods: dict[str, ast.AST] = {}
-    for file, name in [("tokenizer_manager", "TokenizerManager"), ("tokenizer_control_mixin", "TokenizerControlMixin")]:
-        methods |= {m.name: m for m in classes(wheel, f"managers/{file}.py")[name].body if hasattr(m, "name")}
+    for file, name in [
+        ("tokenizer_manager", "TokenizerManager"),
+        ("tokenizer_control_mixin", "TokenizerControlMixin"),
+    ]:
+        methods |= {
+            m.name: m
+            for m in classes(wheel, f"managers/{file}.py")[name].body
+            if hasattr(m, "name")
+        }
     called = {
         node.func.attr
         for node in ast.walk(ADAPTER)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "self._manager"
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func.value) == "self._manager"
     }
-    assert {"generate_request", "pause_generation", "update_weights_from_tensor", "flush_cache"} <= called <= methods.keys()
-    assert all(isinstance(methods[name], ast.AsyncFunctionDef) for name in called - {"abort_request"})
+    assert (
+        {"generate_request", "pause_generation", "update_weights_from_tensor", "flush_cache"}
+        <= called
+        <= methods.keys()
+    )
+    assert all(
+        isinstance(methods[name], ast.AsyncFunctionDef) for name in called - {"abort_request"}
+    )

@@ -1,4 +1,6 @@
-"""SGLang itself on a CPU: its answers under weights that its processes receive by broadcast, and what is served when that fails."""
+"""SGLang itself on a CPU: its answers under weights that its processes receive by broadcast, and
+what is served when that fails.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class Policy:
         self.buckets_sent += 1
         self.send_bucket(*bucket)
 
-    def stream(self, weights: Iterable[tuple[str, Tensor]], version: Version = NEXT, *running: Any) -> list[Any]:
+    def stream(
+        self, weights: Iterable[tuple[str, Tensor]], version: Version = NEXT, *running: Any
+    ) -> list[Any]:
         """What the sender, the engine and the others returned or raised."""
         self.buckets_sent = 0
         meeting = self.sender.invite(tuple(range(1 + len(self.others))), self.failures)
@@ -63,7 +67,10 @@ class Policy:
             going: list[Future[Any]] = [
                 threads.submit(self.sender.send, version, weights, meeting),
                 self.engine.call("take", version, meeting, *running),
-                *(threads.submit(other.unpack, Manifest(version, {}), meeting) for other in self.others),
+                *(
+                    threads.submit(other.unpack, Manifest(version, {}), meeting)
+                    for other in self.others
+                ),
             ]
             ends = [future.exception(120) or future.result() for future in going]
         self.failures += any(isinstance(end, BroadcastFailed) for end in ends)
@@ -72,7 +79,9 @@ class Policy:
     def follows(self, folder: Path, version: Version) -> None:
         """Greedy tokens and log-probs are those of transformers for the model of ``folder``."""
         requests = questions(self.folder)[:6]
-        done: list[Completion] = self.engine.call("generate", *((request, GREEDY) for request in requests)).result(120)
+        done: list[Completion] = self.engine.call(
+            "generate", *((request, GREEDY) for request in requests)
+        ).result(120)
         for request, completion in zip(requests, done, strict=True):
             assert list(completion.token_ids) == hf_greedy(folder, request, GREEDY.max_tokens)
             close(folder, request, completion, GREEDY)
@@ -82,7 +91,10 @@ class Policy:
     def other(self, folder: Path) -> dict[str, Tensor]:
         """Other weights in every tensor, and a model folder with them."""
         noise = torch.Generator().manual_seed(0)
-        other = {name: tensor + 0.02 * torch.randn(tensor.shape, generator=noise) for name, tensor in self.start.items()}
+        other = {
+            name: tensor + 0.02 * torch.randn(tensor.shape, generator=noise)
+            for name, tensor in self.start.items()
+        }
         save_model(str(self.folder), folder, other)
         return other
 
@@ -99,22 +111,32 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CollectiveTransport, "bucket_bytes", 60_000)
 
 
-def test_the_answers_are_those_of_the_weights_that_were_sent(policy: Policy, tmp_path: Path) -> None:
+def test_the_answers_are_those_of_the_weights_that_were_sent(
+    policy: Policy, tmp_path: Path
+) -> None:
     """The rollout actor is no member of the group."""
     with pytest.raises(WorkerLost, match="no weights"):
         policy.engine.call("generate", (prompt(policy.folder, "too early"), GREEDY)).result(20)
     other = policy.other(tmp_path / "other")
-    for step, (folder, weights) in enumerate([(policy.folder, policy.start), (tmp_path / "other", other)] * 2):
+    for step, (folder, weights) in enumerate(
+        [(policy.folder, policy.start), (tmp_path / "other", other)] * 2
+    ):
         assert policy.stream(weights.items(), Version(0, step)) == [None, []]
         assert policy.buckets_sent > 6, "buckets"
         policy.follows(folder, Version(0, step))
     assert policy.engine.call("state").result(20) == (Version(0, 3), None)
 
 
-def test_requests_that_are_running_go_on_with_the_new_weights(policy: Policy, tmp_path: Path) -> None:
+def test_requests_that_are_running_go_on_with_the_new_weights(
+    policy: Policy, tmp_path: Path
+) -> None:
     other, sampling = policy.other(tmp_path / "other"), dataclasses.replace(GREEDY, max_tokens=400)
     assert policy.stream(policy.start.items(), START) == [None, []]
-    none, done = policy.stream(other.items(), NEXT, *((prompt(policy.folder, f"What is {n} + 9?"), sampling) for n in range(4)))
+    none, done = policy.stream(
+        other.items(),
+        NEXT,
+        *((prompt(policy.folder, f"What is {n} + 9?"), sampling) for n in range(4)),
+    )
     assert none is None
     assert {(one.version, len(one.token_ids)) for one in done} == {(START, 400)}
     policy.follows(tmp_path / "other", NEXT)
@@ -128,9 +150,11 @@ def broken(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 FAULTS = {
-    "damaged": f"{BETWEEN}: corrupt", "broken": "could not receive", "dropped": f"lacks 1 tensors of the engine's model: {BETWEEN}",
+    "damaged": f"{BETWEEN}: corrupt",
+    "broken": "could not receive",
+    "dropped": f"lacks 1 tensors of the engine's model: {BETWEEN}",
     "misshapen": "SGLang did not take the weights",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("how", FAULTS)
@@ -142,7 +166,10 @@ def test_what_fails_midway_is_named_serves_nothing_and_leaves_nothing(
 
     def lying(version: Version, tensors: Any) -> Manifest:
         made = honest(version, tensors)
-        records = {n: dataclasses.replace(r, checksum=r.checksum ^ (n == BETWEEN)) for n, r in made.tensors.items()}
+        records = {
+            n: dataclasses.replace(r, checksum=r.checksum ^ (n == BETWEEN))
+            for n, r in made.tensors.items()
+        }
         return dataclasses.replace(made, tensors=records)
 
     assert policy.stream(policy.start.items(), START) == [None, []]
@@ -168,7 +195,9 @@ def test_what_fails_midway_is_named_serves_nothing_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("phase", ["meeting", "middle"])
-def test_an_engine_whose_process_is_killed_is_lost_and_the_others_have_the_copy(phase: str, tiny_text: Path) -> None:
+def test_an_engine_whose_process_is_killed_is_lost_and_the_others_have_the_copy(
+    phase: str, tiny_text: Path
+) -> None:
     policy = Policy(tiny_text, others=1)
     try:
         assert policy.stream(policy.start.items(), START)[:2] == [None, []]

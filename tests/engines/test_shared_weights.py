@@ -1,4 +1,6 @@
-"""The file in memory that vLLM's workers read: written once for the engines of a node, also when one of them is killed."""
+"""The file in memory that vLLM's workers read: written once for the engines of a node, also when
+one of them is killed.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def test_engines_of_a_node_write_a_version_once(meeting: str, writes: list[int])
     assert writes == [400, 30] * 3, "the file is gone when all have closed it"
 
 
-def test_a_number_that_belongs_to_another_file_by_now_is_not_read(meeting: str, writes: list[int]) -> None:
+def test_a_number_that_belongs_to_another_file_by_now_is_not_read(
+    meeting: str, writes: list[int]
+) -> None:
     first = written(meeting, sent(1), TENSORS)
     other = os.memfd_create("other")
     os.dup2(other, first)
@@ -85,7 +89,9 @@ def test_a_number_that_belongs_to_another_file_by_now_is_not_read(meeting: str, 
 
 
 def memories() -> list[str]:
-    """The files with weights that this process has open; threads of other libraries open and close files of their own."""
+    """The files with weights that this process has open; threads of other libraries open and close
+    files of their own.
+    """
     links = []
     for file in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):
@@ -93,7 +99,9 @@ def memories() -> list[str]:
     return sorted(link for link in links if link.startswith("/memfd:weights-"))
 
 
-def test_an_engine_that_is_killed_leaves_what_others_have_open(meeting: str, writes: list[int]) -> None:
+def test_an_engine_that_is_killed_leaves_what_others_have_open(
+    meeting: str, writes: list[int]
+) -> None:
     context = multiprocessing.get_context("fork")
     ready, never = context.Event(), context.Event()
 
@@ -115,7 +123,9 @@ def test_an_engine_that_is_killed_leaves_what_others_have_open(meeting: str, wri
     assert writes == [400, 30]
 
 
-def test_what_cannot_be_written_holds_up_nobody(meeting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_written_holds_up_nobody(
+    meeting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(WeightSyncError, match="b: missing"):
         written(meeting, sent(1), {"a": TENSORS["a"]})
     before = memories()

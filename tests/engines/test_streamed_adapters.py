@@ -39,12 +39,17 @@ def test_the_stream_has_the_adapters_alone_and_the_answers_are_the_trainers(
         send_bucket(*(() if records is None else (records, bucket)))
 
     policy.send_bucket = noted  # type: ignore[assignment]
-    requests = [*questions(served.folder)[:6], *(looks(served.folder) if "vlm" in str(served.folder) else [])]
+    requests = [
+        *questions(served.folder)[:6],
+        *(looks(served.folder) if "vlm" in str(served.folder) else []),
+    ]
     for step in range(3):
         version, whole = Version(0, step), trainer.export(Version(0, step))
         save_model(str(served.folder), tmp_path / str(step), whole)
         sent.clear()
-        assert served.run(policy.stream(served.engine, trainer.stream(version, adapters=True), version)) == [None, None]
+        assert served.run(
+            policy.stream(served.engine, trainer.stream(version, adapters=True), version)
+        ) == [None, None]
         assert policy.buckets_sent > 3, "buckets"
         assert {name.rpartition(".lora_")[1] for name, _ in sent} == {".lora_"}
         assert 5 * sum(nbytes for _, nbytes in sent) < bytes_of(whole)

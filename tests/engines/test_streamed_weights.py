@@ -1,4 +1,6 @@
-"""Weights that vLLM's workers receive themselves, bucket by bucket: what is answered then, and what is served when it fails."""
+"""Weights that vLLM's workers receive themselves, bucket by bucket: what is answered then, and what
+is served when it fails.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,17 @@ from rayloop.engines.generation import vllm
 from rayloop.transports import manifest
 from rayloop.transports.collective import BroadcastReceiver, BroadcastSender
 from rayloop.transports.settings import CollectiveTransport
-from tests.contracts.test_engine import ENGINES, GREEDY, START, Served, agree, dropped, looks, moved, unknown_between
+from tests.contracts.test_engine import (
+    ENGINES,
+    GREEDY,
+    START,
+    Served,
+    agree,
+    dropped,
+    looks,
+    moved,
+    unknown_between,
+)
 from tests.engines.prompts import prompt, vision_tokens
 from tests.support.vllm_processes import engine_workers
 
@@ -35,7 +47,9 @@ BETWEEN = "model.layers.1.self_attn.k_proj.weight"
 
 
 class Policy:
-    """Its first rank, which sends in a thread, and the rollout actor's half; ``others``: further members of the group."""
+    """Its first rank, which sends in a thread, and the rollout actor's half; ``others``: further
+    members of the group.
+    """
 
     def __init__(self, others: int = 0) -> None:
         settings = CollectiveTransport().within(TIMEOUT / CollectiveTransport.share, 1)
@@ -49,7 +63,9 @@ class Policy:
         self.buckets_sent += 1
         self.send_bucket(*bucket)
 
-    async def stream(self, engine: Any, weights: Iterable[tuple[str, Tensor]], version: Version = NEXT) -> list[Any]:
+    async def stream(
+        self, engine: Any, weights: Iterable[tuple[str, Tensor]], version: Version = NEXT
+    ) -> list[Any]:
         """What the sender, the engine and the others returned or raised."""
         self.buckets_sent = 0
         meeting = self.sender.invite(tuple(range(len(self.receivers))), self.failures)
@@ -91,16 +107,27 @@ def test_the_answers_are_those_of_the_weights_that_were_sent(
     served: Served, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No bytes of them pass through the process of the rollout actor, and none through a file."""
-    for owner, name in ((policy.receivers[0], "unpack"), (policy.receivers[0], "_receive_bucket"), (vllm, "written")):
+    for owner, name in (
+        (policy.receivers[0], "unpack"),
+        (policy.receivers[0], "_receive_bucket"),
+        (vllm, "written"),
+    ):
         monkeypatch.setattr(owner, name, lambda *_: pytest.fail("not here"))
     other = moved(served, tmp_path / "other")
-    for step, (folder, weights) in enumerate([(served.folder, served.start), (tmp_path / "other", other)] * 2):
-        assert served.run(policy.stream(served.engine, weights.items(), Version(0, step))) == [None, None]
+    for step, (folder, weights) in enumerate(
+        [(served.folder, served.start), (tmp_path / "other", other)] * 2
+    ):
+        assert served.run(policy.stream(served.engine, weights.items(), Version(0, step))) == [
+            None,
+            None,
+        ]
         assert policy.buckets_sent > 6, "buckets"
         follows(served, folder, Version(0, step))
 
 
-def test_requests_that_are_running_go_on_with_the_new_weights(served: Served, policy: Policy, tmp_path: Path) -> None:
+def test_requests_that_are_running_go_on_with_the_new_weights(
+    served: Served, policy: Policy, tmp_path: Path
+) -> None:
     other, sampling = moved(served, tmp_path / "other"), dataclasses.replace(GREEDY, max_tokens=200)
 
     async def test() -> list[Any]:
@@ -134,17 +161,29 @@ def test_what_fails_midway_is_named_serves_nothing_and_leaves_nothing(
 
     def lying(version: Version, tensors: Any) -> Manifest:
         made = honest(version, tensors)
-        records = {n: dataclasses.replace(r, checksum=r.checksum ^ (n == BETWEEN)) for n, r in made.tensors.items()}
+        records = {
+            n: dataclasses.replace(r, checksum=r.checksum ^ (n == BETWEEN))
+            for n, r in made.tensors.items()
+        }
         return dataclasses.replace(made, tensors=records)
 
     async def test() -> None:
         assert await policy.stream(served.engine, served.start.items(), START) == [None, None]
         if how == "damaged":
             monkeypatch.setattr(manifest, "manifest", lying)
-        given = {"broken": broken(other), "dropped": dropped(other).items(), "unknown": unknown_between(other).items()}
+        given = {
+            "broken": broken(other),
+            "dropped": dropped(other).items(),
+            "unknown": unknown_between(other).items(),
+        }
         _, failed = await policy.stream(served.engine, given.get(how, other.items()))
         monkeypatch.setattr(manifest, "manifest", honest)
-        wanted = {"damaged": f"{BETWEEN}: corrupt", "broken": "could not receive", "dropped": "up_proj", "unknown": "stray"}[how]
+        wanted = {
+            "damaged": f"{BETWEEN}: corrupt",
+            "broken": "could not receive",
+            "dropped": "up_proj",
+            "unknown": "stray",
+        }[how]
         assert isinstance(failed, BroadcastFailed if how == "broken" else WeightSyncError)
         assert wanted in str(failed)
         assert served.engine.health().version is None
@@ -160,9 +199,14 @@ def test_what_fails_midway_is_named_serves_nothing_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("phase", ["meeting", "first bucket", "middle", "last bucket", "end"])
-def test_a_worker_that_is_killed_ends_its_engine_and_the_others_have_the_copy(phase: str, tiny_text: Path) -> None:
+def test_a_worker_that_is_killed_ends_its_engine_and_the_others_have_the_copy(
+    phase: str, tiny_text: Path
+) -> None:
     before = engine_workers(psutil.Process())
-    served, policy = Served("vllm", tiny_text, extra=ENGINES["vllm"]["extra"] | {"max_model_len": 512}), Policy(others=1)
+    served, policy = (
+        Served("vllm", tiny_text, extra=ENGINES["vllm"]["extra"] | {"max_model_len": 512}),
+        Policy(others=1),
+    )
     (worker,) = [one for one in engine_workers(psutil.Process()) if one not in before]
 
     async def go() -> list[Any]:
@@ -192,6 +236,8 @@ def test_a_worker_that_is_killed_ends_its_engine_and_the_others_have_the_copy(ph
             assert isinstance(sent, BroadcastFailed)
             assert isinstance(other, BroadcastFailed)
         update = policy.sender.sent()
-        assert policy.receivers[1].unpack(update.manifest, update.source).keys() == served.start.keys()
+        assert (
+            policy.receivers[1].unpack(update.manifest, update.source).keys() == served.start.keys()
+        )
     finally:
         served.close()

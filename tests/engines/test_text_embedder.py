@@ -1,4 +1,6 @@
-"""The embedder in the process: a tiny BERT made here, pooled as sentence-transformers does, and what is wrong with a folder."""
+"""The embedder in the process: a tiny BERT made here, pooled as sentence-transformers does, and
+what is wrong with a folder.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,32 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "read", "the", "bar", "su
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("bert")
-    tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        models.WordPiece({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]")
+    )
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
     ).save_pretrained(made)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    BertModel(BertConfig(vocab_size=len(WORDS), max_position_embeddings=32, **sizes)).save_pretrained(made)
-    (made / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 8}), encoding="utf-8")
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
+    BertModel(
+        BertConfig(vocab_size=len(WORDS), max_position_embeddings=32, **sizes)
+    ).save_pretrained(made)
+    (made / "sentence_bert_config.json").write_text(
+        json.dumps({"max_seq_length": 8}), encoding="utf-8"
+    )
     return made
 
 
@@ -60,11 +77,17 @@ def test_texts_are_cut_at_the_models_own_limit(folder: Path) -> None:
     assert np.allclose(long, cut, atol=1e-6)
 
 
-def test_a_folder_without_a_model_and_a_gpu_that_is_not_there_are_named(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_model_and_a_gpu_that_is_not_there_are_named(
+    folder: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=f"embedder model {tmp_path}"):
         embedder(tmp_path)
     with pytest.raises(
-        ConfigError, match=r"^reward\.source\.with\.embedder\.with\.model: no/such/name is no folder here, and no name"
+        ConfigError,
+        match=(
+            r"^reward\.source\.with\.embedder\.with\.model: no/such/name is no folder here, and no"
+            r" name"
+        ),
     ):
         embedder(Path("no/such/name"))
     if not torch.cuda.is_available():
@@ -73,15 +96,24 @@ def test_a_folder_without_a_model_and_a_gpu_that_is_not_there_are_named(folder: 
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("no room"), RuntimeError("CUDA error: device-side"), MemoryError("no room")]
+    "error",
+    [
+        torch.OutOfMemoryError("no room"),
+        RuntimeError("CUDA error: device-side"),
+        MemoryError("no room"),
+    ],
 )
-def test_a_device_that_fails_is_never_a_reward(folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_a_device_that_fails_is_never_a_reward(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     def fails(*_: object, **__: object) -> None:
         raise error
 
     made = embedder(folder)
     monkeypatch.setattr(made, "_model", fails)
-    with pytest.raises(InfrastructureFailure, match=rf"the embedder failed on cpu: {type(error).__name__}: {error}"):
+    with pytest.raises(
+        InfrastructureFailure, match=rf"the embedder failed on cpu: {type(error).__name__}: {error}"
+    ):
         made.embed(["read the bar"])
 
 

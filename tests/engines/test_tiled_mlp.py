@@ -32,5 +32,6 @@ def test_tiles_change_no_update(tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch)
     assert tiled["actor/loss"] == pytest.approx(report["actor/loss"], rel=1e-6)
     assert tiled["actor/grad_norm"] == pytest.approx(report["actor/grad_norm"], rel=1e-6)
     for name, weight in weights.items():
-        # A bias that began at 0 is one gradient: sums of float32 in another order differ by some units of rounding (1.2e-7).
+        # A bias that began at 0 is one gradient: sums of float32 in another order differ by some
+        # units of rounding (1.2e-7).
         assert (own[name] - weight).norm() <= 4e-6 * weight.norm(), name

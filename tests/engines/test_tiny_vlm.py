@@ -1,4 +1,6 @@
-"""The tiny model folder is a real checkpoint: it loads, has the promised size and keeps Qwen's tokens."""
+"""The tiny model folder is a real checkpoint: it loads, has the promised size and keeps Qwen's
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def test_default_size_and_heads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sizes", [{}, SMALL, TINY, VLM_3B, TEXT_7B])
 def test_heads_are_of_a_width_that_flash_attention_takes(sizes: dict[str, Any]) -> None:
-    """Models of the tests and probes: multiples of 8 up to 256 (vLLM's FlashAttention), 32 at least (vLLM's CPU backend)."""
+    """Models of the tests and probes: multiples of 8 up to 256 (vLLM's FlashAttention), 32 at least
+    (vLLM's CPU backend).
+    """
     size = TinySizes(**sizes)
     for width, heads in ((size.hidden, size.heads), (size.vision_hidden, size.vision_heads)):
         assert width % heads == 0
@@ -37,7 +41,10 @@ def test_heads_are_of_a_width_that_flash_attention_takes(sizes: dict[str, Any]) 
 
 
 def test_equal_arguments_give_equal_files(tmp_path: Path) -> None:
-    first, again = write_tiny_vlm(tmp_path / "1", TEXTS, seed=3), write_tiny_vlm(tmp_path / "2", TEXTS, seed=3)
+    first, again = (
+        write_tiny_vlm(tmp_path / "1", TEXTS, seed=3),
+        write_tiny_vlm(tmp_path / "2", TEXTS, seed=3),
+    )
     other = write_tiny_vlm(tmp_path / "3", TEXTS, seed=4)
     names = sorted(path.name for path in first.iterdir())
     assert names == sorted(path.name for path in again.iterdir())
@@ -53,7 +60,9 @@ def test_writing_leaves_the_global_generator_alone(tmp_path: Path) -> None:
 
 
 def test_tokenizer(tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(write_tiny_vlm(tmp_path, TEXTS, extra_tokens=["0.25", "<bbox>["]))
+    tokenizer = AutoTokenizer.from_pretrained(
+        write_tiny_vlm(tmp_path, TEXTS, extra_tokens=["0.25", "<bbox>["])
+    )
     for token in SPECIAL_TOKENS:
         assert tokenizer.encode(token) == [tokenizer.convert_tokens_to_ids(token)]
     assert len(tokenizer.encode("<bbox>[0.25")) == 2
@@ -71,8 +80,9 @@ def test_chat_template(tmp_path: Path) -> None:
         {"role": "tool", "content": [{"type": "image"}, {"type": "text", "text": "done"}]},
     ]
     image = "<|vision_start|><|image_pad|><|vision_end|>"
-    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n"
+    assert (
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        == "<|im_start|>system\nBe brief.<|im_end|>\n"
         f"<|im_start|>user\nSee {image}<|im_end|>\n"
         "<|im_start|>assistant\nzoom<|im_end|>\n"
         f"<|im_start|>tool\n{image}done<|im_end|>\n"

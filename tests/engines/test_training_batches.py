@@ -32,18 +32,30 @@ CPU = torch.device("cpu")
 
 
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 60))
-def test_micro_batches_hold_every_sample_once_within_the_budget(lengths: list[int], budget: int) -> None:
+def test_micro_batches_hold_every_sample_once_within_the_budget(
+    lengths: list[int], budget: int
+) -> None:
     groups = micro_batches(lengths, budget)
     assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
     assert all(len(group) == 1 or sum(lengths[i] for i in group) <= budget for group in groups)
-    small = [sum(lengths[i] for i in group) for group in groups if sum(lengths[i] for i in group) <= budget]
+    small = [
+        sum(lengths[i] for i in group)
+        for group in groups
+        if sum(lengths[i] for i in group) <= budget
+    ]
     assert all(a + b > budget for a, b in itertools.pairwise(small))
 
 
-def _text_sample(*turns: Turn, sampling: Sampling | None = None, reference: list[float] | None = None) -> TrainSample:
-    played = Trajectory(TrajectoryId(7, 0), 0, "t", 0, turns, sampling or Sampling(), EndReason.DONE)
+def _text_sample(
+    *turns: Turn, sampling: Sampling | None = None, reference: list[float] | None = None
+) -> TrainSample:
+    played = Trajectory(
+        TrajectoryId(7, 0), 0, "t", 0, turns, sampling or Sampling(), EndReason.DONE
+    )
     flat = played.flatten()
-    return make_sample(TrainItem(played, 1.0, reference), flat, torch.arange(len(flat.token_ids))[None])
+    return make_sample(
+        TrainItem(played, 1.0, reference), flat, torch.arange(len(flat.token_ids))[None]
+    )
 
 
 def _turn(*tokens: int) -> Turn:
@@ -63,7 +75,13 @@ def test_a_sampled_token_is_predicted_by_the_one_before_it_in_its_own_sample() -
 
 def test_min_tokens_counts_within_the_turn() -> None:
     sampling = Sampling(min_tokens=1, end_tokens=(9,), temperature=0.0)
-    batch = pack([_text_sample(Turn("user", (1,)), _turn(3, 9), Turn("user", (1,)), _turn(4, 4), sampling=sampling)])
+    batch = pack(
+        [
+            _text_sample(
+                Turn("user", (1,)), _turn(3, 9), Turn("user", (1,)), _turn(4, 4), sampling=sampling
+            )
+        ]
+    )
     assert batch.ban_end.tolist() == [True, False, True, False]
     assert batch.temperature.tolist() == [1.0] * 4
 
@@ -84,12 +102,23 @@ def test_samples_that_disagree_are_not_packed() -> None:
     with pytest.raises(ValueError, match="1 of 2 packed samples lack reference log-probs"):
         pack([plain, _text_sample(Turn("user", (1,)), _turn(2), reference=[-1.0])])
     with pytest.raises(ValueError, match="2 different pairs of banned_tokens"):
-        pack([plain, _text_sample(Turn("user", (1,)), _turn(2), sampling=Sampling(banned_tokens=(5,)))])
+        pack(
+            [
+                plain,
+                _text_sample(Turn("user", (1,)), _turn(2), sampling=Sampling(banned_tokens=(5,))),
+            ]
+        )
 
 
 def test_masked_logprobs_are_those_of_the_remaining_tokens() -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0, 0.5], [1.0, 2.0, 3.0, 0.5]], requires_grad=True)
-    logp = masked_logprobs(logits, torch.tensor([0.5, 2.0]), torch.tensor([True, False]), torch.tensor([0]), torch.tensor([2]))
+    logp = masked_logprobs(
+        logits,
+        torch.tensor([0.5, 2.0]),
+        torch.tensor([True, False]),
+        torch.tensor([0]),
+        torch.tensor([2]),
+    )
     assert torch.allclose(logp[0, [1, 3]], (logits[0, [1, 3]] / 0.5).log_softmax(0))
     assert torch.allclose(logp[1, 1:], (logits[1, 1:] / 2.0).log_softmax(0))
     assert logp[0, [0, 2]].exp().tolist() == [0.0, 0.0]
@@ -100,7 +129,9 @@ def test_masked_logprobs_are_those_of_the_remaining_tokens() -> None:
 class Lab:
     """A tiny model with its scorer and collator."""
 
-    def __init__(self, folder: Path, chunk: int = 2048, settings: FsdpSettings | None = None) -> None:
+    def __init__(
+        self, folder: Path, chunk: int = 2048, settings: FsdpSettings | None = None
+    ) -> None:
         model = ModelSettings(path=str(folder))
         self.model = load_model(model)
         self.scorer = Scorer(self.model, chunk)
@@ -110,7 +141,9 @@ class Lab:
         return [self.collator.sample(item) for item in items]
 
     def gradients(self) -> dict[str, Tensor]:
-        gradients = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
+        gradients = {
+            n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None
+        }
         self.model.zero_grad()
         return gradients
 
@@ -123,7 +156,9 @@ def test_packed_samples_do_not_see_each_other(tiny_vlm: Path, attention: str) ->
     if attention != PACKED_SDPA:
         lab.model.set_attn_implementation(attention)
     shapes = [[(6, (2, 3), 4), (3, (4, 2), 5), (2, (1, 2), 3)], [(8, None, 6)], [(4, (3, 3), 5)]]
-    samples = lab.samples([TrainItem(trajectory(tiny_vlm, i, turns), 1.0) for i, turns in enumerate(shapes)])
+    samples = lab.samples(
+        [TrainItem(trajectory(tiny_vlm, i, turns), 1.0) for i, turns in enumerate(shapes)]
+    )
     packed = lab.scorer(lab.collator.batch(samples)).logprobs
     direction = torch.randn(packed.shape, generator=torch.Generator().manual_seed(0))
     (packed * direction).sum().backward()
@@ -133,14 +168,25 @@ def test_packed_samples_do_not_see_each_other(tiny_vlm: Path, attention: str) ->
     assert (packed - separate).abs().max() < 1e-5
     (separate * direction).sum().backward()
     for name, gradient in lab.gradients().items():
-        assert (gradient - packed_gradients[name]).norm() < 1e-5 * gradient.norm().clamp_min(1.0), name
+        assert (gradient - packed_gradients[name]).norm() < 1e-5 * gradient.norm().clamp_min(1.0), (
+            name
+        )
 
 
 def test_packed_attention_equals_transformers_own(tiny_vlm: Path) -> None:
-    """Samples shorter and longer than what plain attention computes, images with windows of several sizes."""
+    """Samples shorter and longer than what plain attention computes, images with windows of several
+    sizes.
+    """
     lab = Lab(tiny_vlm)
-    shapes = [[(6, (3, 4), 4), (3, (5, 2), 5)], [(8, None, 6)], [(150, (3, 3), 5)], [(4, (13, 11), 5)]]
-    samples = lab.samples([TrainItem(trajectory(tiny_vlm, i, turns), 1.0) for i, turns in enumerate(shapes)])
+    shapes = [
+        [(6, (3, 4), 4), (3, (5, 2), 5)],
+        [(8, None, 6)],
+        [(150, (3, 3), 5)],
+        [(4, (13, 11), 5)],
+    ]
+    samples = lab.samples(
+        [TrainItem(trajectory(tiny_vlm, i, turns), 1.0) for i, turns in enumerate(shapes)]
+    )
     found = []
     for attention in (PACKED_SDPA, "eager"):
         if attention != PACKED_SDPA:
@@ -155,7 +201,10 @@ def test_packed_attention_equals_transformers_own(tiny_vlm: Path) -> None:
 
 def test_samples_of_a_group_share_an_image_without_effect(tiny_vlm: Path) -> None:
     lab = Lab(tiny_vlm)
-    played = [trajectory(tiny_vlm, 0, [(6, (2, 3), 4)]), trajectory(tiny_vlm, 1, [(5, (2, 2), 3), (2, (1, 2), 3)])]
+    played = [
+        trajectory(tiny_vlm, 0, [(6, (2, 3), 4)]),
+        trajectory(tiny_vlm, 1, [(5, (2, 2), 3), (2, (1, 2), 3)]),
+    ]
     samples = lab.samples([TrainItem(played[i], 1.0) for i in (0, 1, 0, 1)])
     shared, repeated = pack(samples, share_images=True), pack(samples)
     assert len(shared.image_grid) == 3
@@ -171,16 +220,24 @@ def test_samples_of_a_group_share_an_image_without_effect(tiny_vlm: Path) -> Non
 
 
 def test_samples_of_a_group_share_their_prompt_without_effect(tiny_vlm: Path) -> None:
-    """One turn and several, later turns with images, other groups in between, and a prompt that nothing follows."""
+    """One turn and several, later turns with images, other groups in between, and a prompt that
+    nothing follows.
+    """
     lab = Lab(tiny_vlm)
     assert shares_prompts(lab.model)
     shapes = [[(6, (2, 3), 4), (3, (1, 2), 5)], [(140, (2, 2), 3)], [(7, None, 6), (2, None, 2)]]
-    groups = [[_continued(trajectory(tiny_vlm, i, turns), member) for member in range(3)] for i, turns in enumerate(shapes)]
+    groups = [
+        [_continued(trajectory(tiny_vlm, i, turns), member) for member in range(3)]
+        for i, turns in enumerate(shapes)
+    ]
     groups[2].insert(0, dataclasses.replace(groups[2][0], turns=groups[2][0].turns[:1]))
     samples = lab.samples([TrainItem(played, 1.0) for group in groups for played in group])
     shared, repeated = pack(samples, share_images=True, share_prompts=True), pack(samples)
     prompts = [group[0].prompt_length for group in (samples[:3], samples[3:6], samples[6:])]
-    assert repeated.token_ids.numel() - shared.token_ids.numel() == 2 * prompts[0] + 2 * prompts[1] + 3 * prompts[2]
+    assert (
+        repeated.token_ids.numel() - shared.token_ids.numel()
+        == 2 * prompts[0] + 2 * prompts[1] + 3 * prompts[2]
+    )
     assert shared.targets.equal(repeated.targets)
     found = []
     for batch in (shared, repeated):
@@ -193,15 +250,19 @@ def test_samples_of_a_group_share_their_prompt_without_effect(tiny_vlm: Path) ->
 
 
 def _continued(played: Trajectory, member: int) -> Trajectory:
-    """A group's ``member``: other sampled tokens, one more of them in each turn than the member before."""
+    """A group's ``member``: other sampled tokens, one more of them in each turn than the member
+    before.
+    """
     turns = [
-        dataclasses.replace(
-            turn,
-            token_ids=(*(token - member for token in turn.token_ids), *[70] * member),
-            logprobs=(*(turn.logprobs or ()), *[-1.0] * member),
+        (
+            dataclasses.replace(
+                turn,
+                token_ids=(*(token - member for token in turn.token_ids), *[70] * member),
+                logprobs=(*(turn.logprobs or ()), *[-1.0] * member),
+            )
+            if turn.sampled
+            else turn
         )
-        if turn.sampled
-        else turn
         for turn in played.turns
     ]
     return dataclasses.replace(played, id=TrajectoryId(played.id.group, member), turns=tuple(turns))
@@ -209,22 +270,41 @@ def _continued(played: Trajectory, member: int) -> Trajectory:
 
 def test_a_group_is_planned_together_and_cut_at_the_budget(tiny_vlm: Path) -> None:
     lab = Lab(tiny_vlm, settings=FsdpSettings(micro_batch_tokens=40))
-    a, b = ([_continued(trajectory(tiny_vlm, i, [(10, None, 4)]), m) for m in range(4)] for i in range(2))
-    samples = lab.samples([TrainItem(played, 1.0) for pair in zip(a, b, strict=True) for played in pair])
+    a, b = (
+        [_continued(trajectory(tiny_vlm, i, [(10, None, 4)]), m) for m in range(4)]
+        for i in range(2)
+    )
+    samples = lab.samples(
+        [TrainItem(played, 1.0) for pair in zip(a, b, strict=True) for played in pair]
+    )
     number = {id(sample): i for i, sample in enumerate(samples)}
     plan = [[number[id(sample)] for sample in group] for group in lab.collator.plan(samples)]
     assert plan == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert [lab.collator.batch([samples[i] for i in group]).segment.max() for group in plan] == [3, 3]
+    assert [lab.collator.batch([samples[i] for i in group]).segment.max() for group in plan] == [
+        3,
+        3,
+    ]
     lab.model.set_attn_implementation("sdpa")
     assert [len(group) for group in lab.collator.plan(samples)] == [2, 2, 2, 2]
     dummy = 1
-    assert lab.collator.batch(samples).token_ids.numel() == sum(sample.length for sample in samples) + dummy
+    assert (
+        lab.collator.batch(samples).token_ids.numel()
+        == sum(sample.length for sample in samples) + dummy
+    )
 
 
-def test_what_a_group_has_in_common_is_made_once(tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Positions and pixels; the positions are those of each whole sequence, images in later turns included."""
+def test_what_a_group_has_in_common_is_made_once(
+    tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positions and pixels; the positions are those of each whole sequence, images in later turns
+    included.
+    """
     shapes = [[(6, (2, 3), 4), (3, (1, 2), 5), (2, None, 3)], [(4, (2, 2), 3)], [(7, None, 6)]]
-    played = [_continued(trajectory(tiny_vlm, i, turns), m) for i, turns in enumerate(shapes) for m in range(3)]
+    played = [
+        _continued(trajectory(tiny_vlm, i, turns), m)
+        for i, turns in enumerate(shapes)
+        for m in range(3)
+    ]
     lab = Lab(tiny_vlm)
     made: list[int] = []
 
@@ -246,13 +326,19 @@ def test_an_image_that_cannot_be_decoded_is_reported_by_its_batch(tiny_vlm: Path
     lab = Lab(tiny_vlm)
     played = trajectory(tiny_vlm, 0, [(6, (2, 3), 4)])
     (sample,) = lab.samples([TrainItem(dataclasses.replace(played, image_bytes={}), 1.0)])
-    with pytest.raises(DataFailure, match=f"image {played.images[0].sha256[:12]}: .*neither bytes nor a path"):
+    with pytest.raises(
+        DataFailure, match=f"image {played.images[0].sha256[:12]}: .*neither bytes nor a path"
+    ):
         lab.collator.batch([sample])
     (again,) = lab.samples([TrainItem(played, 1.0)])
-    assert len(lab.collator.batch([again]).pixel_values) == played.images[0].tokens * 4, "another has the bytes"
+    assert len(lab.collator.batch([again]).pixel_values) == played.images[0].tokens * 4, (
+        "another has the bytes"
+    )
 
 
-def test_the_next_batch_is_packed_while_the_present_one_is_used(tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_batch_is_packed_while_the_present_one_is_used(
+    tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same batches, bit for bit, each packed before it is asked for, and in another thread."""
     lab = Lab(tiny_vlm, settings=FsdpSettings(micro_batch_tokens=1))
     items = [TrainItem(trajectory(tiny_vlm, n, [(4, (2, 3), 5)]), 1.0) for n in range(3)]
@@ -269,8 +355,12 @@ def test_the_next_batch_is_packed_while_the_present_one_is_used(tiny_vlm: Path, 
 
     monkeypatch.setattr(collator, "pack", observed)
     for number, (batch, expected) in enumerate(zip(lab.collator.ahead(plan), alone, strict=True)):
-        assert all(event.wait(10) for event in packed[: number + 2]), "nobody has asked for the next one yet"
-        assert not any(event.is_set() for event in packed[number + 2 :]), "one is enough: they take memory"
+        assert all(event.wait(10) for event in packed[: number + 2]), (
+            "nobody has asked for the next one yet"
+        )
+        assert not any(event.is_set() for event in packed[number + 2 :]), (
+            "one is enough: they take memory"
+        )
         for field in dataclasses.fields(Batch):
             one, other = (getattr(made, field.name) for made in (batch, expected))
             assert (one is None and other is None) or torch.equal(one, other), field.name
@@ -282,7 +372,13 @@ def test_a_batch_that_cannot_be_packed_fails_in_its_turn(tiny_vlm: Path) -> None
     lab = Lab(tiny_vlm)
     played = [trajectory(tiny_vlm, n, [(6, (2, 3), 4)]) for n in range(3)]
     good, _, last = lab.samples([TrainItem(one, 1.0) for one in played])
-    (broken,) = lab.samples([TrainItem(dataclasses.replace(trajectory(tiny_vlm, 7, [(6, (2, 3), 4)]), image_bytes={}), 1.0)])
+    (broken,) = lab.samples(
+        [
+            TrainItem(
+                dataclasses.replace(trajectory(tiny_vlm, 7, [(6, (2, 3), 4)]), image_bytes={}), 1.0
+            )
+        ]
+    )
     batches = lab.collator.ahead([[good], [broken], [last]])
     assert next(batches).segment.max() == 0
     with pytest.raises(DataFailure, match="neither bytes nor a path"):
@@ -303,7 +399,9 @@ def test_positions_of_images_matter(tiny_vlm: Path) -> None:
 def test_chunks_equal_the_plain_log_softmax(tiny_text: Path, chunk: int) -> None:
     lab = Lab(tiny_text, chunk)
     sampling = Sampling(temperature=0.7, banned_tokens=(3, 4), end_tokens=(2,), min_tokens=2)
-    samples = lab.samples([TrainItem(trajectory(tiny_text, 1, [(6, None, 4), (2, None, 3)], sampling), 1.0)])
+    samples = lab.samples(
+        [TrainItem(trajectory(tiny_text, 1, [(6, None, 4), (2, None, 3)], sampling), 1.0)]
+    )
     rows: list[int] = []
     lab.model.lm_head.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
     batch = lab.collator.batch(samples)
@@ -323,7 +421,9 @@ def test_chunks_equal_the_plain_log_softmax(tiny_text: Path, chunk: int) -> None
 def test_logits_of_one_chunk_are_kept_for_the_backward_pass(tiny_text: Path) -> None:
     """Of the last, with which it begins; the others are computed again, one after the other."""
     lab = Lab(tiny_text, chunk=2)
-    batch = lab.collator.batch(lab.samples([TrainItem(trajectory(tiny_text, 1, [(6, None, 9)]), 1.0)]))
+    batch = lab.collator.batch(
+        lab.samples([TrainItem(trajectory(tiny_text, 1, [(6, None, 9)]), 1.0)])
+    )
     saved: list[torch.Size] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -334,12 +434,18 @@ def test_logits_of_one_chunk_are_kept_for_the_backward_pass(tiny_text: Path) -> 
         lab.scorer(batch, entropy=True).logprobs.sum()
     vocabulary = lab.model.config.vocab_size
     assert saved
-    head = lab.model.get_output_embeddings().weight.shape[1]  # its transposed weight has as many columns
-    logits = {shape for shape in saved if len(shape) == 2 and shape[1] == vocabulary and shape[0] != head}
+    head = lab.model.get_output_embeddings().weight.shape[
+        1
+    ]  # its transposed weight has as many columns
+    logits = {
+        shape for shape in saved if len(shape) == 2 and shape[1] == vocabulary and shape[0] != head
+    }
     assert logits == {(1, vocabulary)}
 
 
-def test_a_text_only_batch_of_a_vision_model_has_a_dummy_image_without_effect(tiny_vlm: Path) -> None:
+def test_a_text_only_batch_of_a_vision_model_has_a_dummy_image_without_effect(
+    tiny_vlm: Path,
+) -> None:
     lab = Lab(tiny_vlm)
     samples = lab.samples([TrainItem(trajectory(tiny_vlm, 1, [(6, None, 4)]), 1.0)])
     batch = lab.collator.batch(samples)
@@ -383,9 +489,13 @@ def test_exactly_what_its_sampling_allows_is_accepted(
     tokens: list[int], banned: frozenset[int], ends: frozenset[int], least: int
 ) -> None:
     sampling = Sampling(banned_tokens=tuple(banned), end_tokens=tuple(ends), min_tokens=least)
-    wrong = [i for i, token in enumerate(tokens) if token in banned or (i < least and token in ends)]
+    wrong = [
+        i for i, token in enumerate(tokens) if token in banned or (i < least and token in ends)
+    ]
     if not wrong:
         _text_sample(Turn("user", (1,)), _turn(*tokens), sampling=sampling)
         return
-    with pytest.raises(ValueError, match=f"sampled token {tokens[wrong[0]]} at position {wrong[0]} "):
+    with pytest.raises(
+        ValueError, match=f"sampled token {tokens[wrong[0]]} at position {wrong[0]} "
+    ):
         _text_sample(Turn("user", (1,)), _turn(*tokens), sampling=sampling)

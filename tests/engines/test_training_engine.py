@@ -1,4 +1,6 @@
-"""One rank of the trainer: updates, old log-probs, skipping, freezing, adapters, export and checkpoints."""
+"""One rank of the trainer: updates, old log-probs, skipping, freezing, adapters, export and
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ from torch import Tensor
 
 from rayloop.core.failures import CheckpointError, ConfigError, DataFailure, Diverged
 from rayloop.core.protocols import TrainItem
-from rayloop.core.types import EndReason, Sampling, TokenPrompt, Trajectory, TrajectoryId, Turn, Version
+from rayloop.core.types import (
+    EndReason,
+    Sampling,
+    TokenPrompt,
+    Trajectory,
+    TrajectoryId,
+    Turn,
+    Version,
+)
 from rayloop.engines import models
 from rayloop.engines.settings import FsdpSettings, LoraSettings, ModelSettings, OptimizerSettings
 from rayloop.engines.training import optimizer, state
@@ -67,7 +77,9 @@ def test_learning_rate_warms_up_stays_and_decays_linearly(monkeypatch: pytest.Mo
 
 
 def test_learning_rate_warms_up_and_falls_linearly() -> None:
-    """As transformers' ``get_linear_schedule_with_warmup``, whose first update after the warm-up has the whole rate."""
+    """As transformers' ``get_linear_schedule_with_warmup``, whose first update after the warm-up
+    has the whole rate.
+    """
     settings = OptimizerSettings(lr=1.0, warmup_steps=2, schedule="linear").over(10)
     rates = [learning_rate(settings, u) for u in range(12)]
     assert rates == pytest.approx([0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0, 0])
@@ -122,8 +134,12 @@ def test_old_logprobs_are_those_before_the_first_update(tiny_vlm: Path) -> None:
     assert once["actor/ratio_max"] == 1.0
     assert twice["actor/ratio_max"] > 1.001
     assert twice["actor/updates"] == 2
-    assert twice["actor/logprob_mismatch_mean"] == pytest.approx(once["actor/logprob_mismatch_mean"], rel=1e-5)
-    assert twice["actor/logprob_mismatch_max"] == pytest.approx(once["actor/logprob_mismatch_max"], rel=1e-5)
+    assert twice["actor/logprob_mismatch_mean"] == pytest.approx(
+        once["actor/logprob_mismatch_mean"], rel=1e-5
+    )
+    assert twice["actor/logprob_mismatch_max"] == pytest.approx(
+        once["actor/logprob_mismatch_max"], rel=1e-5
+    )
 
 
 def test_advantage_zero_is_skipped_but_counted(tiny_vlm: Path) -> None:
@@ -138,16 +154,30 @@ def test_advantage_zero_is_skipped_but_counted(tiny_vlm: Path) -> None:
     assert skipped["actor/grad_norm"] == pytest.approx(forwarded["actor/grad_norm"], rel=1e-5)
     ratio = without["actor/tokens"] / skipped["actor/tokens"]
     assert skipped["actor/grad_norm"] == pytest.approx(without["actor/grad_norm"] * ratio, rel=1e-5)
-    assert skipped["actor/entropy"] == pytest.approx(without["actor/entropy"]) != forwarded["actor/entropy"]
-    assert skipped["actor/computed_tokens"] == without["actor/computed_tokens"] < skipped["actor/tokens"]
-    assert forwarded["actor/computed_tokens"] == forwarded["actor/tokens"] == skipped["actor/tokens"]
+    assert (
+        skipped["actor/entropy"]
+        == pytest.approx(without["actor/entropy"])
+        != forwarded["actor/entropy"]
+    )
+    assert (
+        skipped["actor/computed_tokens"]
+        == without["actor/computed_tokens"]
+        < skipped["actor/tokens"]
+    )
+    assert (
+        forwarded["actor/computed_tokens"] == forwarded["actor/tokens"] == skipped["actor/tokens"]
+    )
 
 
 def test_a_step_without_any_gradient_has_no_means_of_tokens(tiny_text: Path) -> None:
     items = [TrainItem(trajectory(tiny_text, 1, [(5, None, 6)]), 0.0)]
     with engine(tiny_text, optimizer=SGD) as trainer:
         report = trainer.train([items])
-    assert (report["actor/computed_tokens"], report["actor/tokens"], report["actor/tokens_per_second"]) == (0, 6, 0)
+    assert (
+        report["actor/computed_tokens"],
+        report["actor/tokens"],
+        report["actor/tokens_per_second"],
+    ) == (0, 6, 0)
     assert not {"actor/entropy", "actor/clip_high", "actor/logprob_mismatch_mean"} & set(report)
 
 
@@ -200,7 +230,9 @@ def test_bfloat16_compute_keeps_float32_masters(tiny_text: Path, tmp_path: Path)
         masters = trainer.export(VERSION)
     assert "model.norm.weight" in _changed(start, masters)
     assert "model.norm.weight" not in rounded
-    assert (masters["model.norm.weight"] - start["model.norm.weight"]).abs().max() == pytest.approx(1e-6, rel=0.2)
+    assert (masters["model.norm.weight"] - start["model.norm.weight"]).abs().max() == pytest.approx(
+        1e-6, rel=0.2
+    )
 
 
 def test_bfloat16_follows_float32(tiny_vlm: Path) -> None:
@@ -218,7 +250,9 @@ def test_bfloat16_follows_float32(tiny_vlm: Path) -> None:
 
 
 @pytest.mark.parametrize("lora", [None, LoraSettings()])
-def test_at_the_start_policy_and_reference_are_one_in_bfloat16(tiny_vlm: Path, lora: LoraSettings | None) -> None:
+def test_at_the_start_policy_and_reference_are_one_in_bfloat16(
+    tiny_vlm: Path, lora: LoraSettings | None
+) -> None:
     """Bit for bit, images too: any offset would be trained on as KL."""
     played = [item.trajectory for item in mixed_items(tiny_vlm)]
     settings = FsdpSettings(dtype="bfloat16", lora=lora)
@@ -228,19 +262,30 @@ def test_at_the_start_policy_and_reference_are_one_in_bfloat16(tiny_vlm: Path, l
     assert [abs(a - b).max() for a, b in zip(policy, reference, strict=True)] == [0.0] * len(played)
 
 
-def test_policy_and_engine_are_one_in_bfloat16(tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit, images too, where nothing forces another order of sums: prompts alone, and one attention for both."""
+def test_policy_and_engine_are_one_in_bfloat16(
+    tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, images too, where nothing forces another order of sums: prompts alone, and one
+    attention for both.
+    """
     monkeypatch.setattr(models, "_attention", lambda *_: "eager")
     sampling = Sampling(max_tokens=1, banned_tokens=vision_tokens(tiny_vlm))
-    requests = [prompt(tiny_vlm, "See ", image(84, 56), "now"), prompt(tiny_vlm, image(112, 84, 1), image(56, 56, 2))]
+    requests = [
+        prompt(tiny_vlm, "See ", image(84, 56), "now"),
+        prompt(tiny_vlm, image(112, 84, 1), image(56, 56, 2)),
+    ]
     answers = asyncio.run(_answers(tiny_vlm, [*requests, prompt(tiny_vlm, "no image")], sampling))
     with engine(tiny_vlm, FsdpSettings(dtype="bfloat16", micro_batch_tokens=1)) as trainer:
         policy = trainer.logprobs(answers)
     behaviour = [answer.turns[-1].logprobs for answer in answers]
-    assert [abs(a - b).max() for a, b in zip(policy, behaviour, strict=True)] == [0.0] * len(answers)
+    assert [abs(a - b).max() for a, b in zip(policy, behaviour, strict=True)] == [0.0] * len(
+        answers
+    )
 
 
-async def _answers(folder: Path, requests: Sequence[TokenPrompt], sampling: Sampling) -> list[Trajectory]:
+async def _answers(
+    folder: Path, requests: Sequence[TokenPrompt], sampling: Sampling
+) -> list[Trajectory]:
     """Each request answered alone by the transformers engine in bfloat16, as a trajectory."""
     served = await generation(folder, dtype="bfloat16")
     answers = []
@@ -250,7 +295,16 @@ async def _answers(folder: Path, requests: Sequence[TokenPrompt], sampling: Samp
         answered = Turn("assistant", done.token_ids, (), done.logprobs, done.version)
         data = {shown.ref.sha256: shown.data or b"" for shown in request.images}
         answers.append(
-            Trajectory(TrajectoryId(number, 0), 0, "task", number, (asked, answered), sampling, EndReason.DONE, image_bytes=data)
+            Trajectory(
+                TrajectoryId(number, 0),
+                0,
+                "task",
+                number,
+                (asked, answered),
+                sampling,
+                EndReason.DONE,
+                image_bytes=data,
+            )
         )
     served.close()
     return answers
@@ -258,7 +312,9 @@ async def _answers(folder: Path, requests: Sequence[TokenPrompt], sampling: Samp
 
 def test_a_frozen_vision_tower_stays_bit_equal(tiny_vlm: Path) -> None:
     items = mixed_items(tiny_vlm)
-    with engine(tiny_vlm, FsdpSettings(train_vision=False), OptimizerSettings(lr=1e-3, weight_decay=0.1)) as trainer:
+    with engine(
+        tiny_vlm, FsdpSettings(train_vision=False), OptimizerSettings(lr=1e-3, weight_decay=0.1)
+    ) as trainer:
         before = trainer.export(VERSION)
         trainer.train([items])
         changed = _changed(before, trainer.export(VERSION))
@@ -266,11 +322,16 @@ def test_a_frozen_vision_tower_stays_bit_equal(tiny_vlm: Path) -> None:
 
 
 def test_a_choice_about_the_vision_tower_needs_one(tiny_text: Path) -> None:
-    with pytest.raises(ConfigError, match="no vision tower"), engine(tiny_text, FsdpSettings(train_vision=False)):
+    with (
+        pytest.raises(ConfigError, match="no vision tower"),
+        engine(tiny_text, FsdpSettings(train_vision=False)),
+    ):
         pass
 
 
-def test_export_has_the_checkpoints_names_and_its_own_memory(tiny_vlm: Path, tiny_text: Path) -> None:
+def test_export_has_the_checkpoints_names_and_its_own_memory(
+    tiny_vlm: Path, tiny_text: Path
+) -> None:
     items = mixed_items(tiny_vlm)
     with engine(tiny_vlm) as trainer:
         exported = trainer.export(VERSION)
@@ -282,7 +343,9 @@ def test_export_has_the_checkpoints_names_and_its_own_memory(tiny_vlm: Path, tin
 
 
 @pytest.mark.parametrize("vision", [None, False, True])
-def test_adapters_go_where_the_settings_say(tiny_vlm: Path, vision: bool | None, caplog: pytest.LogCaptureFixture) -> None:
+def test_adapters_go_where_the_settings_say(
+    tiny_vlm: Path, vision: bool | None, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "rayloop.engines.training.fsdp")
     settings = FsdpSettings(lora=LoraSettings(rank=4), train_vision=vision)
     with engine(tiny_vlm, settings, OptimizerSettings(lr=1e-2)) as trainer:
@@ -301,7 +364,9 @@ def test_merged_adapters_equal_the_adapters(tiny_vlm: Path, tmp_path: Path) -> N
     played = [item.trajectory for item in items]
     with engine(tiny_vlm) as trainer:
         base = trainer.logprobs(played)
-    with engine(tiny_vlm, FsdpSettings(lora=LoraSettings(rank=4)), OptimizerSettings(lr=1e-2)) as trainer:
+    with engine(
+        tiny_vlm, FsdpSettings(lora=LoraSettings(rank=4)), OptimizerSettings(lr=1e-2)
+    ) as trainer:
         off_before_training = trainer.logprobs(played, reference=True)
         trainer.train([items])
         adapted = trainer.logprobs(played)
@@ -316,7 +381,11 @@ def test_merged_adapters_equal_the_adapters(tiny_vlm: Path, tmp_path: Path) -> N
         published = trainer.logprobs(played)
         with pytest.raises(ConfigError, match="adapter_off needs"):
             trainer.logprobs(played, reference=True)
-    assert _logprobs_differ(off, base) == _logprobs_differ(off_before_training, base) == [False] * len(played)
+    assert (
+        _logprobs_differ(off, base)
+        == _logprobs_differ(off_before_training, base)
+        == [False] * len(played)
+    )
     assert all(np.array_equal(a, b) for a, b in zip(adapted, again, strict=True))
     assert _logprobs_differ(adapted, base) == [True] * len(played)
     assert _logprobs_differ(published, adapted) == [False] * len(played)
@@ -331,9 +400,14 @@ def test_swapped_images_change_the_logprobs_of_image_trajectories_only(tiny_vlm:
 
 @pytest.mark.parametrize(
     ("model", "groups"),
-    [("tiny_vlm", {"embedding", "language", "vision", "merger"}), ("tiny_text", {"embedding", "head", "language"})],
+    [
+        ("tiny_vlm", {"embedding", "language", "vision", "merger"}),
+        ("tiny_text", {"embedding", "head", "language"}),
+    ],
 )
-def test_each_parameter_group_is_perturbed_and_restored(request: pytest.FixtureRequest, model: str, groups: set[str]) -> None:
+def test_each_parameter_group_is_perturbed_and_restored(
+    request: pytest.FixtureRequest, model: str, groups: set[str]
+) -> None:
     folder: Path = request.getfixturevalue(model)
     size = (2, 3) if model == "tiny_vlm" else None
     played = [trajectory(folder, 1, [(5, size, 6)])]
@@ -353,7 +427,9 @@ def test_each_parameter_group_is_perturbed_and_restored(request: pytest.FixtureR
             trainer.perturb("legs")
 
 
-def test_perturbed_weights_are_never_saved_and_a_load_undoes_them(tiny_vlm: Path, tmp_path: Path) -> None:
+def test_perturbed_weights_are_never_saved_and_a_load_undoes_them(
+    tiny_vlm: Path, tmp_path: Path
+) -> None:
     """With frozen parts too, which a checkpoint does not hold."""
     with engine(tiny_vlm, FsdpSettings(train_vision=False)) as trainer:
         trainer.save(str(tmp_path / "state"))
@@ -361,7 +437,9 @@ def test_perturbed_weights_are_never_saved_and_a_load_undoes_them(tiny_vlm: Path
         for group in ("vision", "language"):
             trainer.perturb(group)
             for save in (trainer.save, trainer.begin_save):
-                with pytest.raises(CheckpointError, match="perturbed by the weight sync's self-test"):
+                with pytest.raises(
+                    CheckpointError, match="perturbed by the weight sync's self-test"
+                ):
                     save(str(tmp_path / "other"))
             assert not (tmp_path / "other").exists()
             trainer.load(str(tmp_path / "state"))
@@ -372,7 +450,11 @@ def test_perturbed_weights_are_never_saved_and_a_load_undoes_them(tiny_vlm: Path
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("lora", [None, LoraSettings(rank=4)])
 def test_a_loaded_trainer_continues_bit_exactly(
-    tiny_vlm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: LoraSettings | None, beside: bool
+    tiny_vlm: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lora: LoraSettings | None,
+    beside: bool,
 ) -> None:
     """Also when what was saved is written only after it has trained on."""
     items, folder = mixed_items(tiny_vlm), str(tmp_path / "state")
@@ -392,7 +474,9 @@ def test_a_loaded_trainer_continues_bit_exactly(
         resumed = [trainer.train([items]) for _ in range(2)]
         assert _same(expected, trainer.export(VERSION))
     for a, b in zip(reports, resumed, strict=True):
-        assert {k: v for k, v in a.items() if "second" not in k} == {k: v for k, v in b.items() if "second" not in k}
+        assert {k: v for k, v in a.items() if "second" not in k} == {
+            k: v for k, v in b.items() if "second" not in k
+        }
     assert resumed[-1]["actor/lr"] == pytest.approx(3e-3 / 5)
 
 
@@ -401,17 +485,24 @@ def test_a_broken_checkpoint_is_refused(tiny_text: Path, tiny_vlm: Path, tmp_pat
         trainer.save(str(tmp_path / "state"))
         with pytest.raises(CheckpointError, match="nowhere"):
             trainer.load(str(tmp_path / "nowhere"))
-    with engine(tiny_vlm) as trainer, pytest.raises(CheckpointError, match="the same model and optimizer"):
+    with (
+        engine(tiny_vlm) as trainer,
+        pytest.raises(CheckpointError, match="the same model and optimizer"),
+    ):
         trainer.load(str(tmp_path / "state"))
 
 
 @pytest.mark.parametrize("lora", [None, LoraSettings(rank=2)])
-def test_a_frozen_tower_has_no_backward_pass_when_activations_are_recomputed(tiny_vlm: Path, lora: LoraSettings | None) -> None:
+def test_a_frozen_tower_has_no_backward_pass_when_activations_are_recomputed(
+    tiny_vlm: Path, lora: LoraSettings | None
+) -> None:
     settings = FsdpSettings(train_vision=False, gradient_checkpointing=True, lora=lora)
     with engine(tiny_vlm, settings) as trainer:
         tracked = list[bool]()
         for block in trainer._model.model.visual.blocks:
-            block.register_forward_hook(lambda module, inputs, output: tracked.append(output.requires_grad))
+            block.register_forward_hook(
+                lambda module, inputs, output: tracked.append(output.requires_grad)
+            )
         trainer.train([mixed_items(tiny_vlm)])
     assert tracked
     assert not any(tracked)

@@ -1,4 +1,6 @@
-"""Two ranks: the same result as one, empty shares, failures on one rank only, checkpoints read by another number."""
+"""Two ranks: the same result as one, empty shares, failures on one rank only, checkpoints read by
+another number.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,15 @@ def test_the_result_does_not_depend_on_how_the_work_is_spread() -> None:
     print(table(found))
     assert len(found) == 12
     assert [d for d in found if d.largest > TOLERANCE] == []
-    assert any(d.largest > 0 for d in found), "identical to the last bit: the layouts did not differ"
+    assert any(d.largest > 0 for d in found), (
+        "identical to the last bit: the layouts did not differ"
+    )
 
 
 def _uneven(rank: int, world_size: int, folder: Path, state: str, meeting: Path) -> dict[str, Any]:
-    """Everything on rank 0; rank 1 has nothing, then a different number of mini-batches, then the only bad gradient."""
+    """Everything on rank 0; rank 1 has nothing, then a different number of mini-batches, then the
+    only bad gradient.
+    """
     items = mixed_items(folder)
     share = items if rank == 0 else []
     with engine(folder, LORA, ADAMW, rank=rank, world_size=world_size, meeting=meeting) as trainer:
@@ -64,7 +70,9 @@ def _uneven(rank: int, world_size: int, folder: Path, state: str, meeting: Path)
 
 
 @pytest.mark.slow
-def test_a_rank_may_be_empty_and_another_number_of_ranks_continues(tiny_vlm: Path, tmp_path: Path) -> None:
+def test_a_rank_may_be_empty_and_another_number_of_ranks_continues(
+    tiny_vlm: Path, tmp_path: Path
+) -> None:
     state = str(tmp_path / "state")
     first, second = run_ranks(_uneven, 2, tiny_vlm, state, tmp_path / "meeting")
     items = mixed_items(tiny_vlm)
@@ -72,7 +80,11 @@ def test_a_rank_may_be_empty_and_another_number_of_ranks_continues(tiny_vlm: Pat
     assert second["weights"] == {}
     assert [r["skipped"] for r in (first, second)] == [1, 1]
     assert [len(r["written"]) for r in (first, second)] == [3, 2], "rank 0 writes the index too"
-    assert first["error"] == second["error"] == "the ranks got from 1 to 2 mini-batches; each needs as many"
+    assert (
+        first["error"]
+        == second["error"]
+        == "the ranks got from 1 to 2 mini-batches; each needs as many"
+    )
     assert first["lost"] == second["lost"]
     assert "neither bytes nor a path" in first["lost"]
     assert _timeless(first["first"]) == _timeless(second["first"])
@@ -92,15 +104,21 @@ def _timeless(report: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in report.items() if "second" not in name}
 
 
-def _loaded(rank: int, world_size: int, folder: Path, meeting: Path) -> tuple[int, dict[str, torch.Tensor]]:
-    """The most bytes of the model's parameters that this rank had in its memory whenever a part was sharded; its export."""
+def _loaded(
+    rank: int, world_size: int, folder: Path, meeting: Path
+) -> tuple[int, dict[str, torch.Tensor]]:
+    """The most bytes of the model's parameters that this rank had in its memory whenever a part was
+    sharded; its export.
+    """
     most, fully_shard = 0, sharding.fully_shard
     units: list[torch.nn.Module] = []
 
     def weighing(unit: torch.nn.Module, **options: Any) -> Any:
         nonlocal most
         units.append(unit)
-        held = {id(p): sharding.local(p).nbytes for u in units for p in u.parameters() if not p.is_meta}
+        held = {
+            id(p): sharding.local(p).nbytes for u in units for p in u.parameters() if not p.is_meta
+        }
         most = max(most, sum(held.values()))
         return fully_shard(unit, **options)
 
@@ -116,13 +134,17 @@ def test_the_whole_model_is_in_the_memory_of_one_rank(tmp_path: Path, head: str)
     folder = write_tiny_vlm(tmp_path / "model", TEXTS, vision=False, tied=head == "tied", **small)
     if "ties" in head:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}), encoding="utf-8")
+        (folder / "config.json").write_text(
+            json.dumps({**config, "tie_word_embeddings": True}), encoding="utf-8"
+        )
     (_, exported), (held, nothing) = run_ranks(_loaded, 2, folder, tmp_path / "meeting")
     saved = load_file(folder / "model.safetensors")
     assert exported.keys() == saved.keys()
     assert [name for name, weight in saved.items() if not torch.equal(exported[name], weight)] == []
     assert nothing == {}
-    assert held < 0.75 * sum(weight.nbytes for weight in saved.values()), "half of all, and one part"
+    assert held < 0.75 * sum(weight.nbytes for weight in saved.values()), (
+        "half of all, and one part"
+    )
 
 
 def _broken(rank: int, world_size: int, folder: Path, empty: Path, meeting: Path) -> str:
@@ -152,7 +174,13 @@ def _unforeseen(rank: int, world_size: int, meeting: Path) -> list[tuple[str, st
     sharding.join("cpu", rank, world_size, meeting.as_uri(), 60.0)
     unpicklable = TypeError("a lock", threading.Lock())
     found = []
-    for error in (KeyError("a bug"), MemoryError("full"), torch.OutOfMemoryError("CUDA"), NeedsTwo("a", "b"), unpicklable):
+    for error in (
+        KeyError("a bug"),
+        MemoryError("full"),
+        torch.OutOfMemoryError("CUDA"),
+        NeedsTwo("a", "b"),
+        unpicklable,
+    ):
         try:
             sharding.on_all_ranks(partial(fail, error), within=20.0)
         except Exception as raised:
@@ -166,13 +194,21 @@ def test_what_one_rank_raises_all_ranks_raise(tmp_path: Path) -> None:
     """Whatever it is: the others would wait for that rank until the deadline of their collective."""
     first, second = run_ranks(_unforeseen, 2, tmp_path / "meeting")
     assert first == second
-    assert [kind for kind, _ in first] == ["KeyError", "MemoryError", "OutOfMemoryError", "Unforeseen", "Unforeseen"]
+    assert [kind for kind, _ in first] == [
+        "KeyError",
+        "MemoryError",
+        "OutOfMemoryError",
+        "Unforeseen",
+        "Unforeseen",
+    ]
     assert first[3][1] == "NeedsTwo: a b"
     assert first[4][1].startswith("TypeError: ('a lock'")
 
 
 @pytest.mark.slow
-def test_weights_that_the_first_rank_cannot_load_end_all_ranks(tiny_text: Path, tmp_path: Path) -> None:
+def test_weights_that_the_first_rank_cannot_load_end_all_ranks(
+    tiny_text: Path, tmp_path: Path
+) -> None:
     (tmp_path / "empty").mkdir()
     first, second = run_ranks(_broken, 2, tiny_text, tmp_path / "empty", tmp_path / "meeting")
     assert first == second

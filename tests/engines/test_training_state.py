@@ -1,4 +1,6 @@
-"""A trainer's state on disk: tensors of every kind come back, and whatever else the files hold runs no code."""
+"""A trainer's state on disk: tensors of every kind come back, and whatever else the files hold runs
+no code.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,19 @@ from rayloop.engines.training import index, state
 from rayloop.engines.training.index import Piece, TensorEntry, read, write
 
 OLD = Path(__file__).parents[1] / "data/checkpoints/schema_2/trainer"
-"""``tensors(1)`` with 7 updates, as torch.distributed.checkpoint wrote them; ``.metadata.3_11_2`` as Python 3.11.2 pickles
-it, and ``.metadata.3_13_5`` as 3.13.5 does."""
-KINDS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
+"""``tensors(1)`` with 7 updates, as torch.distributed.checkpoint wrote them; ``.metadata.3_11_2``
+as Python 3.11.2 pickles it, and ``.metadata.3_13_5`` as 3.13.5 does.
+"""
+KINDS = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
 
 
 def tensors(fill: int) -> dict[str, Any]:
@@ -45,12 +57,17 @@ def test_tensors_of_every_kind_come_back(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), drawn), "the random state of the moment when it was saved"
 
 
-def test_a_disk_that_refuses_is_not_what_is_wrong_with_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_refuses_is_not_what_is_wrong_with_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(state._Writer, "_write", full)
-    with pytest.raises(CheckpointStorageFailed, match=r"^.*cannot be written: \[Errno 28\] No space left on device$"):
+    with pytest.raises(
+        CheckpointStorageFailed,
+        match=r"^.*cannot be written: \[Errno 28\] No space left on device$",
+    ):
         state.save(str(tmp_path), tensors(1), 0)
     with pytest.raises(CheckpointError) as missing:
         state.load(str(tmp_path / "nothing"), tensors(0), 0)
@@ -67,7 +84,9 @@ class Runs:
         return os.mkdir, (str(self.sign),)
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0.metadata", "random_0.pt", "random_0.safetensors", "index.json"])
+@pytest.mark.parametrize(
+    "name", [".metadata", "__0.metadata", "random_0.pt", "random_0.safetensors", "index.json"]
+)
 def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path, name: str) -> None:
     """Torch takes ``__0.metadata`` where ``.metadata`` is none that it can use."""
     folder, sign = tmp_path / "trainer", tmp_path / "it ran"
@@ -92,19 +111,28 @@ def test_values_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("written_by", ["3.11.7", "3.11.2", "3.13.5"])
-def test_checkpoints_of_schema_2_are_read_whichever_python_wrote_their_index(tmp_path: Path, written_by: str) -> None:
-    """Until 3.11.3 an enumeration was pickled as ``getattr(class, name)``, later as ``class(value)``; 3.13 moved pathlib."""
+def test_checkpoints_of_schema_2_are_read_whichever_python_wrote_their_index(
+    tmp_path: Path, written_by: str
+) -> None:
+    """Until 3.11.3 an enumeration was pickled as ``getattr(class, name)``, later as
+    ``class(value)``; 3.13 moved pathlib.
+    """
     folder = tmp_path / "trainer"
     shutil.copytree(OLD, folder)
     if written_by != "3.11.7":
         shutil.move(folder / f".metadata.{written_by.replace('.', '_')}", folder / ".metadata")
     pickled = (folder / ".metadata").read_bytes()
-    assert (b"getattr" in pickled, b"pathlib._local" in pickled) == (written_by == "3.11.2", written_by == "3.13.5")
+    assert (b"getattr" in pickled, b"pathlib._local" in pickled) == (
+        written_by == "3.11.2",
+        written_by == "3.13.5",
+    )
     assert_filled(folder)
 
 
 def test_a_checkpoint_of_another_minor_version_of_python_is_read() -> None:
-    """``tensors(1)`` with 7 updates, written by ``save`` of this project under Python 3.13.5 and torch 2.14.1."""
+    """``tensors(1)`` with 7 updates, written by ``save`` of this project under Python 3.13.5 and
+    torch 2.14.1.
+    """
     assert_filled(OLD.parents[1] / "schema_3/trainer")
 
 
@@ -118,10 +146,19 @@ def assert_filled(folder: Path) -> None:
 def test_an_index_says_the_same_on_every_python(tmp_path: Path) -> None:
     """It is plain JSON: an interpreter without torch reads what this one wrote."""
     state.save(str(tmp_path), tensors(1), 0)
-    found = json.loads((tmp_path / "index.json").read_text(encoding="utf-8"))["tensors"]["parameters.torch.bfloat16"]
+    found = json.loads((tmp_path / "index.json").read_text(encoding="utf-8"))["tensors"][
+        "parameters.torch.bfloat16"
+    ]
     piece = found["pieces"][0]
-    content = (tmp_path / piece["file"]).read_bytes()[piece["offset"] : piece["offset"] + piece["bytes"]]
-    assert (found["dtype"], found["shape"], piece["at"], piece["shape"]) == ("bfloat16", [3, 2], [0, 0], [3, 2])
+    content = (tmp_path / piece["file"]).read_bytes()[
+        piece["offset"] : piece["offset"] + piece["bytes"]
+    ]
+    assert (found["dtype"], found["shape"], piece["at"], piece["shape"]) == (
+        "bfloat16",
+        [3, 2],
+        [0, 0],
+        [3, 2],
+    )
     assert (content, piece["crc32"]) == (b"\x80\x3f" * 6, zlib.crc32(content))
 
 
@@ -143,18 +180,25 @@ def test_an_index_says_the_same_on_every_python(tmp_path: Path) -> None:
         lambda index: index["tensors"]["parameters.torch.float32"]["pieces"][0].update(shape=[3]),
     ],
 )
-def test_an_index_that_does_not_fit_its_tensors_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def test_an_index_that_does_not_fit_its_tensors_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object]
+) -> None:
     state.save(str(tmp_path), tensors(1), 0)
     index = json.loads((tmp_path / "index.json").read_text(encoding="utf-8"))
     change(index)
     (tmp_path / "index.json").write_text(json.dumps(index), encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"the trainer's state cannot be read: (its index|it is no index)"):
+    with pytest.raises(
+        CheckpointError, match=r"the trainer's state cannot be read: (its index|it is no index)"
+    ):
         state.load(str(tmp_path), tensors(0), 0)
 
 
 def rectangles(*pieces: tuple[tuple[int, ...], tuple[int, ...]], shape: tuple[int, ...]) -> bytes:
     """The index of one tensor with a piece for each ``(at, shape)``."""
-    made = tuple(Piece(at, size, f"rank_{rank}.bin", 0, math.prod(size), 0) for rank, (at, size) in enumerate(pieces))
+    made = tuple(
+        Piece(at, size, f"rank_{rank}.bin", 0, math.prod(size), 0)
+        for rank, (at, size) in enumerate(pieces)
+    )
     return write({"weight": TensorEntry("uint8", shape, made)})
 
 
@@ -168,10 +212,16 @@ def rectangles(*pieces: tuple[tuple[int, ...], tuple[int, ...]], shape: tuple[in
         ([((0, 0), (4, 2)), ((0, 1), (4, 2))], (4, 4)),
     ],
 )
-def test_pieces_that_overlap_leave_a_gap_and_are_refused(pieces: Any, shape: tuple[int, ...]) -> None:
-    """Their sizes add up to the tensor's, and what no piece holds would keep the values of the start model."""
+def test_pieces_that_overlap_leave_a_gap_and_are_refused(
+    pieces: Any, shape: tuple[int, ...]
+) -> None:
+    """Their sizes add up to the tensor's, and what no piece holds would keep the values of the
+    start model.
+    """
     assert sum(math.prod(size) for _, size in pieces) == math.prod(shape)
-    with pytest.raises(ValueError, match="its index has values of weight twice, and others not at all"):
+    with pytest.raises(
+        ValueError, match="its index has values of weight twice, and others not at all"
+    ):
         read(rectangles(*pieces, shape=shape))
 
 
@@ -180,7 +230,16 @@ def test_pieces_that_overlap_leave_a_gap_and_are_refused(pieces: Any, shape: tup
     [
         ([((4,), (4,)), ((0,), (4,)), ((8,), (0,))], (8,)),
         ([((0, 0), (4, 2)), ((0, 2), (4, 2))], (4, 4)),
-        ([((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))], (3, 3)),
+        (
+            [
+                ((0, 0), (1, 2)),
+                ((0, 2), (2, 1)),
+                ((2, 1), (1, 2)),
+                ((1, 0), (2, 1)),
+                ((1, 1), (1, 1)),
+            ],
+            (3, 3),
+        ),
     ],
 )
 def test_pieces_that_only_touch_are_read(pieces: Any, shape: tuple[int, ...]) -> None:
@@ -188,7 +247,9 @@ def test_pieces_that_only_touch_are_read(pieces: Any, shape: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize("wide", [0, 1])
-def test_the_pieces_of_many_ranks_are_not_compared_each_with_each(monkeypatch: pytest.MonkeyPatch, wide: int) -> None:
+def test_the_pieces_of_many_ranks_are_not_compared_each_with_each(
+    monkeypatch: pytest.MonkeyPatch, wide: int
+) -> None:
     ranks, compared, meet = 1000, list[int](), index._meet
 
     def counted(one: Piece, other: Piece, axis: int) -> bool:
@@ -196,12 +257,17 @@ def test_the_pieces_of_many_ranks_are_not_compared_each_with_each(monkeypatch: p
         return meet(one, other, axis)
 
     monkeypatch.setattr(index, "_meet", counted)
-    pieces = [((rank, 0) if wide == 0 else (0, rank), (1, 3) if wide == 0 else (3, 1)) for rank in range(ranks)]
+    pieces = [
+        ((rank, 0) if wide == 0 else (0, rank), (1, 3) if wide == 0 else (3, 1))
+        for rank in range(ranks)
+    ]
     read(rectangles(*pieces, shape=(ranks, 3) if wide == 0 else (3, ranks)))
     assert len(compared) <= 2 * ranks
 
 
-def test_the_folder_is_synced_after_its_last_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_is_synced_after_its_last_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A power cut must not take the name of a file whose checksum the driver has."""
     known = list[set[str]]()
 
@@ -214,7 +280,9 @@ def test_the_folder_is_synced_after_its_last_file(tmp_path: Path, monkeypatch: p
     assert known[-1] == sums.keys() == {file.name for file in tmp_path.iterdir()}
 
 
-@pytest.mark.parametrize("index", [b"", b"\x80\x05\x95", b".garbage"], ids=["empty", "cut", "noise"])
+@pytest.mark.parametrize(
+    "index", [b"", b"\x80\x05\x95", b".garbage"], ids=["empty", "cut", "noise"]
+)
 def test_a_broken_index_is_a_broken_checkpoint(index: bytes, tmp_path: Path) -> None:
     state.save(str(tmp_path), tensors(1), 0)
     (tmp_path / "index.json").write_bytes(index)
@@ -225,11 +293,15 @@ def test_a_broken_index_is_a_broken_checkpoint(index: bytes, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "found",
     [
-        "a text", [1], {"cpu": "a text", "cuda": []}, {"cpu": None, "cuda": []}, {"cpu": torch.get_rng_state(), "cuda": 3},
+        "a text",
+        [1],
+        {"cpu": "a text", "cuda": []},
+        {"cpu": None, "cuda": []},
+        {"cpu": torch.get_rng_state(), "cuda": 3},
         {"cpu": torch.zeros(5056), "cuda": []},
     ],
     ids=["a text", "a list", "text for cpu", "None for cpu", "a number for cuda", "floats for cpu"],
-)  # fmt: skip
+)
 def test_random_states_of_another_form_are_a_broken_checkpoint(tmp_path: Path, found: Any) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     shutil.copytree(OLD, old)

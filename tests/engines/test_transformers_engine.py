@@ -1,4 +1,7 @@
-"""What only the transformers engine does: batches, shared prefill, cohorts. What all owe: tests/contracts/test_engine.py."""
+"""What only the transformers engine does: batches, shared prefill, cohorts.
+
+What all owe: tests/contracts/test_engine.py.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +48,24 @@ def many(folder: Path, **settings: object) -> Callable[..., list[Completion]]:
 
 
 def close(left: Completion, right: Completion) -> bool:
-    return left.token_ids == right.token_ids and np.allclose(left.logprobs, right.logprobs, atol=1e-4)
+    return left.token_ids == right.token_ids and np.allclose(
+        left.logprobs, right.logprobs, atol=1e-4
+    )
 
 
 def test_image_features_that_enter_many_layers(tiny_vlm: Path, tmp_path: Path) -> None:
-    """Qwen3-VL mixes image features into several layers: its images go through the model's own forward."""
+    """Qwen3-VL mixes image features into several layers: its images go through the model's own
+    forward.
+    """
     folder = shutil.copytree(tiny_vlm, tmp_path / "qwen3_vl")
     base = AutoConfig.from_pretrained(folder)
-    vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
+    vision = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+    }
     grid = {"patch_size": 14, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
     config = Qwen3VLConfig(
         text_config={
@@ -63,7 +76,11 @@ def test_image_features_that_enter_many_layers(tiny_vlm: Path, tmp_path: Path) -
             "num_attention_heads": 2,
             "num_key_value_heads": 1,
             "head_dim": 32,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10.0, "mrope_section": [4, 6, 6]},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10.0,
+                "mrope_section": [4, 6, 6],
+            },
             "initializer_range": 0.1,
         },
         vision_config={**vision, **grid, "initializer_range": 0.1},
@@ -74,8 +91,14 @@ def test_image_features_that_enter_many_layers(tiny_vlm: Path, tmp_path: Path) -
     )
     Qwen3VLForConditionalGeneration(config).save_pretrained(folder)
     sampling = Sampling(max_tokens=6, banned_tokens=vision_tokens(folder))
-    requests = [prompt(folder, image(84, 56), "zoom"), prompt(folder, "text only"), prompt(folder, image(84, 56), "zoom")]
-    for request, done in zip(requests, many(folder)(*((r, sampling) for r in requests)), strict=True):
+    requests = [
+        prompt(folder, image(84, 56), "zoom"),
+        prompt(folder, "text only"),
+        prompt(folder, image(84, 56), "zoom"),
+    ]
+    for request, done in zip(
+        requests, many(folder)(*((r, sampling) for r in requests)), strict=True
+    ):
         expected = full_logprobs(folder, request, done.token_ids, sampling)
         torch.testing.assert_close(torch.tensor(done.logprobs), expected, atol=1e-4, rtol=0)
 
@@ -87,7 +110,9 @@ def test_an_image_changes_the_logprobs(tiny_vlm: Path) -> None:
     assert not np.allclose(left.logprobs, right.logprobs, atol=1e-3)
 
 
-def test_a_group_shares_prefill_and_equals_separate_requests(tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_shares_prefill_and_equals_separate_requests(
+    tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sampling = Sampling(max_tokens=8, banned_tokens=vision_tokens(tiny_vlm))
     group = [prompt(tiny_vlm, image(84, 56), "what?", seed=seed) for seed in range(5)]
     stranger = prompt(tiny_vlm, "another and longer prompt, to pad the group", seed=9)
@@ -114,7 +139,9 @@ def test_a_group_shares_prefill_and_equals_separate_requests(tiny_vlm: Path, mon
     assert prefilled == [(2, len(stranger.token_ids))] + [(6, 1)] * 7
 
 
-def test_later_turns_reuse_the_image_until_the_weights_change(tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_turns_reuse_the_image_until_the_weights_change(
+    tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model_type = type(load_model(ModelSettings(path=str(tiny_vlm))))
     encode = model_type.get_image_features
     encoded = []
@@ -128,7 +155,9 @@ def test_later_turns_reuse_the_image_until_the_weights_change(tiny_vlm: Path, mo
     async def test(engine: TransformersEngine) -> None:
         first = prompt(tiny_vlm, image(84, 56), "zoom")
         await engine.generate(first, GREEDY)
-        await engine.generate(prompt(tiny_vlm, image(84, 56), "zoom ok", image(56, 56), "and?"), GREEDY)
+        await engine.generate(
+            prompt(tiny_vlm, image(84, 56), "zoom ok", image(56, 56), "and?"), GREEDY
+        )
         assert encoded == [[[1, 4, 6]], [[1, 4, 4]]]
         await engine.load(manifest(Version(0, 1), weights(tiny_vlm)), weights(tiny_vlm))
         await engine.generate(first, GREEDY)
@@ -138,11 +167,15 @@ def test_later_turns_reuse_the_image_until_the_weights_change(tiny_vlm: Path, mo
 
 
 def test_samples_follow_the_distribution(tiny_text: Path) -> None:
-    """First tokens over many seeds against the model's probabilities: chi-square within 5 standard deviations."""
+    """First tokens over many seeds against the model's probabilities: chi-square within 5 standard
+    deviations.
+    """
     sampling = Sampling(temperature=1.3, max_tokens=1)
     base = prompt(tiny_text, "What is 3 + 9?")
     n = 3000
-    done = many(tiny_text, max_sequences=n)(*((dataclasses.replace(base, seed=seed), sampling) for seed in range(n)))
+    done = many(tiny_text, max_sequences=n)(
+        *((dataclasses.replace(base, seed=seed), sampling) for seed in range(n))
+    )
     model = load_model(ModelSettings(path=str(tiny_text)))
     with torch.no_grad():
         logits = model(torch.tensor([base.token_ids])).logits[0, -1]
@@ -174,7 +207,9 @@ def test_a_stop_string_ends_a_turn_with_the_token_that_completes_it(tiny_text: P
     assert held.token_ids == free.token_ids[: n + 2]
 
 
-def test_requests_keep_their_own_budget_and_the_batch_shrinks(tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_keep_their_own_budget_and_the_batch_shrinks(
+    tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = [prompt(tiny_vlm, "See", image(56, 56, seed=i), "x" * i, seed=i) for i in range(4)]
     budgets = [2, 12, 3, 7]
     alone = [
@@ -191,7 +226,10 @@ def test_requests_keep_their_own_budget_and_the_batch_shrinks(tiny_vlm: Path, mo
 
     monkeypatch.setattr(model_type, "forward", measuring)
     done = many(tiny_vlm)(
-        *((r, Sampling(max_tokens=n, banned_tokens=vision_tokens(tiny_vlm))) for r, n in zip(base, budgets, strict=True))
+        *(
+            (r, Sampling(max_tokens=n, banned_tokens=vision_tokens(tiny_vlm)))
+            for r, n in zip(base, budgets, strict=True)
+        )
     )
     assert [len(completion.token_ids) for completion in done] == budgets
     assert all(close(*pair) for pair in zip(alone, done, strict=True))
@@ -208,13 +246,20 @@ def test_bfloat16_is_close_to_float32(tiny_vlm: Path) -> None:
 
 
 def test_one_broken_prompt_does_not_harm_the_others(tiny_vlm: Path) -> None:
-    good, bad = prompt(tiny_vlm, "See ", image(84, 56)), prompt(tiny_vlm, "See ", image(84, 56, seed=1))
-    corrupt = dataclasses.replace(bad, images=(dataclasses.replace(bad.images[0], data=b"not an image"),))
+    good, bad = (
+        prompt(tiny_vlm, "See ", image(84, 56)),
+        prompt(tiny_vlm, "See ", image(84, 56, seed=1)),
+    )
+    corrupt = dataclasses.replace(
+        bad, images=(dataclasses.replace(bad.images[0], data=b"not an image"),)
+    )
     stray = dataclasses.replace(good, images=())
 
     async def go() -> None:
         served = await engine(tiny_vlm)
-        answers = await asyncio.gather(*(served.generate(p, GREEDY) for p in (corrupt, good, stray)), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(served.generate(p, GREEDY) for p in (corrupt, good, stray)), return_exceptions=True
+        )
         assert isinstance(answers[0], DataFailure)
         assert isinstance(answers[1], Completion)
         assert isinstance(answers[2], DataFailure)
@@ -225,10 +270,16 @@ def test_one_broken_prompt_does_not_harm_the_others(tiny_vlm: Path) -> None:
 
 def test_text_model_refuses_images(tiny_text: Path) -> None:
     with pytest.raises(DataFailure, match="text-only"):
-        many(tiny_text)((dataclasses.replace(prompt(tiny_text, "x"), images=(image(56, 56),)), GREEDY))
+        many(tiny_text)(
+            (dataclasses.replace(prompt(tiny_text, "x"), images=(image(56, 56),)), GREEDY)
+        )
 
 
-def served(folder: Path, test: Callable[[TransformersEngine], Coroutine[Any, Any, None]], **settings: object) -> None:
+def served(
+    folder: Path,
+    test: Callable[[TransformersEngine], Coroutine[Any, Any, None]],
+    **settings: object,
+) -> None:
     """Run ``test`` with an engine that serves version 0.0."""
 
     async def go() -> None:
@@ -268,7 +319,9 @@ def test_turns_are_delivered_as_they_end(tiny_text: Path) -> None:
     served(tiny_text, test)
 
 
-def test_requests_that_trickle_in_share_a_batch(tiny_text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_trickle_in_share_a_batch(
+    tiny_text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batches: list[int] = []
     decode = Decoder.decode
 
@@ -281,7 +334,9 @@ def test_requests_that_trickle_in_share_a_batch(tiny_text: Path, monkeypatch: py
     async def test(engine: TransformersEngine) -> None:
         waiting = []
         for seed in range(9):
-            waiting.append(asyncio.create_task(engine.generate(prompt(tiny_text, "What", seed=seed), GREEDY)))
+            waiting.append(
+                asyncio.create_task(engine.generate(prompt(tiny_text, "What", seed=seed), GREEDY))
+            )
             await asyncio.sleep(0.1)
         await asyncio.gather(*waiting)
         assert batches == [8, 1]
@@ -310,7 +365,9 @@ def test_a_batch_waits_twice_as_long_as_requests_kept_it_waiting_lately() -> Non
     assert measured.wait == transformers.SHORTEST
 
 
-def test_pause_waits_for_the_batch_and_holds_the_next(tiny_text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pause_waits_for_the_batch_and_holds_the_next(
+    tiny_text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test(engine: TransformersEngine) -> None:
         base = prompt(tiny_text, "What")
         running = asyncio.create_task(engine.generate(base, Sampling(max_tokens=200)))
@@ -332,7 +389,10 @@ def test_pause_waits_for_the_batch_and_holds_the_next(tiny_text: Path, monkeypat
 def test_a_cohort_is_one_batch_whatever_arrives_beside_it(tiny_text: Path) -> None:
     """Bit-equal log-probs in any order of arrival, with strangers about."""
     sampling = Sampling(max_tokens=10)
-    members = [dataclasses.replace(prompt(tiny_text, "What " + "is " * i, seed=i), cohort=Cohort("g", 3)) for i in range(3)]
+    members = [
+        dataclasses.replace(prompt(tiny_text, "What " + "is " * i, seed=i), cohort=Cohort("g", 3))
+        for i in range(3)
+    ]
     stranger = prompt(tiny_text, "Click the red button below the dialog and wait", seed=9)
 
     def decode(order: list[int], strangers: int) -> dict[int, Completion]:
@@ -342,7 +402,9 @@ def test_a_cohort_is_one_batch_whatever_arrives_beside_it(tiny_text: Path) -> No
             async def play(i: int) -> None:
                 done[i] = await engine.generate(members[i], sampling)
 
-            beside = [asyncio.create_task(engine.generate(stranger, sampling)) for _ in range(strangers)]
+            beside = [
+                asyncio.create_task(engine.generate(stranger, sampling)) for _ in range(strangers)
+            ]
             waiting = []
             for i in order:
                 waiting.append(asyncio.create_task(play(i)))
@@ -370,7 +432,9 @@ def test_a_cohort_waits_for_its_members_until_they_leave_and_fails_without_them(
         await engine.generate(member(0, "a"), GREEDY)
 
     async def hasty(engine: TransformersEngine) -> None:
-        with pytest.raises(InfrastructureFailure, match=r"1 of group b did not come within 0.2 s.*Give") as raised:
+        with pytest.raises(
+            InfrastructureFailure, match=r"1 of group b did not come within 0.2 s.*Give"
+        ) as raised:
             await engine.generate(member(0, "b"), GREEDY)
         assert not isinstance(raised.value, WorkerLost), "the engine is well"
         await engine.generate(prompt(tiny_text, "What"), GREEDY)
@@ -391,14 +455,22 @@ def test_load_replaces_the_weights_and_a_tied_head_follows(tiny_vlm: Path) -> No
     async def test(engine: TransformersEngine) -> None:
         before = await engine.generate(request, sampling)
         for part in ("embed_tokens", "layers.1.mlp.up_proj", "visual.blocks.0", "visual.merger"):
-            changed = {name: tensor * 1.5 if part in name else tensor for name, tensor in weights(tiny_vlm).items()}
+            changed = {
+                name: tensor * 1.5 if part in name else tensor
+                for name, tensor in weights(tiny_vlm).items()
+            }
             await engine.load(manifest(Version(0, 1), changed), changed)
             after = await engine.generate(request, sampling)
             assert after.version == engine.health().version == Version(0, 1)
             assert after.logprobs != before.logprobs, part
         await engine.load(manifest(Version(1, 1), weights(tiny_vlm)), weights(tiny_vlm))
-        assert dataclasses.replace(before, version=Version(1, 1)) == await engine.generate(request, sampling)
-        scaled = {name: tensor * 0.5 if "embed" in name else tensor for name, tensor in weights(tiny_vlm).items()}
+        assert dataclasses.replace(before, version=Version(1, 1)) == await engine.generate(
+            request, sampling
+        )
+        scaled = {
+            name: tensor * 0.5 if "embed" in name else tensor
+            for name, tensor in weights(tiny_vlm).items()
+        }
         await engine.load(manifest(Version(1, 2), scaled), scaled)
         model = engine._model
         assert torch.equal(model.lm_head.weight, scaled["model.embed_tokens.weight"])
@@ -411,7 +483,11 @@ def test_a_crash_while_decoding_reaches_the_callers_and_the_next_batch_runs(
 ) -> None:
     async def test(engine: TransformersEngine) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(type(engine._model), "forward", lambda *args, **kwargs: torch.zeros(2) + torch.zeros(3))
+            patch.setattr(
+                type(engine._model),
+                "forward",
+                lambda *args, **kwargs: torch.zeros(2) + torch.zeros(3),
+            )
             with pytest.raises(WorkerLost, match="must match"):
                 await engine.generate(prompt(tiny_text, "What"), GREEDY)
         await engine.generate(prompt(tiny_text, "What"), GREEDY)

@@ -37,7 +37,9 @@ def test_a_dead_worker_fails_what_waits_for_it(tiny_text: Path) -> None:
     async def test() -> None:
         with pytest.raises(OverLongPrompt):
             await served.engine.generate(TokenPrompt(tuple(range(20, 276)) * 2), GREEDY)
-        waiting = asyncio.create_task(served.engine.generate(prompt(tiny_text, "What"), Sampling(max_tokens=400)))
+        waiting = asyncio.create_task(
+            served.engine.generate(prompt(tiny_text, "What"), Sampling(max_tokens=400))
+        )
         loading = asyncio.create_task(served.load(served.start))
         worker.kill()
         for call in (waiting, loading):
@@ -61,19 +63,33 @@ def test_an_installation_that_does_not_fit_is_one_line(
     module = types.ModuleType("vllm")
     module.__version__ = found  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", module if found else None)
-    for name in ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_RPC_BASE_PATH", "TMPDIR", "RAYLOOP_ENGINE_OWNER"):
+    for name in (
+        "VLLM_WORKER_MULTIPROC_METHOD",
+        "VLLM_RPC_BASE_PATH",
+        "TMPDIR",
+        "RAYLOOP_ENGINE_OWNER",
+    ):
         monkeypatch.setenv(name, "")
     with pytest.raises(ConfigError, match=found or "needs vLLM") as raised:
-        VllmEngine(ModelSettings(path=str(tiny_text)), VllmEngineSettings(), EnginePlace(scratch=lambda: str(tmp_path)))
+        VllmEngine(
+            ModelSettings(path=str(tiny_text)),
+            VllmEngineSettings(),
+            EnginePlace(scratch=lambda: str(tmp_path)),
+        )
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.vllm
 def test_with_its_own_mask_vllm_wants_a_temperature_and_a_top_k_of_every_request() -> None:
-    asked = [_parameters(TokenPrompt((1,)), s, 320, True) for s in (GREEDY, Sampling(0.7), Sampling(top_p=0.8))]
+    asked = [
+        _parameters(TokenPrompt((1,)), s, 320, True)
+        for s in (GREEDY, Sampling(0.7), Sampling(top_p=0.8))
+    ]
     assert [(one.temperature, one.top_p, one.top_k, one.logprobs) for one in asked] == [
-        (1.0, 1.0, 1, 0), (0.7, 1.0, 320, 0), (1.0, 0.8, 128, 0),
-    ]  # fmt: skip
+        (1.0, 1.0, 1, 0),
+        (0.7, 1.0, 320, 0),
+        (1.0, 0.8, 128, 0),
+    ]
 
 
 @pytest.mark.parametrize("key", ["dtype", "logprobs_mode", "override_generation_config"])
@@ -83,7 +99,8 @@ def test_arguments_that_are_ours_are_refused(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra", "backend"), [({}, "uni"), ({"tensor_parallel_size": 2}, "mp"), ({"pipeline_parallel_size": 2}, "mp")]
+    ("extra", "backend"),
+    [({}, "uni"), ({"tensor_parallel_size": 2}, "mp"), ({"pipeline_parallel_size": 2}, "mp")],
 )
 def test_workers_are_never_started_through_ray(extra: dict[str, object], backend: str) -> None:
     arguments = common_arguments("model", VllmEngineSettings(extra=extra))

@@ -43,14 +43,20 @@ def test_a_checksum_is_of_the_bytes_wherever_they_are() -> None:
     whole = torch.randn(5 * COLUMNS + 7, generator=torch.Generator().manual_seed(0)).bfloat16()
     expected = int(checksum(whole))
     assert int(checksum(whole.view(torch.uint8))) == expected
-    assert int(checksum(torch.cat([whole[:1], whole])[1:])) == expected, "from an odd place in memory"
+    assert int(checksum(torch.cat([whole[:1], whole])[1:])) == expected, (
+        "from an odd place in memory"
+    )
     assert int(checksum(torch.stack([whole, whole], 1)[:, 0])) == expected, "a view of every other"
 
 
 @pytest.mark.parametrize("words", [2, 1000, COLUMNS + 3, 3 * COLUMNS])
 def test_a_checksum_notices_what_a_sum_would_not(words: int) -> None:
-    """Blocks that are swapped, changes that cancel, signs that flip in pairs, a one that moves among zeros."""
-    before = torch.randint(-(2**31), 2**31, (words,), dtype=torch.int32, generator=torch.Generator().manual_seed(words))
+    """Blocks that are swapped, changes that cancel, signs that flip in pairs, a one that moves
+    among zeros.
+    """
+    before = torch.randint(
+        -(2**31), 2**31, (words,), dtype=torch.int32, generator=torch.Generator().manual_seed(words)
+    )
     changed = [torch.cat([before[words // 2 :], before[: words // 2]]), before.flip(0)]
     for first, second in ((0, 1), (0, words - 1), (0, words // 2), (min(COLUMNS, words - 1), 0)):
         changed += [before.clone() for _ in range(3)]
@@ -76,7 +82,11 @@ def test_verify_names_every_fault() -> None:
         verify(described, {**sent, "stray": torch.zeros(1)})
     flipped = tensors()
     flipped["a.weight"].view(torch.uint8)[1, 3] ^= 1
-    short = {**flipped, "b.weight": flipped["b.weight"][:3], "c.transposed": flipped["c.transposed"].reshape(2, 6)}
+    short = {
+        **flipped,
+        "b.weight": flipped["b.weight"][:3],
+        "c.transposed": flipped["c.transposed"].reshape(2, 6),
+    }
     with pytest.raises(WeightSyncError) as error:
         verify(described, short)
     assert "a.weight: corrupt" in str(error.value)

@@ -1,4 +1,6 @@
-"""What the trainer's tests share: trajectories with images, engines, and ranks in processes of their own."""
+"""What the trainer's tests share: trajectories with images, engines, and ranks in processes of
+their own.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ import torch
 
 from rayloop.core.failures import ConfigError
 from rayloop.core.protocols import TrainItem
-from rayloop.core.types import EndReason, ImageRef, Sampling, Trajectory, TrajectoryId, Turn, Version
+from rayloop.core.types import (
+    EndReason,
+    ImageRef,
+    Sampling,
+    Trajectory,
+    TrajectoryId,
+    Turn,
+    Version,
+)
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.engines.training.fsdp import FsdpEngine
 from rayloop.grpo.losses.settings import LossSettings, PpoLoss
@@ -30,8 +40,16 @@ class Sgd(OptimizerSettings):
     kind: ClassVar[Literal["adamw", "sgd"]] = "sgd"
 
 
-SMALL = {"hidden": 64, "heads": 2, "intermediate": 128, "layers": 2, "vision_hidden": 64, "vision_heads": 2,
-         "vision_depth": 2, "vision_intermediate": 96}  # fmt: skip
+SMALL = {
+    "hidden": 64,
+    "heads": 2,
+    "intermediate": 128,
+    "layers": 2,
+    "vision_hidden": 64,
+    "vision_heads": 2,
+    "vision_depth": 2,
+    "vision_intermediate": 96,
+}
 TEXT_TOKENS = range(64, 320)
 SIDE = 28
 """Pixels of one image token's side."""
@@ -39,7 +57,10 @@ VERSION = Version(0, 0)
 
 
 def trajectory(
-    folder: Path, number: int, turns: Sequence[tuple[int, tuple[int, int] | None, int]], sampling: Sampling | None = None
+    folder: Path,
+    number: int,
+    turns: Sequence[tuple[int, tuple[int, int] | None, int]],
+    sampling: Sampling | None = None,
 ) -> Trajectory:
     """``turns``: (context tokens, columns and rows of an image in tokens, or None, sampled tokens).
 
@@ -59,11 +80,19 @@ def trajectory(
             ids += [config["vision_start_token_id"], *pads, config["vision_end_token_id"]]
         made.append(Turn("user", tuple(ids), refs))
         tokens = tuple(rng.choice(TEXT_TOKENS, sampled).tolist())
-        made.append(Turn("assistant", tokens, (), tuple(rng.normal(-6, 0.5, sampled).tolist()), VERSION))
+        made.append(
+            Turn("assistant", tokens, (), tuple(rng.normal(-6, 0.5, sampled).tolist()), VERSION)
+        )
     return Trajectory(
-        TrajectoryId(number, 0), 0, f"task-{number}", number, tuple(made), sampling or Sampling(), EndReason.DONE,
+        TrajectoryId(number, 0),
+        0,
+        f"task-{number}",
+        number,
+        tuple(made),
+        sampling or Sampling(),
+        EndReason.DONE,
         image_bytes=images,
-    )  # fmt: skip
+    )
 
 
 def mixed_items(folder: Path) -> list[TrainItem]:
@@ -81,10 +110,14 @@ def mixed_items(folder: Path) -> list[TrainItem]:
     ]
     advantages = (1.3, -0.7, 0.4, -1.1, 0.0, 0.9)
     items = []
-    played_once = [trajectory(folder, n, turns, Sampling(temperature=0.9)) for n, turns in enumerate(shapes)]
+    played_once = [
+        trajectory(folder, n, turns, Sampling(temperature=0.9)) for n, turns in enumerate(shapes)
+    ]
     root = played_once[3]
     others = [
-        dataclasses.replace(root, id=TrajectoryId(3, 1 + i), turns=(*root.turns[:1], *other.turns[1:]))
+        dataclasses.replace(
+            root, id=TrajectoryId(3, 1 + i), turns=(*root.turns[:1], *other.turns[1:])
+        )
         for i, other in enumerate((played_once[0], played_once[4]))
     ]
     every = zip([*played_once, *others], (*advantages, 0.8, -0.5), strict=True)
@@ -106,7 +139,9 @@ def engine(
     meeting: Path | None = None,
     seed: int = 0,
 ) -> Iterator[FsdpEngine]:
-    """An engine that leaves its process group at the end. Several ranks meet at the file ``meeting``, which none made.
+    """An engine that leaves its process group at the end.
+
+    Several ranks meet at the file ``meeting``, which none made.
 
     A file, since a port that is free when the ranks get it may be taken when they meet.
     """
@@ -138,13 +173,28 @@ def refused(rank: int, world_size: int, folder: Path, **changes: Any) -> str:
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
-    """``function(rank, world_size, *arguments)`` in a process per rank; returns what each of them returned."""
+    """``function(rank, world_size, *arguments)`` in a process per rank; returns what each of them
+    returned.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (function, world_size, folder, arguments), nprocs=world_size)
-        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+        torch.multiprocessing.spawn(
+            _rank, (function, world_size, folder, arguments), nprocs=world_size
+        )
+        return [
+            torch.load(Path(folder) / f"{rank}.pt", weights_only=False)
+            for rank in range(world_size)
+        ]
 
 
-def _rank(rank: int, function: Callable[..., Any], world_size: int, folder: str, arguments: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int,
+    function: Callable[..., Any],
+    world_size: int,
+    folder: str,
+    arguments: tuple[Any, ...],
+) -> None:
     torch.set_num_threads(1)
     torch.save(function(rank, world_size, *arguments), Path(folder) / f"{rank}.pt")
-    os._exit(0)  # gloo's threads now and then abort a process that leaves through the interpreter's end
+    os._exit(
+        0
+    )  # gloo's threads now and then abort a process that leaves through the interpreter's end

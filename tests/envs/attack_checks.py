@@ -1,4 +1,6 @@
-"""What is looked at outside after an attack, besides what it printed: each check returns whether it got through."""
+"""What is looked at outside after an attack, besides what it printed: each check returns whether it
+got through.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ SUSPECT = 0.3
 
 @dataclass(frozen=True)
 class Seen:
-    """``last``: the answer that the attack's call gave, None when it gave none; ``grown``: MiB of this process during the call."""
+    """``last``: the answer that the attack's call gave, None when it gave none; ``grown``: MiB of
+    this process during the call.
+    """
 
     sandbox: Sandbox
     target: Interpreter
@@ -64,7 +68,11 @@ def growing() -> Iterator[Callable[[], int]]:
 
 
 def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE") // MIB
+    return (
+        int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+        * os.sysconf("SC_PAGE_SIZE")
+        // MIB
+    )
 
 
 def _canary(seen: Seen) -> bool:
@@ -129,7 +137,12 @@ def _limits(seen: Seen) -> bool:
     if given is None:
         return False
     long = len(given.text) > cells.MOST_TEXT + 100 or len(given.error or "") > cells.MOST_ERROR
-    return long or len(given.images) > cells.MOST_IMAGES or given.dropped < 0 or not 0 <= given.seconds < 1e6
+    return (
+        long
+        or len(given.images) > cells.MOST_IMAGES
+        or given.dropped < 0
+        or not 0 <= given.seconds < 1e6
+    )
 
 
 def _helpers(seen: Seen) -> bool:
@@ -159,7 +172,10 @@ def _others(seen: Seen) -> bool:
     seen.target.close()
     other = seen.sandbox.interpreter()
     try:
-        code = "import json, numpy; print(json.dumps([int(numpy.ones(1)[0]), __builtins__ is not None]))"
+        code = (
+            "import json, numpy; print(json.dumps([int(numpy.ones(1)[0]), __builtins__ is not"
+            " None]))"
+        )
         return other.run(code, 5).text != "[1, true]\n"
     finally:
         other.close()
@@ -169,7 +185,9 @@ def _random(seen: Seen) -> bool:
     assert seen.last is not None
     other = seen.sandbox.interpreter()
     try:
-        second = other.run("import random, numpy\nprint(random.random(), numpy.random.rand())", 5).text
+        second = other.run(
+            "import random, numpy\nprint(random.random(), numpy.random.rand())", 5
+        ).text
     finally:
         other.close()
     return any(one == two for one, two in zip(seen.last.text.split(), second.split(), strict=True))
@@ -186,7 +204,9 @@ def _flock(seen: Seen) -> bool:
 
 
 def _cache(seen: Seen) -> bool:
-    """Bits from one interpreter to another: one drops or reads a page of a file of /usr, the other sees whether it is in memory."""
+    """Bits from one interpreter to another: one drops or reads a page of a file of /usr, the other
+    sees whether it is in memory.
+    """
     file = f"import os\nf = os.open({seen.cold!r}, os.O_RDONLY)"
     look = (
         f"{file}; b = bytearray(10)\ntry: os.preadv(f, [b], 16384, os.RWF_NOWAIT); print(1)\n"
@@ -194,7 +214,12 @@ def _cache(seen: Seen) -> bool:
     )
     other, bits, read = seen.sandbox.interpreter(), (0, 1, 0, 1, 1), []
     for bit in bits:
-        said(seen.target, f"{file}; os.posix_fadvise(f, 0, 0, os.POSIX_FADV_DONTNEED)" + "; os.pread(f, 10, 16384)" * bit, 5)
+        said(
+            seen.target,
+            f"{file}; os.posix_fadvise(f, 0, 0, os.POSIX_FADV_DONTNEED)"
+            + "; os.pread(f, 10, 16384)" * bit,
+            5,
+        )
         read.append(said(other, look, 5)[1].strip())
     other.close()
     return read == [str(bit) for bit in bits]
@@ -206,7 +231,22 @@ def _held(seen: Seen) -> bool:
 
 
 CHECKS: Mapping[str, Callable[[Seen], bool]] = {
-    "canary": _canary, "file": _file, "survivors": _survivors, "late": _late, "server": _server, "cpu": _cpu, "became": _became,
-    "memory": _memory, "text": _limits, "nan": _limits, "negative": _limits, "helpers": _helpers, "environment": _environment,
-    "others": _others, "random": _random, "flock": _flock, "cache": _cache, "deadline": _held,
-}  # fmt: skip
+    "canary": _canary,
+    "file": _file,
+    "survivors": _survivors,
+    "late": _late,
+    "server": _server,
+    "cpu": _cpu,
+    "became": _became,
+    "memory": _memory,
+    "text": _limits,
+    "nan": _limits,
+    "negative": _limits,
+    "helpers": _helpers,
+    "environment": _environment,
+    "others": _others,
+    "random": _random,
+    "flock": _flock,
+    "cache": _cache,
+    "deadline": _held,
+}

@@ -1,7 +1,9 @@
-"""One column of the attack table: a level, as root or as another user. Prints a line of JSON for each attack.
+"""One column of the attack table: a level, as root or as another user.
 
-``measure`` runs it in a pid namespace of its own, where ``kill(-1)`` reaches this run alone; when an attack ends the run, another
-one goes on with the next.
+Prints a line of JSON for each attack.
+
+``measure`` runs it in a pid namespace of its own, where ``kill(-1)`` reaches this run alone; when
+an attack ends the run, another one goes on with the next.
 """
 
 from __future__ import annotations
@@ -27,7 +29,17 @@ from tests.envs.attacks_second import ATTACKS
 ROOT = Path(__file__).parents[2]
 USER = 61183
 """An ordinary user, for the columns of one."""
-PRELOAD = (*Options().preload, "subprocess", "socket", "ctypes", "resource", "multiprocessing", "glob", "fcntl", "mmap")
+PRELOAD = (
+    *Options().preload,
+    "subprocess",
+    "socket",
+    "ctypes",
+    "resource",
+    "multiprocessing",
+    "glob",
+    "fcntl",
+    "mmap",
+)
 
 
 def columns() -> list[tuple[Level, str]]:
@@ -54,7 +66,9 @@ def _run(level: Level, who: str, names: list[str]) -> dict[str, str | None]:
     with tempfile.TemporaryDirectory(prefix="attacks-") as home:
         os.chmod(home, 0o777)
         line = [sys.executable, "-B", "-m", "tests.envs.attack_runner", level, *names]
-        bait = Path(home) / "bait"  # data and keys where images and machines have them, over what is there
+        bait = (
+            Path(home) / "bait"
+        )  # data and keys where images and machines have them, over what is there
         for path in (bait / "src/app/data/truth.jsonl", bait / "etc/judge.key"):
             path.parent.mkdir(parents=True)
             path.write_text("secret", encoding="utf-8")
@@ -76,7 +90,11 @@ def _run(level: Level, who: str, names: list[str]) -> dict[str, str | None]:
         ]
         if who == "user" and os.geteuid() == 0:  # who can read the Python below /root too
             outer += ["--perms", "0755", "--tmpfs", "/root"]
-            for folder in (Path(path) for path in {sys.prefix, sys.base_prefix, str(ROOT)} if path.startswith("/root/")):
+            for folder in (
+                Path(path)
+                for path in {sys.prefix, sys.base_prefix, str(ROOT)}
+                if path.startswith("/root/")
+            ):
                 for parent in list(reversed(folder.parents))[2:]:
                     outer += ["--perms", "0755", "--dir", str(parent)]
                 outer += ["--ro-bind", str(folder), str(folder)]
@@ -92,7 +110,14 @@ def _run(level: Level, who: str, names: list[str]) -> dict[str, str | None]:
         environment = {**os.environ, "HOME": home, "CANARY_SECRET": "x", "PYTHONPATH": str(ROOT)}
         cache = _fonts()
         environment |= {"MPLCONFIGDIR": cache} if cache else {}
-        done = subprocess.run([*outer, *line], stdout=subprocess.PIPE, text=True, timeout=280, check=False, env=environment)
+        done = subprocess.run(
+            [*outer, *line],
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=280,
+            check=False,
+            env=environment,
+        )
     results: dict[str, str | None] = {}
     for text in done.stdout.splitlines():
         record = json.loads(text)
@@ -118,7 +143,11 @@ class Column:
         for path in (self.file, self.folder / ".ray" / "auth_token"):
             path.write_text("secret", encoding="utf-8")
             path.chmod(0o666)
-        self.servers = [socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)]
+        self.servers = [
+            socket.create_server(("127.0.0.1", 0)),
+            socket.socket(socket.AF_UNIX),
+            socket.socket(socket.AF_UNIX),
+        ]
         abstract, named = f"attack-{os.getpid()}", str(self.folder / "socket")
         self.servers[1].bind(f"\0{abstract}")
         self.servers[2].bind(named)
@@ -128,13 +157,27 @@ class Column:
         self.canary = subprocess.Popen(["sleep", "600"])
         self.sandbox = Sandbox(level, Options(preload=PRELOAD, spares=1))
         self.older = self.sandbox.interpreter()
-        self.older.run("secret = 'mine'\ntry: open('mine.txt', 'w').write('another episode')\nexcept OSError: pass", 10)
+        self.older.run(
+            "secret = 'mine'\ntry: open('mine.txt', 'w').write('another episode')\nexcept OSError:"
+            " pass",
+            10,
+        )
         numbers = {name: pair[MACHINE == "aarch64"] for name, pair in NUMBERS.items()}
-        self.filled: dict[str, Any] = {"file": self.file, "folder": self.folder, "port": self.servers[0].getsockname()[1]}
+        self.filled: dict[str, Any] = {
+            "file": self.file,
+            "folder": self.folder,
+            "port": self.servers[0].getsockname()[1],
+        }
         cold = "/usr/share/common-licenses/GPL-3"
         self.filled["cold"] = cold if os.path.exists(cold) else "/usr/bin/openssl"
         os.symlink("SECRET-TEXT", self.folder / "link")
-        self.filled |= {"abstract": abstract, "named": named, "run": os.getpid(), "canary": self.canary.pid, **numbers}
+        self.filled |= {
+            "abstract": abstract,
+            "named": named,
+            "run": os.getpid(),
+            "canary": self.canary.pid,
+            **numbers,
+        }
 
     def result(self, attack: Attack) -> str:
         """ "held", or what went through; raises nothing that an attack can cause."""
@@ -158,10 +201,21 @@ class Column:
 
     def seen(self, target: Interpreter) -> Seen:
         """What the checks look at."""
-        return Seen(self.sandbox, target, self.file, self.canary, self.filled["cold"], self.last, self.said, self.grown)
+        return Seen(
+            self.sandbox,
+            target,
+            self.file,
+            self.canary,
+            self.filled["cold"],
+            self.last,
+            self.said,
+            self.grown,
+        )
 
     def _next(self, target: Interpreter) -> str:
-        """The next call must give its own output, in this interpreter or in a new one, and the older one must have its names."""
+        """The next call must give its own output, in this interpreter or in a new one, and the
+        older one must have its names.
+        """
         for _ in range(2):
             try:
                 if target.run("print(6 * 7)", 3).text != "42\n":
@@ -183,14 +237,20 @@ def main(arguments: list[str]) -> None:
         except Exception as error:  # of the sandbox: a run would have lost its episodes
             result = f"through: the sandbox failed ({type(error).__name__}: {error})"[:120]
         print(json.dumps({"name": name, "result": result}), flush=True)
-        if "the sandbox failed" in result or "lost its names" in result or column.canary.poll() is not None:
+        if (
+            "the sandbox failed" in result
+            or "lost its names" in result
+            or column.canary.poll() is not None
+        ):
             break  # the rest is run anew
     column.canary.kill()
     column.sandbox.close()
 
 
 def table(found: Mapping[tuple[Level, str], Mapping[str, str]]) -> str:
-    """A page's table: how many each level holds, and which get through at a level that a run may use."""
+    """A page's table: how many each level holds, and which get through at a level that a run may
+    use.
+    """
     heads = [f"{level}, {who}" for level, who in found]
     rows = [f"| attack | {' | '.join(heads)} |", "|---|" + "---|" * len(heads)]
     held = {name: [column[name] == "held" for column in found.values()] for name in ATTACKS}
@@ -199,7 +259,9 @@ def table(found: Mapping[tuple[Level, str], Mapping[str, str]]) -> str:
     usable = [level != Level.PROCESS for level, _ in found]
     for name, row in held.items():
         if not all(one for one, counts in zip(row, usable, strict=True) if counts):
-            rows.append(f"| {name} | {' | '.join('held' if one else '**through**' for one in row)} |")
+            rows.append(
+                f"| {name} | {' | '.join('held' if one else '**through**' for one in row)} |"
+            )
     return "\n".join(rows)
 
 

@@ -1,4 +1,5 @@
-"""The pictures of the console in docs/: of a run's overview (light, and on a phone), and of its first recorded group (dark).
+"""The pictures of the console in docs/: of a run's overview (light, and on a phone), and of its
+first recorded group (dark).
 
 python -m tests.envs.console_pictures RUN_DIR RUN_DIR_WITH_PICTURES docs
 """
@@ -25,7 +26,13 @@ def main(overview: Path, strips: Path, out: Path) -> None:
     group = f"/step/{first['step']}/group/{first['group']}"
     wide = {"width": 1180, "height": 900}
     save(overview, "/", out / "console.png", viewport=wide)
-    save(strips, group, out / "console_dark.png", viewport={"width": 1180, "height": 620}, color_scheme="dark")
+    save(
+        strips,
+        group,
+        out / "console_dark.png",
+        viewport={"width": 1180, "height": 620},
+        color_scheme="dark",
+    )
     save(overview, "/", out / "console_phone.png", viewport=PHONE)
 
 

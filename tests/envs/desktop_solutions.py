@@ -28,21 +28,47 @@ def saved_as(path: str) -> list[str]:
 SOLUTIONS: Mapping[str, list[str]] = {
     "append-line": [END, typed("water the plants\n"), SAVE],
     "delete-word": ["left_double(start_box='(335,206)')", key("delete"), SAVE],
-    "replace-all": [key("ctrl", "a"), typed(
-        "The color of the door is red.\nThe color of the roof is grey.\nNobody likes the color of the fence.\n"), SAVE],
+    "replace-all": [
+        key("ctrl", "a"),
+        typed(
+            "The color of the door is red.\nThe color of the roof is grey.\nNobody likes the color"
+            " of the fence.\n"
+        ),
+        SAVE,
+    ],
     "new-note": [typed("Happy birthday, Zoë!\n"), *saved_as("Documents/card.txt")],
-    "change-setting": [START, key("down"), key("down"), key("end"), key("backspace"), key("backspace"), key("backspace"),
-                       key("backspace"), typed("9090"), SAVE],
+    "change-setting": [
+        START,
+        key("down"),
+        key("down"),
+        key("end"),
+        key("backspace"),
+        key("backspace"),
+        key("backspace"),
+        key("backspace"),
+        typed("9090"),
+        SAVE,
+    ],
     "save-as": saved_as("Documents/agenda.txt"),
     "sort-lines": [typed("sort Data/fruit.txt > sorted.txt\n")],
     "count-errors": [typed("grep -c ERROR Data/service.log > errors.txt\n")],
-    "sum-expenses": [typed("awk -F, 'NR > 1 {s += $2} END {print s}' Data/expenses.csv > total.txt\n")],
+    "sum-expenses": [
+        typed("awk -F, 'NR > 1 {s += $2} END {print s}' Data/expenses.csv > total.txt\n")
+    ],
     "find-letter": [typed("cd Data/letters; grep -l harbour * > ~/answer.txt\n")],
-    "move-into-folder": [typed("cd Documents && mkdir Archive && mv draft.txt meeting.txt Archive\n")],
+    "move-into-folder": [
+        typed("cd Documents && mkdir Archive && mv draft.txt meeting.txt Archive\n")
+    ],
     "run-script": [typed("Data/build.sh\n")],
     "rename-file": [typed("draft"), key("esc"), key("f2"), key("ctrl", "a"), typed("final.txt\n")],
     "make-folder": [key("ctrl", "shift", "n"), typed("Invoices\n")],
-    "copy-picture": [typed("beach"), key("esc"), key("ctrl", "c"), key("ctrl", "l"), typed(f"{HOME}/Documents\n"),
-                     key("ctrl", "v")],
+    "copy-picture": [
+        typed("beach"),
+        key("esc"),
+        key("ctrl", "c"),
+        key("ctrl", "l"),
+        typed(f"{HOME}/Documents\n"),
+        key("ctrl", "v"),
+    ],
     "note-from-another": [END, typed("room 4\n"), SAVE],
-}  # fmt: skip
+}

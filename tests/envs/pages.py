@@ -24,12 +24,16 @@ LISTENING = """<div style="width:400px;height:3000px;user-select:none">text to s
 def write(folder: Path, **pages: str) -> Path:
     folder.mkdir(exist_ok=True)
     for name, body in pages.items():
-        (folder / f"{name}.html").write_text(f"<!doctype html><html><body style='margin:0'>{body}</body></html>", encoding="utf-8")
+        (folder / f"{name}.html").write_text(
+            f"<!doctype html><html><body style='margin:0'>{body}</body></html>", encoding="utf-8"
+        )
     return folder
 
 
 def button(script: str) -> str:
-    """A page that is one button, with what a click on it does; ``this`` cannot hold quotes of one kind."""
+    """A page that is one button, with what a click on it does; ``this`` cannot hold quotes of one
+    kind.
+    """
     return f'<button style="width:100vw;height:100vh" onclick="{script}">Go</button>'
 
 
@@ -38,10 +42,18 @@ CLICK = "Action: click(start_box='(100,100)')"
 
 
 @contextmanager
-def visiting(folder: Path, url: str, check: str = "window.done === true", **settings: Any) -> Iterator[tuple[WebPage, Observation]]:
+def visiting(
+    folder: Path, url: str, check: str = "window.done === true", **settings: Any
+) -> Iterator[tuple[WebPage, Observation]]:
     """An episode on a page of the folder, and what it showed first."""
-    environment = WebPage(WebPage.Settings.model_validate({"folder": str(folder), **SETTINGS, **settings}))
-    task = Task("t", (Message("user", ("{instruction}",)),), extra={"url": url, "check": check, "instruction": "Go."})
+    environment = WebPage(
+        WebPage.Settings.model_validate({"folder": str(folder), **SETTINGS, **settings})
+    )
+    task = Task(
+        "t",
+        (Message("user", ("{instruction}",)),),
+        extra={"url": url, "check": check, "instruction": "Go."},
+    )
     try:
         yield environment, environment.reset(task)
     finally:

@@ -34,11 +34,17 @@ def missing(programs: Iterable[str]) -> list[str]:
 def needs(*programs: str) -> pytest.MarkDecorator:
     """Skips a test where one of the programs is missing, and says which."""
     lacking = missing(programs)
-    return pytest.mark.skipif(bool(lacking), reason=f"missing here: {', '.join(lacking)} (python -m tests.envs.programs install)")
+    return pytest.mark.skipif(
+        bool(lacking),
+        reason=f"missing here: {', '.join(lacking)} (python -m tests.envs.programs install)",
+    )
 
 
 def install(programs: Iterable[str]) -> None:
-    """Install what is missing. Where that needs rights that we lack, say so: tests that need it skip."""
+    """Install what is missing.
+
+    Where that needs rights that we lack, say so: tests that need it skip.
+    """
     lacking = missing(programs)
     if not lacking:
         return
@@ -47,7 +53,10 @@ def install(programs: Iterable[str]) -> None:
         print(f"missing here: {', '.join(lacking)}; as root: apt-get install {' '.join(packages)}")
         return
     quietly = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    for command in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", *packages]):
+    for command in (
+        ["update", "-qq"],
+        ["install", "-y", "-qq", "--no-install-recommends", *packages],
+    ):
         subprocess.run(["apt-get", *command], check=True, env=quietly, stdout=subprocess.DEVNULL)
 
 

@@ -19,7 +19,9 @@ from tests.envs.test_report import shown
 def main(run: Path, file: Path) -> None:
     """Write the picture, in 256 colours."""
     with shown(write_page(run, None, groups=0).resolve()) as page:
-        picture = Image.open(io.BytesIO(page.locator("#learned details").first.screenshot())).convert("RGB")
+        picture = Image.open(
+            io.BytesIO(page.locator("#learned details").first.screenshot())
+        ).convert("RGB")
     picture.quantize(256).save(file, optimize=True)
     assert file.stat().st_size < LARGEST, f"{file}: {file.stat().st_size} bytes"
 

@@ -1,4 +1,6 @@
-"""An environment actor of a real Ray is killed while programs of the policy run: nothing of any environment is left."""
+"""An environment actor of a real Ray is killed while programs of the policy run: nothing of any
+environment is left.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,25 @@ pytestmark = [pytest.mark.env, needs(*PACKAGES), pytest.mark.timeout(180)]
 
 LOOP = "<code>\n```python\nwhile True: pass\n```\n</code>"
 KINDS: dict[str, tuple[dict[str, Any], str, str]] = {
-    "interpreter": ({"use": "rayloop.envs.interpreter.environment:PythonInterpreter"}, LOOP, "rayloop.sandbox.server"),
-    "browser": ({"use": "rayloop.envs.browser.web:WebPage", "with": SETTINGS}, CLICK, "--type=renderer"),
+    "interpreter": (
+        {"use": "rayloop.envs.interpreter.environment:PythonInterpreter"},
+        LOOP,
+        "rayloop.sandbox.server",
+    ),
+    "browser": (
+        {"use": "rayloop.envs.browser.web:WebPage", "with": SETTINGS},
+        CLICK,
+        "--type=renderer",
+    ),
     "desktop": (
         {"use": "rayloop.envs.desktop.environment:DesktopTasks"},
         "Action: type(content='(setsid sleep 999 &) ; while true; do :; done\\n')",
         "sleep 999",
     ),
 }
-"""Its settings, what the policy does that does not end, and what stands in the command line of a process that it then has."""
+"""Its settings, what the policy does that does not end, and what stands in the command line of a
+process that it then has.
+"""
 
 
 class Player:
@@ -45,7 +57,10 @@ class Player:
         self._acting: list[asyncio.Task[Any]] = []
 
     async def play(self, task: Task, said: str) -> int:
-        """Begin an episode, and let the policy act without waiting for it. Returns this process's id."""
+        """Begin an episode, and let the policy act without waiting for it.
+
+        Returns this process's id.
+        """
         instance = self._environments.of(task)
         await instance.make(60)
         await instance.call("reset", task, timeout=60)
@@ -74,12 +89,16 @@ def test_nothing_is_left(name: str, isolation: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("_cluster")
 @pytest.mark.parametrize("name", KINDS)
 def test_nothing_is_left_of_what_hangs(name: str, tmp_path: Path) -> None:
-    """What runs inside answers nobody and takes no notice; bwrap and the drivers, which no policy can stop, do."""
+    """What runs inside answers nobody and takes no notice; bwrap and the drivers, which no policy
+    can stop, do.
+    """
     assert left(name, "thread", tmp_path, frozen=True) == []
 
 
 def left(name: str, isolation: str, folder: Path, frozen: bool) -> list[str]:
-    """The command lines of what still runs ten seconds after the actor was killed; it is ended then."""
+    """The command lines of what still runs ten seconds after the actor was killed; it is ended
+    then.
+    """
     settings, said, mark = KINDS[name]
     if name == "browser":
         pages = str(write(folder / "pages", hangs=button("while (true) {}")))
@@ -87,7 +106,10 @@ def left(name: str, isolation: str, folder: Path, frozen: bool) -> list[str]:
     kind = EnvironmentKind.model_validate({**settings, "isolation": isolation})
     extra = {"url": "hangs.html", "check": "false", "desktop": "sort-lines"}
     actor: Any = ray.remote(num_cpus=0.1)(Player).remote(kind)
-    pid = ray.get(actor.play.remote(Task("t", (Message("user", ("{instruction}",)),), extra=extra), said), timeout=120)
+    pid = ray.get(
+        actor.play.remote(Task("t", (Message("user", ("{instruction}",)),), extra=extra), said),
+        timeout=120,
+    )
     eventually(lambda: any(mark in line for line in lines(pid)), f"{mark} in {lines(pid)}", 30)
     started = psutil.Process(pid).children(recursive=True)
     for one in started if frozen else ():

@@ -31,7 +31,9 @@ def test_a_demonstrator_that_is_not_hasty_solves_the_page(page: str) -> None:
     assert result == 1.0
     assert isinstance(read(turns[-1]["answer"]), Actions)
     for number, turn in enumerate(turns):
-        assert [said["role"] for said in turn["prompt"]] == ["user", "assistant"] * number + ["user"]
+        assert [said["role"] for said in turn["prompt"]] == ["user", "assistant"] * number + [
+            "user"
+        ]
         assert len(turn["images"]) == number + 1
 
 
@@ -53,21 +55,38 @@ def test_chance_wins_now_and_then() -> None:
 def test_three_steps_of_the_quickstart_keep_successes_for_replay(tmp_path: Path) -> None:
     """As it is shipped, but on two tasks that come again each step."""
     (tmp_path / "rows.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows("ci", 2, pages=("click-test",))), encoding="utf-8"
+        "".join(json.dumps(row) + "\n" for row in rows("ci", 2, pages=("click-test",))),
+        encoding="utf-8",
     )
     command = [
-        sys.executable, "-m", "rayloop", "train", "recipes/arpo/quickstart.yaml", f"output={tmp_path / 'runs'}",
-        f"data.train={tmp_path / 'rows.jsonl'}", "steps=3", "evaluation.every=0", "checkpoint.every=3",
-        "algorithm.groups_per_step=2", "algorithm.group_size=6", "weight_sync.logprob_check=warn",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "rayloop",
+        "train",
+        "recipes/arpo/quickstart.yaml",
+        f"output={tmp_path / 'runs'}",
+        f"data.train={tmp_path / 'rows.jsonl'}",
+        "steps=3",
+        "evaluation.every=0",
+        "checkpoint.every=3",
+        "algorithm.groups_per_step=2",
+        "algorithm.group_size=6",
+        "weight_sync.logprob_check=warn",
+    ]
     assert subprocess.run(command, timeout=280).returncode == 0
     folder = RunFolder(tmp_path / "runs", "arpo-quickstart")
     assert [step["step"] for step in folder.metrics] == [1, 2, 3]
-    saved = json.loads((folder.path / "checkpoints/step_000003/driver.json").read_text(encoding="utf-8"))
-    assert any(saved["production"]["finished"]["replay"].values()), "most clicks on this page succeed"
+    saved = json.loads(
+        (folder.path / "checkpoints/step_000003/driver.json").read_text(encoding="utf-8")
+    )
+    assert any(saved["production"]["finished"]["replay"].values()), (
+        "most clicks on this page succeed"
+    )
     ledger_closes(next(event["ledger"] for event in folder.events if event["event"] == "finished"))
     played = [
-        json.loads(line) for file in folder.rollouts.files().values() for line in file.read_text(encoding="utf-8").splitlines()
+        json.loads(line)
+        for file in folder.rollouts.files().values()
+        for line in file.read_text(encoding="utf-8").splitlines()
     ]
     assert {record["components"]["success"] for record in played} <= {0.0, 1.0}
     assert all(record["turns"] for record in played)

@@ -1,5 +1,8 @@
-"""What code cannot do to the run, at the levels that a run may use, as root and as another user. The weakest level is measured for
-docs/security.md only: ``python -m tests.envs.attack_runner --table``."""
+"""What code cannot do to the run, at the levels that a run may use, as root and as another user.
+
+The weakest level is measured for docs/security.md only: ``python -m tests.envs.attack_runner
+--table``.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,9 @@ THROUGH = {
     },
     Level.NAMESPACES: set(),
 }
-"""Level -> attacks that it does not hold: Landlock knows nothing of metadata, and the machine's name is everybody's."""
+"""Level -> attacks that it does not hold: Landlock knows nothing of metadata, and the machine's
+name is everybody's.
+"""
 COLUMNS = [column for column in attack_runner.columns() if column[0] in THROUGH]
 
 measured = functools.cache(attack_runner.measure)
@@ -49,5 +54,7 @@ def test_there_are_the_attacks_of_the_notes_and_as_many_again() -> None:
 def test_the_page_says_what_each_level_holds() -> None:
     page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
     counts = [len(ATTACKS) - len(THROUGH[level]) for level in THROUGH for _ in ("user", "root")]
-    (row,) = (line for line in page.splitlines() if line.startswith(f"| **held, of {len(ATTACKS)}** |"))
+    (row,) = (
+        line for line in page.splitlines() if line.startswith(f"| **held, of {len(ATTACKS)}** |")
+    )
     assert [int(cell.strip(" *")) for cell in row.split("|")[4:-1]] == counts

@@ -1,4 +1,6 @@
-"""What a page, a browser or a driver may do wrong: whose fault it is, and that the next episode is played."""
+"""What a page, a browser or a driver may do wrong: whose fault it is, and that the next episode is
+played.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,18 @@ pytestmark = [pytest.mark.env, needs("chromium-headless-shell", "bwrap")]
 
 QUICK = {"action_timeout": 4, "page_memory": 300, "load_timeout": 5}
 WAIT = "Action: wait()"
-GROWS = "window.kept = []; setInterval(() => { const more = new Uint8Array(5e7); more.fill(1); kept.push(more) }, 10)"
+GROWS = (
+    "window.kept = []; setInterval(() => { const more = new Uint8Array(5e7); more.fill(1);"
+    " kept.push(more) }, 10)"
+)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    save = "const a = document.createElement('a'); a.href = 'data:application/octet-stream,x'; a.download = 'x'; a.click();"
+    save = (
+        "const a = document.createElement('a'); a.href = 'data:application/octet-stream,x';"
+        " a.download = 'x'; a.click();"
+    )
     return write(
         tmp_path_factory.mktemp("pages"),
         good=button("window.done = true"),
@@ -36,7 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         grows=button(GROWS),
         hangs_at_once="<script>while (true) {}</script>",
         dialogs=button("alert('a'); window.done = confirm('b') === false && prompt('c') === null"),
-        windows=button("window.open('http://pages/good.html'); window.open('about:blank'); window.done = true"),
+        windows=button(
+            "window.open('http://pages/good.html'); window.open('about:blank'); window.done = true"
+        ),
         download=button(save + " window.done = true"),
         local=button("location = 'file:///etc/passwd'; setTimeout(() => window.done = true)"),
         leaves=button("location = 'http://198.51.100.1/'"),
@@ -106,7 +116,9 @@ def test_a_page_that_eats_memory_is_ended_for_it(folder: Path) -> None:
         ("socket", {}),
     ],
 )
-def test_what_a_page_must_not_do_is_refused_and_counted(folder: Path, page: str, refused: dict[str, int]) -> None:
+def test_what_a_page_must_not_do_is_refused_and_counted(
+    folder: Path, page: str, refused: dict[str, int]
+) -> None:
     with visiting(folder, f"{page}.html", browser=QUICK) as (environment, _):
         result = environment.step(CLICK)
         if not result.done:
@@ -133,19 +145,25 @@ def test_files_of_this_machine_are_not_there(folder: Path, tmp_path: Path) -> No
         root = environment._tab.chromium.pid
         assert root is not None
         [*_, last] = renderers(root)
-        assert not any(os.path.exists(f"/proc/{pid}/root{tmp_path}") for pid in processes.tree(root)[2:])
+        assert not any(
+            os.path.exists(f"/proc/{pid}/root{tmp_path}") for pid in processes.tree(root)[2:]
+        )
         assert os.stat(f"/proc/{last}").st_uid != 0
         for name in ("net", "pid", "mnt", "ipc"):
             assert os.readlink(f"/proc/{last}/ns/{name}") != os.readlink(f"/proc/self/ns/{name}")
 
 
 @pytest.mark.parametrize("who", ["browser", "renderer", "driver"])
-def test_what_is_killed_is_a_failure_of_the_environment_and_comes_back(folder: Path, who: str) -> None:
+def test_what_is_killed_is_a_failure_of_the_environment_and_comes_back(
+    folder: Path, who: str
+) -> None:
     with visiting(folder, "good.html", browser=QUICK) as (environment, _):
         assert environment._tab is not None
         root = environment._tab.chromium.pid
         assert root is not None
-        driver = next(p for p in processes.tree(os.getpid()) if "run-driver" in processes.command_line(p))
+        driver = next(
+            p for p in processes.tree(os.getpid()) if "run-driver" in processes.command_line(p)
+        )
         victims = {"browser": [root], "renderer": renderers(root), "driver": [driver]}[who]
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
@@ -172,7 +190,10 @@ def test_a_browser_that_hangs_is_ended(folder: Path) -> None:
 def test_a_browser_is_recycled_after_its_episodes_and_ends_when_its_last_does(folder: Path) -> None:
     often = {**QUICK, "recycle_episodes": 2}
     with visiting(folder, "good.html", browser=often) as (first, _):
-        with visiting(folder, "good.html", browser=often), visiting(folder, "good.html", browser=often) as (third, _):
+        with (
+            visiting(folder, "good.html", browser=often),
+            visiting(folder, "good.html", browser=often) as (third, _),
+        ):
             assert first._tab is not None
             assert third._tab is not None
             assert first._tab.chromium is not third._tab.chromium
@@ -184,7 +205,10 @@ def test_a_browser_is_recycled_after_its_episodes_and_ends_when_its_last_does(fo
 
 def test_a_full_browser_has_another_one_beside_it(folder: Path) -> None:
     one = {**QUICK, "pages": 1}
-    with visiting(folder, "good.html", browser=one) as (a, _), visiting(folder, "good.html", browser=one) as (b, _):
+    with (
+        visiting(folder, "good.html", browser=one) as (a, _),
+        visiting(folder, "good.html", browser=one) as (b, _),
+    ):
         assert a._tab is not None
         assert b._tab is not None
         assert a._tab.chromium is not b._tab.chromium
@@ -218,7 +242,9 @@ with visiting(Path(sys.argv[1]), "good.html"):
 
 def test_nothing_is_left_when_the_actor_is_killed(folder: Path, tmp_path: Path) -> None:
     environment = os.environ | {"TMPDIR": str(tmp_path)}
-    actor = subprocess.Popen([sys.executable, "-c", ACTOR, str(folder)], stdout=subprocess.PIPE, env=environment)
+    actor = subprocess.Popen(
+        [sys.executable, "-c", ACTOR, str(folder)], stdout=subprocess.PIPE, env=environment
+    )
     try:
         assert actor.stdout is not None
         assert actor.stdout.readline() == b"playing\n"
@@ -232,10 +258,16 @@ def test_nothing_is_left_when_the_actor_is_killed(folder: Path, tmp_path: Path) 
 
 
 def test_a_browser_that_does_not_start_says_so(folder: Path) -> None:
-    with pytest.raises(EnvironmentFailed, match="no program here"), visiting(folder, "good.html", browser={"program": "nope"}):
+    with (
+        pytest.raises(EnvironmentFailed, match="no program here"),
+        visiting(folder, "good.html", browser={"program": "nope"}),
+    ):
         pass
     began = time.monotonic()
     broken = {"program": "true", "launch_timeout": 3}
-    with pytest.raises(EnvironmentFailed, match="did not start"), visiting(folder, "good.html", browser=broken):
+    with (
+        pytest.raises(EnvironmentFailed, match="did not start"),
+        visiting(folder, "good.html", browser=broken),
+    ):
         pass
     assert time.monotonic() - began < 20

@@ -1,4 +1,6 @@
-"""A whole run in browsers, two kinds of them in one batch, in which Chromium is killed: it finishes all the same."""
+"""A whole run in browsers, two kinds of them in one batch, in which Chromium is killed: it finishes
+all the same.
+"""
 
 from __future__ import annotations
 
@@ -45,17 +47,27 @@ def browsers(actor: int) -> set[int]:
     found = set()
     for pid in processes.tree(actor):
         line = processes.command_line(pid)
-        if os.path.basename(line[0] if line else "") == "bwrap" and any("--rayloop-browser" in word for word in line):
+        if os.path.basename(line[0] if line else "") == "bwrap" and any(
+            "--rayloop-browser" in word for word in line
+        ):
             found.add(pid)
     return found
 
 
 def test_a_run_finishes_though_its_browser_is_killed(grounding_model: Path, tmp_path: Path) -> None:
     folder = write(tmp_path / "site", good=button("window.done = true"))
-    rows = [{"prompt": "{instruction}", "environment": "miniwob", "page": page, "seed": n} for n, page in enumerate(PAGES)]
+    rows = [
+        {"prompt": "{instruction}", "environment": "miniwob", "page": page, "seed": n}
+        for n, page in enumerate(PAGES)
+    ]
     own = {"url": "good.html", "check": "window.done === true", "instruction": "Go."}
-    rows += [{"prompt": "{instruction}", "environment": "pages", **own, "id": f"own-{n}"} for n in range(4)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    rows += [
+        {"prompt": "{instruction}", "environment": "pages", **own, "id": f"own-{n}"}
+        for n in range(4)
+    ]
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     here = "tests.envs.test_browser_run"
     config = settings(
         tmp_path,
@@ -64,7 +76,10 @@ def test_a_run_finishes_though_its_browser_is_killed(grounding_model: Path, tmp_
         environment={
             "kinds": {
                 "miniwob": {"use": f"{here}:Clicks"},
-                "pages": {"use": f"{here}:ClicksOnPages", "with": {"folder": str(folder), "width": 168, "height": 224}},
+                "pages": {
+                    "use": f"{here}:ClicksOnPages",
+                    "with": {"folder": str(folder), "width": 168, "height": 224},
+                },
             },
             "episode": {"max_turns": 3},
         },
@@ -81,4 +96,6 @@ def test_a_run_finishes_though_its_browser_is_killed(grounding_model: Path, tmp_
         pids |= set(processes.tree(actor)) - {actor}
         made.ends(0)
         assert made.metrics[-1]["step"] == 3
-        eventually(lambda: not any(map(processes.renders, pids)), "the pages' processes are gone", 10)
+        eventually(
+            lambda: not any(map(processes.renders, pids)), "the pages' processes are gone", 10
+        )

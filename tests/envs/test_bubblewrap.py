@@ -33,7 +33,9 @@ print(json.dumps({
 """
 
 
-def test_a_program_sees_the_system_and_what_it_was_given_and_is_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_sees_the_system_and_what_it_was_given_and_is_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     user = bubblewrap.free_user() if os.geteuid() == 0 else None
     number = user.number if user else None
     if refused := bubblewrap.refused(number):
@@ -45,7 +47,11 @@ def test_a_program_sees_the_system_and_what_it_was_given_and_is_nobody(tmp_path:
     given.chmod(0o644)
     kept.mkdir()
     kept.chmod(0o777)
-    look = LOOK.replace("SECRET", repr(str(secret))).replace("GIVEN", repr(str(given))).replace("KEPT", "'/kept'")
+    look = (
+        LOOK.replace("SECRET", repr(str(secret)))
+        .replace("GIVEN", repr(str(given)))
+        .replace("KEPT", "'/kept'")
+    )
     line = bubblewrap.command(
         [sys.executable, "-c", look],
         read=[*bubblewrap.python_folders(), str(given)],

@@ -1,4 +1,6 @@
-"""The console of a real run folder, served by its command, in a real Chromium: pages, filters, clicks, and a step that appears."""
+"""The console of a real run folder, served by its command, in a real Chromium: pages, filters,
+clicks, and a step that appears.
+"""
 
 from __future__ import annotations
 
@@ -58,13 +60,19 @@ def served(run: RunFolder) -> Iterator[str]:
 
 @contextmanager
 def shown(run: RunFolder, **options: Any) -> Iterator[Any]:
-    """The first page in a browser; afterwards nothing was said on its console, and nothing was asked for elsewhere."""
+    """The first page in a browser; afterwards nothing was said on its console, and nothing was
+    asked for elsewhere.
+    """
     said: list[str] = []
     asked: list[str] = []
     with served(run) as address, sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium-headless-shell"), args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium-headless-shell"), args=["--no-sandbox"]
+        )
         base = address.partition("/?")[0]
-        page = browser.new_page(base_url=base, **{"viewport": {"width": 1400, "height": 900}, **options})
+        page = browser.new_page(
+            base_url=base, **{"viewport": {"width": 1400, "height": 900}, **options}
+        )
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
         page.on("request", lambda request: asked.append(request.url))
@@ -89,7 +97,12 @@ def test_clicks_are_drawn_on_the_pictures_of_a_group_and_its_episodes(painted: R
         page.get_by_role("link", name="turn 2").first.click()
         assert page.url.endswith("#turn-2")
         assert f"{round(1000 * CLICKS[1][0] / WIDE)}" in page.locator("article:target").inner_text()
-        assert page.locator("#tree summary").nth(1).inner_text().startswith("turn 2, click left at 180, 120")
+        assert (
+            page.locator("#tree summary")
+            .nth(1)
+            .inner_text()
+            .startswith("turn 2, click left at 180, 120")
+        )
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +111,9 @@ def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
     npm, folder = shutil.which("npm"), tmp_path_factory.mktemp("axe")
     if npm is None:
         pytest.skip("missing here: npm")
-    done = subprocess.run([npm, "pack", "--silent", AXE], cwd=folder, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [npm, "pack", "--silent", AXE], cwd=folder, capture_output=True, text=True, timeout=100
+    )
     if done.returncode:
         pytest.skip(f"{AXE} cannot be had here: {done.stderr.splitlines()[-1:]}")
     with tarfile.open(folder / done.stdout.strip()) as package:
@@ -112,7 +127,10 @@ def test_no_page_has_a_serious_fault_of_accessibility(
     evaluated: RunFolder, painted: RunFolder, axe: str, options: dict[str, Any]
 ) -> None:
     faults = []
-    pages = (evaluated, (*PAGES, "/step/1", "/evaluations/0/3?task=held-out-3")), (painted, ("/step/1/group/1/sample/1",))
+    pages = (
+        (evaluated, (*PAGES, "/step/1", "/evaluations/0/3?task=held-out-3")),
+        (painted, ("/step/1/group/1/sample/1",)),
+    )
     for run, paths in pages:
         with shown(run, bypass_csp=True, **options) as page:
             for path in paths:
@@ -121,23 +139,43 @@ def test_no_page_has_a_serious_fault_of_accessibility(
                 found = page.evaluate("axe.run()")
                 assert len(found["passes"]) > 10, "the rules were applied"
                 faults += [
-                    (path, fault["id"], fault["nodes"][0]["html"][:200], fault["nodes"][0]["failureSummary"])
+                    (
+                        path,
+                        fault["id"],
+                        fault["nodes"][0]["html"][:200],
+                        fault["nodes"][0]["failureSummary"],
+                    )
                     for fault in found["violations"]
                     if fault["impact"] in ("serious", "critical")
                 ]
     assert faults == []
 
 
-@pytest.mark.parametrize("options", [{}, {"color_scheme": "dark"}, {"viewport": PHONE}, {"java_script_enabled": False}])
-def test_every_page_opens_in_light_and_dark_on_a_phone_and_without_scripts(evaluated: RunFolder, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"color_scheme": "dark"}, {"viewport": PHONE}, {"java_script_enabled": False}]
+)
+def test_every_page_opens_in_light_and_dark_on_a_phone_and_without_scripts(
+    evaluated: RunFolder, options: dict[str, Any]
+) -> None:
     with shown(evaluated, **options) as page:
-        for path in (*PAGES, "/step/1", "/step/1/group/2", "/step/1/group/2/sample/1", "/evaluations/0/3?task=held-out-3"):
+        for path in (
+            *PAGES,
+            "/step/1",
+            "/step/1/group/2",
+            "/step/1/group/2/sample/1",
+            "/evaluations/0/3?task=held-out-3",
+        ):
             assert page.goto(path).status == 200
             assert page.locator("h1").first.is_visible()
             assert "run – rayloop" in page.title()
             if options.get("java_script_enabled", True):
-                assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), f"{path} itself does not scroll"
-                dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(21, 24, 28)"
+                assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), (
+                    f"{path} itself does not scroll"
+                )
+                dark = (
+                    page.evaluate("getComputedStyle(document.body).backgroundColor")
+                    == "rgb(21, 24, 28)"
+                )
                 assert dark == (options.get("color_scheme") == "dark")
 
 
@@ -145,7 +183,9 @@ def test_columns_of_text_keep_their_words_whole_on_a_phone(evaluated: RunFolder)
     with shown(evaluated, viewport=PHONE) as page:
         for path in ("/rollouts", "/rollouts?view=episodes", "/events"):
             page.goto(path)
-            widths = page.eval_on_selector_all("td.said", "cells => cells.map(cell => cell.getBoundingClientRect().width)")
+            widths = page.eval_on_selector_all(
+                "td.said", "cells => cells.map(cell => cell.getBoundingClientRect().width)"
+            )
             assert widths, path
             assert min(widths) >= 100, f"{path}: fewer than ten letters beside each other"
 
@@ -191,8 +231,12 @@ def test_hostile_texts_are_shown_as_they_are(hostile: RunFolder) -> None:
         assert page.locator("article.sampled details pre").first.is_hidden(), "a megabyte is folded"
 
 
-def test_a_step_of_a_live_run_appears_on_the_page_that_is_open(painted: RunFolder, tmp_path: Path) -> None:
-    """The records come from the product's writers; the page is not loaded again, and keeps what a person does in it."""
+def test_a_step_of_a_live_run_appears_on_the_page_that_is_open(
+    painted: RunFolder, tmp_path: Path
+) -> None:
+    """The records come from the product's writers; the page is not loaded again, and keeps what a
+    person does in it.
+    """
     shutil.copytree(painted.path, tmp_path / "live")
     with RunFolder(tmp_path, "live").acquired() as run, shown(run) as page:
         page.set_default_timeout(20_000)
@@ -225,11 +269,22 @@ def test_a_step_of_a_live_run_appears_on_the_page_that_is_open(painted: RunFolde
 def append(run: RunFolder, step: int) -> None:
     """What the driver writes for a step: its rollouts, its event, its metrics."""
     source, target = run.rollouts.file(1), RolloutDump(run.rollouts.path)
-    records = [json.loads(line) | {"step": step} for line in source.read_text(encoding="utf-8").splitlines()]
-    target.file(step).write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    records = [
+        json.loads(line) | {"step": step}
+        for line in source.read_text(encoding="utf-8").splitlines()
+    ]
+    target.file(step).write_text(
+        "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"
+    )
     run.events.emit(events.Trained({"1": [0, 1]}), step)
     run.metrics.append(
-        {"step": step, "reward/mean": step / 10, "timing_s/step": 2.0, "timing_s/gen": 1.5, "ledger/trained": 2.0 * step}
+        {
+            "step": step,
+            "reward/mean": step / 10,
+            "timing_s/step": 2.0,
+            "timing_s/gen": 1.5,
+            "ledger/trained": 2.0 * step,
+        }
     )
 
 

@@ -1,4 +1,6 @@
-"""Local desktops: tasks solved as a person would, exact typing, what dies and what is left, limits, and many at once."""
+"""Local desktops: tasks solved as a person would, exact typing, what dies and what is left, limits,
+and many at once.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,8 @@ def in_terminal(of: Desktop, command: str, wait_for: str, seconds: float = 15) -
     return found.decode()
 
 
-# Tasks ----------------------------------------------------------------------------------------------------------------------
+# Tasks
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_every_shipped_task_is_solved_and_not_by_doing_nothing() -> None:
@@ -103,7 +106,10 @@ def test_every_shipped_task_is_solved_and_not_by_doing_nothing() -> None:
     def solve(name: str, pause: float) -> tuple[float, list[str | None], float]:
         with episode(name, pause=pause) as environment:
             before = environment.evaluate()
-            errors = [environment.step(f"Thought: go on\nAction: {turn}").error for turn in SOLUTIONS[name]]
+            errors = [
+                environment.step(f"Thought: go on\nAction: {turn}").error
+                for turn in SOLUTIONS[name]
+            ]
             assert environment.step("Action: finished(content='done')").done
             return before, errors, environment.evaluate()
 
@@ -145,20 +151,31 @@ def test_what_the_policy_does_wrong_is_an_error_it_can_read() -> None:
 def test_coordinates_are_those_that_the_model_sees() -> None:
     word = Click(Point(337, 204), times=2)
     relative, absolute = Pointing(coordinates="relative"), Pointing(max_pixels=500_000)
-    for meant, taken, result in ((relative, relative, 1.0), (absolute, absolute, 1.0), (absolute, relative, 0.0)):
+    for meant, taken, result in (
+        (relative, relative, 1.0),
+        (absolute, absolute, 1.0),
+        (absolute, relative, 0.0),
+    ):
         with episode("delete-word", pointing=taken.model_dump()) as environment:
-            for action in (meant.written(word, 1280, 800), Hotkey(("delete",)), Hotkey(("ctrl", "s"))):
+            for action in (
+                meant.written(word, 1280, 800),
+                Hotkey(("delete",)),
+                Hotkey(("ctrl", "s")),
+            ):
                 assert environment.step(write(Actions("", (action,)))).error is None
             assert environment.evaluate() == result
 
 
-# Typing ---------------------------------------------------------------------------------------------------------------------
+# Typing
+# ---------------------------------------------------------------------------------------------------------------------
 
 ASCII = "".join(map(chr, range(32, 127)))
 TEXTS = {
     "ascii": f"line one\nline\ttwo\n\n{ASCII * 3}",
     "mixed": "äöü € 日本 — “quoted” ñ é ß Ω ½ " * 3,
-    "more than free keycodes": "".join(map(chr, range(0x4E00, 0x4E00 + 300))) + " and back: 一丁 abc",
+    "more than free keycodes": (
+        "".join(map(chr, range(0x4E00, 0x4E00 + 300))) + " and back: 一丁 abc"
+    ),
 }
 
 
@@ -181,7 +198,8 @@ def test_typing_is_exact(delay: float) -> None:
             assert found == text, name
 
 
-# Starts and ends ------------------------------------------------------------------------------------------------------------
+# Starts and ends
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_forty_starts_with_a_window_each() -> None:
@@ -243,7 +261,9 @@ time.sleep(600)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_host_leaves_nothing(how: signal.Signals) -> None:
     command = [sys.executable, "-c", HOST]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)}) as host:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    ) as host:
         assert host.stdout
         assert host.stdout.readline() == b"up\n"
         left = psutil.Process(host.pid).children(recursive=True)
@@ -253,13 +273,18 @@ def test_a_killed_host_leaves_nothing(how: signal.Signals) -> None:
         eventually(gone(left), "the desktop's end", 10)
 
 
-# What the policy can do to it -----------------------------------------------------------------------------------------------
+# What the policy can do to it
+# -----------------------------------------------------------------------------------------------
 
 
 def test_a_link_in_the_home_leads_nowhere() -> None:
     secret = Path("/etc/hostname")
     with desktop() as one:
-        found = in_terminal(one, f"ln -s {secret} answer.txt; ln -s / root; mkfifo pipe; cat {secret}; ls /root", "seen")
+        found = in_terminal(
+            one,
+            f"ln -s {secret} answer.txt; ln -s / root; mkfifo pipe; cat {secret}; ls /root",
+            "seen",
+        )
         home = one.home()
         assert home["answer.txt"].kind == home["root"].kind == home["pipe"].kind == "other"
         assert home["answer.txt"].content is None
@@ -269,7 +294,10 @@ def test_a_link_in_the_home_leads_nowhere() -> None:
 
 
 def test_no_network_no_root_and_no_checks_inside() -> None:
-    script = "id -u; cat /proc/net/route | wc -l; find / -name 'tasks.yaml' 2>/dev/null | wc -l; ls /proc | grep -c '^[0-9]'"
+    script = (
+        "id -u; cat /proc/net/route | wc -l; find / -name 'tasks.yaml' 2>/dev/null | wc -l; ls"
+        " /proc | grep -c '^[0-9]'"
+    )
     with desktop() as one:
         uid, routes, checks, processes = in_terminal(one, script, "seen").split()
     assert uid != "0"
@@ -278,7 +306,10 @@ def test_no_network_no_root_and_no_checks_inside() -> None:
     assert int(processes) < 30
 
 
-FORKS = "my @c; for (1..200) { my $p = fork(); last unless defined $p; if (!$p) { sleep 60; exit } push @c, $p }"
+FORKS = (
+    "my @c; for (1..200) { my $p = fork(); last unless defined $p; if (!$p) { sleep 60; exit } push"
+    " @c, $p }"
+)
 FILLS = 'for (1..5) { if (!fork()) { my $x = "x" x 200_000_000; sleep 60; exit } } sleep 60'
 CLOSES_CONNECTIONS = (
     'import socket,struct;s=socket.socket(1);s.connect("/tmp/.X11-unix/X0");'
@@ -286,8 +317,13 @@ CLOSES_CONNECTIONS = (
     '[s.send(struct.pack("<BxHI",113,2,n<<21)) for n in range(1,9)];s.recv(9)'
 )
 """KillClient (X11 protocol, 10.4) for all clients, the driver among them."""
-ENDED = "(the window manager|the driver's connection to the screen) was ended|all programs were ended by a signal"
-"""Which of them is noticed first differs; the last one is an ordinary user's, whose X is not out of reach."""
+ENDED = (
+    "(the window manager|the driver's connection to the screen) was ended|all programs were ended"
+    " by a signal"
+)
+"""Which of them is noticed first differs; the last one is an ordinary user's, whose X is not out of
+reach.
+"""
 LIMITS = f"""
 perl -e '{FORKS} print scalar @c, "\\n"; kill 9, @c'
 dd if=/dev/zero of=/dev/null bs=1G count=1
@@ -326,7 +362,13 @@ def broken(environment: DesktopTasks, *turns: str) -> str:
         (f"python3 -c '{CLOSES_CONNECTIONS}'", ENDED),
         (f"perl -e '{FILLS}'", "MiB together, of at most 512"),
     ],
-    ids=["kill all", "kill all while typing", "end the window manager", "end all connections", "fill memory"],
+    ids=[
+        "kill all",
+        "kill all while typing",
+        "end the window manager",
+        "end all connections",
+        "fill memory",
+    ],
 )
 def test_what_the_policy_breaks_is_its_own_failure(command: str, why: str) -> None:
     """Not one of infrastructure, which would be played again and earn nothing."""
@@ -339,7 +381,10 @@ def test_what_the_policy_breaks_is_its_own_failure(command: str, why: str) -> No
 @pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user has no second user number for X")
 def test_programs_cannot_reach_the_x_server() -> None:
     with desktop() as one:
-        tries = "pkill -9 Xvfb; kill -9 1; ls /proc/$(pgrep Xvfb)/fd; ls -l /proc/$$/fd; cat /proc/1/mem"
+        tries = (
+            "pkill -9 Xvfb; kill -9 1; ls /proc/$(pgrep Xvfb)/fd; ls -l /proc/$$/fd; cat"
+            " /proc/1/mem"
+        )
         found = in_terminal(one, tries, "seen")
         assert named(one, "Xvfb").is_running()
         assert "Operation not permitted" in found
@@ -348,7 +393,8 @@ def test_programs_cannot_reach_the_x_server() -> None:
         one.screenshot()
 
 
-# Many at once ---------------------------------------------------------------------------------------------------------------
+# Many at once
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def pss(process: psutil.Process) -> float:
@@ -367,7 +413,9 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def test_twelve_at_once() -> None:
-    """``-k twelve -s`` prints what docs/performance.md quotes; the limits here are far above it, for busy machines."""
+    """``-k twelve -s`` prints what docs/performance.md quotes; the limits here are far above it,
+    for busy machines.
+    """
     desktops: list[Desktop] = []
     try:
         ups = [timed(lambda: desktops.append(Desktop(DesktopLimits()))) for _ in range(12)]
@@ -378,7 +426,11 @@ def test_twelve_at_once() -> None:
             one.screenshot(settle=2)
         shots = [timed(one.screenshot) * 1e3 for one, _ in itertools.product(desktops, range(3))]
         clicks = [timed(lambda one=one: one.ask("click", x=600, y=400)) * 1e3 for one in desktops]
-        memory = sum(pss(process) for one in desktops for process in [psutil.Process(one._process.pid), *inside(one)])
+        memory = sum(
+            pss(process)
+            for one in desktops
+            for process in [psutil.Process(one._process.pid), *inside(one)]
+        )
     finally:
         closes = [timed(one.close) for one in desktops]
     for what, values, unit in (

@@ -1,4 +1,6 @@
-"""What a policy's program tries from a desktop's terminal against the run, its machine and other episodes (docs/security.md)."""
+"""What a policy's program tries from a desktop's terminal against the run, its machine and other
+episodes (docs/security.md).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ pytestmark = [pytest.mark.env, pytest.mark.skipif(bool(LACKS), reason=f"missing 
 ATTACKS = {
     "TCP to this machine (Ray, the judge)": "socket.create_connection(('127.0.0.1', PORT), 2)",
     "TCP to another machine": "socket.create_connection(('198.51.100.1', 80), 2)",
-    "UDP to this machine": "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT)) and ping()",
+    "UDP to this machine": (
+        "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT)) and"
+        " ping()"
+    ),
     "an abstract unix socket": "socket.socket(socket.AF_UNIX).connect('\\0' + ABSTRACT)",
     "a named unix socket": "socket.socket(socket.AF_UNIX).connect(NAMED)",
     "vsock": "socket.socket(40, socket.SOCK_STREAM).connect((2, 1))",
@@ -36,21 +41,32 @@ ATTACKS = {
     "the driver's variables": "open('/proc/1/environ').read()",
     "the driver's memory": "open('/proc/1/mem', 'rb+')",
     "trace the driver": "1 / (ctypes.CDLL(None).ptrace(16, 1, 0, 0) == 0)",
-    "the driver's connection to the host": "1 / ('socket:' in os.popen(f'ls -l /proc/{os.getppid()}/fd').read())",
-    "the checks of the task": "1 / (os.popen('find / -path /proc -prune -o -name tasks.yaml -print 2>&-').read() != '')",
+    "the driver's connection to the host": (
+        "1 / ('socket:' in os.popen(f'ls -l /proc/{os.getppid()}/fd').read())"
+    ),
+    "the checks of the task": (
+        "1 / (os.popen('find / -path /proc -prune -o -name tasks.yaml -print 2>&-').read() != '')"
+    ),
     "another desktop's home": "glob.glob('/proc/[0-9]*/root/home/user/secret.txt')[0]",
     "/dev/shm of others": "os.listdir('/dev/shm')[0]",
     "System V memory of others": "1 / (ctypes.CDLL(None).shmget(4243, 0, 0) >= 0)",
     "write to /usr": "open('/usr/x', 'w')",
-    "write to this machine's disk": "[open(f'{p}/x-attack', 'w') for p in ('/var/tmp', '/etc', '/')]",
+    "write to this machine's disk": (
+        "[open(f'{p}/x-attack', 'w') for p in ('/var/tmp', '/etc', '/')]"
+    ),
     "setuid(0)": "os.setuid(0)",
-    "a setuid program": "1 / (subprocess.run(['/usr/bin/su', '-c', 'id -u'], stdin=-3, capture_output=True).stdout == b'0\\n')",
+    "a setuid program": (
+        "1 / (subprocess.run(['/usr/bin/su', '-c', 'id -u'], stdin=-3, capture_output=True).stdout"
+        " == b'0\\n')"
+    ),
     "mount": "1 / (ctypes.CDLL(None).mount(b'none', b'/tmp', b'tmpfs', 0, 0) == 0)",
     "a device": "os.mknod('/tmp/disk', 0o60600, os.makedev(254, 0))",
     "the clock": "time.clock_settime(time.CLOCK_REALTIME, time.time())",
     "raise limits": "resource.setrlimit(resource.RLIMIT_NPROC, (1 << 20, 1 << 20))",
     "kernel settings": "open('/proc/sys/kernel/core_pattern', 'w')",
-    "the cgroup of others": "open(glob.glob('/sys/fs/cgroup/**/cgroup.procs', recursive=True)[0], 'w')",
+    "the cgroup of others": (
+        "open(glob.glob('/sys/fs/cgroup/**/cgroup.procs', recursive=True)[0], 'w')"
+    ),
     "io_uring_setup": "syscall(425, 1, 0)",
     "userfaultfd": "syscall(323, 1)",
     "bpf": "syscall(321, 0, 0, 0)",
@@ -89,13 +105,17 @@ json.dump(found, open('found.part', 'w')); os.rename('found.part', 'found.json')
 def test_a_runs_header_says_what_holds_desktops_in(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "namespaces without network" in DesktopTasks.preflight(DesktopTasks.Settings())
     monkeypatch.setattr("rayloop.envs.desktop.environment.missing", lambda: "apt-get install xvfb")
-    assert DesktopTasks.preflight(DesktopTasks.Settings()) == (
-        "nothing yet: desktops cannot be started here (apt-get install xvfb)"
+    assert (
+        DesktopTasks.preflight(DesktopTasks.Settings())
+        == "nothing yet: desktops cannot be started here (apt-get install xvfb)"
     )
 
 
 def test_attacks_from_a_terminal_are_held(tmp_path: Path) -> None:
-    """The bait is there and everybody may read it; another desktop runs beside. UDP's arrival is looked at here."""
+    """The bait is there and everybody may read it; another desktop runs beside.
+
+    UDP's arrival is looked at here.
+    """
     os.chmod(tmp_path, 0o755)
     (tmp_path / ".ray").mkdir()
     truth, token = tmp_path / "truth.jsonl", tmp_path / ".ray" / "auth_token"
@@ -117,9 +137,13 @@ def test_attacks_from_a_terminal_are_held(tmp_path: Path) -> None:
         for one in (first, second):
             one.listen()
         filled = {
-            "PORT": str(port), "ABSTRACT": repr(abstract), "NAMED": repr(named), "TRUTH": repr(str(truth)),
-            "FOLDER": repr(str(tmp_path)), "RUN": str(os.getpid()),
-        }  # fmt: skip
+            "PORT": str(port),
+            "ABSTRACT": repr(abstract),
+            "NAMED": repr(named),
+            "TRUTH": repr(str(truth)),
+            "FOLDER": repr(str(tmp_path)),
+            "RUN": str(os.getpid()),
+        }
         found = _tried({name: _filled(code, filled) for name, code in ATTACKS.items()})
         with pytest.raises(TimeoutError):
             udp.recv(1)
@@ -142,7 +166,9 @@ def _tried(attacks: dict[str, str]) -> dict[str, str]:
         desktop.put("try.py", SCRIPT.encode())
         desktop.launch(["xterm"])
         desktop.type("/usr/bin/python3 try.py\n", 0.001, 0.1)
-        entry = eventually(lambda: desktop.home().get("found.json"), "what the attacks found", 60, 0.2)
+        entry = eventually(
+            lambda: desktop.home().get("found.json"), "what the attacks found", 60, 0.2
+        )
         found: dict[str, str] = json.loads(entry.content or b"")
         return found
     finally:
@@ -151,11 +177,17 @@ def _tried(attacks: dict[str, str]) -> dict[str, str]:
 
 
 FILL = {
-    "many processes": "[os.fork() or (bytearray(b'x' * 150_000_000), time.sleep(60)) for _ in range(5)]",
-    "files without a name": "[os.write(f, b'0' * MIB) for f in [os.memfd_create('x') for _ in range(8)] for _ in range(100)]",
+    "many processes": (
+        "[os.fork() or (bytearray(b'x' * 150_000_000), time.sleep(60)) for _ in range(5)]"
+    ),
+    "files without a name": (
+        "[os.write(f, b'0' * MIB) for f in [os.memfd_create('x') for _ in range(8)] for _ in"
+        " range(100)]"
+    ),
     "segments that nobody has open": (
         "[libc.memset(at, 1, 200 * MIB) and libc.shmdt(at) for at in"
-        " [ctypes.c_void_p(libc.shmat(libc.shmget(0, 200 * MIB, 0o1600), None, 0)) for _ in range(4)]]"
+        " [ctypes.c_void_p(libc.shmat(libc.shmget(0, 200 * MIB, 0o1600), None, 0)) for _ in"
+        " range(4)]]"
     ),
 }
 """Each is more than the limit in sum, and less in any process."""
@@ -172,7 +204,10 @@ time.sleep(60)
 def test_what_forks_share_counts_once() -> None:
     desktop = Desktop(DesktopLimits(total_mb=512))
     try:
-        shared = "kept = b'x' * 200_000_000\nfor _ in range(5): os.fork() or time.sleep(60)\nopen('up', 'w')"
+        shared = (
+            "kept = b'x' * 200_000_000\nfor _ in range(5): os.fork() or time.sleep(60)\nopen('up',"
+            " 'w')"
+        )
         desktop.put("fill.py", FILLS.replace("CODE", shared).encode())
         desktop.launch(["xterm"])
         desktop.type("/usr/bin/python3 fill.py\n", 0.001, 0.1)
@@ -198,6 +233,8 @@ def test_memory_is_limited_in_sum(how: str) -> None:
                 return str(error)
             return ""
 
-        assert "MiB together, of at most 512" in eventually(spoiled, "the end of its programs", 20, 0.1)
+        assert "MiB together, of at most 512" in eventually(
+            spoiled, "the end of its programs", 20, 0.1
+        )
     finally:
         desktop.close()

@@ -1,4 +1,6 @@
-"""A whole run on desktops: some members break theirs, one loses its X server, and the run finishes all the same."""
+"""A whole run on desktops: some members break theirs, one loses its X server, and the run finishes
+all the same.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,19 @@ from tests.support.models import grounding_model as grounding_model
 from tests.support.runs import eventually, run, settings
 
 LACKS = missing()
-pytestmark = [pytest.mark.env, pytest.mark.skipif(bool(LACKS), reason=f"missing here: {LACKS}"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.env,
+    pytest.mark.skipif(bool(LACKS), reason=f"missing here: {LACKS}"),
+    pytest.mark.timeout(600),
+]
 SOLVES = "Action: type(content='sort Data/fruit.txt > sorted.txt\\n')"
 BREAKS = "Action: type(content='kill -9 -1\\n')"
 
 
 class Types(DesktopTasks):
-    """What a model without any training says, as one of two things that a person may type; then the episode is ended."""
+    """What a model without any training says, as one of two things that a person may type; then the
+    episode is ended.
+    """
 
     typed = ""
 
@@ -46,8 +54,12 @@ def servers(run: int) -> list[psutil.Process]:
 
 
 def test_a_run_on_desktops(grounding_model: Path, tmp_path: Path) -> None:
-    rows = [{"prompt": "{instruction}", "desktop": "sort-lines", "id": f"sort-{n}"} for n in range(8)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    rows = [
+        {"prompt": "{instruction}", "desktop": "sort-lines", "id": f"sort-{n}"} for n in range(8)
+    ]
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     size = {"limits": {"width": 320, "height": 240}, "react": 2.0}
     environment: dict[str, Any] = {"use": "tests.envs.test_desktop_run:Types", "with": size}
     config = settings(

@@ -1,4 +1,6 @@
-"""MiniWoB++ pages in a real Chromium: seeds, rewards, what ends an episode, and that every page starts."""
+"""MiniWoB++ pages in a real Chromium: seeds, rewards, what ends an episode, and that every page
+starts.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ pytestmark = [pytest.mark.env, needs("chromium-headless-shell", "bwrap")]
 
 
 def task(page: Any, seed: Any = 1) -> Task:
-    return Task("t", (Message("user", ("Do this: {instruction}",)),), extra={"page": page, "seed": seed})
+    return Task(
+        "t", (Message("user", ("Do this: {instruction}",)),), extra={"page": page, "seed": seed}
+    )
 
 
 @contextmanager
@@ -50,7 +54,9 @@ def shown(observation: Observation | None) -> tuple[str, Image.Image]:
     message = observation.messages[-1]
     [source] = message.images
     assert source.data is not None
-    return " ".join(p for p in message.parts if isinstance(p, str)), Image.open(io.BytesIO(source.data)).convert("RGB")
+    return " ".join(p for p in message.parts if isinstance(p, str)), Image.open(
+        io.BytesIO(source.data)
+    ).convert("RGB")
 
 
 def pixels(observation: Observation | None) -> str:
@@ -96,18 +102,30 @@ def test_equal_seeds_look_equal_and_others_do_not() -> None:
     assert seen[1].isdisjoint(seen[2])
 
 
-def test_the_members_of_a_group_begin_in_one_state_and_equal_actions_keep_it(tmp_path: Path) -> None:
-    renderer = Renderer(ModelSettings(path=str(write_tiny_vlm(tmp_path, TEXTS, **SMALL, **SMALL_VISION))))
+def test_the_members_of_a_group_begin_in_one_state_and_equal_actions_keep_it(
+    tmp_path: Path,
+) -> None:
+    renderer = Renderer(
+        ModelSettings(path=str(write_tiny_vlm(tmp_path, TEXTS, **SMALL, **SMALL_VISION)))
+    )
     with playing("click-checkboxes") as (environment, _):
         x, y = centre(environment, "input")
     look, click = "Action: wait()", f"Action: click(start_box='({x},{y})')"
 
     def states(act: str, seed: int) -> tuple[str, ...]:
-        said, asked = [(act, END), (look, END)], request(task("click-checkboxes", seed), max_tokens=200)
+        said, asked = (
+            [(act, END), (look, END)],
+            request(task("click-checkboxes", seed), max_tokens=200),
+        )
         limits = {"max_turns": 2, "max_tokens": 5000, "step_timeout": 60}
         return run(renderer, MiniWob(MiniWob.Settings()), said, asked, **limits)[0].states
 
-    first, again, other, elsewhere = states(click, 1), states(click, 1), states(look, 1), states(click, 2)
+    first, again, other, elsewhere = (
+        states(click, 1),
+        states(click, 1),
+        states(look, 1),
+        states(click, 2),
+    )
     assert first == again
     assert len(set(first)) == 2
     assert other[0] == first[0] != elsewhere[0]
@@ -116,7 +134,12 @@ def test_the_members_of_a_group_begin_in_one_state_and_equal_actions_keep_it(tmp
 
 def test_a_text_that_is_no_action_is_answered_with_the_reason() -> None:
     with playing("click-test") as (environment, _):
-        for text in ("I think.", "Action: fly()", "Action: press_home()", "Action: wait()" + "\n\nwait()" * 8):
+        for text in (
+            "I think.",
+            "Action: fly()",
+            "Action: press_home()",
+            "Action: wait()" + "\n\nwait()" * 8,
+        ):
             result = environment.step(text)
             assert result.error
             assert not result.done
@@ -143,9 +166,14 @@ def centre(environment: MiniWob, selector: str) -> tuple[int, int]:
     tab, host = environment._tab, environment._host
     assert tab is not None
     assert host is not None
-    asked = f"(b => [b.x + b.width / 2, b.y + b.height / 2])(document.querySelector('#wrap {selector}').getBoundingClientRect())"
+    asked = (
+        "(b => [b.x + b.width / 2, b.y + b.height / 2])(document.querySelector('#wrap"
+        f" {selector}').getBoundingClientRect())"
+    )
     x, y = host.run(tab.evaluate(asked), 10)
-    columns, rows = environment._settings.pointing.size(environment.size.width, environment.size.height)
+    columns, rows = environment._settings.pointing.size(
+        environment.size.width, environment.size.height
+    )
     return round(x * columns / environment.size.width), round(y * rows / environment.size.height)
 
 
@@ -159,8 +187,19 @@ def test_every_page_starts_and_takes_a_click() -> None:
                 text, image = shown(first)
                 size = (environment.size.width, environment.size.height)
                 result = environment.step("Action: click(start_box='(90,120)')")
-                sound = image.size == size and len(image.getcolors(1 << 20) or []) > 1 and len(text) > len("Do this: ")
-                return page, "" if sound and result.error is None and -1 <= environment.evaluate() <= 1 else "is odd"
+                sound = (
+                    image.size == size
+                    and len(image.getcolors(1 << 20) or []) > 1
+                    and len(text) > len("Do this: ")
+                )
+                return (
+                    page,
+                    (
+                        ""
+                        if sound and result.error is None and -1 <= environment.evaluate() <= 1
+                        else "is odd"
+                    ),
+                )
         except Exception as error:
             return page, repr(error)
 
@@ -177,7 +216,10 @@ def test_without_reload_the_next_episode_is_played_in_the_same_tab() -> None:
     (a, first_look), (b, other_look), (c, again) = tabs
     assert a is b is c
     assert first_look == again != other_look
-    with playing("click-button", 1, reload=False) as (one, _), playing("click-button", 1, reload=False) as (two, _):
+    with (
+        playing("click-button", 1, reload=False) as (one, _),
+        playing("click-button", 1, reload=False) as (two, _),
+    ):
         assert one._tab is a
         assert two._tab is not a
 
@@ -189,7 +231,10 @@ def test_what_was_clicked_before_in_a_tab_leaves_no_trace_on_its_next_episode(pa
         with playing(page, 30, reload=False) as (environment, first):
             seen.add(pixels(first))
             for _ in range(3):
-                environment.step(f"Action: click(start_box='({chance.randrange(5, 155)},{chance.randrange(55, 205)})')")
+                environment.step(
+                    "Action:"
+                    f" click(start_box='({chance.randrange(5, 155)},{chance.randrange(55, 205)})')"
+                )
         with playing(page, episode, reload=False):
             pass
     assert len(seen) == 1

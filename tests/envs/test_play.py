@@ -24,10 +24,16 @@ from rayloop.envs.browser.miniwob import MiniWob
 pytestmark = [pytest.mark.env, needs("chromium-headless-shell", "bwrap")]
 
 
-def test_a_page_is_played_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    typed = "push it\nclick(start_box='(10,200)')\nAction: click(start_box='(10,200)')\nfinished()\n"
+def test_a_page_is_played_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = (
+        "push it\nclick(start_box='(10,200)')\nAction: click(start_box='(10,200)')\nfinished()\n"
+    )
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
-    assert main(["env", "play", "miniwob:click-test", "--seed", "3", "--pictures", str(tmp_path)]) == 0
+    assert (
+        main(["env", "play", "miniwob:click-test", "--seed", "3", "--pictures", str(tmp_path)]) == 0
+    )
     said = capsys.readouterr().out
     assert said.startswith("user: Click the button.\npicture of 160x210 pixels")
     assert "not carried out: " in said
@@ -35,47 +41,93 @@ def test_a_page_is_played_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [Image.open(file).size for file in sorted(tmp_path.iterdir())] == [(160, 210)] * 4
 
 
-def test_the_last_picture_is_of_what_the_last_turn_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_picture_is_of_what_the_last_turn_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("click(start_box='(80,160)')\n"))
-    assert main(["env", "play", "miniwob:click-test", "--seed", "3", "--pictures", str(tmp_path)]) == 0
+    assert (
+        main(["env", "play", "miniwob:click-test", "--seed", "3", "--pictures", str(tmp_path)]) == 0
+    )
     before, after = (Image.open(file).convert("L") for file in sorted(tmp_path.iterdir()))
-    assert before.getpixel((80, 20)) == after.getpixel((80, 20)), "MiniWoB++'s dark START cover is over it"
+    assert before.getpixel((80, 20)) == after.getpixel((80, 20)), (
+        "MiniWoB++'s dark START cover is over it"
+    )
 
 
 @pytest.mark.parametrize(("seed", "parted"), [(3, None), (4, 1)])
 def test_a_recorded_episode_of_a_page_is_replayed_and_goes_on_by_hand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seed: int, parted: int | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    seed: int,
+    parted: int | None,
 ) -> None:
     """The page of the recorded seed shows the same; that of another seed parts at once."""
     settings, rows = {"pointing": {"factor": 1}}, tmp_path / "rows.jsonl"
 
     def row(seed: int) -> Any:
-        found = {"prompt": "{instruction}", "id": "push", "extra_info": {"page": "click-test-2", "seed": seed}}
+        found = {
+            "prompt": "{instruction}",
+            "id": "push",
+            "extra_info": {"page": "click-test-2", "seed": seed},
+        }
         rows.write_text(json.dumps(found) + "\n", encoding="utf-8")
         return Dataset(str(rows), ChatRows(ChatRows.Settings()), False, lambda failure: None, {})[0]
 
     beside = "Action: click(start_box='(10,200)')"
     said = [[beside, beside, "Action: finished()"]]
-    run = recorded(tmp_path, "run", lambda: MiniWob(MiniWob.Settings.model_validate(settings)), row(3), said)
+    run = recorded(
+        tmp_path, "run", lambda: MiniWob(MiniWob.Settings.model_validate(settings)), row(3), said
+    )
     row(seed)
     config = {
-        "name": "run", "steps": 1, "data": {"train": str(rows)},
-        "model": {"path": str(TINY), "min_pixels": 37632, "max_pixels": 37632, "position_tint": TINT},
-        "environment": {"episode": {
-            "environment": {"use": "rayloop.envs.browser.miniwob:MiniWob", "with": settings}, "max_turns": 6, "max_tokens": 8000,
-        }},
+        "name": "run",
+        "steps": 1,
+        "data": {"train": str(rows)},
+        "model": {
+            "path": str(TINY),
+            "min_pixels": 37632,
+            "max_pixels": 37632,
+            "position_tint": TINT,
+        },
+        "environment": {
+            "episode": {
+                "environment": {"use": "rayloop.envs.browser.miniwob:MiniWob", "with": settings},
+                "max_turns": 6,
+                "max_tokens": 8000,
+            }
+        },
         "reward": {"source": {"use": "rayloop.rewards.environment_result:EnvironmentResult"}},
         "rollout": {"sampling": {"max_tokens": 400}},
-    }  # fmt: skip
+    }
     run.config.write_text(yaml.safe_dump(config), encoding="utf-8")
     capsys.readouterr()
     monkeypatch.setattr(sys, "stdin", io.StringIO("Action: finished()\n"))
-    assert main(["env", "play", str(run.path), "--from", "1/1/0:3", "--pictures", str(tmp_path / "shown")]) == 0
+    assert (
+        main(
+            [
+                "env",
+                "play",
+                str(run.path),
+                "--from",
+                "1/1/0:3",
+                "--pictures",
+                str(tmp_path / "shown"),
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert [line for line in out.splitlines() if line.startswith(("on record> ", "> "))] == [
-        f"on record> {beside}", f"on record> {beside}", "> Action: finished()",
-    ]  # fmt: skip
+        f"on record> {beside}",
+        f"on record> {beside}",
+        "> Action: finished()",
+    ]
     differs = [line for line in out.splitlines() if "something else" in line]
-    assert differs == ([] if parted is None else [f"turn {parted}: the environment shows something else than on record"])
+    assert differs == (
+        []
+        if parted is None
+        else [f"turn {parted}: the environment shows something else than on record"]
+    )
     assert out.endswith("the episode is over: done\nresult: 0\n")
     assert len(list((tmp_path / "shown").iterdir())) == 3

@@ -1,4 +1,6 @@
-"""The lane itself: a browser can be started, and a program that is missing makes a test skip with a reason."""
+"""The lane itself: a browser can be started, and a program that is missing makes a test skip with a
+reason.
+"""
 
 from __future__ import annotations
 
@@ -21,5 +23,7 @@ def test_what_is_missing_is_named() -> None:
 
 @needs(*PACKAGES)
 def test_the_programs_run() -> None:
-    done = subprocess.run(["chromium-headless-shell", "--version"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["chromium-headless-shell", "--version"], capture_output=True, text=True, timeout=60
+    )
     assert "hrom" in done.stdout

@@ -1,4 +1,6 @@
-"""A published file that mixes environments: each row is prepared, read and played in its own, and a plain one in one turn."""
+"""A published file that mixes environments: each row is prepared, read and played in its own, and a
+plain one in one turn.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,16 @@ from rayloop.actors.environment import EnvironmentActor
 from rayloop.actors.lease import Lease
 from rayloop.chat.rendering import Renderer
 from rayloop.cli import main
-from rayloop.core.types import Completion, FinishReason, RolloutRequest, Sampling, TokenPrompt, Trajectory, TrajectoryId, Version
+from rayloop.core.types import (
+    Completion,
+    FinishReason,
+    RolloutRequest,
+    Sampling,
+    TokenPrompt,
+    Trajectory,
+    TrajectoryId,
+    Version,
+)
 from rayloop.data.dataset import Dataset
 from rayloop.envs.interpreter.environment import close_sandboxes
 from rayloop.run.config import RunConfig, read
@@ -26,8 +37,14 @@ from tests.support.runs import ROOT
 pytestmark = [pytest.mark.env, pytest.mark.timeout(120)]
 PRESETS = ROOT / "recipes/pyvision/presets"
 ANSWER = "<think>t</think><answer>\n\\boxed{red}\n</answer>"
-ZOOM = '<think>t</think><tool_call>{"name": "image_zoom_in_tool", "arguments": {"bbox_2d": [0, 0, 40, 40]}}</tool_call>'
-CODE = "<code>\n```python\nprint(sorted(name for name in globals() if '_hint_' in name or '_clue_' in name))\n```\n</code>"
+ZOOM = (
+    '<think>t</think><tool_call>{"name": "image_zoom_in_tool", "arguments": {"bbox_2d": [0, 0, 40,'
+    " 40]}}</tool_call>"
+)
+CODE = (
+    "<code>\n```python\nprint(sorted(name for name in globals() if '_hint_' in name or '_clue_' in"
+    " name))\n```\n</code>"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +73,9 @@ class Remote:
 
 
 def preset(name: str) -> RunConfig:
-    return read(PRESETS / name, [f"model.path={ROOT / 'recipes/pyvision/tiny'}", "model.min_pixels=784"])
+    return read(
+        PRESETS / name, [f"model.path={ROOT / 'recipes/pyvision/tiny'}", "model.min_pixels=784"]
+    )
 
 
 def played(config: RunConfig, rows: Path, first: str) -> dict[str, tuple[Policy, Trajectory]]:
@@ -90,32 +109,56 @@ def shown(config: RunConfig, episode: tuple[Policy, Trajectory]) -> str:
 def test_a_mixed_file_of_deepeyes(tmp_path: Path) -> None:
     rows = [
         {
-            "prompt": [{"role": "user", "content": f"<image>{question}"}], "images": [{"bytes": picture(96, 64), "path": None}],
-            "data_source": source, "env_name": name, "reward_model": {"ground_truth": "red", "style": "model"},
+            "prompt": [{"role": "user", "content": f"<image>{question}"}],
+            "images": [{"bytes": picture(96, 64), "path": None}],
+            "data_source": source,
+            "env_name": name,
+            "reward_model": {"ground_truth": "red", "style": "model"},
             "extra_info": {"index": question, "question": question},
         }
         for question, source, name in (
-            ("tool?", "vstar", "visual_toolbox_v2"), ("blank?", "thinklite_eureka", ""), ("null?", "thinklite_eureka", None)
+            ("tool?", "vstar", "visual_toolbox_v2"),
+            ("blank?", "thinklite_eureka", ""),
+            ("null?", "thinklite_eureka", None),
         )
-    ]  # fmt: skip
+    ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data.parquet")
     lines = prepared("deepeyes", tmp_path)
-    ours = {"id": "own", "image": json.loads(lines[0])["image"], "question": "own?", "answer": "red"}
+    ours = {
+        "id": "own",
+        "image": json.loads(lines[0])["image"],
+        "question": "own?",
+        "answer": "red",
+    }
     file = tmp_path / "out/mixed.jsonl"
     file.write_text("\n".join([*lines, json.dumps(ours)]), encoding="utf-8")
     config = preset("deepeyes_faithful.yaml")
     episodes = played(config, file, ZOOM)
-    assert {question: turns(episode) for question, episode in episodes.items()} == {"tool?": 2, "blank?": 1, "null?": 1, "own?": 2}
+    assert {question: turns(episode) for question, episode in episodes.items()} == {
+        "tool?": 2,
+        "blank?": 1,
+        "null?": 1,
+        "own?": 2,
+    }
     assert "<tool_response>" in shown(config, episodes["tool?"])
 
 
 def test_a_mixed_file_of_pyvision(tmp_path: Path) -> None:
-    gyms = {"image?": "pyvision_gym_w_image_hint", "hidden?": "pyvision_gym_wo_image_hint", "plain?": ""}
+    gyms = {
+        "image?": "pyvision_gym_w_image_hint",
+        "hidden?": "pyvision_gym_wo_image_hint",
+        "plain?": "",
+    }
     (tmp_path / "a.png").write_bytes(picture(96, 64))
     (tmp_path / "film").mkdir()
     (tmp_path / "film/1.png").write_bytes(picture(96, 64))
-    rows = [row(question, name, {"hint_path": "a.png", "hint_type": "image"}) for question, name in gyms.items()]
-    film = row("film?", "pyvision_gym_wo_video_hint", {"hint_path": "film.mp4", "hint_type": "video"})
+    rows = [
+        row(question, name, {"hint_path": "a.png", "hint_type": "image"})
+        for question, name in gyms.items()
+    ]
+    film = row(
+        "film?", "pyvision_gym_wo_video_hint", {"hint_path": "film.mp4", "hint_type": "video"}
+    )
     (tmp_path / "film.mp4").write_bytes(b"film")
     (tmp_path / "pyvision_image_rl_data.json").write_text(json.dumps(rows), encoding="utf-8")
     (tmp_path / "pyvision_video_rl_data.json").write_text(json.dumps([film]), encoding="utf-8")
@@ -124,7 +167,12 @@ def test_a_mixed_file_of_pyvision(tmp_path: Path) -> None:
     file.write_text("\n".join(lines), encoding="utf-8")
     config = preset("faithful.yaml")
     episodes = played(config, file, CODE)
-    assert {question: turns(one) for question, one in episodes.items()} == {"image?": 2, "hidden?": 2, "plain?": 1, "film?": 2}
+    assert {question: turns(one) for question, one in episodes.items()} == {
+        "image?": 2,
+        "hidden?": 2,
+        "plain?": 1,
+        "film?": 2,
+    }
     assert "<interpreter>Text Result:" not in shown(config, episodes["image?"])
     assert "['image_clue_0']" in shown(config, episodes["image?"])
     assert "['image_hint_0']" in shown(config, episodes["hidden?"])
@@ -134,9 +182,13 @@ def test_a_mixed_file_of_pyvision(tmp_path: Path) -> None:
 
 def row(question: str, name: str, hint: dict[str, str]) -> dict[str, Any]:
     return {
-        "prompt": [{"role": "user", "content": question}], "data_source": "s", "env_name": name, "mm_hint": hint,
-        "reward_model": {"ground_truth": "red"}, "extra_info": {"index": question, "question": question},
-    }  # fmt: skip
+        "prompt": [{"role": "user", "content": question}],
+        "data_source": "s",
+        "env_name": name,
+        "mm_hint": hint,
+        "reward_model": {"ground_truth": "red"},
+        "extra_info": {"index": question, "question": question},
+    }
 
 
 def test_a_row_in_pyvisions_columns_names_its_environment(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""The report in a real Chromium: strips of episodes in live pages, marks where they were clicked, nothing from elsewhere."""
+"""The report in a real Chromium: strips of episodes in live pages, marks where they were clicked,
+nothing from elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +43,19 @@ CLICKS = ((40, 30), (180, 120), (100, 100))
 
 @contextmanager
 def shown(file: Path, *, scripts: bool = True, dark: bool = False) -> Iterator[Any]:
-    """The page in a browser; afterwards nothing was said on its console, and nothing was asked for elsewhere."""
+    """The page in a browser; afterwards nothing was said on its console, and nothing was asked for
+    elsewhere.
+    """
     said: list[str] = []
     asked: list[str] = []
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium-headless-shell"), args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium-headless-shell"), args=["--no-sandbox"]
+        )
         page = browser.new_page(
-            java_script_enabled=scripts, viewport={"width": 1400, "height": 900}, color_scheme="dark" if dark else "light"
+            java_script_enabled=scripts,
+            viewport={"width": 1400, "height": 900},
+            color_scheme="dark" if dark else "light",
         )
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
@@ -60,21 +68,27 @@ def shown(file: Path, *, scripts: bool = True, dark: bool = False) -> Iterator[A
 
 
 def check_clicks(page: Any, cells: Any) -> tuple[Image.Image, float]:
-    """Marks lie where the page was clicked, and the second picture, which is returned with its scale, has what the first click
-    painted."""
+    """Marks lie where the page was clicked, and the second picture, which is returned with its
+    scale, has what the first click painted.
+    """
     page.wait_for_load_state("networkidle")
     for turn, (x, y) in enumerate(CLICKS):
         picture = cells.nth(turn).locator("svg.picture")
         box, mark = picture.bounding_box(), picture.locator("circle.dot").bounding_box()
         scale = box["width"] / WIDE
-        found = (mark["x"] + mark["width"] / 2 - box["x"]) / scale, (mark["y"] + mark["height"] / 2 - box["y"]) / scale
+        found = (
+            (mark["x"] + mark["width"] / 2 - box["x"]) / scale,
+            (mark["y"] + mark["height"] / 2 - box["y"]) / scale,
+        )
         assert found == pytest.approx((x + 0.5, y + 0.5), abs=1.5)
     later = cells.nth(1).locator("svg.picture")
     scale = later.bounding_box()["width"] / WIDE
     pixels = Image.open(io.BytesIO(later.screenshot())).convert("RGB")
     assert pixels.height == pytest.approx(HIGH * scale, abs=3)
     x, y = CLICKS[0]
-    assert max(pixels.getpixel((round(x * scale), round(y * scale)))) < 60, "what the first click painted"
+    assert max(pixels.getpixel((round(x * scale), round(y * scale)))) < 60, (
+        "what the first click painted"
+    )
     assert min(pixels.getpixel((round((x + 30) * scale), round(y * scale)))) > 240
     return pixels, scale
 
@@ -84,15 +98,31 @@ def painted(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """Two members: one clicks three times, the other clicks elsewhere in its second turn."""
     root = tmp_path_factory.mktemp("painted")
     pages = write(root / "pages", paint=PAINT)
-    settings = {"folder": str(pages), "width": WIDE, "height": HIGH, "pointing": {"coordinates": "relative"}}
-    extra = {"url": "paint.html", "check": "window.done === true", "instruction": "Click three times."}
+    settings = {
+        "folder": str(pages),
+        "width": WIDE,
+        "height": HIGH,
+        "pointing": {"coordinates": "relative"},
+    }
+    extra = {
+        "url": "paint.html",
+        "check": "window.done === true",
+        "instruction": "Click three times.",
+    }
     task = Task("paint", (Message("user", ("{instruction}",)),), extra=extra)
 
     def click(x: int, y: int) -> str:
         return f"Action: click(start_box='({round(1000 * x / WIDE)},{round(1000 * y / HIGH)})')"
 
     both = [click(*at) for at in CLICKS], [click(*CLICKS[0]), click(60, 140), click(10, 10)]
-    return recorded(root, "painted", lambda: WebPage(WebPage.Settings.model_validate(settings)), task, both, **settings)
+    return recorded(
+        root,
+        "painted",
+        lambda: WebPage(WebPage.Settings.model_validate(settings)),
+        task,
+        both,
+        **settings,
+    )
 
 
 def test_clicks_are_drawn_where_the_page_was_clicked(painted: RunFolder) -> None:
@@ -101,14 +131,18 @@ def test_clicks_are_drawn_where_the_page_was_clicked(painted: RunFolder) -> None
         cells = page.locator("tr.member").first.locator("td.turn")
         assert cells.count() == 3
         pixels, scale = check_clicks(page, cells)
-        red, green, _blue = pixels.getpixel((round((CLICKS[1][0] + 0.5) * scale), round((CLICKS[1][1] + 0.5) * scale)))
+        red, green, _blue = pixels.getpixel(
+            (round((CLICKS[1][0] + 0.5) * scale), round((CLICKS[1][1] + 0.5) * scale))
+        )
         assert red > 200 > green, "the mark's own colour"
         assert page.locator("th.parts").inner_text() == "turn 3: members part here"
         page.screenshot(path=painted.path / "report.png", full_page=True)
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_every_strip_is_visible_in_light_and_dark_without_scripts(painted: RunFolder, dark: bool) -> None:
+def test_every_strip_is_visible_in_light_and_dark_without_scripts(
+    painted: RunFolder, dark: bool
+) -> None:
     with shown(write_page(painted.path, None, groups=10), scripts=False, dark=dark) as page:
         for picture in page.locator(".film svg.picture").all():
             picture.scroll_into_view_if_needed()
@@ -125,10 +159,14 @@ def test_many_turns_scroll_within_their_strip(painted: RunFolder) -> None:
         page.set_viewport_size({"width": 700, "height": 900})
         strip = page.locator(".detail .scroll").first
         assert strip.evaluate("it => it.scrollWidth > it.clientWidth")
-        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), "the page itself does not"
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), (
+            "the page itself does not"
+        )
 
 
-def test_groups_of_single_answers_have_their_boxes_and_can_be_filtered(evaluated: RunFolder) -> None:
+def test_groups_of_single_answers_have_their_boxes_and_can_be_filtered(
+    evaluated: RunFolder,
+) -> None:
     with shown(write_page(evaluated.path, None, groups=200)) as page:
         assert page.title() == "run – rayloop run"
         assert page.locator("#list > details").count() == 5

@@ -45,19 +45,31 @@ def address(built: Path) -> Iterator[str]:
 
 def test_every_page_is_there_and_in_the_list_for_language_models(built: Path) -> None:
     made = {path.relative_to(built).with_suffix(".md") for path in built.rglob("*.html")}
-    expected = {page.with_name("index.md") if page.name == "README.md" else page for page in site.pages()}
+    expected = {
+        page.with_name("index.md") if page.name == "README.md" else page for page in site.pages()
+    }
     assert expected <= made, expected - made
-    listed = re.findall(r"^- \[[^\]]+\]\(([^)]+)\): .+$", (built / "llms.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    listed = re.findall(
+        r"^- \[[^\]]+\]\(([^)]+)\): .+$",
+        (built / "llms.txt").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
     assert len(listed) > 30
     assert {path for path in listed if not (site.ROOT / path).is_file()} == set()
-    assert {str(page) for page in site.pages() if page.parent == Path("docs")} - set(listed) - {"docs/README.md"} == set()
+    assert {str(page) for page in site.pages() if page.parent == Path("docs")} - set(listed) - {
+        "docs/README.md"
+    } == set()
 
 
-def test_a_link_that_leads_nowhere_ends_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_that_leads_nowhere_ends_the_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = tmp_path / "root"
     (root / "docs").mkdir(parents=True)
     (root / "README.md").write_text("# A\n\nAbout.\n\n[lost](docs/lost.md)\n", encoding="utf-8")
-    (root / "docs/README.md").write_text("# B\n\n## C\n\n- [README](../README.md): D\n", encoding="utf-8")
+    (root / "docs/README.md").write_text(
+        "# B\n\n## C\n\n- [README](../README.md): D\n", encoding="utf-8"
+    )
     monkeypatch.setattr(site, "ROOT", root)
     with pytest.raises(site.subprocess.CalledProcessError):
         site.build(tmp_path / "out")
@@ -69,14 +81,18 @@ def test_a_reader_finds_a_page_by_its_words(address: str) -> None:
     said: list[str] = []
     asked: list[str] = []
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium-headless-shell"), args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium-headless-shell"), args=["--no-sandbox"]
+        )
         page = browser.new_page(viewport={"width": 1200, "height": 800}, color_scheme="dark")
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
         page.on("request", lambda request: asked.append(request.url))
         page.goto(f"{address}/index.html")
         assert page.evaluate("document.body.dataset.mdColorScheme") == "slate"
-        assert page.evaluate("[...document.images].every(image => image.complete && image.naturalWidth > 0)")
+        assert page.evaluate(
+            "[...document.images].every(image => image.complete && image.naturalWidth > 0)"
+        )
         page.fill("input.md-search__input", "staleness")
         result = page.locator("a.md-search-result__link").first
         result.wait_for(timeout=20_000)

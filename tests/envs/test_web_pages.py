@@ -1,4 +1,6 @@
-"""Pages of one's own: every action as the page receives it, several sizes and spellings, checks, sites, the tree."""
+"""Pages of one's own: every action as the page receives it, several sizes and spellings, checks,
+sites, the tree.
+"""
 
 from __future__ import annotations
 
@@ -60,9 +62,20 @@ def test_each_action_arrives(folder: Path) -> None:
         click = [down, up, ["click", "", *at, 0]]
         assert does("click(start_box='(50,60)')") == click
         assert does("left_single(point='<point>50 60</point>')") == click
-        assert does("left_double(start_box='<|box_start|>(50,60)<|box_end|>')") == [*click, *click, ["dblclick", "", *at, 0]]
-        assert [kind for kind, *_ in does("right_single(start_box='(50,60)')")] == ["mousedown", "contextmenu", "mouseup"]
-        assert does("drag(start_box='(50,60)', end_box='(100,110)')")[:2] == [down, ["mouseup", "", 100, 110, 0]]
+        assert does("left_double(start_box='<|box_start|>(50,60)<|box_end|>')") == [
+            *click,
+            *click,
+            ["dblclick", "", *at, 0],
+        ]
+        assert [kind for kind, *_ in does("right_single(start_box='(50,60)')")] == [
+            "mousedown",
+            "contextmenu",
+            "mouseup",
+        ]
+        assert does("drag(start_box='(50,60)', end_box='(100,110)')")[:2] == [
+            down,
+            ["mouseup", "", 100, 110, 0],
+        ]
         assert does("long_press(start_box='(50,60)')") == click
         assert does("hover(start_box='(50,60)')") == []
         assert does("hotkey(key='ctrl c')") == [
@@ -71,13 +84,23 @@ def test_each_action_arrives(folder: Path) -> None:
             ["keyup", "c", 0, 0, 0],
             ["keyup", "Control", 0, 0, 0],
         ]
-        assert does("press(key='enter')") == [["keydown", "Enter", 0, 0, 0], ["keyup", "Enter", 0, 0, 0]]
+        assert does("press(key='enter')") == [
+            ["keydown", "Enter", 0, 0, 0],
+            ["keyup", "Enter", 0, 0, 0],
+        ]
         assert does("keydown(key='shift')") == [["keydown", "Shift", 0, 0, 0]]
         assert does("keyup(key='shift')") == [["keyup", "Shift", 0, 0, 0]]
-        assert environment.step("Action: scroll(start_box='(50,60)', direction='down')").error is None
+        assert (
+            environment.step("Action: scroll(start_box='(50,60)', direction='down')").error is None
+        )
         assert environment._tab is not None
         assert host(environment).run(environment._tab.evaluate("scrollY"), 10) == 100
-        assert [key for kind, key, *_ in does(r"type(content='aB ä\n')") if kind == "keydown"] == ["a", "B", " ", "Enter"]
+        assert [key for kind, key, *_ in does(r"type(content='aB ä\n')") if kind == "keydown"] == [
+            "a",
+            "B",
+            " ",
+            "Enter",
+        ]
         assert does("wait()") == []
 
 
@@ -102,7 +125,10 @@ def test_coordinates_are_those_of_the_models_picture(
 def test_several_actions_of_one_turn_fill_in_a_form(folder: Path) -> None:
     with visiting(folder, "form.html", "document.title === 'Ann true'") as (environment, first):
         assert first.messages[-1].parts[0] == "Go."
-        turn = r"click(start_box='(60,12)')" + "\n\ntype(content='Ann')\n\nhotkey(key='tab')\n\nhotkey(key='space')"
+        turn = (
+            r"click(start_box='(60,12)')"
+            + "\n\ntype(content='Ann')\n\nhotkey(key='tab')\n\nhotkey(key='space')"
+        )
         assert not environment.step(f"Thought: I fill it in.\nAction: {turn}").done
         assert environment.evaluate() == 0
         assert environment.step("Action: press(key='enter')").done
@@ -110,12 +136,22 @@ def test_several_actions_of_one_turn_fill_in_a_form(folder: Path) -> None:
 
 
 def test_the_tree_is_given_on_request(folder: Path) -> None:
-    for observe, images, texts in ((["tree"], 0, 1), (["screenshot", "tree"], 1, 1), (["screenshot"], 1, 0)):
+    for observe, images, texts in (
+        (["tree"], 0, 1),
+        (["screenshot", "tree"], 1, 1),
+        (["screenshot"], 1, 0),
+    ):
         with visiting(folder, "form.html", "0", observe=observe) as (environment, first):
-            for parts in (first.messages[-1].parts[1:], environment.step("Action: wait()").observation.messages[-1].parts):
+            for parts in (
+                first.messages[-1].parts[1:],
+                environment.step("Action: wait()").observation.messages[-1].parts,
+            ):
                 found = [part for part in parts if isinstance(part, str)]
                 assert (len(parts) - len(found), len(found)) == (images, texts)
-                assert all('button "Send"' in tree and "[box=" in tree and "[ref=" not in tree for tree in found)
+                assert all(
+                    'button "Send"' in tree and "[box=" in tree and "[ref=" not in tree
+                    for tree in found
+                )
 
 
 def test_a_page_that_leads_to_another_is_followed(folder: Path) -> None:
@@ -160,17 +196,27 @@ def site() -> Iterator[str]:
 
 
 def test_a_site_that_is_named_is_reached_and_no_other(folder: Path, site: str) -> None:
-    with visiting(folder, f"http://{site}/away", "location.pathname === '/never'", sites=[site]) as (environment, _):
+    with visiting(
+        folder, f"http://{site}/away", "location.pathname === '/never'", sites=[site]
+    ) as (environment, _):
         assert environment._tab is not None
-        assert host(environment).run(environment._tab.evaluate("location.pathname"), 10) == "/second"
+        assert (
+            host(environment).run(environment._tab.evaluate("location.pathname"), 10) == "/second"
+        )
         assert Site.asked[-2:] == ["/away", "/second"]
         result = environment.step(CLICK)
         assert not result.done
         assert environment._tab.refused == {"network": 1}
 
 
-def test_an_icon_that_a_click_shows_is_on_the_screen_however_late_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, index=button("this.className = `late`") + "<style>.late { background: url(icon.png) }</style>")
+def test_an_icon_that_a_click_shows_is_on_the_screen_however_late_it_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(
+        tmp_path,
+        index=button("this.className = `late`")
+        + "<style>.late { background: url(icon.png) }</style>",
+    )
     Image.new("RGB", (224, 224), RED).save(tmp_path / "icon.png")
     find = Files.find
 
@@ -185,7 +231,10 @@ def test_an_icon_that_a_click_shows_is_on_the_screen_however_late_it_comes(tmp_p
 
 def test_a_page_that_asks_for_files_without_end_is_looked_at(tmp_path: Path) -> None:
     (tmp_path / "dot.txt").write_text(".")
-    write(tmp_path, index=button("setInterval(() => fetch('dot.txt'), 5); this.style.background = `red`"))
+    write(
+        tmp_path,
+        index=button("setInterval(() => fetch('dot.txt'), 5); this.style.background = `red`"),
+    )
     with visiting(tmp_path, "index.html", settle=0.0) as (environment, _):
         assert red(environment.step(CLICK).observation) > 0.5
 
@@ -193,6 +242,11 @@ def test_a_page_that_asks_for_files_without_end_is_looked_at(tmp_path: Path) -> 
 def red(observation: Observation | None) -> float:
     """The share of red pixels on the screen that is shown."""
     assert observation is not None
-    [source] = [part for message in observation.messages for part in message.parts if isinstance(part, ImageSource)]
+    [source] = [
+        part
+        for message in observation.messages
+        for part in message.parts
+        if isinstance(part, ImageSource)
+    ]
     pixels = np.asarray(Image.open(io.BytesIO(source.data or b"")).convert("RGB"))
     return float((pixels == RED).all(axis=2).mean())

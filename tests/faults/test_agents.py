@@ -1,5 +1,7 @@
-"""A run of agents with the published OpenAI client, some of them sick: it takes its steps, loses the episodes of those that were
-sick before they asked the policy, and scores those that an answer may have broken."""
+"""A run of agents with the published OpenAI client, some of them sick: it takes its steps, loses
+the episodes of those that were sick before they asked the policy, and scores those that an answer
+may have broken.
+"""
 
 from __future__ import annotations
 
@@ -56,17 +58,33 @@ def play(row, reward_key):
 
 def test_sick_agents_cost_their_own_episodes(grounding_model: Path, tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(textwrap.dedent(AGENT), encoding="utf-8")
-    rows = [{"prompt": f"Say {number}.", "number": number, "id": f"row-{number}"} for number in range(16)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    rows = [
+        {"prompt": f"Say {number}.", "number": number, "id": f"row-{number}"}
+        for number in range(16)
+    ]
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     (tmp_path / "played").mkdir()
-    options = {"run": f"{tmp_path / 'agent.py'}:play", "preload": ["openai"], "deadline": 20, "processes": 20, "reward": "posted"}
+    options = {
+        "run": f"{tmp_path / 'agent.py'}:play",
+        "preload": ["openai"],
+        "deadline": 20,
+        "processes": 20,
+        "reward": "posted",
+    }
     options["env"] = {"PLAYED": str(tmp_path / "played")}
     config = settings(
         tmp_path,
         grounding_model,
         steps=3,
         data={"train": str(tmp_path / "rows.jsonl")},
-        environment={"episode": {"environment": {"use": "rayloop.envs.harness:Harness", "with": options}, "max_turns": 4}},
+        environment={
+            "episode": {
+                "environment": {"use": "rayloop.envs.harness:Harness", "with": options},
+                "max_turns": 4,
+            }
+        },
         reward={"source": {"use": "rayloop.rewards.environment_result:EnvironmentResult"}},
         algorithm={"group_size": 4, "groups_per_step": 2},
     )
@@ -78,5 +96,9 @@ def test_sick_agents_cost_their_own_episodes(grounding_model: Path, tmp_path: Pa
     for way in ("exit code 1: RuntimeError: sick", "did not end within 20 s (deadline)"):
         assert any(way in why for why in failed), (way, failed)
     assert not any("cannot read" in why or "(processes)" in why for why in failed), failed
-    assert any(step.get("end_reason/action_error", 0) > 0 for step in made.metrics), "a crash or a bomb after an answer is scored"
-    assert all(abs(step["reward/mean"]) < 97 for step in made.metrics), "the second reward did not count"
+    assert any(step.get("end_reason/action_error", 0) > 0 for step in made.metrics), (
+        "a crash or a bomb after an answer is scored"
+    )
+    assert all(abs(step["reward/mean"]) < 97 for step in made.metrics), (
+        "the second reward did not count"
+    )

@@ -1,4 +1,6 @@
-"""A rank, or the driver, dies in the middle of a checkpoint that is written beside training: it is never complete."""
+"""A rank, or the driver, dies in the middle of a checkpoint that is written beside training: it is
+never complete.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,16 @@ pytestmark = [pytest.mark.slow_faults, pytest.mark.timeout(400)]
 
 
 def kill_while_it_writes(made: Run, victim: psutil.Process) -> tuple[float, Path]:
-    """SIGKILL a process that was stopped while a checkpoint was being written. Returns when, and the name it would have had."""
+    """SIGKILL a process that was stopped while a checkpoint was being written.
+
+    Returns when, and the name it would have had.
+    """
     folder = made.folder / "checkpoints"
 
     def aside() -> Path | None:
-        return next((path for path in folder.glob("step_*.tmp") if list(path.glob("trainer/*"))), None)
+        return next(
+            (path for path in folder.glob("step_*.tmp") if list(path.glob("trainer/*"))), None
+        )
 
     for _ in range(50):
         eventually(aside, "a checkpoint is being written", 120, 0.0005)
@@ -36,15 +43,21 @@ def kill_while_it_writes(made: Run, victim: psutil.Process) -> tuple[float, Path
 @pytest.mark.parametrize("who", ["PolicyRank", "DriverActor"])
 def test_the_older_checkpoint_is_resumed(tmp_path: Path, digits_model: Path, who: str) -> None:
     config = settings(
-        tmp_path, digits_model, steps=8, policy__ranks=2, checkpoint={"every": 2, "asynchronous": True, "keep": 9},
+        tmp_path,
+        digits_model,
+        steps=8,
+        policy__ranks=2,
+        checkpoint={"every": 2, "asynchronous": True, "keep": 9},
         rollout__sampling={"max_tokens": 100, "min_tokens": 100},
-    )  # fmt: skip
+    )
     with run(config) as made:
         made.until_event("checkpoint", step=2)
         victims = made.actors(who)
         killed, halfway = kill_while_it_writes(made, victims[-1])
         assert complete(halfway) is None
-        begin: dict[str, Any] = made.until(lambda: [e for e in made.named("begin") if e["time"] > killed], "a new lineage")[0]
+        begin: dict[str, Any] = made.until(
+            lambda: [e for e in made.named("begin") if e["time"] > killed], "a new lineage"
+        )[0]
         assert begin["step"] < int(halfway.name.removeprefix("step_"))
         assert begin["restored"] == f"step_{begin['step']:06d}"
         made.ends(0)

@@ -17,11 +17,16 @@ pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.mark.slow_faults
-def test_a_stop_during_the_last_evaluation_is_made_up_for(tmp_path: Path, digits_model: Path) -> None:
+def test_a_stop_during_the_last_evaluation_is_made_up_for(
+    tmp_path: Path, digits_model: Path
+) -> None:
     marks = Marks(tmp_path / "marks")
-    config = marked(settings(tmp_path, digits_model, steps=2, reward__source__with={"seconds": 2.0}), marks)
+    config = marked(
+        settings(tmp_path, digits_model, steps=2, reward__source__with={"seconds": 2.0}), marks
+    )
     (tmp_path / "eval.jsonl").write_text(
-        "".join(json.dumps({"id": f"e{i}", "digits": [i, 1]}) + "\n" for i in range(4)), encoding="utf-8"
+        "".join(json.dumps({"id": f"e{i}", "digits": [i, 1]}) + "\n" for i in range(4)),
+        encoding="utf-8",
     )
     config["data"]["eval"] = str(tmp_path / "eval.jsonl")
     config["evaluation"] = {"every": 2}
@@ -30,7 +35,9 @@ def test_a_stop_during_the_last_evaluation_is_made_up_for(tmp_path: Path, digits
         next_mark(made, marks, "score", 1)
         made.process.send_signal(signal.SIGTERM)
         made.ends(75, deadline=30)
-    assert [e["step"] for e in made.named("evaluation_stopped")] == [1], "during step 2, whose number is not yet reported"
+    assert [e["step"] for e in made.named("evaluation_stopped")] == [1], (
+        "during step 2, whose number is not yet reported"
+    )
     assert [e["step"] for e in made.named("evaluated")] == [0]
     assert [record["step"] for record in made.metrics] == [1, 2]
     assert [e["step"] for e in made.named("checkpoint")] == [1, 2]
@@ -41,12 +48,19 @@ def test_a_stop_during_the_last_evaluation_is_made_up_for(tmp_path: Path, digits
 
 
 @pytest.mark.slow_faults
-def test_two_runs_on_one_machine_do_not_touch_each_other(tmp_path: Path, digits_model: Path) -> None:
-    """Each has its own cluster, ports, token and folder: one is killed at once, the other one goes on to its end."""
+def test_two_runs_on_one_machine_do_not_touch_each_other(
+    tmp_path: Path, digits_model: Path
+) -> None:
+    """Each has its own cluster, ports, token and folder: one is killed at once, the other one goes
+    on to its end.
+    """
     folders = tmp_path / "first", tmp_path / "second"
     for folder in folders:
         folder.mkdir()
-    first, second = (settings(folder, digits_model, steps=12, reward__source__with={"seconds": 0.3}) for folder in folders)
+    first, second = (
+        settings(folder, digits_model, steps=12, reward__source__with={"seconds": 0.3})
+        for folder in folders
+    )
     with run(first) as killed, run(second) as other:
         killed.until_event("trained", step=2)
         other.until_event("trained", step=2)
@@ -95,11 +109,15 @@ def test_a_run_that_cannot_be_saved_in_time_says_so(tmp_path: Path, digits_model
         made.process.send_signal(signal.SIGTERM)
         made.ends(1, deadline=30)
     assert "NotSaved: the run was not saved within preemption.grace" in made.text
-    assert re.search(r"run again to continue from (step \d+ \(step_\d+\)|the beginning)", made.text), made.text
+    assert re.search(
+        r"run again to continue from (step \d+ \(step_\d+\)|the beginning)", made.text
+    ), made.text
 
 
 @pytest.mark.slow_faults
-def test_a_stop_while_the_policy_is_replaced_names_the_step_that_is_left(tmp_path: Path, digits_model: Path) -> None:
+def test_a_stop_while_the_policy_is_replaced_names_the_step_that_is_left(
+    tmp_path: Path, digits_model: Path
+) -> None:
     config = settings(tmp_path, digits_model, steps=400, checkpoint__every=4)
     with run(config) as made:
         made.until_event("trained", step=6)
@@ -109,10 +127,15 @@ def test_a_stop_while_the_policy_is_replaced_names_the_step_that_is_left(tmp_pat
         made.process.send_signal(signal.SIGTERM)
         made.ends(1, deadline=30)
     step = made.named("checkpoint")[-1]["step"]
-    said = re.search(r"NotSaved: stopped at step (\d+) of 400, not saved: the policy was lost", made.text)
+    said = re.search(
+        r"NotSaved: stopped at step (\d+) of 400, not saved: the policy was lost", made.text
+    )
     assert said is not None, made.text
     recorded = made.metrics[-1]["step"]
-    assert int(said[1]) in (recorded, recorded + 1), "it may have been lost behind an update, before its record"
+    assert int(said[1]) in (
+        recorded,
+        recorded + 1,
+    ), "it may have been lost behind an update, before its record"
     assert int(said[1]) > step, "a step was lost"
     assert f"run again to continue from step {step} (step_{step:06d})" in made.text
     config["steps"] = step + 1
@@ -120,13 +143,20 @@ def test_a_stop_while_the_policy_is_replaced_names_the_step_that_is_left(tmp_pat
 
 
 @pytest.mark.slow_faults
-def test_a_hung_actor_is_reported_with_its_stack_and_ends_the_run(tmp_path: Path, digits_model: Path) -> None:
-    """By a watchdog that comes before the grader's own deadline, which the order of durations would refuse."""
+def test_a_hung_actor_is_reported_with_its_stack_and_ends_the_run(
+    tmp_path: Path, digits_model: Path
+) -> None:
+    """By a watchdog that comes before the grader's own deadline, which the order of durations would
+    refuse.
+    """
     marks = Marks(tmp_path / "marks")
     config = settings(
-        tmp_path, digits_model, reward__timeout=3000.0, reward__source__with={"seconds": 1000.0},
+        tmp_path,
+        digits_model,
+        reward__timeout=3000.0,
+        reward__source__with={"seconds": 1000.0},
         recovery={"health_timeout": 3600.0, "stall_timeout": 45.0},
-    )  # fmt: skip
+    )
     with run(marked(config, marks), module="tests.support.unordered") as made:
         next_mark(made, marks, "score", 8)
         began = time.time()

@@ -22,7 +22,9 @@ def saved(folder: Path) -> list[Checkpoint]:
     return CheckpointStore(folder / "checkpoints", keep=9).newest_first()
 
 
-def test_damaged_records_neither_stop_a_run_nor_replace_its_checkpoints(tmp_path: Path, digits_model: Path) -> None:
+def test_damaged_records_neither_stop_a_run_nor_replace_its_checkpoints(
+    tmp_path: Path, digits_model: Path
+) -> None:
     config = settings(tmp_path, digits_model, steps=4, checkpoint__every=2)
     folder = finished(config).folder
     metrics = folder / "metrics.jsonl"
@@ -32,7 +34,10 @@ def test_damaged_records_neither_stop_a_run_nor_replace_its_checkpoints(tmp_path
     before = len(list(RunFolder.at(folder).metrics))
     config["steps"] = 6
     again = finished(config)
-    assert [(event["step"], event["restored"]) for event in read(folder, "begin")] == [(0, None), (4, "step_000004")]
+    assert [(event["step"], event["restored"]) for event in read(folder, "begin")] == [
+        (0, None),
+        (4, "step_000004"),
+    ]
     assert [event["lines"] for event in read(folder, "records_damaged")] == [4 - before]
     assert [record["step"] for record in again.metrics][-2:] == [5, 6]
     assert {checkpoint.step for checkpoint in saved(folder)} == {4, 6}
@@ -44,8 +49,12 @@ def read(folder: Path, event: str) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("away", [True, False])
-def test_storage_that_comes_back_costs_no_step(tmp_path: Path, digits_model: Path, away: bool) -> None:
-    """The run's folder is away, as by an automounter, or its checkpoints cannot be written, for longer than four steps take."""
+def test_storage_that_comes_back_costs_no_step(
+    tmp_path: Path, digits_model: Path, away: bool
+) -> None:
+    """The run's folder is away, as by an automounter, or its checkpoints cannot be written, for
+    longer than four steps take.
+    """
     config = settings(tmp_path, digits_model, steps=400, checkpoint__every=2)
     with run(config) as made:
         made.until_event("checkpoint", step=2)
@@ -69,8 +78,12 @@ def test_storage_that_comes_back_costs_no_step(tmp_path: Path, digits_model: Pat
     assert steps == list(range(1, len(steps) + 1)), "records were held while the folder was away"
 
 
-def test_storage_that_stays_away_ends_the_run_to_be_started_again(tmp_path: Path, digits_model: Path) -> None:
-    config = settings(tmp_path, digits_model, steps=400, checkpoint__every=2, recovery={"start_timeout": 120.0})
+def test_storage_that_stays_away_ends_the_run_to_be_started_again(
+    tmp_path: Path, digits_model: Path
+) -> None:
+    config = settings(
+        tmp_path, digits_model, steps=400, checkpoint__every=2, recovery={"start_timeout": 120.0}
+    )
     with run(config) as made:
         made.until_event("checkpoint", step=2)
         made.folder.rename(tmp_path / "aside")
@@ -100,5 +113,7 @@ def test_a_closed_terminal_saves(tmp_path: Path, digits_model: Path) -> None:
             os.kill(made.process.pid, signal.SIGHUP)
             time.sleep(0.2)
         made.ends(75)
-    assert [json.loads(line)["event"] for line in (made.folder / "events.jsonl").open(encoding="utf-8")][-1] == "preempted"
+    assert [
+        json.loads(line)["event"] for line in (made.folder / "events.jsonl").open(encoding="utf-8")
+    ][-1] == "preempted"
     assert saved(made.folder)[0].step == made.metrics[-1]["step"]

@@ -1,5 +1,6 @@
 """Engines and ranks that have the same memory in turn in real runs on a CPU with a stub of an
-engine that sleeps: each dies while the other has the turn."""
+engine that sleeps: each dies while the other has the turn.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +29,12 @@ def complete(made: Run, steps: int) -> None:
 
 
 @pytest.mark.slow_faults
-def test_a_run_in_turns_passes_the_check_of_log_probs_and_the_self_test(tmp_path: Path, digits_model: Path) -> None:
-    made = finished(sharing(tmp_path, digits_model, "level2", weight_sync__logprob_check="self_test"))
+def test_a_run_in_turns_passes_the_check_of_log_probs_and_the_self_test(
+    tmp_path: Path, digits_model: Path
+) -> None:
+    made = finished(
+        sharing(tmp_path, digits_model, "level2", weight_sync__logprob_check="self_test")
+    )
     complete(made, 3)
     [check] = made.named("logprob_check")
     assert check["mean"] < 1e-4
@@ -40,13 +45,20 @@ def test_a_run_in_turns_passes_the_check_of_log_probs_and_the_self_test(tmp_path
 
 @pytest.mark.slow_faults
 @pytest.mark.parametrize("level", ["level1", "level2"])
-def test_an_engine_dies_while_the_policy_has_its_turn(tmp_path: Path, digits_model: Path, level: str) -> None:
-    steps = 12  # the engine that is left may play several before the other's loss is known and its next one begins
+def test_an_engine_dies_while_the_policy_has_its_turn(
+    tmp_path: Path, digits_model: Path, level: str
+) -> None:
+    # the engine that is left may play several before the other's loss is known and its next one
+    # begins
+    steps = 12
     config = sharing(tmp_path, digits_model, level, steps=steps, rollout__actors=2)
     with run(config) as made:
         made.until_event("trained", step=1)
         rank = made.actor("PolicyRank")
-        made.until(lambda: "".join(rank.cmdline()).startswith("ray::PolicyRank.train"), "a step of the trainer")
+        made.until(
+            lambda: "".join(rank.cmdline()).startswith("ray::PolicyRank.train"),
+            "a step of the trainer",
+        )
         pause(rank)
         victim, step = made.actors("RolloutActor")[0], len(made.named("trained")) + 1
         kill(victim)
@@ -60,7 +72,9 @@ def test_an_engine_dies_while_the_policy_has_its_turn(tmp_path: Path, digits_mod
 
 
 @pytest.mark.slow_faults
-def test_a_rank_dies_in_its_turn_and_starts_while_the_engines_sleep(tmp_path: Path, digits_model: Path) -> None:
+def test_a_rank_dies_in_its_turn_and_starts_while_the_engines_sleep(
+    tmp_path: Path, digits_model: Path
+) -> None:
     config = sharing(tmp_path, digits_model, "level2", steps=4)
     with run(config) as made:
         made.until_event("checkpoint", step=1)

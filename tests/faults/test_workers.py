@@ -1,4 +1,6 @@
-"""Workers of a real run are killed while they work; the run goes on and every trajectory is accounted for."""
+"""Workers of a real run are killed while they work; the run goes on and every trajectory is
+accounted for.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ def replaced(made: Run, role: str, killed: float) -> tuple[str, fault_table.Time
 
     def both() -> tuple[dict[str, Any], dict[str, Any]] | None:
         lost = [e for e in made.named("worker_lost", role=role) if e["time"] >= killed - 0.005]
-        back = [e for e in made.named("worker_replaced", role=role) if lost and e["worker"] == lost[0]["worker"]]
+        back = [
+            e
+            for e in made.named("worker_replaced", role=role)
+            if lost and e["worker"] == lost[0]["worker"]
+        ]
         return (lost[0], back[0]) if back else None
 
     lost, back = made.until(both, f"the {role} worker is replaced")
@@ -31,14 +37,22 @@ def replaced(made: Run, role: str, killed: float) -> tuple[str, fault_table.Time
 def test_workers_die_at_work_one_after_the_other(tmp_path: Path, digits_model: Path) -> None:
     marks = Marks(tmp_path / "marks")
     config = settings(
-        tmp_path, digits_model, steps=9, checkpoint__every=9, data__order="file",
+        tmp_path,
+        digits_model,
+        steps=9,
+        checkpoint__every=9,
+        data__order="file",
         policy__loss__kl_coef=0.01,
-        rollout__sampling={"max_tokens": 300, "min_tokens": 300}, reward__source__with={"seconds": 0.3},
-    )  # fmt: skip
+        rollout__sampling={"max_tokens": 300, "min_tokens": 300},
+        reward__source__with={"seconds": 0.3},
+    )
     hung = tmp_path / "hung"
     hung.mkdir()
     config["environment"]["episode"] |= {"step_timeout": 2.0}
-    config["environment"]["episode"]["environment"]["with"] = {"reset": {"train-17": "hang"}, "once": str(hung)}
+    config["environment"]["episode"]["environment"]["with"] = {
+        "reset": {"train-17": "hang"},
+        "once": str(hung),
+    }
     with run(marked(config, marks)) as made:
         made.until_event("trained", step=1)
 
@@ -63,7 +77,9 @@ def test_workers_die_at_work_one_after_the_other(tmp_path: Path, digits_model: P
 
         made.ends(0)
     [fired] = hung.iterdir()
-    [lost] = [e for e in made.named("worker_lost", role="environment") if "gave no answer" in e["why"]]
+    [lost] = [
+        e for e in made.named("worker_lost", role="environment") if "gave no answer" in e["why"]
+    ]
     assert "FaultyEnvironment.reset of task train-17 gave no answer within 2 seconds" in lost["why"]
     [back] = made.named("worker_replaced", role="environment", worker=lost["worker"])
     stuck = fault_table.Times("hung environment", fired.stat().st_mtime, lost["time"], back["time"])
@@ -81,9 +97,15 @@ def test_an_engine_that_stands_still_is_reported_and_replaced_and_does_not_wake(
     tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = settings(
-        tmp_path, digits_model, steps=9, checkpoint__every=9, rollout__sampling={"max_tokens": 200, "min_tokens": 200},
-        recovery={"health_timeout": 18.0},  # more than a wait that counts as late, a round and an answer: 13 s
-    )  # fmt: skip
+        tmp_path,
+        digits_model,
+        steps=9,
+        checkpoint__every=9,
+        rollout__sampling={"max_tokens": 200, "min_tokens": 200},
+        recovery={
+            "health_timeout": 18.0
+        },  # more than a wait that counts as late, a round and an answer: 13 s
+    )
     with run(config) as made:
         made.until_event("trained", step=2)
         victim, stopped = made.actor("RolloutActor"), time.time()

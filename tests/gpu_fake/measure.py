@@ -1,7 +1,10 @@
-"""``python -m tests.gpu_fake.measure CONFIG...``: one line of JSON each, of an update by rank 0 of the configuration's ranks.
+"""``python -m tests.gpu_fake.measure CONFIG...``: one line of JSON each, of an update by rank 0 of
+the configuration's ranks.
 
-The engine, its collator, packing, loss and optimizer are the product's. Not there, and replaced: CUDA, the other ranks (a fake
-process group), the weights' values, and images' contents. The optimizer's own step, in place on what is resident, is left out."""
+The engine, its collator, packing, loss and optimizer are the product's. Not there, and replaced:
+CUDA, the other ranks (a fake process group), the weights' values, and images' contents. The
+optimizer's own step, in place on what is resident, is left out.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,9 @@ R = TypeVar("R")
 
 
 class Images:
-    """Stands in for ``Vision``: pixels of the right shape, of which one patch exists until they are packed."""
+    """Stands in for ``Vision``: pixels of the right shape, of which one patch exists until they are
+    packed.
+    """
 
     def pixels(self, ref: Any, data: bytes | None = None) -> Tensor:
         """[patches, 1176] of zeros."""
@@ -71,7 +76,9 @@ class Stage:
         device.pretend(self.watch.attend)
         fsdp.on_all_ranks = sharding.on_all_ranks = lambda build, within=None: build()
         fsdp.total = updates.total = self._total
-        sharding.CPUOffloadPolicy = lambda pin_memory: CPUOffloadPolicy(pin_memory=False)  # fake tensors cannot be pinned
+        sharding.CPUOffloadPolicy = lambda pin_memory: CPUOffloadPolicy(
+            pin_memory=False
+        )  # fake tensors cannot be pinned
         fsdp.join = self._join
         fsdp.from_first = self._load
         fsdp.checkpoint_names = outside(models.checkpoint_names)
@@ -97,7 +104,9 @@ class Stage:
         self.watch.wait("total")
         return [float(value) for value in values]
 
-    def _join(self, kind: str, rank: int, world_size: int, met: Any, timeout: float, replicas: int) -> Any:
+    def _join(
+        self, kind: str, rank: int, world_size: int, met: Any, timeout: float, replicas: int
+    ) -> Any:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         with unset_fake_temporarily():
             return sharding.join(kind, rank, world_size, None, timeout, replicas)
@@ -136,7 +145,9 @@ class Stage:
     def _counted(self, what: str, make: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         def counted(source: Tensor) -> Any:
             layout = make(source)
-            for i, number in enumerate((sum(part.own.numel() for part in layout.parts), layout.places.numel())):
+            for i, number in enumerate(
+                (sum(part.own.numel() for part in layout.parts), layout.places.numel())
+            ):
                 self.queries[what][i] += number
             return layout
 
@@ -144,17 +155,25 @@ class Stage:
 
 
 def measure(config: RunConfig, layers: int | None = None) -> dict[str, Any]:
-    """Peak, waits, calls and operations of an update of one of the longest rows, gradients of an earlier one being there, and what
-    ``estimate`` says. ``layers``: of the language model, where not all."""
+    """Peak, waits, calls and operations of an update of one of the longest rows, gradients of an
+    earlier one being there, and what ``estimate`` says. ``layers``: of the language model, where
+    not all.
+    """
     row, settings = Row.longest(config), config.policy.engine
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     stage = Stage()
     with tempfile.TemporaryDirectory() as folder, mode:
         write_model(config, Path(folder), layers)
         engine = fsdp.FsdpEngine(
-            ModelSettings(path=folder), settings, OptimizerSettings(), config.policy.loss, rank=0, world_size=config.policy.ranks,
-            init_method="fake", seed=0,
-        )  # fmt: skip
+            ModelSettings(path=folder),
+            settings,
+            OptimizerSettings(),
+            config.policy.loss,
+            rank=0,
+            world_size=config.policy.ranks,
+            init_method="fake",
+            seed=0,
+        )
         engine._optimizer._optimizer.step = lambda *_: None  # type: ignore[method-assign]
         _watch_resident(stage.watch, engine)
         resident = stage.watch.live
@@ -170,14 +189,18 @@ def measure(config: RunConfig, layers: int | None = None) -> dict[str, Any]:
 
 
 def _watch_resident(watch: Watch, engine: fsdp.FsdpEngine) -> None:
-    state = [tensor for tensors in engine._optimizer.state().values() for tensor in tensors.values()]
+    state = [
+        tensor for tensors in engine._optimizer.state().values() for tensor in tensors.values()
+    ]
     for parameter in engine._model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
             state.append(parameter.grad)
     for tensor in [*engine._model.parameters(), *engine._model.buffers(), *state]:
         part = sharding.local(tensor.detach())
-        if part.device.type == "cuda":  # with cpu_offload parameters, gradients and moments are in main memory
+        if (
+            part.device.type == "cuda"
+        ):  # with cpu_offload parameters, gradients and moments are in main memory
             watch.see(part)
 
 
@@ -193,16 +216,24 @@ def _found(stage: Stage, engine: fsdp.FsdpEngine, row: Row, resident: int) -> di
         "waits": dict(watch.waits),
         **watch.collectives,
         "attention": dict(watch.attention),
-        "padded_queries": {name: round(all_ / real - 1, 3) for name, (all_, real) in stage.queries.items() if real},
+        "padded_queries": {
+            name: round(all_ / real - 1, 3) for name, (all_, real) in stage.queries.items() if real
+        },
     }
 
 
 def _shape(engine: fsdp.FsdpEngine) -> Shape:
     """Of the model's checkpoint."""
-    sizes = {fsdp.base_name(n): tuple(p.shape) for n, p in engine._model.named_parameters() if not fsdp.is_adapter(n)}
+    sizes = {
+        fsdp.base_name(n): tuple(p.shape)
+        for n, p in engine._model.named_parameters()
+        if not fsdp.is_adapter(n)
+    }
     config = engine._model.config
     return Shape(
-        {engine._names[name]: size for name, size in sizes.items()}, config.text_config.to_dict(), config.vision_config.to_dict()
+        {engine._names[name]: size for name, size in sizes.items()},
+        config.text_config.to_dict(),
+        config.vision_config.to_dict(),
     )
 
 
@@ -212,7 +243,10 @@ def main(paths: Sequence[str]) -> None:
         path, _, layers = path.partition(":")
         began = time.perf_counter()
         found = measure(run_of(path), int(layers) if layers else None)
-        print(json.dumps({"config": path, **found, "seconds": round(time.perf_counter() - began, 1)}), flush=True)
+        print(
+            json.dumps({"config": path, **found, "seconds": round(time.perf_counter() - began, 1)}),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The models that the shipped configurations name, by their shapes, and an update of each configuration's longest rows."""
+"""The models that the shipped configurations name, by their shapes, and an update of each
+configuration's longest rows.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from typing import Any
 import yaml
 
 from rayloop.core.protocols import TrainItem
-from rayloop.core.types import EndReason, ImageRef, Sampling, Trajectory, TrajectoryId, Turn, Version
+from rayloop.core.types import (
+    EndReason,
+    ImageRef,
+    Sampling,
+    Trajectory,
+    TrajectoryId,
+    Turn,
+    Version,
+)
 from rayloop.estimate.memory import Lengths
 from rayloop.estimate.run import FACTOR, lengths, plan
 from rayloop.run.config import RunConfig, read
@@ -19,39 +29,69 @@ from rayloop.sft.stage import SftConfig
 from tests.support.runs import ROOT
 
 TEXT: dict[str, dict[str, Any]] = {
-    "3B": {"hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2,
-           "intermediate_size": 11_008, "vocab_size": 151_936, "tie_word_embeddings": True},
-    "7B": {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
-           "intermediate_size": 18_944, "vocab_size": 152_064, "tie_word_embeddings": False},
-}  # fmt: skip
+    "3B": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "intermediate_size": 11_008,
+        "vocab_size": 151_936,
+        "tie_word_embeddings": True,
+    },
+    "7B": {
+        "hidden_size": 3584,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18_944,
+        "vocab_size": 152_064,
+        "tie_word_embeddings": False,
+    },
+}
 """Qwen2.5-VL's language models, which UI-TARS-1.5 and PyVision have too."""
 TOWER = {
-    "depth": 32, "hidden_size": 1280, "num_heads": 16, "intermediate_size": 3420, "window_size": 112, "patch_size": 14,
-    "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3, "fullatt_block_indexes": [7, 15, 23, 31],
-    "hidden_act": "silu", "tokens_per_second": 2,
-}  # fmt: skip
+    "depth": 32,
+    "hidden_size": 1280,
+    "num_heads": 16,
+    "intermediate_size": 3420,
+    "window_size": 112,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+    "hidden_act": "silu",
+    "tokens_per_second": 2,
+}
 IMAGE = 151_655
 WORDS = 1000
 """Ordinary tokens in these trajectories."""
 
 
 def configurations() -> list[Path]:
-    """Those of runs and supervised stages below ``recipes``, relative to the root, whose trainer has GPUs."""
+    """Those of runs and supervised stages below ``recipes``, relative to the root, whose trainer
+    has GPUs.
+    """
     runs = [path for path in sorted((ROOT / "recipes").glob("*/*.yaml")) if _has_gpus(path)]
     return [path.relative_to(ROOT) for path in runs if run_of(path).policy.placement.num_gpus > 0]
 
 
 def run_of(path: Path | str) -> RunConfig:
-    """The configuration, relative to the root, with overrides behind a ``+`` each; of a supervised stage, a run with as many
-    rows in an update, which share nothing."""
+    """The configuration, relative to the root, with overrides behind a ``+`` each; of a supervised
+    stage, a run with as many rows in an update, which share nothing.
+    """
     name, *overrides = str(path).split("+")
     file = ROOT / name
     content = yaml.safe_load(file.read_text(encoding="utf-8"))
     if "answers" not in content:
         return read(file, overrides)
     stage, run = SftConfig(**content), read(file.with_name(f"{file.parent.name}.yaml"), [])
-    policy = run.policy.model_copy(update={"ranks": stage.workers, "engine": stage.engine, "placement": stage.placement})
-    algorithm = run.algorithm.model_copy(update={"group_size": 1, "groups_per_step": stage.batch_size})
+    policy = run.policy.model_copy(
+        update={"ranks": stage.workers, "engine": stage.engine, "placement": stage.placement}
+    )
+    algorithm = run.algorithm.model_copy(
+        update={"group_size": 1, "groups_per_step": stage.batch_size}
+    )
     return run.model_copy(update={"model": stage.model, "policy": policy, "algorithm": algorithm})
 
 
@@ -80,15 +120,29 @@ def write_model(config: RunConfig, folder: Path, layers: int | None = None) -> N
     """A folder with the model's config.json; ``layers``: of the language model, where not all."""
     text = text_of(config)
     text = text | {
-        "model_type": "qwen2_5_vl_text", "max_position_embeddings": 128_000, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-        "use_sliding_window": False, "num_hidden_layers": layers or text["num_hidden_layers"],
-        "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6},
-    }  # fmt: skip
+        "model_type": "qwen2_5_vl_text",
+        "max_position_embeddings": 128_000,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "use_sliding_window": False,
+        "num_hidden_layers": layers or text["num_hidden_layers"],
+        "rope_parameters": {
+            "rope_type": "default",
+            "mrope_section": [16, 24, 24],
+            "rope_theta": 1e6,
+        },
+    }
     content = {
-        "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "text_config": text,
-        "vision_config": TOWER | {"out_hidden_size": text["hidden_size"]}, "tie_word_embeddings": text["tie_word_embeddings"],
-        "image_token_id": IMAGE, "video_token_id": IMAGE + 1, "vision_start_token_id": IMAGE - 3, "vision_end_token_id": IMAGE - 2,
-    }  # fmt: skip
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "text_config": text,
+        "vision_config": TOWER | {"out_hidden_size": text["hidden_size"]},
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "image_token_id": IMAGE,
+        "video_token_id": IMAGE + 1,
+        "vision_start_token_id": IMAGE - 3,
+        "vision_end_token_id": IMAGE - 2,
+    }
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
 
 
@@ -103,16 +157,35 @@ class Row:
 
     @classmethod
     def longest(cls, config: RunConfig) -> Row:
-        """As many trajectories as fill the micro-batch, if an update has them: the longest that there may be with a common prompt,
-        else equal ones."""
-        each, engine, episode = lengths(config, plan(config, None)), config.policy.engine, config.environment.episode
+        """As many trajectories as fill the micro-batch, if an update has them: the longest that
+        there may be with a common prompt, else equal ones.
+        """
+        each, engine, episode = (
+            lengths(config, plan(config, None)),
+            config.policy.engine,
+            config.environment.episode,
+        )
         together = engine.sequence_parallel
         budget = engine.micro_batch * together
-        update = config.algorithm.target * together // config.policy.ranks // config.policy.update.mini_batches
+        update = (
+            config.algorithm.target
+            * together
+            // config.policy.ranks
+            // config.policy.update.mini_batches
+        )
         images = min(episode.max_images, episode.max_turns)
         if episode.max_turns == 1 and config.algorithm.group_size > 1:
-            return cls(max(1, min((budget - each.prompt) // each.response, update)), True, each, images)
-        number = max(1, min(math.ceil(budget / each.whole), budget // (each.images + images + each.response), update))
+            return cls(
+                max(1, min((budget - each.prompt) // each.response, update)), True, each, images
+            )
+        number = max(
+            1,
+            min(
+                math.ceil(budget / each.whole),
+                budget // (each.images + images + each.response),
+                update,
+            ),
+        )
         if number > 1:
             each = replace(each, prompt=budget // number - each.response)
         return cls(number, False, each, images)
@@ -121,7 +194,11 @@ class Row:
     def tokens(self) -> int:
         """Of the packed row."""
         one = self.lengths
-        return one.prompt + self.trajectories * one.response if self.share else self.trajectories * one.whole
+        return (
+            one.prompt + self.trajectories * one.response
+            if self.share
+            else self.trajectories * one.whole
+        )
 
     def items(self) -> list[TrainItem]:
         """Its trajectories; those that share no prompt share no image."""
@@ -129,13 +206,21 @@ class Row:
 
     def _item(self, number: int) -> TrainItem:
         group = 0 if self.share else number
-        refs = [_image(f"{group}-{i}", self.lengths.images // self.images - 1) for i in range(self.images)]
+        refs = [
+            _image(f"{group}-{i}", self.lengths.images // self.images - 1)
+            for i in range(self.images)
+        ]
         ids = [token for ref in refs for token in (*[IMAGE] * ref.tokens, group % WORDS)]
         ids = [group % WORDS + 1] * (self.lengths.prompt - len(ids)) + ids
         written = [number % WORDS] * self.lengths.response
         version = Version(0, 0)
-        turns = (Turn("user", tuple(ids), tuple(refs)), Turn("assistant", tuple(written), (), (0.0,) * len(written), version))
-        made = Trajectory(TrajectoryId(group, number), 0, "task", 0, turns, Sampling(), EndReason.DONE)
+        turns = (
+            Turn("user", tuple(ids), tuple(refs)),
+            Turn("assistant", tuple(written), (), (0.0,) * len(written), version),
+        )
+        made = Trajectory(
+            TrajectoryId(group, number), 0, "task", 0, turns, Sampling(), EndReason.DONE
+        )
         return TrainItem(made, 1.0, reference=[0.0] * len(written), group_tokens=len(written))
 
 

@@ -1,6 +1,9 @@
-"""``python -m tests.gpu_fake.stream``: what a broadcast of weights moves, from tensors on a device that is not there, as JSON.
+"""``python -m tests.gpu_fake.stream``: what a broadcast of weights moves, from tensors on a device
+that is not there, as JSON.
 
-The sender is the product's. Replaced: CUDA, the process group, which notes what it is given, and numbers read from the device."""
+The sender is the product's. Replaced: CUDA, the process group, which notes what it is given, and
+numbers read from the device.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,9 @@ class Counting(Watch):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if func._opname in ("copy_", "_to_copy"):
             there, here = args[:2] if func._opname == "copy_" else (out, args[0])
-            beside = "" if func._opname == "_to_copy" or not (len(args) > 2 and args[2]) else ", beside"
+            beside = (
+                "" if func._opname == "_to_copy" or not (len(args) > 2 and args[2]) else ", beside"
+            )
             self.copied[f"{here.device.type} to {there.device.type}{beside}"] += there.nbytes
         return out
 
@@ -86,11 +91,16 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "weights": total, "limit": LIMIT, "peak": watch.peak, "copied": watch.copied, "broadcast": group.moved,
-                "host": sum(copy.nbytes for copy in copies.values()), "waits": watch.waits,  # type: ignore[union-attr]
+                "weights": total,
+                "limit": LIMIT,
+                "peak": watch.peak,
+                "copied": watch.copied,
+                "broadcast": group.moved,
+                "host": sum(copy.nbytes for copy in copies.values()),
+                "waits": watch.waits,  # type: ignore[union-attr]
             }
         )
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

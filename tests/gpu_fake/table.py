@@ -1,4 +1,6 @@
-"""``python -m tests.gpu_fake.table``: measures an update of every configuration with GPUs, and writes ``peaks.json``: GiB."""
+"""``python -m tests.gpu_fake.table``: measures an update of every configuration with GPUs, and
+writes ``peaks.json``: GiB.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,20 @@ DEADLINE = 900.0
 
 
 def measured(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """What ``measure`` finds, by path. Raises RuntimeError, and TimeoutExpired after ``DEADLINE`` seconds."""
+    """What ``measure`` finds, by path.
+
+    Raises RuntimeError, and TimeoutExpired after ``DEADLINE`` seconds.
+    """
     equal = defaultdict[str, list[Path]](list)
     for path in paths:
         equal[same(path)].append(path)
     first = [str(group[0]) for group in equal.values()]
     with ThreadPoolExecutor(PROCESSES) as pool:
-        found = {k: v for part in pool.map(_run, (first[i::PROCESSES] for i in range(PROCESSES))) for k, v in part.items()}
+        found = {
+            k: v
+            for part in pool.map(_run, (first[i::PROCESSES] for i in range(PROCESSES)))
+            for k, v in part.items()
+        }
     return {str(path): found[str(group[0])] for group in equal.values() for path in group}
 
 
@@ -34,7 +43,9 @@ def _run(paths: Sequence[str]) -> dict[str, dict[str, Any]]:
     if not paths:
         return {}
     command = [sys.executable, "-m", "tests.gpu_fake.measure", *paths]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE, check=False
+    )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-4000:]}")
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

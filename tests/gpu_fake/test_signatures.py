@@ -1,6 +1,8 @@
-"""Every call of vLLM and SGLang in the product, bound against the Python sources of their wheels: the pinned release must take
-them; how the newest one does is printed (``pytest -s``). Nothing is installed: a few files are read out of each wheel on the
-package index, by HTTP ranges. Signatures, not behaviour."""
+"""Every call of vLLM and SGLang in the product, bound against the Python sources of their wheels:
+the pinned release must take them; how the newest one does is printed (``pytest -s``). Nothing is
+installed: a few files are read out of each wheel on the package index, by HTTP ranges. Signatures,
+not behaviour.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ Definition = Function | ast.ClassDef
 def index() -> str:
     """The package index of pip on this machine."""
     asked = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "get", "global.index-url"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "pip", "config", "get", "global.index-url"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     from pip._internal.models.index import PyPI
 
@@ -51,9 +56,14 @@ def client() -> httpx.Client:
 
 @cache
 def wheels(package: str) -> dict[Version, str]:
-    """The address of one wheel of each release; several have the same Python files. Skips when the index cannot be reached."""
+    """The address of one wheel of each release; several have the same Python files.
+
+    Skips when the index cannot be reached.
+    """
     try:
-        answer = client().get(f"{index()}/{package}/", headers={"Accept": "application/vnd.pypi.simple.v1+json"})
+        answer = client().get(
+            f"{index()}/{package}/", headers={"Accept": "application/vnd.pypi.simple.v1+json"}
+        )
         answer.raise_for_status()
         files = answer.json()["files"]
     except (httpx.HTTPError, ValueError) as error:
@@ -89,7 +99,9 @@ class Ranges(io.RawIOBase):
         last = min(self.at + len(buffer), self.size) - 1
         if last < self.at:
             return 0
-        got = client().get(self.url, headers={"Range": f"bytes={self.at}-{last}"}).raise_for_status()
+        got = (
+            client().get(self.url, headers={"Range": f"bytes={self.at}-{last}"}).raise_for_status()
+        )
         assert got.status_code == 206, "the index sends whole wheels only"
         buffer[: len(got.content)] = got.content
         self.at += len(got.content)
@@ -135,7 +147,9 @@ class Wheel:
         return None
 
     def find(self, module: str, name: str, deep: int = 0) -> tuple[str, ast.AST] | None:
-        """Where ``name`` of a module is defined, and the definition; follows imports within the package."""
+        """Where ``name`` of a module is defined, and the definition; follows imports within the
+        package.
+        """
         if deep > 6 or (found := self.tree(module)) is None:
             return None
         path, tree = found
@@ -149,8 +163,14 @@ class Wheel:
                         return self.find(to, alias.name, deep + 1)
                     if alias.name == "*" and (all_of := self.find(to, name, deep + 1)):
                         return all_of
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith(f":{name}"):
-                return self.find(module + node.value.partition(":")[0], name, deep + 1)  # vLLM's table of lazy imports
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and node.value.endswith(f":{name}")
+            ):
+                return self.find(
+                    module + node.value.partition(":")[0], name, deep + 1
+                )  # vLLM's table of lazy imports
         assigned = (n for n in _top(tree) if isinstance(n, ast.Assign | ast.AnnAssign))
         for node in assigned:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -165,7 +185,9 @@ class Wheel:
             return
         yield found[0], found[1]
         for base in found[1].bases:
-            if isinstance(base := base.value if isinstance(base, ast.Subscript) else base, ast.Name):
+            if isinstance(
+                base := base.value if isinstance(base, ast.Subscript) else base, ast.Name
+            ):
                 yield from self.lineage(found[0], base.id)
 
     def method(self, module: str, owner: str, name: str) -> Function | None:
@@ -185,14 +207,20 @@ def _top(tree: ast.Module) -> list[ast.AST]:
         node = queue.pop()
         found.append(node)
         if isinstance(node, ast.If | ast.Try):
-            queue += [*node.body, *node.orelse, *(n for h in getattr(node, "handlers", ()) for n in h.body)]
+            queue += [
+                *node.body,
+                *node.orelse,
+                *(n for h in getattr(node, "handlers", ()) for n in h.body),
+            ]
     return found
 
 
 def _target(node: ast.ImportFrom, module: str, path: str) -> str:
     """The module from which a statement in ``module`` imports; "" outside the package."""
     if not node.level:
-        return node.module if node.module and node.module.split(".")[0] == module.split(".")[0] else ""
+        return (
+            node.module if node.module and node.module.split(".")[0] == module.split(".")[0] else ""
+        )
     parts = module.split(".") if path.endswith("__init__.py") else module.split(".")[:-1]
     parts = parts[: len(parts) - node.level + 1]
     return ".".join([*parts, *([node.module] if node.module else [])])
@@ -227,7 +255,9 @@ def bound(node: Function, given: Given, *, method: bool) -> str:
     if (unknown := given.names - named) and not a.kwarg:
         return f"takes no {', '.join(sorted(unknown))}"
     required = places[: len(places) - len(a.defaults)][given.positional :]
-    required += [p.arg for p, default in zip(a.kwonlyargs, a.kw_defaults, strict=True) if default is None]
+    required += [
+        p.arg for p, default in zip(a.kwonlyargs, a.kw_defaults, strict=True) if default is None
+    ]
     if given.complete and (missing := set(required) - given.names):
         return f"also needs {', '.join(sorted(missing))}"
     return ""
@@ -264,7 +294,9 @@ def constructed(wheel: Wheel, module: str, name: str, given: Given) -> str:
     return f"also needs {', '.join(sorted(missing))}" if missing else ""
 
 
-def called(wheel: Wheel, module: str, owner: str, name: str, given: Given | None, waited: bool | None) -> str:
+def called(
+    wheel: Wheel, module: str, owner: str, name: str, given: Given | None, waited: bool | None
+) -> str:
     """Why a method cannot be called so, or ""; ``given`` None: a property is read."""
     node = wheel.method(module, owner, name)
     if node is None:
@@ -272,7 +304,9 @@ def called(wheel: Wheel, module: str, owner: str, name: str, given: Given | None
             t.attr
             for _, c in wheel.lineage(module, owner)
             for t in ast.walk(c)
-            if isinstance(t, ast.Attribute) and isinstance(t.ctx, ast.Store) and ast.unparse(t.value) == "self"
+            if isinstance(t, ast.Attribute)
+            and isinstance(t.ctx, ast.Store)
+            and ast.unparse(t.value) == "self"
         }
         known = given is None and name in attributes
         return "" if known else f"{owner} has no {name}"
@@ -285,7 +319,9 @@ def called(wheel: Wheel, module: str, owner: str, name: str, given: Given | None
 
 def given_by(node: ast.Call) -> Given:
     names = frozenset(k.arg for k in node.keywords if k.arg)
-    whole = all(k.arg for k in node.keywords) and not any(isinstance(a, ast.Starred) for a in node.args)
+    whole = all(k.arg for k in node.keywords) and not any(
+        isinstance(a, ast.Starred) for a in node.args
+    )
     return Given(sum(not isinstance(a, ast.Starred) for a in node.args), names, whole)
 
 
@@ -298,19 +334,37 @@ def parsed(path: Path) -> ast.Module:
 
 
 def keys_of(path: Path, function: str) -> frozenset[str]:
-    """The texts that are keys of the dictionaries which a function makes, but for those within another dictionary."""
+    """The texts that are keys of the dictionaries which a function makes, but for those within
+    another dictionary.
+    """
     [node] = [n for n in ast.walk(parsed(path)) if isinstance(n, Function) and n.name == function]
     dicts, values = [n for n in ast.walk(node) if isinstance(n, ast.Dict)], list[ast.AST]()
-    named = {n.targets[0].id: n.value for n in ast.walk(node) if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)}
+    named = {
+        n.targets[0].id: n.value
+        for n in ast.walk(node)
+        if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)
+    }
     for n in ast.walk(node):
-        values += [value for value, key in zip(n.values, n.keys, strict=True) if key] if isinstance(n, ast.Dict) else []
-        values += [n.value] if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Subscript) else []
+        values += (
+            [value for value, key in zip(n.values, n.keys, strict=True) if key]
+            if isinstance(n, ast.Dict)
+            else []
+        )
+        values += (
+            [n.value]
+            if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Subscript)
+            else []
+        )
     within = [part for value in values for part in ast.walk(value)]
     within += [named[part.id] for part in within if isinstance(part, ast.Name) and part.id in named]
     outermost = [d for d in dicts if not any(d is part for part in within)]
     found = {k.value for d in outermost for k in d.keys if isinstance(k, ast.Constant)}
     for n in ast.walk(node):
-        if isinstance(n, ast.Assign) and isinstance(t := n.targets[0], ast.Subscript) and isinstance(t.slice, ast.Constant):
+        if (
+            isinstance(n, ast.Assign)
+            and isinstance(t := n.targets[0], ast.Subscript)
+            and isinstance(t.slice, ast.Constant)
+        ):
             found.add(t.slice.value)
     return frozenset(str(key) for key in found)
 
@@ -322,9 +376,15 @@ def imports(package: str, files: list[Path]) -> Iterator[Call]:
         known: dict[str, tuple[str, str]] = {}
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
-                known |= {alias.asname or alias.name: (node.module or "", alias.name) for alias in node.names}
+                known |= {
+                    alias.asname or alias.name: (node.module or "", alias.name)
+                    for alias in node.names
+                }
         for module, name in dict.fromkeys(known.values()):
-            yield Call(f"from {module} import {name}", lambda w, m=module, n=name: "" if w.find(m, n) else f"{m} has no {n}")
+            yield Call(
+                f"from {module} import {name}",
+                lambda w, m=module, n=name: "" if w.find(m, n) else f"{m} has no {n}",
+            )
         for node in ast.walk(tree):
             if (
                 isinstance(node, ast.Call)
@@ -334,18 +394,35 @@ def imports(package: str, files: list[Path]) -> Iterator[Call]:
             ):
                 module, name = known[node.func.id]
                 if (given := given_by(node)).positional or given.names:
-                    yield Call(shown(name, given), lambda w, m=module, n=name, g=given: constructed(w, m, n, g))
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in known:
+                    yield Call(
+                        shown(name, given),
+                        lambda w, m=module, n=name, g=given: constructed(w, m, n, g),
+                    )
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id in known
+            ):
                 module, name = known[node.value.id]
-                yield Call(f"{name}.{node.attr}", lambda w, m=module, n=name, a=node.attr: of_class(w, m, n, a))
+                yield Call(
+                    f"{name}.{node.attr}",
+                    lambda w, m=module, n=name, a=node.attr: of_class(w, m, n, a),
+                )
 
 
 def of_class(wheel: Wheel, module: str, owner: str, name: str) -> str:
     """Why a class has no such method or value, or ""."""
     bodies = [item for _, node in wheel.lineage(module, owner) for item in node.body]
     if not bodies and (found := wheel.find(module, owner)):
-        return "" if not isinstance(found[1], ast.ClassDef) else f"{owner} is empty"  # an object; its class is not looked up
-    names = {n.id for item in bodies for n in ast.walk(item) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        return (
+            "" if not isinstance(found[1], ast.ClassDef) else f"{owner} is empty"
+        )  # an object; its class is not looked up
+    names = {
+        n.id
+        for item in bodies
+        for n in ast.walk(item)
+        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+    }
     names |= {item.name for item in bodies if isinstance(item, Definition)}
     return "" if name in names else f"{owner} has no {name}"
 
@@ -360,24 +437,44 @@ def methods(objects: dict[str, tuple[str, str]], files: list[Path]) -> Iterator[
         tree = parsed(path)
         inside = {id(a): n for n in ast.walk(tree) for a in ast.iter_child_nodes(n)}
         for node in ast.walk(tree):
-            if not isinstance(node, ast.Attribute) or ast.unparse(node.value) not in objects or isinstance(node.ctx, ast.Store):
+            if (
+                not isinstance(node, ast.Attribute)
+                or ast.unparse(node.value) not in objects
+                or isinstance(node.ctx, ast.Store)
+            ):
                 continue
             module, owner = objects[ast.unparse(node.value)]
             call = inside.get(id(node))
             given = waited = None
             if isinstance(call, ast.Call) and call.func is node:
                 outer, given = inside.get(id(call)), given_by(call)
-                waits = isinstance(outer, ast.Call) and ast.unparse(outer.func) == "answered" and call in outer.args
-                iterated = isinstance(outer, ast.AsyncFor) or (isinstance(outer, ast.Call) and ast.unparse(outer.func) == "anext")
+                waits = (
+                    isinstance(outer, ast.Call)
+                    and ast.unparse(outer.func) == "answered"
+                    and call in outer.args
+                )
+                iterated = isinstance(outer, ast.AsyncFor) or (
+                    isinstance(outer, ast.Call) and ast.unparse(outer.func) == "anext"
+                )
                 waited = isinstance(outer, ast.Await) or waits or iterated
             name = f"{owner}.{node.attr}" if given is None else shown(f"{owner}.{node.attr}", given)
             mark = " awaited" if waited else ""
-            yield Call(name + mark, lambda w, m=module, o=owner, a=node.attr, g=given, f=waited: called(w, m, o, a, g, f))
+            yield Call(
+                name + mark,
+                lambda w, m=module, o=owner, a=node.attr, g=given, f=waited: called(
+                    w, m, o, a, g, f
+                ),
+            )
 
 
 def variables(prefix: str, module: str, files: list[Path]) -> Iterator[Call]:
     """Environment variables are read somewhere in ``module``."""
-    names = {n.value for p in files for n in ast.walk(parsed(p)) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    names = {
+        n.value
+        for p in files
+        for n in ast.walk(parsed(p))
+        if isinstance(n, ast.Constant) and isinstance(n.value, str)
+    }
     for name in sorted(n for n in names if re.fullmatch(prefix + r"_[A-Z_0-9]+", n)):
 
         def fault(wheel: Wheel, name: str = name) -> str:
@@ -396,24 +493,50 @@ def vllm_calls() -> Iterator[Call]:
     yield from imports("vllm", files)
     yield from methods({"self._llm": LLM, "llm": LLM}, [p for p in files if p != worker])
     yield from variables("VLLM", "vllm/envs.py", files)
-    keys = keys_of(SOURCES / "vllm_process.py", "common_arguments") | keys_of(SOURCES / "vllm.py", "_arguments")
-    keys |= keys_of(SOURCES / "vllm_chat.py", "_arguments") | {"served_model_name", "return_sampling_mask"}
+    keys = keys_of(SOURCES / "vllm_process.py", "common_arguments") | keys_of(
+        SOURCES / "vllm.py", "_arguments"
+    )
+    keys |= keys_of(SOURCES / "vllm_chat.py", "_arguments") | {
+        "served_model_name",
+        "return_sampling_mask",
+    }
     for key in sorted(keys):
         given = Given(0, frozenset({key}), complete=False)
-        yield Call(f"AsyncEngineArgs({key})", lambda w, g=given: constructed(w, "vllm.engine.arg_utils", "AsyncEngineArgs", g))
+        yield Call(
+            f"AsyncEngineArgs({key})",
+            lambda w, g=given: constructed(w, "vllm.engine.arg_utils", "AsyncEngineArgs", g),
+        )
     nccl = "vllm.utils.nccl"  # rayloop/transports/process_group.py
-    yield Call("unpinned_nccl_env", lambda w: "" if w.find(nccl, "unpinned_nccl_env") else f"{nccl} has no unpinned_nccl_env")
+    yield Call(
+        "unpinned_nccl_env",
+        lambda w: "" if w.find(nccl, "unpinned_nccl_env") else f"{nccl} has no unpinned_nccl_env",
+    )
     for key in ("prompt_token_ids", "multi_modal_data", "multi_modal_uuids"):
-        yield Call(f"tokens prompt: {key}", lambda w, k=key: "" if k in _inputs(w) else "vllm.inputs does not name it")
+        yield Call(
+            f"tokens prompt: {key}",
+            lambda w, k=key: "" if k in _inputs(w) else "vllm.inputs does not name it",
+        )
     calls = {
-        n.func.attr: given_by(n) for n in ast.walk(parsed(worker)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)
+        n.func.attr: given_by(n)
+        for n in ast.walk(parsed(worker))
+        if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)
     }
-    own = next(n for n in ast.walk(parsed(worker)) if isinstance(n, ast.ClassDef) and n.name == "VllmWorker")
+    own = next(
+        n
+        for n in ast.walk(parsed(worker))
+        if isinstance(n, ast.ClassDef) and n.name == "VllmWorker"
+    )
     names = {n.name for n in own.body if isinstance(n, Function)}
     names |= {
-        n.target.id for n in own.body if isinstance(n, ast.AnnAssign) and n.value is not None and isinstance(n.target, ast.Name)
+        n.target.id
+        for n in own.body
+        if isinstance(n, ast.AnnAssign) and n.value is not None and isinstance(n.target, ast.Name)
     }
-    read = {n.attr for n in ast.walk(own) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "self"}
+    read = {
+        n.attr
+        for n in ast.walk(own)
+        if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "self"
+    }
     for name in sorted(read - names - {"model_runner"}):
         yield Call(f"Worker.{name}", lambda w, n=name: called(w, *WORKER, n, calls.get(n), None))
     for name in sorted(names):
@@ -422,7 +545,8 @@ def vllm_calls() -> Iterator[Call]:
         for name in ("get_model", "reload_weights"):
             given = Given(0, frozenset({"weights_iterator"} if name == "reload_weights" else ()))
             yield Call(
-                f"{kind}'s GPUModelRunner.{name}", lambda w, m=module, n=name, g=given: called(w, m, "GPUModelRunner", n, g, False)
+                f"{kind}'s GPUModelRunner.{name}",
+                lambda w, m=module, n=name, g=given: called(w, m, "GPUModelRunner", n, g, False),
             )
 
 
@@ -433,7 +557,9 @@ def _inputs(wheel: Wheel) -> str:
 
 def collision(wheel: Wheel, name: str) -> str:
     """vLLM refuses an extension that has a name of its worker."""
-    own = {i.name for _, node in wheel.lineage(*WORKER) for i in node.body if isinstance(i, Definition)}
+    own = {
+        i.name for _, node in wheel.lineage(*WORKER) for i in node.body if isinstance(i, Definition)
+    }
     return f"the worker has {name}, too" if name in own else ""
 
 
@@ -448,29 +574,69 @@ def sglang_calls() -> Iterator[Call]:
     for key in sorted(keys_of(files[0], "parameters")):
         given = Given(0, frozenset({key}), complete=False)
         yield Call(
-            f"sampling: {key}", lambda w, g=given: constructed(w, "sglang.srt.sampling.sampling_params", "SamplingParams", g)
+            f"sampling: {key}",
+            lambda w, g=given: constructed(
+                w, "sglang.srt.sampling.sampling_params", "SamplingParams", g
+            ),
         )
-    for key in sorted(keys_of(files[0], "arguments") | {"tp_size", "pp_size", "nnodes", "mem_fraction_static", "context_length"}):
-        yield Call(f"Engine({key})", lambda w, k=key: "" if k in server_fields(w) else "no argument of the server has this name")
+    for key in sorted(
+        keys_of(files[0], "arguments")
+        | {"tp_size", "pp_size", "nnodes", "mem_fraction_static", "context_length"}
+    ):
+        yield Call(
+            f"Engine({key})",
+            lambda w, k=key: (
+                "" if k in server_fields(w) else "no argument of the server has this name"
+            ),
+        )
     engine = ("sglang.srt.entrypoints.engine", "Engine")
-    yield Call("Engine.tokenizer_manager", lambda w: called(w, *engine, "tokenizer_manager", None, None))
-    schedule, cache = "sglang.srt.managers.mm_schedule", ("sglang.srt.mem_cache.multimodal_cache", "MultiModalStaticCache")
-    yield Call("image features", lambda w: "" if w.find(schedule, "embedding_cache") else f"{schedule} has no embedding_cache")
-    yield Call("image features: clear", lambda w: "" if w.method(*cache, "clear") else f"{cache[1]} has no clear")
+    yield Call(
+        "Engine.tokenizer_manager", lambda w: called(w, *engine, "tokenizer_manager", None, None)
+    )
+    schedule, cache = (
+        "sglang.srt.managers.mm_schedule",
+        ("sglang.srt.mem_cache.multimodal_cache", "MultiModalStaticCache"),
+    )
+    yield Call(
+        "image features",
+        lambda w: (
+            "" if w.find(schedule, "embedding_cache") else f"{schedule} has no embedding_cache"
+        ),
+    )
+    yield Call(
+        "image features: clear",
+        lambda w: "" if w.method(*cache, "clear") else f"{cache[1]} has no clear",
+    )
 
 
 def server_fields(wheel: Wheel) -> set[str]:
     """Fields of ``ServerArgs``, which newer releases spread over several files."""
-    files = [n for n in wheel._zip.namelist() if n == "sglang/srt/server_args.py" or n.startswith("sglang/srt/arg_groups/fields/")]
+    files = [
+        n
+        for n in wheel._zip.namelist()
+        if n == "sglang/srt/server_args.py" or n.startswith("sglang/srt/arg_groups/fields/")
+    ]
     trees = [ast.parse(wheel.text(name) or "") for name in files if name.endswith(".py")]
-    items = [item for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for item in node.body]
-    return {i.target.id for i in items if isinstance(i, ast.AnnAssign) and isinstance(i.target, ast.Name)}
+    items = [
+        item
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for item in node.body
+    ]
+    return {
+        i.target.id
+        for i in items
+        if isinstance(i, ast.AnnAssign) and isinstance(i.target, ast.Name)
+    }
 
 
 def pin(package: str) -> str:
     """The release that the project's files pin."""
     if package == "vllm":
-        extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+            "optional-dependencies"
+        ]
         lines = extras["gpu"]
     else:
         lines = (ROOT / "constraints-sglang.txt").read_text(encoding="utf-8").splitlines()
@@ -496,7 +662,10 @@ class Fake(Wheel):
     """A package of one file, to see what is noticed."""
 
     def text(self, path: str) -> str | None:
-        source = "class Old:\n    def __init__(self, a, *, b=1): ...\n    async def go(self, x, mode='keep'): ...\n"
+        source = (
+            "class Old:\n    def __init__(self, a, *, b=1): ...\n    async def go(self, x,"
+            " mode='keep'): ...\n"
+        )
         return {"pkg/__init__.py": "from .inner import Old\n", "pkg/inner.py": source}.get(path)
 
 

@@ -1,4 +1,6 @@
-"""An update of each shipped configuration with GPUs, by the trainer itself, on a CUDA device whose tensors have no values."""
+"""An update of each shipped configuration with GPUs, by the trainer itself, on a CUDA device whose
+tensors have no values.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,22 @@ from tests.gpu_fake.table import PEAKS, measured
 
 pytestmark = [
     pytest.mark.gpu_fake,
-    pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed: it compiles the device"),
+    pytest.mark.skipif(
+        shutil.which("g++") is None, reason="g++ is not installed: it compiles the device"
+    ),
     pytest.mark.timeout(900),
 ]
 TABLE: dict[str, float] = json.loads(PEAKS.read_text(encoding="utf-8"))
 CARD = 80
-ONCE = {"train", "count_denominators", "_equal_number", "_update", "_global_norm", "_report", "finalize"}
+ONCE = {
+    "train",
+    "count_denominators",
+    "_equal_number",
+    "_update",
+    "_global_norm",
+    "_report",
+    "finalize",
+}
 """Functions that wait for the device once in an update, however many micro-batches it has."""
 
 Found = dict[str, Any]
@@ -48,7 +60,9 @@ def test_the_table_has_every_configuration(every: dict[str, Found]) -> None:
 
 
 def test_an_update_needs_the_memory_that_it_did(found: Found, name: str) -> None:
-    """Much below: write it down (``python -m tests.gpu_fake.table``), and mend the comments that name it."""
+    """Much below: write it down (``python -m tests.gpu_fake.table``), and mend the comments that
+    name it.
+    """
     assert found["peak_gib"] == pytest.approx(TABLE[name], rel=0.03), found["at_peak"]
 
 
@@ -65,15 +79,25 @@ def test_rows_of_arpo_leave_space_on_four_cards(every: dict[str, Found]) -> None
 
 
 def test_the_estimate_is_that_memory(found: Found) -> None:
-    assert found["estimate_gib"] == pytest.approx(found["peak_gib"], rel=0.05), (found["estimate"], found["at_peak"])
+    assert found["estimate_gib"] == pytest.approx(found["peak_gib"], rel=0.05), (
+        found["estimate"],
+        found["at_peak"],
+    )
 
 
-@pytest.mark.parametrize("name", ["recipes/arc_vision/arc_vision.yaml", "recipes/presets/gpu_1.yaml"])
-def test_what_is_offloaded_is_in_main_memory_for_the_estimate_too(name: str, every: dict[str, Found]) -> None:
+@pytest.mark.parametrize(
+    "name", ["recipes/arc_vision/arc_vision.yaml", "recipes/presets/gpu_1.yaml"]
+)
+def test_what_is_offloaded_is_in_main_memory_for_the_estimate_too(
+    name: str, every: dict[str, Found]
+) -> None:
     path = f"{name}+policy.engine.cpu_offload=true"
     found = measured([Path(path)])[path]
     assert found["estimate"].keys() == {"gathered", "activations", "logits"}
-    assert found["estimate_gib"] == pytest.approx(found["peak_gib"], rel=0.05), (found["estimate"], found["at_peak"])
+    assert found["estimate_gib"] == pytest.approx(found["peak_gib"], rel=0.05), (
+        found["estimate"],
+        found["at_peak"],
+    )
     assert found["peak_gib"] < 0.6 * every[name]["peak_gib"]
 
 
@@ -86,40 +110,57 @@ def test_no_micro_batch_waits_for_the_device(found: Found) -> None:
 
 
 def test_each_unit_is_gathered_twice_and_reduced_once(found: Found, name: str) -> None:
-    """The root stays gathered between the passes; a frozen tower has no backward pass, for which FSDP prefetches one unit in vain.
-    One rank gathers nothing."""
+    """The root stays gathered between the passes; a frozen tower has no backward pass, for which
+    FSDP prefetches one unit in vain. One rank gathers nothing.
+    """
     config = run_of(name)
     policy, layers, depth = config.policy, text_of(config)["num_hidden_layers"], TOWER["depth"]
     if policy.ranks == 1:
         assert "all_gathers" not in found
         return
     trained, embedding = policy.engine.trains_vision, not text_of(config)["tie_word_embeddings"]
-    assert found["all_gathers"] == 1 + 2 * (layers + 2 * embedding) + (2 * depth if trained else depth + 1)
+    assert found["all_gathers"] == 1 + 2 * (layers + 2 * embedding) + (
+        2 * depth if trained else depth + 1
+    )
     assert found["reduce_scatters"] == 1 + layers + 2 * embedding + (depth if trained else 0)
 
 
 def test_members_that_share_a_prompt_run_one_masked_kernel(found: Found, name: str) -> None:
     config = run_of(name)
     row, layers = Row.longest(config), text_of(config)["num_hidden_layers"]
-    assert found["attention"].get("masked", 0) == (2 * layers if row.share and row.trajectories > 1 else 0), "forward, and again"
+    assert found["attention"].get("masked", 0) == (
+        2 * layers if row.share and row.trajectories > 1 else 0
+    ), "forward, and again"
     assert max(found["padded_queries"].values()) < 0.1
 
 
 def test_products_are_those_of_the_formula(every: dict[str, Found]) -> None:
-    """``benchmarks.train.flops``, whose part that is linear in the tokens are the products. Layers are computed twice forward, but
-    for the last product of each, the MLP's projection down: torch stops when it has what the backward pass needs."""
+    """``benchmarks.train.flops``, whose part that is linear in the tokens are the products.
+
+    Layers are computed twice forward, but for the last product of each, the MLP's projection down:
+    torch stops when it has what the backward pass needs.
+    """
     name = "recipes/presets/gpu_8.yaml"
     row, text = Row.longest(run_of(name)), text_of(run_of(name))
 
     def products(tokens: int, predicted: int) -> float:
         head = 6.0 * text["hidden_size"] * text["vocab_size"]
         linear = 2 * flops(text, 1, 0, tokens) - flops(text, 1, 0, 2 * tokens) / 2 - head * tokens
-        down = 2.0 * text["num_hidden_layers"] * text["hidden_size"] * text["intermediate_size"] * tokens
+        down = (
+            2.0
+            * text["num_hidden_layers"]
+            * text["hidden_size"]
+            * text["intermediate_size"]
+            * tokens
+        )
         return 4 / 3 * (linear + head * predicted) - down
 
     patches = 4 * row.lengths.images
     layer = 4 * TOWER["hidden_size"] ** 2 + 3 * TOWER["hidden_size"] * TOWER["intermediate_size"]  # type: ignore[operator]
-    expected = products(row.tokens, row.trajectories * row.lengths.response) + 8 * TOWER["depth"] * layer * patches  # type: ignore[operator]
+    expected = (
+        products(row.tokens, row.trajectories * row.lengths.response)
+        + 8 * TOWER["depth"] * layer * patches
+    )  # type: ignore[operator]
     expected -= 2 * TOWER["depth"] * TOWER["hidden_size"] * TOWER["intermediate_size"] * patches  # type: ignore[operator]
     assert every[name]["flops"]["products"] == pytest.approx(expected, rel=0.05)
 

@@ -1,4 +1,6 @@
-"""What one rank does with its device: live bytes, waits of the host, collectives, attention calls, floating-point operations."""
+"""What one rank does with its device: live bytes, waits of the host, collectives, attention calls,
+floating-point operations.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,32 @@ from tests.gpu_fake.device import attend_on_gpu
 BLOCK = 512
 """Bytes that the caching allocator rounds a tensor up to."""
 COLLECTIVES = {"_allgather_base_": "all_gathers", "_reduce_scatter_base_": "reduce_scatters"}
-VALUES = {"nonzero", "unique_dim", "_unique2", "masked_select", "masked_scatter_backward", "bincount", "repeat_interleave"}
+VALUES = {
+    "nonzero",
+    "unique_dim",
+    "_unique2",
+    "masked_select",
+    "masked_scatter_backward",
+    "bincount",
+    "repeat_interleave",
+}
 """Operations whose kernel on CUDA reads a number back before it returns."""
 
 
 class Watch(TorchDispatchMode):
-    """Watches all that happens while it is entered. ``peak``: bytes; ``waits``: by kind and line."""
+    """Watches all that happens while it is entered.
+
+    ``peak``: bytes; ``waits``: by kind and line.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self.waits, self.collectives, self.attention = Counter[str](), Counter[str](), Counter[str]()
+        self.waits, self.collectives, self.attention = (
+            Counter[str](),
+            Counter[str](),
+            Counter[str](),
+        )
         self.devices, self.flops = Counter[str](), Counter[str]()
         self.at_peak: dict[str, float] = {}
         self._sizes, self._makers = dict[int, int](), dict[int, str]()
@@ -46,7 +63,9 @@ class Watch(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         name = func._opname
-        if not any(isinstance(one, FakeTensor) for one in tree_iter((args, kwargs))) and "cuda" not in str(kwargs.get("device")):
+        if not any(
+            isinstance(one, FakeTensor) for one in tree_iter((args, kwargs))
+        ) and "cuda" not in str(kwargs.get("device")):
             with unset_fake_temporarily():  # what is computed on the CPU is computed
                 return func(*args, **kwargs)
         if name == "_local_scalar_dense":
@@ -65,27 +84,46 @@ class Watch(TorchDispatchMode):
             self.collectives[COLLECTIVES[name]] += 1
         elif name == "_to_copy":
             there, here = out.device.type, args[0].device.type
-            if here == "cuda" != there or (there == "cuda" != here and not kwargs.get("non_blocking")):
+            if here == "cuda" != there or (
+                there == "cuda" != here and not kwargs.get("non_blocking")
+            ):
                 self.wait(f"{here} to {there}")
         elif name in VALUES and "cuda" in str(args[0].device):
             self.wait(name)
         elif name in ("index", "index_put", "index_put_", "_unsafe_index"):
             indices = [index for index in args[1] if index is not None]
-            if args[0].device.type == "cuda" and any(i.dtype == torch.bool or i.device.type == "cpu" for i in indices):
+            if args[0].device.type == "cuda" and any(
+                i.dtype == torch.bool or i.device.type == "cpu" for i in indices
+            ):
                 self.wait("index by a mask or from the CPU")
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
-            self.flops["attention" if "attention" in name else "products"] += int(formula(*args, **kwargs, out_val=out))
+            self.flops["attention" if "attention" in name else "products"] += int(
+                formula(*args, **kwargs, out_val=out)
+            )
 
     def wait(self, kind: str) -> None:
         """Note that the host waits for the device here."""
-        frames = [f for f in traceback.extract_stack() if "/rayloop/" in f.filename or "/transformers/" in f.filename]
+        frames = [
+            f
+            for f in traceback.extract_stack()
+            if "/rayloop/" in f.filename or "/transformers/" in f.filename
+        ]
         frames = frames or traceback.extract_stack()[-6:]
-        self.waits[f"{kind}: {'/'.join(frames[-1].filename.split('/')[-2:])} {frames[-1].name}"] += 1
+        self.waits[
+            f"{kind}: {'/'.join(frames[-1].filename.split('/')[-2:])} {frames[-1].name}"
+        ] += 1
 
     def attend(
-        self, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-        scale: float | None = None, enable_gqa: bool = False,
-    ) -> Any:  # fmt: skip
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
         """scaled_dot_product_attention."""
         kind, out = attend_on_gpu(query, key, value, attn_mask, is_causal, scale, enable_gqa)
         self.attention[kind] += 1
@@ -97,7 +135,9 @@ class Watch(TorchDispatchMode):
         key = storage._cdata
         if key not in self._sizes:
             self._sizes[key] = 0
-            self._makers[key] = f"{maker} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            self._makers[key] = (
+                f"{maker} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            )
             self.devices[str(tensor.device)] += 1
             weakref.finalize(storage, self._gone, key)
         self._set(key, storage.nbytes())
@@ -117,7 +157,9 @@ class Watch(TorchDispatchMode):
         self.live -= self._sizes.pop(key, 0)
 
     def _resized(self, resize: Any) -> Any:
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:  # how FSDP frees a gathered unit, and makes it again
+        def resized(
+            storage: torch.UntypedStorage, size: int
+        ) -> Any:  # how FSDP frees a gathered unit, and makes it again
             done = resize(storage, size)
             if storage._cdata in self._sizes:
                 self._set(storage._cdata, size)

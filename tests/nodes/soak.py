@@ -3,10 +3,11 @@
     python -m tests.nodes.soak [--minutes 20] [--every 120] [--rounds 3] [--out FILE] [--note TEXT]
     python -m tests.nodes.soak --tables FILE       # of such a file, for docs/reliability.md
 
-A head and two nodes of this machine, each with a raylet of its own: one with policy and engine, one with environment and
-reward; when one is lost, another joins. Of ten faults three take a node with everything on it, the others a process. Reported of
-each run: steps, how it ended, tasks in quarantine, seconds from each fault to the next trained step. What is aimed at: 0.80 of
-the undisturbed steps, no end by itself, code 75 with the step on disk, no task in quarantine.
+A head and two nodes of this machine, each with a raylet of its own: one with policy and engine, one
+with environment and reward; when one is lost, another joins. Of ten faults three take a node with
+everything on it, the others a process. Reported of each run: steps, how it ended, tasks in
+quarantine, seconds from each fault to the next trained step. What is aimed at: 0.80 of the
+undisturbed steps, no end by itself, code 75 with the step on disk, no task in quarantine.
 """
 
 from __future__ import annotations
@@ -75,12 +76,20 @@ FAULTS: Sequence[tuple[str, Callable[[Stage], None]]] = (
 
 
 def configuration(folder: Path, model: Path) -> dict[str, Any]:
-    """Defaults of ``recovery``, but for the health check. It hardly learns: tasks that are all solved would be filtered."""
+    """Defaults of ``recovery``, but for the health check.
+
+    It hardly learns: tasks that are all solved would be filtered.
+    """
     config = settings(
-        folder, model, steps=1_000_000, rollout__sampling={"max_tokens": 100, "min_tokens": 100},
-        algorithm={"group_size": 4, "groups_per_step": 4}, checkpoint={"every": 5}, recovery={"health_timeout": 15.0},
+        folder,
+        model,
+        steps=1_000_000,
+        rollout__sampling={"max_tokens": 100, "min_tokens": 100},
+        algorithm={"group_size": 4, "groups_per_step": 4},
+        checkpoint={"every": 5},
+        recovery={"health_timeout": 15.0},
         policy__optimizer={"lr": 1.0e-7},
-    )  # fmt: skip
+    )
     for kind, roles in (("heavy", HEAVY), ("light", LIGHT)):
         for role in roles:
             config.setdefault(role, {})["placement"] = {"num_cpus": 0, "resources": {kind: 1}}
@@ -95,7 +104,9 @@ def measured(folder: Path, minutes: float, every: float, disturbed: bool) -> dic
         stage = Stage(nodes)
         stage.join("heavy")
         stage.join("light")
-        config = configuration(folder, write_tiny_vlm(folder / "model", TEXTS, vision=False, **SIZES))
+        config = configuration(
+            folder, write_tiny_vlm(folder / "model", TEXTS, vision=False, **SIZES)
+        )
         with run(config, ["--address", nodes.address, "--insecure"]) as made:
             made.until_event("trained", 300)
             began = time.monotonic()
@@ -116,7 +127,11 @@ def measured(folder: Path, minutes: float, every: float, disturbed: bool) -> dic
             code = made.wait(300)
             if ended:
                 print(made.text[-6000:], flush=True)
-            return {"disturbed": disturbed, "seconds": round(seconds, 1), **_summary(made, code, ended, injected)}
+            return {
+                "disturbed": disturbed,
+                "seconds": round(seconds, 1),
+                **_summary(made, code, ended, injected),
+            }
 
 
 def _sleep(made: Run, until: float) -> None:
@@ -138,26 +153,41 @@ def _summary(made: Run, code: int, ended: bool, injected: list[dict[str, Any]]) 
         "ended_by_itself": ended,
         "false_75": code == 75 and not on_disk,
         "quarantined": len(made.records("quarantine")),
-        "events": {name: len(made.named(name)) for name in ("worker_lost", "node_lost", "policy_lost", "driver_lost")},
+        "events": {
+            name: len(made.named(name))
+            for name in ("worker_lost", "node_lost", "policy_lost", "driver_lost")
+        },
         "faults": injected,
     }
 
 
 def tables(rounds: list[dict[str, Any]]) -> str:
     """Two tables: the runs, and seconds from each fault to the next trained step."""
-    runs = ["| round | steps without faults | with | share | with faults: exit code, in quarantine |", "|---|---|---|---|---|"]
+    runs = [
+        "| round | steps without faults | with | share | with faults: exit code, in quarantine |",
+        "|---|---|---|---|---|",
+    ]
     for number, pair in enumerate(rounds, 1):
         beside, run = pair["undisturbed"], pair["disturbed"]
-        ended = f"{run['code']}{' by itself' if run['ended_by_itself'] else ''}, {run['quarantined']}"
-        runs.append(f"| {number} | {beside['steps']} | {run['steps']} | {pair['share_of_steps']:.2f} | {ended} |")
+        ended = (
+            f"{run['code']}{' by itself' if run['ended_by_itself'] else ''}, {run['quarantined']}"
+        )
+        runs.append(
+            f"| {number} | {beside['steps']} | {run['steps']} | {pair['share_of_steps']:.2f} |"
+            f" {ended} |"
+        )
     found = ["| fault | seconds to the next step, by round |", "|---|---|"]
     for faults in zip(*(pair["disturbed"]["faults"] for pair in rounds), strict=False):
-        found.append(f"| {faults[0]['fault']} | {', '.join(str(fault['next_step_s']) for fault in faults)} |")
+        found.append(
+            f"| {faults[0]['fault']} | {', '.join(str(fault['next_step_s']) for fault in faults)} |"
+        )
     return "\n".join([*runs, "", *found])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Runs with a fault every two minutes beside runs without.")
+    parser = argparse.ArgumentParser(
+        description="Runs with a fault every two minutes beside runs without."
+    )
     parser.add_argument("--minutes", type=float, default=20.0, help="of each run")
     parser.add_argument("--every", type=float, default=120.0, help="seconds between faults")
     parser.add_argument("--rounds", type=int, default=3, help="pairs of runs")
@@ -173,7 +203,9 @@ def main() -> None:
         pair = {}
         for disturbed in (number % 2 == 0, number % 2 == 1):
             with tempfile.TemporaryDirectory() as folder:
-                pair[disturbed] = measured(Path(folder) / "runs", chosen.minutes, chosen.every, disturbed)
+                pair[disturbed] = measured(
+                    Path(folder) / "runs", chosen.minutes, chosen.every, disturbed
+                )
             print(json.dumps(pair[disturbed]), flush=True)
         rounds.append(
             {
@@ -184,7 +216,9 @@ def main() -> None:
         )
         if chosen.out:
             chosen.out.write_text(
-                json.dumps({"machine": machine(), "note": chosen.note, "rounds": rounds}, indent=1) + "\n", encoding="utf-8"
+                json.dumps({"machine": machine(), "note": chosen.note, "rounds": rounds}, indent=1)
+                + "\n",
+                encoding="utf-8",
             )
     print("shares of the undisturbed steps:", [found["share_of_steps"] for found in rounds])
 

@@ -1,4 +1,6 @@
-"""A node that lives, and on which an actor fails again and again: the next one is started elsewhere, on a real Ray."""
+"""A node that lives, and on which an actor fails again and again: the next one is started
+elsewhere, on a real Ray.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Worker(Actor):
 
 
 class Site(Services):
-    """A run's reservation and one pool of it, whose only actor wants the one ``device`` of its node."""
+    """A run's reservation and one pool of it, whose only actor wants the one ``device`` of its
+    node.
+    """
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         super().__init__(config, str(folder), self._hear)
@@ -47,9 +51,13 @@ class Site(Services):
         return [event for event in self.events if event["event"] == kind]
 
     async def begin(self) -> None:
-        self._group = await reserve(self.config, f"test {self.folder}", bundles(self.config, False), self._emit)
+        self._group = await reserve(
+            self.config, f"test {self.folder}", bundles(self.config, False), self._emit
+        )
         self._watching = asyncio.create_task(self.nodes.watch())
-        self.reward = self._pool("reward", 1, self.config.reward.placement, lambda options: create(Worker, options))
+        self.reward = self._pool(
+            "reward", 1, self.config.reward.placement, lambda options: create(Worker, options)
+        )
         self.pools = [self.reward]
         await self.reward.start()
 
@@ -75,7 +83,9 @@ def stage() -> Iterator[Cluster]:
         ray.shutdown()
 
 
-def test_what_failed_three_times_on_a_node_is_started_on_another(stage: Cluster, tmp_path: Path) -> None:
+def test_what_failed_three_times_on_a_node_is_started_on_another(
+    stage: Cluster, tmp_path: Path
+) -> None:
     values = settings(tmp_path, tmp_path, recovery={"health_timeout": 5.0})
     for role in ("rollout", "environment", "reward"):
         wanted = {"device": 1} if role == "reward" else {}
@@ -95,9 +105,15 @@ def test_what_failed_three_times_on_a_node_is_started_on_another(stage: Cluster,
             assert time.monotonic() - began < WITHIN
             [avoided] = site.named("node_avoided")
             assert (avoided["node"], avoided["failures"]) == (bad, FAILURES)
-            assert [event["node"] for event in site.named("worker_lost")] == [avoided["name"]] * FAILURES
+            assert [event["node"] for event in site.named("worker_lost")] == [
+                avoided["name"]
+            ] * FAILURES
             assert len(site.named("worker_replaced")) == FAILURES
-            reserved = {row["NodeID"]: row["Resources"].get("device", 0.0) for row in ray.nodes() if row["Alive"]}
+            reserved = {
+                row["NodeID"]: row["Resources"].get("device", 0.0)
+                for row in ray.nodes()
+                if row["Alive"]
+            }
             assert reserved[bad] == 1.0
             free = await asyncio.to_thread(ray.available_resources)
             assert free.get("device", 0.0) == 0.0, "what the bad node has is given to nobody"

@@ -1,5 +1,7 @@
-"""Advantages, written from their papers in plain loops over the groups of a step. Nothing of the product is imported. Divisors have
-1e-6 added, as in verl's GRPO."""
+"""Advantages, written from their papers in plain loops over the groups of a step.
+
+Nothing of the product is imported. Divisors have 1e-6 added, as in verl's GRPO.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class One:
-    """A scored trajectory: its reward, the reward's components, and for each sampled turn the environment's reward and what the
-    policy saw."""
+    """A scored trajectory: its reward, the reward's components, and for each sampled turn the
+    environment's reward and what the policy saw.
+    """
 
     reward: float
     components: dict[str, float] = field(default_factory=dict)
@@ -69,7 +72,10 @@ def raw(group: Group) -> list[float]:
 
 def rloo(group: Group) -> list[float]:
     """arXiv:2402.14740, equation 8."""
-    return [one.reward - mean([other.reward for j, other in enumerate(group) if j != i]) for i, one in enumerate(group)]
+    return [
+        one.reward - mean([other.reward for j, other in enumerate(group) if j != i])
+        for i, one in enumerate(group)
+    ]
 
 
 def maxrl(group: Group) -> list[float]:
@@ -81,7 +87,10 @@ def maxrl(group: Group) -> list[float]:
 def reinforce_pp(step: Step) -> list[list[float]]:
     """arXiv:2501.03262, with baseline: the reward minus its group's mean, normalised over the step."""
     everything = [value for group in step for value in dr_grpo(group)]
-    return [[(value - mean(everything)) / (std(everything) + EPS) for value in dr_grpo(group)] for group in step]
+    return [
+        [(value - mean(everything)) / (std(everything) + EPS) for value in dr_grpo(group)]
+        for group in step
+    ]
 
 
 def scalerl(step: Step) -> list[list[float]]:
@@ -98,14 +107,22 @@ def gdpo(step: Step, weights: dict[str, float]) -> list[list[float]]:
             for i, value in enumerate(normalised([one.components[name] for one in group])):
                 sums[g][i] += weight * value
     everything = [value for group in sums for value in group]
-    return [[(value - mean(everything)) / (std(everything) + EPS) for value in group] for group in sums]
+    return [
+        [(value - mean(everything)) / (std(everything) + EPS) for value in group] for group in sums
+    ]
 
 
 def discounted(one: One, gamma: float) -> list[float]:
-    """Each turn's return. What the reward is above the environment's own is paid with the last turn."""
+    """Each turn's return.
+
+    What the reward is above the environment's own is paid with the last turn.
+    """
     rewards = list(one.turn_rewards)
     rewards[-1] += one.reward - sum(rewards)
-    return [sum(gamma ** (k - t) * rewards[k] for k in range(t, len(rewards))) for t in range(len(rewards))]
+    return [
+        sum(gamma ** (k - t) * rewards[k] for k in range(t, len(rewards)))
+        for t in range(len(rewards))
+    ]
 
 
 def turns(group: Group, gamma: float = 0.95) -> list[list[float]]:
@@ -120,14 +137,25 @@ def turns(group: Group, gamma: float = 0.95) -> list[list[float]]:
 
 
 def gigpo(group: Group, gamma: float = 0.95, omega: float = 1.0) -> list[list[float]]:
-    """arXiv:2505.10978, equations 3 to 8: the episode's advantage, and each turn's among those that began at the same state."""
+    """arXiv:2505.10978, equations 3 to 8: the episode's advantage, and each turn's among those that
+    began at the same state.
+    """
     found = []
     for episode, one in zip(grpo(group), group, strict=True):
         row = []
         for t, state in enumerate(one.states):
-            same = [discounted(other, gamma)[k] for other in group for k, seen in enumerate(other.states) if seen == state]
+            same = [
+                discounted(other, gamma)[k]
+                for other in group
+                for k, seen in enumerate(other.states)
+                if seen == state
+            ]
             mine = discounted(one, gamma)[t]
-            step = 0.0 if len(same) == 1 or max(same) == min(same) else (mine - mean(same)) / (std(same) + EPS)
+            step = (
+                0.0
+                if len(same) == 1 or max(same) == min(same)
+                else (mine - mean(same)) / (std(same) + EPS)
+            )
             row.append(episode + omega * step)
         found.append(row)
     return found
@@ -135,9 +163,17 @@ def gigpo(group: Group, gamma: float = 0.95, omega: float = 1.0) -> list[list[fl
 
 WEIGHTS = {"iou": 1.0, "format": 0.5}
 PER_GROUP: dict[str, Callable[[Group], list[float] | list[list[float]]]] = {
-    "grpo": grpo, "dr_grpo": dr_grpo, "binarised": binarised, "chart_rvr": chart_rvr, "raw": raw, "rloo": rloo, "maxrl": maxrl,
-    "turns": turns, "gigpo": gigpo, "distill": lambda group: [0.0] * len(group),
-}  # fmt: skip
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "binarised": binarised,
+    "chart_rvr": chart_rvr,
+    "raw": raw,
+    "rloo": rloo,
+    "maxrl": maxrl,
+    "turns": turns,
+    "gigpo": gigpo,
+    "distill": lambda group: [0.0] * len(group),
+}
 OVER_STEP: dict[str, Callable[[Step], list[list[float]]]] = {
     "reinforce_pp": reinforce_pp,
     "batch_std": scalerl,

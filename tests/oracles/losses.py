@@ -1,6 +1,8 @@
-"""The losses of an update, written from their papers on rows of their own, one trajectory each, in plain loops over tokens. Nothing
-of the product is imported. A log-prob is a scalar tensor in float64, so that autograd gives the gradient. ``update`` takes the keys
-of ``policy.loss`` as a configuration has them (``kl_term`` for ``kl``), with the papers' defaults."""
+"""The losses of an update, written from their papers on rows of their own, one trajectory each, in
+plain loops over tokens. Nothing of the product is imported. A log-prob is a scalar tensor in
+float64, so that autograd gives the gradient. ``update`` takes the keys of ``policy.loss`` as a
+configuration has them (``kl_term`` for ``kl``), with the papers' defaults.
+"""
 
 from __future__ import annotations
 
@@ -33,41 +35,69 @@ class One:
     ce: float = 0.0
 
 
-# Surrogates ------------------------------------------------------------------------------------------------------------------
+# Surrogates
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def _clipped(r: Tensor, a: float, low: float, high: float) -> Tensor:
     return -torch.minimum(r * a, torch.clip(r, 1 - low, 1 + high) * a)
 
 
-def ppo(current: Row, anchor: Row, advantages: Sequence[float], low: float, high: float, dual: float | None) -> Row:
+def ppo(
+    current: Row,
+    anchor: Row,
+    advantages: Sequence[float],
+    low: float,
+    high: float,
+    dual: float | None,
+) -> Row:
     """arXiv:1707.06347, equation 7, with the ceiling of arXiv:1912.09729, equation 5."""
     losses = []
     for c, o, a in zip(current, anchor, advantages, strict=True):
         loss = _clipped(torch.exp(c - o), a, low, high)
-        losses.append(torch.minimum(loss, torch.tensor(-dual * a, dtype=loss.dtype)) if dual is not None and a < 0 else loss)
+        losses.append(
+            torch.minimum(loss, torch.tensor(-dual * a, dtype=loss.dtype))
+            if dual is not None and a < 0
+            else loss
+        )
     return losses
 
 
 def gspo(current: Row, anchor: Row, advantage: float, low: float, high: float) -> Tensor:
     """arXiv:2507.18071, equations 5 and 7: the loss of a whole trajectory."""
-    s = torch.exp(sum((c - o for c, o in zip(current, anchor, strict=True)), torch.tensor(0.0)) / len(current))
+    s = torch.exp(
+        sum((c - o for c, o in zip(current, anchor, strict=True)), torch.tensor(0.0)) / len(current)
+    )
     return _clipped(s, advantage, low, high)
 
 
-def gspo_token(current: Row, anchor: Row, advantages: Sequence[float], low: float, high: float) -> Row:
-    """arXiv:2507.18071, equation 14: the trajectory's ratio, without gradient, times each token's own over itself."""
-    s = math.exp(sum(float((c - o).detach()) for c, o in zip(current, anchor, strict=True)) / len(current))
-    return [_clipped(s * torch.exp(c - c.detach()), a, low, high) for c, a in zip(current, advantages, strict=True)]
+def gspo_token(
+    current: Row, anchor: Row, advantages: Sequence[float], low: float, high: float
+) -> Row:
+    """arXiv:2507.18071, equation 14: the trajectory's ratio, without gradient, times each token's
+    own over itself.
+    """
+    s = math.exp(
+        sum(float((c - o).detach()) for c, o in zip(current, anchor, strict=True)) / len(current)
+    )
+    return [
+        _clipped(s * torch.exp(c - c.detach()), a, low, high)
+        for c, a in zip(current, advantages, strict=True)
+    ]
 
 
 def cispo(current: Row, anchor: Row, advantages: Sequence[float], low: float, high: float) -> Row:
     """arXiv:2506.13585, equations 4 and 5."""
-    ratios = [min(max(float((c - o).detach().exp()), 1 - low), 1 + high) for c, o in zip(current, anchor, strict=True)]
+    ratios = [
+        min(max(float((c - o).detach().exp()), 1 - low), 1 + high)
+        for c, o in zip(current, anchor, strict=True)
+    ]
     return [-r * a * c for r, a, c in zip(ratios, advantages, current, strict=True)]
 
 
-def sapo(current: Row, anchor: Row, advantages: Sequence[float], positive: float, negative: float) -> Row:
+def sapo(
+    current: Row, anchor: Row, advantages: Sequence[float], positive: float, negative: float
+) -> Row:
     """arXiv:2511.20347, equations 5 and 6."""
     losses = []
     for c, o, a in zip(current, anchor, advantages, strict=True):
@@ -104,7 +134,8 @@ OVER_TRAJECTORIES = ("gspo", "sapo")
 """Kinds whose papers average over the trajectories' means."""
 
 
-# The gap between engine and trainer ------------------------------------------------------------------------------------------
+# The gap between engine and trainer
+# ------------------------------------------------------------------------------------------
 
 
 def weights(
@@ -117,8 +148,10 @@ def weights(
     off_policy: float | None = None,
     bypass: bool = False,
 ) -> list[float]:
-    """Truncated importance sampling (arXiv:1802.01561), IcePop (a mask on tokens), their forms over trajectories, the veto on
-    outliers, and the mask of DeepSeek-V3.2 (arXiv:2512.02556, equation 9). With ``bypass`` the ratio has the gap already."""
+    """Truncated importance sampling (arXiv:1802.01561), IcePop (a mask on tokens), their forms over
+    trajectories, the veto on outliers, and the mask of DeepSeek-V3.2 (arXiv:2512.02556, equation
+    9). With ``bypass`` the ratio has the gap already.
+    """
     gaps = [float(o - b) for o, b in zip(one.old, one.behaviour, strict=True)]
     n = len(gaps)
     match level:
@@ -133,17 +166,23 @@ def weights(
     else:
         found = [(1.0 if bypass else r) if low <= r <= high else 0.0 for r in ratios]
     vetoed = veto is not None and any(not veto[0] <= math.exp(gap) <= veto[1] for gap in gaps)
-    moved = sum(float((b - c).detach()) for b, c in zip(one.behaviour, one.current, strict=True)) / n
+    moved = (
+        sum(float((b - c).detach()) for b, c in zip(one.behaviour, one.current, strict=True)) / n
+    )
     dropped = off_policy is not None and sum(one.advantages) < 0 and moved > off_policy
     return [0.0] * n if vetoed or dropped else found
 
 
-# KL to the reference (joschu.net/blog/kl-approx.html) ------------------------------------------------------------------------
+# KL to the reference (joschu.net/blog/kl-approx.html)
+# ------------------------------------------------------------------------
 
 
 def kl(c: Tensor, f: Tensor, estimator: str) -> Tensor:
-    """Of one token. From 10 nats below the reference on, k3 costs what it costs there and pulls as there; ``low_var_kl`` stops at
-    10, and its pull with it."""
+    """Of one token.
+
+    From 10 nats below the reference on, k3 costs what it costs there and pulls as there;
+    ``low_var_kl`` stops at 10, and its pull with it.
+    """
     d = c - f
     k2, k3 = d * d / 2, torch.exp(-d) + d - 1
     if estimator == "low_var_kl":
@@ -159,20 +198,32 @@ def returns_to_go(values: Sequence[float]) -> list[float]:
 
 
 def bound_of_top(entropy: Sequence[float], share: float) -> float:
-    """arXiv:2506.01939, equation 5: the entropy from which a token of the batch is of the ``share`` with the most, rounded up."""
+    """arXiv:2506.01939, equation 5: the entropy from which a token of the batch is of the ``share``
+    with the most, rounded up.
+    """
     return sorted(entropy, reverse=True)[math.ceil(share * len(entropy)) - 1]
 
 
-# Aggregation -----------------------------------------------------------------------------------------------------------------
+# Aggregation
+# -----------------------------------------------------------------------------------------------------------------
 
 
-def aggregate(rows: Sequence[Row], how: str | float, groups: Sequence[int], of_stream: Sequence[float]) -> Tensor:
-    """One number of a stream of an update, from the losses of all its tokens. A trajectory whose weight in the stream is 0 is not
-    in its denominator; under prompt-mean a group then weighs as much as the share of its tokens that is in the stream."""
+def aggregate(
+    rows: Sequence[Row], how: str | float, groups: Sequence[int], of_stream: Sequence[float]
+) -> Tensor:
+    """One number of a stream of an update, from the losses of all its tokens.
+
+    A trajectory whose weight in the stream is 0 is not in its denominator; under prompt-mean a
+    group then weighs as much as the share of its tokens that is in the stream.
+    """
     whole = defaultdict[int, int](int)
     for row, group in zip(rows, groups, strict=True):
         whole[group] += len(row)
-    here = [(torch.stack(row).sum() * w, len(row), g) for row, g, w in zip(rows, groups, of_stream, strict=True) if w != 0]
+    here = [
+        (torch.stack(row).sum() * w, len(row), g)
+        for row, g, w in zip(rows, groups, of_stream, strict=True)
+        if w != 0
+    ]
     if not here:
         return torch.tensor(0.0, dtype=torch.float64)
     match how:
@@ -187,7 +238,8 @@ def aggregate(rows: Sequence[Row], how: str | float, groups: Sequence[int], of_s
     return sum(s for s, _, _ in here) / float(how)
 
 
-# All of it -------------------------------------------------------------------------------------------------------------------
+# All of it
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def _rule(correction: str | Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, bool]:
@@ -217,26 +269,42 @@ def update(
     rule, bypass = _rule(correction or ("bypass" if kind == "dppo" else "decoupled"))
     how = aggregation or ("seq-mean-token-mean" if kind in OVER_TRAJECTORIES else "token-mean")
     streams: dict[str, list[Row]] = {"rl": [], "ref_kl": [], "ce": []}
-    bound = bound_of_top([float(h.detach()) for one in rows if one.rl for h in one.entropy], top_entropy_quantile)
+    bound = bound_of_top(
+        [float(h.detach()) for one in rows if one.rl for h in one.entropy], top_entropy_quantile
+    )
     for one in rows:
         given = one
         if kl_coef and term.get("in") == "reward":
             given = with_kl_reward(one, kl_coef, estimator)
         w = [1.0] * len(one.current) if rule is None else weights(given, **rule)
-        losses = formula(one.current, one.behaviour if bypass else one.old, given.advantages, **numbers)
+        losses = formula(
+            one.current, one.behaviour if bypass else one.old, given.advantages, **numbers
+        )
         chosen = [float(h.detach()) >= bound for h in one.entropy]
         streams["rl"].append(
-            [x * loss * inside - entropy_coef * h for x, loss, inside, h in zip(w, losses, chosen, one.entropy, strict=True)]
+            [
+                x * loss * inside - entropy_coef * h
+                for x, loss, inside, h in zip(w, losses, chosen, one.entropy, strict=True)
+            ]
         )
-        ratios = [torch.exp(c - b) for c, b in zip(one.current, one.behaviour, strict=True)] if term.get("unbiased") else w
+        ratios = (
+            [torch.exp(c - b) for c, b in zip(one.current, one.behaviour, strict=True)]
+            if term.get("unbiased")
+            else w
+        )
         if kl_coef and term.get("in") != "reward":
             costs = [kl(c, f, estimator) for c, f in zip(one.current, one.reference, strict=True)]
-            streams["ref_kl"].append([x * kl_coef * cost for x, cost in zip(ratios, costs, strict=True)])
+            streams["ref_kl"].append(
+                [x * kl_coef * cost for x, cost in zip(ratios, costs, strict=True)]
+            )
         streams["ce"].append([-c for c in one.current])
     if not streams["ref_kl"]:
         del streams["ref_kl"]
     groups = [one.group for one in rows]
-    return sum(aggregate(losses, how, groups, [getattr(one, name) for one in rows]) for name, losses in streams.items())
+    return sum(
+        aggregate(losses, how, groups, [getattr(one, name) for one in rows])
+        for name, losses in streams.items()
+    )
 
 
 def with_kl_reward(one: One, coef: float, estimator: str) -> One:
@@ -246,10 +314,13 @@ def with_kl_reward(one: One, coef: float, estimator: str) -> One:
     return One(**{**vars(one), "advantages": advantages})
 
 
-# Coefficients that change from step to step ----------------------------------------------------------------------------------
+# Coefficients that change from step to step
+# ----------------------------------------------------------------------------------
 
 
-def adaptive_kl(start: float, target: float, horizon: float, steps: Sequence[tuple[float, int]]) -> float:
+def adaptive_kl(
+    start: float, target: float, horizon: float, steps: Sequence[tuple[float, int]]
+) -> float:
     """arXiv:1909.08593, equation 4, after ``steps`` of (KL, trajectories)."""
     for measured, n in steps:
         start *= 1 + max(-0.2, min(0.2, (measured - target) / target)) * n / horizon
@@ -257,7 +328,9 @@ def adaptive_kl(start: float, target: float, horizon: float, steps: Sequence[tup
 
 
 def adaptive_entropy(start: float, target: float, step: float, steps: Sequence[float]) -> float:
-    """Skywork-OR1 (arXiv:2505.22312, section 4.2), after ``steps`` of entropies, not below 0: what applies to the next step."""
+    """Skywork-OR1 (arXiv:2505.22312, section 4.2), after ``steps`` of entropies, not below 0: what
+    applies to the next step.
+    """
     applied = 0.0
     for measured in steps:
         start = max(0.0, start + (step if measured < target else -step))

@@ -1,6 +1,7 @@
 """Arc Vision's rewards, tools and prompt beside the original's own code, on random texts and calls.
 
-``ORIGINALS=FOLDER python -m tests.originals.test_arc_vision --write`` writes what the original pays for the first cases.
+``ORIGINALS=FOLDER python -m tests.originals.test_arc_vision --write`` writes what the original pays
+for the first cases.
 """
 
 from __future__ import annotations
@@ -43,24 +44,83 @@ TERMS = {
     "penalties": "num_gate_penalties",
 }
 """Ours -> theirs, of the training function."""
-_ODD = ["", ".", "-", "1e-3", "nan", "0.5.5", "\uff11", "\u0663", "0.1-0.2", "1 2", " 3 ", "50%", "inf", "1e400"]
+_ODD = [
+    "",
+    ".",
+    "-",
+    "1e-3",
+    "nan",
+    "0.5.5",
+    "\uff11",
+    "\u0663",
+    "0.1-0.2",
+    "1 2",
+    " 3 ",
+    "50%",
+    "inf",
+    "1e400",
+]
 _LIKELY = [0, 1, 2, 10, 100, 640, 1280, 1919, 1920, 1921, 2560, 3840, 5000, 720, 1080, 1081]
 _AROUND = (
-    "<bbox>[{}]</bbox>", "<bbox> [{}] </bbox>", "<bbox>[{}]</bbox>", "<BBOX>[{}]</bbox>", " [{}] ", "[{}]", '"bbox": [{}]',
-    '{{"bbox_2d": [{}], "label": "x"}}', '"bbox_2d": [{}]', "bbox: [{}]", "coordinates: [{}]", "Box: [{}]", "bounding box: [{}]",
-    "<click>{}</click>", "<point>{}</point>", "<box>{}</box>", "I found it at [{}]", "x1=1 y1: 2, x2 3 y2 : {}", "x1 y1 x2 y2 = {}",
-)  # fmt: skip
+    "<bbox>[{}]</bbox>",
+    "<bbox> [{}] </bbox>",
+    "<bbox>[{}]</bbox>",
+    "<BBOX>[{}]</bbox>",
+    " [{}] ",
+    "[{}]",
+    '"bbox": [{}]',
+    '{{"bbox_2d": [{}], "label": "x"}}',
+    '"bbox_2d": [{}]',
+    "bbox: [{}]",
+    "coordinates: [{}]",
+    "Box: [{}]",
+    "bounding box: [{}]",
+    "<click>{}</click>",
+    "<point>{}</point>",
+    "<box>{}</box>",
+    "I found it at [{}]",
+    "x1=1 y1: 2, x2 3 y2 : {}",
+    "x1 y1 x2 y2 = {}",
+)
 _PLAIN = (
-    *(f"<use_tool>{name}</use_tool>" for name in ("zoom_ui_element", "wait_for_ui", "inspect_element", "frob")), "<use_tool>",
-    '<tool_call>{"name": "zoom_ui_element", "arguments": {"region": [0.1, 0.2, 0.3, 0.4]}}</tool_call>', "</use_tool>", "<bbox>",
-    '<tool_call>{"name": "WAIT"}</tool_call>', "<tool_call>a<tool_call>b</tool_call></tool_call>", "</bbox>", "detected", "located",
-    "<reasoning>small, [1] see</reasoning>", "\n", "text ", "\u00fcn\u00ef \u4f60\u597d ", "\r\n", "\x0b", "<bbox></bbox>",
-    "<bbox>\n[0.1,0.1,0.2,0.2]\n</bbox>", "[1]", "[ - ]", "[.]", "[,,,]",
-)  # fmt: skip
+    *(
+        f"<use_tool>{name}</use_tool>"
+        for name in ("zoom_ui_element", "wait_for_ui", "inspect_element", "frob")
+    ),
+    "<use_tool>",
+    (
+        '<tool_call>{"name": "zoom_ui_element", "arguments": {"region": [0.1, 0.2, 0.3,'
+        " 0.4]}}</tool_call>"
+    ),
+    "</use_tool>",
+    "<bbox>",
+    '<tool_call>{"name": "WAIT"}</tool_call>',
+    "<tool_call>a<tool_call>b</tool_call></tool_call>",
+    "</bbox>",
+    "detected",
+    "located",
+    "<reasoning>small, [1] see</reasoning>",
+    "\n",
+    "text ",
+    "\u00fcn\u00ef \u4f60\u597d ",
+    "\r\n",
+    "\x0b",
+    "<bbox></bbox>",
+    "<bbox>\n[0.1,0.1,0.2,0.2]\n</bbox>",
+    "[1]",
+    "[ - ]",
+    "[.]",
+    "[,,,]",
+)
 _EXACT = (
-    [0, 0, 0, 0], [0, 0, 1, 1], [0.1, 0.1, 0.1, 0.5], [0.5, 0.5, 0.2, 0.2], [10, 20, 30, 40], [0.1, 0.1, 0.9, 0.9],
+    [0, 0, 0, 0],
+    [0, 0, 1, 1],
+    [0.1, 0.1, 0.1, 0.5],
+    [0.5, 0.5, 0.2, 0.2],
+    [10, 20, 30, 40],
+    [0.1, 0.1, 0.9, 0.9],
     [0.2, 0.2, 0.2 + 0.05**0.5, 0.2 + 0.05**0.5],
-)  # fmt: skip
+)
 
 
 def number(rng: random.Random) -> str:
@@ -94,7 +154,9 @@ def case(rng: random.Random) -> tuple[str, list[float]]:
     pieces = []
     for _ in range(rng.randint(0, 5)):
         plain = rng.random() < 0.5
-        pieces.append(rng.choice(_PLAIN) if plain else rng.choice(_AROUND).format(numbers(rng, truth)))
+        pieces.append(
+            rng.choice(_PLAIN) if plain else rng.choice(_AROUND).format(numbers(rng, truth))
+        )
         pieces.append(rng.choice(["", " ", "\n"]))
     return "".join(pieces), truth
 
@@ -105,11 +167,17 @@ def calls(rng: random.Random) -> list[tuple[str, dict[str, Any]]]:
     for _ in range(rng.randint(1, 6)):
         name = rng.choice(["zoom_ui_element", "wait_for_ui", "inspect_element"])
         region = [rng.choice([0, 1, -0.5, 1.5, round(rng.random(), 3)]) for _ in range(4)]
-        given: dict[str, Any] = {"region": region, "zoom_factor": rng.choice([1, 2, 2.5, 4, 9, 0.5, -1])}
+        given: dict[str, Any] = {
+            "region": region,
+            "zoom_factor": rng.choice([1, 2, 2.5, 4, 9, 0.5, -1]),
+        }
         if name == "wait_for_ui":
             given = {"duration": rng.choice([0.1, 1, 2.0, 5, 7, 0, -1, round(rng.random() * 5, 2)])}
         elif name == "inspect_element":
-            given = {"region": region, "type": rng.choice(["structure", "properties", "accessibility", "other"])}
+            given = {
+                "region": region,
+                "type": rng.choice(["structure", "properties", "accessibility", "other"]),
+            }
         made.append((name, {key: value for key, value in given.items() if rng.random() < 0.8}))
     return made
 
@@ -134,7 +202,10 @@ def differing(text: str, truth: list[float], theirs: dict[str, Any]) -> list[str
         scored = ours(variant, text, truth)
         same = math.isclose(scored.value, theirs[variant], rel_tol=0, abs_tol=tolerance)
         if variant == "original":
-            same &= all(math.isclose(scored.components[our], theirs["terms"][our], rel_tol=0, abs_tol=1e-9) for our in TERMS)
+            same &= all(
+                math.isclose(scored.components[our], theirs["terms"][our], rel_tol=0, abs_tol=1e-9)
+                for our in TERMS
+            )
         wrong += [] if same else [variant]
     return wrong
 
@@ -144,11 +215,15 @@ class Theirs:
 
     def __init__(self) -> None:
         logging.disable(logging.CRITICAL)
-        self.training = module(REPOSITORY, "examples/arc_vision/arc_vision_custom_reward.py", {"__file__": "x"})
+        self.training = module(
+            REPOSITORY, "examples/arc_vision/arc_vision_custom_reward.py", {"__file__": "x"}
+        )
         self.library = module(REPOSITORY, "verl/utils/reward_score/arc_vision_reward.py")
         imports = "from .base_tool import BaseTool\nfrom .schemas import OpenAIFunctionToolSchema\n"
         given = {"BaseTool": _Base, "OpenAIFunctionToolSchema": dict}
-        self.tools: ModuleType = module(REPOSITORY, "verl/tools/arc_vision_tools.py", given, {imports: ""})
+        self.tools: ModuleType = module(
+            REPOSITORY, "verl/tools/arc_vision_tools.py", given, {imports: ""}
+        )
 
     def pays(self, text: str, truth: list[float]) -> dict[str, Any]:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -161,7 +236,11 @@ class Theirs:
         return asyncio.run(self._plays(made))
 
     async def _plays(self, made: list[tuple[str, dict[str, Any]]]) -> list[list[Any]]:
-        kinds = {"zoom_ui_element": "ZoomTool", "wait_for_ui": "WaitTool", "inspect_element": "InspectTool"}
+        kinds = {
+            "zoom_ui_element": "ZoomTool",
+            "wait_for_ui": "WaitTool",
+            "inspect_element": "InspectTool",
+        }
         tools = {name: getattr(self.tools, kind)({}, {}) for name, kind in kinds.items()}
         for tool in tools.values():
             await tool.create("one")
@@ -188,7 +267,9 @@ def _episodes() -> list[list[tuple[str, dict[str, Any]]]]:
 def test_both_variants_pay_what_the_original_pays() -> None:
     theirs, wrong = Theirs(), []
     for text, truth in _cases():
-        wrong += [(variant, text, truth) for variant in differing(text, truth, theirs.pays(text, truth))]
+        wrong += [
+            (variant, text, truth) for variant in differing(text, truth, theirs.pays(text, truth))
+        ]
     assert wrong == []
 
 
@@ -206,7 +287,9 @@ def test_prompt_and_tools_are_the_originals_byte_for_byte() -> None:
     exec(text[start : text.index("def process_screenspot_sample")], made)
     shipped = (PROMPTS / "arc_vision.txt").read_bytes().decode()
     for instruction in ("close the window", "{width} \\1 %s", ""):
-        assert shipped.replace("{instruction}", instruction) == made["create_reasoning_prompt"](instruction)
+        assert shipped.replace("{instruction}", instruction) == made["create_reasoning_prompt"](
+            instruction
+        )
     schemas = source(REPOSITORY, "examples/arc_vision/config/tool_config/arc_vision_tools.yaml")
     assert (PROMPTS / "tools.yaml").read_bytes().decode() == schemas
 
@@ -214,9 +297,16 @@ def test_prompt_and_tools_are_the_originals_byte_for_byte() -> None:
 def write() -> None:
     """Write the first cases with what the original makes of them."""
     theirs = Theirs()
-    scores = [{"text": text, "truth": truth, **theirs.pays(text, truth)} for text, truth in _cases()[:WRITTEN]]
-    episodes = [{"calls": made, "results": theirs.plays(made)} for made in _episodes()[:EPISODES_WRITTEN]]
-    FILE.write_text(json.dumps({"scores": scores, "episodes": episodes}, indent=0) + "\n", encoding="utf-8")
+    scores = [
+        {"text": text, "truth": truth, **theirs.pays(text, truth)}
+        for text, truth in _cases()[:WRITTEN]
+    ]
+    episodes = [
+        {"calls": made, "results": theirs.plays(made)} for made in _episodes()[:EPISODES_WRITTEN]
+    ]
+    FILE.write_text(
+        json.dumps({"scores": scores, "episodes": episodes}, indent=0) + "\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__" and "--write" in sys.argv:

@@ -6,7 +6,12 @@ import pytest
 
 from tests.support.originals import COMMITS, needs_originals, source
 
-LICENCES = {"jbarnes850/verl", "agents-x-project/PyVision-RL", "Visual-Agent/DeepEyes", "dvlab-research/ARPO"}
+LICENCES = {
+    "jbarnes850/verl",
+    "agents-x-project/PyVision-RL",
+    "Visual-Agent/DeepEyes",
+    "dvlab-research/ARPO",
+}
 
 
 @needs_originals

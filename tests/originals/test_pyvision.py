@@ -1,5 +1,7 @@
-"""PyVision-RL's and DeepEyes' own code beside ours: rewards, reading of turns, tools, results and prompts. ``python -m
-tests.originals.test_pyvision --write`` writes what the originals pay for tests/unit/recipes/test_original_scores.py."""
+"""PyVision-RL's and DeepEyes' own code beside ours: rewards, reading of turns, tools, results and
+prompts. ``python -m tests.originals.test_pyvision --write`` writes what the originals pay for
+tests/unit/recipes/test_original_scores.py.
+"""
 
 from __future__ import annotations
 
@@ -53,16 +55,59 @@ SOURCES = (
 )
 NUMBERS = ("vsi_numerical", "x_rule_verifiable")
 BODIES = (
-    "A", "B", "7", "red", "", " x ", "3.5", "-2", "1,000", "a\nb", "\\frac{1}{2}", "{x}", "yes", "ünï", "<answer>", "\\boxed{3}",
-    "<interpreter>", "}\n</answer>", "x" * 999, "x" * 1000, "y" * 1200, "0", "50%", "1e3", "{7}",
-)  # fmt: skip
+    "A",
+    "B",
+    "7",
+    "red",
+    "",
+    " x ",
+    "3.5",
+    "-2",
+    "1,000",
+    "a\nb",
+    "\\frac{1}{2}",
+    "{x}",
+    "yes",
+    "ünï",
+    "<answer>",
+    "\\boxed{3}",
+    "<interpreter>",
+    "}\n</answer>",
+    "x" * 999,
+    "x" * 1000,
+    "y" * 1200,
+    "0",
+    "50%",
+    "1e3",
+    "{7}",
+)
 FORMS = (
-    "<answer>\n\\boxed{@}\n</answer>", "<answer>\n\\boxed{@}\n</answer>", "<answer>\\boxed{@}</answer>", "<answer>@</answer>",
-    "<answer>\n@\n</answer>", "\\boxed{@}", "<think>", "</think>", "<think>thought</think>", "<answer>", "</answer>",
-    "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|image_pad|><|image_pad|><|vision_end|>", "<|vision_start|>",
-    "<|image_pad|><|vision_end|>", "<interpreter>out 42</interpreter>", "<interpreter>", "</interpreter>",
-    "<code>\n```python\nprint(1)\n```\n</code>", "text 3 ", "\n", "-.5", "+7", "..", "\u0663",
-)  # fmt: skip
+    "<answer>\n\\boxed{@}\n</answer>",
+    "<answer>\n\\boxed{@}\n</answer>",
+    "<answer>\\boxed{@}</answer>",
+    "<answer>@</answer>",
+    "<answer>\n@\n</answer>",
+    "\\boxed{@}",
+    "<think>",
+    "</think>",
+    "<think>thought</think>",
+    "<answer>",
+    "</answer>",
+    "<|vision_start|><|image_pad|><|vision_end|>",
+    "<|vision_start|><|image_pad|><|image_pad|><|vision_end|>",
+    "<|vision_start|>",
+    "<|image_pad|><|vision_end|>",
+    "<interpreter>out 42</interpreter>",
+    "<interpreter>",
+    "</interpreter>",
+    "<code>\n```python\nprint(1)\n```\n</code>",
+    "text 3 ",
+    "\n",
+    "-.5",
+    "+7",
+    "..",
+    "\u0663",
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +123,9 @@ class Case:
 def cases(count: int, seed: int = 14) -> Iterator[Case]:
     rng = random.Random(seed)
     for _ in range(count):
-        text = "".join(rng.choice(FORMS).replace("@", rng.choice(BODIES)) for _ in range(rng.randint(0, 6)))
+        text = "".join(
+            rng.choice(FORMS).replace("@", rng.choice(BODIES)) for _ in range(rng.randint(0, 6))
+        )
         truth = rng.choice(["7", "red", "-2", "0", "3.5", 7, 0, "B", "none"])
         yield Case(text, truth, rng.choice(SOURCES), rng.randint(0, 4))
 
@@ -114,7 +161,9 @@ class Equal:
         return first == second
 
 
-JUDGE = {"use": f"{__name__ if __name__ != '__main__' else 'tests.originals.test_pyvision'}:Hashing"}
+JUDGE = {
+    "use": f"{__name__ if __name__ != '__main__' else 'tests.originals.test_pyvision'}:Hashing"
+}
 
 
 def ours(function: str) -> Callable[[Case], Any]:
@@ -122,7 +171,9 @@ def ours(function: str) -> Callable[[Case], Any]:
     math = function == "compute_score_math"
     settings = {"variant": "original", "accuracy": JUDGE}
     if function in PUBLISHED:
-        reward: Any = PyVisionReward(PyVisionReward.Settings.model_validate({**settings, "published": function}))
+        reward: Any = PyVisionReward(
+            PyVisionReward.Settings.model_validate({**settings, "published": function})
+        )
     else:
         reward = DeepEyesReward(DeepEyesReward.Settings.model_validate(settings))
         reward._verifiers.__dict__["math"] = Equal()
@@ -145,19 +196,31 @@ class _Chat:
     def create(self, **asked: Any) -> Any:
         content = asked["messages"][-1]["content"]
         if "[Model_answer] :" in content:
-            said = f"Judgement: {int(verdict(content.rsplit('[Model_answer] :', 1)[1].rsplit('Judgement:', 1)[0]))}"
+            said = (
+                "Judgement:"
+                f" {int(verdict(content.rsplit('[Model_answer] :', 1)[1].rsplit('Judgement:', 1)[0]))}"
+            )
         elif "[response]:" in content:
-            right = verdict(content.split("[response]:", 1)[1].split("Your judgement must be", 1)[0])
+            right = verdict(
+                content.split("[response]:", 1)[1].split("Your judgement must be", 1)[0]
+            )
             said = f"correct: {'yes' if right else 'no'}"
         else:
-            said = f"## Equivalence Judgement\n{str(verdict(content.rsplit('## Student Final Answer', 1)[1])).upper()}"
-        return types.SimpleNamespace(choices=[types.SimpleNamespace(message=types.SimpleNamespace(content=said))])
+            said = (
+                "## Equivalence"
+                f" Judgement\n{str(verdict(content.rsplit('## Student Final Answer', 1)[1])).upper()}"
+            )
+        return types.SimpleNamespace(
+            choices=[types.SimpleNamespace(message=types.SimpleNamespace(content=said))]
+        )
 
 
 class _Client:
     def __init__(self, **_: Any) -> None:
         self.chat = types.SimpleNamespace(completions=_Chat())
-        self.models = types.SimpleNamespace(list=lambda: types.SimpleNamespace(data=[types.SimpleNamespace(id="m")]))
+        self.models = types.SimpleNamespace(
+            list=lambda: types.SimpleNamespace(data=[types.SimpleNamespace(id="m")])
+        )
 
 
 class _Requests:
@@ -213,7 +276,11 @@ def theirs(function: str) -> Callable[[Case], Any]:
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_reward_is_the_published_functions(function: str) -> None:
     pays, paid = theirs(function), ours(function)
-    wrong = [(case, pays(case), paid(case)) for case in cases(CASES, seed=len(function)) if not _same(pays(case), paid(case))]
+    wrong = [
+        (case, pays(case), paid(case))
+        for case in cases(CASES, seed=len(function))
+        if not _same(pays(case), paid(case))
+    ]
     assert wrong == []
 
 
@@ -221,17 +288,39 @@ def _same(first: Any, second: Any) -> bool:
     return first == second if RAISED in (first, second) else abs(first - second) < 1e-9
 
 
-# Turns and results ---------------------------------------------------------------------------------------------------
+# Turns and results
+# ---------------------------------------------------------------------------------------------------
 
 TOOLS = {
-    "pyvision_gym_w_image_hint": ("safe_persis_python_exe_tool_w_image_hint", "MultiModalPythonTool_w_Image_Hint"),
-    "pyvision_gym_wo_image_hint": ("safe_persis_python_exe_tool_wo_image_hint", "MultiModalPythonTool_wo_Image_Hint"),
-    "pyvision_gym_wo_video_hint": ("safe_persis_python_exe_tool_wo_video_hint", "MultiModalPythonTool_wo_Video_Hint"),
+    "pyvision_gym_w_image_hint": (
+        "safe_persis_python_exe_tool_w_image_hint",
+        "MultiModalPythonTool_w_Image_Hint",
+    ),
+    "pyvision_gym_wo_image_hint": (
+        "safe_persis_python_exe_tool_wo_image_hint",
+        "MultiModalPythonTool_wo_Image_Hint",
+    ),
+    "pyvision_gym_wo_video_hint": (
+        "safe_persis_python_exe_tool_wo_video_hint",
+        "MultiModalPythonTool_wo_Video_Hint",
+    ),
 }
 PIECES = (
-    "<code>", "</code>", "```python", "```python\n", "```", "```\n", "\n", " ", "x = 1", "print(2)", "<answer>", "</answer>", "py",
+    "<code>",
+    "</code>",
+    "```python",
+    "```python\n",
+    "```",
+    "```\n",
+    "\n",
+    " ",
+    "x = 1",
+    "print(2)",
+    "<answer>",
+    "</answer>",
+    "py",
     "text",
-)  # fmt: skip
+)
 
 
 class _Base:
@@ -271,7 +360,8 @@ def test_a_result_is_worded_as_published(wording: Any, said: str, pictures: int)
     original = tool(wording)
     result = {"text": said.strip(), "images": ["x"] * pictures, "total_figures": 0}
     original.persistent_worker = types.SimpleNamespace(
-        execute=lambda code, messages: {"status": "success", "result": result}, terminate=lambda: None
+        execute=lambda code, messages: {"status": "success", "result": result},
+        terminate=lambda: None,
     )
     original._base64_to_image = lambda _: Image.new("RGB", (1, 1))
     observed = original.execute("```python\nx\n```")[0]
@@ -281,7 +371,9 @@ def test_a_result_is_worded_as_published(wording: Any, said: str, pictures: int)
     if pictures:
         written = "".join(part["text"] for part in observed["chat"][0]["content"])
     else:
-        written = observed.removeprefix("\n<|im_start|>user\n").removesuffix("<|im_end|>\n<|im_start|>assistant\n")
+        written = observed.removeprefix("\n<|im_start|>user\n").removesuffix(
+            "<|im_end|>\n<|im_start|>assistant\n"
+        )
     assert before + clues + after == written
 
 
@@ -294,8 +386,14 @@ def test_deepeyes_tools_are_the_published_ones() -> None:
         "from verl.workers.agent.envs.mm_process_engine.prompt import PROMPT": "",
     }
     given = {"ToolBase": _Base, "PROMPT": prompt}
-    original = module(DEEPEYES, f"{path}/visual_toolbox_v2.py", given, cut).VisualToolBoxV2("", "", {})
-    picture, file, rng = Image.radial_gradient("L").convert("RGB").resize((400, 120)), io.BytesIO(), random.Random(3)
+    original = module(DEEPEYES, f"{path}/visual_toolbox_v2.py", given, cut).VisualToolBoxV2(
+        "", "", {}
+    )
+    picture, file, rng = (
+        Image.radial_gradient("L").convert("RGB").resize((400, 120)),
+        io.BytesIO(),
+        random.Random(3),
+    )
     picture.save(file, "PNG")
     toolbox = VisualToolBoxV2()
     toolbox.reset(Task("t", (Message("user", (ImageSource(data=file.getvalue()), "Q?")),)))
@@ -304,14 +402,26 @@ def test_deepeyes_tools_are_the_published_ones() -> None:
     for _ in range(6_000):
         box = [rng.choice(numbers) for _ in range(rng.choice([4] * 8 + [3, 5]))]
         arguments = rng.choice(
-            [{"bbox_2d": box, "label": "x"}, {"bbox_2d": box}, {"angle": rng.choice(numbers)}, {"box": box}, [box], 3]
+            [
+                {"bbox_2d": box, "label": "x"},
+                {"bbox_2d": box},
+                {"angle": rng.choice(numbers)},
+                {"box": box},
+                [box],
+                3,
+            ]
         )
         name = rng.choice(["image_zoom_in_tool", "image_rotate_tool", "crop"])
-        call: Any = rng.choice([{"name": name, "arguments": arguments}] * 8 + [{"name": name}, [1], "text"])
-        form = rng.choice(
-            ["<think>t</think><tool_call>{}</tool_call>"] * 6 + ["<tool_call>{}}}</tool_call>", "{}", "<tool_call>{}"]
+        call: Any = rng.choice(
+            [{"name": name, "arguments": arguments}] * 8 + [{"name": name}, [1], "text"]
         )
-        turn = form.format(json.dumps(call)) + rng.choice([""] * 8 + ["<answer>a</answer>", "<answer></answer>"])
+        form = rng.choice(
+            ["<think>t</think><tool_call>{}</tool_call>"] * 6
+            + ["<tool_call>{}}}</tool_call>", "{}", "<tool_call>{}"]
+        )
+        turn = form.format(json.dumps(call)) + rng.choice(
+            [""] * 8 + ["<answer>a</answer>", "<answer></answer>"]
+        )
         with contextlib.redirect_stdout(io.StringIO()):
             observed, _, done, _ = original.execute(turn)
         step = toolbox.step(turn)
@@ -328,13 +438,16 @@ def test_deepeyes_tools_are_the_published_ones() -> None:
             assert shown.tobytes() == observed["multi_modal_data"]["image"][0].tobytes(), turn
 
 
-# Prompts -------------------------------------------------------------------------------------------------------------
+# Prompts
+# -------------------------------------------------------------------------------------------------------------
 
 
 def function_of(path: str, name: str, given: dict[str, Any]) -> Any:
     """One function of a file of PyVision-RL whose imports are not installed here."""
     whole = source(PYVISION, path)
-    node = next(n for n in ast.walk(ast.parse(whole)) if isinstance(n, ast.FunctionDef) and n.name == name)
+    node = next(
+        n for n in ast.walk(ast.parse(whole)) if isinstance(n, ast.FunctionDef) and n.name == name
+    )
     node.returns = None
     for argument in node.args.args:
         argument.annotation = None
@@ -348,21 +461,36 @@ def function_of(path: str, name: str, given: dict[str, Any]) -> Any:
     ("file", "function", "template"),
     [
         ("rl_dataset.py", "transfer_to_rl_form_image_w_mm_hint", "vistool_with_img_info_v2"),
-        ("rl_dataset_wo_mm_hint.py", "transfer_to_rl_form_image", "vis_tool_with_img_info_wo_init_image_v2"),
-        ("rl_dataset_wo_mm_hint.py", "transfer_to_rl_form_video", "vis_tool_with_img_info_video_v4"),
+        (
+            "rl_dataset_wo_mm_hint.py",
+            "transfer_to_rl_form_image",
+            "vis_tool_with_img_info_wo_init_image_v2",
+        ),
+        (
+            "rl_dataset_wo_mm_hint.py",
+            "transfer_to_rl_form_video",
+            "vis_tool_with_img_info_video_v4",
+        ),
     ],
 )
-def test_a_prompt_is_the_published_one_character_by_character(file: str, function: str, template: Any, tmp_path: Path) -> None:
+def test_a_prompt_is_the_published_one_character_by_character(
+    file: str, function: str, template: Any, tmp_path: Path
+) -> None:
     Image.new("RGB", (96, 64)).save(tmp_path / "a.png")
-    (tmp_path / "texts.json").write_text(source(PYVISION, f"{DATASET}/rl_system_prompt_template.json"), encoding="utf-8")
+    (tmp_path / "texts.json").write_text(
+        source(PYVISION, f"{DATASET}/rl_system_prompt_template.json"), encoding="utf-8"
+    )
     film = {"width": 96, "height": 64, "video_length": 3, "fps": 29.97}
     given = {
-        "encode_image": lambda _: {"base64": "", "width": 96, "height": 64}, "sample_frames_from_video": lambda _, num_frames: film,
-    }  # fmt: skip
+        "encode_image": lambda _: {"base64": "", "width": 96, "height": 64},
+        "sample_frames_from_video": lambda _, num_frames: film,
+    }
     asked = "Which {colour}?\n(A) {red}\n(B) \u201cblue\u201d"
     row = {"id": "1", "question": asked, "answer": "A", "ability": "x", "data_source": "vstar"}
     paths = {"image_path": "a.png", "video_path": "a.mp4"}
-    (made,) = function_of(f"{DATASET}/{file}", function, given)([row | paths], str(tmp_path / "texts.json"))
+    (made,) = function_of(f"{DATASET}/{file}", function, given)(
+        [row | paths], str(tmp_path / "texts.json")
+    )
     shown = {"videos": [["a.png"] * 3], "fps": 29.97} if "video" in template else {"image": "a.png"}
     reader = QuestionRows(QuestionRows.Settings(published=template))
     (message,) = reader.task(row | shown, "rows:1", tmp_path).messages
@@ -370,7 +498,9 @@ def test_a_prompt_is_the_published_one_character_by_character(file: str, functio
     published = made["prompt"][0]["content"]
     assert said.removeprefix("<image>" if "wo_init" in template else "") == published
     (own,) = reader.task(row | shown | {"prompt": made["prompt"]}, "rows:1", tmp_path).messages
-    assert "".join(part for part in own.parts if isinstance(part, str)) == published.replace("<image>", "")
+    assert "".join(part for part in own.parts if isinstance(part, str)) == published.replace(
+        "<image>", ""
+    )
 
 
 @needs_originals
@@ -385,6 +515,10 @@ def test_the_shipped_texts_are_the_published_ones() -> None:
 
 if __name__ == "__main__" and sys.argv[1:] == ["--write"]:
     EXPECTED.parent.mkdir(exist_ok=True)
-    expected = {function: [theirs_of(case) for case in cases(KEPT)] for function in FUNCTIONS for theirs_of in [theirs(function)]}
+    expected = {
+        function: [theirs_of(case) for case in cases(KEPT)]
+        for function in FUNCTIONS
+        for theirs_of in [theirs(function)]
+    }
     lines = (f"{json.dumps(name)}: {json.dumps(values)}" for name, values in expected.items())
     EXPECTED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

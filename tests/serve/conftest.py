@@ -1,4 +1,6 @@
-"""One judge of two replicas for all tests that leave it as they found it, with a scripted model behind it."""
+"""One judge of two replicas for all tests that leave it as they found it, with a scripted model
+behind it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from tests.support.models import digits_model as digits_model
 def arguments(model: ModelStub, **changes: Any) -> dict[str, Any]:
     """Two replicas in front of the model stub."""
     backend = {"kind": "openai", "url": model.url, "model": "stub", "timeout": 20.0, "connect": 2.0}
-    return {"backend": backend, "replicas": {"min": 2, "max": 2, "cpus": 0.1}, "canary": {"every": 5.0}, **changes}
+    return {
+        "backend": backend,
+        "replicas": {"min": 2, "max": 2, "cpus": 0.1},
+        "canary": {"every": 5.0},
+        **changes,
+    }
 
 
 @pytest.fixture(scope="session")

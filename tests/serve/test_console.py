@@ -1,4 +1,6 @@
-"""A run's console on a real Ray Serve, beside a judge: who is admitted, its links, a step that is recorded while it serves."""
+"""A run's console on a real Ray Serve, beside a judge: who is admitted, its links, a step that is
+recorded while it serves.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,14 @@ def place(judge: Served) -> tuple[str, Path]:
 def command(judge: Served, *words: object) -> dict[str, Any]:
     address, token = place(judge)
     options = ("--address", address, "--token-file", token, *words)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"PYTHONPATH": str(ROOT)}
-    return {"args": [sys.executable, "-m", "rayloop", "console", *map(str, options)], "env": environment, "text": True}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {
+        "PYTHONPATH": str(ROOT)
+    }
+    return {
+        "args": [sys.executable, "-m", "rayloop", "console", *map(str, options)],
+        "env": environment,
+        "text": True,
+    }
 
 
 @contextmanager
@@ -60,7 +68,9 @@ def console(judge: Served, run: RunFolder, *options: str) -> Iterator[str]:
             process.kill()
 
 
-def test_the_console_of_a_run_is_served_beside_the_judge_and_shows_its_new_steps(judge: Served, evaluated: RunFolder) -> None:
+def test_the_console_of_a_run_is_served_beside_the_judge_and_shows_its_new_steps(
+    judge: Served, evaluated: RunFolder
+) -> None:
     with console(judge, evaluated) as address, httpx.Client(trust_env=False) as http:
         base, _, token = address.partition("/?token=")
         assert base == f"{judge.url}/console/run"
@@ -83,25 +93,41 @@ def test_the_console_of_a_run_is_served_beside_the_judge_and_shows_its_new_steps
         assert http.get(f"{base}/", headers={"If-None-Match": stamp}).status_code == 304
         evaluated.metrics.append({"step": 4, "reward/mean": 0.5})
         again = http.get(f"{base}/", headers={"If-None-Match": stamp})
-        assert (again.status_code, '<a href="/console/run/step/4">4</a>' in again.text) == (200, True)
+        assert (again.status_code, '<a href="/console/run/step/4">4</a>' in again.text) == (
+            200,
+            True,
+        )
         judge.ready(2)
-        (second,) = [subprocess.run(**command(judge, evaluated.path), capture_output=True, timeout=120)]
-        assert (second.returncode, "console-run in this cluster already" in second.stderr) == (2, True), second.stderr
+        (second,) = [
+            subprocess.run(**command(judge, evaluated.path), capture_output=True, timeout=120)
+        ]
+        assert (second.returncode, "console-run in this cluster already" in second.stderr) == (
+            2,
+            True,
+        ), second.stderr
     judge.ready(2)
     with httpx.Client(trust_env=False) as http:
         assert http.get(f"{base}/").status_code != 200, "it has ended; the judge goes on"
 
 
-def test_without_a_token_there_must_be_loopback_and_a_run(judge: Served, evaluated: RunFolder, tmp_path: Path) -> None:
+def test_without_a_token_there_must_be_loopback_and_a_run(
+    judge: Served, evaluated: RunFolder, tmp_path: Path
+) -> None:
     with console(judge, evaluated, "--insecure") as address, httpx.Client(trust_env=False) as http:
         assert "token" not in address
         assert http.get(f"{address}step/1").status_code == 200
-        picture = re.search(r'<image [^>]*href="(/console/run/picture/[^"]+)"', http.get(f"{address}step/1/group/1").text)
+        picture = re.search(
+            r'<image [^>]*href="(/console/run/picture/[^"]+)"',
+            http.get(f"{address}step/1/group/1").text,
+        )
         assert picture
         assert http.get(f"{judge.url}{picture[1]}").headers["content-type"].startswith("image/")
     for words, why in (
         ((tmp_path,), "holds no run"),
-        ((evaluated.path, "--insecure", "--host", "0.0.0.0"), "without a token only loopback is served"),
+        (
+            (evaluated.path, "--insecure", "--host", "0.0.0.0"),
+            "without a token only loopback is served",
+        ),
         ((evaluated.path, "--host", "0.0.0.0"), "--host, --port"),
         ((evaluated.path, "--port", "70000"), "port: "),
         ((evaluated.path, "--address", "127.0.0.1:9"), "no Ray cluster answers at 127.0.0.1:9"),
@@ -110,14 +136,31 @@ def test_without_a_token_there_must_be_loopback_and_a_run(judge: Served, evaluat
         assert (done.returncode, why in done.stderr) == (2, True), done.stderr
 
 
-def test_the_page_of_the_judge_shows_what_a_real_one_says(judge: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_of_the_judge_shows_what_a_real_one_says(
+    judge: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with RunFolder(tmp_path, "run").acquired() as live:
-        monkeypatch.setattr("rayloop.serve_apps.console.content.own_copy", lambda cluster: live.config)  # a run of this user
+        monkeypatch.setattr(
+            "rayloop.serve_apps.console.content.own_copy", lambda cluster: live.config
+        )  # a run of this user
         settings = {"judge": {"url": judge.url, "key_file": str(judge.key_file)}}
-        live.write_config(yaml.safe_dump({"reward": {"source": {"use": "rayloop.judge.reward:JudgeReward", "with": settings}}}))
+        live.write_config(
+            yaml.safe_dump(
+                {
+                    "reward": {
+                        "source": {"use": "rayloop.judge.reward:JudgeReward", "with": settings}
+                    }
+                }
+            )
+        )
         judge.ready(2)
         with TestClient(web(live, ""), "http://127.0.0.1:8000") as client:
             page = client.get("/judge").text
-    for said in ("ready", "openai stub", "Verdicts that were known.", "1: the last canary was judged right, in time."):
+    for said in (
+        "ready",
+        "openai stub",
+        "Verdicts that were known.",
+        "1: the last canary was judged right, in time.",
+    ):
         assert said in page
     assert judge.key_file.read_text(encoding="utf-8").strip() not in page

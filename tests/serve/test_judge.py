@@ -29,12 +29,18 @@ pytestmark = [pytest.mark.judge, pytest.mark.timeout(240)]
 def item(number: int, right: bool = True) -> JudgeItem:
     """One that no rule decides."""
     answer = f"a dog of kind {number}" if right else f"a cat of kind {number}"
-    return JudgeItem(question="What is shown?", reference=f"A dog of kind {number}", answer=answer, fresh=True)
+    return JudgeItem(
+        question="What is shown?", reference=f"A dog of kind {number}", answer=answer, fresh=True
+    )
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "rayloop", "judge", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "rayloop", "judge", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -53,21 +59,36 @@ def test_only_healthz_is_open(judge: Served) -> None:
     assert judge.key_file.read_text(encoding="utf-8").strip() not in judge.text
     with httpx.Client(base_url=judge.url, trust_env=False) as http:
         assert http.get("/healthz").status_code == 200
-        for method, path in (("GET", "/readyz"), ("GET", "/version"), ("GET", "/metrics"), ("POST", "/v1/judge"),
-                             ("POST", "/v1/chat/completions")):  # fmt: skip
+        for method, path in (
+            ("GET", "/readyz"),
+            ("GET", "/version"),
+            ("GET", "/metrics"),
+            ("POST", "/v1/judge"),
+            ("POST", "/v1/chat/completions"),
+        ):
             without = http.request(method, path)
             assert (without.status_code, without.headers["www-authenticate"]) == (401, "Bearer")
-            assert http.request(method, path, headers={"Authorization": "Bearer wrong"}).status_code == 403
+            assert (
+                http.request(method, path, headers={"Authorization": "Bearer wrong"}).status_code
+                == 403
+            )
 
 
 def test_it_judges_one_item_or_many(judge: Served) -> None:
     with judge.http() as http:
         (one,) = http.post("/v1/judge", json=item(1).model_dump(mode="json")).json()["results"]
-        assert (one["verdict"], one["decided_by"], one["backend"], one["cached"]) == ("correct", "model", "openai", False)
+        assert (one["verdict"], one["decided_by"], one["backend"], one["cached"]) == (
+            "correct",
+            "model",
+            "openai",
+            False,
+        )
         items = [item(n, right=n % 2 == 0).model_dump(mode="json") for n in range(8)]
         many = http.post("/v1/judge", json={"items": items}).json()["results"]
         assert [result["score"] for result in many] == [1.0, 0.0] * 4
-        easy = http.post("/v1/judge", json={"question": "6 x 7?", "reference": "42", "answer": "42.0"}).json()
+        easy = http.post(
+            "/v1/judge", json={"question": "6 x 7?", "reference": "42", "answer": "42.0"}
+        ).json()
         assert easy["results"][0]["decided_by"] == "rules"
 
 
@@ -76,7 +97,15 @@ def test_it_judges_one_item_or_many(judge: Served) -> None:
     [
         ({"items": [{"question": "q", "reference": "r", "answer": "a"}] * 17}, 422),
         ({"question": "q", "reference": "r", "answer": "a" * 70_000}, 413),
-        ({"question": "q", "reference": "r", "answer": "a", "images": ["http://169.254.169.254/x.png"]}, 422),
+        (
+            {
+                "question": "q",
+                "reference": "r",
+                "answer": "a",
+                "images": ["http://169.254.169.254/x.png"],
+            },
+            422,
+        ),
         ({"question": "q", "reference": "r", "answer": "a", "images": ["/etc/passwd"]}, 422),
         ({"question": "q", "reference": "r", "answer": "a", "base_url": "http://x"}, 422),
     ],
@@ -87,7 +116,9 @@ def test_what_it_refuses(judge: Served, body: dict[str, Any], status: int) -> No
         assert (answer.status_code, list(answer.json())) == (status, ["error"])
 
 
-def test_a_model_that_is_too_slow_is_unscored_and_never_wrong(judge: Served, model: ModelStub) -> None:
+def test_a_model_that_is_too_slow_is_unscored_and_never_wrong(
+    judge: Served, model: ModelStub
+) -> None:
     model.seconds = 16.0
     try:
         with judge.http() as http:
@@ -103,11 +134,21 @@ def test_the_official_client_speaks_with_the_same_model(judge: Served) -> None:
     import openai
 
     key = judge.key_file.read_text(encoding="utf-8").strip()
-    with judge.http() as http, openai.OpenAI(base_url=f"{judge.url}/v1", api_key=key, http_client=http) as client:
+    with (
+        judge.http() as http,
+        openai.OpenAI(base_url=f"{judge.url}/v1", api_key=key, http_client=http) as client,
+    ):
         asked: Any = [{"role": "user", "content": "What is 2 + 2?"}]
         said = client.chat.completions.create(model="judge", messages=asked, max_tokens=5)
         assert said.choices[0].message.content == "Four."
-        fetched: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/x.png"}}]}]
+        fetched: Any = [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image_url", "image_url": {"url": "http://169.254.169.254/x.png"}}
+                ],
+            }
+        ]
         with pytest.raises(openai.UnprocessableEntityError, match="image_url"):
             client.chat.completions.create(model="judge", messages=fetched)
 
@@ -116,32 +157,52 @@ def test_check_is_one_line_and_an_exit_code(judge: Served) -> None:
     good = command("check", "auto", "--announce", judge.announced)
     assert (good.returncode, good.stdout.count("\n")) == (0, 1), good.stderr
     assert good.stdout.startswith(f"ready: {judge.url} openai stub openai-")
-    for arguments, reason in (([judge.url], "HTTP 401"), (["http://127.0.0.1:1"], "http://127.0.0.1:1")):
+    for arguments, reason in (
+        ([judge.url], "HTTP 401"),
+        (["http://127.0.0.1:1"], "http://127.0.0.1:1"),
+    ):
         bad = command("check", *arguments)
         assert (bad.returncode, bad.stderr.count("\n")) == (1, 1), bad.stderr
         assert reason in bad.stderr
 
 
 def test_no_request_makes_it_fail(judge: Served) -> None:
-    """300 requests made from the OpenAPI document, right and wrong ones: no status that is not documented, of 5xx only 503."""
+    """300 requests made from the OpenAPI document, right and wrong ones: no status that is not
+    documented, of 5xx only 503.
+    """
     import schemathesis
     from schemathesis.generation import GenerationMode
-    from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
+    from schemathesis.specs.openapi.checks import (
+        response_schema_conformance,
+        status_code_conformance,
+    )
 
     schema = schemathesis.openapi.from_url(f"{judge.url}/openapi.json")
     statuses: Counter[int] = Counter()
     for operation in (found.ok() for found in schema.get_all_operations()):
-        modes = list(GenerationMode) if operation.method.upper() == "POST" else [GenerationMode.POSITIVE]
+        modes = (
+            list(GenerationMode)
+            if operation.method.upper() == "POST"
+            else [GenerationMode.POSITIVE]
+        )
         for mode in modes:
 
-            @settings(max_examples=75 if len(modes) > 1 else 1, deadline=None, database=None, derandomize=True,
-                      suppress_health_check=list(HealthCheck), phases=[Phase.generate])  # fmt: skip
+            @settings(
+                max_examples=75 if len(modes) > 1 else 1,
+                deadline=None,
+                database=None,
+                derandomize=True,
+                suppress_health_check=list(HealthCheck),
+                phases=[Phase.generate],
+            )
             @given(case=operation.as_strategy(generation_mode=mode))
             def fuzz(case: schemathesis.Case) -> None:
                 answer = case.call(headers=judge.headers)
                 statuses[answer.status_code] += 1
                 assert answer.status_code < 500 or answer.status_code == 503, case.as_curl_command()
-                case.validate_response(answer, checks=[status_code_conformance, response_schema_conformance])
+                case.validate_response(
+                    answer, checks=[status_code_conformance, response_schema_conformance]
+                )
 
             fuzz()
     assert statuses.total() >= 300
@@ -178,7 +239,9 @@ with private_cluster() as folder:
 
 
 def test_runs_in_the_same_ray_cluster_find_it_without_a_file() -> None:
-    done = subprocess.run([sys.executable, "-c", SAME_CLUSTER], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SAME_CLUSTER], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     lines = [line for line in done.stdout.splitlines() if line]
     assert lines == [
         "http://here:1",
@@ -187,8 +250,12 @@ def test_runs_in_the_same_ray_cluster_find_it_without_a_file() -> None:
     ], done.stderr
 
 
-def test_a_second_judge_in_the_same_cluster_is_refused_and_the_first_goes_on(judge: Served, tmp_path: Path) -> None:
-    """Ray Serve has one proxy per cluster: it would ignore other options, and its end is the end of everybody's applications."""
+def test_a_second_judge_in_the_same_cluster_is_refused_and_the_first_goes_on(
+    judge: Served, tmp_path: Path
+) -> None:
+    """Ray Serve has one proxy per cluster: it would ignore other options, and its end is the end of
+    everybody's applications.
+    """
     replicas = [replica.pid for replica in judge.ready(2)]
     temporary = Path(psutil.Process(judge.process.pid).environ()["TMPDIR"])
     (token,) = temporary.glob("rayloop-*/token")
@@ -198,11 +265,19 @@ def test_a_second_judge_in_the_same_cluster_is_refused_and_the_first_goes_on(jud
         ("judge", "a judge named judge is served in this Ray cluster already"),
         ("other", "the application judge answers at / of this cluster's Ray Serve"),
     ):
-        (tmp_path / "judge.yaml").write_text(f"applications: [{{name: {name}}}]\n", encoding="utf-8")
+        (tmp_path / "judge.yaml").write_text(
+            f"applications: [{{name: {name}}}]\n", encoding="utf-8"
+        )
         made = command(
-            "serve", tmp_path / "judge.yaml", "--announce", tmp_path / "judge.json",
-            "--address", address, "--token-file", token,
-        )  # fmt: skip
+            "serve",
+            tmp_path / "judge.yaml",
+            "--announce",
+            tmp_path / "judge.json",
+            "--address",
+            address,
+            "--token-file",
+            token,
+        )
         assert (made.returncode, why in made.stderr) == (2, True), made.stderr[-2000:]
     assert judge.process.poll() is None
     assert [replica.pid for replica in judge.ready(2)] == replicas
@@ -245,18 +320,28 @@ with private_cluster() as folder:
 
 
 def test_a_judge_fits_into_a_ray_serve_that_has_room_and_ends_only_itself() -> None:
-    done = subprocess.run([sys.executable, "-c", ROOM], cwd=ROOT, capture_output=True, text=True, check=False)
-    lines = [line[2:] for line in done.stdout.splitlines() if line.startswith("> ")]  # Ray writes there, too
+    done = subprocess.run(
+        [sys.executable, "-c", ROOM], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    lines = [
+        line[2:] for line in done.stdout.splitlines() if line.startswith("> ")
+    ]  # Ray writes there, too
     assert lines == ["0", "True", "True True", "True True", "['other']", "0"], done.stderr[-3000:]
 
 
-async def ask(client: JudgeClient, items: Sequence[JudgeItem], patience: float) -> list[JudgeVerdict | JudgeUnscored]:
+async def ask(
+    client: JudgeClient, items: Sequence[JudgeItem], patience: float
+) -> list[JudgeVerdict | JudgeUnscored]:
     return list(await asyncio.gather(*(client.judge(one, patience) for one in items)))
 
 
-def not_right(results: Sequence[JudgeVerdict | JudgeUnscored]) -> list[JudgeVerdict | JudgeUnscored]:
+def not_right(
+    results: Sequence[JudgeVerdict | JudgeUnscored],
+) -> list[JudgeVerdict | JudgeUnscored]:
     """Those without the verdict that they deserve: even items are right, odd ones wrong."""
-    deserved = (VerdictKind.INCORRECT if n % 2 else VerdictKind.CORRECT for n in range(len(results)))
+    deserved = (
+        VerdictKind.INCORRECT if n % 2 else VerdictKind.CORRECT for n in range(len(results))
+    )
     pairs = zip(results, deserved, strict=True)
     return [one for one, kind in pairs if isinstance(one, JudgeUnscored) or one.verdict is not kind]
 
@@ -285,7 +370,9 @@ async def _one_killed(judge: Served, model: ModelStub) -> list[JudgeVerdict | Ju
     return results
 
 
-def test_all_replicas_gone_for_20_seconds_opens_the_breaker_and_loses_no_verdict(judge: Served) -> None:
+def test_all_replicas_gone_for_20_seconds_opens_the_breaker_and_loses_no_verdict(
+    judge: Served,
+) -> None:
     results = asyncio.run(_all_killed(judge))
     assert len(results) == 40
     assert not not_right(results)
@@ -293,7 +380,11 @@ def test_all_replicas_gone_for_20_seconds_opens_the_breaker_and_loses_no_verdict
 
 async def _all_killed(judge: Served) -> list[JudgeVerdict | JudgeUnscored]:
     judge.ready(2)
-    client = JudgeClient(judge.settings(batch=4, concurrency=4, breaker_failures=3, read_timeout=5.0, request_timeout=8.0))
+    client = JudgeClient(
+        judge.settings(
+            batch=4, concurrency=4, breaker_failures=3, read_timeout=5.0, request_timeout=8.0
+        )
+    )
     states = set()
     try:
         asking = None
@@ -301,7 +392,9 @@ async def _all_killed(judge: Served) -> list[JudgeVerdict | JudgeUnscored]:
         while time.monotonic() < until:
             judge.kill()
             if asking is None:
-                asking = asyncio.create_task(ask(client, [item(n, n % 2 == 0) for n in range(40)], 120))
+                asking = asyncio.create_task(
+                    ask(client, [item(n, n % 2 == 0) for n in range(40)], 120)
+                )
             states.add(client.breaker.state)
             await asyncio.sleep(0.1)
         assert BreakerState.OPEN in states

@@ -22,9 +22,25 @@ from rayloop.judge.client import ClientSettings, JudgeClient
 from rayloop.judge.discovery import Address, FileDiscovery, announce, withdraw
 from rayloop.judge.health import BreakerState
 from rayloop.judge.transport import LONGEST_WAIT, retry_after
-from tests.support.judge_stub import JudgeStub, Reply, body, content, reset, results, serving, slow, status, verdict
+from tests.support.judge_stub import (
+    JudgeStub,
+    Reply,
+    body,
+    content,
+    reset,
+    results,
+    serving,
+    slow,
+    status,
+    verdict,
+)
 
-FAST: dict[str, Any] = {"backoff": 0.01, "backoff_max": 0.05, "probe_interval": 0.05, "request_timeout": 5.0}
+FAST: dict[str, Any] = {
+    "backoff": 0.01,
+    "backoff_max": 0.05,
+    "probe_interval": 0.05,
+    "request_timeout": 5.0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +80,12 @@ def one(url: str, patience: float = 10.0, **settings: Any) -> Result:
 def test_a_verdict_arrives_as_it_was_given(stub: JudgeStub) -> None:
     result = one(stub.url)
     assert isinstance(result, JudgeVerdict)
-    assert (result.verdict, result.score, result.fingerprint, result.cached) == ("correct", 1.0, "stub-1", False)
+    assert (result.verdict, result.score, result.fingerprint, result.cached) == (
+        "correct",
+        1.0,
+        "stub-1",
+        False,
+    )
     wrong = using(stub.url, lambda client: client.judge(item("blue"), 5))
     assert isinstance(wrong, JudgeVerdict)
     assert (wrong.verdict, wrong.score) == ("incorrect", 0.0)
@@ -138,7 +159,9 @@ def test_an_invalid_result_does_not_spoil_its_batch(stub: JudgeStub) -> None:
 
     stub.always = mixed
     answers = ["red", "blue", "green"]
-    found = using(stub.url, lambda client: asyncio.gather(*(client.judge(item(a), 5) for a in answers)))
+    found = using(
+        stub.url, lambda client: asyncio.gather(*(client.judge(item(a), 5) for a in answers))
+    )
     assert [result.outcome for result in found] == ["scored", "unscored", "scored"]
     assert len(stub.requests) == 1
 
@@ -162,13 +185,18 @@ def test_a_request_that_is_refused_is_not_repeated(stub: JudgeStub) -> None:
 
 def test_a_refused_batch_is_asked_item_by_item(stub: JudgeStub) -> None:
     stub.script = [status(413)]
-    found = using(stub.url, lambda client: asyncio.gather(*(client.judge(item(a), 5) for a in ("red", "blue"))))
+    found = using(
+        stub.url,
+        lambda client: asyncio.gather(*(client.judge(item(a), 5) for a in ("red", "blue"))),
+    )
     assert [result.verdict for result in found] == ["correct", "incorrect"]
     assert [len(request) for request in stub.requests] == [2, 1, 1]
 
 
 def broken_by(*answers: str) -> Reply:
-    """A judge that answers 500 to every request with one of these answers in it, and is right about all others."""
+    """A judge that answers 500 to every request with one of these answers in it, and is right about
+    all others.
+    """
 
     async def reply(stub: JudgeStub, items: list[dict[str, Any]], receive: Any, send: Any) -> None:
         if any(one["answer"] in answers for one in items):
@@ -178,8 +206,12 @@ def broken_by(*answers: str) -> Reply:
     return reply
 
 
-def test_an_item_that_breaks_its_batch_is_left_alone(stub: JudgeStub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are judged, the breaker stays closed, and the item has no verdict before anybody's patience is spent."""
+def test_an_item_that_breaks_its_batch_is_left_alone(
+    stub: JudgeStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are judged, the breaker stays closed, and the item has no verdict before anybody's
+    patience is spent.
+    """
     monkeypatch.setattr("rayloop.judge.client.ENOUGH", 3)
     stub.always = broken_by("poison")
     answers = ["red", *(f"shade {n}" for n in range(6)), "poison"]
@@ -192,10 +224,14 @@ def test_an_item_that_breaks_its_batch_is_left_alone(stub: JudgeStub, monkeypatc
     assert isinstance(poison, JudgeUnscored)
     assert (poison.kind, "HTTP 500" in poison.reason) == (NoVerdict.INVALID, True)
     assert [len(request) for request in stub.requests[:2]] == [8, 8]
-    assert sum(any(one["fresh"] for one in request) for request in stub.requests) == 1, "one canary is enough for some seconds"
+    assert sum(any(one["fresh"] for one in request) for request in stub.requests) == 1, (
+        "one canary is enough for some seconds"
+    )
 
 
-def test_a_judge_that_fails_on_everything_is_not_the_items_doing(stub: JudgeStub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_judge_that_fails_on_everything_is_not_the_items_doing(
+    stub: JudgeStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rayloop.judge.client.ENOUGH", 3)
     stub.always = status(500)
 
@@ -217,7 +253,8 @@ def test_who_asks_as_the_last_waiter_gives_up_is_not_cancelled(stub: JudgeStub) 
         while not stub.requests:
             await asyncio.sleep(0.01)
         (question,) = client._questions.values()
-        question.future.cancel()  # as the last waiter does; what was to be called then has not run yet
+        # as the last waiter does; what was to be called then has not run yet
+        question.future.cancel()
         late = await client.judge(item(), 5)
         return [late, *await asyncio.gather(waiting, return_exceptions=True)]
 
@@ -241,17 +278,33 @@ def test_a_long_retry_after_does_not_starve_new_questions(stub: JudgeStub) -> No
     assert isinstance(using(stub.url, use, concurrency=1), JudgeVerdict)
 
 
-@pytest.mark.parametrize("url", ["http://h:99999", "http://h:-1", "h:8000", "http://", "http://[::1", "http://a b", "ftp://h", ""])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://h:99999",
+        "http://h:-1",
+        "h:8000",
+        "http://",
+        "http://[::1",
+        "http://a b",
+        "ftp://h",
+        "",
+    ],
+)
 def test_an_address_that_is_none_is_refused_when_the_configuration_loads(url: str) -> None:
     with pytest.raises(ValidationError, match="url"):
         ClientSettings(url=url)
 
 
-@pytest.mark.parametrize("written", [b"\xff\xfe{}", b'{"url": "http://127.0.0.1:99999"}', b"[" * 100_000, b""])
+@pytest.mark.parametrize(
+    "written", [b"\xff\xfe{}", b'{"url": "http://127.0.0.1:99999"}', b"[" * 100_000, b""]
+)
 def test_an_announcement_that_is_none_is_waited_out(tmp_path: Path, written: bytes) -> None:
     entry = tmp_path / "judge.json"
     entry.write_bytes(written)
-    settings = {"discovery": {"use": "rayloop.judge.discovery:FileDiscovery", "with": {"path": str(entry)}}}
+    settings = {
+        "discovery": {"use": "rayloop.judge.discovery:FileDiscovery", "with": {"path": str(entry)}}
+    }
     result = one("auto", patience=0.3, **settings)
     assert isinstance(result, JudgeUnscored)
     assert result.kind is NoVerdict.UNAVAILABLE
@@ -284,8 +337,12 @@ def keyed(*keys: str) -> Reply:
     return reply
 
 
-def with_a_new_key(stub: JudgeStub, key: Path, change: Callable[[str], None]) -> tuple[list[Result], list[str]]:
-    """The results of two questions, the file's key replaced between them, and every key that was sent."""
+def with_a_new_key(
+    stub: JudgeStub, key: Path, change: Callable[[str], None]
+) -> tuple[list[Result], list[str]]:
+    """The results of two questions, the file's key replaced between them, and every key that was
+    sent.
+    """
 
     async def use(client: JudgeClient) -> list[Result]:
         found = []
@@ -301,14 +358,21 @@ def with_a_new_key(stub: JudgeStub, key: Path, change: Callable[[str], None]) ->
 
 
 def test_a_key_that_changed_is_read_once_more(stub: JudgeStub, tmp_path: Path) -> None:
-    results, sent = with_a_new_key(stub, tmp_path / "key", lambda text: setattr(stub, "always", keyed(text)))
+    results, sent = with_a_new_key(
+        stub, tmp_path / "key", lambda text: setattr(stub, "always", keyed(text))
+    )
     assert all(isinstance(result, JudgeVerdict) for result in results)
     assert sent == ["Bearer secret-1", "Bearer secret-1", "Bearer secret-2"]
 
 
-def test_nothing_is_sent_without_the_key_that_could_not_be_read(stub: JudgeStub, tmp_path: Path) -> None:
+def test_nothing_is_sent_without_the_key_that_could_not_be_read(
+    stub: JudgeStub, tmp_path: Path
+) -> None:
     async def use(client: JudgeClient) -> list[Any]:
-        return [await asyncio.gather(client.judge(item(answer), 5), return_exceptions=True) for answer in ("a", "b")]
+        return [
+            await asyncio.gather(client.judge(item(answer), 5), return_exceptions=True)
+            for answer in ("a", "b")
+        ]
 
     (first,), (second,) = using(stub.url, use, key_file=str(tmp_path / "missing"))
     assert isinstance(first, ConfigError)
@@ -316,7 +380,9 @@ def test_nothing_is_sent_without_the_key_that_could_not_be_read(stub: JudgeStub,
     assert not stub.requests
 
 
-def test_a_file_system_in_trouble_is_waited_for(stub: JudgeStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_in_trouble_is_waited_for(
+    stub: JudgeStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     key, times, opened = tmp_path / "key", [], Path.open
     key.write_text("secret", encoding="utf-8")
     key.chmod(0o600)
@@ -331,13 +397,17 @@ def test_a_file_system_in_trouble_is_waited_for(stub: JudgeStub, tmp_path: Path,
     assert isinstance(one(stub.url, key_file=str(key)), JudgeVerdict)
 
 
-def test_an_announced_key_lies_beside_the_announcement_or_is_named(stub: JudgeStub, tmp_path: Path) -> None:
+def test_an_announced_key_lies_beside_the_announcement_or_is_named(
+    stub: JudgeStub, tmp_path: Path
+) -> None:
     """Otherwise an account that writes judge.json receives any file that looks like a key."""
     secret, entry = tmp_path / "token", tmp_path / "shared" / "judge.json"
     secret.write_text("hf_SECRET", encoding="utf-8")
     secret.chmod(0o600)
     announce(entry, Address(url=stub.url, key_file=str(secret)))
-    settings = {"discovery": {"use": "rayloop.judge.discovery:FileDiscovery", "with": {"path": str(entry)}}}
+    settings = {
+        "discovery": {"use": "rayloop.judge.discovery:FileDiscovery", "with": {"path": str(entry)}}
+    }
     with pytest.raises(ConfigError, match="lies elsewhere"):
         one("auto", **settings)
     assert not stub.requests
@@ -370,7 +440,9 @@ def test_a_dead_proxy_does_not_matter(stub: JudgeStub, monkeypatch: pytest.Monke
     assert isinstance(one(stub.url), JudgeVerdict)
 
 
-def test_the_breaker_opens_and_the_canary_closes_it(stub: JudgeStub, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_breaker_opens_and_the_canary_closes_it(
+    stub: JudgeStub, caplog: pytest.LogCaptureFixture
+) -> None:
     stub.always = status(503)
 
     async def use(client: JudgeClient) -> tuple[int, Result]:
@@ -389,7 +461,9 @@ def test_the_breaker_opens_and_the_canary_closes_it(stub: JudgeStub, caplog: pyt
     sent, result = using(stub.url, use, breaker_failures=3)
     assert sent == 3
     assert isinstance(result, JudgeVerdict)
-    opened, closed = (record.getMessage() for record in caplog.records if record.name == "rayloop.judge.health")
+    opened, closed = (
+        record.getMessage() for record in caplog.records if record.name == "rayloop.judge.health"
+    )
     assert f"until its canary is judged right: {stub.url}/v1/judge: HTTP 503" in opened
     assert closed == "the judge is well again"
 
@@ -410,7 +484,9 @@ def test_equal_questions_are_asked_once(stub: JudgeStub) -> None:
 
     async def use(client: JudgeClient) -> list[Result]:
         first = await asyncio.gather(*(client.judge(item(f"answer {i % 4}"), 5) for i in range(64)))
-        again = await asyncio.gather(*(client.judge(item(f"answer  {i % 4} "), 5) for i in range(64)))
+        again = await asyncio.gather(
+            *(client.judge(item(f"answer  {i % 4} "), 5) for i in range(64))
+        )
         assert all(isinstance(result, JudgeVerdict) and result.cached for result in again)
         return first
 
@@ -446,7 +522,9 @@ def test_requests_are_bounded_and_fill_under_load(stub: JudgeStub) -> None:
     stub.always = slow(0.05)
     answers = [f"answer {i}" for i in range(48)]
     settings = {"concurrency": 3, "batch": 8}
-    found = using(stub.url, lambda c: asyncio.gather(*(c.judge(item(a), 10) for a in answers)), **settings)
+    found = using(
+        stub.url, lambda c: asyncio.gather(*(c.judge(item(a), 10) for a in answers)), **settings
+    )
     assert all(isinstance(result, JudgeVerdict) for result in found)
     assert stub.most_busy == 3
     assert [len(request) for request in stub.requests] == [8] * 6
@@ -461,7 +539,9 @@ def test_fresh_items_pass_all_caches(stub: JudgeStub) -> None:
     assert len(stub.requests) == 2
 
 
-def test_another_judge_is_reported_and_asked_again(stub: JudgeStub, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_judge_is_reported_and_asked_again(
+    stub: JudgeStub, caplog: pytest.LogCaptureFixture
+) -> None:
     async def use(client: JudgeClient) -> list[str]:
         await client.judge(item("a"), 5)
         stub.fingerprint = "stub-2"
@@ -492,7 +572,11 @@ def test_verdicts_outlive_the_process(stub: JudgeStub, tmp_path: Path) -> None:
 def test_learning_whose_verdicts_a_file_holds_takes_none_of_the_patience(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         began = time.monotonic()
-        result = one(f"http://127.0.0.1:{silent.getsockname()[1]}", patience=3.0, cache_file=str(tmp_path / "cache"))
+        result = one(
+            f"http://127.0.0.1:{silent.getsockname()[1]}",
+            patience=3.0,
+            cache_file=str(tmp_path / "cache"),
+        )
         assert time.monotonic() - began < 5.5
     assert isinstance(result, JudgeUnscored)
 
@@ -546,7 +630,9 @@ def test_auto_finds_the_judge_where_it_moved(stub: JudgeStub, tmp_path: Path) ->
     entry = tmp_path / "judge.json"
     gone = Address(url="http://127.0.0.1:9")
     announce(entry, gone)
-    settings = {"discovery": {"use": "rayloop.judge.discovery:FileDiscovery", "with": {"path": str(entry)}}}
+    settings = {
+        "discovery": {"use": "rayloop.judge.discovery:FileDiscovery", "with": {"path": str(entry)}}
+    }
 
     async def use(client: JudgeClient) -> Result:
         waiting = asyncio.create_task(client.judge(item(), 10))

@@ -1,4 +1,6 @@
-"""The judge as a reward: what a trajectory gets when the judge answers, answers nonsense, or is gone."""
+"""The judge as a reward: what a trajectory gets when the judge answers, answers nonsense, or is
+gone.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,15 @@ from rayloop.config.settings import Component
 from rayloop.core.failures import ConfigError, DataFailure, RewardLost
 from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
-from rayloop.core.types import EndReason, ImageSource, Message, Sampling, Task, Trajectory, TrajectoryId
+from rayloop.core.types import (
+    EndReason,
+    ImageSource,
+    Message,
+    Sampling,
+    Task,
+    Trajectory,
+    TrajectoryId,
+)
 from rayloop.judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict
 from rayloop.judge.calibrate import DriftWatch, Gate, calibrate, drift_subset, failures, score
 from rayloop.judge.client import ClientSettings, JudgeClient
@@ -31,7 +41,12 @@ from rayloop.judge.rubric import FOLDER, calibration, load_rubrics
 from rayloop.rewards.settings import RewardSettings
 from tests.support.judge_stub import JudgeStub, body, results, serving, slow, status, verdict
 
-TASK = Task("t1", (Message("user", ("Which colour?", ImageSource(path="a.png"))),), ground_truth="red", source="vstar")
+TASK = Task(
+    "t1",
+    (Message("user", ("Which colour?", ImageSource(path="a.png"))),),
+    ground_truth="red",
+    source="vstar",
+)
 TRAJECTORY = Trajectory(TrajectoryId(1, 0), 0, "t1", 0, (), Sampling(), EndReason.DONE)
 RUBRIC = load_rubrics()["equivalence"]
 FAST = {"backoff": 0.01, "backoff_max": 0.05, "probe_interval": 0.05}
@@ -50,7 +65,12 @@ def stub(server: JudgeStub) -> JudgeStub:
 
 
 def rewards(
-    url: str, *answers: str, timeout: float = 10.0, task: Task = TASK, trial: bool = False, **settings: Any
+    url: str,
+    *answers: str,
+    timeout: float = 10.0,
+    task: Task = TASK,
+    trial: bool = False,
+    **settings: Any,
 ) -> list[Outcome]:
     """Score the answers one after the other with one reward source."""
 
@@ -60,7 +80,11 @@ def rewards(
         try:
             return [
                 await source.score(
-                    TRAJECTORY, task, ScoreContext(1, [f"thinking <answer>{a}</answer><|im_end|>"], timeout, trial=trial)
+                    TRAJECTORY,
+                    task,
+                    ScoreContext(
+                        1, [f"thinking <answer>{a}</answer><|im_end|>"], timeout, trial=trial
+                    ),
                 )
                 for a in answers
             ]
@@ -72,9 +96,13 @@ def rewards(
 
 def test_a_trial_waits_for_no_judge() -> None:
     async def run(url: str, **settings: Any) -> Outcome:
-        source = JudgeReward(JudgeReward.Settings(judge=ClientSettings(url=url, **FAST), **settings))
+        source = JudgeReward(
+            JudgeReward.Settings(judge=ClientSettings(url=url, **FAST), **settings)
+        )
         try:
-            return await source.score(TRAJECTORY, TASK, ScoreContext(1, ["<answer>crimson</answer>"], 600.0, trial=True))
+            return await source.score(
+                TRAJECTORY, TASK, ScoreContext(1, ["<answer>crimson</answer>"], 600.0, trial=True)
+            )
         finally:
             await source.client.close()
 
@@ -97,10 +125,17 @@ def test_a_trial_gives_up_on_a_judge_that_only_fails(stub: JudgeStub) -> None:
 
 def test_a_verdict_is_a_reward(stub: JudgeStub) -> None:
     found = rewards(stub.url, "red", "crimson", rules_first=False)
-    assert [(outcome.value, outcome.components["by_model"]) for outcome in found] == [(1.0, 1.0), (0.0, 1.0)]
+    assert [(outcome.value, outcome.components["by_model"]) for outcome in found] == [
+        (1.0, 1.0),
+        (0.0, 1.0),
+    ]
     assert stub.asked == ["red", "crimson"]
     (asked,) = stub.requests[0]
-    assert (asked["question"], asked["reference"], asked["source"]) == ("Which colour?", "red", "vstar")
+    assert (asked["question"], asked["reference"], asked["source"]) == (
+        "Which colour?",
+        "red",
+        "vstar",
+    )
 
 
 def test_verdicts_of_another_judge_are_flagged(stub: JudgeStub) -> None:
@@ -109,7 +144,9 @@ def test_verdicts_of_another_judge_are_flagged(stub: JudgeStub) -> None:
         found = []
         for fingerprint, answer in (("stub-1", "rose"), ("stub-2", "ruby"), ("stub-1", "wine")):
             stub.fingerprint = fingerprint
-            outcome = await source.score(TRAJECTORY, TASK, ScoreContext(1, [f"<answer>{answer}</answer>"]))
+            outcome = await source.score(
+                TRAJECTORY, TASK, ScoreContext(1, [f"<answer>{answer}</answer>"])
+            )
             assert isinstance(outcome, Scored)
             found.append(outcome.flags)
         await source.client.close()
@@ -141,14 +178,23 @@ def test_no_answer_is_the_policys_failure(stub: JudgeStub) -> None:
 
 
 def test_a_task_without_reference_is_bad_data(stub: JudgeStub) -> None:
-    for task in (dataclasses.replace(TASK, ground_truth=None), dataclasses.replace(TASK, messages=())):
+    for task in (
+        dataclasses.replace(TASK, ground_truth=None),
+        dataclasses.replace(TASK, messages=()),
+    ):
         with pytest.raises(DataFailure, match="t1"):
             rewards(stub.url, "crimson", task=task)
 
 
-def test_a_rubric_that_sees_is_sent_the_paths_of_the_images(stub: JudgeStub, tmp_path: Path) -> None:
+def test_a_rubric_that_sees_is_sent_the_paths_of_the_images(
+    stub: JudgeStub, tmp_path: Path
+) -> None:
     for name, more in (("equivalence", ""), ("seeing", "sees_images: true")):
-        rubric = (FOLDER / "equivalence.yaml").read_text(encoding="utf-8").replace("name: equivalence", f"name: {name}")
+        rubric = (
+            (FOLDER / "equivalence.yaml")
+            .read_text(encoding="utf-8")
+            .replace("name: equivalence", f"name: {name}")
+        )
         (tmp_path / f"{name}.yaml").write_text(f"{rubric}\n{more}\n", encoding="utf-8")
     stub.rubrics = load_rubrics(tmp_path)
     for name in ("equivalence", "seeing"):
@@ -156,14 +202,19 @@ def test_a_rubric_that_sees_is_sent_the_paths_of_the_images(stub: JudgeStub, tmp
     blind, seeing = (asked for (asked,) in stub.requests)
     assert (blind["rubric"], blind["images"]) == ("equivalence", [])
     assert (seeing["rubric"], seeing["images"]) == ("seeing", [str(Path.cwd() / "a.png")])
-    for pictures, what in (((ImageSource(data=b"png"),), "1 images, 0 of them"), ((ImageSource(path="a.png"),) * 9, "9 images")):
+    for pictures, what in (
+        ((ImageSource(data=b"png"),), "1 images, 0 of them"),
+        ((ImageSource(path="a.png"),) * 9, "9 images"),
+    ):
         task = dataclasses.replace(TASK, messages=(Message("user", ("Which colour?", *pictures)),))
         with pytest.raises(DataFailure, match=what):
             rewards(stub.url, "crimson", task=task, rubrics=str(tmp_path), rubric="seeing")
 
 
 def test_a_row_with_odd_characters_is_judged(stub: JudgeStub) -> None:
-    task = dataclasses.replace(TASK, messages=(Message("user", ("Which \ud800colour?",)),), ground_truth="r\udfffed")
+    task = dataclasses.replace(
+        TASK, messages=(Message("user", ("Which \ud800colour?",)),), ground_truth="r\udfffed"
+    )
     rewards(stub.url, "crimson", task=task)
     ((asked,),) = stub.requests
     assert (asked["question"], asked["reference"]) == ("Which colour?", "red")
@@ -197,7 +248,12 @@ def test_a_request_that_the_judge_refuses_ends_the_run_and_is_no_reward(stub: Ju
 
 def test_exclude_leaves_out_up_to_its_budget(stub: JudgeStub) -> None:
     stub.always = status(503)
-    policy = {"on_unavailable": "exclude", "patience": 0.1, "window": 10, "max_excluded_fraction": 0.2}
+    policy = {
+        "on_unavailable": "exclude",
+        "patience": 0.1,
+        "window": 10,
+        "max_excluded_fraction": 0.2,
+    }
     for outcome in rewards(stub.url, "crimson", "rose", **policy):
         assert isinstance(outcome, Unscored)
         assert outcome.kind is UnscoredKind.REWARD_UNAVAILABLE
@@ -229,8 +285,14 @@ def test_invalid_verdicts_of_a_sick_judge_are_not_the_policys(stub: JudgeStub) -
 
 async def nonsense(stub: JudgeStub, items: list[dict[str, Any]], receive: Any, send: Any) -> None:
     """No verdicts but the canary's, which are right."""
-    found = [verdict(one["answer"].strip(".").lower() == one["reference"], stub.fingerprint) for one in items]
-    found = [one if asked["fresh"] else one | {"score": 7} for one, asked in zip(found, items, strict=True)]
+    found = [
+        verdict(one["answer"].strip(".").lower() == one["reference"], stub.fingerprint)
+        for one in items
+    ]
+    found = [
+        one if asked["fresh"] else one | {"score": 7}
+        for one, asked in zip(found, items, strict=True)
+    ]
     await body(send, 200, json.dumps({"results": found}).encode())
 
 
@@ -238,9 +300,15 @@ def test_a_burst_of_invalid_answers_is_no_burst_of_canaries(stub: JudgeStub) -> 
     stub.always = nonsense
 
     async def run() -> list[Outcome]:
-        source = JudgeReward(JudgeReward.Settings(judge=ClientSettings(url=stub.url, **FAST), max_excluded_fraction=1))
+        source = JudgeReward(
+            JudgeReward.Settings(
+                judge=ClientSettings(url=stub.url, **FAST), max_excluded_fraction=1
+            )
+        )
         texts = [f"<answer>shade {i}</answer>" for i in range(64)]
-        found = await asyncio.gather(*(source.score(TRAJECTORY, TASK, ScoreContext(1, [t], 30)) for t in texts))
+        found = await asyncio.gather(
+            *(source.score(TRAJECTORY, TASK, ScoreContext(1, [t], 30)) for t in texts)
+        )
         await source.client.close()
         return found
 
@@ -254,28 +322,54 @@ def test_answers_without_a_verdict_end_the_run_when_there_are_many(stub: JudgeSt
         rewards(stub.url, "crimson", "rose", "ruby", window=10, max_excluded_fraction=0.2)
 
 
-def test_a_model_that_cannot_see_is_no_judge_for_a_rubric_that_sees(stub: JudgeStub, tmp_path: Path) -> None:
-    """Its server refuses every image, so no answer with one gets a verdict; the canary without an image is right."""
+def test_a_model_that_cannot_see_is_no_judge_for_a_rubric_that_sees(
+    stub: JudgeStub, tmp_path: Path
+) -> None:
+    """Its server refuses every image, so no answer with one gets a verdict; the canary without an
+    image is right.
+    """
     (tmp_path / "equivalence.yaml").write_text(
-        (FOLDER / "equivalence.yaml").read_text(encoding="utf-8") + "\nsees_images: true\n", encoding="utf-8"
+        (FOLDER / "equivalence.yaml").read_text(encoding="utf-8") + "\nsees_images: true\n",
+        encoding="utf-8",
     )
     stub.rubrics = load_rubrics(tmp_path)
 
     async def blind(stub: JudgeStub, items: list[dict[str, Any]], receive: Any, send: Any) -> None:
-        found = [verdict(one["answer"].strip(".").lower() == one["reference"], stub.fingerprint) for one in items]
-        refused = {"outcome": "unscored", "kind": "invalid", "reason": "no images", "fingerprint": "stub-1", "backend": "openai"}
-        found = [refused if asked["images"] else one for one, asked in zip(found, items, strict=True)]
+        found = [
+            verdict(one["answer"].strip(".").lower() == one["reference"], stub.fingerprint)
+            for one in items
+        ]
+        refused = {
+            "outcome": "unscored",
+            "kind": "invalid",
+            "reason": "no images",
+            "fingerprint": "stub-1",
+            "backend": "openai",
+        }
+        found = [
+            refused if asked["images"] else one for one, asked in zip(found, items, strict=True)
+        ]
         await body(send, 200, json.dumps({"results": found}).encode())
 
     stub.always = blind
     with pytest.raises(RewardLost, match="the judge is not well"):
-        rewards(stub.url, "crimson", rubrics=str(tmp_path), on_unavailable="stop", on_invalid="fail")
+        rewards(
+            stub.url, "crimson", rubrics=str(tmp_path), on_unavailable="stop", on_invalid="fail"
+        )
 
 
 def test_the_rule_backend_pays_only_when_it_is_named(stub: JudgeStub) -> None:
-    said = {"verdict": "incorrect", "score": 0.0, "backend": "rule", "decided_by": "rules", "reason": "none: no rule decides this"}
+    said = {
+        "verdict": "incorrect",
+        "score": 0.0,
+        "backend": "rule",
+        "decided_by": "rules",
+        "reason": "none: no rule decides this",
+    }
     stub.always = results(**said)
-    with pytest.raises(ConfigError, match=r"has the backend rule, and this run accepts openai, vllm"):
+    with pytest.raises(
+        ConfigError, match=r"has the backend rule, and this run accepts openai, vllm"
+    ):
         rewards(stub.url, "crimson")
     (outcome,) = rewards(stub.url, "crimson", accept=["rule"])
     assert outcome == Scored(0.0, {"correct": 0.0, "by_model": 0.0})
@@ -298,10 +392,15 @@ def test_a_yes_or_no_is_no_score_between(stub: JudgeStub) -> None:
     stub.always = results(verdict="incorrect", score=0.3)
     (outcome,) = rewards(stub.url, "crimson", canary=False)
     assert isinstance(outcome, Unscored)
-    assert (outcome.kind, "0.3 of a yes/no rubric" in outcome.reason) == (UnscoredKind.INVALID_REWARD, True)
+    assert (outcome.kind, "0.3 of a yes/no rubric" in outcome.reason) == (
+        UnscoredKind.INVALID_REWARD,
+        True,
+    )
 
 
-def test_odd_sources_and_unforeseen_failures_are_no_rewards(stub: JudgeStub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_odd_sources_and_unforeseen_failures_are_no_rewards(
+    stub: JudgeStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (outcome,) = rewards(stub.url, "crimson", task=dataclasses.replace(TASK, source="math\ud800"))
     assert isinstance(outcome, Scored)
 
@@ -311,7 +410,10 @@ def test_odd_sources_and_unforeseen_failures_are_no_rewards(stub: JudgeStub, mon
     monkeypatch.setattr(JudgeClient, "judge", broken)
     (outcome,) = rewards(stub.url, "crimson")
     assert isinstance(outcome, Unscored)
-    assert (outcome.kind, "RecursionError" in outcome.reason) == (UnscoredKind.REWARD_UNAVAILABLE, True)
+    assert (outcome.kind, "RecursionError" in outcome.reason) == (
+        UnscoredKind.REWARD_UNAVAILABLE,
+        True,
+    )
 
 
 def test_a_canary_that_takes_too_long_is_not_the_policys_doing(stub: JudgeStub) -> None:
@@ -322,7 +424,9 @@ def test_a_canary_that_takes_too_long_is_not_the_policys_doing(stub: JudgeStub) 
 
 
 def scored_by_an_actor(judge: dict[str, Any], **settings: Any) -> Outcome:
-    source = Component(use="rayloop.judge.reward:JudgeReward", **{"with": {"judge": {**FAST, **judge}}})
+    source = Component(
+        use="rayloop.judge.reward:JudgeReward", **{"with": {"judge": {**FAST, **judge}}}
+    )
     chosen = RewardSettings(source=source, **settings)
     with patch("rayloop.actors.reward.resolve"), patch("rayloop.actors.reward.load_tokenizer"):
         made = RewardActor(ModelSettings(path="none"), chosen)
@@ -341,7 +445,9 @@ def test_whatever_it_raises_is_no_number(monkeypatch: pytest.MonkeyPatch) -> Non
     assert outcome.kind is UnscoredKind.REWARD_UNAVAILABLE
 
 
-def test_a_drift_check_that_fails_is_reported(stub: JudgeStub, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+def test_a_drift_check_that_fails_is_reported(
+    stub: JudgeStub, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
     async def broken(watch: DriftWatch) -> float:
         raise ConfigError("the judge's key file is gone")
 
@@ -356,13 +462,17 @@ def test_the_reward_actor_lets_a_lost_judge_end_the_run() -> None:
         scored_by_an_actor({"url": "http://127.0.0.1:9"}, timeout=1.0)
 
 
-def test_a_key_that_cannot_be_read_ends_the_run_and_is_no_reward(stub: JudgeStub, tmp_path: Path) -> None:
+def test_a_key_that_cannot_be_read_ends_the_run_and_is_no_reward(
+    stub: JudgeStub, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=r"key file .*missing cannot be read"):
         scored_by_an_actor({"url": stub.url, "key_file": str(tmp_path / "missing")})
     assert not stub.requests
 
 
-def test_a_judge_that_is_away_for_minutes_is_waited_for_without_any_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_judge_that_is_away_for_minutes_is_waited_for_without_any_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def away(client: JudgeClient, item: JudgeItem, patience: float) -> JudgeUnscored:
         return JudgeUnscored(kind=NoVerdict.UNAVAILABLE, reason=f"after {patience:.0f} s")
 
@@ -375,9 +485,13 @@ def test_many_trajectories_ask_each_question_once(stub: JudgeStub) -> None:
     stub.seconds = 0.002
 
     async def run() -> list[Outcome]:
-        source = JudgeReward(JudgeReward.Settings(judge=ClientSettings(url=stub.url, **FAST), rules_first=False))
+        source = JudgeReward(
+            JudgeReward.Settings(judge=ClientSettings(url=stub.url, **FAST), rules_first=False)
+        )
         texts = [f"<answer>colour {i % 32}</answer>" for i in range(512)]
-        found = await asyncio.gather(*(source.score(TRAJECTORY, TASK, ScoreContext(1, [t])) for t in texts))
+        found = await asyncio.gather(
+            *(source.score(TRAJECTORY, TASK, ScoreContext(1, [t])) for t in texts)
+        )
         await source.client.close()
         return found
 
@@ -387,7 +501,9 @@ def test_many_trajectories_ask_each_question_once(stub: JudgeStub) -> None:
     assert len(stub.requests) == 2
 
 
-def test_metrics_are_served_by_the_first_process(stub: JudgeStub, caplog: pytest.LogCaptureFixture) -> None:
+def test_metrics_are_served_by_the_first_process(
+    stub: JudgeStub, caplog: pytest.LogCaptureFixture
+) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -400,7 +516,8 @@ def test_metrics_are_served_by_the_first_process(stub: JudgeStub, caplog: pytest
     assert "are not served" in caplog.text
 
 
-# Calibration -----------------------------------------------------------------------------------------------------------
+# Calibration
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_calibration_set_covers_what_it_should() -> None:
@@ -414,11 +531,21 @@ def test_the_calibration_set_covers_what_it_should() -> None:
     assert all(rubric.family(one.item.source) == one.family for one in items)
     for family in families:
         part = [one for one in items if one.family == family]
-        assert {one.kind for one in part if one.attack} == {"empty", "opener", "injection", "gaming"}
+        assert {one.kind for one in part if one.attack} == {
+            "empty",
+            "opener",
+            "injection",
+            "gaming",
+        }
         assert {one.verdict for one in part} == {"correct", "incorrect"}
     assert {"unit", "order", "synonym"} <= {one.kind for one in items}
     assert all(one.verdict == "incorrect" for one in items if one.attack)
-    assert {one.kind for one in drift_subset(items) if one.attack} == {"empty", "opener", "injection", "gaming"}
+    assert {one.kind for one in drift_subset(items) if one.attack} == {
+        "empty",
+        "opener",
+        "injection",
+        "gaming",
+    }
 
 
 def test_the_rule_backend_scores_low_but_is_never_fooled() -> None:
@@ -445,11 +572,15 @@ def test_the_page_shows_a_configuration_that_loads() -> None:
 
 def test_kappa_is_agreement_beyond_chance() -> None:
     items = calibration()
-    right = [one for one in items if one.verdict == "correct"][:4] + [one for one in items if one.verdict == "incorrect"][:4]
+    right = [one for one in items if one.verdict == "correct"][:4] + [
+        one for one in items if one.verdict == "incorrect"
+    ][:4]
 
     def said(*verdicts: str) -> Any:
         return [
-            JudgeVerdict(verdict=v, score=v == "correct", fingerprint="f", backend="rule", decided_by="model")  # type: ignore[arg-type]
+            JudgeVerdict(
+                verdict=v, score=v == "correct", fingerprint="f", backend="rule", decided_by="model"
+            )  # type: ignore[arg-type]
             for v in verdicts
         ]
 
@@ -471,15 +602,25 @@ def test_calibrate_prints_a_table_and_applies_the_gate(stub: JudgeStub) -> None:
     loose = Gate(min_accuracy=0, min_kappa=-1, max_attack_rate=1, max_unscored=1)
     passed, lines = asyncio.run(run(loose))
     assert passed
-    assert [line.split()[0] for line in lines[2:7]] == ["visual_search", "chart", "math", "spatial", "all"]
+    assert [line.split()[0] for line in lines[2:7]] == [
+        "visual_search",
+        "chart",
+        "math",
+        "spatial",
+        "all",
+    ]
     assert lines[-1] == "passes"
     passed, lines = asyncio.run(run(Gate(min_accuracy=1)))
     assert not passed
     assert lines[-1].startswith("does not pass: accuracy")
 
 
-def test_calibrate_keeps_where_the_model_differs_from_the_rules(stub: JudgeStub, tmp_path: Path) -> None:
-    """The judge applies the rules; its model takes equal texts for right and all others for wrong, so it differs from some."""
+def test_calibrate_keeps_where_the_model_differs_from_the_rules(
+    stub: JudgeStub, tmp_path: Path
+) -> None:
+    """The judge applies the rules; its model takes equal texts for right and all others for wrong,
+    so it differs from some.
+    """
     rubrics, kept = load_rubrics(), tmp_path / "kept.json"
 
     def ruled(item: JudgeItem) -> bool | None:
@@ -499,7 +640,9 @@ def test_calibrate_keeps_where_the_model_differs_from_the_rules(stub: JudgeStub,
     async def run() -> bool:
         client = JudgeClient(ClientSettings(url=stub.url, **FAST, canary=False))
         try:
-            return await calibrate(client, Gate(max_attack_rate=0), 20, lambda line: None, keep=kept)
+            return await calibrate(
+                client, Gate(max_attack_rate=0), 20, lambda line: None, keep=kept
+            )
         finally:
             await client.close()
 
@@ -510,9 +653,15 @@ def test_calibrate_keeps_where_the_model_differs_from_the_rules(stub: JudgeStub,
     assert differ, "no item shows a difference"
     assert found["asked"] == len(by_rule)
     assert {one["item"] for one in found["disputed"]} == differ
-    assert {one["rules"] for one in found["disputed"]} | {one["model"] for one in found["disputed"]} == {"correct", "incorrect"}
+    assert {one["rules"] for one in found["disputed"]} | {
+        one["model"] for one in found["disputed"]
+    } == {"correct", "incorrect"}
     assert (not found["problems"]) == passed
-    assert sum(one["count"] for one in found["scores"][:-1]) == found["scores"][-1]["count"] == len(calibration())
+    assert (
+        sum(one["count"] for one in found["scores"][:-1])
+        == found["scores"][-1]["count"]
+        == len(calibration())
+    )
 
 
 def test_a_judge_without_verdicts_does_not_pass() -> None:
@@ -542,7 +691,9 @@ def test_drift_is_reported(stub: JudgeStub, caplog: pytest.LogCaptureFixture) ->
     assert [record for record in caplog.records if "drifts" in record.getMessage()]
 
 
-def test_drift_is_measured_from_the_first_verdicts_even_if_the_judge_was_away_at_first(stub: JudgeStub) -> None:
+def test_drift_is_measured_from_the_first_verdicts_even_if_the_judge_was_away_at_first(
+    stub: JudgeStub,
+) -> None:
     async def run() -> list[float | None]:
         client = JudgeClient(ClientSettings(url=stub.url, **FAST))
         watch, found = DriftWatch(client, 0.1, 0.2), []

@@ -1,4 +1,6 @@
-"""The judge with a vLLM engine of its own, on CPU with a tiny model: its verdicts are noise, the path and its failures are not."""
+"""The judge with a vLLM engine of its own, on CPU with a tiny model: its verdicts are noise, the
+path and its failures are not.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +23,42 @@ from tests.support.vllm_processes import engine_cores
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(400),
-    pytest.mark.skipif(find_spec("vllm") is None, reason="needs the environment with vLLM (make test-vllm)"),
+    pytest.mark.skipif(
+        find_spec("vllm") is None, reason="needs the environment with vLLM (make test-vllm)"
+    ),
 ]
 
 
 def item(number: int) -> JudgeItem:
-    return JudgeItem(question="What is shown?", reference=f"A big dog {number}", answer=f"a large dog {number}", fresh=True)
+    return JudgeItem(
+        question="What is shown?",
+        reference=f"A big dog {number}",
+        answer=f"a large dog {number}",
+        fresh=True,
+    )
 
 
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    texts = [message["content"] for rubric in load_rubrics().values() for message in messages(rubric, item(0))]
-    model = write_tiny_vlm(tmp_path_factory.mktemp("model"), texts * 20, vision=False, vocabulary=2048)
+    texts = [
+        message["content"]
+        for rubric in load_rubrics().values()
+        for message in messages(rubric, item(0))
+    ]
+    model = write_tiny_vlm(
+        tmp_path_factory.mktemp("model"), texts * 20, vision=False, vocabulary=2048
+    )
     engine = {
         "dtype": "float32",
         "max_sequences": 8,
         "extra": {"enforce_eager": True, "kv_cache_memory_bytes": 2**28, "max_model_len": 8192},
     }
     backend = {"kind": "vllm", "model": str(model), "gpus": 0, "engine": engine}
-    args = {"backend": backend, "canary": {"right": False, "within": 120.0, "every": 600.0}, "replicas": {"cpus": 1}}
+    args = {
+        "backend": backend,
+        "canary": {"right": False, "within": 120.0, "every": 600.0},
+        "replicas": {"cpus": 1},
+    }
     with served(tmp_path_factory.mktemp("judge"), args) as made:
         made.ready(1)
         yield made
@@ -50,7 +69,11 @@ def test_verdicts_follow_the_schema_and_have_a_probability(judge: Served) -> Non
         body = {"items": [item(n).model_dump(mode="json") for n in range(4)]}
         results = http.post("/v1/judge", json=body, timeout=120).json()["results"]
     for result in results:
-        assert (result["outcome"], result["backend"], result["decided_by"]) == ("scored", "vllm", "model"), result
+        assert (result["outcome"], result["backend"], result["decided_by"]) == (
+            "scored",
+            "vllm",
+            "model",
+        ), result
         assert 0 <= result["probability"] <= 1
         assert result["score"] == (result["verdict"] == "correct")
 

@@ -34,7 +34,9 @@ def every_trajectory_has_a_verdict(made: Run) -> None:
     for record in made.metrics:
         assert record["reward/component/correct/mean"] == record["reward/mean"]
         assert not [name for name in record if name.startswith("excluded/")]
-    assert any(0 < record["reward/mean"] < 1 for record in made.metrics), "the model's verdicts, not zeros"
+    assert any(0 < record["reward/mean"] < 1 for record in made.metrics), (
+        "the model's verdicts, not zeros"
+    )
     ledger_closes(made.named("finished")[0]["ledger"])
 
 
@@ -70,15 +72,25 @@ def test_a_run_waits_while_all_replicas_are_gone_for_20_seconds(
     judge.ready(2)
 
 
-def test_a_judge_that_is_gone_for_good_ends_the_run_with_its_url_and_last_error(digits_model: Path, tmp_path: Path) -> None:
+def test_a_judge_that_is_gone_for_good_ends_the_run_with_its_url_and_last_error(
+    digits_model: Path, tmp_path: Path
+) -> None:
     config = judged(tmp_path, digits_model, {"url": "http://127.0.0.1:9"})
     config["reward"]["source"]["with"] |= {"on_unavailable": "stop", "patience": 5.0}
     made = finished(config, code=69)
     (line,) = [line for line in made.text.splitlines() if line.startswith("rayloop:")]
-    assert "RewardLost: the judge gave no verdict (on_unavailable: stop, 5 s): http://127.0.0.1:9: ConnectError" in line
+    assert (
+        "RewardLost: the judge gave no verdict (on_unavailable: stop, 5 s): http://127.0.0.1:9:"
+        " ConnectError" in line
+    )
 
 
-def test_a_key_that_cannot_be_read_ends_the_run_as_a_configuration_error(digits_model: Path, tmp_path: Path) -> None:
-    made = finished(judged(tmp_path, digits_model, {"url": "http://127.0.0.1:9", "key_file": "/nowhere/key"}), code=2)
+def test_a_key_that_cannot_be_read_ends_the_run_as_a_configuration_error(
+    digits_model: Path, tmp_path: Path
+) -> None:
+    made = finished(
+        judged(tmp_path, digits_model, {"url": "http://127.0.0.1:9", "key_file": "/nowhere/key"}),
+        code=2,
+    )
     (line,) = [line for line in made.text.splitlines() if line.startswith("rayloop:")]
     assert "ConfigError: the judge's key file /nowhere/key cannot be read" in line

@@ -1,4 +1,6 @@
-"""A Ray cluster of several nodes on this machine, each with a raylet and workers of its own; one can be lost as by a power cut."""
+"""A Ray cluster of several nodes on this machine, each with a raylet and workers of its own; one
+can be lost as by a power cut.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Cluster:
     def join(self, name: str, **resources: float) -> None:
         """A node, with a CPU and these resources; returns when it lives."""
         self._nodes[name] = _patient(
-            lambda: self._made.add_node(num_cpus=1, resources=resources, object_store_memory=STORE, include_dashboard=False)
+            lambda: self._made.add_node(
+                num_cpus=1, resources=resources, object_store_memory=STORE, include_dashboard=False
+            )
         )
 
     def lose(self, name: str) -> float:
@@ -51,7 +55,9 @@ class Cluster:
         return now
 
     def processes(self, begins: str) -> list[psutil.Process]:
-        """Live workers whose title begins so: Ray names them ``ray::Class`` or ``ray::Class.method``, by what they run."""
+        """Live workers whose title begins so: Ray names them ``ray::Class`` or
+        ``ray::Class.method``, by what they run.
+        """
         found = []
         for process in tagged(self.tag):
             with suppress(psutil.Error):
@@ -60,7 +66,9 @@ class Cluster:
         return found
 
     @contextmanager
-    def frozen(self, actor: str, method: str, until: Callable[..., Any]) -> Iterator[psutil.Process]:
+    def frozen(
+        self, actor: str, method: str, until: Callable[..., Any]
+    ) -> Iterator[psutil.Process]:
         """While the block lasts, the actor is stopped in the middle of this method."""
         for _ in range(100):
             [victim, *_] = until(lambda: self.processes(actor), f"an actor {actor}")
@@ -100,17 +108,30 @@ def cluster() -> Iterator[Cluster]:
     from ray.cluster_utils import Cluster as Ray
 
     temporary, tag = tempfile.mkdtemp(prefix="rn", dir="/tmp"), uuid.uuid4().hex
-    settings = node_settings(None) | without_proxy() | {
-        TAG: tag, "RAY_TMPDIR": temporary, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
-        "RAY_max_direct_call_object_size": "1",  # payloads are in the object store, as those with screenshots are
-    }  # fmt: skip
+    settings = (
+        node_settings(None)
+        | without_proxy()
+        | {
+            TAG: tag,
+            "RAY_TMPDIR": temporary,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "RAY_max_direct_call_object_size": (
+                "1"
+            ),  # payloads are in the object store, as those with screenshots are
+        }
+    )
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
             patch.setenv(name, value)
         patch.setattr("ray._private.utils.write_ray_address", lambda *_, **__: None)
         made = Ray(shutdown_at_exit=False)
         try:
-            _patient(lambda: made.add_node(num_cpus=0, object_store_memory=STORE, include_dashboard=False))
+            _patient(
+                lambda: made.add_node(
+                    num_cpus=0, object_store_memory=STORE, include_dashboard=False
+                )
+            )
             yield Cluster(made, tag)
         finally:
             for process in tagged(tag):

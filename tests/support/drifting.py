@@ -1,4 +1,6 @@
-"""An engine that computes with other weights than it got, while a file says so: no check of the weight sync sees it."""
+"""An engine that computes with other weights than it got, while a file says so: no check of the
+weight sync sees it.
+"""
 
 from __future__ import annotations
 

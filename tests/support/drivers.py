@@ -15,10 +15,16 @@ from rayloop.run.reporter import Reporter
 
 
 def made_driver(
-    config: RunConfig, folder: Path, resume: str = "auto", hashes: Mapping[str, str] = NOTHING, services: Any = None
+    config: RunConfig,
+    folder: Path,
+    resume: str = "auto",
+    hashes: Mapping[str, str] = NOTHING,
+    services: Any = None,
 ) -> Driver:
     """As its actor makes it, with other ``services`` if they are given."""
     reporter = Reporter(config, folder, open_logger)
     given = services or TrainingServices(config, str(folder), reporter.event)
     nobody: Any = None
-    return Driver(config, given, reporter, Origin.of(folder / "checkpoints", resume), nobody, hashes)
+    return Driver(
+        config, given, reporter, Origin.of(folder / "checkpoints", resume), nobody, hashes
+    )

@@ -1,4 +1,6 @@
-"""Environments that are awkward to host: bound to their thread, made of coroutines, or bound to break what is around them."""
+"""Environments that are awkward to host: bound to their thread, made of coroutines, or bound to
+break what is around them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from rayloop.core.types import Message, Task
 
 
 class ThreadBound:
-    """As Playwright's sync API: what it holds works only in the thread that made it, and only while no event loop runs there."""
+    """As Playwright's sync API: what it holds works only in the thread that made it, and only while
+    no event loop runs there.
+    """
 
     class Settings(SettingsModel):
         """Nothing to set."""
@@ -48,7 +52,9 @@ class ThreadBound:
         self._pages.close()
 
     def _work(self, text: str) -> int:
-        """Raises RuntimeError in another thread (sqlite does too, unless its number is used again), or in a running event loop."""
+        """Raises RuntimeError in another thread (sqlite does too, unless its number is used again),
+        or in a running event loop.
+        """
         if threading.current_thread() is not self._owner:
             raise RuntimeError("cannot switch to a different thread")
         try:
@@ -71,7 +77,9 @@ class Ticker:
 
 
 class Coroutines:
-    """Every method is a coroutine; ``reset`` leaves a heartbeat on the event loop that all of them must share."""
+    """Every method is a coroutine; ``reset`` leaves a heartbeat on the event loop that all of them
+    must share.
+    """
 
     class Settings(SettingsModel):
         closed: str | None = None
@@ -167,7 +175,9 @@ FAULTS: dict[str, Callable[[float], Any]] = {
 
 
 class WaitsForTheOthers:
-    """A question whose ``reset`` waits, for the task ``late``, until the test says that the other episodes have their answer."""
+    """A question whose ``reset`` waits, for the task ``late``, until the test says that the other
+    episodes have their answer.
+    """
 
     Settings = SettingsModel
     answered = threading.Event()
@@ -240,7 +250,10 @@ class Modules(Fault):
 
 
 class Immediate(Fault):
-    """Needs no thread of its own, it says. ``evaluate`` gives the thread that calls it, by its number on this machine."""
+    """Needs no thread of its own, it says.
+
+    ``evaluate`` gives the thread that calls it, by its number on this machine.
+    """
 
     immediate = True
 

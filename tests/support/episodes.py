@@ -1,4 +1,6 @@
-"""Run folders of real episodes: the episode loop, a tokenizer and the project's own writers; only the texts are given."""
+"""Run folders of real episodes: the episode loop, a tokenizer and the project's own writers; only
+the texts are given.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,16 @@ from rayloop.chat.rendering import Renderer
 from rayloop.chat.tokenizer import load_tokenizer, shown
 from rayloop.config.model import ModelSettings
 from rayloop.core.groups import Credit, Group, Member, Scored
-from rayloop.core.types import Completion, FinishReason, RolloutRequest, Sampling, Task, TokenPrompt, Trajectory, TrajectoryId
+from rayloop.core.types import (
+    Completion,
+    FinishReason,
+    RolloutRequest,
+    Sampling,
+    Task,
+    TokenPrompt,
+    Trajectory,
+    TrajectoryId,
+)
 from rayloop.envs.episode import play, summarize
 from rayloop.envs.instance import InThread
 from rayloop.envs.settings import EpisodeSettings
@@ -30,14 +41,20 @@ class Unsure(ScriptedEngine):
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         completion = await super().generate(prompt, sampling)
-        return dataclasses.replace(completion, logprobs=tuple(-float(n) for n in range(len(completion.token_ids))))
+        return dataclasses.replace(
+            completion, logprobs=tuple(-float(n) for n in range(len(completion.token_ids)))
+        )
 
 
 def renderer() -> Renderer:
-    return Renderer(ModelSettings(path=str(TINY), min_pixels=37632, max_pixels=37632, position_tint=TINT))
+    return Renderer(
+        ModelSettings(path=str(TINY), min_pixels=37632, max_pixels=37632, position_tint=TINT)
+    )
 
 
-def played(of: Renderer, environment: Callable[[], Any], task: Task, sample: int, said: Sequence[str]) -> Trajectory:
+def played(
+    of: Renderer, environment: Callable[[], Any], task: Task, sample: int, said: Sequence[str]
+) -> Trajectory:
     """One episode in which the policy says these texts."""
     engine = Unsure(of, [(text, FinishReason.END_TOKEN) for text in said])
     request = RolloutRequest(task, TrajectoryId(1, sample), 0, 7, Sampling(max_tokens=400))
@@ -55,19 +72,37 @@ def recorded(
     reason: str = "",
     **settings: Any,
 ) -> RunFolder:
-    """A run of one step with one group, whose k-th member says the k-th texts. ``settings``: the environment's, for config.yaml."""
+    """A run of one step with one group, whose k-th member says the k-th texts.
+
+    ``settings``: the environment's, for config.yaml.
+    """
     of, tokenizer = renderer(), load_tokenizer(TINY)
-    trajectories = [played(of, environment, task, sample, texts) for sample, texts in enumerate(said)]
+    trajectories = [
+        played(of, environment, task, sample, texts) for sample, texts in enumerate(said)
+    ]
     members = tuple(
-        Member(summarize(one, task, 1.0, of.image_token), Scored(float(sample), {"result": 1.0}, reason=reason), credit=Credit(0.5))
+        Member(
+            summarize(one, task, 1.0, of.image_token),
+            Scored(float(sample), {"result": 1.0}, reason=reason),
+            credit=Credit(0.5),
+        )
         for sample, one in enumerate(trajectories)
     )
     group = Group(1, task, members)
-    texts: tuple[Any, Any] = (lambda ids: tokenizer.decode(list(ids)), lambda ids: shown(tokenizer, ids))
-    records = [rollout_record(group, member, one, *texts) for member, one in zip(members, trajectories, strict=True)]
+    texts: tuple[Any, Any] = (
+        lambda ids: tokenizer.decode(list(ids)),
+        lambda ids: shown(tokenizer, ids),
+    )
+    records = [
+        rollout_record(group, member, one, *texts)
+        for member, one in zip(members, trajectories, strict=True)
+    ]
     images = {sha: data for one in trajectories for sha, data in one.image_bytes.items()}
     with RunFolder(root, name).acquired() as folder:
-        config = {"model": {"position_tint": TINT}, "environment": {"episode": {"environment": {"use": "a:B", "with": settings}}}}
+        config = {
+            "model": {"position_tint": TINT},
+            "environment": {"episode": {"environment": {"use": "a:B", "with": settings}}},
+        }
         folder.write_config(yaml.safe_dump(config))
         folder.rollouts.write(1, records, images)
     return folder

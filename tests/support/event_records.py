@@ -19,7 +19,9 @@ ENVELOPE = ("schema_version", "time", "event", "step")
 
 
 def validate(records: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-    """One sentence for each unknown kind, missing or unknown field, and value of another type in records of events.jsonl."""
+    """One sentence for each unknown kind, missing or unknown field, and value of another type in
+    records of events.jsonl.
+    """
     return tuple(problem for record in records for problem in _problems(record))
 
 
@@ -29,7 +31,10 @@ def _problems(record: Mapping[str, Any]) -> list[str]:
     if kind not in KINDS:
         return [f"{kind} is no event of rayloop/core/events.py or incidents.py"]
     if KINDS[kind] is events.Evaluated:
-        return [f"{kind}: {name} is no metric of rayloop/run/records/metrics.yaml" for name in unknown_metrics(fields)]
+        return [
+            f"{kind}: {name} is no metric of rayloop/run/records/metrics.yaml"
+            for name in unknown_metrics(fields)
+        ]
     try:
         _adapter(kind).validate_json(encode(fields), strict=True)
     except ValidationError as error:

@@ -1,4 +1,6 @@
-"""An environment that hangs, raises or kills its process on demand: for the fault tests, in a checkout only."""
+"""An environment that hangs, raises or kills its process on demand: for the fault tests, in a
+checkout only.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,14 @@ class FaultyEnvironment:
         step: dict[str, Fault] = {}
         """Task id -> what ``step`` does for it."""
         once: str | None = None
-        """A folder in which each fault that fired leaves a file, so that it fires only once. None: every time."""
+        """A folder in which each fault that fired leaves a file, so that it fires only once.
+
+        None: every time.
+        """
         marks: str | None = None
-        """A folder in which each ``reset`` leaves a file with the task in its name: an episode has begun."""
+        """A folder in which each ``reset`` leaves a file with the task in its name: an episode has
+        begun.
+        """
         hang: float = 3600.0
         """Seconds that a hang lasts."""
 
@@ -54,7 +61,9 @@ class FaultyEnvironment:
             return
         if self._settings.once is not None:
             try:
-                (Path(self._settings.once) / f"{where}-{self._task.replace('/', '_')}").touch(exist_ok=False)
+                (Path(self._settings.once) / f"{where}-{self._task.replace('/', '_')}").touch(
+                    exist_ok=False
+                )
             except FileExistsError:
                 return
         if fault == "hang":

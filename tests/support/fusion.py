@@ -1,7 +1,10 @@
-"""A server that speaks SandboxFusion's ``POST /run_code`` for ``language: bash``, and runs the code in bubblewrap.
+"""A server that speaks SandboxFusion's ``POST /run_code`` for ``language: bash``, and runs the code
+in bubblewrap.
 
-The fields, their types and what they mean are those of bytedance/SandboxFusion (sandbox/server/sandbox_api.py and
-sandbox/runners/base.py at 53a6341), and of its client sandbox-fusion 0.3.7."""
+The fields, their types and what they mean are those of bytedance/SandboxFusion
+(sandbox/server/sandbox_api.py and sandbox/runners/base.py at 53a6341), and of its client
+sandbox-fusion 0.3.7.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,9 @@ Answer = Callable[[dict[str, Any]], tuple[int, bytes]]
 
 
 def run_code(asked: dict[str, Any]) -> tuple[int, bytes]:
-    """As the real one: a new folder with ``files``, the code in a file of it, and what is left of ``fetch_files``."""
+    """As the real one: a new folder with ``files``, the code in a file of it, and what is left of
+    ``fetch_files``.
+    """
     assert asked["language"] == "bash"
     with tempfile.TemporaryDirectory() as place, bubblewrap.borrowed() as uid:
         folder = Path(place)
@@ -37,17 +42,32 @@ def run_code(asked: dict[str, Any]) -> tuple[int, bytes]:
                 os.chown(path, uid, uid)
         limits = ["/usr/bin/prlimit", f"--data={asked['memory_limit_MB'] << 20}", "--nproc=64"]
         program = [*limits, "/bin/bash", "/here/code.sh"]
-        line = bubblewrap.command(program, write={place: "/here"}, uid=uid, options=["--chdir", "/here"])
+        line = bubblewrap.command(
+            program, write={place: "/here"}, uid=uid, options=["--chdir", "/here"]
+        )
         ran: dict[str, Any] = {"status": "Finished", "execution_time": 0.1}
         try:
-            ended = subprocess.run(line, input=b"", capture_output=True, timeout=asked["run_timeout"], check=False)
-            ran |= {"return_code": ended.returncode, "stdout": ended.stdout.decode(), "stderr": ended.stderr.decode()}
+            ended = subprocess.run(
+                line, input=b"", capture_output=True, timeout=asked["run_timeout"], check=False
+            )
+            ran |= {
+                "return_code": ended.returncode,
+                "stdout": ended.stdout.decode(),
+                "stderr": ended.stderr.decode(),
+            }
         except subprocess.TimeoutExpired:
             ran |= {"status": "TimeLimitExceeded", "return_code": None, "stdout": "", "stderr": ""}
         left = {name: folder / name for name in asked["fetch_files"] if (folder / name).is_file()}
         files = {name: base64.b64encode(path.read_bytes()).decode() for name, path in left.items()}
     status = "Success" if ran["return_code"] == 0 else "Failed"
-    answer = {"status": status, "message": "", "compile_result": None, "run_result": ran, "files": files, "executor_pod_name": None}
+    answer = {
+        "status": status,
+        "message": "",
+        "compile_result": None,
+        "run_result": ran,
+        "files": files,
+        "executor_pod_name": None,
+    }
     return 200, json.dumps(answer).encode()
 
 

@@ -13,13 +13,18 @@ LENGTHS = (*range(6, 18), *range(6, 18), 12, 12)
 
 
 def apart(first: Changes, second: Changes, situation: Situation) -> float:
-    """How far the gradients under two settings are from each other, relative to those of the second."""
+    """How far the gradients under two settings are from each other, relative to those of the
+    second.
+    """
     one, other = (gradient(changes, situation) for changes in (first, second))
     return float((one - other).norm() / other.norm().clamp(min=1e-12))
 
 
 def tokens(situation: Situation, *, one: bool) -> dict[str, Tensor]:
-    """An update: the second of a step, unless it is its only ``one``. Drifts are large enough for every clip, mask and bound."""
+    """An update: the second of a step, unless it is its only ``one``.
+
+    Drifts are large enough for every clip, mask and bound.
+    """
     generator = torch.Generator().manual_seed(0)
     segment = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
     n = len(segment)
@@ -31,12 +36,14 @@ def tokens(situation: Situation, *, one: bool) -> dict[str, Tensor]:
     moved, gap, away = noise(), noise(), noise()
     current = old if one else old + moved
     return {
-        "current": current, "old": old, "behaviour": old if situation.exact else old + gap,
+        "current": current,
+        "old": old,
+        "behaviour": old if situation.exact else old + gap,
         "reference": current if situation.refresh_every == 1 and one else old + away,
         "entropy": torch.rand(n, generator=generator, dtype=torch.float64),
         "advantage": torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64)[segment],
         "segment": segment,
-    }  # fmt: skip
+    }
 
 
 def gradient(changes: Changes, situation: Situation) -> Tensor:
@@ -48,9 +55,13 @@ def gradient(changes: Changes, situation: Situation) -> Tensor:
     on_policy = torch.full(data["segment"].shape, algorithm.replay.kind == "on_policy")
     reference = data.pop("reference")
     out = PolicyLoss(loss)(
-        current, **data, reference=reference if loss.uses_kl else None, entropy=entropy, on_policy=on_policy,
+        current,
+        **data,
+        reference=reference if loss.uses_kl else None,
+        entropy=entropy,
+        on_policy=on_policy,
         chosen=entropy.detach() >= bound if loss.top_entropy_quantile < 1 else None,
-    )  # fmt: skip
+    )
     group = data["segment"] // 2
     update_size = Denominator(len(current), len(LENGTHS), len(group.unique()))
     weights = token_weights(data["segment"], loss, update_size, torch.bincount(group)[group])

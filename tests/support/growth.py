@@ -13,16 +13,23 @@ def times(work: Callable[[], object]) -> float:
     return time.thread_time() - began
 
 
-def grows_with_length(work: Callable[[str], object], text: Callable[[int], str], length: int) -> bool:
-    """Whether four times the text takes less than nine times as long; what grows with the square takes sixteen times as long.
+def grows_with_length(
+    work: Callable[[str], object], text: Callable[[int], str], length: int
+) -> bool:
+    """Whether four times the text takes less than nine times as long; what grows with the square
+    takes sixteen times as long.
 
-    Other work on the machine slows either side down at random and never speeds it up, so the least of some tries is compared, and
-    both sides are tried in turn until they agree with the claim, ``TRIES`` times at most.
+    Other work on the machine slows either side down at random and never speeds it up, so the least
+    of some tries is compared, and both sides are tried in turn until they agree with the claim,
+    ``TRIES`` times at most.
     """
     short, long = text(length), text(4 * length)
     least = [float("inf"), float("inf")]
     for _ in range(TRIES):
-        least = [min(least[0], times(lambda: work(short))), min(least[1], times(lambda: work(long)))]
+        least = [
+            min(least[0], times(lambda: work(short))),
+            min(least[1], times(lambda: work(long))),
+        ]
         if least[1] < 9 * least[0]:
             return True
     return False

@@ -1,6 +1,8 @@
-"""Keeps tests away from this machine: its user's home, the checkout's ``runs/``, and programs that no lane installs.
+"""Keeps tests away from this machine: its user's home, the checkout's ``runs/``, and programs that
+no lane installs.
 
-What a test reads there is not on another machine, where it would fail. Processes that tests start have an empty home, too.
+What a test reads there is not on another machine, where it would fail. Processes that tests start
+have an empty home, too.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 FOREIGN: Mapping[str, frozenset[str]] = {
-    "slurm": frozenset({"sacct", "salloc", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun"}),
+    "slurm": frozenset(
+        {"sacct", "salloc", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun"}
+    ),
     "k8s": frozenset({"kubectl", "kustomize", "docker"}),
     "gpu": frozenset({"nvidia-smi"}),
 }
@@ -27,7 +31,9 @@ running = False
 """A test runs; pytest itself looks at every folder of the checkout while it collects."""
 _HOME = os.path.realpath(os.path.expanduser("~"))
 _OWN = tuple(
-    os.path.realpath(path) + "/" for path in (ROOT, sys.prefix, sys.base_prefix, tempfile.gettempdir(), "/usr") if path != _HOME
+    os.path.realpath(path) + "/"
+    for path in (ROOT, sys.prefix, sys.base_prefix, tempfile.gettempdir(), "/usr")
+    if path != _HOME
 )
 _which = shutil.which
 _stat = os.stat
@@ -53,12 +59,17 @@ def hold() -> None:
         return None if found and _foreign(str(found)) else found
 
     def stat(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
-        if running and isinstance(path, str | bytes | os.PathLike) and options.get("dir_fd") is None:
+        if (
+            running
+            and isinstance(path, str | bytes | os.PathLike)
+            and options.get("dir_fd") is None
+        ):
             _no_runs(os.path.abspath(os.fsdecode(path)))
         return _stat(path, *arguments, **options)
 
     shutil.which = which
-    os.stat = stat  # no audit event: a test that only asks whether a run is there fails here before there is one
+    # no audit event: a test that only asks whether a run is there fails here before there is one
+    os.stat = stat
 
 
 def _no_runs(path: str) -> None:
@@ -67,7 +78,11 @@ def _no_runs(path: str) -> None:
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
-    if event in ("open", "os.listdir", "os.scandir") and arguments and isinstance(arguments[0], str | bytes | os.PathLike):
+    if (
+        event in ("open", "os.listdir", "os.scandir")
+        and arguments
+        and isinstance(arguments[0], str | bytes | os.PathLike)
+    ):
         given = os.fsdecode(arguments[0])
         if event == "open" and arguments[1] is None and not os.path.isabs(given):
             return  # of os.open, which may mean a file of an opened folder
@@ -81,7 +96,9 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 def _foreign(program: str) -> bool:
     """Of this machine, and not one that the test has made."""
-    mark = next((mark for mark, programs in FOREIGN.items() if os.path.basename(program) in programs), None)
+    mark = next(
+        (mark for mark, programs in FOREIGN.items() if os.path.basename(program) in programs), None
+    )
     if mark is None or mark in marks or (found := _which(program)) is None:
         return False
     return not os.path.realpath(found).startswith(os.path.realpath(tempfile.gettempdir()) + "/")

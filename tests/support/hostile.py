@@ -1,4 +1,6 @@
-"""Texts that are hard for a reader, made of what its module looks for: the words of its source, and how its patterns begin."""
+"""Texts that are hard for a reader, made of what its module looks for: the words of its source, and
+how its patterns begin.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,12 @@ WORD = re.compile(r"<[\w|/-]+>:?|`+\w*|\\\w+\{?|[a-z_]+[(=]['\"]?")
 
 
 def texts(source: str, patterns: list[re.Pattern[str]]) -> Iterator[Text]:
-    """For each word: the word again and again, with something between, and with a run of something behind it."""
-    for word in sorted({*MARKUP, *_words(source), *(word for pattern in patterns for word in _beginnings(pattern))}):
+    """For each word: the word again and again, with something between, and with a run of something
+    behind it.
+    """
+    for word in sorted(
+        {*MARKUP, *_words(source), *(word for pattern in patterns for word in _beginnings(pattern))}
+    ):
         yield partial(_many, word)
         yield partial(_many, word + " ")
         yield partial(_half, word)
@@ -43,7 +49,9 @@ def _behind(word: str, length: int) -> str:
 
 def _words(source: str) -> set[str]:
     """Tags, fences, commands and the like in the text constants of a module."""
-    constants = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
+    constants = (
+        node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)
+    )
     short = (value for value in constants if isinstance(value, str) and len(value) < 200)
     return {word for value in short for word in WORD.findall(value.replace("\\s", " "))}
 
@@ -67,7 +75,11 @@ def _sample(kind: Any, value: Any) -> str:
     if kind is op.ANY:
         return "a"
     if kind is op.IN:
-        return next(one for one in (*MEMBERS, *map(chr, range(33, 0x3000))) if re.match(_written(value), one))
+        return next(
+            one
+            for one in (*MEMBERS, *map(chr, range(33, 0x3000)))
+            if re.match(_written(value), one)
+        )
     if kind in (op.MAX_REPEAT, op.MIN_REPEAT, op.POSSESSIVE_REPEAT):
         return "".join(_sample(*one) for one in value[2]) * max(value[0], 1)
     if kind is op.SUBPATTERN:
@@ -79,7 +91,14 @@ def _sample(kind: Any, value: Any) -> str:
     return ""
 
 
-CATEGORIES = {"DIGIT": r"\d", "WORD": r"\w", "SPACE": r"\s", "NOT_DIGIT": r"\D", "NOT_WORD": r"\W", "NOT_SPACE": r"\S"}
+CATEGORIES = {
+    "DIGIT": r"\d",
+    "WORD": r"\w",
+    "SPACE": r"\s",
+    "NOT_DIGIT": r"\D",
+    "NOT_WORD": r"\W",
+    "NOT_SPACE": r"\S",
+}
 
 
 def _written(members: Any) -> str:

@@ -1,9 +1,13 @@
-"""An MCP server whose tools have the worst names of arguments, return every kind of part, and raise: ``python hostile_mcp.py``."""
+"""An MCP server whose tools have the worst names of arguments, return every kind of part, and
+raise: ``python hostile_mcp.py``.
+"""
 
 import base64
 
 WRONG_CHECKSUM = base64.b64encode(
-    base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==")[:-9]
+    base64.b64decode(
+        "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+    )[:-9]
     + b"123456789"
 ).decode()
 
@@ -35,12 +39,18 @@ def serve() -> None:
                 ImageContent(data=WRONG_CHECKSUM, mime_type="image/png"),
                 AudioContent(data="", mime_type="audio/wav"),
                 EmbeddedResource(resource=BlobResourceContents(uri="file:///b", blob="AAAA")),
-                EmbeddedResource(resource=BlobResourceContents(uri="file:///c.png", blob="AAAA", mime_type="image/png")),
+                EmbeddedResource(
+                    resource=BlobResourceContents(
+                        uri="file:///c.png", blob="AAAA", mime_type="image/png"
+                    )
+                ),
             ]
         )
 
     @server.tool()
-    def named(self: int, cls: str = "", function: float | None = None, timeout: list[int] | None = None) -> str:
+    def named(
+        self: int, cls: str = "", function: float | None = None, timeout: list[int] | None = None
+    ) -> str:
         """Has parameters that Python's own calls have, too."""
         return f"{self} {cls} {function} {timeout}"
 

@@ -1,5 +1,7 @@
-"""What a policy may write to break what it is played with: texts, calls of tools, moves, code. Nothing of it may leave an episode
-without a score (tests/contracts/test_hostile.py)."""
+"""What a policy may write to break what it is played with: texts, calls of tools, moves, code.
+
+Nothing of it may leave an episode without a score (tests/contracts/test_hostile.py).
+"""
 
 from __future__ import annotations
 
@@ -14,28 +16,126 @@ from rayloop.envs.grammar.calls import FUNCTIONS
 HUGE = 10_000
 """Characters of the largest texts."""
 NUMBERS = (
-    "0", "-0", "-1", "1e999", "-1e999", "NaN", "Infinity", "-Infinity", "9" * 400, "1" * 4300, "1" * 5000, "0x10", "1_000",
-    "٣", "½",
-    "1e308", "50%", "1/0", "1,000", ".5", "--1", "1e",
-)  # fmt: skip
+    "0",
+    "-0",
+    "-1",
+    "1e999",
+    "-1e999",
+    "NaN",
+    "Infinity",
+    "-Infinity",
+    "9" * 400,
+    "1" * 4300,
+    "1" * 5000,
+    "0x10",
+    "1_000",
+    "٣",
+    "½",
+    "1e308",
+    "50%",
+    "1/0",
+    "1,000",
+    ".5",
+    "--1",
+    "1e",
+)
 NAMES = (
-    "self", "cls", "function", "timeout", "args", "kwargs", "arguments", "tool", "name", "/", "*", "**", "", " ", "a b",
-    "1", "class", "_",
-    "_x", "__class__", "__init__", "λ", "\u0000", "a\nb", "'", '"', "x" * HUGE,
-)  # fmt: skip
+    "self",
+    "cls",
+    "function",
+    "timeout",
+    "args",
+    "kwargs",
+    "arguments",
+    "tool",
+    "name",
+    "/",
+    "*",
+    "**",
+    "",
+    " ",
+    "a b",
+    "1",
+    "class",
+    "_",
+    "_x",
+    "__class__",
+    "__init__",
+    "λ",
+    "\u0000",
+    "a\nb",
+    "'",
+    '"',
+    "x" * HUGE,
+)
 """Of arguments: parameters of Python's own and of ours, keywords, and what no identifier is."""
 FRAGMENTS = (
-    "<answer>", "</answer>", "\\boxed{", "}", "{", "<think>", "</think>", "<tool_call>", "</tool_call>", "<code>",
-    "</code>", "```python\n",
-    "```", "<use_tool>", "</use_tool>", "<bbox>", "</bbox>", "<confidence>", "</confidence>", "<type>", "<table>",
-    "</table>", "```json",
-    "Action: ", "Thought: ", "click(", "start_box='(", "type(content='", "drag(start_box='", "hotkey(key='",
+    "<answer>",
+    "</answer>",
+    "\\boxed{",
+    "}",
+    "{",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<code>",
+    "</code>",
+    "```python\n",
+    "```",
+    "<use_tool>",
+    "</use_tool>",
+    "<bbox>",
+    "</bbox>",
+    "<confidence>",
+    "</confidence>",
+    "<type>",
+    "<table>",
+    "</table>",
+    "```json",
+    "Action: ",
+    "Thought: ",
+    "click(",
+    "start_box='(",
+    "type(content='",
+    "drag(start_box='",
+    "hotkey(key='",
     "scroll(direction='",
-    "finished(content='", "wait()", ")", "(", "[", "]", ",", ":", '"', "'", "\\", "\n", " ", "\0", "\u2028", "\ufffd", "😀",
-    "İ", "ﬀ", "A",
-    "yes", "\\frac{", "\\sqrt{", "^", "_", "\\pi", "%", "°", "<|im_end|>", "<|image_pad|>", "<|vision_start|>",
-    '{"by": ', "[up]", *NUMBERS,
-)  # fmt: skip
+    "finished(content='",
+    "wait()",
+    ")",
+    "(",
+    "[",
+    "]",
+    ",",
+    ":",
+    '"',
+    "'",
+    "\\",
+    "\n",
+    " ",
+    "\0",
+    "\u2028",
+    "\ufffd",
+    "😀",
+    "İ",
+    "ﬀ",
+    "A",
+    "yes",
+    "\\frac{",
+    "\\sqrt{",
+    "^",
+    "_",
+    "\\pi",
+    "%",
+    "°",
+    "<|im_end|>",
+    "<|image_pad|>",
+    "<|vision_start|>",
+    '{"by": ',
+    "[up]",
+    *NUMBERS,
+)
 
 
 def call(name: Any, arguments: Any) -> str:
@@ -75,7 +175,15 @@ def values() -> Iterator[Any]:
         [None] * 4,
         ["0"] * 4,
     )
-    yield from ([float("nan")] * 4, [10**400] * 4, {}, {"self": 1}, nested, "x" * HUGE, list(range(2000)))
+    yield from (
+        [float("nan")] * 4,
+        [10**400] * 4,
+        {},
+        {"self": 1},
+        nested,
+        "x" * HUGE,
+        list(range(2000)),
+    )
 
 
 def calls(tools: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -84,15 +192,23 @@ def calls(tools: Sequence[Mapping[str, Any]]) -> list[str]:
     for tool in tools:
         name, parameters = tool["function"]["name"], tool["function"]["parameters"]
         known = list(parameters.get("properties", {}))
-        usual = {one: example(parameters["properties"][one]) for one in parameters.get("required", ())}
+        usual = {
+            one: example(parameters["properties"][one]) for one in parameters.get("required", ())
+        }
         found += [call(name, usual), call(name, {})]
         found += [call(name, {**usual, odd: 1}) for odd in NAMES]
         found += [call(name, {**usual, one: value}) for one in known for value in values()]
         written = json.dumps(usual)
         found += [
             f'<tool_call>{{"name": "{name}", "arguments": {json.dumps(written)}}}</tool_call>',
-            f'<tool_call>{{"name": "{name}", "arguments": {written}, "arguments": {{}}}}</tool_call>',
-            f'<tool_call>{{"name": "{name}", "arguments": {written[:-1]}, "self": 1, "self": 2}}}}</tool_call>',
+            (
+                f'<tool_call>{{"name": "{name}", "arguments": {written}, "arguments":'
+                " {}}</tool_call>"
+            ),
+            (
+                f'<tool_call>{{"name": "{name}", "arguments": {written[:-1]}, "self": 1, "self":'
+                " 2}}</tool_call>"
+            ),
             f'<tool_call>{{"name": "{name}", "arguments": {"[" * 900}{"]" * 900}}}</tool_call>',
             f'<tool_call>{{"name": "{name}", "parameters": {written}}}</tool_call>',
             f"<tool_call>{{'name': '{name}', 'arguments': {{}}}}</tool_call>",
@@ -100,43 +216,80 @@ def calls(tools: Sequence[Mapping[str, Any]]) -> list[str]:
             f'<tool_call>{{"name": "{name}", "arguments": {written}}}',
             call(name, usual) * 80,
         ]
-        found += [call(name, value) for value in (None, 1, "x", [usual], '{"a": NaN}', '"{}"', True)]
+        found += [
+            call(name, value) for value in (None, 1, "x", [usual], '{"a": NaN}', '"{}"', True)
+        ]
     odd_names: tuple[Any, ...] = (None, 1, [], {}, "", "sub", "__class__", "x" * HUGE)
-    return found + [call(name, {"a": 1}) for name in odd_names] + [f"<tool_call>{number}</tool_call>" for number in NUMBERS]
+    return (
+        found
+        + [call(name, {"a": 1}) for name in odd_names]
+        + [f"<tool_call>{number}</tool_call>" for number in NUMBERS]
+    )
 
 
 def example(schema: Mapping[str, Any]) -> Any:
     """A value that the schema of an argument takes."""
     if schema.get("examples"):
         return schema["examples"][0]
-    return {"array": [0, 0, 1, 1], "number": 1, "integer": 1, "boolean": True, "object": {}}.get(str(schema.get("type")), "x")
+    return {"array": [0, 0, 1, 1], "number": 1, "integer": 1, "boolean": True, "object": {}}.get(
+        str(schema.get("type")), "x"
+    )
 
 
 def moves() -> list[str]:
     """Actions of games and screens, and texts that are nearly such."""
     points = [f"({x},{y})" for x, y in zip(NUMBERS, reversed(NUMBERS), strict=True)]
-    found = [*NUMBERS, *(f"[{number}]" for number in NUMBERS), *(f'{{"by": {number}}}' for number in NUMBERS)]
+    found = [
+        *NUMBERS,
+        *(f"[{number}]" for number in NUMBERS),
+        *(f'{{"by": {number}}}' for number in NUMBERS),
+    ]
     found += [f"Thought: x\nAction: click(start_box='{point}')" for point in points]
     found += [f"Action: drag(start_box='{a}', end_box='{b}')" for a, b in pairwise(points)]
     keys = ("", "ctrl", "ctrl " * 40, "f99", "\u0000", "'", "space", "ctrl alt del", "x" * 500)
     found += [f"Action: hotkey(key='{key}')" for key in keys]
-    found += [f"Action: type(content='{text}')" for text in ("", "<", "\\n", "\\'", "\u0000", "İ😀", "$(reboot)", "x" * 3000)]
-    found += [f"Action: scroll(start_box='(1,1)', direction='{way}')" for way in ("up", "UP", "", "in", "left" * 99)]
+    found += [
+        f"Action: type(content='{text}')"
+        for text in ("", "<", "\\n", "\\'", "\u0000", "İ😀", "$(reboot)", "x" * 3000)
+    ]
+    found += [
+        f"Action: scroll(start_box='(1,1)', direction='{way}')"
+        for way in ("up", "UP", "", "in", "left" * 99)
+    ]
     found += screen_calls()
-    return [*found, "Action: wait()\n" * 30, "Action: finished()", "Action: call_user()", "Action: ", "[up][down]", "{" * 3000]
+    return [
+        *found,
+        "Action: wait()\n" * 30,
+        "Action: finished()",
+        "Action: call_user()",
+        "Action: ",
+        "[up][down]",
+        "{" * 3000,
+    ]
 
 
-_WRITTEN = {"point": "(12,34)", "text": "x", "key": "a", "keys": "ctrl a", "direction": "up", "ignored": "5"}
+_WRITTEN = {
+    "point": "(12,34)",
+    "text": "x",
+    "key": "a",
+    "keys": "ctrl a",
+    "direction": "up",
+    "ignored": "5",
+}
 """A value of each kind of argument in the grammar of screens."""
 
 
 def screen_calls() -> list[str]:
-    """Every function of the grammar of screens: with all its arguments, with those that it needs, and without any."""
+    """Every function of the grammar of screens: with all its arguments, with those that it needs,
+    and without any.
+    """
     found = []
     for name, signature in FUNCTIONS.items():
         needed = [argument for argument in signature.arguments if argument.required]
         for arguments in (signature.arguments, needed, ()):
-            written = ", ".join(f"{argument.names[0]}='{_WRITTEN[argument.kind]}'" for argument in arguments)
+            written = ", ".join(
+                f"{argument.names[0]}='{_WRITTEN[argument.kind]}'" for argument in arguments
+            )
             found.append(f"Action: {name}({written})")
     return list(dict.fromkeys(found))
 
@@ -144,12 +297,23 @@ def screen_calls() -> list[str]:
 def codes() -> list[str]:
     """Turns of an interpreter: what fails, prints much, and gives pictures that are none."""
     bodies = (
-        "1/0", "print('x' * 10**6)", "import sys; sys.exit(3)", "raise BaseException", "print('\\ud800')",
+        "1/0",
+        "print('x' * 10**6)",
+        "import sys; sys.exit(3)",
+        "raise BaseException",
+        "print('\\ud800')",
         "def f(): return f()\nf()",
-        "del __builtins__", "print(image_clue_0.size)", "[", "\0", "import os; os._exit(1)",
-        "import matplotlib.pyplot as plt\nfor _ in range(40): plt.figure(figsize=(1, 1)); plt.plot([1])\nplt.show()",
+        "del __builtins__",
+        "print(image_clue_0.size)",
+        "[",
+        "\0",
+        "import os; os._exit(1)",
+        (
+            "import matplotlib.pyplot as plt\nfor _ in range(40): plt.figure(figsize=(1, 1));"
+            " plt.plot([1])\nplt.show()"
+        ),
         "import matplotlib.pyplot as plt\nplt.figure(figsize=(4000, 1))\nplt.show()",
-    )  # fmt: skip
+    )
     return [f"<code>\n```python\n{body}\n```\n</code>" for body in bodies]
 
 
@@ -170,6 +334,8 @@ def texts(mixtures: int = 60) -> list[str]:
         "<answer>" * 300 + "x",
         "[" * 3000,
     ]
-    tagged = [f"<answer>{number}</answer>" for number in NUMBERS] + [f"<answer>\\boxed{{{number}}}</answer>" for number in NUMBERS]
+    tagged = [f"<answer>{number}</answer>" for number in NUMBERS] + [
+        f"<answer>\\boxed{{{number}}}</answer>" for number in NUMBERS
+    ]
     boxes = [f"<bbox>[{number}, 0, {number}, 1]</bbox>" for number in NUMBERS]
     return [*plain, *tagged, *boxes, *mixed]

@@ -22,13 +22,35 @@ Reply = Callable[["JudgeStub", list[dict[str, Any]], Any, Send], Awaitable[None]
 def verdict(right: bool, fingerprint: str) -> dict[str, Any]:
     """A result as it goes over the wire."""
     word = "correct" if right else "incorrect"
-    found = {"outcome": "scored", "verdict": word, "score": float(right), "fingerprint": fingerprint, "reason": "stub"}
-    return {**found, "probability": None, "cached": False, "backend": "openai", "decided_by": "model"}
+    found = {
+        "outcome": "scored",
+        "verdict": word,
+        "score": float(right),
+        "fingerprint": fingerprint,
+        "reason": "stub",
+    }
+    return {
+        **found,
+        "probability": None,
+        "cached": False,
+        "backend": "openai",
+        "decided_by": "model",
+    }
 
 
-async def body(send: Send, status: int, content: bytes, headers: Mapping[str, str] = {}, length: int | None = None) -> None:
+async def body(
+    send: Send,
+    status: int,
+    content: bytes,
+    headers: Mapping[str, str] = {},
+    length: int | None = None,
+) -> None:
     """An HTTP answer; ``length`` is what its header claims."""
-    fields = {"content-type": "application/json", "content-length": str(len(content) if length is None else length), **headers}
+    fields = {
+        "content-type": "application/json",
+        "content-length": str(len(content) if length is None else length),
+        **headers,
+    }
     raw = [(k.encode(), v.encode()) for k, v in fields.items()]
     await send({"type": "http.response.start", "status": status, "headers": raw})
     await send({"type": "http.response.body", "body": content})
@@ -36,7 +58,12 @@ async def body(send: Send, status: int, content: bytes, headers: Mapping[str, st
 
 def status(code: int, **headers: str) -> Reply:
     async def reply(stub: JudgeStub, items: list[dict[str, Any]], receive: Any, send: Send) -> None:
-        await body(send, code, b'{"detail": "asked to fail"}', {k.replace("_", "-"): v for k, v in headers.items()})
+        await body(
+            send,
+            code,
+            b'{"detail": "asked to fail"}',
+            {k.replace("_", "-"): v for k, v in headers.items()},
+        )
 
     return reply
 
@@ -72,9 +99,12 @@ def slow(seconds: float) -> Reply:
 
 
 class JudgeStub:
-    """Right when answer and reference are equal. ``script`` holds replies for the next requests, then it judges again.
+    """Right when answer and reference are equal.
 
-    ``always`` overrides that for every request; ``requests`` are the items of each request that came.
+    ``script`` holds replies for the next requests, then it judges again.
+
+    ``always`` overrides that for every request; ``requests`` are the items of each request that
+    came.
     """
 
     def __init__(self) -> None:
@@ -104,7 +134,13 @@ class JudgeStub:
             return
         if scope["path"] == f"/{self.resets}/version":
             digests = {name: rubric.digest for name, rubric in self.rubrics.items()}
-            about = {"version": "stub", "fingerprint": self.fingerprint, "backend": "openai", "model": "stub", "rubrics": digests}
+            about = {
+                "version": "stub",
+                "fingerprint": self.fingerprint,
+                "backend": "openai",
+                "model": "stub",
+                "rubrics": digests,
+            }
             return await body(send, 200, json.dumps(about).encode())
         if scope["path"] != f"/{self.resets}/v1/judge":
             return await body(send, 404, b"{}")
@@ -127,7 +163,10 @@ class JudgeStub:
 
     async def judge(self, items: list[dict[str, Any]], send: Send) -> None:
         await asyncio.sleep(self.seconds * len(items))
-        found = [verdict(item["answer"].strip(".").lower() == item["reference"], self.fingerprint) for item in items]
+        found = [
+            verdict(item["answer"].strip(".").lower() == item["reference"], self.fingerprint)
+            for item in items
+        ]
         await body(send, 200, json.dumps({"results": found}).encode())
 
     @property
@@ -139,7 +178,9 @@ class JudgeStub:
 @contextmanager
 def serving(stub: JudgeStub) -> Iterator[JudgeStub]:
     """Serve on a free port of this machine, from a thread."""
-    server = uvicorn.Server(uvicorn.Config(stub, host="127.0.0.1", port=0, log_level="critical", lifespan="off"))
+    server = uvicorn.Server(
+        uvicorn.Config(stub, host="127.0.0.1", port=0, log_level="critical", lifespan="off")
+    )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     deadline = time.monotonic() + 20

@@ -1,4 +1,6 @@
-"""A judge on a real Ray Serve for tests, ``python -m rayloop judge serve`` as a process, and the language model behind it."""
+"""A judge on a real Ray Serve for tests, ``python -m rayloop judge serve`` as a process, and the
+language model behind it.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,18 @@ from fastapi import FastAPI, Request, Response
 from rayloop.judge.client import ClientSettings
 from tests.support.runs import ROOT, TAG, eventually, tagged
 
-ASKED = re.compile(r"Question: (.*)\nReference answer: (.*)\n.*\n<candidate-\w+>\n(.*)\n</candidate")
+ASKED = re.compile(
+    r"Question: (.*)\nReference answer: (.*)\n.*\n<candidate-\w+>\n(.*)\n</candidate"
+)
 START = 120.0
 
 
 class ModelStub:
-    """Speaks OpenAI's API. Judges by equality without case; of sorting tasks half of all answers are right, whatever they say.
+    """Speaks OpenAI's API. Judges by equality without case; of sorting tasks half of all answers
+    are right, whatever they say.
 
-    ``seconds`` is how long it takes; ``status`` other than 200 is an answer for all; ``calls`` counts; ``bodies`` are kept.
+    ``seconds`` is how long it takes; ``status`` other than 200 is an answer for all; ``calls``
+    counts; ``bodies`` are kept.
     """
 
     def __init__(self) -> None:
@@ -49,10 +55,18 @@ class ModelStub:
         time.sleep(self.seconds)
         if self.status != 200:
             return Response('{"error": "as the test wants it"}', self.status, {"Retry-After": "7"})
-        text = self.verdict(body["messages"][-1]["content"]) if "response_format" in body else "Four."
+        text = (
+            self.verdict(body["messages"][-1]["content"]) if "response_format" in body else "Four."
+        )
         message = {"role": "assistant", "content": text}
         choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
-        answer = {"id": "x", "object": "chat.completion", "created": 1, "model": body["model"], "choices": [choice]}
+        answer = {
+            "id": "x",
+            "object": "chat.completion",
+            "created": 1,
+            "model": body["model"],
+            "choices": [choice],
+        }
         return Response(json.dumps(answer), media_type="application/json")
 
     def verdict(self, text: str) -> str:
@@ -62,13 +76,17 @@ class ModelStub:
         right = candidate.casefold().strip(". ") == reference.casefold()
         if question.startswith("Sort"):
             right = zlib.crc32(candidate.encode()) % 2 == 0
-        return json.dumps({"reason": "as the stub sees it", "verdict": "correct" if right else "incorrect"})
+        return json.dumps(
+            {"reason": "as the stub sees it", "verdict": "correct" if right else "incorrect"}
+        )
 
 
 @contextmanager
 def model_stub() -> Iterator[ModelStub]:
     stub = ModelStub()
-    server = uvicorn.Server(uvicorn.Config(stub.app, host="127.0.0.1", port=0, log_level="critical", lifespan="off"))
+    server = uvicorn.Server(
+        uvicorn.Config(stub.app, host="127.0.0.1", port=0, log_level="critical", lifespan="off")
+    )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     eventually(lambda: server.started, "the model stub", 30)
@@ -135,7 +153,10 @@ class Served:
 
         def check() -> bool:
             with suppress(httpx.HTTPError), self.http() as http:
-                return len(self.replicas()) >= replicas and http.get("/readyz", timeout=5).status_code == 200
+                return (
+                    len(self.replicas()) >= replicas
+                    and http.get("/readyz", timeout=5).status_code == 200
+                )
             return False
 
         eventually(check, f"{replicas} replicas\n{self.text}", START, 0.2)
@@ -145,20 +166,44 @@ class Served:
 @contextmanager
 def served(folder: Path, args: Mapping[str, Any], *options: str) -> Iterator[Served]:
     """Serve on a free port; ended with SIGTERM by the block, after which no process of it is left."""
-    config = {"http_options": {"host": "127.0.0.1", "port": 0}, "applications": [{"name": "judge", "args": dict(args)}]}
+    config = {
+        "http_options": {"host": "127.0.0.1", "port": 0},
+        "applications": [{"name": "judge", "args": dict(args)}],
+    }
     (folder / "judge.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     tag, temporary = uuid.uuid4().hex, Path(tempfile.mkdtemp(prefix="rl"))
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    environment |= {TAG: tag, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = ["judge", "serve", str(folder / "judge.yaml"), "--announce", str(folder / "judge.json"), *options]
+    environment |= {
+        TAG: tag,
+        "TMPDIR": str(temporary),
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [
+        "judge",
+        "serve",
+        str(folder / "judge.yaml"),
+        "--announce",
+        str(folder / "judge.json"),
+        *options,
+    ]
     with (folder / "judge.log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "rayloop", *command], cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT,
+            [sys.executable, "-m", "rayloop", *command],
+            cwd=folder,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
-        )  # fmt: skip
+        )
     made = Served(process, folder, tag)
     try:
-        eventually(lambda: made.announced.exists() or process.poll() is not None, f"a judge\n{made.text}", START, 0.1)
+        eventually(
+            lambda: made.announced.exists() or process.poll() is not None,
+            f"a judge\n{made.text}",
+            START,
+            0.1,
+        )
         assert process.poll() is None, made.text
         yield made
         process.terminate()

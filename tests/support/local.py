@@ -1,4 +1,6 @@
-"""Actors without Ray: the methods of an object in this process behind the calls that handles of Ray actors understand."""
+"""Actors without Ray: the methods of an object in this process behind the calls that handles of Ray
+actors understand.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ from typing import Any
 
 
 class LocalRef:
-    """A result to await, equal to itself only, like an object reference. ``value`` is there once it was awaited."""
+    """A result to await, equal to itself only, like an object reference.
+
+    ``value`` is there once it was awaited.
+    """
 
     def __init__(self, task: asyncio.Task[Any], index: int | None = None) -> None:
         self._task, self._index = task, index
@@ -31,9 +36,16 @@ class LocalMethod:
         return LocalMethod(self._method, num_returns)
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
-        """Start the call. As in Ray, references among the arguments are resolved, those inside of arguments are not."""
+        """Start the call.
+
+        As in Ray, references among the arguments are resolved, those inside of arguments are not.
+        """
         task = asyncio.get_running_loop().create_task(self._call(args, kwargs))
-        return LocalRef(task) if self._returns == 1 else [LocalRef(task, i) for i in range(self._returns)]
+        return (
+            LocalRef(task)
+            if self._returns == 1
+            else [LocalRef(task, i) for i in range(self._returns)]
+        )
 
     async def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         resolved = [await arg if isinstance(arg, LocalRef) else arg for arg in args]

@@ -10,7 +10,12 @@ from rayloop.grpo.losses.settings import LossSettings
 
 
 def policy_loss(
-    current: Tensor, old: Tensor, behaviour: Tensor, advantage: Tensor, settings: LossSettings, **others: Any
+    current: Tensor,
+    old: Tensor,
+    behaviour: Tensor,
+    advantage: Tensor,
+    settings: LossSettings,
+    **others: Any,
 ) -> PerToken:
     """``PolicyLoss`` over the tokens of one trajectory, unless ``segment`` says otherwise."""
     segment = others.pop("segment", torch.zeros(current.shape, dtype=torch.int64))

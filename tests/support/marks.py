@@ -1,4 +1,6 @@
-"""Marks that environments and graders of a run leave when they begin to work, so that a victim is killed at work."""
+"""Marks that environments and graders of a run leave when they begin to work, so that a victim is
+killed at work.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ class Marks:
         folder.mkdir()
 
     def since(self, kind: str, moment: float) -> list[Path]:
-        return [path for path in self.folder.glob(f"{kind}-*") if int(path.name.split("-")[1]) / 1e9 >= moment]
+        return [
+            path
+            for path in self.folder.glob(f"{kind}-*")
+            if int(path.name.split("-")[1]) / 1e9 >= moment
+        ]
 
 
 def marked(config: dict[str, Any], marks: Marks) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""A real MCP server for tests of the adapter: ``python mcp_server.py``, over its standard input and output, or on a PORT."""
+"""A real MCP server for tests of the adapter: ``python mcp_server.py``, over its standard input and
+output, or on a PORT.
+"""
 
 from __future__ import annotations
 

@@ -23,29 +23,56 @@ from rayloop.engines.tiny_vlm import CHAT_TEMPLATE, write_tiny_vlm
 
 TEXTS = [f"What is {i} + {3 * i}? The answer is {4 * i}. Click the red button." for i in range(100)]
 TEXT: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 32, "max_position_embeddings": 1024, "initializer_range": 0.1, "bos_token_id": None, "tie_word_embeddings": False,
-}  # fmt: skip
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
 VISION: dict[str, Any] = {
-    "depth": 2, "hidden_size": 32, "num_heads": 1, "intermediate_size": 48, "out_hidden_size": 64, "patch_size": 14,
-    "spatial_merge_size": 2, "temporal_patch_size": 2, "initializer_range": 0.1,
-}  # fmt: skip
+    "depth": 2,
+    "hidden_size": 32,
+    "num_heads": 1,
+    "intermediate_size": 48,
+    "out_hidden_size": 64,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "initializer_range": 0.1,
+}
 DEEP = {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
 MROPE = {"rope_type": "default", "rope_theta": 10.0, "mrope_section": [4, 6, 6]}
 NARROW = {"head_dim": 16, "rope_parameters": {**MROPE, "mrope_section": [2, 3, 3]}}
-"""The attention of Qwen2-VL reads no ``head_dim``: its heads are the hidden size shared among them."""
+"""The attention of Qwen2-VL reads no ``head_dim``: its heads are the hidden size shared among them.
+"""
 LINEAR = {
-    "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-}  # fmt: skip
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 SHARED = {**EXPERTS, "shared_expert_intermediate_size": 32}
 ALL_ROTARY = {**MROPE, "partial_rotary_factor": 1.0}
 GLM = {
-    "num_attention_heads": 2, "num_key_value_heads": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "rope_parameters": {**MROPE, "mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5},
-}  # fmt: skip
-"""Its heads are the hidden size shared among them, half of each is rotated, which vLLM takes for granted."""
+}
+"""Its heads are the hidden size shared among them, half of each is rotated, which vLLM takes for
+granted.
+"""
 NO_DEPTH = {"num_position_embeddings": 64}
 GLM_TEMPLATE = """\
 [gMASK]<sop>{%- for message in messages -%}
@@ -58,9 +85,20 @@ GLM_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>\\n' -}}{%- endif -%}"""
 """As of GLM-4.1V: no token closes a turn."""
-GLM_TOKENS = ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|video|>", "<|begin_of_video|>",
-              "<|end_of_video|>"]  # fmt: skip
-INTERNVL_TEMPLATE = CHAT_TEMPLATE.replace("'<|vision_start|><|image_pad|><|vision_end|>'", "'<IMG_CONTEXT>\\n'")
+GLM_TOKENS = [
+    "[gMASK]",
+    "<sop>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|observation|>",
+    "<|video|>",
+    "<|begin_of_video|>",
+    "<|end_of_video|>",
+]
+INTERNVL_TEMPLATE = CHAT_TEMPLATE.replace(
+    "'<|vision_start|><|image_pad|><|vision_end|>'", "'<IMG_CONTEXT>\\n'"
+)
 """Its processor writes the tokens around an image."""
 TILE = 56
 OF_TEXT: dict[str, dict[str, Any]] = {
@@ -96,31 +134,46 @@ OF_IMAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3_5": ({"rope_parameters": ALL_ROTARY, **LINEAR}, NO_DEPTH),
     "qwen3_5_moe": ({"rope_parameters": ALL_ROTARY, **LINEAR, **SHARED}, NO_DEPTH),
 }
-"""What a family adds to the language model and to the vision tower. Transformers reads from the shape whether experts are
-transposed, so those of qwen3_vl_moe must not be square."""
+"""What a family adds to the language model and to the vision tower.
+
+Transformers reads from the shape whether experts are transposed, so those of qwen3_vl_moe must not
+be square.
+"""
 GLM_IMAGE = ("<|image|>", "<|begin_of_image|>", "<|end_of_image|>")
 WRITTEN: dict[str, tuple[str, tuple[str, str, str], Any]] = {
     "glm4v": (GLM_TEMPLATE, GLM_IMAGE, Glm4vImageProcessorPil()),
     "glm46v": (GLM_TEMPLATE, GLM_IMAGE, Glm46VImageProcessorPil()),
     "internvl": (
-        INTERNVL_TEMPLATE, ("<IMG_CONTEXT>", "<img>", "</img>"), GotOcr2ImageProcessorPil(size={"height": TILE, "width": TILE}),
+        INTERNVL_TEMPLATE,
+        ("<IMG_CONTEXT>", "<img>", "</img>"),
+        GotOcr2ImageProcessorPil(size={"height": TILE, "width": TILE}),
     ),
-}  # fmt: skip
-"""The chat template, the token of images and those around them, and the processor, where they are not Qwen-VL's."""
+}
+"""The chat template, the token of images and those around them, and the processor, where they are
+not Qwen-VL's.
+"""
 PROCESSORS = {
-    "qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor", "glm4v": "Glm4vProcessor", "glm46v": "Glm46VProcessor",
+    "qwen2_vl": "Qwen2VLProcessor",
+    "qwen2_5_vl": "Qwen2_5_VLProcessor",
+    "glm4v": "Glm4vProcessor",
+    "glm46v": "Glm46VProcessor",
     "internvl": "InternVLProcessor",
-}  # fmt: skip
+}
 """vLLM's, of text and images; Qwen3VLProcessor for the others."""
 KINDS = (*OF_TEXT, *OF_IMAGES)
 VLLM: tuple[str, ...] = ("qwen3_moe", "glm4v")
-"""Those that vLLM's release for CPUs loads as they are exported here, and samples from with the trainer's log-probs."""
+"""Those that vLLM's release for CPUs loads as they are exported here, and samples from with the
+trainer's log-probs.
+"""
 
 
 def limit(kind: str) -> float:
-    """How far log-probs of engine and trainer may be apart, in float32. Qwen3.5's linear attention is computed in chunks of 64
-    tokens by the trainer and token by token by the engine: in float64 these differ by 1e-15 of the output, in float32 by 2e-6, and
-    log-probs by 3.4e-5."""
+    """How far log-probs of engine and trainer may be apart, in float32.
+
+    Qwen3.5's linear attention is computed in chunks of 64 tokens by the trainer and token by token
+    by the engine: in float64 these differ by 1e-15 of the output, in float32 by 2e-6, and log-probs
+    by 3.4e-5.
+    """
     return 1e-5 if FAMILIES.get(kind, OTHERS).packs else 5e-5
 
 
@@ -129,22 +182,46 @@ def table() -> str:
     groups = defaultdict[tuple[str, ...], list[str]](list)
     for kind, one in FAMILIES.items():
         held = (bool(one.images), one.packs, True)
-        said = (*("✓" if each else "–" for each in held), f"{limit(kind):.0e}", "✓" if kind in VLLM else "–")
+        said = (
+            *("✓" if each else "–" for each in held),
+            f"{limit(kind):.0e}",
+            "✓" if kind in VLLM else "–",
+        )
         groups[said].append(f"`{kind}`")
-    rows = [("`model_type`", "images", "packed rows", "trains", "log-probs within", "vLLM on CPU"), ("---",) * 6]
-    return "".join(f"| {' | '.join(row)} |\n" for row in [*rows, *((", ".join(kinds), *said) for said, kinds in groups.items())])
+    rows = [
+        ("`model_type`", "images", "packed rows", "trains", "log-probs within", "vLLM on CPU"),
+        ("---",) * 6,
+    ]
+    return "".join(
+        f"| {' | '.join(row)} |\n"
+        for row in [*rows, *((", ".join(kinds), *said) for said, kinds in groups.items())]
+    )
 
 
 def write(kind: str, folder: Path) -> Path:
     """A folder of this model_type; its vision model has images of 14-pixel patches."""
     images = kind in OF_IMAGES
-    write_tiny_vlm(folder, TEXTS, vision=images, hidden=32, heads=1, layers=1, intermediate=32, vision_depth=1, vision_hidden=32,
-                   vision_heads=1, vision_intermediate=32)  # fmt: skip
+    write_tiny_vlm(
+        folder,
+        TEXTS,
+        vision=images,
+        hidden=32,
+        heads=1,
+        layers=1,
+        intermediate=32,
+        vision_depth=1,
+        vision_hidden=32,
+        vision_heads=1,
+        vision_intermediate=32,
+    )
     (folder / "model.safetensors").unlink()
     named = _written(kind, folder) if images else {}
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokens = {"vocab_size": -(-len(tokenizer) // 64) * 64, "eos_token_id": tokenizer.eos_token_id,
-              "pad_token_id": tokenizer.pad_token_id}  # fmt: skip
+    tokens = {
+        "vocab_size": -(-len(tokenizer) // 64) * 64,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         if not images:
@@ -153,32 +230,46 @@ def write(kind: str, folder: Path) -> Path:
         else:
             text, vision = OF_IMAGES[kind]
             config = AutoConfig.for_model(
-                kind, text_config={**TEXT, **tokens, **text}, vision_config={**({} if kind == "internvl" else VISION), **vision},
-                tie_word_embeddings=False, **named,
-            )  # fmt: skip
+                kind,
+                text_config={**TEXT, **tokens, **text},
+                vision_config={**({} if kind == "internvl" else VISION), **vision},
+                tie_word_embeddings=False,
+                **named,
+            )
             model = AutoModelForImageTextToText.from_config(config)
     model.float().save_pretrained(folder)
     return folder
 
 
 def _written(kind: str, folder: Path) -> dict[str, int]:
-    """Write the family's tokens, chat template and processor; returns the ids that its config.json names."""
+    """Write the family's tokens, chat template and processor; returns the ids that its config.json
+    names.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    (image, start, end), around = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"), ("vision",)
+    (image, start, end), around = (
+        ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
+        ("vision",),
+    )
     if kind in WRITTEN:
         tokenizer.chat_template, (image, start, end), processor = WRITTEN[kind]
         tokenizer.add_tokens([image, start, end], special_tokens=True)
         if kind == "internvl":
             names = ("start_image_token", "end_image_token", "context_image_token", "video_token")
-            tokenizer.init_kwargs["extra_special_tokens"] = dict(zip(names, (start, end, image, "<|video_pad|>"), strict=True))
-            (folder / "processor_config.json").write_text(json.dumps({"image_seq_length": (TILE // 28) ** 2}), encoding="utf-8")
+            tokenizer.init_kwargs["extra_special_tokens"] = dict(
+                zip(names, (start, end, image, "<|video_pad|>"), strict=True)
+            )
+            (folder / "processor_config.json").write_text(
+                json.dumps({"image_seq_length": (TILE // 28) ** 2}), encoding="utf-8"
+            )
         else:
             tokenizer.add_tokens(GLM_TOKENS, special_tokens=True)
             around = ("image", "video")
         tokenizer.save_pretrained(folder)
         processor.save_pretrained(folder)
     file = folder / "preprocessor_config.json"
-    described = json.loads(file.read_text(encoding="utf-8")) | {"processor_class": PROCESSORS.get(kind, "Qwen3VLProcessor")}
+    described = json.loads(file.read_text(encoding="utf-8")) | {
+        "processor_class": PROCESSORS.get(kind, "Qwen3VLProcessor")
+    }
     file.write_text(json.dumps(described), encoding="utf-8")
     ids = {"image_token_id": image, "video_token_id": "<|video_pad|>"}
     for what in around:

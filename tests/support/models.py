@@ -10,8 +10,17 @@ import torch
 from rayloop.engines.tiny_vlm import write_tiny_vlm
 
 SIZES = {"hidden": 64, "heads": 2, "layers": 1, "intermediate": 128, "vocabulary": 320}
-PICTURE = {"hidden": 64, "heads": 2, "layers": 1, "intermediate": 128, "vocabulary": 320, "vision_hidden": 64,
-           "vision_heads": 2, "vision_depth": 2, "vision_intermediate": 96}  # fmt: skip
+PICTURE = {
+    "hidden": 64,
+    "heads": 2,
+    "layers": 1,
+    "intermediate": 128,
+    "vocabulary": 320,
+    "vision_hidden": 64,
+    "vision_heads": 2,
+    "vision_depth": 2,
+    "vision_intermediate": 96,
+}
 TEXTS = [f"Sort: {a} {b} {c}" for a in range(10) for b in range(10) for c in range(10)]
 QUESTIONS = [f"What is shown in picture {i}? Look again: {3 * i}." for i in range(200)]
 

@@ -1,4 +1,6 @@
-"""What each lost node cost, as measured: printed at the end of the session, and written into docs/reliability.md when asked."""
+"""What each lost node cost, as measured: printed at the end of the session, and written into
+docs/reliability.md when asked.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ WRITE = "RAYLOOP_NODE_MATRIX"
 
 @dataclass(frozen=True)
 class Cell:
-    """One node lost: what was on it, when, seconds from the kill until all of it served again, payloads that went along."""
+    """One node lost: what was on it, when, seconds from the kill until all of it served again,
+    payloads that went along.
+    """
 
     carried: str
     phase: str
@@ -36,12 +40,16 @@ def record(carried: str, phase: str, seconds: float, events: Sequence[Mapping[st
 
 
 def lines() -> list[str]:
-    """The table as Markdown: a row for what was on the node, a column for the phase in which it was lost."""
+    """The table as Markdown: a row for what was on the node, a column for the phase in which it was
+    lost.
+    """
     phases = list(dict.fromkeys(cell.phase for cell in CELLS))
     rows = ["| on the node | " + " | ".join(phases) + " |", "|---" * (len(phases) + 1) + "|"]
     for carried in dict.fromkeys(cell.carried for cell in CELLS):
         found = {cell.phase: cell for cell in CELLS if cell.carried == carried}
-        rows.append(f"| {carried} | " + " | ".join(_worded(found.get(phase)) for phase in phases) + " |")
+        rows.append(
+            f"| {carried} | " + " | ".join(_worded(found.get(phase)) for phase in phases) + " |"
+        )
     return rows
 
 
@@ -57,4 +65,6 @@ def write(page: Path = PAGE) -> None:
         text = page.read_text(encoding="utf-8")
         before, _, rest = text.partition(BEGIN)
         _, _, after = rest.partition(END)
-        page.write_text("\n".join([before + BEGIN, "", *lines(), "", END + after]), encoding="utf-8")
+        page.write_text(
+            "\n".join([before + BEGIN, "", *lines(), "", END + after]), encoding="utf-8"
+        )

@@ -35,12 +35,25 @@ class Nodes:
         return Rendezvous(self.folder, "here")
 
     def start(self, role: str, *arguments: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "rayloop", "node", role, "--cluster=here", f"--rendezvous={self.folder}", STORE]
+        command = [
+            sys.executable,
+            "-m",
+            "rayloop",
+            "node",
+            role,
+            "--cluster=here",
+            f"--rendezvous={self.folder}",
+            STORE,
+        ]
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "SLURM"))}
         environment |= {TAG: self.tag, "TMPDIR": str(self.temporary)}
-        environment |= dict.fromkeys(("http_proxy", "HTTP_PROXY", "grpc_proxy"), "http://127.0.0.1:9")  # nobody is there
+        environment |= dict.fromkeys(
+            ("http_proxy", "HTTP_PROXY", "grpc_proxy"), "http://127.0.0.1:9"
+        )  # nobody is there
         with (self.folder / f"{role}-{len(self.started)}.log").open("wb") as log:
-            process = subprocess.Popen([*command, *arguments], cwd=ROOT, env=environment, stdout=log, stderr=log)
+            process = subprocess.Popen(
+                [*command, *arguments], cwd=ROOT, env=environment, stdout=log, stderr=log
+            )
         self.started.append(process)
         return process
 
@@ -52,7 +65,10 @@ class Nodes:
         try:
             return eventually(condition, what, seconds, 0.2)
         except AssertionError as error:
-            logs = "\n".join(f"== {log.name}\n{log.read_text(encoding='utf-8')}" for log in sorted(self.folder.glob("*.log")))
+            logs = "\n".join(
+                f"== {log.name}\n{log.read_text(encoding='utf-8')}"
+                for log in sorted(self.folder.glob("*.log"))
+            )
             raise AssertionError(f"{error}\n{logs}") from None
 
     def head(self, former: Head | None = None) -> Head:

@@ -1,4 +1,6 @@
-"""A small server with the OpenAI interface, in a thread: answers by the transformers engine, or by a script."""
+"""A small server with the OpenAI interface, in a thread: answers by the transformers engine, or by
+a script.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,16 @@ from tests.engines.prompts import engine
 
 
 class Server:
-    """``requests`` holds what came, ``faults`` the statuses to answer with first, ``reply`` what chat answers."""
+    """``requests`` holds what came, ``faults`` the statuses to answer with first, ``reply`` what
+    chat answers.
+    """
 
     def __init__(self, model: Path) -> None:
-        self.model, self.requests, self.faults = model, list[tuple[str, dict[str, str], dict[str, Any]]](), list[int]()
+        self.model, self.requests, self.faults = (
+            model,
+            list[tuple[str, dict[str, str], dict[str, Any]]](),
+            list[int](),
+        )
         self.reply = {"message": {"content": "Hello."}, "finish_reason": "stop"}
         self.loads = True
         self.app = FastAPI()
@@ -44,19 +52,29 @@ class Server:
         if self.faults:
             return JSONResponse({"error": "as the test wants it"}, self.faults.pop(0))
         if body["min_tokens"] > body["max_tokens"]:
-            return JSONResponse({"error": "min_tokens must be less than or equal to max_tokens"}, 400)  # as vLLM's does
+            return JSONResponse(
+                {"error": "min_tokens must be less than or equal to max_tokens"}, 400
+            )  # as vLLM's does
         if self._engine is None:
             self._engine = await engine(self.model)
         done = await self._engine.generate(
             TokenPrompt(tuple(body["prompt"]), seed=body["seed"]),
             Sampling(
-                body["temperature"], body["max_tokens"], body["min_tokens"], tuple(body["stop"]),
-                tuple(body["stop_token_ids"]), tuple(map(int, body["logit_bias"])),
+                body["temperature"],
+                body["max_tokens"],
+                body["min_tokens"],
+                tuple(body["stop"]),
+                tuple(body["stop_token_ids"]),
+                tuple(map(int, body["logit_bias"])),
             ),
-        )  # fmt: skip
+        )
         reason = "length" if done.finish == "length" else "stop"
         stop = body["stop"][0] if done.finish == "stop_string" else None
-        choice = {"token_ids": done.token_ids, "logprobs": {"token_logprobs": done.logprobs}, "finish_reason": reason}
+        choice = {
+            "token_ids": done.token_ids,
+            "logprobs": {"token_logprobs": done.logprobs},
+            "finish_reason": reason,
+        }
         return {"choices": [choice | {"stop_reason": stop}]}
 
     async def chat(self, request: Request) -> Any:

@@ -1,4 +1,6 @@
-"""A server that speaks OpenEnv's WebSocket protocol, for tests of the adapter: it counts, and fails on demand."""
+"""A server that speaks OpenEnv's WebSocket protocol, for tests of the adapter: it counts, and fails
+on demand.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from tests.support.pictures import picture
 
 
 class Counter:
-    """Count up to 3. The action is ``{"by": 1}``; ``fault`` says what goes wrong with the next message."""
+    """Count up to 3.
+
+    The action is ``{"by": 1}``; ``fault`` says what goes wrong with the next message.
+    """
 
     def __init__(self) -> None:
         self.fault, self.resets, self.closed = "", list[dict[str, Any]](), 0
@@ -46,7 +51,12 @@ class Counter:
             else:
                 count += data["by"]
             screen = base64.b64encode(picture(28, 56)).decode()
-            observation = {"text": f"the count is {count}", "screen": screen, "grid": [0] * 12, "grid_shape": [2, 2, 3]}
+            observation = {
+                "text": f"the count is {count}",
+                "screen": screen,
+                "grid": [0] * 12,
+                "grid_shape": [2, 2, 3],
+            }
             reported = {"observation": observation, "reward": float(count == 3), "done": count >= 3}
             socket.send(json.dumps({"type": "observation", "data": reported}))
 

@@ -22,25 +22,37 @@ COMMITS = {
 """The state of each repository that was read."""
 
 needs_originals = pytest.mark.skipif(
-    "ORIGINALS" not in os.environ, reason="ORIGINALS names no folder with checkouts (owner+name) of the published systems"
+    "ORIGINALS" not in os.environ,
+    reason="ORIGINALS names no folder with checkouts (owner+name) of the published systems",
 )
 
 
 def source(repository: str, path: str) -> str:
-    """The text of a file of ``repository`` (owner/name) at its commit. Raises FileNotFoundError, CalledProcessError."""
+    """The text of a file of ``repository`` (owner/name) at its commit.
+
+    Raises FileNotFoundError, CalledProcessError.
+    """
     folder = Path(os.environ["ORIGINALS"]) / repository.replace("/", "+")
     folder = folder / "repo" if (folder / "repo").is_dir() else folder
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: clone {repository} there")
     command = ["git", "-C", str(folder), "show", f"{COMMITS[repository]}:{path}"]
-    return subprocess.run(command, check=True, capture_output=True, text=True, encoding="utf-8").stdout
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, encoding="utf-8"
+    ).stdout
 
 
 def module(
-    repository: str, path: str, given: Mapping[str, Any] | None = None, cut: Mapping[str, str] | None = None
+    repository: str,
+    path: str,
+    given: Mapping[str, Any] | None = None,
+    cut: Mapping[str, str] | None = None,
 ) -> types.ModuleType:
-    """A file of ``repository`` as a module. ``given``: names that it finds at its start. ``cut``: text -> what stands for it, for
-    imports that are not installed here; a text that is not there is a ValueError."""
+    """A file of ``repository`` as a module.
+
+    ``given``: names that it finds at its start. ``cut``: text -> what stands for it, for imports
+    that are not installed here; a text that is not there is a ValueError.
+    """
     text = source(repository, path)
     for old, new in (cut or {}).items():
         if old not in text:

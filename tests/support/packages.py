@@ -6,7 +6,10 @@ from importlib.util import find_spec
 
 import pytest
 
-PACKAGES = {"rayloop.envs.adapters.reasoning_gym": "reasoning_gym", "rayloop.envs.adapters.textarena": "textarena"}
+PACKAGES = {
+    "rayloop.envs.adapters.reasoning_gym": "reasoning_gym",
+    "rayloop.envs.adapters.textarena": "textarena",
+}
 """Module of ours -> the package that it needs."""
 
 
@@ -17,5 +20,7 @@ def package_marks(use: str) -> list[pytest.MarkDecorator]:
         return []
     return [
         pytest.mark.adapters,
-        pytest.mark.skipif(find_spec(package) is None, reason=f"{package}: make test-adapters installs it"),
+        pytest.mark.skipif(
+            find_spec(package) is None, reason=f"{package}: make test-adapters installs it"
+        ),
     ]

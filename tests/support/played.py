@@ -1,4 +1,6 @@
-"""Episodes for tests: the episode loop plays an environment, the policy says what the test gives, and a reward actor pays."""
+"""Episodes for tests: the episode loop plays an environment, the policy says what the test gives,
+and a reward actor pays.
+"""
 
 from __future__ import annotations
 
@@ -41,17 +43,26 @@ Says = Callable[[TokenPrompt], str]
 
 
 def episode_settings(kind: Mapping[str, Any], **limits: Any) -> EpisodeSettings:
-    """``kind``: an entry of ``environment.episode.environment``, such as ``{"use": ..., "with": ...}``."""
+    """``kind``: an entry of ``environment.episode.environment``, such as ``{"use": ..., "with":
+    ...}``.
+    """
     return EpisodeSettings(environment=EnvironmentKind.model_validate(kind), **limits)
 
 
 async def episode(
-    environments: Environments, task: Task, says: Says, settings: EpisodeSettings, sampling: Sampling, number: int = 0
+    environments: Environments,
+    task: Task,
+    says: Says,
+    settings: EpisodeSettings,
+    sampling: Sampling,
+    number: int = 0,
 ) -> Trajectory:
     """Play one episode. Raises what the episode loop raises for one that is left out."""
 
     async def generate(prompt: TokenPrompt, sampling: Sampling) -> Completion:
-        await asyncio.sleep(0.001)  # an engine takes its time: requests that an agent makes at once overlap
+        await asyncio.sleep(
+            0.001
+        )  # an engine takes its time: requests that an agent makes at once overlap
         tokens = RENDERER.encode(says(prompt))
         return Completion(tokens, (-0.5,) * len(tokens), FinishReason.END_TOKEN, Version(0, 1))
 
@@ -59,7 +70,9 @@ async def episode(
     return await play(request, environments.of(task), RENDERER, settings, generate)
 
 
-def play_one(task: Task, says: Says, settings: EpisodeSettings, sampling: Sampling = USUAL) -> Trajectory:
+def play_one(
+    task: Task, says: Says, settings: EpisodeSettings, sampling: Sampling = USUAL
+) -> Trajectory:
     """``episode`` in an environment that nothing else uses."""
 
     async def alone() -> Trajectory:
@@ -81,14 +94,23 @@ class Paid:
 
 
 def all_scored(
-    task: Task, texts: Sequence[str], settings: EpisodeSettings, sampling: Sampling = USUAL, reward: str = RESULT
+    task: Task,
+    texts: Sequence[str],
+    settings: EpisodeSettings,
+    sampling: Sampling = USUAL,
+    reward: str = RESULT,
 ) -> list[Paid]:
-    """Play episodes in which the policy says ``texts`` one after the other, until all are said. Raises AssertionError for an
-    episode that is left out, that has no finite reward, or that does not ask the policy."""
+    """Play episodes in which the policy says ``texts`` one after the other, until all are said.
+
+    Raises AssertionError for an episode that is left out, that has no finite reward, or that does
+    not ask the policy.
+    """
     return asyncio.run(_all_scored(task, texts, settings, sampling, reward))
 
 
-async def _all_scored(task: Task, texts: Sequence[str], settings: EpisodeSettings, sampling: Sampling, reward: str) -> list[Paid]:
+async def _all_scored(
+    task: Task, texts: Sequence[str], settings: EpisodeSettings, sampling: Sampling, reward: str
+) -> list[Paid]:
     payer = RewardActor(MODEL, RewardSettings(source=Component(use=reward)))
     left = list(reversed(texts))
     paid: list[Paid] = []
@@ -98,11 +120,20 @@ async def _all_scored(task: Task, texts: Sequence[str], settings: EpisodeSetting
             saying = left[-settings.max_turns :][::-1]
             before = len(left)
             try:
-                made = await episode(environments, task, lambda _: left.pop() if left else "done", settings, sampling, len(paid))
+                made = await episode(
+                    environments,
+                    task,
+                    lambda _: left.pop() if left else "done",
+                    settings,
+                    sampling,
+                    len(paid),
+                )
                 [outcome] = await payer.judge([made], task, 1)
             except Exception as error:
                 shown = [text[:300] for text in saying]
-                raise AssertionError(f"left out: {type(error).__name__}: {error}\n after one of {shown}") from error
+                raise AssertionError(
+                    f"left out: {type(error).__name__}: {error}\n after one of {shown}"
+                ) from error
             assert len(left) < before, "the policy was not asked"
             assert isinstance(outcome, Scored), f"unscored: {outcome}\n after one of {saying}"
             assert math.isfinite(outcome.value), outcome

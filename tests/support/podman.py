@@ -1,6 +1,9 @@
-"""FAKE podman, for tests on machines without one: ``run`` and ``rm`` of the real one's command line, in bubblewrap.
+"""FAKE podman, for tests on machines without one: ``run`` and ``rm`` of the real one's command
+line, in bubblewrap.
 
-It knows one image, "known". Its containers have the host's /usr, so it shows nothing about images, capabilities or cgroups."""
+It knows one image, "known". Its containers have the host's /usr, so it shows nothing about images,
+capabilities or cgroups.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,19 @@ from pathlib import Path
 from rayloop.sandbox import bubblewrap
 
 STATE = "FAKE_PODMAN"
-"""The variable with the folder that has a file for each container, with the process id of its bubblewrap."""
+"""The variable with the folder that has a file for each container, with the process id of its
+bubblewrap.
+"""
 
 
 def install(folder: Path, state: Path) -> dict[str, str]:
     """A program ``podman`` in ``folder``. Returns the variables with which it is found."""
     root = Path(__file__).parents[2]
     program = folder / "podman"
-    program.write_text(f'#!/bin/sh\nPYTHONPATH={root} exec {sys.executable} -m tests.support.podman "$@"\n', encoding="utf-8")
+    program.write_text(
+        f'#!/bin/sh\nPYTHONPATH={root} exec {sys.executable} -m tests.support.podman "$@"\n',
+        encoding="utf-8",
+    )
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", STATE: str(state)}
 
@@ -36,7 +44,16 @@ def main(arguments: list[str]) -> int:
             container.unlink()
         return 0
     parser = argparse.ArgumentParser()
-    for name in ("--name", "--pull", "--network", "--cap-drop", "--security-opt", "--memory", "--memory-swap", "--pids-limit"):
+    for name in (
+        "--name",
+        "--pull",
+        "--network",
+        "--cap-drop",
+        "--security-opt",
+        "--memory",
+        "--memory-swap",
+        "--pids-limit",
+    ):
         parser.add_argument(name, required=True)
     for name in ("--tmpfs", "--workdir", "--env", "--entrypoint"):
         parser.add_argument(name, required=True)
@@ -50,12 +67,22 @@ def main(arguments: list[str]) -> int:
         print(f"Error: {given.image}: image not known", file=sys.stderr)
         return 125
     path, _, options = given.tmpfs.partition(":")
-    size = int(next(part for part in options.split(",") if part.startswith("size=")).removeprefix("size=").rstrip("m")) << 20
+    size = (
+        int(
+            next(part for part in options.split(",") if part.startswith("size="))
+            .removeprefix("size=")
+            .rstrip("m")
+        )
+        << 20
+    )
     memory = int(given.memory.rstrip("m")) << 20
     with bubblewrap.borrowed() as uid:
         limits = ["/usr/bin/prlimit", f"--data={memory}", f"--nproc={given.pids_limit}"]
         line = bubblewrap.command(
-            [*limits, f"/bin/{given.entrypoint}", *given.command], folders={path: size}, uid=uid, options=["--chdir", given.workdir]
+            [*limits, f"/bin/{given.entrypoint}", *given.command],
+            folders={path: size},
+            uid=uid,
+            options=["--chdir", given.workdir],
         )
         with subprocess.Popen(line) as process:
             (state / given.name).write_text(str(process.pid), encoding="utf-8")

@@ -1,4 +1,6 @@
-"""The policy's endpoint for tests: ``python -m rayloop policy serve`` as a process beside a real run."""
+"""The policy's endpoint for tests: ``python -m rayloop policy serve`` as a process beside a real
+run.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Endpoint:
     def http(self, **options: Any) -> httpx.Client:
         """With the key; paths begin behind ``/v1``."""
         headers = {"Authorization": f"Bearer {self.key}"}
-        return httpx.Client(base_url=self.url, headers=headers, trust_env=False, timeout=120, **options)
+        return httpx.Client(
+            base_url=self.url, headers=headers, trust_env=False, timeout=120, **options
+        )
 
     def ready(self, deadline: float = START) -> None:
         """Wait until it can answer."""
@@ -64,15 +68,30 @@ def endpoint(made: Run, *options: str, folder: Path | None = None) -> Iterator[E
     """Serve the live run on a free port. What it says lies in the run's folder."""
     where = folder or made.folder
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    environment |= {TAG: made.tag, "TMPDIR": str(made.temporary), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment |= {
+        TAG: made.tag,
+        "TMPDIR": str(made.temporary),
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
     arguments = command("--run", made.folder, "--announce", where / "policy.json", *options)
     with (where / "policy.log").open("wb") as log:
         process = subprocess.Popen(
-            arguments, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            arguments,
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     found = Endpoint(process, where)
     try:
-        eventually(lambda: (where / "policy.json").exists() or process.poll() is not None, "an endpoint", START, 0.1)
+        eventually(
+            lambda: (where / "policy.json").exists() or process.poll() is not None,
+            "an endpoint",
+            START,
+            0.1,
+        )
         assert process.poll() is None, found.text
         yield found
         if process.poll() is None:

@@ -1,4 +1,6 @@
-"""Reward sources with an answer that is right and one that is wrong, and what a run makes of answers."""
+"""Reward sources with an answer that is right and one that is wrong, and what a run makes of
+answers.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,15 @@ def trl(completions: Any, answer: Any, **columns: Any) -> list[float]:
     return [float(c[-1]["content"] == truth) for c, truth in zip(completions, answer, strict=True)]
 
 
-def verl(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, float]:
+def verl(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
+) -> dict[str, float]:
     return {"score": float(solution_str == ground_truth), "length": float(len(solution_str))}
 
 
-def own_group(trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]) -> list[float]:
+def own_group(
+    trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]
+) -> list[float]:
     texts = [context.texts[-1] for context in contexts]
     return [float(text == task.ground_truth) / texts.count(text) for text in texts]
 
@@ -72,7 +78,10 @@ class Ranking:
 
     def score_group(self, trajectories: Any, task: Task, contexts: Any) -> list[Outcome]:
         right = own_group(trajectories, task, contexts)
-        return [Scored(sum(other <= value for other in right) / len(right), {"right": value}) for value in right]
+        return [
+            Scored(sum(other <= value for other in right) / len(right), {"right": value})
+            for value in right
+        ]
 
 
 class LaterRanking(Ranking):
@@ -82,7 +91,10 @@ class LaterRanking(Ranking):
 
 @dataclass(frozen=True)
 class RewardCase:
-    """A reward source. ``right`` and ``wrong``: texts, or for an environment that judges by itself its results."""
+    """A reward source.
+
+    ``right`` and ``wrong``: texts, or for an environment that judges by itself its results.
+    """
 
     use: str
     right: str | float = "3"
@@ -108,33 +120,97 @@ class RewardCase:
 SAID = [f"{THOUGHT}{answer}</answer>" for answer in "34"]
 EMBEDDED = {"embedder": {"use": "rayloop.recipes.chart_rvr.rewards.embedders:WordEmbedder"}}
 HERE = __name__
-SHAPED = {"source": {"use": "rayloop.rewards.environment_result:EnvironmentResult"}, "max_tokens": 64, "overlong": 16}
+SHAPED = {
+    "source": {"use": "rayloop.rewards.environment_result:EnvironmentResult"},
+    "max_tokens": 64,
+    "overlong": 16,
+}
 LEGS = {"task": "leg_counting", "seed": 7}
 CASES = [
-    RewardCase("rayloop.envs.adapters.reasoning_gym:ReasoningGymScore", "<answer>188</answer>", "<answer>x</answer>", extra=LEGS),
+    RewardCase(
+        "rayloop.envs.adapters.reasoning_gym:ReasoningGymScore",
+        "<answer>188</answer>",
+        "<answer>x</answer>",
+        extra=LEGS,
+    ),
     RewardCase("rayloop.recipes.arc_vision.reward:IoUReward", RIGHT_BOX, WRONG_BOX, BOX),
     RewardCase("rayloop.recipes.arc_vision.reward:ArcVisionReward", RIGHT_BOX, WRONG_BOX, BOX),
-    RewardCase("rayloop.recipes.chart_rvr.rewards.reward:ChartReward", SAID[0], SAID[1], options=UNEMBEDDED),
-    RewardCase("rayloop.recipes.chart_rvr.rewards.reward:ChartReward", SAID[0], SAID[1], options=EMBEDDED, per="group"),
-    RewardCase("rayloop.recipes.chart_rvr.measure:ChartAnswer", "<answer>3</answer>", "<answer>4</answer>"),
+    RewardCase(
+        "rayloop.recipes.chart_rvr.rewards.reward:ChartReward", SAID[0], SAID[1], options=UNEMBEDDED
+    ),
+    RewardCase(
+        "rayloop.recipes.chart_rvr.rewards.reward:ChartReward",
+        SAID[0],
+        SAID[1],
+        options=EMBEDDED,
+        per="group",
+    ),
+    RewardCase(
+        "rayloop.recipes.chart_rvr.measure:ChartAnswer", "<answer>3</answer>", "<answer>4</answer>"
+    ),
     RewardCase("rayloop.recipes.arpo.reward:ArpoReward", 1.0, 0.25),
     RewardCase("rayloop.recipes.pyvision.reward:PyVisionReward", BOXED_3, BOXED_4),
-    RewardCase("rayloop.recipes.pyvision.reward:PyVisionReward", BOXED_3, BOXED_4, options={"verifiers": {"sums": "mra"}}),
-    RewardCase("rayloop.recipes.pyvision.reward:PyVisionReward", ORIGINAL_3, ORIGINAL_4, options=VL_AGENT),
-    RewardCase("rayloop.recipes.pyvision.deepeyes:DeepEyesReward", "<answer>3</answer>", "<answer>4</answer>"),
-    RewardCase("rayloop.recipes.pyvision.deepeyes:DeepEyesReward", "<answer>3</answer>", "<answer>4</answer>", options=ORIGINAL),
-    RewardCase("rayloop.recipes.pyvision.verifiers:OptionReward", "<answer>3</answer>", "<answer>4</answer>"),
-    RewardCase("rayloop.recipes.arc_vision.reward:ArcVisionReward", RIGHT_BOX, WRONG_BOX, BOX, options=ORIGINAL),
-    RewardCase("rayloop.recipes.arc_vision.reward:ArcVisionReward", RIGHT_BOX, WRONG_BOX, BOX, options={"variant": "library"}),
+    RewardCase(
+        "rayloop.recipes.pyvision.reward:PyVisionReward",
+        BOXED_3,
+        BOXED_4,
+        options={"verifiers": {"sums": "mra"}},
+    ),
+    RewardCase(
+        "rayloop.recipes.pyvision.reward:PyVisionReward", ORIGINAL_3, ORIGINAL_4, options=VL_AGENT
+    ),
+    RewardCase(
+        "rayloop.recipes.pyvision.deepeyes:DeepEyesReward",
+        "<answer>3</answer>",
+        "<answer>4</answer>",
+    ),
+    RewardCase(
+        "rayloop.recipes.pyvision.deepeyes:DeepEyesReward",
+        "<answer>3</answer>",
+        "<answer>4</answer>",
+        options=ORIGINAL,
+    ),
+    RewardCase(
+        "rayloop.recipes.pyvision.verifiers:OptionReward",
+        "<answer>3</answer>",
+        "<answer>4</answer>",
+    ),
+    RewardCase(
+        "rayloop.recipes.arc_vision.reward:ArcVisionReward",
+        RIGHT_BOX,
+        WRONG_BOX,
+        BOX,
+        options=ORIGINAL,
+    ),
+    RewardCase(
+        "rayloop.recipes.arc_vision.reward:ArcVisionReward",
+        RIGHT_BOX,
+        WRONG_BOX,
+        BOX,
+        options={"variant": "library"},
+    ),
     RewardCase("rayloop.recipes.arpo.reward:ArpoReward", 1.0, 0.25, options=ORIGINAL),
     RewardCase("rayloop.recipes.digits.data:SortReward", "1 2 3", "9 9 9", [1, 2, 3]),
     RewardCase("rayloop.rewards.environment_result:EnvironmentResult", 1.0, 0.25),
     RewardCase("rayloop.rewards.shaped:ShapedReward", 1.0, 0.25, options=SHAPED),
-    RewardCase("rayloop.judge.reward:JudgeReward", "<answer>red</answer>", "<answer>tan</answer>", "red", options=ASKED),
-    *(RewardCase(f"{HERE}:{name}{later}") for name in ("own", "trl", "verl") for later in ("", "_later")),
-    *(RewardCase(f"{HERE}:{name}", per="group") for name in ("own_group", "own_group_later", "trl", "trl_later")),
+    RewardCase(
+        "rayloop.judge.reward:JudgeReward",
+        "<answer>red</answer>",
+        "<answer>tan</answer>",
+        "red",
+        options=ASKED,
+    ),
+    *(
+        RewardCase(f"{HERE}:{name}{later}")
+        for name in ("own", "trl", "verl")
+        for later in ("", "_later")
+    ),
+    *(
+        RewardCase(f"{HERE}:{name}", per="group")
+        for name in ("own_group", "own_group_later", "trl", "trl_later")
+    ),
     *(RewardCase(f"{HERE}:{name}", per="group") for name in ("Ranking", "LaterRanking")),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -146,12 +222,18 @@ def stub() -> Iterator[JudgeStub]:
 def played(sample: int, answer: str | float) -> tuple[Trajectory, ScoreContext]:
     turns = (Turn("prompt", (1, 2)), Turn("assistant", (5, 6, 7), logprobs=(-1.0,) * 3))
     result = answer if isinstance(answer, float) else None
-    ended = Trajectory(TrajectoryId(1, sample), 0, "t", 0, turns, Sampling(), EndReason.DONE, env_result=result)
+    ended = Trajectory(
+        TrajectoryId(1, sample), 0, "t", 0, turns, Sampling(), EndReason.DONE, env_result=result
+    )
     return ended, ScoreContext(4, [str(answer)], 10.0)
 
 
-async def outcomes(source: Any, case: RewardCase, answers: Sequence[str | float], task: Task) -> list[Outcome]:
-    """What a run makes of the source's answer: one by one, at once as in an actor, or all in one call."""
+async def outcomes(
+    source: Any, case: RewardCase, answers: Sequence[str | float], task: Task
+) -> list[Outcome]:
+    """What a run makes of the source's answer: one by one, at once as in an actor, or all in one
+    call.
+    """
 
     async def ask(method: Callable[..., Any], *args: Any) -> Any:
         result = await asyncio.to_thread(method, *args)
@@ -161,7 +243,10 @@ async def outcomes(source: Any, case: RewardCase, answers: Sequence[str | float]
     if case.per == "group":
         result = await ask(source.score_group, [t for t, _ in made], task, [c for _, c in made])
         return as_outcomes(result, len(answers))
-    return [as_outcome(o) for o in await asyncio.gather(*(ask(source.score, t, task, c) for t, c in made))]
+    return [
+        as_outcome(o)
+        for o in await asyncio.gather(*(ask(source.score, t, task, c) for t, c in made))
+    ]
 
 
 def judged(case: RewardCase, stub: JudgeStub, *answers: str | float) -> list[Outcome]:

@@ -1,4 +1,6 @@
-"""A reward for tests: any tokens earn something, and faults, delays and marks fire for the tasks named in the settings."""
+"""A reward for tests: any tokens earn something, and faults, delays and marks fire for the tasks
+named in the settings.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,19 @@ from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
 
 Fault = Literal["nan", "inf", "none", "string", "half", "raise"]
-VALUES: dict[str, Any] = {"nan": float("nan"), "inf": float("inf"), "none": None, "string": "0.7", "half": 0.5}
+VALUES: dict[str, Any] = {
+    "nan": float("nan"),
+    "inf": float("inf"),
+    "none": None,
+    "string": "0.7",
+    "half": 0.5,
+}
 
 
 class TokenReward:
-    """The share of even token ids among the sampled ones: a random policy's groups have a spread, whatever it says."""
+    """The share of even token ids among the sampled ones: a random policy's groups have a spread,
+    whatever it says.
+    """
 
     class Settings(SettingsModel):
         faults: dict[str, Fault] = {}
@@ -48,21 +58,32 @@ class TokenReward:
 
 
 class TokenRanking(TokenReward):
-    """Ranks the answers of a group by that share: 0 for the least, 1 for the best; each call leaves a mark with their number.
+    """Ranks the answers of a group by that share: 0 for the least, 1 for the best; each call leaves
+    a mark with their number.
 
     An answer that is alone is scored by itself.
     """
 
-    def score_group(self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]) -> list[Outcome]:
+    def score_group(
+        self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]
+    ) -> list[Outcome]:
         if self._settings.marks is not None:
             (Path(self._settings.marks) / f"group-{time.time_ns()}-{len(trajectories)}").touch()
-        shares = [self.score(*pair) for pair in zip(trajectories, [task] * len(contexts), contexts, strict=True)]
+        shares = [
+            self.score(*pair)
+            for pair in zip(trajectories, [task] * len(contexts), contexts, strict=True)
+        ]
         below = [sum(other < share for other in shares) for share in shares]
-        return [Scored(rank / max(len(shares) - 1, 1), {"share": share}) for rank, share in zip(below, shares, strict=True)]
+        return [
+            Scored(rank / max(len(shares) - 1, 1), {"share": share})
+            for rank, share in zip(below, shares, strict=True)
+        ]
 
 
 class Peak(TokenReward):
-    """Held-out tasks (``eval-...``) earn 0.9 at step 1 and 0.1 at every other; tasks that are trained on earn their share."""
+    """Held-out tasks (``eval-...``) earn 0.9 at step 1 and 0.1 at every other; tasks that are
+    trained on earn their share.
+    """
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Any:
         if task.id.startswith("eval-"):

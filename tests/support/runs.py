@@ -1,4 +1,6 @@
-"""Real runs for tests: tiny models and configurations, ``python -m rayloop train`` as a process, and what it leaves behind."""
+"""Real runs for tests: tiny models and configurations, ``python -m rayloop train`` as a process,
+and what it leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ START, END = 180.0, 300.0
 
 
 def settings(folder: Path, model: Path, **changes: Any) -> dict[str, Any]:
-    """A run of a few small groups on sorting digits. ``changes`` are dotted keys with ``__`` for the dots."""
+    """A run of a few small groups on sorting digits.
+
+    ``changes`` are dotted keys with ``__`` for the dots.
+    """
     data = folder / "train.jsonl"
     if not data.exists():
         train, _ = rows(24, 0, 3, 5, seed=0)
@@ -44,7 +49,11 @@ def settings(folder: Path, model: Path, **changes: Any) -> dict[str, Any]:
         "model": {"path": str(model)},
         "data": {"train": str(data), "reader": {"use": "rayloop.recipes.digits.data:DigitRows"}},
         "rollout": {"sampling": {"max_tokens": 8, "min_tokens": 2}, "engine": {"threads": 1}},
-        "environment": {"episode": {"environment": {"use": "tests.support.faulty:FaultyEnvironment", "with": {}}}},
+        "environment": {
+            "episode": {
+                "environment": {"use": "tests.support.faulty:FaultyEnvironment", "with": {}}
+            }
+        },
         "reward": {"source": {"use": "tests.support.rewards:TokenReward", "with": {}}},
         "policy": {"engine": {"threads": 1}, "optimizer": {"lr": 1.0e-3}},
         "algorithm": {"group_size": 4, "groups_per_step": 2},
@@ -75,7 +84,9 @@ def tagged(tag: str) -> list[psutil.Process]:
     return found
 
 
-def eventually(condition: Callable[[], Any], what: str, deadline: float, every: float = 0.02) -> Any:
+def eventually(
+    condition: Callable[[], Any], what: str, deadline: float, every: float = 0.02
+) -> Any:
     """The first true value of ``condition``. Raises AssertionError after ``deadline`` seconds."""
     end = time.monotonic() + deadline
     while time.monotonic() < end:
@@ -87,7 +98,10 @@ def eventually(condition: Callable[[], Any], what: str, deadline: float, every: 
 
 @dataclass
 class Run:
-    """A running or ended ``train`` process. ``folder`` is the run folder, ``temporary`` its TMPDIR."""
+    """A running or ended ``train`` process.
+
+    ``folder`` is the run folder, ``temporary`` its TMPDIR.
+    """
 
     process: subprocess.Popen[bytes]
     folder: Path
@@ -100,11 +114,17 @@ class Run:
         path = self.folder / f"{name}.jsonl"
         if not path.exists():
             return []
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+        return [
+            json.loads(line)
+            for line in path.read_text(encoding="utf-8").splitlines(keepends=True)
+            if line.endswith("\n")
+        ]
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Raises AssertionError when one of them is not as the table of events says (docs/events.md)."""
+        """Raises AssertionError when one of them is not as the table of events says
+        (docs/events.md).
+        """
         found = self.records("events")
         assert event_records.validate(found) == ()
         return found
@@ -113,7 +133,12 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """Raises AssertionError when one of them is not in the table of metrics (docs/metrics.md)."""
         found = self.records("metrics")
-        assert metrics.validate({name for record in found for name in record} - {"schema_version", "time"}) == ()
+        assert (
+            metrics.validate(
+                {name for record in found for name in record} - {"schema_version", "time"}
+            )
+            == ()
+        )
         return found
 
     @property
@@ -123,21 +148,32 @@ class Run:
 
     def named(self, event: str, **fields: Any) -> list[dict[str, Any]]:
         """The events of this name whose fields have these values."""
-        return [e for e in self.events if e["event"] == event and all(e.get(k) == v for k, v in fields.items())]
+        return [
+            e
+            for e in self.events
+            if e["event"] == event and all(e.get(k) == v for k, v in fields.items())
+        ]
 
     def until(self, condition: Callable[[], Any], what: str, deadline: float = START) -> Any:
-        """Wait for a condition while the run goes on; fails at once, with its output, when it ends before."""
+        """Wait for a condition while the run goes on; fails at once, with its output, when it ends
+        before.
+        """
 
         def check() -> Any:
             ended = self.process.poll() is not None
             if not (value := condition()) and ended:
-                raise AssertionError(f"{what}: the run ended before, with code {self.process.returncode}:\n{self.text}")
+                raise AssertionError(
+                    f"{what}: the run ended before, with code"
+                    f" {self.process.returncode}:\n{self.text}"
+                )
             return value
 
         return eventually(check, f"{what}\n{self.text}", deadline)
 
     def until_event(self, event: str, deadline: float = START, **fields: Any) -> dict[str, Any]:
-        found: list[dict[str, Any]] = self.until(lambda: self.named(event, **fields), f"event {event} {fields}", deadline)
+        found: list[dict[str, Any]] = self.until(
+            lambda: self.named(event, **fields), f"event {event} {fields}", deadline
+        )
         return found[0]
 
     def actors(self, name: str) -> list[psutil.Process]:
@@ -154,11 +190,16 @@ class Run:
         return found[0]
 
     def wait(self, deadline: float = END) -> int:
-        """The exit code. Raises AssertionError, with the output, when the run does not end in time."""
+        """The exit code.
+
+        Raises AssertionError, with the output, when the run does not end in time.
+        """
         try:
             return self.process.wait(deadline)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the run did not end within {deadline:g} s:\n{self.text}") from None
+            raise AssertionError(
+                f"the run did not end within {deadline:g} s:\n{self.text}"
+            ) from None
 
     def ends(self, code: int, deadline: float = END) -> None:
         """The run ends with this code, and nothing is left behind."""
@@ -168,7 +209,9 @@ class Run:
         self.nothing_left_behind()
 
     def _kept_memory(self) -> list[str]:
-        """Ray's shared memory that was not there before; that of clusters beside this one has a name for a moment only."""
+        """Ray's shared memory that was not there before; that of clusters beside this one has a
+        name for a moment only.
+        """
         new = set(os.listdir("/dev/shm")) - self.shared_memory
         return [name for name in new if name.startswith(("plasma", "ray_"))]
 
@@ -181,29 +224,51 @@ class Run:
         eventually(lambda: not tagged(self.tag), "the run's processes die", 10)
 
     def nothing_left_behind(self) -> None:
-        """No process (hence no port), no file in TMPDIR, no shared memory, 10 s after the end; and the lock is free."""
-        eventually(lambda: not tagged(self.tag), f"processes of the run end: {tagged(self.tag)}", 10)
+        """No process (hence no port), no file in TMPDIR, no shared memory, 10 s after the end; and
+        the lock is free.
+        """
+        eventually(
+            lambda: not tagged(self.tag), f"processes of the run end: {tagged(self.tag)}", 10
+        )
         assert [str(path) for path in self.temporary.rglob("*")][:20] == []
-        eventually(lambda: not self._kept_memory(), f"shared memory is given back: {self._kept_memory()}", 10)
+        eventually(
+            lambda: not self._kept_memory(),
+            f"shared memory is given back: {self._kept_memory()}",
+            10,
+        )
         assert (self.folder / "run.lock").read_text(encoding="utf-8") == ""
 
 
 @contextmanager
-def run(config: Mapping[str, Any], overrides: Sequence[str] = (), module: str = "rayloop") -> Iterator[Run]:
-    """Start a run, by ``python -m module train``; when the block ends, whatever still lives of it is killed."""
+def run(
+    config: Mapping[str, Any], overrides: Sequence[str] = (), module: str = "rayloop"
+) -> Iterator[Run]:
+    """Start a run, by ``python -m module train``; when the block ends, whatever still lives of it
+    is killed.
+    """
     folder = Path(config["output"])
     number = len(list(folder.glob("run-*.yaml")))
     path = folder / f"run-{number}.yaml"
     path.write_text(yaml.safe_dump(dict(config)), encoding="utf-8")
     temporary, tag = Path(tempfile.mkdtemp(prefix="rl")), uuid.uuid4().hex
-    environment = {**os.environ, TAG: tag, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        TAG: tag,
+        "TMPDIR": str(temporary),
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
     output = folder / f"run-{number}.log"
     before = frozenset(os.listdir("/dev/shm"))
     with output.open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", module, "train", str(path), *overrides],
-            cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     made = Run(process, folder / config["name"], temporary, tag, output, before)
     try:
         yield made
@@ -230,6 +295,10 @@ def resume(process: psutil.Process) -> None:
 
 def ledger_closes(counts: Mapping[str, int]) -> None:
     """Every issued trajectory is final, and counted once."""
-    final = {name: n for name, n in counts.items() if name not in ("issued", "in_flight", "ready", "attempts", "replayed")}
+    final = {
+        name: n
+        for name, n in counts.items()
+        if name not in ("issued", "in_flight", "ready", "attempts", "replayed")
+    }
     assert counts["in_flight"] == counts["ready"] == 0, counts
     assert counts["issued"] == sum(final.values()), counts

@@ -18,7 +18,9 @@ class ScriptedEngine:
         self.requests: list[tuple[TokenPrompt, Sampling]] = []
 
     def tokens(self, said: Said, limit: int) -> TokenIds:
-        """The text's tokens, the end token behind them when the turn ends by it, cut to ``limit`` when by length."""
+        """The text's tokens, the end token behind them when the turn ends by it, cut to ``limit``
+        when by length.
+        """
         text, finish = said
         ids = self._renderer.encode(text)
         if finish is FinishReason.END_TOKEN:

@@ -1,7 +1,9 @@
-"""SGLang's own release on a CPU: its wheel, gguf and orjson from the package index, beside what vLLM's environment has.
+"""SGLang's own release on a CPU: its wheel, gguf and orjson from the package index, beside what
+vLLM's environment has.
 
-Two packages are stand-ins that are empty: IPython, and sgl_kernel, whose kernels are for GPUs and for AMX. What calls one
-of them fails; on other CPUs SGLang computes with torch (``attention_backend: torch_native``).
+Two packages are stand-ins that are empty: IPython, and sgl_kernel, whose kernels are for GPUs and
+for AMX. What calls one of them fails; on other CPUs SGLang computes with torch
+(``attention_backend: torch_native``).
 """
 
 from __future__ import annotations
@@ -41,19 +43,44 @@ EMPTY = """def __getattr__(name):
     return absent
 """
 EXTRA: dict[str, Any] = {
-    "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch", "mem_fraction_static": 0.3,
-    "max_total_tokens": 8192, "context_length": 1024, "disable_overlap_schedule": True, "sleep_on_idle": True,
-}  # fmt: skip
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "mem_fraction_static": 0.3,
+    "max_total_tokens": 8192,
+    "context_length": 1024,
+    "disable_overlap_schedule": True,
+    "sleep_on_idle": True,
+}
 
 
 def _installed() -> None:
     """Skips when the package index cannot be reached."""
     if (FOLDER / "whole").exists():
         return
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--upgrade", "--only-binary=:all:", "--target", str(FOLDER)]
-    machine = ["--python-version", "3.11", *(f"--platform=manylinux_{tag}_x86_64" for tag in ("2_34", "2_17"))]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--upgrade",
+        "--only-binary=:all:",
+        "--target",
+        str(FOLDER),
+    ]
+    machine = [
+        "--python-version",
+        "3.11",
+        *(f"--platform=manylinux_{tag}_x86_64" for tag in ("2_34", "2_17")),
+    ]
     done = subprocess.run(
-        [*pip, *machine, f"sglang=={sglang.TESTED}", "gguf", "orjson"], capture_output=True, text=True, timeout=280, check=False
+        [*pip, *machine, f"sglang=={sglang.TESTED}", "gguf", "orjson"],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
     )
     if done.returncode:
         pytest.skip(f"SGLang's wheel cannot be had here: {done.stderr[-500:]}")
@@ -64,7 +91,9 @@ def _installed() -> None:
 
 
 class Rollout:
-    """SglangEngine and a broadcast's receiver in a process of their own, as in a rollout actor; calls there return here."""
+    """SglangEngine and a broadcast's receiver in a process of their own, as in a rollout actor;
+    calls there return here.
+    """
 
     def __init__(self, folder: Path, transport: CollectiveTransport, **extra: Any) -> None:
         _installed()
@@ -83,7 +112,10 @@ class Rollout:
     def close(self) -> None:
         """All of its processes end."""
         with suppress(psutil.NoSuchProcess):
-            for each in [*psutil.Process(self.pid).children(recursive=True), psutil.Process(self.pid)]:
+            for each in [
+                *psutil.Process(self.pid).children(recursive=True),
+                psutil.Process(self.pid),
+            ]:
                 with suppress(psutil.NoSuchProcess):
                     each.kill()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -99,7 +131,9 @@ def _start(folder: str, transport: CollectiveTransport, extra: dict[str, Any]) -
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the test
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     sys.path.append(str(FOLDER))  # which SGLang's own processes get from this one
-    settings = SglangEngineSettings.model_validate({"kind": "sglang", "dtype": "float32", "extra": extra})
+    settings = SglangEngineSettings.model_validate(
+        {"kind": "sglang", "dtype": "float32", "extra": extra}
+    )
     _Actor.runner, _Actor.receiver = asyncio.Runner(), BroadcastReceiver(transport)
 
     async def make() -> None:
@@ -117,7 +151,9 @@ async def _generate(*requests: tuple[TokenPrompt, Sampling]) -> list[Completion]
     return await asyncio.gather(*(_Actor.engine.generate(*request) for request in requests))
 
 
-async def _take(version: Version, meeting: BroadcastGroup, *running: tuple[TokenPrompt, Sampling]) -> list[Completion]:
+async def _take(
+    version: Version, meeting: BroadcastGroup, *running: tuple[TokenPrompt, Sampling]
+) -> list[Completion]:
     """Take a broadcast while requests are running. Returns their answers."""
     tasks = [asyncio.create_task(_Actor.engine.generate(*request)) for request in running]
     while _Actor.engine.health().running < len(running):

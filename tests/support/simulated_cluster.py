@@ -1,7 +1,9 @@
-"""A cluster of one process in virtual time: the real driver over actors that fail as a schedule says.
+"""A cluster of one process in virtual time: the real driver over actors that fail as a schedule
+says.
 
-``simulate`` runs a whole training: the driver, production, pools, the policy's ranks, checkpoints on disk. Nodes, actors, the
-object store and the clock are simulated. A ``Fault`` names the call that it hits and what happens there.
+``simulate`` runs a whole training: the driver, production, pools, the policy's ranks, checkpoints
+on disk. Nodes, actors, the object store and the clock are simulated. A ``Fault`` names the call
+that it hits and what happens there.
 """
 
 from __future__ import annotations
@@ -40,14 +42,35 @@ from tests.support import supervision_adapter as adapter
 from tests.support.runs import settings
 
 ALWAYS = 10**9
-ROLES = {"RolloutActor": "rollout", "EnvironmentActor": "environment", "RewardActor": "reward", "ReferenceActor": "reference"}
-SECONDS = {"health": 5.0, "train": 5.0, "join": 30.0, "load": 1.0, "save": 1.0, "score": 0.2, "annotate": 0.5, "generate": 1.0}
+ROLES = {
+    "RolloutActor": "rollout",
+    "EnvironmentActor": "environment",
+    "RewardActor": "reward",
+    "ReferenceActor": "reference",
+}
+SECONDS = {
+    "health": 5.0,
+    "train": 5.0,
+    "join": 30.0,
+    "load": 1.0,
+    "save": 1.0,
+    "score": 0.2,
+    "annotate": 0.5,
+    "generate": 1.0,
+}
 """How long calls take; health only at the start."""
 SMALL: dict[str, Any] = {
-    "keep_rollouts": 0, "data__shuffle": False, "environment__actors": 2, "rollout__actors": 2, "reward__actors": 2,
-    "environment__episode_timeout": 200.0, "environment__episode__request_timeout": 100.0, "policy__step_timeout": 100.0,
-    "reward__timeout": 50.0, "publish__timeout": 100.0,
-}  # fmt: skip
+    "keep_rollouts": 0,
+    "data__shuffle": False,
+    "environment__actors": 2,
+    "rollout__actors": 2,
+    "reward__actors": 2,
+    "environment__episode_timeout": 200.0,
+    "environment__episode__request_timeout": 100.0,
+    "policy__step_timeout": 100.0,
+    "reward__timeout": 50.0,
+    "publish__timeout": 100.0,
+}
 """What differs from the runs of other tests: two actors of each pool, and short deadlines."""
 LEARNS = 8.0
 """Seconds after which the head knows that a node is gone."""
@@ -74,10 +97,11 @@ DEATHS: dict[str, Callable[[], Exception]] = {
 
 @dataclass
 class Fault:
-    """``cause`` happens in calls of ``at`` on actors of ``role``, or in an ``episode``; each selector left out matches all.
+    """``cause`` happens in calls of ``at`` on actors of ``role``, or in an ``episode``; each
+    selector left out matches all.
 
-    ``samples`` are the members of a group, ``attempts`` those of an episode, ``step`` the first one at which it happens, and
-    ``times`` how often.
+    ``samples`` are the members of a group, ``attempts`` those of an episode, ``step`` the first one
+    at which it happens, and ``times`` how often.
     """
 
     at: str
@@ -96,10 +120,16 @@ class Fault:
     def hits(self, at: str, actor: Actor, request: RolloutRequest | None) -> bool:
         """Whether it happens now."""
         pairs: list[tuple[Collection[Any], Any]] = [
-            (self.slots, actor.slot), (self.nodes, actor.where), (self.serials, actor.serial)
-        ]  # fmt: skip
+            (self.slots, actor.slot),
+            (self.nodes, actor.where),
+            (self.serials, actor.serial),
+        ]
         if request is not None:
-            pairs += [(self.tasks, request.task.id), (self.samples, request.id.sample), (self.attempts, request.attempt)]
+            pairs += [
+                (self.tasks, request.task.id),
+                (self.samples, request.id.sample),
+                (self.attempts, request.attempt),
+            ]
         return (
             self.at == at
             and self.role in ("", actor.role)
@@ -112,7 +142,9 @@ class Fault:
 class Object:
     """A reference. What an actor made lies on its node, and is lost with it."""
 
-    def __init__(self, cluster: Cluster, work: asyncio.Task[Any], node: str = "", index: int | None = None) -> None:
+    def __init__(
+        self, cluster: Cluster, work: asyncio.Task[Any], node: str = "", index: int | None = None
+    ) -> None:
         self._cluster, self.work, self.node, self._index = cluster, work, node, index
 
     @property
@@ -140,7 +172,9 @@ class Call:
         work = cluster.begin(self._actor.call(self._name, args, kwargs))
         if self._returns == 1:
             return Object(cluster, work)
-        return [Object(cluster, work, self._actor.where if i else "", i) for i in range(self._returns)]
+        return [
+            Object(cluster, work, self._actor.where if i else "", i) for i in range(self._returns)
+        ]
 
 
 class Handle:
@@ -161,7 +195,13 @@ class Actor:
     """A handle and its actor: each method below is one of the real actor's."""
 
     def __init__(self, cluster: Cluster, role: str, slot: int, node: str, serial: int) -> None:
-        self.cluster, self.role, self.slot, self.where, self.serial = cluster, role, slot, node, serial
+        self.cluster, self.role, self.slot, self.where, self.serial = (
+            cluster,
+            role,
+            slot,
+            node,
+            serial,
+        )
         self.death: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self.version = Version(0, 0)
         self.started = False
@@ -175,13 +215,17 @@ class Actor:
             self.death.set_result(error)
 
     async def call(self, name: str, args: Any, kwargs: Any) -> Any:
-        """What a call of a method becomes: its result, the actor's death, or what it raised as Ray wraps that."""
+        """What a call of a method becomes: its result, the actor's death, or what it raised as Ray
+        wraps that.
+        """
         work = asyncio.ensure_future(self._work(name, args, kwargs))
         await asyncio.wait({work, self.death}, return_when=asyncio.FIRST_COMPLETED)
         if self.death.done():
             work.cancel()
             raise self.death.result()
-        if not isinstance(error := work.exception(), Exception) or isinstance(error, exceptions.RayError):
+        if not isinstance(error := work.exception(), Exception) or isinstance(
+            error, exceptions.RayError
+        ):
             return work.result()
         raise exceptions.RayTaskError(name, "trace", error).as_instanceof_cause()
 
@@ -195,7 +239,8 @@ class Actor:
         result = getattr(self, f"do_{name}")(*resolved, **kwargs)
         return await result if inspect.isawaitable(result) else result
 
-    # All -----------------------------------------------------------------------------------------------------------
+    # All
+    # -----------------------------------------------------------------------------------------------------------
 
     def do_health(self) -> Any:
         return EngineHealth(self.version, 0, 0) if self.role == "rollout" else None
@@ -209,26 +254,34 @@ class Actor:
     def do_stacks(self) -> str:
         return "stacks"
 
-    # Environments --------------------------------------------------------------------------------------------------
+    # Environments
+    # --------------------------------------------------------------------------------------------------
 
     async def do_play(self, requests: Sequence[RolloutRequest], lease: Any, driver: Any) -> Any:
         self.cluster.calls.append((self.slot, [request.id.sample for request in requests]))
-        played = await asyncio.gather(*(self._episode(request, lease, driver) for request in requests))
+        played = await asyncio.gather(
+            *(self._episode(request, lease, driver) for request in requests)
+        )
         return [summary for summary, _ in played], *(payload for _, payload in played)
 
     async def _episode(self, request: RolloutRequest, lease: Any, driver: Any) -> tuple[Any, Any]:
-        self.cluster.episodes.append(Episode(request.task.id, request.id.sample, request.attempt, self.slot, lease.slot))
+        self.cluster.episodes.append(
+            Episode(request.task.id, request.id.sample, request.attempt, self.slot, lease.slot)
+        )
         engine = adapter.engine(request, lease, driver, 100.0)
         try:
             await self.cluster.befall("episode", self, request)
-            done = await engine.generate(TokenPrompt((1, 2, 3), seed=request.seed), request.sampling)
+            done = await engine.generate(
+                TokenPrompt((1, 2, 3), seed=request.seed), request.sampling
+            )
             return _played(request, done)
         except Exception as error:
             return adapter.failed(request, error), None
         finally:
             engine.leave()
 
-    # Engines -------------------------------------------------------------------------------------------------------
+    # Engines
+    # -------------------------------------------------------------------------------------------------------
 
     def do_generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         return Completion((4, 5), (-0.5, -0.5), FinishReason.END_TOKEN, self.version)
@@ -239,22 +292,29 @@ class Actor:
         if self.role == "rollout":
             self.version = what.version
 
-    # Rewards and references ----------------------------------------------------------------------------------------
+    # Rewards and references
+    # ----------------------------------------------------------------------------------------
 
     def do_score(self, task: Any, step: int, *payloads: Trajectory) -> list[Any]:
         return [self.cluster.outcome(self, payload) for payload in payloads]
 
     def do_score_those_left(self, payloads: Sequence[Object], task: Any, step: int) -> list[Any]:
         lost = adapter.unscored("payload_lost", "lost with its node")
-        return [lost if one.lost else self.cluster.outcome(self, one.work.result()[_index(one)]) for one in payloads]
+        return [
+            lost if one.lost else self.cluster.outcome(self, one.work.result()[_index(one)])
+            for one in payloads
+        ]
 
     def do_describe(self, group: Any, *payloads: Trajectory) -> tuple[list[Any], dict[str, bytes]]:
         return [], {}
 
     def do_annotate(self, payloads: Sequence[Object], folder: str | None = None) -> tuple[Any, ...]:
-        return [i for i, one in enumerate(payloads) if one.lost], *(None if one.lost else [0.0, 0.0] for one in payloads)
+        return [i for i, one in enumerate(payloads) if one.lost], *(
+            None if one.lost else [0.0, 0.0] for one in payloads
+        )
 
-    # Ranks ---------------------------------------------------------------------------------------------------------
+    # Ranks
+    # ---------------------------------------------------------------------------------------------------------
 
     def do_address(self) -> tuple[str, int] | None:
         return None if self.slot else ("10.0.0.1", 1)
@@ -266,12 +326,19 @@ class Actor:
 
     def do_fetch(self, updates: Any) -> list[Any]:
         self.cluster.trained.update(str(a.id) for update in updates for a in update)
-        return [a.id for update in updates for a in update if a.payload.lost or (a.reference is not None and a.reference.lost)]
+        return [
+            a.id
+            for update in updates
+            for a in update
+            if a.payload.lost or (a.reference is not None and a.reference.lost)
+        ]
 
     def do_train(self) -> tuple[dict[str, float], dict[Any, Any]]:
         return {"actor/pg_loss": 0.0, "actor/grad_norm": 1.0}, {}
 
-    def do_compare(self, payloads: Sequence[Object], *, swap_images: bool) -> list[dict[str, float]]:
+    def do_compare(
+        self, payloads: Sequence[Object], *, swap_images: bool
+    ) -> list[dict[str, float]]:
         row = {"tokens": 2, "sum": 0.0, "max": 0.0, "images": 0, "image_tokens": 0, "swapped": 0.0}
         return [dict(row) for one in payloads if not one.lost]
 
@@ -295,10 +362,33 @@ def _index(one: Object) -> int:
 
 
 def _played(request: RolloutRequest, done: Completion) -> tuple[Summary, Trajectory]:
-    turns = (Turn("user", (1, 2, 3)), Turn("assistant", done.token_ids, (), done.logprobs, done.version, done.finish))
-    trajectory = Trajectory(request.id, request.attempt, request.task.id, request.seed, turns, request.sampling, EndReason.DONE)
+    turns = (
+        Turn("user", (1, 2, 3)),
+        Turn("assistant", done.token_ids, (), done.logprobs, done.version, done.finish),
+    )
+    trajectory = Trajectory(
+        request.id,
+        request.attempt,
+        request.task.id,
+        request.seed,
+        turns,
+        request.sampling,
+        EndReason.DONE,
+    )
     summary = Summary(
-        request.id, request.attempt, request.task.id, "", EndReason.DONE, 5, 2, 1, 0, 0, True, done.version, done.version
+        request.id,
+        request.attempt,
+        request.task.id,
+        "",
+        EndReason.DONE,
+        5,
+        2,
+        1,
+        0,
+        0,
+        True,
+        done.version,
+        done.version,
     )
     return summary, trajectory
 
@@ -315,9 +405,17 @@ class Episode:
 
 
 class Cluster:
-    """``homes``: the node that a role's slots are on; of a node that is down they move to the next one."""
+    """``homes``: the node that a role's slots are on; of a node that is down they move to the next
+    one.
+    """
 
-    def __init__(self, config: RunConfig, faults: Sequence[Fault], nodes: Sequence[str], homes: dict[str, Sequence[str]]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        faults: Sequence[Fault],
+        nodes: Sequence[str],
+        homes: dict[str, Sequence[str]],
+    ) -> None:
         self.config, self.faults, self.nodes, self.homes = config, faults, nodes, homes
         self.down: dict[str, float] = {}
         self.actors: list[Actor] = []
@@ -347,10 +445,17 @@ class Cluster:
             task.exception()
 
     def create(self, name: str, role: str, slot: int) -> Actor:
-        """A new actor, on its home or on the first node that lives. Raises nothing: a node that is in doubt takes it, too."""
+        """A new actor, on its home or on the first node that lives.
+
+        Raises nothing: a node that is in doubt takes it, too.
+        """
         homes = self.homes.get(role, self.nodes[:1])
         home = homes[min(slot, len(homes) - 1)]
-        node = home if home not in self.down else next(node for node in self.nodes if node not in self.down)
+        node = (
+            home
+            if home not in self.down
+            else next(node for node in self.nodes if node not in self.down)
+        )
         assert ROLES.get(name, "policy") == role
         actor = Actor(self, role, slot, node, 1 + sum(a.role == role for a in self.actors))
         self.actors.append(actor)
@@ -361,11 +466,14 @@ class Cluster:
         now = asyncio.get_running_loop().time()
         return [
             {
-                "NodeID": node, "Alive": now < self.down.get(node, now + 1) + LEARNS, "NodeManagerHostname": node,
-                "NodeManagerAddress": node, "NodeManagerPort": 1,
+                "NodeID": node,
+                "Alive": now < self.down.get(node, now + 1) + LEARNS,
+                "NodeManagerHostname": node,
+                "NodeManagerAddress": node,
+                "NodeManagerPort": 1,
             }
             for node in self.nodes
-        ]  # fmt: skip
+        ]
 
     async def connect(self, node: str, port: int) -> Any:
         await asyncio.sleep(0)
@@ -409,11 +517,18 @@ class Cluster:
             await asyncio.Event().wait()
 
     def outcome(self, actor: Actor, payload: Trajectory) -> Any:
-        """The reward of a trajectory: those of a group differ. Or what the schedule has in its place."""
+        """The reward of a trajectory: those of a group differ.
+
+        Or what the schedule has in its place.
+        """
         for fault in self.faults:
             of_payload = not fault.tasks or payload.task_id in fault.tasks
             of_payload = of_payload and (not fault.samples or payload.id.sample in fault.samples)
-            if fault.cause.startswith("unscored ") and of_payload and fault.hits("score", actor, None):
+            if (
+                fault.cause.startswith("unscored ")
+                and of_payload
+                and fault.hits("score", actor, None)
+            ):
                 fault.happened += 1
                 return adapter.unscored(fault.cause.removeprefix("unscored "), "as scheduled")
         self.scored.add(str(payload.id))
@@ -443,10 +558,17 @@ class Ended:
 
 
 def simulate(
-    folder: Path, patch: pytest.MonkeyPatch, faults: Sequence[Fault], nodes: Sequence[str] = ("a", "b"),
-    homes: dict[str, Sequence[str]] | None = None, **changes: Any,
-) -> Ended:  # fmt: skip
-    """Run the driver to its end. Raises AssertionError when that takes more than three simulated days."""
+    folder: Path,
+    patch: pytest.MonkeyPatch,
+    faults: Sequence[Fault],
+    nodes: Sequence[str] = ("a", "b"),
+    homes: dict[str, Sequence[str]] | None = None,
+    **changes: Any,
+) -> Ended:
+    """Run the driver to its end.
+
+    Raises AssertionError when that takes more than three simulated days.
+    """
     values = {**SMALL, **changes}
     config = RunConfig.model_validate(settings(folder, folder, **adapter.configured(values, patch)))
     (folder / "run" / "logs").mkdir(parents=True, exist_ok=True)
@@ -466,7 +588,9 @@ def simulate(
             inner.setattr(ray, "put", lambda value: Object(cluster, cluster.begin(put(value))))
             WAITS.open.clear()
             clock = asyncio.get_running_loop().time
-            driver = cluster.driver = adapter.driver(config, folder / "run", Handle(cluster), clock, inner)
+            driver = cluster.driver = adapter.driver(
+                config, folder / "run", Handle(cluster), clock, inner
+            )
             error: Exception | None = None
             try:
                 async with asyncio.timeout(3 * 86400):
@@ -485,13 +609,23 @@ def simulate(
 
 def _ended(cluster: Cluster, folder: Path, error: Exception | None) -> Ended:
     driver = cluster.driver
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    events = [
+        json.loads(line)
+        for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     counts = {name: n for name, n in driver.ledger.counts().items() if n}
     code = 0 if error is None else getattr(error, "exit_code", 1)
     made = Ended(
-        code, "" if error is None else f"{type(error).__name__}: {error}", counts, events, cluster.episodes, cluster.calls,
-        adapter.quarantined(driver), driver.step, cluster.trained - cluster.scored,
+        code,
+        "" if error is None else f"{type(error).__name__}: {error}",
+        counts,
+        events,
+        cluster.episodes,
+        cluster.calls,
+        adapter.quarantined(driver),
+        driver.step,
+        cluster.trained - cluster.scored,
         " ".join(getattr(error, "__notes__", [])),
-    )  # fmt: skip
+    )
     made.kinds = Counter(event["event"] for event in events)
     return made

@@ -1,4 +1,6 @@
-"""What foreign code may do with a move of the policy: a game of gymnasium and a server of OpenEnv that break as the move says."""
+"""What foreign code may do with a move of the policy: a game of gymnasium and a server of OpenEnv
+that break as the move says.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,13 @@ from tests.support.openenv_server import error
 from tests.support.pictures import picture
 
 RAISED = (
-    ValueError("an illegal move"), AssertionError("no such state"), IndexError("off the board"), KeyError("x"),
-    RuntimeError("over"), FileNotFoundError(2, "no", "level"),
-)  # fmt: skip
+    ValueError("an illegal move"),
+    AssertionError("no such state"),
+    IndexError("off the board"),
+    KeyError("x"),
+    RuntimeError("over"),
+    FileNotFoundError(2, "no", "level"),
+)
 """By the action."""
 
 
@@ -38,7 +44,9 @@ def _registered() -> None:
         action_space = gymnasium.spaces.Discrete(10)
         observation_space = gymnasium.spaces.Discrete(3)
 
-        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[int, dict[str, Any]]:
+        def reset(
+            self, *, seed: int | None = None, options: Any = None
+        ) -> tuple[int, dict[str, Any]]:
             super().reset(seed=seed)
             return 0, {}
 
@@ -57,9 +65,14 @@ with suppress(ImportError):
 
 
 SCREENS = (
-    base64.b64encode(picture(28, 56)).decode(), "no base64", base64.b64encode(b"\x89PNG\r\n\x1a\n").decode(),
-    base64.b64encode(picture(56, 56)[:-9]).decode(), "", base64.b64encode(picture(10, 4000)).decode(), [[300]],
-)  # fmt: skip
+    base64.b64encode(picture(28, 56)).decode(),
+    "no base64",
+    base64.b64encode(b"\x89PNG\r\n\x1a\n").decode(),
+    base64.b64encode(picture(56, 56)[:-9]).decode(),
+    "",
+    base64.b64encode(picture(10, 4000)).decode(),
+    [[300]],
+)
 
 
 def _session(socket: Any) -> None:
@@ -77,7 +90,14 @@ def _session(socket: Any) -> None:
         screen = SCREENS[number % len(SCREENS)]
         reward = float("nan") if number % 5 == 3 else 1.0
         observation = {"text": "x" * (3_000_000 if number % 5 == 4 else 5), "screen": screen}
-        socket.send(json.dumps({"type": "observation", "data": {"observation": observation, "reward": reward, "done": False}}))
+        socket.send(
+            json.dumps(
+                {
+                    "type": "observation",
+                    "data": {"observation": observation, "reward": reward, "done": False},
+                }
+            )
+        )
 
 
 @contextmanager

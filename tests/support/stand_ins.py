@@ -1,4 +1,6 @@
-"""A run without Ray: the real Production, Player and Pools over actors that are plain objects of this process."""
+"""A run without Ray: the real Production, Player and Pools over actors that are plain objects of
+this process.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ from tests.support.runs import settings
 
 
 class Handle:
-    """An actor: ``play`` and ``score`` as the player calls them. ``dead`` is set by ``ray.kill``; calls under way then fail."""
+    """An actor: ``play`` and ``score`` as the player calls them.
+
+    ``dead`` is set by ``ray.kill``; calls under way then fail.
+    """
 
     def __init__(self, world: World, slot: int) -> None:
         self.world, self.slot, self.dead = world, slot, asyncio.Event()
@@ -51,7 +56,9 @@ class Handle:
             self.played.append(request.task.id)
             self.world.plays[request.task.id] += 1
             self.world.engines[request.id] = lease.slot
-        return self._unless_dead(_all(self.world.behave(self, one) for one in requests)), *(object() for _ in requests)
+        return self._unless_dead(_all(self.world.behave(self, one) for one in requests)), *(
+            object() for _ in requests
+        )
 
     async def _unless_dead(self, work: Awaitable[Any]) -> Any:
         working, dead = asyncio.ensure_future(work), asyncio.ensure_future(self.dead.wait())
@@ -72,19 +79,39 @@ async def _all(works: Iterable[Awaitable[Any]]) -> list[Any]:
     return await asyncio.gather(*works)
 
 
-def failed(request: RolloutRequest | None, why: str, *, hung: bool = False, contained: bool = False, bug: bool = False) -> Failure:
+def failed(
+    request: RolloutRequest | None,
+    why: str,
+    *,
+    hung: bool = False,
+    contained: bool = False,
+    bug: bool = False,
+) -> Failure:
     """The environment itself failed."""
     cause = Cause.HUNG if hung else Cause.BUG if bug else Cause.RAISED
-    return Failure(cause, Scope.PROCESS if hung and not contained else Scope.EPISODE, retryable=not bug, why=why)
+    return Failure(
+        cause,
+        Scope.PROCESS if hung and not contained else Scope.EPISODE,
+        retryable=not bug,
+        why=why,
+    )
 
 
 def bad_data(request: RolloutRequest, why: str, own: bool = True) -> Failure:
     """A file could not be used, as the environment actor says (``own``), or an engine."""
-    return Failure(Cause.BAD_DATA, Scope.EPISODE if own else Scope.ENGINE, retryable=True, why=why, path="/data/x.png")
+    return Failure(
+        Cause.BAD_DATA,
+        Scope.EPISODE if own else Scope.ENGINE,
+        retryable=True,
+        why=why,
+        path="/data/x.png",
+    )
 
 
 class Houses:
-    """Nodes as a pool asks them: an actor of slot ``n`` is on the ``n``th one, or on the last; none is ever lost."""
+    """Nodes as a pool asks them: an actor of slot ``n`` is on the ``n``th one, or on the last; none
+    is ever lost.
+    """
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -108,16 +135,23 @@ class Houses:
 
 
 class World:
-    """``behave(actor, request)`` is what an environment actor does with an episode; ``well`` is an episode that goes well;
-    ``nodes`` are those of its actors."""
+    """``behave(actor, request)`` is what an environment actor does with an episode; ``well`` is an
+    episode that goes well; ``nodes`` are those of its actors.
+    """
 
     def __init__(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, behave: Callable[[Handle, RolloutRequest], Awaitable[Any]],
-        nodes: Any = None, **changes: Any,
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        behave: Callable[[Handle, RolloutRequest], Awaitable[Any]],
+        nodes: Any = None,
+        **changes: Any,
+    ) -> None:
         monkeypatch.setattr(ray, "kill", lambda handle: handle.dead.set())
         monkeypatch.setattr(ray, "cancel", lambda result: None)
-        self.config = RunConfig.model_validate(settings(folder, folder, data__order="file", **changes))
+        self.config = RunConfig.model_validate(
+            settings(folder, folder, data__order="file", **changes)
+        )
         self.behave, self.random, self.nodes = behave, random.Random(0), nodes
         self.plays: Counter[str] = Counter()
         self.engines: dict[TrajectoryId, int] = {}
@@ -128,7 +162,9 @@ class World:
         self.ledger = Ledger()
         reporter: Any = SimpleNamespace(event=self._emit, bad_row=self.bad.append)
         self.history = FailureHistory(self.config.environment)
-        self.rollouts = RolloutManager(self.config, self.ledger, training_rows(self.config, reporter), reporter, self.history)
+        self.rollouts = RolloutManager(
+            self.config, self.ledger, training_rows(self.config, reporter), reporter, self.history
+        )
         self.spawned: list[Handle] = []
         self.environment = self._pool("environment", self.config.environment.actors)
 
@@ -157,7 +193,19 @@ class World:
 
     def well(self, request: RolloutRequest) -> Summary:
         return Summary(
-            request.id, request.attempt, request.task.id, "", EndReason.DONE, 10, 5, 1, 0, 0, True, self.version, self.version
+            request.id,
+            request.attempt,
+            request.task.id,
+            "",
+            EndReason.DONE,
+            10,
+            5,
+            1,
+            0,
+            0,
+            True,
+            self.version,
+            self.version,
         )
 
     async def finish(self, group: Group) -> Group:
@@ -171,11 +219,18 @@ class World:
 
     async def player(self) -> EpisodeRunner:
         """The run's player, over pools that have started."""
-        rollout, reward = (self._pool("rollout", self.config.rollout.actors), self._pool("reward", self.config.reward.actors))
+        rollout, reward = (
+            self._pool("rollout", self.config.rollout.actors),
+            self._pool("reward", self.config.reward.actors),
+        )
         for pool in (self.environment, rollout, reward):
             await pool.start()
-        services: Any = SimpleNamespace(environment=self.environment, rollout=rollout, reward=reward, sharing=TimeSharing())
-        return EpisodeRunner(self.config, services, None, self._emit, self.rollouts.quarantine, self.history)
+        services: Any = SimpleNamespace(
+            environment=self.environment, rollout=rollout, reward=reward, sharing=TimeSharing()
+        )
+        return EpisodeRunner(
+            self.config, services, None, self._emit, self.rollouts.quarantine, self.history
+        )
 
     async def _run(self, steps: int) -> None:
         player = await self.player()
@@ -215,6 +270,10 @@ def hangs(made: World) -> Behave:
 
     async def behave(actor: Handle, request: RolloutRequest) -> Any:
         await asyncio.sleep(0.03 if request.task.id == BAD else 0.01)
-        return failed(request, "step gave no answer", hung=True) if request.task.id == BAD else made.well(request)
+        return (
+            failed(request, "step gave no answer", hung=True)
+            if request.task.id == BAD
+            else made.well(request)
+        )
 
     return behave

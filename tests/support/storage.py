@@ -14,7 +14,9 @@ import pytest
 
 @contextmanager
 def full(bytes: int) -> Iterator[None]:
-    """No file of this process can grow beyond so many bytes, as on a disk that is full within a line."""
+    """No file of this process can grow beyond so many bytes, as on a disk that is full within a
+    line.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (bytes, hard))
     try:

@@ -1,4 +1,6 @@
-"""All that the simulated cluster must know of where failure handling lives: the one file that changes when that moves."""
+"""All that the simulated cluster must know of where failure handling lives: the one file that
+changes when that moves.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,16 @@ from rayloop.run.reporter import Reporter
 
 CAUSES: Mapping[str, Callable[[], Exception]] = MappingProxyType(
     {
-        "environment raised": lambda: failures.EnvironmentFailed("reset raised OSError: No space left on device"),
-        "environment bug": lambda: failures.EnvironmentFailed("step must return StepResult, not str", bug=True),
+        "environment raised": lambda: failures.EnvironmentFailed(
+            "reset raised OSError: No space left on device"
+        ),
+        "environment bug": lambda: failures.EnvironmentFailed(
+            "step must return StepResult, not str", bug=True
+        ),
         "environment hung": lambda: failures.EnvironmentHung("step gave no answer within 60 s"),
-        "environment hung, contained": lambda: failures.EnvironmentHung("step gave no answer within 60 s", contained=True),
+        "environment hung, contained": lambda: failures.EnvironmentHung(
+            "step gave no answer within 60 s", contained=True
+        ),
         "bad data": lambda: failures.DataFailure("/data/x.png", "cannot identify image file"),
         "over long prompt": lambda: failures.OverLongPrompt(9000, 8192),
         "network": lambda: failures.InfrastructureFailure("connection reset"),
@@ -41,7 +49,9 @@ CAUSES: Mapping[str, Callable[[], Exception]] = MappingProxyType(
         "diverged": lambda: failures.Diverged("the loss is not finite"),
         "no room for a checkpoint": lambda: failures.CheckpointStorageFailed("no space left"),
         "storage": lambda: failures.StorageFailed("the storage is away"),
-        "damaged": lambda: failures.Damaged("trainer/rank-0", "its text is not the one that was written"),
+        "damaged": lambda: failures.Damaged(
+            "trainer/rank-0", "its text is not the one that was written"
+        ),
         "weights changed on the way": lambda: failures.WeightSyncError("layer.0: another checksum"),
     }
 )
@@ -52,7 +62,9 @@ DERIVED = {"policy_restarts": 6, "health_every": 5.0, "stall_report": 30.0}
 
 
 def configured(values: Mapping[str, Any], patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The keys that a case names, in the words of today's configuration; of some, what is derived or constant today is set."""
+    """The keys that a case names, in the words of today's configuration; of some, what is derived
+    or constant today is set.
+    """
     given = {KEYS.get(name, name): value for name, value in values.items()}
     for name, default in DERIVED.items():
         patch.setattr(RecoverySettings, name, given.pop(f"recovery__{name}", default))
@@ -86,13 +98,28 @@ def engine(request: RolloutRequest, lease: Any, driver: Any, timeout: float) -> 
     return LeasedEngine(request, lease, driver, timeout, SentImages())
 
 
-def driver(config: RunConfig, folder: Path, handle: Any, clock: Callable[[], float], patch: pytest.MonkeyPatch) -> Any:
+def driver(
+    config: RunConfig,
+    folder: Path,
+    handle: Any,
+    clock: Callable[[], float],
+    patch: pytest.MonkeyPatch,
+) -> Any:
     """The driver of a run in ``folder``; environment actors ask ``handle`` for another engine."""
     for module in (deadlines, watchdog):
         patch.setattr(module, "time", SimpleNamespace(monotonic=clock, perf_counter=clock))
-    reporter = Reporter(config, folder, lambda *_: SimpleNamespace(log=lambda *_: None, close=lambda: None))
+    reporter = Reporter(
+        config, folder, lambda *_: SimpleNamespace(log=lambda *_: None, close=lambda: None)
+    )
     actors = services.TrainingServices(config, str(folder), reporter.event)
-    return Driver(config, actors, reporter, Origin.of(folder / "checkpoints", "auto"), handle, {"data.train": "0"})
+    return Driver(
+        config,
+        actors,
+        reporter,
+        Origin.of(folder / "checkpoints", "auto"),
+        handle,
+        {"data.train": "0"},
+    )
 
 
 async def lease_engine(driver: Any, episode: str, lost: int, why: str) -> Any:
@@ -105,8 +132,12 @@ def quarantined(driver: Any) -> set[str]:
     return set(driver.rollouts.scheduler.quarantined)
 
 
-def place(patch: pytest.MonkeyPatch, create: Callable[..., Any], rows: Callable[[], list[dict[str, Any]]]) -> None:
-    """Create actors with ``create(class name, role, slot)``, and read the cluster's nodes from ``rows``."""
+def place(
+    patch: pytest.MonkeyPatch, create: Callable[..., Any], rows: Callable[[], list[dict[str, Any]]]
+) -> None:
+    """Create actors with ``create(class name, role, slot)``, and read the cluster's nodes from
+    ``rows``.
+    """
 
     def options(self: Any, role: str, slot: int, placement: Any) -> dict[str, Any]:
         return {"role": role, "slot": slot}

@@ -1,4 +1,6 @@
-"""``python -m tests.support.unordered train CONFIG``: the command with durations in any order, so that the watchdog comes first."""
+"""``python -m tests.support.unordered train CONFIG``: the command with durations in any order, so
+that the watchdog comes first.
+"""
 
 from __future__ import annotations
 

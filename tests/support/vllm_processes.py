@@ -1,7 +1,8 @@
 """The processes that vLLM starts, found by who started whom.
 
-Their titles (``VLLM::EngineCore``) cannot be relied on: `setproctitle` looks for its place in memory from the first
-environment variable, and leaves the title as it was where a process has changed that one.
+Their titles (``VLLM::EngineCore``) cannot be relied on: `setproctitle` looks for its place in
+memory from the first environment variable, and leaves the title as it was where a process has
+changed that one.
 """
 
 from __future__ import annotations

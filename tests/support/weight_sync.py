@@ -1,4 +1,6 @@
-"""The publisher of a run, with a policy rank and rollout actors that are real but for the model: they send and keep weights."""
+"""The publisher of a run, with a policy rank and rollout actors that are real but for the model:
+they send and keep weights.
+"""
 
 from __future__ import annotations
 
@@ -61,11 +63,15 @@ class Engine:
 
     async def load(self, manifest: Manifest, tensors: Any) -> None:
         assert self.paused
-        self.loaded.append((manifest, {name: tensor.cpu().clone() for name, tensor in tensors.items()}))
+        self.loaded.append(
+            (manifest, {name: tensor.cpu().clone() for name, tensor in tensors.items()})
+        )
 
 
 def worker(pipe: Any) -> None:
-    """A process of an engine that receives broadcasts, as vLLM's: answers with the tensors, or with what was raised."""
+    """A process of an engine that receives broadcasts, as vLLM's: answers with the tensors, or with
+    what was raised.
+    """
     torch.set_num_threads(1)
     BroadcastTransport.bucket_bytes = BUCKET
     pipe.send("ready")
@@ -101,21 +107,29 @@ class Streaming(Engine):
         assert self.paused
         for pipe in self.pipes:
             pipe.send((version, pickle.loads(broadcast)))
-        answers = await asyncio.gather(*(asyncio.to_thread(pipe.recv) for pipe in self.pipes), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(asyncio.to_thread(pipe.recv) for pipe in self.pipes), return_exceptions=True
+        )
         if any(isinstance(answer, EOFError | OSError) for answer in answers):
             raise WorkerLost("a process of the engine has died")
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
-        self.loaded.append((Manifest(version, {}), {name: tensor.clone() for name, tensor in answer.items()}))
+        self.loaded.append(
+            (Manifest(version, {}), {name: tensor.clone() for name, tensor in answer.items()})
+        )
 
 
 class Receiving(RolloutActor):
-    """The rollout actor, whose engine keeps weights, and which a test can let die while it takes the next ones."""
+    """The rollout actor, whose engine keeps weights, and which a test can let die while it takes
+    the next ones.
+    """
 
     def __init__(self, config: RunConfig, folder: str, workers: int) -> None:
         torch.set_num_threads(1)
-        BroadcastTransport.bucket_bytes = BUCKET  # in this process: several buckets, of a model that small
+        BroadcastTransport.bucket_bytes = (
+            BUCKET  # in this process: several buckets, of a model that small
+        )
         self.engine: Any = Streaming() if workers else Engine()
         self.receiver: Any = transport(chosen(config, workers), folder).receiver()
         self._loading, self._order = asyncio.Lock(), 0
@@ -155,23 +169,32 @@ class Sending(PolicyRank):
         BroadcastTransport.bucket_bytes = BUCKET
         self.sender: Any = transport(chosen(config, workers), folder).sender("127.0.0.1")
         self.engine: Any = SimpleNamespace(
-            export=lambda version, adapters: weights(version), stream=lambda version, adapters: iter(weights(version).items())
+            export=lambda version, adapters: weights(version),
+            stream=lambda version, adapters: iter(weights(version).items()),
         )
         self.honest = manifest.manifest
 
     def lie(self, name: str) -> None:
-        """From now on this tensor is described with another checksum than its bytes have; "" ends it."""
+        """From now on this tensor is described with another checksum than its bytes have; "" ends
+        it.
+        """
 
         def lying(version: Version, tensors: Any) -> Manifest:
             made = self.honest(version, tensors)
             return dataclasses.replace(
-                made, tensors={n: dataclasses.replace(r, checksum=r.checksum ^ (n == name)) for n, r in made.tensors.items()}
+                made,
+                tensors={
+                    n: dataclasses.replace(r, checksum=r.checksum ^ (n == name))
+                    for n, r in made.tensors.items()
+                },
             )
 
         manifest.manifest = lying
 
     def kill_when(self, buckets_sent: int, pids: list[int]) -> None:
-        """Kill these processes, or this one, when so many buckets were sent; -1: when all are, -2: when the copy is asked for."""
+        """Kill these processes, or this one, when so many buckets were sent; -1: when all are, -2:
+        when the copy is asked for.
+        """
         send_bucket, sent, count = self.sender._send_bucket, self.sender.sent, 0
 
         def kill(*_: Any) -> None:
@@ -198,23 +221,45 @@ class Sending(PolicyRank):
 def chosen(config: RunConfig, workers: int) -> Any:
     """The transport for engines with so many processes."""
     within = config.transport
-    return within.within(config.sync_timeout, workers) if isinstance(within, BroadcastTransport) else within
+    return (
+        within.within(config.sync_timeout, workers)
+        if isinstance(within, BroadcastTransport)
+        else within
+    )
 
 
 class Stage:
-    """The publisher of a run with a policy rank and ``size`` rollout actors, whose engines have ``workers`` processes, if any."""
+    """The publisher of a run with a policy rank and ``size`` rollout actors, whose engines have
+    ``workers`` processes, if any.
+    """
 
-    def __init__(self, folder: Path, size: int, chosen: Any, *, workers: int = 0, timeout: float = 600.0) -> None:
-        changes: dict[str, Any] = {"weight_sync": {"transport": chosen}, "policy__step_timeout": 6 * timeout}
+    def __init__(
+        self, folder: Path, size: int, chosen: Any, *, workers: int = 0, timeout: float = 600.0
+    ) -> None:
+        changes: dict[str, Any] = {
+            "weight_sync": {"transport": chosen},
+            "policy__step_timeout": 6 * timeout,
+        }
         c = self.config = RunConfig.model_validate(settings(folder, folder, **changes))
         self.events: list[dict[str, Any]] = []
         where = str(folder / "weights")
-        sending, receiving = (ray.remote(num_cpus=0, concurrency_groups=GROUPS)(cls) for cls in (Sending, Receiving))
+        sending, receiving = (
+            ray.remote(num_cpus=0, concurrency_groups=GROUPS)(cls) for cls in (Sending, Receiving)
+        )
         self.policy = PolicyGroup(c.policy, lambda _: sending.remote(c, where, workers))
         self.policy.ranks = [sending.remote(c, where, workers)]
         receiving = receiving.options(max_concurrency=10)
-        self.pool = Pool("rollout", size, lambda _: receiving.remote(c, where, workers), c.recovery, self._emit, self._admit)
-        services: Any = SimpleNamespace(policy=self.policy, rollout=self.pool, weights=where, sharing=TimeSharing())
+        self.pool = Pool(
+            "rollout",
+            size,
+            lambda _: receiving.remote(c, where, workers),
+            c.recovery,
+            self._emit,
+            self._admit,
+        )
+        services: Any = SimpleNamespace(
+            policy=self.policy, rollout=self.pool, weights=where, sharing=TimeSharing()
+        )
         self.weight_sync = WeightSync(c, services, SimpleNamespace(event=self._emit))  # type: ignore[arg-type]
 
     def _emit(self, event: Event) -> None:

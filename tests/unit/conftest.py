@@ -7,8 +7,20 @@ from pathlib import Path
 import pytest
 
 TEXTS = [f"Click the red button {i}. The answer is {3 * i}, thank you." for i in range(50)]
-SMALL = {"hidden": 64, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate": 64, "vocabulary": 512}
-SMALL_VISION = {"vision_hidden": 64, "vision_depth": 1, "vision_heads": 2, "vision_intermediate": 64}
+SMALL = {
+    "hidden": 64,
+    "layers": 1,
+    "heads": 2,
+    "kv_heads": 1,
+    "intermediate": 64,
+    "vocabulary": 512,
+}
+SMALL_VISION = {
+    "vision_hidden": 64,
+    "vision_depth": 1,
+    "vision_heads": 2,
+    "vision_intermediate": 64,
+}
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,6 @@
-"""Groups for tests: members from rewards, with summaries that every filter keeps unless a test says otherwise."""
+"""Groups for tests: members from rewards, with summaries that every filter keeps unless a test says
+otherwise.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from rayloop.core.types import EndReason, Summary, Task, TrajectoryId, Version
 LOST = Unscored(UnscoredKind.REWARD_UNAVAILABLE)
 
 
-def make_member(id: TrajectoryId, outcome: Outcome, task_id: str = "task", **changes: Any) -> Member:
+def make_member(
+    id: TrajectoryId, outcome: Outcome, task_id: str = "task", **changes: Any
+) -> Member:
     """A member whose summary has the given fields changed."""
     summary = Summary(
         id=id,
@@ -32,8 +36,16 @@ def make_member(id: TrajectoryId, outcome: Outcome, task_id: str = "task", **cha
     return Member(summary=replace(summary, **changes), outcome=outcome)
 
 
-def make_group(number: int, rewards: Sequence[float | None], task_id: str = "task", **changes: Any) -> Group:
-    """One member per reward; None stands for an unscored member. ``changes`` apply to every summary."""
+def make_group(
+    number: int, rewards: Sequence[float | None], task_id: str = "task", **changes: Any
+) -> Group:
+    """One member per reward; None stands for an unscored member.
+
+    ``changes`` apply to every summary.
+    """
     outcomes: list[Outcome] = [LOST if reward is None else Scored(reward) for reward in rewards]
-    members = tuple(make_member(TrajectoryId(number, i), outcome, task_id, **changes) for i, outcome in enumerate(outcomes))
+    members = tuple(
+        make_member(TrajectoryId(number, i), outcome, task_id, **changes)
+        for i, outcome in enumerate(outcomes)
+    )
     return Group(number=number, task=Task(task_id, ()), members=members)

@@ -17,21 +17,43 @@ HEAVY = ("torch", "transformers", "peft", "vllm", "sglang", "torchvision")
 
 
 def module_name(path: Path) -> str:
-    """The import name of a file: every package is below ``rayloop``, and the folders beside it are linked there."""
+    """The import name of a file: every package is below ``rayloop``, and the folders beside it are
+    linked there.
+    """
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     return name if name.split(".")[0] in ("rayloop", "benchmarks") else f"rayloop.{name}"
 
 
 def modules_below(*names: str) -> list[str]:
     """The modules with these names, and all modules below them."""
-    return [name for name in map(module_name, SOURCES) if any(f"{name}.".startswith(f"{top}.") for top in names)]
+    return [
+        name
+        for name in map(module_name, SOURCES)
+        if any(f"{name}.".startswith(f"{top}.") for top in names)
+    ]
 
 
 LIGHT = [
-    *modules_below(*(f"rayloop.{name}" for name in ("core", "config", "data", "chat", "envs", "rewards", "measure"))),
-    *modules_below("rayloop.launch", "rayloop.view", "rayloop.doctor", "rayloop.transports.seam", "rayloop.engines.settings"),
+    *modules_below(
+        *(
+            f"rayloop.{name}"
+            for name in ("core", "config", "data", "chat", "envs", "rewards", "measure")
+        )
+    ),
+    *modules_below(
+        "rayloop.launch",
+        "rayloop.view",
+        "rayloop.doctor",
+        "rayloop.transports.seam",
+        "rayloop.engines.settings",
+    ),
     *(f"rayloop.transports.{name}" for name in ("plain", "collective")),
-    *modules_below(*(f"rayloop.grpo.{name}" for name in ("settings", "advantage", "filters", "selection", "replay", "staleness"))),
+    *modules_below(
+        *(
+            f"rayloop.grpo.{name}"
+            for name in ("settings", "advantage", "filters", "selection", "replay", "staleness")
+        )
+    ),
     *(name for name in modules_below("rayloop.run") if name != "rayloop.run.export"),
     *modules_below(
         "rayloop.judge",
@@ -45,7 +67,9 @@ LIGHT = [
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return (
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
 
 
 def test_imports_follow_the_order() -> None:
@@ -64,7 +88,9 @@ def test_files_and_functions_stay_small() -> None:
         for function in functions(ast.parse(text)):
             assert function.end_lineno is not None
             if (lines := function.end_lineno - function.lineno + 1) >= FUNCTION_LINES:
-                too_long.append(f"{path.relative_to(ROOT)}:{function.lineno}: {function.name} has {lines} lines")
+                too_long.append(
+                    f"{path.relative_to(ROOT)}:{function.lineno}: {function.name} has {lines} lines"
+                )
     assert not too_long, "\n".join(too_long)
 
 
@@ -72,7 +98,8 @@ def test_every_module_says_what_it_is() -> None:
     silent = [
         str(path.relative_to(ROOT))
         for path in SOURCES
-        if path.name not in ("__init__.py", "__main__.py") and not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        if path.name not in ("__init__.py", "__main__.py")
+        and not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     ]
     assert not silent
 
@@ -80,8 +107,15 @@ def test_every_module_says_what_it_is() -> None:
 def test_a_module_that_runs_as_a_program_ends_with_its_call() -> None:
     for path in SOURCES:
         body = ast.parse(path.read_text(encoding="utf-8")).body
-        guards = [i for i, node in enumerate(body) if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)]
-        assert guards in ([], [len(body) - 1]), f"{path}: what stands below `if __name__` does not exist yet when it runs"
+        guards = [
+            i
+            for i, node in enumerate(body)
+            if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+        ]
+        assert guards in (
+            [],
+            [len(body) - 1],
+        ), f"{path}: what stands below `if __name__` does not exist yet when it runs"
 
 
 OF_EXTRAS = ("Xlib",)
@@ -114,6 +148,9 @@ def test_no_configuration_is_read_by_name_guessing() -> None:
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and (node.func.id == "hasattr" or (node.func.id == "getattr" and len(node.args) == 3))
-        and any("config" in ast.dump(arg).lower() or "settings" in ast.dump(arg).lower() for arg in node.args[:1])
+        and any(
+            "config" in ast.dump(arg).lower() or "settings" in ast.dump(arg).lower()
+            for arg in node.args[:1]
+        )
     ]
     assert not guesses

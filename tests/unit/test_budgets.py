@@ -1,4 +1,7 @@
-"""How large the project may be: keys, tokens, modules and words. A change that needs more takes something else away."""
+"""How large the project may be: keys, tokens, modules and words.
+
+A change that needs more takes something else away.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,34 @@ from tests.support.runs import ROOT
 
 KEYS = 121
 TOKENS = 415_000
-"""Names, operators, numbers and strings of the product: a budget that nobody meets by writing denser lines."""
+"""Names, operators, numbers and strings of the product: a budget that nobody meets by writing
+denser lines.
+"""
 MODULES = 15
 WORDS = 30_000
 GLOSSARY_WORDS = 400
 PRODUCT = ("rayloop", "judge", "recipes", "actors", "cluster", "serve_apps")
 """The folders that are installed."""
-_MADE = ("config", "components", "events", "metrics", "doctor", "sft", "published_values", "compatibility", "idle_settings")
+_MADE = (
+    "config",
+    "components",
+    "events",
+    "metrics",
+    "doctor",
+    "sft",
+    "published_values",
+    "compatibility",
+    "idle_settings",
+)
 GENERATED = tuple(f"docs/{name}.md" for name in _MADE)
 """Pages that ``make docs`` writes."""
 
 
 def tracked(*patterns: str) -> list[Path]:
     """Files that git has, relative to the root."""
-    found = subprocess.run(["git", "ls-files", "--", *patterns], cwd=ROOT, capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        ["git", "ls-files", "--", *patterns], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     if found.returncode or not found.stdout:
         pytest.skip("this is no checkout of git")
     return [Path(line) for line in found.stdout.splitlines() if (ROOT / line).is_file()]
@@ -49,7 +66,11 @@ def tokens(source: str) -> int:
     """Names, operators, numbers and strings, without comments and docstrings."""
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             docstrings |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     counted = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
     stream = tokenize.generate_tokens(io.StringIO(source).readline)
@@ -79,7 +100,9 @@ def test_the_modules_of_a_folder() -> None:
 
 
 def test_the_words_of_the_pages_that_people_write() -> None:
-    pages = [path for path in tracked("*.md") if str(path) not in GENERATED and path.parts[0] != "tests"]
+    pages = [
+        path for path in tracked("*.md") if str(path) not in GENERATED and path.parts[0] != "tests"
+    ]
     assert sum(map(words, pages)) <= WORDS
 
 

@@ -29,9 +29,13 @@ ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "recipes/digits/quickstart.yaml"
 
 RUN: dict[str, Any] = {
-    "name": "mine", "steps": 1, "model": {"path": "nowhere"}, "data": {"train": "nowhere.jsonl"}, "output": "out",
+    "name": "mine",
+    "steps": 1,
+    "model": {"path": "nowhere"},
+    "data": {"train": "nowhere.jsonl"},
+    "output": "out",
     "reward": {"source": {"use": "rayloop.recipes.digits.data:SortReward"}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -58,12 +62,23 @@ def test_a_checkpoint_of_a_run_with_a_revision_is_measured(
 ) -> None:
     """Its folder has no revisions."""
     seen: list[RunConfig] = []
-    monkeypatch.setattr("rayloop.commands.eval.preflight", lambda config, trains, reads: seen.append(config))
+    monkeypatch.setattr(
+        "rayloop.commands.eval.preflight", lambda config, trains, reads: seen.append(config)
+    )
     monkeypatch.setattr("rayloop.cluster.stages.evaluate.evaluate", lambda config, *_, **__: 0)
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}", encoding="utf-8")
-    (tmp_path / "run.yaml").write_text(json.dumps({**RUN, "model": {"path": "owner/name", "revision": "main"}}), encoding="utf-8")
-    arguments = ["eval", str(tmp_path / "run.yaml"), "--data", "rows.jsonl", "--checkpoint", str(tmp_path / "model")]
+    (tmp_path / "run.yaml").write_text(
+        json.dumps({**RUN, "model": {"path": "owner/name", "revision": "main"}}), encoding="utf-8"
+    )
+    arguments = [
+        "eval",
+        str(tmp_path / "run.yaml"),
+        "--data",
+        "rows.jsonl",
+        "--checkpoint",
+        str(tmp_path / "model"),
+    ]
     assert main(arguments) == 0, capsys.readouterr().err
     assert (seen[0].model.path, seen[0].model.revision) == (str(tmp_path / "model"), None)
 
@@ -78,7 +93,11 @@ def test_a_checkpoint_of_a_run_with_a_revision_is_measured(
     ],
 )
 def test_a_word_that_is_nearly_right_is_answered_with_the_right_one(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text("name: mine\n", encoding="utf-8")
@@ -87,7 +106,9 @@ def test_a_word_that_is_nearly_right_is_answered_with_the_right_one(
     assert said in capsys.readouterr().err
 
 
-def test_an_option_that_does_not_exist_points_to_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_that_does_not_exist_points_to_the_configuration(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         main(["eval", "run.yaml", "--limit", "40"])
     said = capsys.readouterr().err
@@ -98,18 +119,28 @@ def test_an_option_that_does_not_exist_points_to_the_configuration(capsys: pytes
 def command(folder: Path, *words: str, module: str = "rayloop") -> tuple[int, str]:
     """Exit code and output of ``python -m rayloop`` in a folder of a person's own."""
     done = subprocess.run(
-        [sys.executable, "-m", module, *words], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+        [sys.executable, "-m", module, *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("module", ["rayloop", "rayloop.cluster"])
-def test_folders_and_modules_of_a_project_may_have_the_names_of_our_folders(tmp_path: Path, module: str) -> None:
+def test_folders_and_modules_of_a_project_may_have_the_names_of_our_folders(
+    tmp_path: Path, module: str
+) -> None:
     for name in ("recipes", "benchmarks", "judge", "tests", "cluster", "serve_apps"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('imported in place of ours')", encoding="utf-8")
-    (tmp_path / "actors.py").write_text("raise RuntimeError('imported in place of ours')", encoding="utf-8")
+        (tmp_path / name / "__init__.py").write_text(
+            "raise RuntimeError('imported in place of ours')", encoding="utf-8"
+        )
+    (tmp_path / "actors.py").write_text(
+        "raise RuntimeError('imported in place of ours')", encoding="utf-8"
+    )
     code, text = command(tmp_path, "train", "absent.yaml", module=module)
     assert code == 2
     assert "absent.yaml" in text
@@ -128,7 +159,9 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         assert re.search(reported, capsys.readouterr().out)
 
 
-def test_train_without_a_configuration_asks_for_that_only(capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_without_a_configuration_asks_for_that_only(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         main(["train"])
     assert "the following arguments are required: CONFIG\n" in capsys.readouterr().err
@@ -139,24 +172,38 @@ def test_train_without_a_configuration_asks_for_that_only(capsys: pytest.Capture
     [
         (["doctor", "--port", "8265", "run.yaml"], ("config", Path("run.yaml")), ("port", [8265])),
         (["doctor", "--port", "1", "--port", "2"], ("config", None), ("port", [1, 2])),
-        (["judge", "calibrate", "--gate", "min_kappa=0.7", "auto"], ("url", "auto"), ("gate", ["min_kappa=0.7"])),
-        (["train", "run.yaml", "--insecure", "steps=3"], ("config", Path("run.yaml")), ("overrides", ["steps=3"])),
+        (
+            ["judge", "calibrate", "--gate", "min_kappa=0.7", "auto"],
+            ("url", "auto"),
+            ("gate", ["min_kappa=0.7"]),
+        ),
+        (
+            ["train", "run.yaml", "--insecure", "steps=3"],
+            ("config", Path("run.yaml")),
+            ("overrides", ["steps=3"]),
+        ),
     ],
 )
-def test_options_leave_the_words_behind_them_alone(words: list[str], positional: tuple[str, Any], option: tuple[str, Any]) -> None:
+def test_options_leave_the_words_behind_them_alone(
+    words: list[str], positional: tuple[str, Any], option: tuple[str, Any]
+) -> None:
     found = vars(parsed(words))
     assert found[positional[0]] == positional[1]
     assert found[option[0]] == option[1]
 
 
 def test_a_key_of_a_section_below_is_named_with_its_whole_path() -> None:
-    reported = r"algorithm\.max_staleness: unknown key; it is a key of algorithm\.staleness\.max_staleness\."
+    reported = (
+        r"algorithm\.max_staleness: unknown key; it is a key of"
+        r" algorithm\.staleness\.max_staleness\."
+    )
     with pytest.raises(ConfigError, match=reported):
         load(QUICKSTART, ["algorithm.max_staleness=1"], RunConfig)
 
 
 @pytest.mark.parametrize(
-    ("removed", "why"), [("tokenizer.json", "has no tokenizer.json"), ("chat_template.jinja", "chat template")]
+    ("removed", "why"),
+    [("tokenizer.json", "has no tokenizer.json"), ("chat_template.jinja", "chat template")],
 )
 def test_a_model_without_tokenizer_or_template_is_refused_before_anything_starts(
     tmp_path: Path, text_folder: Path, removed: str, why: str
@@ -165,7 +212,11 @@ def test_a_model_without_tokenizer_or_template_is_refused_before_anything_starts
     shutil.copytree(text_folder, folder)
     (folder / removed).unlink()
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8")
-    config = {**RUN, "model": {"path": str(folder)}, "data": {"train": str(tmp_path / "rows.jsonl")}}
+    config = {
+        **RUN,
+        "model": {"path": str(folder)},
+        "data": {"train": str(tmp_path / "rows.jsonl")},
+    }
     with pytest.raises(ConfigError, match=why):
         preflight(RunConfig.model_validate(config))
 
@@ -195,13 +246,23 @@ sys.modules["rayloop.cli"] = Interrupted()
 from rayloop.__main__ import main
 sys.exit(main())
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (1, "rayloop: interrupted\n")
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "sft"])
 def test_a_component_whose_module_imports_ray_finds_rays_variables_set(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Ray reads them when it is imported: too late, and the actors of this run refuse its calls."""
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
@@ -214,8 +275,14 @@ def test_a_component_whose_module_imports_ray_finds_rays_variables_set(
         encoding="utf-8",
     )
     if command == "sft":
-        config: dict[str, Any] = {"model": {"path": "nowhere"}, "output": "out", "steps": 1, "optimizer": {"lr": 1e-3},
-            "data": {"train": "nowhere.jsonl"}, "answers": {"use": "imports_ray:Answers"}}  # fmt: skip
+        config: dict[str, Any] = {
+            "model": {"path": "nowhere"},
+            "output": "out",
+            "steps": 1,
+            "optimizer": {"lr": 1e-3},
+            "data": {"train": "nowhere.jsonl"},
+            "answers": {"use": "imports_ray:Answers"},
+        }
     else:
         config = {**RUN, "reward": {"source": {"use": "imports_ray:Reward"}}}
     (tmp_path / "mine.yaml").write_text(json.dumps(config), encoding="utf-8")
@@ -225,7 +292,11 @@ def test_a_component_whose_module_imports_ray_finds_rays_variables_set(
 
 def test_a_python_without_the_environment_says_to_activate_it() -> None:
     done = subprocess.run(
-        [sys.executable, "-S", "-m", "rayloop", "try", "run.yaml"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-S", "-m", "rayloop", "try", "run.yaml"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     wanted = "rayloop: without pydantic and ray: activate the environment: . .venv/bin/activate\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", wanted)
@@ -254,17 +325,27 @@ def test_every_option_says_what_it_is_for(word: str) -> None:
 
 @pytest.mark.parametrize("word", COMMANDS)
 def test_no_option_swallows_the_words_that_follow(word: str) -> None:
-    """An option that takes any number of words, in a command that has words of its own, would take those too."""
+    """An option that takes any number of words, in a command that has words of its own, would take
+    those too.
+    """
     found = dict(options(of(word), word))
-    greedy = {name.rpartition(" ")[0] for name, a in found.items() if a.option_strings and a.nargs in ("*", "+")}
+    greedy = {
+        name.rpartition(" ")[0]
+        for name, a in found.items()
+        if a.option_strings and a.nargs in ("*", "+")
+    }
     own = {name.rpartition(" ")[0] for name, a in found.items() if not a.option_strings}
-    assert not greedy & own - {"bench scale"}, "give the option action=append"  # of numbers; what is no number is refused by name
+    assert not greedy & own - {"bench scale"}, (
+        "give the option action=append"
+    )  # of numbers; what is no number is refused by name
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     """``rayloop env list | head``."""
     command = [sys.executable, "-m", "rayloop", "env", "list"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
@@ -272,7 +353,9 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
         assert process.wait(60) == 1
 
 
-def test_ctrl_c_while_it_imports_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_while_it_imports_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted() -> int:
         raise KeyboardInterrupt
 

@@ -17,5 +17,9 @@ def test_each_command_has_one_place() -> None:
 def test_what_is_executed_is_on_a_page() -> None:
     assert quoted().keys() >= ALL
     patterns = [*ELSEWHERE, *NEEDS]
-    assert [pattern for pattern in patterns if not any(fnmatchcase(command, pattern) for command in quoted())] == []
+    assert [
+        pattern
+        for pattern in patterns
+        if not any(fnmatchcase(command, pattern) for command in quoted())
+    ] == []
     assert [test for test in ELSEWHERE.values() if not (ROOT / test).is_file()] == []

@@ -24,7 +24,13 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     while more:
         message = await receive()
         body, more = body + message.get("body", b""), message.get("more_body", False)
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+    await send(
+        {
+            "type": "http.response.start",
+            "status": 200,
+            "headers": [(b"content-length", b"%d" % len(body))],
+        }
+    )
     await send({"type": "http.response.body", "body": body})
 
 
@@ -33,7 +39,9 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     monkeypatch.setattr(connections, "HEADERS", 0.5)
     protocol: Any = connections.Impatient
     listening = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app, http=protocol, log_config=None, lifespan="off", timeout_keep_alive=60)
+    config = uvicorn.Config(
+        app, http=protocol, log_config=None, lifespan="off", timeout_keep_alive=60
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()

@@ -1,4 +1,6 @@
-"""What a contributor runs: make, the hooks before a commit, hosted CI and the page about them say the same."""
+"""What a contributor runs: make, the hooks before a commit, hosted CI and the page about them say
+the same.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ def test_every_lane_is_on_the_page_and_in_ci() -> None:
     lanes = set(re.findall(r"^(lint|fast|test[\w-]*):", MAKEFILE, re.MULTILINE))
     assert {"lint", "fast", "test", "test-faults"} <= lanes
     assert set(re.findall(r"^\| `make ([\w-]+)` \|", PAGE, re.MULTILINE)) == lanes
-    assert {f"test-{name}" for name in re.findall(r"^lane ([\w-]+)", CI, re.MULTILINE)} == lanes - {"lint", "fast", "test"}
+    assert {f"test-{name}" for name in re.findall(r"^lane ([\w-]+)", CI, re.MULTILINE)} == lanes - {
+        "lint",
+        "fast",
+        "test",
+    }
 
 
 def test_every_folder_of_tests_is_on_the_page() -> None:
@@ -33,11 +39,20 @@ def test_every_folder_of_tests_is_on_the_page() -> None:
 
 def test_the_hooks_before_a_commit_check_what_lint_checks() -> None:
     (recipe,) = re.findall(r"^lint:.*\n((?:\t.+\n)+)", MAKEFILE, re.MULTILINE)
-    checks = {line.strip().replace("$(BIN)/", "").split(" $(")[0].removesuffix(" --check") for line in recipe.splitlines()}
-    (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
-    hooks = {hook["entry"].removeprefix(".venv/bin/").removesuffix(" --fix") for hook in repo["hooks"]}
+    checks = {
+        line.strip().replace("$(BIN)/", "").split(" $(")[0].removesuffix(" --check")
+        for line in recipe.splitlines()
+    }
+    (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))[
+        "repos"
+    ]
+    hooks = {
+        hook["entry"].removeprefix(".venv/bin/").removesuffix(" --fix") for hook in repo["hooks"]
+    }
     assert hooks == checks
-    assert all(hook["language"] == "system" for hook in repo["hooks"]), "a hook that is downloaded is another version"
+    assert all(hook["language"] == "system" for hook in repo["hooks"]), (
+        "a hook that is downloaded is another version"
+    )
 
 
 def test_hosted_ci_has_a_runner_for_every_lane() -> None:
@@ -46,7 +61,9 @@ def test_hosted_ci_has_a_runner_for_every_lane() -> None:
     assert fast["steps"][-1]["run"] == "make fast"
     assert lane["steps"][-1]["run"] == '.ci/run "$LANE"'
     assert lane["strategy"]["matrix"]["lane"] == re.findall(r"^lane ([\w-]+)", CI, re.MULTILINE)
-    assert not any(job["strategy"]["fail-fast"] for job in (fast, lane)), "one lane hides what another would say"
+    assert not any(job["strategy"]["fail-fast"] for job in (fast, lane)), (
+        "one lane hides what another would say"
+    )
     longest = max(int(minutes) for minutes in re.findall(r"^lane [\w-]+ (\d+)", CI, re.MULTILINE))
     assert lane["timeout-minutes"] >= 2 * longest
 
@@ -54,7 +71,11 @@ def test_hosted_ci_has_a_runner_for_every_lane() -> None:
 def test_hosted_ci_runs_on_the_pythons_that_are_promised() -> None:
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    promised = [line.rpartition(" ")[2] for line in project["project"]["classifiers"] if re.search(r":: 3\.\d+$", line)]
+    promised = [
+        line.rpartition(" ")[2]
+        for line in project["project"]["classifiers"]
+        if re.search(r":: 3\.\d+$", line)
+    ]
     assert workflow["jobs"]["fast"]["strategy"]["matrix"]["python"] == promised
     checked = project["tool"]["mypy"]["python_version"]
     assert workflow["jobs"]["lane"]["container"]["image"].startswith(f"python:{checked}-")
@@ -64,9 +85,16 @@ def test_ci_runs_the_lane_that_is_named_and_no_other(tmp_path: Path) -> None:
     (tmp_path / "make").write_text('#!/bin/sh\necho "make $*"\n', encoding="utf-8")
     (tmp_path / "make").chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run([ROOT / ".ci/run", "k8s", "nodes"], env=environment, capture_output=True, text=True)
-    assert [line for line in done.stdout.splitlines() if line.startswith("make")] == ["make test-k8s", "make test-nodes"]
-    unknown = subprocess.run([ROOT / ".ci/run", "test"], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [ROOT / ".ci/run", "k8s", "nodes"], env=environment, capture_output=True, text=True
+    )
+    assert [line for line in done.stdout.splitlines() if line.startswith("make")] == [
+        "make test-k8s",
+        "make test-nodes",
+    ]
+    unknown = subprocess.run(
+        [ROOT / ".ci/run", "test"], env=environment, capture_output=True, text=True
+    )
     assert unknown.returncode == 2
     assert "there is no lane test; the lanes are: stranger" in unknown.stderr
 
@@ -92,16 +120,33 @@ def test_every_generated_page_is_named() -> None:
 
 
 def test_a_test_that_needs_an_extra_is_skipped_where_it_is_not_installed() -> None:
-    """`make test` reads every file of tests before it leaves out other lanes', and installs nothing but `dev`."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    named = {re.split(r"[<>=\[]", need)[0] for extra in extras.keys() - {"dev"} for need in extras[extra]}
-    modules = named - {"jsonschema", "websockets", "tensorboard"} | {"Xlib", "kubernetes_validate"}  # the three are in dev
+    """`make test` reads every file of tests before it leaves out other lanes', and installs nothing
+    but `dev`.
+    """
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    named = {
+        re.split(r"[<>=\[]", need)[0] for extra in extras.keys() - {"dev"} for need in extras[extra]
+    }
+    modules = named - {"jsonschema", "websockets", "tensorboard"} | {
+        "Xlib",
+        "kubernetes_validate",
+    }  # the three are in dev
     unguarded = set()
     for path in (ROOT / "tests").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         for node in ast.parse(text).body:
             if isinstance(node, ast.Import | ast.ImportFrom):
-                from_ = [node.module or ""] if isinstance(node, ast.ImportFrom) else [name.name for name in node.names]
+                from_ = (
+                    [node.module or ""]
+                    if isinstance(node, ast.ImportFrom)
+                    else [name.name for name in node.names]
+                )
                 needed = {name.split(".")[0] for name in from_} & modules
-                unguarded |= {(path.name, name) for name in needed if f'importorskip("{name}"' not in text}
-    assert unguarded <= {("mcp_server.py", "mcp")}, "say pytest.importorskip first"  # that one is a program
+                unguarded |= {
+                    (path.name, name) for name in needed if f'importorskip("{name}"' not in text
+                }
+    assert unguarded <= {("mcp_server.py", "mcp")}, (
+        "say pytest.importorskip first"
+    )  # that one is a program

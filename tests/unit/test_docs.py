@@ -18,14 +18,34 @@ from rayloop.sft.stage import SftConfig
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-TOPS = ("rayloop", "judge", "recipes", "actors", "cluster", "serve_apps", "benchmarks", "tests", "docs", "deploy")
-PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "recipes").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")])
+TOPS = (
+    "rayloop",
+    "judge",
+    "recipes",
+    "actors",
+    "cluster",
+    "serve_apps",
+    "benchmarks",
+    "tests",
+    "docs",
+    "deploy",
+)
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *DOCS.rglob("*.md"),
+        *(ROOT / "recipes").rglob("*.md"),
+        *(ROOT / "deploy").rglob("*.md"),
+    ]
+)
 TEXTS = sorted([*PAGES, *(path for top in TOPS[:7] for path in (ROOT / top).rglob("*.py"))])
 """Pages, and the modules whose docstrings and comments also name files."""
 FILE = re.compile(rf"(?<![\w./-])(?:{'|'.join(TOPS)})/[\w./*-]*[\w*]")
 LINK = re.compile(r"\]\(([^)\s:#]*)(?:#([^)\s]*))?\)")
 MODULE = re.compile(r"python3? -m ([\w.]+)")
-DOTTED = re.compile(rf"`(rayloop(?:\.\w+)+|(?:{'|'.join(TOPS[1:7])})(?:\.\w+)+(?=:))(?::(\w+))?[`(]")
+DOTTED = re.compile(
+    rf"`(rayloop(?:\.\w+)+|(?:{'|'.join(TOPS[1:7])})(?:\.\w+)+(?=:))(?::(\w+))?[`(]"
+)
 OWNED = re.compile(r"`(\w+)[^`]*`\s(?:from|of|in)\s`([\w.]+|[\w/]+\.py)`")
 OF_A_FILE = re.compile(rf"`((?:{'|'.join(TOPS)})/[\w/]+\.py)`(?:: | \(|, )([^\n|;]*)")
 """A file, and the rest of its clause, which names what is in it."""
@@ -35,7 +55,9 @@ WHOLE = re.compile(
     r"|^ {4,}(?:[^\n#`]* do |watch )?(?:\S*python3? -m rayloop) ((?:[^\n]*\\\n)*[^\n]*)",
     re.MULTILINE,
 )
-"""A command with its arguments: between backticks, or a line of a block that may be continued, or is in a loop."""
+"""A command with its arguments: between backticks, or a line of a block that may be continued, or
+is in a loop.
+"""
 TARGET = re.compile(r"(?:`|^    )make (?:[A-Z_]+=\S+ )*([a-z][\w-]*)(?![\w/-])", re.MULTILINE)
 
 
@@ -56,14 +78,19 @@ def anchors(page: Path) -> set[str]:
 
 def test_every_file_that_is_named_exists() -> None:
     places = list(found(FILE, TEXTS))
-    missing = [f"{place}: {match[0]}" for page, place, match in places if not exists(page, match[0])]
+    missing = [
+        f"{place}: {match[0]}" for page, place, match in places if not exists(page, match[0])
+    ]
     assert len(places) > 100, "the pattern finds nothing any more"
     assert not missing, "\n".join(missing)
 
 
 def exists(page: Path, name: str) -> bool:
     """From the root, or from the page's own folder; ``name`` may have asterisks."""
-    return any((place / name).exists() or ("*" in name and any(place.glob(name))) for place in (ROOT, page.parent))
+    return any(
+        (place / name).exists() or ("*" in name and any(place.glob(name)))
+        for place in (ROOT, page.parent)
+    )
 
 
 def test_every_link_leads_somewhere() -> None:
@@ -71,7 +98,8 @@ def test_every_link_leads_somewhere() -> None:
     broken = [
         f"{place}: {match[0]}"
         for page, place, match in places
-        if not (target := page.parent / match[1] if match[1] else page).exists() or (match[2] and match[2] not in anchors(target))
+        if not (target := page.parent / match[1] if match[1] else page).exists()
+        or (match[2] and match[2] not in anchors(target))
     ]
     assert len(places) > 50, "the pattern finds nothing any more"
     assert not broken, "\n".join(broken)
@@ -79,20 +107,42 @@ def test_every_link_leads_somewhere() -> None:
 
 def test_every_command_that_is_quoted_exists() -> None:
     modules = list(found(MODULE, TEXTS))
-    ours = [(place, match[1]) for _, place, match in modules if match[1].split(".")[0] in (*TOPS, "benchmarks")]
-    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    ours = [
+        (place, match[1])
+        for _, place, match in modules
+        if match[1].split(".")[0] in (*TOPS, "benchmarks")
+    ]
+    targets = set(
+        re.findall(
+            r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+        )
+    )
     wrong = [f"{place}: no module {name}" for place, name in ours if find_spec(name) is None]
-    wrong += [f"{place}: no command {match[1]}" for _, place, match in found(COMMAND, TEXTS) if match[1] not in COMMANDS]
-    wrong += [f"{place}: no target {match[1]}" for _, place, match in found(TARGET, PAGES) if match[1] not in targets]
+    wrong += [
+        f"{place}: no command {match[1]}"
+        for _, place, match in found(COMMAND, TEXTS)
+        if match[1] not in COMMANDS
+    ]
+    wrong += [
+        f"{place}: no target {match[1]}"
+        for _, place, match in found(TARGET, PAGES)
+        if match[1] not in targets
+    ]
     assert len(ours) > 30, "the pattern finds nothing any more"
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_command_that_is_quoted_in_full_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_that_is_quoted_in_full_is_understood(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     wrong, understood = [], 0
     for _, place, match in found(WHOLE, PAGES):
-        words = shlex.split(re.split(r"\s#| {3,}|;", re.sub(r"\\\n *", "", match[1] or match[2]))[0])
-        if any(word[0] in "[." or "|" in word or word in ("ACTION", "RECIPE", "NAME") for word in words):
+        words = shlex.split(
+            re.split(r"\s#| {3,}|;", re.sub(r"\\\n *", "", match[1] or match[2]))[0]
+        )
+        if any(
+            word[0] in "[." or "|" in word or word in ("ACTION", "RECIPE", "NAME") for word in words
+        ):
             continue  # a form, not a command
         understood += 1
         try:
@@ -134,7 +184,9 @@ def test_every_module_and_name_that_is_quoted_exists() -> None:
         for _, place, match in found(OWNED, PAGES)
         if match[2].startswith(TOPS) and match[2] != match[1]
     ]
-    absent = [f"{place}: {module}:{name}" for place, module, name in places if not defined(module, name)]
+    absent = [
+        f"{place}: {module}:{name}" for place, module, name in places if not defined(module, name)
+    ]
     assert len(places) > 20, "the pattern finds nothing any more"
     assert not absent, "\n".join(absent)
 
@@ -145,7 +197,11 @@ def test_every_name_that_follows_a_file_is_in_it() -> None:
         before_the_next_file = re.split(r"`[\w/]+\.\w+`", match[2])[0]
         names = re.findall(r"`(\w+)`", before_the_next_file)
         named += [(place, match[1], name) for name in names]
-    absent = [each for each in named if not defined(each[1].removesuffix(".py").replace("/", "."), each[2])]
+    absent = [
+        each
+        for each in named
+        if not defined(each[1].removesuffix(".py").replace("/", "."), each[2])
+    ]
     assert len(named) > 5, "the pattern finds nothing any more"
     assert not absent
 
@@ -154,18 +210,26 @@ def test_every_class_that_a_docstring_or_a_message_names_by_its_module_exists() 
     dotted = re.compile(r"\b(rayloop(?:\.[a-z_]\w*)+)\.([A-Z]\w+)")
     modules = [path for path in TEXTS if path.suffix == ".py"]
     places = [(place, match[1], match[2]) for _, place, match in found(dotted, modules)]
-    absent = [f"{place}: {module}.{name}" for place, module, name in places if not defined(module, name)]
+    absent = [
+        f"{place}: {module}.{name}" for place, module, name in places if not defined(module, name)
+    ]
     assert len(places) > 5, "the pattern finds nothing any more"
     assert not absent, "\n".join(absent)
 
 
 def defined(dotted: str, name: str | None) -> bool:
-    """Whether a module (of it a name), or a name of a module, stands at ``dotted``; nothing is imported."""
+    """Whether a module (of it a name), or a name of a module, stands at ``dotted``; nothing is
+    imported.
+    """
     path = ROOT.joinpath(*dotted.split("."))
     if name is None and not (path.is_dir() or path.with_suffix(".py").exists()):
         path, name = path.parent, path.name
     sources = [path.with_suffix(".py"), path / "__init__.py"]
-    return any(file.is_file() and (name is None or re.search(rf"\b{name}\b", file.read_text(encoding="utf-8"))) for file in sources)
+    return any(
+        file.is_file()
+        and (name is None or re.search(rf"\b{name}\b", file.read_text(encoding="utf-8")))
+        for file in sources
+    )
 
 
 def test_the_index_names_every_page() -> None:
@@ -180,13 +244,18 @@ def test_the_index_names_every_page() -> None:
 
 
 def test_each_word_of_the_glossary_is_in_the_file_that_it_names() -> None:
-    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| `([^`]+)` \|$", (DOCS / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| ([^|]+) \| [^|]+ \| `([^`]+)` \|$",
+        (DOCS / "glossary.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
     words = [word for names, _ in rows for word in names.split(", ")]
     absent = [
         f"{word}: {file}"
         for names, file in rows
         for word in names.split(", ")
-        if not (ROOT / file).is_file() or not re.search(pattern(word), (ROOT / file).read_text(encoding="utf-8"), re.IGNORECASE)
+        if not (ROOT / file).is_file()
+        or not re.search(pattern(word), (ROOT / file).read_text(encoding="utf-8"), re.IGNORECASE)
     ]
     assert len(words) > 10, "the rows are not found any more"
     assert len(set(words)) == len(words), "a word stands twice"
@@ -199,11 +268,19 @@ def pattern(word: str) -> str:
 
 
 def test_every_page_of_what_one_brings_is_short_and_run_by_a_test() -> None:
-    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    tests = "".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")
+    )
     for page in (DOCS / "bring_your_own").glob("[a-z]*.md"):
-        assert page.stem in re.findall(r"(?:bring_your_own/|and )(\w+)\.md", tests), f"no test runs what {page.name} shows"
-        for program in re.findall(r"```python.*?\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
-            assert len(program.splitlines()) < 50, f"{page.name}: a program of a page is read in a minute"
+        assert page.stem in re.findall(r"(?:bring_your_own/|and )(\w+)\.md", tests), (
+            f"no test runs what {page.name} shows"
+        )
+        for program in re.findall(
+            r"```python.*?\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL
+        ):
+            assert len(program.splitlines()) < 50, (
+                f"{page.name}: a program of a page is read in a minute"
+            )
 
 
 def test_the_readme_begins_with_what_a_reader_decides_by() -> None:
@@ -225,24 +302,43 @@ def test_the_readme_begins_with_what_a_reader_decides_by() -> None:
     assert len(commands) == 2, "a first screen with two commands"
     rows = [line for line in first.splitlines() if line.startswith("| ")][1:]
     assert len(rows) == 5
-    assert all(re.search(r"\d.*\]\(", row.split("|")[3]) for row in rows), "each row has a figure and its page"
+    assert all(re.search(r"\d.*\]\(", row.split("|")[3]) for row in rows), (
+        "each row has a figure and its page"
+    )
 
 
 def test_no_page_is_a_work_log() -> None:
-    places = found(re.compile(r"(?i)\b(?:part|issue|stop|audit) \d+\b|\bbeing built\b|^\| [DLH]\d+ \|", re.MULTILINE), PAGES)
+    places = found(
+        re.compile(
+            r"(?i)\b(?:part|issue|stop|audit) \d+\b|\bbeing built\b|^\| [DLH]\d+ \|", re.MULTILINE
+        ),
+        PAGES,
+    )
     assert [place for _, place, _ in places] == []
 
 
 def test_what_was_never_exercised_is_in_one_table() -> None:
-    table = (DOCS / "engines.md").read_text(encoding="utf-8").partition("## Never exercised")[2].partition("\n## ")[0]
+    table = (
+        (DOCS / "engines.md")
+        .read_text(encoding="utf-8")
+        .partition("## Never exercised")[2]
+        .partition("\n## ")[0]
+    )
     named = [name for name in re.findall(r"`([\w/.]+)`", table) if (ROOT / name).exists()]
     marked = [
-        path for path in TEXTS if path.suffix == ".py" and re.search("never exercised", path.read_text("utf-8"), re.IGNORECASE)
+        path
+        for path in TEXTS
+        if path.suffix == ".py"
+        and re.search("never exercised", path.read_text("utf-8"), re.IGNORECASE)
     ]
     assert len(marked) >= 4
     in_settings = {"rayloop/engines/settings.py": "SGLang"}
     places = [str(path.relative_to(ROOT)) for path in marked]
-    assert [p for p in places if in_settings.get(p, "?") not in table and not any(p.startswith(name) for name in named)] == []
+    assert [
+        p
+        for p in places
+        if in_settings.get(p, "?") not in table and not any(p.startswith(name) for name in named)
+    ] == []
 
 
 def test_each_symptom_names_a_metric_that_exists() -> None:
@@ -256,4 +352,6 @@ def test_each_symptom_names_a_metric_that_exists() -> None:
     assert len(named) > 20, "the rows are not found any more"
     assert [line for line, names in named.items() if not names] == []
     forms = {metric.name for metric in METRICS}
-    assert [name for names in named.values() for name in names if name not in forms and validate([name])] == []
+    assert [
+        name for names in named.values() for name in names if name not in forms and validate([name])
+    ] == []

@@ -1,4 +1,6 @@
-"""Which commands import what a stranger's configuration names with ``use:``. docs/security.md has the list of those that do."""
+"""Which commands import what a stranger's configuration names with ``use:``. docs/security.md has
+the list of those that do.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,31 @@ from rayloop.run.folder import RunFolder
 from tests.support.runs import ROOT
 
 RUNS = {
-    "train": ["train", "{config}"], "try": ["try", "{config}"], "eval": ["eval", "{config}"], "doctor": ["doctor", "{config}"],
-    "estimate": ["estimate", "{config}"], "data validate": ["data", "validate", "{config}"],
-    "env check": ["env", "check", "{config}"], "env play": ["env", "play", "{config}"],
+    "train": ["train", "{config}"],
+    "try": ["try", "{config}"],
+    "eval": ["eval", "{config}"],
+    "doctor": ["doctor", "{config}"],
+    "estimate": ["estimate", "{config}"],
+    "data validate": ["data", "validate", "{config}"],
+    "env check": ["env", "check", "{config}"],
+    "env play": ["env", "play", "{config}"],
     "submit": ["submit", "{config}", "--address", "http://127.0.0.1:9", "--insecure"],
-    "sft": ["sft", "{sft}"], "report": ["report", "{run}"], "console": ["console", "{run}"],
-}  # fmt: skip
+    "sft": ["sft", "{sft}"],
+    "report": ["report", "{run}"],
+    "console": ["console", "{run}"],
+}
 """Command -> how it imports; docs/security.md names each of them."""
 ONLY_READS = {
-    "train --print-config": ["train", "{config}", "--print-config"], "status": ["status", "{run}"],
-    "compare": ["compare", "{run}", "{run}"], "watch": ["watch", "{run}"], "logs": ["logs", "{run}"],
-    "stacks": ["stacks", "{run}"], "stop": ["stop", "{run}"], "policy": ["policy", "serve", "--run", "{run}"],
+    "train --print-config": ["train", "{config}", "--print-config"],
+    "status": ["status", "{run}"],
+    "compare": ["compare", "{run}", "{run}"],
+    "watch": ["watch", "{run}"],
+    "logs": ["logs", "{run}"],
+    "stacks": ["stacks", "{run}"],
+    "stop": ["stop", "{run}"],
+    "policy": ["policy", "serve", "--run", "{run}"],
     "export": ["export", "{run}", "{out}"],
-}  # fmt: skip
+}
 OF_OTHERS = {"judge", "node", "slurm", "score"}
 """Commands that take no configuration of a run, and no run."""
 FOREIGN = "foreign_code_of_a_stranger"
@@ -34,20 +48,33 @@ FOREIGN = "foreign_code_of_a_stranger"
 
 @pytest.fixture
 def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """A run, its configuration and a supervised stage, which name a module that leaves a mark and refuses."""
-    (tmp_path / f"{FOREIGN}.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'a').close()\nraise RuntimeError('imported')\n")
+    """A run, its configuration and a supervised stage, which name a module that leaves a mark and
+    refuses.
+    """
+    (tmp_path / f"{FOREIGN}.py").write_text(
+        f"open({str(tmp_path / 'mark')!r}, 'a').close()\nraise RuntimeError('imported')\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     config = yaml.safe_load((ROOT / "recipes/digits/quickstart.yaml").read_text(encoding="utf-8"))
     foreign = {"use": f"{FOREIGN}:Thing"}
-    config |= {"name": "run", "output": str(tmp_path), "report": {"boxes": foreign}, "reward": {"source": foreign}}
+    config |= {
+        "name": "run",
+        "output": str(tmp_path),
+        "report": {"boxes": foreign},
+        "reward": {"source": foreign},
+    }
     config["data"] = {"train": str(tmp_path / "rows.jsonl"), "reader": foreign, "order": foreign}
     config["environment"] = {"episode": {"environment": foreign}, "kinds": {"own": foreign}}
     config["loggers"] = [foreign]
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n', encoding="utf-8")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     sft = yaml.safe_load((ROOT / "recipes/digits/warm.yaml").read_text(encoding="utf-8"))
-    sft |= {"output": str(tmp_path / "model"), "answers": foreign, "data": config["data"] | {"order": None}}
+    sft |= {
+        "output": str(tmp_path / "model"),
+        "answers": foreign,
+        "data": config["data"] | {"order": None},
+    }
     (tmp_path / "sft.yaml").write_text(yaml.safe_dump(sft), encoding="utf-8")
     run = RunFolder(tmp_path, "run")
     run.path.mkdir()
@@ -55,9 +82,12 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     run.metrics.append({"step": 1, "reward/mean": 0.5})
     run.close()
     return {
-        "config": str(tmp_path / "config.yaml"), "sft": str(tmp_path / "sft.yaml"), "run": str(run.path),
-        "out": str(tmp_path / "out"), "mark": str(tmp_path / "mark"),
-    }  # fmt: skip
+        "config": str(tmp_path / "config.yaml"),
+        "sft": str(tmp_path / "sft.yaml"),
+        "run": str(run.path),
+        "out": str(tmp_path / "out"),
+        "mark": str(tmp_path / "mark"),
+    }
 
 
 def imports(words: list[str], names: dict[str, str]) -> tuple[int | str | None, bool]:
@@ -71,7 +101,9 @@ def imports(words: list[str], names: dict[str, str]) -> tuple[int | str | None, 
 
 
 @pytest.mark.parametrize("command", ONLY_READS)
-def test_a_command_that_only_reads_imports_nothing(command: str, names: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_only_reads_imports_nothing(
+    command: str, names: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     code, imported = imports(ONLY_READS[command], names)
     assert not imported
     if command.startswith("train"):
@@ -85,7 +117,9 @@ def test_a_command_that_imports_is_on_the_list(command: str, names: dict[str, st
     code, imported = imports(RUNS[command], names)
     assert (code != 0, imported) == (True, True)
     page = (ROOT / "docs/security.md").read_text(encoding="utf-8")
-    [listed] = re.findall(r"^- `use: module:Class` in a configuration: (.*(?:\n  .*)*)", page, re.MULTILINE)
+    [listed] = re.findall(
+        r"^- `use: module:Class` in a configuration: (.*(?:\n  .*)*)", page, re.MULTILINE
+    )
     assert f"`{command}" in listed, listed
 
 

@@ -13,12 +13,19 @@ from tests.support import hermetic
 
 def test_a_run_of_the_checkout_can_neither_be_read_nor_asked_for() -> None:
     metrics = hermetic.ROOT / "runs/quickstart/metrics.jsonl"
-    for look in (metrics.read_text, metrics.exists, metrics.is_file, lambda: os.listdir(hermetic.ROOT / "runs")):
+    for look in (
+        metrics.read_text,
+        metrics.exists,
+        metrics.is_file,
+        lambda: os.listdir(hermetic.ROOT / "runs"),
+    ):
         with pytest.raises(hermetic.ReadsThisMachine, match="a fresh clone has no runs"):
             look()
 
 
-def test_the_home_of_this_machines_user_is_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_home_of_this_machines_user_is_out_of_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hermetic, "_HOME", "/somebody")
     with pytest.raises(hermetic.ReadsThisMachine, match="below the home"):
         Path("/somebody/.netrc").read_text(encoding="utf-8")

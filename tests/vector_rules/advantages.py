@@ -26,12 +26,16 @@ def number(pattern: str, name: str, otherwise: float | None) -> float | None:
 
 
 def _advantage_settings(entry: Entry) -> AdvantageSettings:
-    """verl's GRPO unless the name says otherwise; only its newer code (Arc Vision, PyVision) takes a lone sample's reward."""
+    """verl's GRPO unless the name says otherwise; only its newer code (Arc Vision, PyVision) takes
+    a lone sample's reward.
+    """
     name, inputs = entry.reward, entry.inputs
     floor = number(r"max\(\s*NUMBER", name, None)
     eps = number(r"(?:eps\s*=?\s*|std\s*\+\s*)NUMBER", name, 1e-6 if floor is None else 0.0)
     return AdvantageSettings(
-        normalize_std=inputs.get("norm_by_std", not re.search(r"no std|without std|dr\.?\s?grpo", name, re.I)),
+        normalize_std=inputs.get(
+            "norm_by_std", not re.search(r"no std|without std|dr\.?\s?grpo", name, re.I)
+        ),
         eps=inputs.get("eps", eps),
         std="population" if "population" in name else "unbiased",
         std_floor=floor or 0.0,
@@ -41,22 +45,37 @@ def _advantage_settings(entry: Entry) -> AdvantageSettings:
 
 
 def blocks_of(entry: Entry, file: Sequence[Entry]) -> list[list[int]]:
-    """Positions of each group in a flat reward list: by label, else as another entry groups the same rewards."""
+    """Positions of each group in a flat reward list: by label, else as another entry groups the
+    same rewards.
+    """
     rewards = entry.need("rewards")
-    same = [other for other in file if other.inputs.get("rewards") == rewards and "groups" in other.inputs]
+    same = [
+        other
+        for other in file
+        if other.inputs.get("rewards") == rewards and "groups" in other.inputs
+    ]
     labels = entry.inputs.get("groups") or (same[0].inputs["groups"] if same else None)
     if labels is None:
         size = entry.inputs.get("group_size", VERL_GROUP_SIZE)
         labels = [i // size for i in range(len(rewards))]
     if len(labels) != len(rewards):
         raise Unknown(f"{len(labels)} group labels for {len(rewards)} rewards")
-    return [[i for i, label in enumerate(labels) if label == each] for each in dict.fromkeys(labels)]
+    return [
+        [i for i, label in enumerate(labels) if label == each] for each in dict.fromkeys(labels)
+    ]
 
 
-NO_SPREAD = "a group of successes alone has no spread to divide by; the original divides by eps alone"
+NO_SPREAD = (
+    "a group of successes alone has no spread to divide by; the original divides by eps alone"
+)
 LONE_RAW = "a lone sample's advantage is its reward as it is; the original divides it by 1 + eps"
-LONE_REFUSED = "a lone sample has no baseline: its group is excluded or refused, and 0 is not made up for it"
-EQUAL_IS_ZERO = "equal rewards have advantage exactly 0; in single precision their mean is another number than they are"
+LONE_REFUSED = (
+    "a lone sample has no baseline: its group is excluded or refused, and 0 is not made up for it"
+)
+EQUAL_IS_ZERO = (
+    "equal rewards have advantage exactly 0; in single precision their mean is another number than"
+    " they are"
+)
 
 
 def group_advantage(entry: Entry, file: Sequence[Entry]) -> Any:
@@ -69,14 +88,20 @@ def group_advantage(entry: Entry, file: Sequence[Entry]) -> Any:
     groups = [[rewards[i] for i in block] for block in blocks]
     reasons = {_advantage_reason(group, settings): None for group in groups}
     if LONE_REFUSED in reasons and "arpo" not in entry.recipe:
-        return Deviation(_refusal(groups, settings), LONE_REFUSED, instead={"raises": "a lone sample"})
+        return Deviation(
+            _refusal(groups, settings), LONE_REFUSED, instead={"raises": "a lone sample"}
+        )
     with refusals():
         ours = [advantages(group, settings) for group in groups]
-    got = _advantage_answer(entry, blocks, [(result.values, result.mean, result.std) for result in ours])
+    got = _advantage_answer(
+        entry, blocks, [(result.values, result.mean, result.std) for result in ours]
+    )
     why = "; ".join(filter(None, reasons))
     if not why:
         return got
-    return Deviation(got, why, instead=_advantage_answer(entry, blocks, [_by_hand(g, settings) for g in groups]))
+    return Deviation(
+        got, why, instead=_advantage_answer(entry, blocks, [_by_hand(g, settings) for g in groups])
+    )
 
 
 def _refusal(groups: Sequence[Sequence[float]], settings: AdvantageSettings) -> Any:
@@ -87,7 +112,9 @@ def _refusal(groups: Sequence[Sequence[float]], settings: AdvantageSettings) -> 
 
 
 def _advantage_answer(
-    entry: Entry, blocks: Sequence[Sequence[int]], results: Sequence[tuple[Sequence[float], float, float]]
+    entry: Entry,
+    blocks: Sequence[Sequence[int]],
+    results: Sequence[tuple[Sequence[float], float, float]],
 ) -> Any:
     """In the shape of what is expected, from each block's values, mean and std."""
     n = sum(map(len, blocks))
@@ -99,7 +126,13 @@ def _advantage_answer(
         return values
     if "group_rewards" in entry.inputs:
         _, mean, std = results[0]
-        return {"advantages": values, "adv": values, "std": std, "group_std_unbiased": std, "mean": mean}
+        return {
+            "advantages": values,
+            "adv": values,
+            "std": std,
+            "group_std_unbiased": std,
+            "mean": mean,
+        }
     return {"advantages": values, "adv": values, "std": stds, "group_std_unbiased": stds}
 
 
@@ -113,10 +146,14 @@ def _advantage_reason(group: Sequence[float], settings: AdvantageSettings) -> st
     if settings.baseline == "binarised":
         return NO_SPREAD if all(reward != 0 for reward in group) else ""
     narrow = torch.tensor(group, dtype=torch.float32)
-    return EQUAL_IS_ZERO if max(group) == min(group) and bool((narrow != narrow.mean()).any()) else ""
+    return (
+        EQUAL_IS_ZERO if max(group) == min(group) and bool((narrow != narrow.mean()).any()) else ""
+    )
 
 
-def _by_hand(group: Sequence[float], settings: AdvantageSettings) -> tuple[Sequence[float], float, float]:
+def _by_hand(
+    group: Sequence[float], settings: AdvantageSettings
+) -> tuple[Sequence[float], float, float]:
     """Values, mean and std as the text has them, without the function under test."""
     if len(group) == 1:
         return group, 0.0, 1.0

@@ -1,4 +1,6 @@
-"""Rules for the algorithm's vectors: the original's name and inputs become the options that express it here."""
+"""Rules for the algorithm's vectors: the original's name and inputs become the options that express
+it here.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ from tests.unit.groups import make_group, make_member
 from tests.vector_rules.advantages import NUMBER, blocks_of, group_advantage, number
 from tests.vector_rules.entries import Deviation, Entry, Rule, Unknown, refusals
 
-# Filtering ---------------------------------------------------------------------------------------------------------
+# Filtering
+# ---------------------------------------------------------------------------------------------------------
 
 END_REASONS = {
     "DONE": EndReason.DONE,
@@ -43,7 +46,10 @@ END_REASONS = {
     "EXCEED_MAX_IMAGE_NUM_32": EndReason.MAX_IMAGES,
     "ON_GOING": EndReason.ENVIRONMENT_FAILURE,
 }
-"""An episode that is going on is never scored here. Environment failures, which the original has no word for, stand for it."""
+"""An episode that is going on is never scored here.
+
+Environment failures, which the original has no word for, stand for it.
+"""
 
 
 def _end_reason(name: str) -> EndReason:
@@ -64,16 +70,24 @@ def _filters(entry: Entry) -> list[Filter]:
     }
     if unknown := sorted(set(entry.need("filters")) - set(table)):
         raise Unknown(f"filters {unknown}")
-    return [table[name] for name in entry.need("filters") if name != "end_reason" or name in entry.inputs]
+    return [
+        table[name]
+        for name in entry.need("filters")
+        if name != "end_reason" or name in entry.inputs
+    ]
 
 
 def partial_filtering(entry: Entry, file: Sequence[Entry]) -> list[int]:
-    """Positions that survive, in order. A column that the entry leaves out lets its filter keep everything."""
+    """Positions that survive, in order.
+
+    A column that the entry leaves out lets its filter keep everything.
+    """
     columns = ("end_reason", "hasimage", "trajlength", "vtoken_images_num_consis")
     entry.only("groups", "group_size", "rewards", "filters", "reserve", *columns)
     rewards, n = entry.need("rewards"), len(entry.need("rewards"))
     ends, images, lengths, consistent = (
-        entry.inputs.get(name, [usual] * n) for name, usual in zip(columns, ("DONE", 1, 1, 1), strict=True)
+        entry.inputs.get(name, [usual] * n)
+        for name, usual in zip(columns, ("DONE", 1, 1, 1), strict=True)
     )
     settings = AdvantageSettings(normalize_std=False, min_group=1, singleton="raw")
     kept: list[int] = []
@@ -89,15 +103,23 @@ def partial_filtering(entry: Entry, file: Sequence[Entry]) -> list[int]:
             )
             for i in block
         )
-        group = apply_filters(with_advantages(Group(position, Task("t", ()), members), settings), _filters(entry))
+        group = apply_filters(
+            with_advantages(Group(position, Task("t", ()), members), settings), _filters(entry)
+        )
         kept += [member.summary.id.sample for member in group.kept]
     return sorted(kept)
 
 
 def ranking(entry: Entry, file: Sequence[Entry]) -> list[int]:
-    """The first trajectories by group std. Any order among equal stds is right: the original's sort is not stable."""
+    """The first trajectories by group std.
+
+    Any order among equal stds is right: the original's sort is not stable.
+    """
     entry.only("kept_idx", "std")
-    indices, stds = entry.need("kept_idx"), dict(zip(entry.need("kept_idx"), entry.need("std"), strict=True))
+    indices, stds = (
+        entry.need("kept_idx"),
+        dict(zip(entry.need("kept_idx"), entry.need("std"), strict=True)),
+    )
     target = int(number(r"top NUMBER", entry.reward, None) or len(entry.expected))
     groups: list[Group] = []
     for index in indices:
@@ -115,7 +137,8 @@ def ranking(entry: Entry, file: Sequence[Entry]) -> list[int]:
     return chosen
 
 
-# Replay ------------------------------------------------------------------------------------------------------------
+# Replay
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _step_number(entry: Entry) -> int:
@@ -123,7 +146,9 @@ def _step_number(entry: Entry) -> int:
 
 
 def _stored_before(entry: Entry, file: Sequence[Entry]) -> list[str]:
-    """The buffer's names before this step: what the preceding step left, else what this one's outcome implies."""
+    """The buffer's names before this step: what the preceding step left, else what this one's
+    outcome implies.
+    """
     if _step_number(entry) == 1:
         return []
     for other in file:
@@ -135,8 +160,14 @@ def _stored_before(entry: Entry, file: Sequence[Entry]) -> list[str]:
     return implied if injected.startswith(own) or injected in implied else [injected, *implied]
 
 
-SINGLE_PRECISION = "a result of exactly 0.1 is not above 0.1: the original rounds results to single precision first"
-ON_THE_LIMIT = "a std of exactly 0.05 or a mean of exactly 0.2 is not below it: the original rounds results first"
+SINGLE_PRECISION = (
+    "a result of exactly 0.1 is not above 0.1: the original rounds results to single precision"
+    " first"
+)
+ON_THE_LIMIT = (
+    "a std of exactly 0.05 or a mean of exactly 0.2 is not below it: the original rounds results"
+    " first"
+)
 
 
 def replay_step(entry: Entry, file: Sequence[Entry]) -> Deviation:
@@ -144,18 +175,29 @@ def replay_step(entry: Entry, file: Sequence[Entry]) -> Deviation:
     capacity = int(number(r"buffer NUMBER", entry.reward, 8) or 8)
     rules = ReplayRules(capacity=capacity)
     evals = entry.need("evals")
-    exact, rounded = [Fraction(str(value)) for value in evals], np.array(evals, dtype=np.float32).astype(float)
+    exact, rounded = (
+        [Fraction(str(value)) for value in evals],
+        np.array(evals, dtype=np.float32).astype(float),
+    )
     mean = sum(exact) / len(exact)
     below = {
-        "max_std": (sum((value - mean) ** 2 for value in exact) / len(exact) < Fraction(1, 400), rounded.std() < 0.05),
+        "max_std": (
+            sum((value - mean) ** 2 for value in exact) / len(exact) < Fraction(1, 400),
+            rounded.std() < 0.05,
+        ),
         "max_mean": (mean < Fraction(1, 5), rounded.mean() < 0.2),
     }
     changes: dict[str, float] = {"success_above": 0.0999999}
     for name, (here, there) in below.items():
         changes[name] = getattr(rules, name) + 1e-6 * (int(there) - int(here))
-    conditions = {SINGLE_PRECISION: 0.1 in evals, ON_THE_LIMIT: any(here != there for here, there in below.values())}
+    conditions = {
+        SINGLE_PRECISION: 0.1 in evals,
+        ON_THE_LIMIT: any(here != there for here, there in below.values()),
+    }
     why = "; ".join(reason for reason, holds in conditions.items() if holds)
-    fresh = [f"{entry.need('step')}_{i}" for i, value in enumerate(exact) if value > Fraction(1, 10)]
+    fresh = [
+        f"{entry.need('step')}_{i}" for i, value in enumerate(exact) if value > Fraction(1, 10)
+    ]
     return Deviation(
         _replayed(entry, file, rules),
         why,
@@ -165,7 +207,10 @@ def replay_step(entry: Entry, file: Sequence[Entry]) -> Deviation:
 
 
 def _replayed(entry: Entry, file: Sequence[Entry], rules: ReplayRules) -> dict[str, list[str]]:
-    """One visit of a task. Which stored sample is injected is random, so any sample that was stored is right."""
+    """One visit of a task.
+
+    Which stored sample is injected is random, so any sample that was stored is right.
+    """
     buffer = ReplayBuffer(ReplaySettings(kind="corrected"), seed=0, rules=rules)
     names: dict[TrajectoryId, str] = {}
     before = _stored_before(entry, file)
@@ -174,17 +219,23 @@ def _replayed(entry: Entry, file: Sequence[Entry], rules: ReplayRules) -> dict[s
         names[stored.members[0].summary.id] = name
         buffer.store(stored)
     group = make_group(len(before), entry.need("evals"))
-    names |= {member.summary.id: f"{entry.need('step')}_{i}" for i, member in enumerate(group.members)}
+    names |= {
+        member.summary.id: f"{entry.need('step')}_{i}" for i, member in enumerate(group.members)
+    }
     batch = [names[member.summary.id] for member in buffer.inject(group, step=0).group.members]
     buffer.store(group)
     expected_first = entry.expected["batch_after"][0]
     if batch[0] in before and expected_first in before:
         batch[0] = expected_first
     stored_after = buffer.state().get("task", ())
-    return {"batch_after": batch, "buffer_after": [names[member.summary.id] for member in stored_after]}
+    return {
+        "batch_after": batch,
+        "buffer_after": [names[member.summary.id] for member in stored_after],
+    }
 
 
-# Loss --------------------------------------------------------------------------------------------------------------
+# Loss
+# --------------------------------------------------------------------------------------------------------------
 
 
 def _aggregation(name: str, row_length: int) -> LossSettings:
@@ -195,11 +246,19 @@ def _aggregation(name: str, row_length: int) -> LossSettings:
     return PpoLoss.model_validate({"aggregation": row_length if mode.endswith("norm") else mode})
 
 
-def _rows(values: Any, mask: Any | None, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
-    """A list, or rows of lists, as a table [rows, padded length]; and which of its tokens count (bool, the same shape)."""
+def _rows(
+    values: Any, mask: Any | None, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A list, or rows of lists, as a table [rows, padded length]; and which of its tokens count
+    (bool, the same shape).
+    """
     table = torch.tensor(values, dtype=dtype)
     table = table.unsqueeze(0) if table.dim() == 1 else table
-    where = torch.ones_like(table) if mask is None else torch.tensor(mask, dtype=dtype).reshape(table.shape)
+    where = (
+        torch.ones_like(table)
+        if mask is None
+        else torch.tensor(mask, dtype=dtype).reshape(table.shape)
+    )
     return table, where > 0
 
 
@@ -208,7 +267,10 @@ def _segments(where: torch.Tensor) -> torch.Tensor:
     return torch.arange(len(where)).unsqueeze(1).expand_as(where)[where]
 
 
-EMPTY_ROW = "a trajectory without loss tokens adds nothing to the mean over all; the original divides its 0 by 0"
+EMPTY_ROW = (
+    "a trajectory without loss tokens adds nothing to the mean over all; the original divides its 0"
+    " by 0"
+)
 NOTHING_TO_AVERAGE = "an update without a single loss token is refused; the original calls it 0"
 
 
@@ -217,18 +279,24 @@ def agg_loss(entry: Entry, file: Sequence[Entry]) -> Any:
     table, where = _rows(entry.need("loss"), entry.inputs.get("mask"))
     settings = _aggregation(entry.reward, table.shape[1])
     if not where.any():
-        return Deviation(_refused_update(settings), NOTHING_TO_AVERAGE, instead={"raises": "no loss tokens"})
+        return Deviation(
+            _refused_update(settings), NOTHING_TO_AVERAGE, instead={"raises": "no loss tokens"}
+        )
     weights = token_weights(_segments(where), settings, Denominator(int(where.sum()), len(table)))
     got = float((weights * table[where]).sum())
     if settings.aggregation != "seq-mean-token-mean" or where.any(dim=1).all():
         return got
-    rows = [float(row[counts].mean()) for row, counts in zip(table, where, strict=True) if counts.any()]
+    rows = [
+        float(row[counts].mean()) for row, counts in zip(table, where, strict=True) if counts.any()
+    ]
     return Deviation(got, EMPTY_ROW, instead=sum(rows) / len(table))
 
 
 def _refused_update(settings: LossSettings) -> Any:
     try:
-        return token_weights(torch.zeros(0, dtype=torch.int64), settings, Denominator(0, 1)).tolist()
+        return token_weights(
+            torch.zeros(0, dtype=torch.int64), settings, Denominator(0, 1)
+        ).tolist()
     except ValueError as error:
         return {"raises": str(error)}
 
@@ -242,9 +310,11 @@ def _per_token(advantage: Any, table: torch.Tensor) -> torch.Tensor:
 
 
 def policy_gradient(entry: Entry, file: Sequence[Entry]) -> dict[str, float]:
-    """verl counts both clips of the first bound in one fraction (clipfrac, clip_hi), the dual clip in the other.
+    """verl counts both clips of the first bound in one fraction (clipfrac, clip_hi), the dual clip
+    in the other.
 
-    Single precision, as in the original and in our trainer: exp(log(3)) in double precision is above 3.
+    Single precision, as in the original and in our trainer: exp(log(3)) in double precision is
+    above 3.
     """
     entry.only("ratios", "advantage", "mask", "clip_low", "clip_high", "dual_clip")
     name = entry.reward
@@ -256,7 +326,9 @@ def policy_gradient(entry: Entry, file: Sequence[Entry]) -> dict[str, float]:
     options |= {option: value for option, value in entry.inputs.items() if option in options}
     table, where = _rows(entry.need("ratios"), entry.inputs.get("mask"), torch.float32)
     advantage = _per_token(entry.need("advantage"), table)[where]
-    settings = PpoLoss.model_validate(_aggregation(name, table.shape[1]).model_dump() | options | {"correction": "none"})
+    settings = PpoLoss.model_validate(
+        _aggregation(name, table.shape[1]).model_dump() | options | {"correction": "none"}
+    )
     current = table[where].log()
     old = torch.zeros_like(current)
     with refusals():
@@ -275,12 +347,17 @@ def policy_gradient(entry: Entry, file: Sequence[Entry]) -> dict[str, float]:
 
 
 LOW_VAR_KL = PpoLoss(kl_coef=1.0, kl="low_var_kl")
-NOT_CAPPED = "the estimate of one token is bounded by its log-ratio alone, 10 nats below the reference; kl: low_var_kl is verl's"
+NOT_CAPPED = (
+    "the estimate of one token is bounded by its log-ratio alone, 10 nats below the reference; kl:"
+    " low_var_kl is verl's"
+)
 
 
 def low_var_kl(entry: Entry, file: Sequence[Entry]) -> Any:
     entry.only("logp", "ref_logp")
-    current, reference = (torch.tensor(entry.need(name), dtype=torch.float64) for name in ("logp", "ref_logp"))
+    current, reference = (
+        torch.tensor(entry.need(name), dtype=torch.float64) for name in ("logp", "ref_logp")
+    )
     default = _kl_term(current, reference, PpoLoss(kl_coef=1.0)).tolist()
     original = _kl_term(current, reference, LOW_VAR_KL).tolist()
     d = reference - current
@@ -290,11 +367,15 @@ def low_var_kl(entry: Entry, file: Sequence[Entry]) -> Any:
     return Deviation(default, NOT_CAPPED if beyond else "", original, by_hand.tolist())
 
 
-def _kl_term(current: torch.Tensor, reference: torch.Tensor, settings: LossSettings) -> torch.Tensor:
+def _kl_term(
+    current: torch.Tensor, reference: torch.Tensor, settings: LossSettings
+) -> torch.Tensor:
     """What the loss adds per token where the advantage is 0."""
     shape, current, reference = current.shape, current.reshape(-1), reference.reshape(-1)
     nothing = torch.zeros_like(current)
-    return policy_loss(current, current, current, nothing, settings, reference=reference).loss.reshape(shape)
+    return policy_loss(
+        current, current, current, nothing, settings, reference=reference
+    ).loss.reshape(shape)
 
 
 RULES: dict[str, Rule] = {

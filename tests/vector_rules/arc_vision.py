@@ -1,6 +1,8 @@
-"""Rules for Arc Vision's vectors: its training reward, the library's variant of it, and its simulated tools.
+"""Rules for Arc Vision's vectors: its training reward, the library's variant of it, and its
+simulated tools.
 
-The two rewards are asked as a run asks them, with ``variant``: what differs is a mismatch."""
+The two rewards are asked as a run asks them, with ``variant``: what differs is a mismatch.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,17 @@ TRAINED = ArcVisionReward.Settings(variant="original")
 LIBRARY = ArcVisionReward.Settings(variant="library")
 PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
 
-# Rules ---------------------------------------------------------------------------------------------------------------
+# Rules
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def _score(entry: Entry, settings: ArcVisionReward.Settings) -> Any:
     """In the shape of what is expected: a number, or the original's dictionary."""
     task = Task("t", (), ground_truth=entry.need("ground_truth"))
     try:
-        scored = ArcVisionReward(settings).score(PLAYED, task, ScoreContext(0, [entry.need("response")]))
+        scored = ArcVisionReward(settings).score(
+            PLAYED, task, ScoreContext(0, [entry.need("response")])
+        )
     except DataFailure as error:
         return {"raises": str(error)}
     assert isinstance(scored, Scored)
@@ -35,9 +40,14 @@ def _score(entry: Entry, settings: ArcVisionReward.Settings) -> Any:
         return scored.value
     asked_only, found = "tool_only" in scored.flags, scored.components
     names = {
-        "is_small_object": "small", "is_edge_object": "edge", "bbox_area": "area", "tool_invocations": "tools",
-        "num_tools_used": "known_tools", "num_gate_penalties": "penalties", "total_gate_penalty": "r_gate",
-    }  # fmt: skip
+        "is_small_object": "small",
+        "is_edge_object": "edge",
+        "bbox_area": "area",
+        "tool_invocations": "tools",
+        "num_tools_used": "known_tools",
+        "num_gate_penalties": "penalties",
+        "total_gate_penalty": "r_gate",
+    }
     return {
         "score": scored.value,
         **found,
@@ -61,7 +71,9 @@ def step_reward(entry: Entry, file: Sequence[Entry]) -> float | list[float]:
     entry.only("region", "zoom_factor", "duration", "type")
     if any(value is None for value in entry.inputs.values()):
         raise Unknown("an argument that is none")
-    name = {"Zoom": "zoom_ui_element", "Wait": "wait_for_ui", "Inspect": "inspect_element"}[entry.reward.partition("Tool")[0]]
+    name = {"Zoom": "zoom_ui_element", "Wait": "wait_for_ui", "Inspect": "inspect_element"}[
+        entry.reward.partition("Tool")[0]
+    ]
     times = re.search(r"x(\d+)|(\d+) (?:times|calls)|those (\d+)", entry.reward)
     count = int(next(filter(None, times.groups()))) if times else 1
     tools = Simulated()

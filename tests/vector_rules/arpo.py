@@ -1,4 +1,6 @@
-"""Rules for ARPO's vectors: its reward, its action parser, its resize and its box tokens, with ``variant: original``."""
+"""Rules for ARPO's vectors: its reward, its action parser, its resize and its box tokens, with
+``variant: original``.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,12 @@ def action(entry: Entry, file: Sequence[Entry]) -> Mapping[str, Any]:
     except Broken as error:
         return form | {"error": str(error)}
     last_line = first.code.rstrip().rpartition("\n")[2]
-    reported = {"action_type": first.name, "inputs": first.inputs, "last_line": last_line, "n_actions": 1 + len(others)}
+    reported = {
+        "action_type": first.name,
+        "inputs": first.inputs,
+        "last_line": last_line,
+        "n_actions": 1 + len(others),
+    }
     return form | reported
 
 

@@ -10,7 +10,9 @@ from typing import Any
 
 
 class Unknown(Exception):
-    """A rule cannot interpret this entry: it names an option or an input that nothing here stands for."""
+    """A rule cannot interpret this entry: it names an option or an input that nothing here stands
+    for.
+    """
 
 
 class Refused(Exception):
@@ -19,7 +21,9 @@ class Refused(Exception):
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Around one call of ours with well-formed arguments, whose ValueError is a refusal and no mistake of the rule."""
+    """Around one call of ours with well-formed arguments, whose ValueError is a refusal and no
+    mistake of the rule.
+    """
     try:
         yield
     except ValueError as error:
@@ -28,7 +32,9 @@ def refusals() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One vector: what an original function, named by ``reward``, returned (``expected``) for ``inputs``."""
+    """One vector: what an original function, named by ``reward``, returned (``expected``) for
+    ``inputs``.
+    """
 
     recipe: str
     reward: str
@@ -43,7 +49,9 @@ class Entry:
         return self.inputs[name]
 
     def only(self, *names: str) -> None:
-        """Raises Unknown when the entry has other inputs than these: ignoring one would compare something else."""
+        """Raises Unknown when the entry has other inputs than these: ignoring one would compare
+        something else.
+        """
         if extra := sorted(set(self.inputs) - set(names)):
             raise Unknown(f"inputs {extra} mean nothing here")
 
@@ -57,11 +65,14 @@ class Nothing(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """What our code returns by default, which may differ from the original on purpose, and why. Agreement is agreement.
+    """What our code returns by default, which may differ from the original on purpose, and why.
 
-    ``why`` is empty unless the raw inputs meet the reason's conditions. ``original`` is what our code returns with the settings
-    that express the original; if there are any, that must agree. ``instead`` is what the reason says that ours returns, worked
-    out by the rule itself without the functions under test: where ours differs from the original, it must be this.
+    Agreement is agreement.
+
+    ``why`` is empty unless the raw inputs meet the reason's conditions. ``original`` is what our
+    code returns with the settings that express the original; if there are any, that must agree.
+    ``instead`` is what the reason says that ours returns, worked out by the rule itself without the
+    functions under test: where ours differs from the original, it must be this.
     """
 
     got: Any
@@ -71,4 +82,6 @@ class Deviation:
 
 
 Rule = Callable[[Entry, Sequence[Entry]], Any]
-"""From an entry and all entries of its file (for those that depend on others) to what our code returns, or a Deviation."""
+"""From an entry and all entries of its file (for those that depend on others) to what our code
+returns, or a Deviation.
+"""

@@ -1,7 +1,8 @@
-"""Rules for the vectors of PyVision-RL and DeepEyes: verifiers, trajectory reward, what the environment pays and refuses.
+"""Rules for the vectors of PyVision-RL and DeepEyes: verifiers, trajectory reward, what the
+environment pays and refuses.
 
-They ask the rewards as a run does, with ``variant: original``, the published function's name, and a judge that gives the vector's
-reply: what differs is a mismatch.
+They ask the rewards as a run does, with ``variant: original``, the published function's name, and a
+judge that gives the vector's reply: what differs is a mismatch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from tests.vector_rules.entries import Deviation, Entry, Refused, Rule, Unknown
 
 FAILURE = re.compile(r"(?P<name>[\w.]*(?:Error|Exception|Timeout))\(")
 """How a vector writes that the call of the judge raised."""
-OWN_WORDS = "what the policy is shown of its code's failure has our environment's words, not the original's"
+OWN_WORDS = (
+    "what the policy is shown of its code's failure has our environment's words, not the original's"
+)
 LONG = "x" * original.LONGEST
 
 
@@ -77,7 +80,9 @@ async def _awaited(outcome: Any) -> Any:
 
 
 def _reward(**settings: Any) -> PyVisionReward:
-    return PyVisionReward(PyVisionReward.Settings.model_validate({"variant": "original", **settings}))
+    return PyVisionReward(
+        PyVisionReward.Settings.model_validate({"variant": "original", **settings})
+    )
 
 
 def _task(entry: Entry, source: str) -> Task:
@@ -85,15 +90,22 @@ def _task(entry: Entry, source: str) -> Task:
 
 
 def _verdict(scored: Scored) -> Mapping[str, Any]:
-    return {"score": scored.components["accuracy"], "is_answer_right": scored.components["right"] == 1}
+    return {
+        "score": scored.components["accuracy"],
+        "is_answer_right": scored.components["right"] == 1,
+    }
 
 
 def verifier(entry: Entry, file: Sequence[Entry]) -> Mapping[str, Any]:
     entry.only("response", "ground_truth", "judge_reply", "data_source", "response_build")
     published = entry.reward.partition(".")[0]
-    judge = _judge(entry.need("judge_reply"), "grade" if published == "general_verifier" else "digit")
+    judge = _judge(
+        entry.need("judge_reply"), "grade" if published == "general_verifier" else "digit"
+    )
     task = _task(entry, entry.inputs.get("data_source", ""))
-    return _verdict(_asked(_reward(published=published, accuracy=judge), entry.need("response"), task))
+    return _verdict(
+        _asked(_reward(published=published, accuracy=judge), entry.need("response"), task)
+    )
 
 
 def relative_accuracy(entry: Entry, file: Sequence[Entry]) -> Mapping[str, Any]:
@@ -114,14 +126,18 @@ def trajectory_reward(entry: Entry, file: Sequence[Entry]) -> float:
         raise Unknown(f"an accuracy of {accuracy} that is{'' if right else ' not'} right")
     response = f"<answer>\n\\boxed{{{LONG if right and not accuracy else 'blue'}}}\n</answer>"
     task = Task("t", (Message("user", ("What is it?",)),), "blue", "deepeyes")
-    return _asked(_reward(accuracy=_judge(str(int(right)))), response, task, entry.need("tool_turns_executed")).value
+    return _asked(
+        _reward(accuracy=_judge(str(int(right)))), response, task, entry.need("tool_turns_executed")
+    ).value
 
 
 def deepeyes(entry: Entry, file: Sequence[Entry]) -> float:
     entry.only("response", "ground_truth", "judge_reply", "data_source")
     settings = {"variant": "original", "accuracy": _judge(entry.need("judge_reply"))}
     reward = DeepEyesReward(DeepEyesReward.Settings.model_validate(settings))
-    return _asked(reward, entry.need("response"), _task(entry, entry.inputs.get("data_source", ""))).value
+    return _asked(
+        reward, entry.need("response"), _task(entry, entry.inputs.get("data_source", ""))
+    ).value
 
 
 def execute(entry: Entry, file: Sequence[Entry]) -> Any:
@@ -132,7 +148,12 @@ def execute(entry: Entry, file: Sequence[Entry]) -> Any:
     paid = original.step_reward(turn, code is not None, _reward()._settings.per_call)
     if interpreter.answer(turn) is not None:
         ended = PythonInterpreter(PythonInterpreter.Settings()).step(turn)  # it asks for no sandbox
-        return {"obs": ended.observation or "", "reward": paid, "done": ended.done, "info": ended.info}
+        return {
+            "obs": ended.observation or "",
+            "reward": paid,
+            "done": ended.done,
+            "info": ended.info,
+        }
     got: dict[str, Any] = {"reward": paid, "done": False}
     if "code_run" in entry.expected:
         return {"code_run": (code or "").strip()}
@@ -145,7 +166,10 @@ def execute(entry: Entry, file: Sequence[Entry]) -> Any:
 def forbidden(entry: Entry, file: Sequence[Entry]) -> list[bool]:
     entry.only("code")
     code = entry.need("code")
-    return [interpreter.forbidden(one, original.FORBIDDEN) for one in ([code] if isinstance(code, str) else code)]
+    return [
+        interpreter.forbidden(one, original.FORBIDDEN)
+        for one in ([code] if isinstance(code, str) else code)
+    ]
 
 
 RULES: dict[str, Rule] = {

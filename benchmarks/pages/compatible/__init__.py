@@ -1,1 +1,3 @@
-"""The sections of docs/compatibility.md: published artefacts, each tried beside the library that defines it."""
+"""The sections of docs/compatibility.md: published artefacts, each tried beside the library that
+defines it.
+"""

@@ -1,4 +1,6 @@
-"""Chat templates as they are published: what is asked, trained and continued here, beside transformers' rendering of the whole."""
+"""Chat templates as they are published: what is asked, trained and continued here, beside
+transformers' rendering of the whole.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,18 @@ TOOL = {
     "function": {
         "name": "weather",
         "description": "Reports the weather.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "Where."}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "Where."}},
+            "required": ["city"],
+        },
     },
 }
-CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+CALL = {
+    "id": "abcdefghi",
+    "type": "function",
+    "function": {"name": "weather", "arguments": {"city": "Rome"}},
+}
 ASKED = {"role": "user", "content": "What is 2 + 2?"}
 ANSWERED = {"role": "assistant", "content": MARK}
 CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
@@ -39,7 +49,11 @@ WRITTEN = {
 RESULT = {"role": "tool", "name": "weather", "tool_call_id": CALL["id"], "content": "20 degrees"}
 NEXT = {"role": "user", "content": "And 3 + 3?"}
 CONVERSATIONS: dict[str, Sequence[Sequence[dict[str, Any]]]] = {
-    "prompts": ([ASKED], [{"role": "system", "content": "Be brief."}, ASKED], [ASKED, ANSWERED, NEXT]),
+    "prompts": (
+        [ASKED],
+        [{"role": "system", "content": "Be brief."}, ASKED],
+        [ASKED, ANSWERED, NEXT],
+    ),
     "calls": ([ASKED, CALLED, RESULT], [ASKED, WRITTEN, RESULT]),
 }
 COLUMNS = ("prompts", "tools", "calls", "answers", "next user", "tool results")
@@ -69,7 +83,9 @@ def section() -> Iterator[str]:
 def tried(one: Published) -> dict[str, str]:
     """How each column comes out for a template."""
     with folder_of(one) as (folder, theirs):
-        ours = Renderer(ModelSettings(path=str(folder), chat_template_kwargs={"strftime_now": DATE}))
+        ours = Renderer(
+            ModelSettings(path=str(folder), chat_template_kwargs={"strftime_now": DATE})
+        )
         beside = _Beside(ours, theirs)
         return {
             "prompts": _all(beside.prompt(chat) for chat in CONVERSATIONS["prompts"]),
@@ -77,7 +93,9 @@ def tried(one: Published) -> dict[str, str]:
             "calls": _all(beside.prompt(chat, needs="Rome") for chat in CONVERSATIONS["calls"]),
             "answers": beside.answer(),
             "next user": beside.following([ASKED, ANSWERED], NEXT, MARK),
-            "tool results": _all(beside.following([ASKED, called], RESULT, "Rome") for called in (CALLED, WRITTEN)),
+            "tool results": _all(
+                beside.following([ASKED, called], RESULT, "Rome") for called in (CALLED, WRITTEN)
+            ),
         }
 
 
@@ -87,15 +105,25 @@ class _Beside:
     def __init__(self, ours: Renderer, theirs: Any) -> None:
         self.ours, self.theirs = ours, theirs
 
-    def prompt(self, chat: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = (), needs: str = "") -> str:
-        """Whether the prompt's tokens are equal. ``needs``: what the template must show of it, or it does not support it."""
+    def prompt(
+        self, chat: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = (), needs: str = ""
+    ) -> str:
+        """Whether the prompt's tokens are equal.
+
+        ``needs``: what the template must show of it, or it does not support it.
+        """
         text = self.text(chat, tools=tools)
         if text is None or needs not in text or (tools and text == self.text(chat)):
             return REFUSED
-        return _same(lambda: self.ours.prompt([_message(one) for one in chat], tools).token_ids, self.ids(text))
+        return _same(
+            lambda: self.ours.prompt([_message(one) for one in chat], tools).token_ids,
+            self.ids(text),
+        )
 
     def answer(self) -> str:
-        """Whether a supervised answer continues the prompt as in the whole conversation, where that begins with the prompt."""
+        """Whether a supervised answer continues the prompt as in the whole conversation, where that
+        begins with the prompt.
+        """
         header, whole = self.text([ASKED]), self.text([ASKED, ANSWERED], generation=False)
         if header is None or whole is None or not whole.startswith(header):
             return REFUSED
@@ -103,12 +131,18 @@ class _Beside:
         made = (*prompt, *self.ours.answer(MARK, opening=True))
         expected = self.ids(whole)
         if expected[: len(prompt)] == prompt:
-            return _same(lambda: made[: len(expected)], expected[: len(made)])  # GLM: the next turn has what ends this one
+            return _same(
+                lambda: made[: len(expected)], expected[: len(made)]
+            )  # GLM: the next turn has what ends this one
         text = self.theirs.decode(made)
         return SAME_TEXT if self.theirs.decode(expected).startswith(text) else DIFFERS
 
-    def following(self, before: Sequence[dict[str, Any]], message: dict[str, Any], mark: str) -> str:
-        """Whether what follows an answer is what transformers writes behind it in the whole conversation."""
+    def following(
+        self, before: Sequence[dict[str, Any]], message: dict[str, Any], mark: str
+    ) -> str:
+        """Whether what follows an answer is what transformers writes behind it in the whole
+        conversation.
+        """
         text = self.text([*before, message])
         if text is None or message["content"] not in text.rpartition(mark)[2]:
             return REFUSED
@@ -116,8 +150,16 @@ class _Beside:
         found = _made(lambda: self.ours.observation([_message(message)], ()).token_ids)
         return DIFFERS if found is None else _same(lambda: found, expected[-len(found) :])
 
-    def text(self, chat: Sequence[dict[str, Any]], *, generation: bool = True, tools: Sequence[dict[str, Any]] = ()) -> str | None:
-        """transformers' rendering, with our date and in the form of contents that the template takes; None when it refuses."""
+    def text(
+        self,
+        chat: Sequence[dict[str, Any]],
+        *,
+        generation: bool = True,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> str | None:
+        """transformers' rendering, with our date and in the form of contents that the template
+        takes; None when it refuses.
+        """
         typed = self.ours._turns.written
         try:
             return str(
@@ -140,7 +182,11 @@ class _Beside:
 def _message(one: dict[str, Any]) -> Message:
     others = {key: value for key, value in one.items() if key not in ("role", "content")}
     text = one["content"]
-    return Message(one["role"], (), {"content": None, **others}) if text is None else Message(one["role"], (text,), others)
+    return (
+        Message(one["role"], (), {"content": None, **others})
+        if text is None
+        else Message(one["role"], (text,), others)
+    )
 
 
 def _same(made: Callable[[], Sequence[int]], expected: Sequence[int]) -> str:
@@ -155,6 +201,8 @@ def _made(made: Callable[[], Sequence[int]]) -> tuple[int, ...] | None:
 
 
 def _all(found: Iterable[str]) -> str:
-    """One word for several: what differs counts first; what a template refuses is left out, unless it refuses all."""
+    """One word for several: what differs counts first; what a template refuses is left out, unless
+    it refuses all.
+    """
     words = {*found}
     return DIFFERS if DIFFERS in words else EQUAL if EQUAL in words else REFUSED

@@ -1,4 +1,6 @@
-"""Forms of tokenizers: a conversation's tokens here and in transformers, and special tokens that somebody typed."""
+"""Forms of tokenizers: a conversation's tokens here and in transformers, and special tokens that
+somebody typed.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +31,29 @@ def section() -> Iterator[str]:
     """The section of the page."""
     yield HEADER
     for form, whose in FORMS.items():
-        yield f"| {form} | {whose} | " + " | ".join(EQUAL if right else DIFFERS for right in tried(form)) + " |"
+        yield (
+            f"| {form} | {whose} | "
+            + " | ".join(EQUAL if right else DIFFERS for right in tried(form))
+            + " |"
+        )
 
 
 def tried(form: str) -> tuple[bool, bool, bool]:
     """Whether prompts and answers have transformers' tokens, and typed markup is text."""
-    with folder_of(Published("plain", "", (), "<|end|>", special=SPECIAL, form=form), TEMPLATE) as (folder, theirs):
+    with folder_of(Published("plain", "", (), "<|end|>", special=SPECIAL, form=form), TEMPLATE) as (
+        folder,
+        theirs,
+    ):
         ours = Renderer(ModelSettings(path=str(folder)))
         prompts, answers = list[bool](), list[bool]()
         for question in QUESTIONS:
-            chat = [{"role": "user", "content": question}, {"role": "assistant", "content": "four is it"}]
-            asked = theirs.apply_chat_template(chat[:1], add_generation_prompt=True, return_dict=False)
+            chat = [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": "four is it"},
+            ]
+            asked = theirs.apply_chat_template(
+                chat[:1], add_generation_prompt=True, return_dict=False
+            )
             whole = theirs.apply_chat_template(chat, return_dict=False)
             prompt = ours.prompt([Message("user", (question,))]).token_ids
             made = [*prompt, *ours.answer(str(chat[1]["content"]), opening=True)]

@@ -15,7 +15,10 @@ from rayloop.core.types import Completion, FinishReason, Sampling
 
 
 class Chats:
-    """The conversations of one policy, whose ``name`` clients send as the model. ``history``: the bytes that are remembered."""
+    """The conversations of one policy, whose ``name`` clients send as the model.
+
+    ``history``: the bytes that are remembered.
+    """
 
     def __init__(self, name: str, renderer: Renderer, history: int) -> None:
         self.name, self.renderer = name, renderer
@@ -29,53 +32,87 @@ class Chats:
         return {"id": self.name, "object": "model", "created": self._began, "owned_by": "rayloop"}
 
     def trace(self, name: str) -> dict[str, Any] | None:
-        """The ``Trace`` up to the answer ``<id>/<choice>`` as JSON, with its sampling; None when it is unknown. Raises DataFailure
-        when its tokens are not those that were sampled."""
+        """The ``Trace`` up to the answer ``<id>/<choice>`` as JSON, with its sampling; None when it
+        is unknown. Raises DataFailure when its tokens are not those that were sampled.
+        """
         known = self._histories.named(name)
         if known is None or known.sampling is None:
             return None
         sampling = dataclasses.asdict(known.sampling)
-        return {**known.trace().json(), "sampling": sampling, "image_token": self.renderer.image_token}
+        return {
+            **known.trace().json(),
+            "sampling": sampling,
+            "image_token": self.renderer.image_token,
+        }
 
     def prompt(self, asked: ChatRequest) -> Conversation:
-        """The conversation that the request asks to answer. Takes some ms of CPU. Raises DataFailure."""
+        """The conversation that the request asks to answer.
+
+        Takes some ms of CPU. Raises DataFailure.
+        """
         return self._histories.prompt(asked.messages, _tools(asked), asked.continues)
 
     def answer(
-        self, asked: ChatRequest, prompt: Conversation, completions: Sequence[Completion], sampling: Sampling, seed: int
+        self,
+        asked: ChatRequest,
+        prompt: Conversation,
+        completions: Sequence[Completion],
+        sampling: Sampling,
+        seed: int,
     ) -> tuple[dict[str, Any], list[Conversation]]:
-        """The chat completion of ``completions``, one for each choice, and the conversations up to these answers."""
+        """The chat completion of ``completions``, one for each choice, and the conversations up to
+        these answers.
+        """
         name = f"chatcmpl-{secrets.token_hex(12)}"
         choices, known = [], []
         for index, completion in enumerate(completions):
             choice, message = self._choice(index, asked, completion, sampling)
-            known.append(self._histories.remember(f"{name}/{index}", prompt.answered(completion, sampling), message))
+            known.append(
+                self._histories.remember(
+                    f"{name}/{index}", prompt.answered(completion, sampling), message
+                )
+            )
             choices.append(choice)
-        return {"id": name, "choices": choices, **self._about(asked, prompt, completions, seed)}, known
+        return {
+            "id": name,
+            "choices": choices,
+            **self._about(asked, prompt, completions, seed),
+        }, known
 
     def _about(
-        self, asked: ChatRequest, conversation: Conversation, completions: Sequence[Completion], seed: int
+        self,
+        asked: ChatRequest,
+        conversation: Conversation,
+        completions: Sequence[Completion],
+        seed: int,
     ) -> dict[str, Any]:
         """The keys of an answer beside its id and its choices."""
         oldest = min(completion.version for completion in completions)
         prompt, sampled = conversation.token_ids, sum(len(one.token_ids) for one in completions)
         return {
-            "object": "chat.completion", "created": int(time.time()), "model": self.name,
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": self.name,
             "system_fingerprint": f"{self.name}@{oldest}",
             "usage": {
-                "prompt_tokens": len(prompt), "completion_tokens": sampled, "total_tokens": len(prompt) + sampled,
+                "prompt_tokens": len(prompt),
+                "completion_tokens": sampled,
+                "total_tokens": len(prompt) + sampled,
             },
             **({"prompt_token_ids": list(prompt)} if asked.return_token_ids else {}),
             "weight_version": str(oldest),
             "rayloop": {
-                "lineage": oldest.lineage, "step": oldest.step, "seed": seed,
+                "lineage": oldest.lineage,
+                "step": oldest.step,
+                "seed": seed,
                 "images": [image_json(image.ref) for image in conversation.images],
                 "history": {
-                    "exact": conversation.exact, "continues": conversation.continues or None,
+                    "exact": conversation.exact,
+                    "continues": conversation.continues or None,
                     "why": conversation.why or None,
                 },
             },
-        }  # fmt: skip
+        }
 
     def _choice(
         self, index: int, asked: ChatRequest, completion: Completion, sampling: Sampling
@@ -88,7 +125,9 @@ class Chats:
             at, stop = min((text.index(stop), stop) for stop in sampling.stop if stop in text)
             without_stop, text = text[:at], text[: at + len(stop)]
 
-        message = answer_of(text if tools or asked.include_stop_str_in_output else without_stop, tools)
+        message = answer_of(
+            text if tools or asked.include_stop_str_in_output else without_stop, tools
+        )
         if tools and not message.tool_calls and not asked.include_stop_str_in_output:
             message = answer_of(without_stop, ())
 
@@ -98,11 +137,14 @@ class Chats:
             reason = "tool_calls"
             answer["tool_calls"] = [call.model_dump() for call in message.tool_calls]
         choice = {
-            "index": index, "message": answer, "finish_reason": reason, "stop_reason": stop,
+            "index": index,
+            "message": answer,
+            "finish_reason": reason,
+            "stop_reason": stop,
             "logprobs": self._logprobs(asked, completion) if asked.logprobs else None,
             **({"token_ids": list(completion.token_ids)} if asked.return_token_ids else {}),
             "weight_version": str(completion.version),
-        }  # fmt: skip
+        }
         return choice, message
 
     def _logprobs(self, asked: ChatRequest, completion: Completion) -> dict[str, Any]:
@@ -110,7 +152,14 @@ class Chats:
         for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
             text = self.renderer.shown((token,))
             name = f"token_id:{token}" if asked.return_tokens_as_token_ids else text
-            content.append({"token": name, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+            content.append(
+                {
+                    "token": name,
+                    "logprob": logprob,
+                    "bytes": list(text.encode()),
+                    "top_logprobs": [],
+                }
+            )
         return {"content": content, "refusal": None}
 
 
@@ -120,4 +169,8 @@ def _size(messages: Sequence[ChatMessage]) -> int:
 
 
 def _tools(asked: ChatRequest) -> list[dict[str, Any]]:
-    return [] if asked.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
+    return (
+        []
+        if asked.tool_choice == "none"
+        else [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
+    )

@@ -17,15 +17,34 @@ from rayloop.core.failures import DataFailure
 from rayloop.core.types import ImageSource, Message
 from rayloop.web import ImagePart, TextPart
 
-IGNORED = {"store", "prompt_cache_key", "safety_identifier", "service_tier", "reasoning_effort", "verbosity"}
-"""Keys that change nothing here: the policy has no reasoning effort, and everything is kept while the conversation lives."""
+IGNORED = {
+    "store",
+    "prompt_cache_key",
+    "safety_identifier",
+    "service_tier",
+    "reasoning_effort",
+    "verbosity",
+}
+"""Keys that change nothing here: the policy has no reasoning effort, and everything is kept while
+the conversation lives.
+"""
 DISTRIBUTION: dict[str, list[Any]] = {
-    "top_p": [1], "top_k": [-1, 0], "min_p": [0], "frequency_penalty": [0], "presence_penalty": [0], "repetition_penalty": [1],
-    "logit_bias": [{}], "response_format": [{"type": "text"}], "tool_choice": ["auto", "none"], "top_logprobs": [0],
-    "skip_special_tokens": [True], "ignore_eos": [False],
-}  # fmt: skip
-"""Keys that would change the distribution that is sampled, and so the log-probs, or what is shown of it, and the values with which
-they do not; null does not either."""
+    "top_p": [1],
+    "top_k": [-1, 0],
+    "min_p": [0],
+    "frequency_penalty": [0],
+    "presence_penalty": [0],
+    "repetition_penalty": [1],
+    "logit_bias": [{}],
+    "response_format": [{"type": "text"}],
+    "tool_choice": ["auto", "none"],
+    "top_logprobs": [0],
+    "skip_special_tokens": [True],
+    "ignore_eos": [False],
+}
+"""Keys that would change the distribution that is sampled, and so the log-probs, or what is shown
+of it, and the values with which they do not; null does not either.
+"""
 
 
 MOST_CALLS = 64
@@ -48,7 +67,11 @@ class ToolCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """One message. Keys that clients copy from an answer (``refusal``, ``audio``, ...) are accepted when they are empty."""
+    """One message.
+
+    Keys that clients copy from an answer (``refusal``, ``audio``, ...) are accepted when they are
+    empty.
+    """
 
     model_config = ConfigDict(extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -120,8 +143,11 @@ class StreamOptions(BaseModel):
 
 
 class ChatRequest(BaseModel):
-    """A request for a chat completion. ``distribution`` has the ``DISTRIBUTION`` keys with values that would change something: its
-    reader refuses or ignores them."""
+    """A request for a chat completion.
+
+    ``distribution`` has the ``DISTRIBUTION`` keys with values that would change something: its
+    reader refuses or ignores them.
+    """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     model: str = Field(max_length=256)
@@ -131,7 +157,9 @@ class ChatRequest(BaseModel):
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     min_tokens: int | None = Field(None, ge=0)
-    stop: str | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)] | None = None
+    stop: (
+        str | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)] | None
+    ) = None
     seed: int | None = Field(None, ge=0, lt=2**63)
     n: int | None = Field(None, ge=1)
     logprobs: bool | None = None
@@ -150,7 +178,9 @@ class ChatRequest(BaseModel):
     include_stop_str_in_output: bool | None = None
     """As vLLM: leave the stop string in the text. It is in the token ids either way."""
     continues: str | None = Field(None, max_length=128)
-    """The answer (``<id>/<choice>``) that the last assistant message is, where texts alone could be ambiguous."""
+    """The answer (``<id>/<choice>``) that the last assistant message is, where texts alone could be
+    ambiguous.
+    """
 
     @model_validator(mode="after")
     def _streamed(self) -> Self:
@@ -167,7 +197,11 @@ class ChatRequest(BaseModel):
             raise ValueError("distribution is no key of a request")
         read_elsewhere = IGNORED | DISTRIBUTION.keys() - {"tool_choice"}
         kept = {key: value for key, value in body.items() if key not in read_elsewhere}
-        changed = {key: body[key] for key, values in DISTRIBUTION.items() if body.get(key) not in [None, *values]}
+        changed = {
+            key: body[key]
+            for key, values in DISTRIBUTION.items()
+            if body.get(key) not in [None, *values]
+        }
         return {**kept, "distribution": changed}
 
     @property
@@ -177,18 +211,26 @@ class ChatRequest(BaseModel):
 
 
 def message_of(message: ChatMessage, calls: bool = True) -> Message:
-    """The message in our form; with ``calls`` its calls of tools become text. Raises DataFailure for bad base64 or arguments."""
+    """The message in our form; with ``calls`` its calls of tools become text.
+
+    Raises DataFailure for bad base64 or arguments.
+    """
     content = message.content
-    parts: list[str | ImageSource] = [content] if isinstance(content, str) else [_part(part) for part in content or ()]
+    parts: list[str | ImageSource] = (
+        [content] if isinstance(content, str) else [_part(part) for part in content or ()]
+    )
     if calls:
         parts += [_written(call.function) for call in message.tool_calls or ()]
     return Message("system" if message.role == "developer" else message.role, tuple(parts))
 
 
 def answer_of(text: str, offered: Collection[str]) -> ChatMessage:
-    """The assistant's message, to a client that ``offered`` tools of these names. Calls are taken out of the text, unless a client
-    could not take one of them: no JSON, arguments that are no object, a name that was not offered, too many or too long ones. Many
-    clients end with an error on such a call, and so the whole answer stays a text."""
+    """The assistant's message, to a client that ``offered`` tools of these names.
+
+    Calls are taken out of the text, unless a client could not take one of them: no JSON, arguments
+    that are no object, a name that was not offered, too many or too long ones. Many clients end
+    with an error on such a call, and so the whole answer stays a text.
+    """
     try:
         calls = _calls(text, offered) if offered else []
     except ValueError:
@@ -208,7 +250,9 @@ def _calls(text: str, offered: Collection[str]) -> list[ToolCall]:
         name, arguments = called(body)
         if name not in offered:
             raise ValueError(f"there is no tool {name!r}")
-        function = CalledFunction(name=name, arguments=json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+        function = CalledFunction(
+            name=name, arguments=json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        )
         calls.append(ToolCall(id=f"call_{secrets.token_hex(8)}", function=function))
     return calls
 
@@ -217,7 +261,9 @@ def _written(function: CalledFunction) -> str:
     try:
         arguments = json.loads(function.arguments)
     except (ValueError, RecursionError) as error:
-        raise DataFailure("tool_calls", f"the arguments of {function.name} are no JSON: {error}") from error
+        raise DataFailure(
+            "tool_calls", f"the arguments of {function.name} are no JSON: {error}"
+        ) from error
     if not isinstance(arguments, dict):
         raise DataFailure("tool_calls", f"the arguments of {function.name} are no JSON object")
     return written(function.name, arguments)

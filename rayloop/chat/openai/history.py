@@ -1,6 +1,7 @@
 """Conversations that are remembered, so that they go on with the very tokens that were sampled. A client sends its whole
 history as texts each time, which may render to other tokens than the policy sampled. A known history continues as an episode does:
-its tokens, then the new messages as an observation. An unknown one is rendered whole, and the answer has ``exact: false``."""
+its tokens, then the new messages as an observation. An unknown one is rendered whole, and the answer has ``exact: false``.
+"""
 
 import hashlib
 import json
@@ -13,14 +14,24 @@ from rayloop.chat.rendering import Rendered, Renderer
 from rayloop.core.failures import DataFailure
 from rayloop.core.threads import Cache
 from rayloop.core.traces import Trace
-from rayloop.core.types import Completion, ImageSource, Message, PromptImage, Sampling, TokenIds, Turn
+from rayloop.core.types import (
+    Completion,
+    ImageSource,
+    Message,
+    PromptImage,
+    Sampling,
+    TokenIds,
+    Turn,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A conversation up to a prompt or an answer: its turns, its images in order, and the answer that it ``continues``. ``exact``:
-    its sampled tokens are those that were sampled here; if not, ``why`` says where they differ. ``key`` is the digest of its first
-    ``messages`` messages. ``name``: of the answer that it ends with."""
+    """A conversation up to a prompt or an answer: its turns, its images in order, and the answer
+    that it ``continues``. ``exact``: its sampled tokens are those that were sampled here; if not,
+    ``why`` says where they differ. ``key`` is the digest of its first ``messages`` messages.
+    ``name``: of the answer that it ends with.
+    """
 
     turns: tuple[Turn, ...]
     images: tuple[PromptImage, ...]
@@ -42,10 +53,16 @@ class Conversation:
         return replace(self, turns=(*self.turns, completion.turn), sampling=sampling)
 
     def trace(self) -> Trace:
-        """The conversation as a trace. Raises DataFailure unless it is ``exact``: then its tokens were not all sampled here."""
+        """The conversation as a trace.
+
+        Raises DataFailure unless it is ``exact``: then its tokens were not all sampled here.
+        """
         if not self.exact:
             raise DataFailure("conversation", self.why)
-        return Trace.of(self.turns, {image.ref.sha256: image.data for image in self.images if image.data is not None})
+        return Trace.of(
+            self.turns,
+            {image.ref.sha256: image.data for image in self.images if image.data is not None},
+        )
 
     @property
     def bytes(self) -> int:
@@ -55,30 +72,56 @@ class Conversation:
 
 
 class Histories:
-    """The answers that were given, by the messages before them and by name. ``limit`` is in bytes; the oldest go first."""
+    """The answers that were given, by the messages before them and by name.
+
+    ``limit`` is in bytes; the oldest go first.
+    """
 
     def __init__(self, renderer: Renderer, limit: int) -> None:
         self._renderer = renderer
         self._by_key: Cache[bytes, str] = Cache(1 << 16)
         self._by_name: Cache[str, Conversation] = Cache(limit, lambda known: known.bytes)
 
-    def prompt(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], continues: str | None) -> Conversation:
-        """The conversation to answer. Raises DataFailure for what cannot be rendered, and ``continues`` with other messages."""
+    def prompt(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]],
+        continues: str | None,
+    ) -> Conversation:
+        """The conversation to answer.
+
+        Raises DataFailure for what cannot be rendered, and ``continues`` with other messages.
+        """
         keys = _keys(messages, tools)
-        answered = [number for number, message in enumerate(messages, 1) if message.role == "assistant"]
+        answered = [
+            number for number, message in enumerate(messages, 1) if message.role == "assistant"
+        ]
         if messages[-1].role == "assistant":
-            raise DataFailure("messages", "the last one is the assistant's: there is nothing to answer")
+            raise DataFailure(
+                "messages", "the last one is the assistant's: there is nothing to answer"
+            )
         if continues is not None:
-            return self._continued(self._named(continues, keys[answered[-1]] if answered else b""), continues, messages, keys)
+            return self._continued(
+                self._named(continues, keys[answered[-1]] if answered else b""),
+                continues,
+                messages,
+                keys,
+            )
         name = self._by_key.get(keys[answered[-1]]) if answered else None
         if name and (known := self._by_name.get(name)) is not None:
             return self._continued(known, name, messages, keys)
         rendered = self._renderer.prompt([message_of(message) for message in messages], tools)
         whole = Conversation((_turn("prompt", rendered),), rendered.images, keys[-1], len(messages))
-        return replace(whole, exact=False, why=self._why(messages, keys, rendered.token_ids)) if answered else whole
+        return (
+            replace(whole, exact=False, why=self._why(messages, keys, rendered.token_ids))
+            if answered
+            else whole
+        )
 
     def remember(self, name: str, conversation: Conversation, answer: ChatMessage) -> Conversation:
-        """Keep a conversation under the answer's ``name``, and under the messages that a client will send with that answer."""
+        """Keep a conversation under the answer's ``name``, and under the messages that a client
+        will send with that answer.
+        """
         key = _key(conversation.key, answer)
         known = replace(conversation, key=key, messages=conversation.messages + 1, name=name)
         self._by_name.put(name, known)
@@ -94,17 +137,29 @@ class Histories:
     def _named(self, name: str, key: bytes) -> Conversation:
         known = self._by_name.get(name)
         if known is None:
-            raise DataFailure("continues", f"{name} is not known (any more): leave it out, or begin again")
+            raise DataFailure(
+                "continues", f"{name} is not known (any more): leave it out, or begin again"
+            )
         if known.key != key:
-            raise DataFailure("continues", f"the messages up to the last answer are not those of {name}")
+            raise DataFailure(
+                "continues", f"the messages up to the last answer are not those of {name}"
+            )
         return known
 
-    def _continued(self, known: Conversation, name: str, messages: Sequence[ChatMessage], keys: Sequence[bytes]) -> Conversation:
+    def _continued(
+        self, known: Conversation, name: str, messages: Sequence[ChatMessage], keys: Sequence[bytes]
+    ) -> Conversation:
         new = [message_of(message) for message in messages[known.messages :]]
         rendered = self._renderer.observation(new, known.turns[-1].token_ids)
         turn = _turn(new[-1].role, rendered)
         return Conversation(
-            (*known.turns, turn), known.images + rendered.images, keys[-1], len(messages), name, known.exact, known.why
+            (*known.turns, turn),
+            known.images + rendered.images,
+            keys[-1],
+            len(messages),
+            name,
+            known.exact,
+            known.why,
         )
 
     def _why(self, messages: Sequence[ChatMessage], keys: Sequence[bytes], tokens: TokenIds) -> str:
@@ -113,12 +168,19 @@ class Histories:
             name = self._by_key.get(b"after" + keys[number])
             if name and (known := self._by_name.get(name)) is not None:
                 pairs = zip(tokens, known.token_ids, strict=False)
-                equal = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(known.token_ids)))
-                return (
-                    f"messages[{number}] is not the answer that was given to the {number} before it ({name}); rendered again, the "
-                    f"first {equal} tokens are equal to the known ones"
+                equal = next(
+                    (i for i, (a, b) in enumerate(pairs) if a != b),
+                    min(len(tokens), len(known.token_ids)),
                 )
-        return "these answers were not given here, or are forgotten (limits.history): the history was rendered again"
+                return (
+                    f"messages[{number}] is not the answer that was given to the {number} before it"
+                    f" ({name}); rendered again, the first {equal} tokens are equal to the known"
+                    " ones"
+                )
+        return (
+            "these answers were not given here, or are forgotten (limits.history): the history was"
+            " rendered again"
+        )
 
 
 def _turn(role: str, rendered: Rendered) -> Turn:
@@ -127,18 +189,29 @@ def _turn(role: str, rendered: Rendered) -> Turn:
 
 def _keys(messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
     """``keys[i]``: the digest of the tools and of the first i messages."""
-    keys = [hashlib.blake2b(json.dumps(list(tools), sort_keys=True).encode(), digest_size=16).digest()]
+    keys = [
+        hashlib.blake2b(json.dumps(list(tools), sort_keys=True).encode(), digest_size=16).digest()
+    ]
     for message in messages:
         keys.append(_key(keys[-1], message))
     return keys
 
 
 def _key(before: bytes, message: ChatMessage) -> bytes:
-    """The digest of one more message. A text and a text as the only part are the same; images count by their bytes, the arguments
-    of a call by what their JSON says: some clients write them again."""
-    parts = [part if isinstance(part, str) else hashlib.sha256(part.data or b"").hexdigest() for part in _parts(message)]
+    """The digest of one more message.
+
+    A text and a text as the only part are the same; images count by their bytes, the arguments of a
+    call by what their JSON says: some clients write them again.
+    """
+    parts = [
+        part if isinstance(part, str) else hashlib.sha256(part.data or b"").hexdigest()
+        for part in _parts(message)
+    ]
     kinds = [isinstance(part, str) for part in _parts(message)]
-    calls = [[call.id, call.function.name, _canonical(call.function.arguments)] for call in message.tool_calls or ()]
+    calls = [
+        [call.id, call.function.name, _canonical(call.function.arguments)]
+        for call in message.tool_calls or ()
+    ]
     content = json.dumps([message.role, parts, kinds, calls])
     return hashlib.blake2b(before + content.encode(errors="surrogatepass"), digest_size=16).digest()
 

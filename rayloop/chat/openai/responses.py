@@ -1,4 +1,6 @@
-"""OpenAI's ``responses`` as chat completions and back: the part of it that a sampled policy can honour."""
+"""OpenAI's ``responses`` as chat completions and back: the part of it that a sampled policy can
+honour.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +16,10 @@ _IGNORED = {*IGNORED, "include", "reasoning", "truncation", "top_logprobs"}
 
 
 class ResponsesRequest(BaseModel):
-    """A request for a response. Keys that are not here are refused unless they are empty or change nothing."""
+    """A request for a response.
+
+    Keys that are not here are refused unless they are empty or change nothing.
+    """
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
     model: str = Field(max_length=256)
@@ -34,20 +39,38 @@ class ResponsesRequest(BaseModel):
     @model_validator(mode="after")
     def _honoured(self) -> Self:
         known = _IGNORED | DISTRIBUTION.keys()
-        if extra := [key for key, value in (self.model_extra or {}).items() if value and key not in known]:
+        if extra := [
+            key for key, value in (self.model_extra or {}).items() if value and key not in known
+        ]:
             raise ValueError(f"{extra[0]} is not supported")
         return self
 
 
 def chat_of(asked: ResponsesRequest, before: Sequence[ChatMessage]) -> ChatRequest:
-    """The chat completion that answers it; ``before``: the messages of the response that it continues. Raises DataFailure."""
-    items = [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else asked.input
+    """The chat completion that answers it; ``before``: the messages of the response that it
+    continues. Raises DataFailure.
+    """
+    items = (
+        [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else asked.input
+    )
     system = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
-    kept = [message.model_dump(exclude_none=True) for message in before if not (system and message.role == "system")]
+    kept = [
+        message.model_dump(exclude_none=True)
+        for message in before
+        if not (system and message.role == "system")
+    ]
     tools = [{"type": tool.get("type"), "function": _function(tool)} for tool in asked.tools or ()]
-    body: dict[str, Any] = {"model": asked.model, "messages": [*system, *kept, *_messages(items)], "tools": tools or None}
+    body: dict[str, Any] = {
+        "model": asked.model,
+        "messages": [*system, *kept, *_messages(items)],
+        "tools": tools or None,
+    }
     body |= {key: value for key, value in (asked.model_extra or {}).items() if key in DISTRIBUTION}
-    body |= {"max_tokens": asked.max_output_tokens, "temperature": asked.temperature, "tool_choice": asked.tool_choice}
+    body |= {
+        "max_tokens": asked.max_output_tokens,
+        "temperature": asked.temperature,
+        "tool_choice": asked.tool_choice,
+    }
     body["response_format"] = (asked.text or {}).get("format")
     try:
         return ChatRequest.model_validate(body)
@@ -59,51 +82,106 @@ def chat_of(asked: ResponsesRequest, before: Sequence[ChatMessage]) -> ChatReque
 def response_of(answer: Mapping[str, Any], asked: ResponsesRequest) -> dict[str, Any]:
     """The response that a chat completion with one choice is."""
     (choice,) = answer["choices"]
-    message, usage, name = choice["message"], answer["usage"], answer["id"].removeprefix("chatcmpl-")
+    message, usage, name = (
+        choice["message"],
+        answer["usage"],
+        answer["id"].removeprefix("chatcmpl-"),
+    )
     cut = choice["finish_reason"] == "length"
     output: list[dict[str, Any]] = []
     if message["content"] is not None:
-        part = {"type": "output_text", "text": message["content"], "annotations": [], "logprobs": []}
-        output.append({"type": "message", "id": f"msg_{name}", "status": "completed", "role": "assistant", "content": [part]})
+        part = {
+            "type": "output_text",
+            "text": message["content"],
+            "annotations": [],
+            "logprobs": [],
+        }
+        output.append(
+            {
+                "type": "message",
+                "id": f"msg_{name}",
+                "status": "completed",
+                "role": "assistant",
+                "content": [part],
+            }
+        )
     for call in message.get("tool_calls", ()):
-        output.append({
-            "type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"], "name": call["function"]["name"],
-            "arguments": call["function"]["arguments"], "status": "completed",
-        })  # fmt: skip
+        output.append(
+            {
+                "type": "function_call",
+                "id": f"fc_{call['id']}",
+                "call_id": call["id"],
+                "name": call["function"]["name"],
+                "arguments": call["function"]["arguments"],
+                "status": "completed",
+            }
+        )
     return {
-        "id": f"resp_{name}", "object": "response", "created_at": answer["created"], "model": answer["model"], "output": output,
-        "status": "incomplete" if cut else "completed", "error": None,
+        "id": f"resp_{name}",
+        "object": "response",
+        "created_at": answer["created"],
+        "model": answer["model"],
+        "output": output,
+        "status": "incomplete" if cut else "completed",
+        "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "instructions": asked.instructions, "metadata": asked.metadata or {}, "tools": asked.tools or [],
-        "tool_choice": asked.tool_choice or "auto", "parallel_tool_calls": True, "temperature": asked.temperature, "top_p": None,
-        "previous_response_id": asked.previous_response_id, "text": {"format": {"type": "text"}},
+        "instructions": asked.instructions,
+        "metadata": asked.metadata or {},
+        "tools": asked.tools or [],
+        "tool_choice": asked.tool_choice or "auto",
+        "parallel_tool_calls": True,
+        "temperature": asked.temperature,
+        "top_p": None,
+        "previous_response_id": asked.previous_response_id,
+        "text": {"format": {"type": "text"}},
         "usage": {
-            "input_tokens": usage["prompt_tokens"], "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": usage["completion_tokens"], "output_tokens_details": {"reasoning_tokens": 0},
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],
         },
-        "weight_version": answer["weight_version"], "rayloop": answer["rayloop"],
-    }  # fmt: skip
+        "weight_version": answer["weight_version"],
+        "rayloop": answer["rayloop"],
+    }
 
 
 def events(response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """A whole response as OpenAI's stream of events."""
-    begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    made: list[dict[str, Any]] = [{"type": f"response.{word}", "response": begun} for word in ("created", "in_progress")]
+    begun = {
+        **response,
+        "status": "in_progress",
+        "output": [],
+        "usage": None,
+        "incomplete_details": None,
+    }
+    made: list[dict[str, Any]] = [
+        {"type": f"response.{word}", "response": begun} for word in ("created", "in_progress")
+    ]
     for index, item in enumerate(response["output"]):
         at = {"output_index": index, "item_id": item["id"]}
         text = item["type"] == "message"
-        empty = {**item, "status": "in_progress", **({"content": []} if text else {"arguments": ""})}
+        empty = {
+            **item,
+            "status": "in_progress",
+            **({"content": []} if text else {"arguments": ""}),
+        }
         made.append({"type": "response.output_item.added", "output_index": index, "item": empty})
         if text:
             (part,) = item["content"]
             at["content_index"] = 0
             made.append({"type": "response.content_part.added", **at, "part": {**part, "text": ""}})
-            made.append({"type": "response.output_text.delta", **at, "delta": part["text"], "logprobs": []})
-            made.append({"type": "response.output_text.done", **at, "text": part["text"], "logprobs": []})
+            made.append(
+                {"type": "response.output_text.delta", **at, "delta": part["text"], "logprobs": []}
+            )
+            made.append(
+                {"type": "response.output_text.done", **at, "text": part["text"], "logprobs": []}
+            )
             made.append({"type": "response.content_part.done", **at, "part": part})
         else:
-            made.append({"type": "response.function_call_arguments.delta", **at, "delta": item["arguments"]})
+            made.append(
+                {"type": "response.function_call_arguments.delta", **at, "delta": item["arguments"]}
+            )
             done = {"arguments": item["arguments"], "name": item["name"]}
             made.append({"type": "response.function_call_arguments.done", **at, **done})
         made.append({"type": "response.output_item.done", "output_index": index, "item": item})
@@ -112,11 +190,15 @@ def events(response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
+    return {
+        key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None
+    }
 
 
 def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Items as chat messages: calls that follow one another, and a text before them, are one message of the assistant."""
+    """Items as chat messages: calls that follow one another, and a text before them, are one
+    message of the assistant.
+    """
     made: list[dict[str, Any]] = []
     for item in items:
         match item.get("type", "message"):
@@ -126,15 +208,21 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 if not (made and made[-1]["role"] == "assistant"):
                     made.append({"role": "assistant"})
                 function = {"name": item.get("name"), "arguments": item.get("arguments")}
-                made[-1].setdefault("tool_calls", []).append({"id": item.get("call_id"), "function": function})
+                made[-1].setdefault("tool_calls", []).append(
+                    {"id": item.get("call_id"), "function": function}
+                )
             case "function_call_output":
                 output = item.get("output")
                 content = output if isinstance(output, str) else _content(output)
-                made.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+                made.append(
+                    {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
+                )
             case "reasoning":
                 continue
             case other:
-                raise DataFailure("input", f"items of type {json.dumps(other)[:64]} are not supported")
+                raise DataFailure(
+                    "input", f"items of type {json.dumps(other)[:64]} are not supported"
+                )
     return made
 
 
@@ -147,5 +235,10 @@ def _content(content: Any) -> Any:
         kind = _PARTS.get(str(part.get("type"))) if isinstance(part, Mapping) else None
         if kind is None:
             raise DataFailure("input", f"a part of type {json.dumps(part)[:64]} is not supported")
-        parts.append({"type": kind, kind: part.get("text") if kind == "text" else {"url": part.get("image_url")}})
+        parts.append(
+            {
+                "type": kind,
+                kind: part.get("text") if kind == "text" else {"url": part.get("image_url")},
+            }
+        )
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts

@@ -1,1 +1,3 @@
-"""Data sets as they are published: found on the Hub or in a folder, their columns mapped, split, and written as rows of ours."""
+"""Data sets as they are published: found on the Hub or in a folder, their columns mapped, split,
+and written as rows of ours.
+"""

@@ -14,7 +14,9 @@ FRAMES_PER_SECOND = 2.0
 """Of the frames that are kept, unless ``data prepare`` asks for others."""
 SAFE = {
     "protocol_whitelist": "file",
-    "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,flv,ogg,asf,gif,m4v,h264,hevc,mjpeg,ivf",
+    "format_whitelist": (
+        "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,flv,ogg,asf,gif,m4v,h264,hevc,mjpeg,ivf"
+    ),
 }
 """Demuxers that read one file: playlists name others, and addresses on the network."""
 QUALITY = 90
@@ -22,13 +24,20 @@ QUALITY = 90
 
 
 def taken_apart(film: Path, out: Path, per_second: float, where: str) -> tuple[list[Path], float]:
-    """The film's frames as files in a folder of its own below ``out``, and how many are a second; ``per_second`` 0 keeps every one.
-    Raises DataFailure for what is no film, ConfigError where PyAV is not installed, OSError where a frame cannot be written."""
+    """The film's frames as files in a folder of its own below ``out``, and how many are a second;
+    ``per_second`` 0 keeps every one. Raises DataFailure for what is no film, ConfigError where PyAV
+    is not installed, OSError where a frame cannot be written.
+    """
     try:
         av = importlib.import_module("av")
     except ImportError as error:
-        raise ConfigError(f'{film} is a film, which PyAV takes apart: pip install "rayloop[video]"') from error
-    folder = out / f"{film.stem}-{hashlib.sha256(f'{film.resolve()} {per_second}'.encode()).hexdigest()[:8]}"
+        raise ConfigError(
+            f'{film} is a film, which PyAV takes apart: pip install "rayloop[video]"'
+        ) from error
+    folder = (
+        out
+        / f"{film.stem}-{hashlib.sha256(f'{film.resolve()} {per_second}'.encode()).hexdigest()[:8]}"
+    )
     folder.mkdir(parents=True, exist_ok=True)
     kept: list[Path] = []
     own = per_second
@@ -40,7 +49,9 @@ def taken_apart(film: Path, out: Path, per_second: float, where: str) -> tuple[l
     return kept, min(per_second, own) if per_second else own
 
 
-def _pictures(av: Any, film: Path, per_second: float, where: str) -> Iterator[tuple[float, Image.Image]]:
+def _pictures(
+    av: Any, film: Path, per_second: float, where: str
+) -> Iterator[tuple[float, Image.Image]]:
     """The film's own frames per second with each picture that is kept. Raises DataFailure."""
     kept = 0
     try:

@@ -1,4 +1,6 @@
-"""Writes a published data set as JSONL with images beside it: ``python -m rayloop data prepare NAME --out DIR``."""
+"""Writes a published data set as JSONL with images beside it: ``python -m rayloop data prepare NAME
+--out DIR``.
+"""
 
 import argparse
 import base64
@@ -26,7 +28,15 @@ from rayloop.data.images import frame as read_frame
 from rayloop.data.images import read as read_image
 from rayloop.data.messages import image_entry
 from rayloop.data.published.films import FRAMES_PER_SECOND, taken_apart
-from rayloop.data.published.source import ColumnMap, NewSplit, entries, folder, fractions, mapped, present
+from rayloop.data.published.source import (
+    ColumnMap,
+    NewSplit,
+    entries,
+    folder,
+    fractions,
+    mapped,
+    present,
+)
 from rayloop.sandbox.pictures import rgb
 
 SHOWN = 5
@@ -36,24 +46,65 @@ Row = dict[str, Any]
 
 
 def main(name: str, maps: Mapping[str, Path], arguments: Sequence[str]) -> int:
-    """Parse the options of ``data prepare NAME`` and do it. Returns exit code 0; raises ConfigError."""
-    parser = argparse.ArgumentParser(prog=f"python -m rayloop data prepare {name}", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write SPLIT.jsonl and images/ into")
-    parser.add_argument("--from", dest="local", type=Path, metavar="FOLDER", help="the published files (default: the Hub)")
+    """Parse the options of ``data prepare NAME`` and do it.
+
+    Returns exit code 0; raises ConfigError.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m rayloop data prepare {name}", description=__doc__
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder to write SPLIT.jsonl and images/ into"
+    )
+    parser.add_argument(
+        "--from",
+        dest="local",
+        type=Path,
+        metavar="FOLDER",
+        help="the published files (default: the Hub)",
+    )
     parser.add_argument(
         "--images-root",
         type=Path,
         metavar="FOLDER",
-        help="folder of files that rows name by paths of another machine; a file is found by the longest end of its path",
+        help=(
+            "folder of files that rows name by paths of another machine; a file is found by the"
+            " longest end of its path"
+        ),
     )
-    parser.add_argument("--hub", default="", metavar="OWNER/NAME", help="another data set of the Hub in the same layout")
-    parser.add_argument("--max-samples", type=int, metavar="N", help="rows at most: of all new splits, of each published one")
     parser.add_argument(
-        "--splits", nargs="+", default=[], metavar="SPLIT[=N]", help="published splits to write, or new ones with their rows"
+        "--hub",
+        default="",
+        metavar="OWNER/NAME",
+        help="another data set of the Hub in the same layout",
     )
-    parser.add_argument("--where", default="", metavar="COLUMN=VALUE", help="rows with this value alone, such as origin=human")
-    parser.add_argument("--original-split", action="store_true", help="new splits in the published order, not shuffled")
-    parser.add_argument("--seed", type=int, default=0, help="of the shuffled splits (default: %(default)s)")
+    parser.add_argument(
+        "--max-samples",
+        type=int,
+        metavar="N",
+        help="rows at most: of all new splits, of each published one",
+    )
+    parser.add_argument(
+        "--splits",
+        nargs="+",
+        default=[],
+        metavar="SPLIT[=N]",
+        help="published splits to write, or new ones with their rows",
+    )
+    parser.add_argument(
+        "--where",
+        default="",
+        metavar="COLUMN=VALUE",
+        help="rows with this value alone, such as origin=human",
+    )
+    parser.add_argument(
+        "--original-split",
+        action="store_true",
+        help="new splits in the published order, not shuffled",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the shuffled splits (default: %(default)s)"
+    )
     parser.add_argument(
         "--fps",
         type=float,
@@ -61,15 +112,22 @@ def main(name: str, maps: Mapping[str, Path], arguments: Sequence[str]) -> int:
         help="frames of a film that are kept, a second; 0: each (default: %(default)s)",
     )
     if name == "generic":
-        parser.add_argument("--map", type=Path, required=True, metavar="FILE.yaml", help="whose columns are which")
+        parser.add_argument(
+            "--map", type=Path, required=True, metavar="FILE.yaml", help="whose columns are which"
+        )
     chosen = parser.parse_args(arguments)
     how = load(chosen.map if name == "generic" else maps[name], (), ColumnMap)
     if not 0 <= chosen.fps < math.inf:
         raise ConfigError(f"--fps {chosen.fps}: frames per second; 0 keeps every frame")
     if chosen.images_root is not None and not chosen.images_root.is_dir():
-        raise ConfigError(f"--images-root {chosen.images_root} is no folder (seen from {Path.cwd()})")
+        raise ConfigError(
+            f"--images-root {chosen.images_root} is no folder (seen from {Path.cwd()})"
+        )
     if chosen.where and "=" not in chosen.where:
-        raise ConfigError(f"--where {chosen.where}: expected COLUMN=VALUE, the column as it is in the written rows")
+        raise ConfigError(
+            f"--where {chosen.where}: expected COLUMN=VALUE, the column as it is in the written"
+            " rows"
+        )
     wanted = Wanted(
         *_splits(chosen.splits, how),
         chosen.max_samples,
@@ -89,19 +147,29 @@ def main(name: str, maps: Mapping[str, Path], arguments: Sequence[str]) -> int:
 
 
 def reasons(failures: Sequence[DataFailure]) -> list[str]:
-    """Each reason with the number of its rows and the first of them, the most frequent first; names and numbers do not count."""
+    """Each reason with the number of its rows and the first of them, the most frequent first; names
+    and numbers do not count.
+    """
     kinds: dict[str, list[DataFailure]] = defaultdict(list)
     for failure in failures:
         kinds[_NAMES.sub("", failure.reason)].append(failure)
     found = sorted(kinds.values(), key=len, reverse=True)
-    rest = [f"{sum(map(len, found[SHOWN:]))} rows for {len(found) - SHOWN} other reasons"] if len(found) > SHOWN else []
-    return [f"{len(same)} row{'s' * (len(same) > 1)}, such as {same[0]}" for same in found[:SHOWN]] + rest
+    rest = (
+        [f"{sum(map(len, found[SHOWN:]))} rows for {len(found) - SHOWN} other reasons"]
+        if len(found) > SHOWN
+        else []
+    )
+    return [
+        f"{len(same)} row{'s' * (len(same) > 1)}, such as {same[0]}" for same in found[:SHOWN]
+    ] + rest
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """``published``: which splits to read, empty for all; ``new``: rows of each new split; ``most``: rows at most; ``images``: the
-    folder of images that the rows name by paths of another machine; ``where``: COLUMN=VALUE of the rows to take, empty for all."""
+    """``published``: which splits to read, empty for all; ``new``: rows of each new split;
+    ``most``: rows at most; ``images``: the folder of images that the rows name by paths of another
+    machine; ``where``: COLUMN=VALUE of the rows to take, empty for all.
+    """
 
     published: tuple[str, ...] = ()
     new: Mapping[str, int] = field(default_factory=dict)
@@ -113,8 +181,12 @@ class Wanted:
     where: str = ""
 
 
-def prepare(how: ColumnMap, source: Path, out: Path, wanted: Wanted = Wanted()) -> tuple[dict[str, int], list[DataFailure]]:
-    """Write ``out/SPLIT.jsonl``, ``images`` and ``frames``; return each split's rows, and those left out. Raises ConfigError."""
+def prepare(
+    how: ColumnMap, source: Path, out: Path, wanted: Wanted = Wanted()
+) -> tuple[dict[str, int], list[DataFailure]]:
+    """Write ``out/SPLIT.jsonl``, ``images`` and ``frames``; return each split's rows, and those
+    left out. Raises ConfigError.
+    """
     splits = wanted.published or present(how, source)
     left_out: list[DataFailure] = []
     light: list[tuple[str, Row]] = []
@@ -125,12 +197,24 @@ def prepare(how: ColumnMap, source: Path, out: Path, wanted: Wanted = Wanted()) 
             else:
                 # Pictures are left out: the split is chosen over all
                 # rows, which would not fit into memory with them.
-                light.append((split, {name: value for name, value in row.items() if name not in ("image", "videos")}))
+                light.append(
+                    (
+                        split,
+                        {
+                            name: value
+                            for name, value in row.items()
+                            if name not in ("image", "videos")
+                        },
+                    )
+                )
     if not light:
         raise _no_row(source, left_out, wanted.where)
     chosen = _chosen(how, light, wanted)
     written: dict[str, list[Row]] = {}
-    pictures, place = Pictures(out, source, how.image_folders, wanted.images, fps=wanted.fps), iter(chosen)
+    pictures, place = (
+        Pictures(out, source, how.image_folders, wanted.images, fps=wanted.fps),
+        iter(chosen),
+    )
     out.mkdir(parents=True, exist_ok=True)
     for split in splits:
         for row in _rows(how, source, split, wanted.where):
@@ -149,8 +233,13 @@ def prepare(how: ColumnMap, source: Path, out: Path, wanted: Wanted = Wanted()) 
     for split, rows in written.items():
         if not wanted.original and split not in splits:
             random.Random(derive(wanted.seed, "order", split)).shuffle(rows)
-        write_whole(out / f"{split}.jsonl", "".join(json.dumps(row, default=str) + "\n" for row in rows).encode())
-    return {split: len(written[split]) for split in sorted(written, key=lambda one: one != REST)}, left_out
+        write_whole(
+            out / f"{split}.jsonl",
+            "".join(json.dumps(row, default=str) + "\n" for row in rows).encode(),
+        )
+    return {
+        split: len(written[split]) for split in sorted(written, key=lambda one: one != REST)
+    }, left_out
 
 
 def _no_row(source: Path, left_out: Sequence[DataFailure], where: str = "") -> ConfigError:
@@ -184,18 +273,29 @@ def _chosen(how: ColumnMap, light: Sequence[tuple[str, Row]], wanted: Wanted) ->
         for split in published:
             at = [index for index, (name, _) in enumerate(light) if name == split]
             most = wanted.most or how.sample
-            taken = _cut(how, [rows[index] for index in at], {split: min(most or len(at), len(at))}, wanted)
+            taken = _cut(
+                how, [rows[index] for index in at], {split: min(most or len(at), len(at))}, wanted
+            )
             for index, name in zip(at, taken, strict=True):
                 result[index] = name
         return result
-    return _cut(how, rows, dict(wanted.new) or sizes(min(wanted.most or len(rows), len(rows)), how.make), wanted)
+    return _cut(
+        how,
+        rows,
+        dict(wanted.new) or sizes(min(wanted.most or len(rows), len(rows)), how.make),
+        wanted,
+    )
 
 
-def _cut(how: ColumnMap, rows: Sequence[Row], new: Mapping[str, int], wanted: Wanted) -> list[str | None]:
+def _cut(
+    how: ColumnMap, rows: Sequence[Row], new: Mapping[str, int], wanted: Wanted
+) -> list[str | None]:
     if wanted.original:
         return in_order(len(rows), new)
     strata = [tuple(str(row.get(name)) for name in how.stratify) for row in rows]
-    groups = [str(row.get(how.together)) if how.together else str(index) for index, row in enumerate(rows)]
+    groups = [
+        str(row.get(how.together)) if how.together else str(index) for index, row in enumerate(rows)
+    ]
     if len(new) == 1:
         # With one split no two can share a picture, and single rows keep the shares closer.
         groups = [str(index) for index in range(len(rows))]
@@ -203,7 +303,10 @@ def _cut(how: ColumnMap, rows: Sequence[Row], new: Mapping[str, int], wanted: Wa
 
 
 def _finished(how: ColumnMap, row: Row, pictures: "Pictures") -> Row:
-    """With the image as a file, the box as fractions, and videos as what the interpreter reads. Raises DataFailure."""
+    """With the image as a file, the box as fractions, and videos as what the interpreter reads.
+
+    Raises DataFailure.
+    """
     where, beside, suffix = str(row["id"]), str(row.pop("@folder")), row.pop("@suffix")
     if "image" in row:
         row["image"], width, height = pictures.keep(row["image"], beside, where)
@@ -226,7 +329,10 @@ def _splits(asked: Sequence[str], how: ColumnMap) -> tuple[tuple[str, ...], dict
         elif equals and count.isdigit() and int(count):
             new[name] = int(count)
         else:
-            raise ConfigError(f"--splits {text}: expected one of {', '.join(how.files)}, or SPLIT=ROWS for a new split")
+            raise ConfigError(
+                f"--splits {text}: expected one of {', '.join(how.files)}, or SPLIT=ROWS for a new"
+                " split"
+            )
     return tuple(published), new
 
 
@@ -235,20 +341,31 @@ REST = "train"
 
 
 def sizes(count: int, make: Mapping[str, NewSplit]) -> dict[str, int]:
-    """Rows of each split out of ``count``, ``train`` first: 1200 with Arc Vision's shares make 900 train, 60 val, 240 test."""
+    """Rows of each split out of ``count``, ``train`` first: 1200 with Arc Vision's shares make 900
+    train, 60 val, 240 test.
+    """
     taken = {name: min(int(count * new.share), new.most or count) for name, new in make.items()}
-    return {REST: count - sum(taken.values()), **{name: size for name, size in taken.items() if name != REST}}
+    return {
+        REST: count - sum(taken.values()),
+        **{name: size for name, size in taken.items() if name != REST},
+    }
 
 
 def in_order(count: int, wanted: Mapping[str, int]) -> list[str | None]:
-    """The split of each row: the first ``wanted[split]`` rows, then those of the next split; None for rows left over."""
+    """The split of each row: the first ``wanted[split]`` rows, then those of the next split; None
+    for rows left over.
+    """
     names = [name for name, size in wanted.items() for _ in range(size)][:count]
     return [*names, *[None] * (count - len(names))]
 
 
-def stratified(strata: Sequence[Hashable], groups: Sequence[Hashable], wanted: Mapping[str, int], seed: int) -> list[str | None]:
-    """The split of each row, None for rows left over: strata in equal shares, no group in two splits. A whole group goes to the
-    split that lacks most of its strata (Sechidis et al., 2011). Raises ConfigError when rows are too few."""
+def stratified(
+    strata: Sequence[Hashable], groups: Sequence[Hashable], wanted: Mapping[str, int], seed: int
+) -> list[str | None]:
+    """The split of each row, None for rows left over: strata in equal shares, no group in two
+    splits. A whole group goes to the split that lacks most of its strata (Sechidis et al., 2011).
+    Raises ConfigError when rows are too few.
+    """
     count, total = len(strata), sum(wanted.values())
     if total > count:
         raise ConfigError(f"{total} rows are wanted for {', '.join(wanted)}, and there are {count}")
@@ -256,7 +373,11 @@ def stratified(strata: Sequence[Hashable], groups: Sequence[Hashable], wanted: M
     if count > total:
         parts[None] = count - total
     of = Counter(strata)
-    lacks = {(part, stratum): size * of[stratum] / count for part, size in parts.items() for stratum in of}
+    lacks = {
+        (part, stratum): size * of[stratum] / count
+        for part, size in parts.items()
+        for stratum in of
+    }
     members: dict[Hashable, list[int]] = defaultdict(list)
     for row, group in enumerate(groups):
         members[group].append(row)
@@ -267,7 +388,10 @@ def stratified(strata: Sequence[Hashable], groups: Sequence[Hashable], wanted: M
         rows = members[group]
 
         def lack(part: str | None, rows: Sequence[int] = rows) -> tuple[bool, float]:
-            return room[part] >= len(rows), sum(lacks[part, strata[row]] for row in rows) / parts[part]
+            return (
+                room[part] >= len(rows),
+                sum(lacks[part, strata[row]] for row in rows) / parts[part],
+            )
 
         best = max(parts, key=lack)
         room[best] -= len(rows)
@@ -286,17 +410,33 @@ NAME = 20
 
 
 class Pictures:
-    """Writes images below ``out/images`` and frames of films below ``out/frames``; reads paths below ``folders`` of the data set's
-    ``root``, beside the row's file, and by their longest end below ``elsewhere``."""
+    """Writes images below ``out/images`` and frames of films below ``out/frames``; reads paths
+    below ``folders`` of the data set's ``root``, beside the row's file, and by their longest end
+    below ``elsewhere``.
+    """
 
     def __init__(
-        self, out: Path, root: Path, folders: Sequence[str], elsewhere: Path | None = None, *, fps: float = FRAMES_PER_SECOND
+        self,
+        out: Path,
+        root: Path,
+        folders: Sequence[str],
+        elsewhere: Path | None = None,
+        *,
+        fps: float = FRAMES_PER_SECOND,
     ) -> None:
-        self._out, self._root, self._folders, self._elsewhere, self._fps = out, root, folders, elsewhere, fps
+        self._out, self._root, self._folders, self._elsewhere, self._fps = (
+            out,
+            root,
+            folders,
+            elsewhere,
+            fps,
+        )
         self._sizes: dict[str, tuple[int, int]] = {}
 
     def keep(self, entry: Any, beside: str, where: str) -> tuple[str, int, int]:
-        """The image's path relative to ``out``, width and height in pixels; other formats become PNG. Raises DataFailure."""
+        """The image's path relative to ``out``, width and height in pixels; other formats become
+        PNG. Raises DataFailure.
+        """
         data = _plain(self._bytes(entry, beside, where), where)
         name = hashlib.sha256(data).hexdigest()[:NAME]
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
@@ -310,8 +450,10 @@ class Pictures:
         return path, *self._sizes[path]
 
     def frames(self, entry: Any, beside: str, where: str) -> tuple[list[Any], list[float]]:
-        """Of each video the path, relative to ``out``, of an animated picture, or those of its frames (a film is taken apart into
-        them), and its frames per second, 0 where only a film would say. Raises DataFailure."""
+        """Of each video the path, relative to ``out``, of an animated picture, or those of its
+        frames (a film is taken apart into them), and its frames per second, 0 where only a film
+        would say. Raises DataFailure.
+        """
         found: list[Any] = []
         rates: list[float] = []
         for one in entry if isinstance(entry, list | tuple) else (entry,):
@@ -319,7 +461,9 @@ class Pictures:
             folder, rate = path if path.is_dir() else path.with_suffix(""), 0.0
             if path.suffix.lower() in ANIMATED and path.is_file():
                 found.append(self._relative(path, alone=True))
-            elif folder.is_dir() and (shots := sorted(p for p in folder.iterdir() if p.suffix.lower() in FRAMES)):
+            elif folder.is_dir() and (
+                shots := sorted(p for p in folder.iterdir() if p.suffix.lower() in FRAMES)
+            ):
                 found.append([self._relative(shot) for shot in shots])
             else:
                 made, rate = taken_apart(path, self._out / "frames", self._fps, where)
@@ -328,11 +472,17 @@ class Pictures:
         return found, rates
 
     def _relative(self, file: Path, alone: bool = False) -> str:
-        """The path relative to ``out`` of a picture of a video (``alone``: of a whole one), which is copied there unless it lies
-        there. Raises DataFailure for what is no picture."""
+        """The path relative to ``out`` of a picture of a video (``alone``: of a whole one), which
+        is copied there unless it lies there. Raises DataFailure for what is no picture.
+        """
         out, file = self._out.resolve(), file.resolve()
         if not file.is_relative_to(out):
-            copy = out / "frames" / f"{file.parent.name}-{hashlib.sha256(str(file.parent).encode()).hexdigest()[:8]}" / file.name
+            copy = (
+                out
+                / "frames"
+                / f"{file.parent.name}-{hashlib.sha256(str(file.parent).encode()).hexdigest()[:8]}"
+                / file.name
+            )
             if not copy.is_file() or copy.stat().st_size != file.stat().st_size:
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 copy.write_bytes(read_frame(ImageSource(path=str(file)), alone))
@@ -355,16 +505,29 @@ class Pictures:
             parts = [part for part in re.split(r"[/\\]", name) if part not in ("", ".", "..")]
             places += [self._elsewhere.joinpath(*parts[start:]) for start in range(len(parts))]
         for place in filter(self._inside, places):
-            if place.is_file() or (or_folder and (place.is_dir() or place.with_suffix("").is_dir())):
+            if place.is_file() or (
+                or_folder and (place.is_dir() or place.with_suffix("").is_dir())
+            ):
                 return place
         if any(place.is_file() for place in places):
-            raise DataFailure(where, f"{name} lies outside the data set; --images-root FOLDER says where its files may be")
-        hint = "" if self._elsewhere or not Path(name).is_absolute() else "; --images-root FOLDER says where such files are here"
-        raise DataFailure(where, f"no file {name}; looked for {', '.join(map(str, dict.fromkeys(places)))}{hint}")
+            raise DataFailure(
+                where,
+                f"{name} lies outside the data set; --images-root FOLDER says where its files"
+                " may be",
+            )
+        hint = (
+            ""
+            if self._elsewhere or not Path(name).is_absolute()
+            else "; --images-root FOLDER says where such files are here"
+        )
+        raise DataFailure(
+            where, f"no file {name}; looked for {', '.join(map(str, dict.fromkeys(places)))}{hint}"
+        )
 
     def _inside(self, place: Path) -> bool:
-        """Whether a place lies in the data set, or where its files are said to be, links followed: its rows and its links may name
-        any file of this machine."""
+        """Whether a place lies in the data set, or where its files are said to be, links followed:
+        its rows and its links may name any file of this machine.
+        """
         roots = [self._root, *([self._elsewhere] if self._elsewhere else [])]
         if self._root.parent.name == "snapshots":  # the Hub's cache, whose files are links
             roots.append(self._root.parent.parent / "blobs")
@@ -390,7 +553,9 @@ def _plain(data: bytes, where: str) -> bytes:
             if image.format in FORMATS:
                 return data
             if image.width * image.height > MAX_PIXELS:
-                raise ImageRefused(where, f"{image.width}x{image.height} pixels, the limit is {MAX_PIXELS} pixels")
+                raise ImageRefused(
+                    where, f"{image.width}x{image.height} pixels, the limit is {MAX_PIXELS} pixels"
+                )
             file = io.BytesIO()
             rgb(image).save(file, "PNG")
             return file.getvalue()

@@ -1,4 +1,6 @@
-"""Reads a published data set from a folder or the Hugging Face Hub; a YAML file (``ColumnMap``) maps its columns to ours."""
+"""Reads a published data set from a folder or the Hugging Face Hub; a YAML file (``ColumnMap``)
+maps its columns to ours.
+"""
 
 import csv
 import json
@@ -31,46 +33,75 @@ Boxes = Literal["fractions", "pixels", "pixels_and_size"]
 
 
 class ColumnMap(SettingsModel):
-    """Where a data set is, and its columns: ``a``, ``a.b`` (a key or list index in ``a``), or a text with names in braces; the
-    first that a row has counts. ``@split``, ``@file`` (without suffix) and ``@index`` are columns too."""
+    """Where a data set is, and its columns: ``a``, ``a.b`` (a key or list index in ``a``), or a
+    text with names in braces; the first that a row has counts. ``@split``, ``@file`` (without
+    suffix) and ``@index`` are columns too.
+    """
 
     hub: str = ""
-    """Name on the Hugging Face Hub (owner/name). Empty: it is not there, or nobody has looked, and ``--from`` is needed."""
+    """Name on the Hugging Face Hub (owner/name).
+
+    Empty: it is not there, or nobody has looked, and ``--from`` is needed.
+    """
     files: dict[str, tuple[str, ...]]
-    """Published split -> patterns of its files (parquet, JSONL, JSON list or a row, TSV, CSV); the first that finds some counts."""
+    """Published split -> patterns of its files (parquet, JSONL, JSON list or a row, TSV, CSV); the
+    first that finds some counts.
+    """
     rows_at: str = ""
     """In JSON files: the key of the list of rows, when the file is an object."""
     each: str = ""
-    """A column with a list whose entries are rows of their own, such as the questions about one image."""
+    """A column with a list whose entries are rows of their own, such as the questions about one
+    image.
+    """
     columns: dict[str, Where]
-    """Our column -> theirs. A row without one of them is left out; ``image`` becomes a file. The default ``id`` is split-index."""
+    """Our column -> theirs.
+
+    A row without one of them is left out; ``image`` becomes a file. The default ``id`` is
+    split-index.
+    """
     optional: dict[str, Where] = {}
     """The same for columns that a row may lack."""
     fixed: dict[str, Any] = {}
     """Our column -> a value that all rows have, such as ``data_source``."""
     values: dict[str, dict[str, Any]] = {}
-    """Our column -> their value (as text) -> ours, for labels that are numbers or abbreviations. Others stay as they are."""
+    """Our column -> their value (as text) -> ours, for labels that are numbers or abbreviations.
+
+    Others stay as they are.
+    """
     closed: tuple[str, ...] = ()
     """Our columns of ``values`` that have no others: a row with one is left out."""
     image_folders: tuple[str, ...] = (".",)
-    """Folders that image paths are relative to, tried in turn: below the data set's, and beside the row's file."""
+    """Folders that image paths are relative to, tried in turn: below the data set's, and beside the
+    row's file.
+    """
     archives: tuple[str, ...] = ()
     """What else of the Hub is needed besides ``files``, as patterns: folders of images."""
     boxes: Boxes | dict[str, Boxes] = "fractions"
-    """What is in the column ``bbox``: corners as fractions or in pixels, or a corner in pixels with width and height. By the
-    suffix of the row's file (``.json``) where one data set is published in several forms."""
+    """What is in the column ``bbox``: corners as fractions or in pixels, or a corner in pixels with
+    width and height. By the suffix of the row's file (``.json``) where one data set is published in
+    several forms.
+    """
     stratify: tuple[str, ...] = ()
     """Our columns whose values every new split, and every sample, has in the same shares."""
     together: str = ""
-    """Our column whose value no two new splits share: rows about the same image belong into the same split."""
+    """Our column whose value no two new splits share: rows about the same image belong into the
+    same split.
+    """
     make: dict[str, NewSplit] = {}
-    """New splits, cut from all published rows, for data sets that lack one. Empty: the published splits stay."""
+    """New splits, cut from all published rows, for data sets that lack one.
+
+    Empty: the published splits stay.
+    """
     sample: int | None = Field(None, ge=1)
-    """Rows of each split that are drawn when ``--max-samples`` says nothing, where the published figure is of a sample."""
+    """Rows of each split that are drawn when ``--max-samples`` says nothing, where the published
+    figure is of a sample.
+    """
 
 
 def expanded(row: Mapping[str, Any], each: str) -> Iterator[Mapping[str, Any]]:
-    """The row itself; with ``each`` one row for every entry of that column, which has the entry in place of the list."""
+    """The row itself; with ``each`` one row for every entry of that column, which has the entry in
+    place of the list.
+    """
     if not each:
         yield row
         return
@@ -80,7 +111,10 @@ def expanded(row: Mapping[str, Any], each: str) -> Iterator[Mapping[str, Any]]:
 
 
 def mapped(how: ColumnMap, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Our row, its image still theirs. Raises DataFailure for a column that is missing, null or blank."""
+    """Our row, its image still theirs.
+
+    Raises DataFailure for a column that is missing, null or blank.
+    """
     made: dict[str, Any] = dict(how.fixed)
     for ours, theirs in (how.columns | how.optional).items():
         value = first(row, theirs)
@@ -89,11 +123,17 @@ def mapped(how: ColumnMap, row: Mapping[str, Any]) -> dict[str, Any]:
             made[ours] = known.get(str(value), value)
             if ours in how.closed and made[ours] not in known.values():
                 words = ", ".join(dict.fromkeys(map(str, (*known, *known.values()))))
-                raise DataFailure(f"{row['@file']}, row {row['@index']}", f"{ours} {value!r:.100} is none of {words}")
+                raise DataFailure(
+                    f"{row['@file']}, row {row['@index']}",
+                    f"{ours} {value!r:.100} is none of {words}",
+                )
         elif ours in how.columns:
             names = " or ".join((theirs,) if isinstance(theirs, str) else theirs)
             present = ", ".join(name for name in list(row)[:20] if not name.startswith("@"))
-            raise DataFailure(f"{row['@file']}, row {row['@index']}", f"no {names} for {ours!r}; the row has {present}")
+            raise DataFailure(
+                f"{row['@file']}, row {row['@index']}",
+                f"no {names} for {ours!r}; the row has {present}",
+            )
     made.setdefault("id", f"{row['@split']}-{row['@index']}")
     return made
 
@@ -101,7 +141,10 @@ def mapped(how: ColumnMap, row: Mapping[str, Any]) -> dict[str, Any]:
 def first(row: Mapping[str, Any], where: Where) -> Any:
     """The first of the named columns that the row has, not null and not blank; else None."""
     values = (_value(row, one) for one in ((where,) if isinstance(where, str) else where))
-    return next((value for value in values if value is not None and value != [] and str(value).strip()), None)
+    return next(
+        (value for value in values if value is not None and value != [] and str(value).strip()),
+        None,
+    )
 
 
 def _value(row: Mapping[str, Any], where: str) -> Any:
@@ -114,13 +157,20 @@ def _value(row: Mapping[str, Any], where: str) -> Any:
 
 
 def found(row: Any, path: str) -> Any:
-    """What is at ``a`` or ``a.b``; None where there is nothing. A column whose name has a dot is found under it."""
+    """What is at ``a`` or ``a.b``; None where there is nothing.
+
+    A column whose name has a dot is found under it.
+    """
     if isinstance(row, Mapping) and path in row:
         return row[path]
     name, _, rest = path.partition(".")
     if isinstance(row, Mapping):
         value = row.get(name)
-    elif isinstance(row, list | tuple) and re.fullmatch(r"-?\d+", name) and -len(row) <= int(name) < len(row):
+    elif (
+        isinstance(row, list | tuple)
+        and re.fullmatch(r"-?\d+", name)
+        and -len(row) <= int(name) < len(row)
+    ):
         value = row[int(name)]
     else:
         return None
@@ -132,25 +182,32 @@ _LONGEST_FIELD = 2**31 - 1
 
 
 def folder(how: ColumnMap, local: Path | None, hub: str) -> Path:
-    """The data set's folder: ``local``, or what the Hub has under ``hub``, which then lies in its cache. Raises ConfigError."""
+    """The data set's folder: ``local``, or what the Hub has under ``hub``, which then lies in its
+    cache. Raises ConfigError.
+    """
     if local is not None:
         if not local.is_dir():
             raise ConfigError(f"--from {local} is no folder (seen from {Path.cwd()})")
         return local
     name = hub or how.hub
     if not name:
-        raise ConfigError("this data set has no known name on the Hub: download it, and name its folder with --from FOLDER")
+        raise ConfigError(
+            "this data set has no known name on the Hub: download it, and name its folder with"
+            " --from FOLDER"
+        )
     patterns = [*(pattern for many in how.files.values() for pattern in many), *how.archives]
     try:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(name, repo_type="dataset", allow_patterns=patterns))
-    except Exception as error:  # no network, no such data set, no permission: its classes are many, and change
+    except (
+        Exception
+    ) as error:  # no network, no such data set, no permission: its classes are many, and change
         wanted = " ".join(f'--include "{pattern}"' for pattern in patterns)
         raise ConfigError(
-            f"the Hub did not give {name}: {type(error).__name__}: {str(error)[:300]}. On a machine that reaches it, run\n"
-            f"    hf download {name} --repo-type dataset --local-dir FOLDER {wanted}\n"
-            "then name that folder with --from FOLDER"
+            f"the Hub did not give {name}: {type(error).__name__}: {str(error)[:300]}. On a machine"
+            f" that reaches it, run\n    hf download {name} --repo-type dataset --local-dir FOLDER"
+            f" {wanted}\nthen name that folder with --from FOLDER"
         ) from error
 
 
@@ -159,20 +216,30 @@ def files(how: ColumnMap, root: Path, split: str) -> list[Path]:
     for pattern in how.files[split]:
         if present := sorted(path for path in root.glob(pattern) if path.is_file()):
             return present
-    raise ConfigError(f"{root} has no files of the split {split}: none matches {' or '.join(how.files[split])}")
+    raise ConfigError(
+        f"{root} has no files of the split {split}: none matches {' or '.join(how.files[split])}"
+    )
 
 
 def present(how: ColumnMap, root: Path) -> tuple[str, ...]:
     """The published splits that have files. Raises ConfigError when none has."""
-    found = [split for split, patterns in how.files.items() if any(next(root.glob(one), None) for one in patterns)]
+    found = [
+        split
+        for split, patterns in how.files.items()
+        if any(next(root.glob(one), None) for one in patterns)
+    ]
     if not found:
-        wanted = "\n    ".join(f"{split}: {' or '.join(patterns)}" for split, patterns in how.files.items())
+        wanted = "\n    ".join(
+            f"{split}: {' or '.join(patterns)}" for split, patterns in how.files.items()
+        )
         raise ConfigError(f"{root} has none of the data set's files:\n    {wanted}")
     return tuple(found)
 
 
 def entries(how: ColumnMap, root: Path, split: str) -> Iterator[Mapping[str, Any] | DataFailure]:
-    """The rows of a published split with ``@split``, ``@file``, ``@suffix``, ``@index``, ``@folder``; bad lines as DataFailure."""
+    """The rows of a published split with ``@split``, ``@file``, ``@suffix``, ``@index``,
+    ``@folder``; bad lines as DataFailure.
+    """
     index = 0
     for path in files(how, root, split):
         for row in _rows(path, how.rows_at):
@@ -212,17 +279,26 @@ def _listed(path: Path, rows_at: str) -> list[Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no JSON: {error}") from error
     value = found(value, rows_at) if rows_at and isinstance(value, Mapping) else value
-    if isinstance(value, Mapping) and value and not any(isinstance(one, Mapping) for one in value.values()):
+    if (
+        isinstance(value, Mapping)
+        and value
+        and not any(isinstance(one, Mapping) for one in value.values())
+    ):
         value = [value]  # a file of a row
     if isinstance(value, Mapping):
-        value = [{"key": key, **one} if isinstance(one, Mapping) else one for key, one in value.items()]
+        value = [
+            {"key": key, **one} if isinstance(one, Mapping) else one for key, one in value.items()
+        ]
     if not isinstance(value, list):
         raise ConfigError(f"{path} holds no list of rows{f' under {rows_at!r}' if rows_at else ''}")
     return value
 
 
 def fractions(box: Any, kind: Boxes, width: int, height: int, where: str) -> list[float]:
-    """Corners [x1, y1, x2, y2] as fractions of the image; ``kind`` as in ``ColumnMap.boxes``. Raises DataFailure for others."""
+    """Corners [x1, y1, x2, y2] as fractions of the image; ``kind`` as in ``ColumnMap.boxes``.
+
+    Raises DataFailure for others.
+    """
     try:
         a, b, c, d = map(float, () if isinstance(box, str) else box)
     except (TypeError, ValueError) as error:

@@ -1,5 +1,7 @@
-"""Decodes one batch of sequences with a transformers model: prefills each distinct prompt once, then goes token by token. Shapes: U
-distinct prompts, B sequences, P padded prompt length, R position rows (1 for text models, 4 with M-RoPE)."""
+"""Decodes one batch of sequences with a transformers model: prefills each distinct prompt once,
+then goes token by token. Shapes: U distinct prompts, B sequences, P padded prompt length, R
+position rows (1 for text models, 4 with M-RoPE).
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,8 +25,10 @@ from rayloop.engines.models import Vision, image_features, positions, tensor_cac
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """As tensors: ``token_ids`` [T], ``positions`` [R, T], ``grids`` [n, 3], and per image what the model takes. That is its
-    features [tokens, hidden], or its pixels [patches, dim] for a model that mixes features into many layers."""
+    """As tensors: ``token_ids`` [T], ``positions`` [R, T], ``grids`` [n, 3], and per image what the
+    model takes. That is its features [tokens, hidden], or its pixels [patches, dim] for a model
+    that mixes features into many layers.
+    """
 
     token_ids: Tensor
     positions: Tensor
@@ -34,7 +38,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRequest:
-    """One sequence to decode. ``finish`` takes the turn when it ends; ``abandoned`` is True when the caller no longer waits."""
+    """One sequence to decode.
+
+    ``finish`` takes the turn when it ends; ``abandoned`` is True when the caller no longer waits.
+    """
 
     prompt: TokenPrompt
     sampling: Sampling
@@ -59,13 +66,19 @@ class Decoder:
 
     @torch.inference_mode()
     def decode(self, rows: Sequence[DecodeRequest]) -> None:
-        """Decode ``rows`` as one batch and call ``finish`` (or ``fail``, for a broken prompt) of each."""
+        """Decode ``rows`` as one batch and call ``finish`` (or ``fail``, for a broken prompt) of
+        each.
+        """
         rows, prompts, index = self._prompts(rows)
         if rows:
             _Batch(self._model, self._tokenizer, self._vocabulary, rows).run(prompts, index)
 
-    def _prompts(self, rows: Sequence[DecodeRequest]) -> tuple[list[DecodeRequest], list[Prompt], list[int]]:
-        """The rows that can be decoded, the distinct prompts, and the prompt's index of each of these rows."""
+    def _prompts(
+        self, rows: Sequence[DecodeRequest]
+    ) -> tuple[list[DecodeRequest], list[Prompt], list[int]]:
+        """The rows that can be decoded, the distinct prompts, and the prompt's index of each of
+        these rows.
+        """
         good: list[DecodeRequest] = []
         index: list[int] = []
         prompts: list[Prompt] = []
@@ -89,15 +102,25 @@ class Decoder:
         if not prompt.token_ids:
             raise DataFailure("prompt", "it has no tokens")
         if prompt.images and self._vision is None:
-            raise DataFailure("prompt", f"it has {len(prompt.images)} images, but the model is text-only")
+            raise DataFailure(
+                "prompt", f"it has {len(prompt.images)} images, but the model is text-only"
+            )
         token_ids = torch.tensor(prompt.token_ids)
-        grids = torch.tensor([image.ref.grid for image in prompt.images], dtype=torch.int64).reshape(-1, 3)
+        grids = torch.tensor(
+            [image.ref.grid for image in prompt.images], dtype=torch.int64
+        ).reshape(-1, 3)
         position_ids = positions(self._model, token_ids, grids)
-        images = tuple(self._image(self._vision, image) for image in prompt.images) if self._vision else ()
+        images = (
+            tuple(self._image(self._vision, image) for image in prompt.images)
+            if self._vision
+            else ()
+        )
         return Prompt(token_ids, position_ids, grids, images)
 
     def _image(self, vision: Vision, image: PromptImage) -> Tensor:
-        """Features [tokens, hidden], or pixels; each image is encoded alone, whatever else is in the batch."""
+        """Features [tokens, hidden], or pixels; each image is encoded alone, whatever else is in
+        the batch.
+        """
         if not family(self._model.config.model_type).pooled:
             return vision.pixels(image.ref, image.data)
 
@@ -113,9 +136,13 @@ ROOM = 128
 
 
 class _AppendedLayer(DynamicLayer):
-    """Keys and values [B, heads, T, d] in tensors with room for more tokens; transformers' own layer copies them at every token."""
+    """Keys and values [B, heads, T, d] in tensors with room for more tokens; transformers' own
+    layer copies them at every token.
+    """
 
-    def update(self, key_states: Tensor, value_states: Tensor, *arguments: object, **options: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *arguments: object, **options: object
+    ) -> tuple[Tensor, Tensor]:
         """Append keys and values; returns all of them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -127,7 +154,9 @@ class _AppendedLayer(DynamicLayer):
         return self.keys, self.values
 
     def _append(self, name: str, past: Tensor, new: Tensor) -> Tensor:
-        """``past`` and ``new`` [B, heads, n, d] as one tensor: a view of a larger one, whose room the next call uses."""
+        """``past`` and ``new`` [B, heads, n, d] as one tensor: a view of a larger one, whose room
+        the next call uses.
+        """
         if not past.numel():
             return new
         start, end = past.shape[-2], past.shape[-2] + new.shape[-2]
@@ -142,12 +171,21 @@ class _AppendedLayer(DynamicLayer):
 
 
 class _Batch:
-    """The state of one batch. Finished sequences stay in it until half are finished; then it is compacted."""
+    """The state of one batch.
+
+    Finished sequences stay in it until half are finished; then it is compacted.
+    """
 
     _positions: Tensor
     """Of the next tokens, as the model counts them: [3 or 1, U, 1]."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, vocabulary: int, rows: Sequence[DecodeRequest]) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        vocabulary: int,
+        rows: Sequence[DecodeRequest],
+    ) -> None:
         self._model = model
         self._device = model.device
         self._rows = rows
@@ -156,7 +194,9 @@ class _Batch:
         self._longest = int(self._budget.max())
 
         # All draws are made here: a sequence's numbers then do not depend on who shares the batch.
-        draws = [uniforms(row.prompt.seed, len(row.prompt.token_ids), self._longest) for row in rows]
+        draws = [
+            uniforms(row.prompt.seed, len(row.prompt.token_ids), self._longest) for row in rows
+        ]
         self._sampler = Sampler(samplings, np.stack(draws), vocabulary, self._device)
         self._stop = StopStrings(tokenizer, samplings)
         self._tokens: npt.NDArray[np.int64] = np.zeros((len(rows), self._longest), np.int64)
@@ -168,7 +208,9 @@ class _Batch:
         """Which sequences of the batch are unfinished [B]."""
 
     def run(self, prompts: Sequence[Prompt], index: Sequence[int]) -> None:
-        """Prefill ``prompts``, give sequence i the cache of prompt ``index[i]``, and decode until all are finished."""
+        """Prefill ``prompts``, give sequence i the cache of prompt ``index[i]``, and decode until
+        all are finished.
+        """
         # Each prompt runs once; its cache is then copied to every sequence that begins with it.
         logits = self._prefill(prompts)
         select = torch.tensor(index, device=self._device)
@@ -191,10 +233,14 @@ class _Batch:
             self._positions = self._positions + 1
 
     def _prefill(self, prompts: Sequence[Prompt]) -> Tensor:
-        """Logits [U, V] after the prompts, left-padded to one length; sets cache, mask and next positions."""
+        """Logits [U, V] after the prompts, left-padded to one length; sets cache, mask and next
+        positions.
+        """
         length = max(len(prompt.token_ids) for prompt in prompts)
         token_ids = torch.zeros(len(prompts), length, dtype=torch.int64)
-        position_ids = torch.zeros(len(prompts[0].positions), len(prompts), length, dtype=torch.int64)
+        position_ids = torch.zeros(
+            len(prompts[0].positions), len(prompts), length, dtype=torch.int64
+        )
         # The mask has room for all new tokens, so that it need not grow with each of them.
         mask = torch.ones(len(prompts), length + self._longest, dtype=torch.bool)
         for i, prompt in enumerate(prompts):
@@ -205,10 +251,15 @@ class _Batch:
         # Prompts of one length need no mask, and SDPA is faster without.
         self._mask = None if mask.all() else mask.to(self._device)
         self._cache = DynamicCache(config=self._model.config)
-        self._cache.layers = [_AppendedLayer() if type(layer) is DynamicLayer else layer for layer in self._cache.layers]
+        self._cache.layers = [
+            _AppendedLayer() if type(layer) is DynamicLayer else layer
+            for layer in self._cache.layers
+        ]
         self._length = 0
         self._positions = self._next_positions(position_ids).to(self._device)
-        return self._forward(position_ids.to(self._device), **self._inputs(prompts, token_ids.to(self._device)))
+        return self._forward(
+            position_ids.to(self._device), **self._inputs(prompts, token_ids.to(self._device))
+        )
 
     def _inputs(self, prompts: Sequence[Prompt], token_ids: Tensor) -> dict[str, Tensor]:
         """The model's arguments for the padded prompts ``token_ids`` [U, P] and their images."""
@@ -226,7 +277,9 @@ class _Batch:
 
     @staticmethod
     def _next_positions(position_ids: Tensor) -> Tensor:
-        """[R, U, 1]: text continues its own count, the M-RoPE rows continue after their common maximum."""
+        """[R, U, 1]: text continues its own count, the M-RoPE rows continue after their common
+        maximum.
+        """
         following = position_ids.amax(-1, keepdim=True)
         if len(position_ids) > 1:
             following[1:] = following[1:].amax(0)
@@ -250,7 +303,11 @@ class _Batch:
         """Finish the sequences that ended with their ``n``-th token, and drop abandoned ones."""
         live = np.flatnonzero(self._live)
         # Strings are looked for in all live sequences with one call of the tokenizer.
-        for i, stop in zip(live.tolist(), self._stop.reached(self._members[live].tolist(), self._tokens, n), strict=True):
+        for i, stop in zip(
+            live.tolist(),
+            self._stop.reached(self._members[live].tolist(), self._tokens, n),
+            strict=True,
+        ):
             member = int(self._members[i])
             row = self._rows[member]
             if ends[i]:
@@ -266,7 +323,12 @@ class _Batch:
                 continue
             self._live[i] = False
             kept = packed(row.sampling, self._kept[member])
-            row.finish(tuple(self._tokens[member, :n].tolist()), tuple(self._logprobs[member, :n].tolist()), reason, kept)
+            row.finish(
+                tuple(self._tokens[member, :n].tolist()),
+                tuple(self._logprobs[member, :n].tolist()),
+                reason,
+                kept,
+            )
 
     def _compact(self, tokens: Tensor) -> Tensor:
         """Drop the finished sequences; returns the others' ``tokens``."""
@@ -278,6 +340,8 @@ class _Batch:
 
     def _select(self, select: Tensor) -> None:
         for layer in self._cache.layers:
-            getattr(layer, "batch_select_indices", layer.reorder_cache)(select)  # a recurrent state has the latter only
+            getattr(layer, "batch_select_indices", layer.reorder_cache)(
+                select
+            )  # a recurrent state has the latter only
         self._positions = self._positions[:, select]
         self._mask = None if self._mask is None else self._mask[select]

@@ -1,4 +1,6 @@
-"""Requests that a library still prepares when new weights come: they carry the version of the present ones."""
+"""Requests that a library still prepares when new weights come: they carry the version of the
+present ones.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -21,8 +23,12 @@ class Entering:
         finally:
             self._entered(number)
 
-    def noticed(self, send: Callable[..., Awaitable[Any]], number: Callable[[Any], str] = str) -> Callable[..., Awaitable[Any]]:
-        """``send`` as the library must call it to give a request to its scheduler; its first argument has the ``number``."""
+    def noticed(
+        self, send: Callable[..., Awaitable[Any]], number: Callable[[Any], str] = str
+    ) -> Callable[..., Awaitable[Any]]:
+        """``send`` as the library must call it to give a request to its scheduler; its first
+        argument has the ``number``.
+        """
 
         async def noticed(first: Any, *arguments: Any, **options: Any) -> Any:
             try:

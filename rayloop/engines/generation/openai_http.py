@@ -1,5 +1,7 @@
-"""Generation by servers with the OpenAI interface, over HTTP: for evaluation, and for training with a server that returns token
-ids with log-probs and loads the synced weights. Samples of other weights are off-policy from the second step on."""
+"""Generation by servers with the OpenAI interface, over HTTP: for evaluation, and for training with
+a server that returns token ids with log-probs and loads the synced weights. Samples of other
+weights are off-policy from the second step on.
+"""
 
 import asyncio
 import math
@@ -17,7 +19,15 @@ from torch import Tensor
 from rayloop.chat.tokenizer import load_tokenizer
 from rayloop.core.failures import ConfigError, WeightSyncError, WorkerLost
 from rayloop.core.protocols import EngineHealth, Manifest
-from rayloop.core.types import Completion, FinishReason, ImageSource, PromptImage, Sampling, TokenPrompt, Version
+from rayloop.core.types import (
+    Completion,
+    FinishReason,
+    ImageSource,
+    PromptImage,
+    Sampling,
+    TokenPrompt,
+    Version,
+)
 from rayloop.data.images import data_url, portable, read
 from rayloop.engines.generation.openai_requests import client, request
 from rayloop.engines.models.saving import save_model
@@ -28,14 +38,24 @@ IMAGE = "<|image_pad|>"
 
 
 class OpenAiHttpEngine:
-    """A ``GenerationEngine``. ``place.weights`` is where synced weights are written for the server to load."""
+    """A ``GenerationEngine``.
 
-    def __init__(self, model: ModelSettings, settings: OpenAiHttpEngineSettings, place: EnginePlace) -> None:
+    ``place.weights`` is where synced weights are written for the server to load.
+    """
+
+    def __init__(
+        self, model: ModelSettings, settings: OpenAiHttpEngineSettings, place: EnginePlace
+    ) -> None:
         self._model, self._settings, self._folder = model, settings, Path(place.weights) / "server"
         self._tokenizer = load_tokenizer(Path(model.path))
-        self._start, self._end = (self._tokenizer.token_to_id(t) for t in ("<|im_start|>", "<|im_end|>"))
+        self._start, self._end = (
+            self._tokenizer.token_to_id(t) for t in ("<|im_start|>", "<|im_end|>")
+        )
         if settings.interface == "chat" and (self._start is None or self._end is None):
-            raise ConfigError(f"rollout.engine.interface: chat needs a ChatML template; {model.path} has no <|im_start|>")
+            raise ConfigError(
+                f"rollout.engine.interface: chat needs a ChatML template; {model.path} has no"
+                " <|im_start|>"
+            )
         self._image = self._tokenizer.token_to_id(IMAGE)
         self._version: Version | None = None
         self._running = 0
@@ -47,17 +67,24 @@ class OpenAiHttpEngine:
         self._servers = [(url, client(url, headers)) for url in settings.addresses]
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
-        """Sample one turn. Raises DataFailure for a prompt that the server refuses, ConfigError, WorkerLost."""
+        """Sample one turn.
+
+        Raises DataFailure for a prompt that the server refuses, ConfigError, WorkerLost.
+        """
         while not self._open.is_set():  # it may have been closed again before this call runs
             await self._open.wait()
         version = self._version if self._settings.update else Version(0, 0)
         if version is None:
-            raise WorkerLost("the server has no synced weights: the last load failed, or none has succeeded yet")
+            raise WorkerLost(
+                "the server has no synced weights: the last load failed, or none has succeeded yet"
+            )
 
         self._running += 1
         self._idle.clear()
         try:
-            return await (self._chat if self._settings.interface == "chat" else self._tokens)(prompt, sampling, version)
+            return await (self._chat if self._settings.interface == "chat" else self._tokens)(
+                prompt, sampling, version
+            )
         finally:
             self._running -= 1
             if not self._running:
@@ -76,10 +103,16 @@ class OpenAiHttpEngine:
         self._open.set()
 
     async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """Write a model folder and have every server load it. Raises WeightSyncError, ConfigError before the first one. ``tensors``
-        [name] are whole and on the CPU."""
+        """Write a model folder and have every server load it.
+
+        Raises WeightSyncError, ConfigError before the first one. ``tensors`` [name] are whole and
+        on the CPU.
+        """
         if not self._settings.update:
-            raise ConfigError(f"rollout.engine: {self._servers[0][0]} takes no weights (rollout.engine.update is empty)")
+            raise ConfigError(
+                f"rollout.engine: {self._servers[0][0]} takes no weights (rollout.engine.update is"
+                " empty)"
+            )
         first, self._version = self._version is None, None
         if first:  # raises ConfigError when the server's answers cannot be trained on
             await self._tokens(TokenPrompt((0,)), Sampling(max_tokens=1), Version(0, 0))
@@ -105,52 +138,83 @@ class OpenAiHttpEngine:
             shutil.rmtree(old, ignore_errors=True)  # the next load tries again
         save_model(self._model.path, target, tensors, limits=self._model)
 
-    async def _tokens(self, prompt: TokenPrompt, sampling: Sampling, version: Version) -> Completion:
+    async def _tokens(
+        self, prompt: TokenPrompt, sampling: Sampling, version: Version
+    ) -> Completion:
         if prompt.images:
-            raise ConfigError("rollout.engine.interface: tokens sends no images; use chat (evaluation only), or kind: vllm")
+            raise ConfigError(
+                "rollout.engine.interface: tokens sends no images; use chat (evaluation only), or"
+                " kind: vllm"
+            )
         url, answer = await request(
             self._from("/completions", prompt),
             {
-                "model": self._settings.model, "prompt": list(prompt.token_ids), "seed": prompt.seed,
+                "model": self._settings.model,
+                "prompt": list(prompt.token_ids),
+                "seed": prompt.seed,
                 # All truncation is switched off by name: servers
                 # take other defaults from generation_config.json.
-                "temperature": sampling.temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
-                "max_tokens": sampling.max_tokens, "min_tokens": min(sampling.min_tokens, sampling.max_tokens),
-                "stop": list(sampling.stop), "stop_token_ids": list(sampling.end_tokens), "include_stop_str_in_output": True,
+                "temperature": sampling.temperature,
+                "top_p": 1.0,
+                "top_k": 0,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "max_tokens": sampling.max_tokens,
+                "min_tokens": min(sampling.min_tokens, sampling.max_tokens),
+                "stop": list(sampling.stop),
+                "stop_token_ids": list(sampling.end_tokens),
+                "include_stop_str_in_output": True,
                 # -100 is the lowest bias that OpenAI's interface allows, and bans a token.
                 "logit_bias": {str(token): -100 for token in sampling.banned_tokens},
-                "logprobs": 1, "return_token_ids": True, "skip_special_tokens": False,
+                "logprobs": 1,
+                "return_token_ids": True,
+                "skip_special_tokens": False,
             },
-        )  # fmt: skip
+        )
         try:
             [choice] = answer["choices"]
-            token_ids, logprobs = tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"])
+            token_ids, logprobs = (
+                tuple(choice["token_ids"]),
+                tuple(choice["logprobs"]["token_logprobs"]),
+            )
             if len(token_ids) != len(logprobs):
                 raise ValueError(f"{len(logprobs)} log-probs for {len(token_ids)} tokens")
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"{url} does not return token ids with their log-probs ({error!r}), which training needs. "
-                "vLLM's server does (return_token_ids); for evaluation use rollout.engine.interface: chat"
+                f"{url} does not return token ids with their log-probs ({error!r}), which training"
+                " needs. vLLM's server does (return_token_ids); for evaluation use"
+                " rollout.engine.interface: chat"
             ) from error
         reason = FinishReason.LENGTH
         if choice["finish_reason"] != "length":
-            reason = FinishReason.STOP_STRING if isinstance(choice.get("stop_reason"), str) else FinishReason.END_TOKEN
+            reason = (
+                FinishReason.STOP_STRING
+                if isinstance(choice.get("stop_reason"), str)
+                else FinishReason.END_TOKEN
+            )
         return Completion(token_ids, logprobs, reason, version)
 
     async def _chat(self, prompt: TokenPrompt, sampling: Sampling, version: Version) -> Completion:
-        """The answer's text in our tokens; log-probs are NaN. Stop strings are looked for here: servers would cut them off."""
+        """The answer's text in our tokens; log-probs are NaN. Stop strings are looked for here:
+        servers would cut them off.
+        """
         url, answer = await request(
             self._from("/chat/completions", prompt),
             {
-                "model": self._settings.model, "messages": self.messages(prompt), "max_tokens": sampling.max_tokens,
-                "temperature": sampling.temperature, "seed": prompt.seed,
+                "model": self._settings.model,
+                "messages": self.messages(prompt),
+                "max_tokens": sampling.max_tokens,
+                "temperature": sampling.temperature,
+                "seed": prompt.seed,
             },
-        )  # fmt: skip
+        )
         try:
             choice = answer["choices"][0]
             text, reason = choice["message"]["content"] or "", FinishReason.END_TOKEN
         except (KeyError, TypeError, IndexError) as error:
-            raise ConfigError(f"{url} answered {str(answer)[:200]}, which has no message") from error
+            raise ConfigError(
+                f"{url} answered {str(answer)[:200]}, which has no message"
+            ) from error
         if choice["finish_reason"] == "length":
             reason = FinishReason.LENGTH
         # The earliest stop string ends the turn, whichever comes first in the list.
@@ -164,7 +228,9 @@ class OpenAiHttpEngine:
         return Completion(tuple(ids), (math.nan,) * len(ids), reason, version)
 
     def messages(self, prompt: TokenPrompt) -> list[dict[str, Any]]:
-        """The conversation that the prompt's ChatML tokens spell, without the header of the turn to sample."""
+        """The conversation that the prompt's ChatML tokens spell, without the header of the turn to
+        sample.
+        """
         images = iter(prompt.images)
         found = []
         for starts, tokens in groupby(prompt.token_ids, lambda token: token == self._start):
@@ -178,13 +244,20 @@ class OpenAiHttpEngine:
                     parts.append({"type": "image_url", "image_url": {"url": _data_url(image)}})
                 if not is_image:
                     ids = ids[: ids.index(self._end)] if self._end in ids else ids
-                    parts.append({"type": "text", "text": self._tokenizer.decode(ids, skip_special_tokens=True)})
+                    parts.append(
+                        {
+                            "type": "text",
+                            "text": self._tokenizer.decode(ids, skip_special_tokens=True),
+                        }
+                    )
             role, _, parts[0]["text"] = parts[0]["text"].partition("\n")
             found.append({"role": role, "content": [p for p in parts if p.get("text") != ""]})
         return [message for message in found if message["content"]]
 
     def _from(self, path: str, prompt: TokenPrompt) -> list[tuple[str, httpx.AsyncClient]]:
-        """Where to ask, in turn: first the server that has seen the prompt's group, whose prefix it keeps."""
+        """Where to ask, in turn: first the server that has seen the prompt's group, whose prefix it
+        keeps.
+        """
         # Python's own hash differs between processes, and each would choose another server.
         at = crc32(prompt.affinity.encode()) % len(self._servers)
         return [(url + path, http) for url, http in (*self._servers[at:], *self._servers[:at])]
@@ -200,4 +273,6 @@ def _filled(value: Any, folder: str) -> Any:
 
 
 def _data_url(image: PromptImage) -> str:
-    return data_url(portable(image.data if image.data is not None else read(ImageSource(path=image.ref.path))))
+    return data_url(
+        portable(image.data if image.data is not None else read(ImageSource(path=image.ref.path)))
+    )

@@ -1,4 +1,6 @@
-"""Requests to servers with the OpenAI interface: deadlines, attempts, and what each status code means."""
+"""Requests to servers with the OpenAI interface: deadlines, attempts, and what each status code
+means.
+"""
 
 import asyncio
 import json
@@ -17,15 +19,24 @@ REFUSED = frozenset({400, 413, 422})
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 """Never reached through a proxy."""
 ATTEMPTS = 6
-"""How often a server is asked that cannot be reached, is busy or fails: with 1, 2, 4, 8, 16 seconds between, a restart of it."""
+"""How often a server is asked that cannot be reached, is busy or fails: with 1, 2, 4, 8, 16 seconds
+between, a restart of it.
+"""
 TIMEOUT = 600.0
-"""Seconds for one answer; the caller bounds all attempts together (a sixth of ``environment.episode_timeout``)."""
+"""Seconds for one answer; the caller bounds all attempts together (a sixth of
+``environment.episode_timeout``).
+"""
 NONE: Mapping[str, str] = MappingProxyType({})
 
 
-async def request(servers: Sequence[tuple[str, httpx.AsyncClient]], body: Any, key: str = "rollout.engine") -> tuple[str, Any]:
-    """The address that answered and its JSON: the first that can be reached. GET when ``body`` is None. Raises WorkerLost when the
-    attempts are spent, DataFailure or ConfigError, which names ``key``, when refused."""
+async def request(
+    servers: Sequence[tuple[str, httpx.AsyncClient]], body: Any, key: str = "rollout.engine"
+) -> tuple[str, Any]:
+    """The address that answered and its JSON: the first that can be reached.
+
+    GET when ``body`` is None. Raises WorkerLost when the attempts are spent, DataFailure or
+    ConfigError, which names ``key``, when refused.
+    """
     for attempt in range(ATTEMPTS):
         if attempt:
             await asyncio.sleep(2 ** (attempt - 1))
@@ -55,7 +66,12 @@ def client(url: str, headers: Mapping[str, str] = NONE) -> httpx.AsyncClient:
     """For the server at ``url``, past proxies when it is this machine."""
     # httpx allows 100 connections, and requests beyond them can time out while they wait for one.
     limits = httpx.Limits(max_connections=None)
-    return httpx.AsyncClient(trust_env=httpx.URL(url).host not in LOOPBACK, timeout=TIMEOUT, headers=headers, limits=limits)
+    return httpx.AsyncClient(
+        trust_env=httpx.URL(url).host not in LOOPBACK,
+        timeout=TIMEOUT,
+        headers=headers,
+        limits=limits,
+    )
 
 
 def _parsed(response: httpx.Response) -> Any:

@@ -1,5 +1,7 @@
-"""Sampling from ``log_softmax(mask(logits) / temperature)`` (docs/algorithm.md, section 1), and where a turn ends. All B sequences
-of a batch are at the same position of their turn; V is the size of the vocabulary."""
+"""Sampling from ``log_softmax(mask(logits) / temperature)`` (docs/algorithm.md, section 1), and
+where a turn ends. All B sequences of a batch are at the same position of their turn; V is the size
+of the vocabulary.
+"""
 
 from collections.abc import Sequence
 
@@ -15,20 +17,29 @@ from rayloop.core.types import Completion, FinishReason, Sampling, TokenPrompt, 
 
 
 def uniforms(seed: int, context: int, n: int) -> npt.NDArray[np.float64]:
-    """The uniform draws [n] in [0, 1) of one turn: a function of the request's seed and context length alone. The context length
-    keeps the turns of an episode apart when they share a seed."""
+    """The uniform draws [n] in [0, 1) of one turn: a function of the request's seed and context
+    length alone. The context length keeps the turns of an episode apart when they share a seed.
+    """
     # SeedSequence refuses negative numbers, hence the
     # mask. Philox gives one stream on all machines.
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed & (2**64 - 1), context]))).random(n)
+    return np.random.Generator(
+        np.random.Philox(np.random.SeedSequence([seed & (2**64 - 1), context]))
+    ).random(n)
 
 
 class Sampler:
     """One batch's distributions and uniform streams ``draws`` [B, N]."""
 
     def __init__(
-        self, samplings: Sequence[Sampling], draws: npt.NDArray[np.float64], vocabulary: int, device: torch.device
+        self,
+        samplings: Sequence[Sampling],
+        draws: npt.NDArray[np.float64],
+        vocabulary: int,
+        device: torch.device,
     ) -> None:
-        temperature = torch.tensor([[s.temperature] for s in samplings], dtype=torch.float32, device=device)
+        temperature = torch.tensor(
+            [[s.temperature] for s in samplings], dtype=torch.float32, device=device
+        )
         self._greedy = temperature[:, 0] == 0
         # Greedy log-probs are those at temperature 1; a division by 0 would make them NaN.
         self._temperature = temperature.masked_fill(self._greedy[:, None], 1.0)
@@ -43,37 +54,59 @@ class Sampler:
         self._top_p = torch.tensor([[s.top_p] for s in samplings], device=device)
 
     def sample(self, logits: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens [B] int64, their log-probs [B] float32, which are end tokens [B] bool, and the kept tokens [B, k] int64, -1 where
-        fewer are (k = 0 without ``top_p`` and ``top_k``). ``logits`` [B, V] are those of ``position`` in the turn. Greedy sequences
-        take the most likely token. Logits that are NaN give log-probs that are, which the rollout actor refuses."""
+        """Tokens [B] int64, their log-probs [B] float32, which are end tokens [B] bool, and the
+        kept tokens [B, k] int64, -1 where fewer are (k = 0 without ``top_p`` and ``top_k``).
+        ``logits`` [B, V] are those of ``position`` in the turn. Greedy sequences take the most
+        likely token. Logits that are NaN give log-probs that are, which the rollout actor refuses.
+        """
         mask = self._banned
         if position < self._longest_min:
             mask = mask | (self._ends & (position < self._min_tokens))
-        logprobs = torch.log_softmax(logits.float().masked_fill(mask, -torch.inf) / self._temperature, dim=-1)
+        logprobs = torch.log_softmax(
+            logits.float().masked_fill(mask, -torch.inf) / self._temperature, dim=-1
+        )
         logprobs, kept = self._truncated(logprobs)
         # In float32 the sum over 152,000 tokens is off by more than a rare token's probability.
         cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
         total = cumulative[:, -1:]
         # A draw that rounding brought up to the total would
         # point past every token, the banned ones included.
-        draw = torch.minimum(self._draws[:, position : position + 1] * total, total.nextafter(torch.zeros_like(total)))
-        sampled = torch.searchsorted(cumulative, draw, right=True)[:, 0].clamp_max(logprobs.shape[-1] - 1)  # with NaN: behind all
+        draw = torch.minimum(
+            self._draws[:, position : position + 1] * total,
+            total.nextafter(torch.zeros_like(total)),
+        )
+        sampled = torch.searchsorted(cumulative, draw, right=True)[:, 0].clamp_max(
+            logprobs.shape[-1] - 1
+        )  # with NaN: behind all
         tokens = torch.where(self._greedy, logprobs.argmax(-1), sampled)[:, None]
-        return tokens[:, 0], logprobs.gather(1, tokens)[:, 0], self._ends.gather(1, tokens)[:, 0], kept
+        return (
+            tokens[:, 0],
+            logprobs.gather(1, tokens)[:, 0],
+            self._ends.gather(1, tokens)[:, 0],
+            kept,
+        )
 
     def _truncated(self, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probs [B, V] over the kept tokens of each sequence that has ``top_p`` or ``top_k``, and those tokens [B, k]."""
+        """Log-probs [B, V] over the kept tokens of each sequence that has ``top_p`` or ``top_k``,
+        and those tokens [B, k].
+        """
         if not self._widest:
             return logprobs, torch.empty(len(logprobs), 0, dtype=torch.int64)
         likeliest, tokens = logprobs.topk(self._widest)
-        among = likeliest.masked_fill(torch.arange(self._widest, device=likeliest.device) >= self._most, -torch.inf)
+        among = likeliest.masked_fill(
+            torch.arange(self._widest, device=likeliest.device) >= self._most, -torch.inf
+        )
         probabilities = among.softmax(-1)
         # A token stays while those before it have less than
         # top_p, so that the likeliest one always stays.
         dropped = among.isinf() | (probabilities.cumsum(-1) - probabilities >= self._top_p)
-        left = torch.full_like(logprobs, -torch.inf).scatter(1, tokens, likeliest.masked_fill(dropped, -torch.inf))
+        left = torch.full_like(logprobs, -torch.inf).scatter(
+            1, tokens, likeliest.masked_fill(dropped, -torch.inf)
+        )
         # Rows without truncation keep their log-probs bit for bit.
-        return torch.where(self._most > 0, left.log_softmax(-1), logprobs), tokens.masked_fill(dropped, -1)
+        return torch.where(self._most > 0, left.log_softmax(-1), logprobs), tokens.masked_fill(
+            dropped, -1
+        )
 
     def select(self, rows: Tensor) -> None:
         """Keep only these sequences, in this order."""
@@ -84,11 +117,15 @@ class Sampler:
 
 
 class StopStrings:
-    """Whether a sequence's text contains one of its stop strings. A turn shorter than ``min_tokens`` never stops."""
+    """Whether a sequence's text contains one of its stop strings.
+
+    A turn shorter than ``min_tokens`` never stops.
+    """
 
     def __init__(self, tokenizer: Tokenizer, samplings: Sequence[Sampling]) -> None:
         self._tokenizer, self._samplings = tokenizer, samplings
-        # A token is at least one byte, so a stop string completed by the newest token lies in this many last tokens.
+        # A token is at least one byte, so a stop string completed by the newest token lies in this
+        # many last tokens.
         self._window = [max((len(stop.encode()) for stop in s.stop), default=0) for s in samplings]
         self._any = any(self._window)
 
@@ -102,18 +139,30 @@ class StopStrings:
             # A stop string before min_tokens did not end the turn,
             # so at that length the whole text is searched once.
             start = max(0, n - window) if n > sampling.min_tokens else 0
-            tails.append(tokens[row, start:n].tolist() if window and n >= sampling.min_tokens else [])
+            tails.append(
+                tokens[row, start:n].tolist() if window and n >= sampling.min_tokens else []
+            )
         texts = self._tokenizer.decode_batch(tails, skip_special_tokens=False)
-        return [any(stop in text for stop in self._samplings[row].stop) for row, text in zip(rows, texts, strict=True)]
+        return [
+            any(stop in text for stop in self._samplings[row].stop)
+            for row, text in zip(rows, texts, strict=True)
+        ]
 
 
 class TurnSampler:
-    """Samples one turn, for an engine that does not batch (docs/bring_your_own/engine.md). ``ids``: prompt and sampled tokens.
-    Raises DataFailure for a prompt without tokens, or with images."""
+    """Samples one turn, for an engine that does not batch (docs/bring_your_own/engine.md).
+
+    ``ids``: prompt and sampled tokens. Raises DataFailure for a prompt without tokens, or with
+    images.
+    """
 
     def __init__(self, prompt: TokenPrompt, sampling: Sampling, tokenizer: Tokenizer) -> None:
         if prompt.images or not prompt.token_ids:
-            raise DataFailure("prompt", f"{len(prompt.token_ids)} tokens, {len(prompt.images)} images: only text is read here")
+            raise DataFailure(
+                "prompt",
+                f"{len(prompt.token_ids)} tokens, {len(prompt.images)} images: only text is read"
+                " here",
+            )
         self.ids = list(prompt.token_ids)
         self.finish: FinishReason | None = None
         """Set when the turn has ended."""
@@ -125,11 +174,15 @@ class TurnSampler:
         self._sampler: Sampler | None = None
 
     def add(self, logits: Tensor, version: Version) -> None:
-        """Sample the next token from ``logits`` [V], which the weights of ``version`` give after the last token."""
+        """Sample the next token from ``logits`` [V], which the weights of ``version`` give after
+        the last token.
+        """
         # The oldest weights of a turn count for staleness.
         self._version = self._version or version
         if self._sampler is None:
-            draws = uniforms(self._prompt.seed, len(self._prompt.token_ids), self._sampling.max_tokens)
+            draws = uniforms(
+                self._prompt.seed, len(self._prompt.token_ids), self._sampling.max_tokens
+            )
             self._sampler = Sampler([self._sampling], draws[None], len(logits), logits.device)
         *sampled_as, kept = self._sampler.sample(logits[None], len(self._logprobs))
         token, logprob, ends = (each.item() for each in sampled_as)
@@ -149,7 +202,9 @@ class TurnSampler:
         assert self.finish is not None
         assert self._version is not None
         kept = packed(self._sampling, self._kept)
-        return Completion(tuple(self._sampled), tuple(self._logprobs), self.finish, self._version, kept)
+        return Completion(
+            tuple(self._sampled), tuple(self._logprobs), self.finish, self._version, kept
+        )
 
     @property
     def _sampled(self) -> list[int]:
@@ -157,7 +212,9 @@ class TurnSampler:
 
 
 def packed(sampling: Sampling, rows: Sequence[npt.NDArray[np.int64]]) -> Kept | None:
-    """The kept tokens of a turn, from the row of each of its positions; None when ``sampling`` removes none."""
+    """The kept tokens of a turn, from the row of each of its positions; None when ``sampling``
+    removes none.
+    """
     return None if sampling.most_kept is None else Kept.of([row[row >= 0] for row in rows])
 
 

@@ -19,8 +19,10 @@ _RECEIVERS: list[BroadcastReceiver] = []
 
 
 def take(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Receive the broadcast that ``SglangEngine.receive`` describes in the only tensor; verify and load its weights, bucket by
-    bucket. The fault, or the names, go into a file: SGLang drops what a custom loader returns, and ends when it raises."""
+    """Receive the broadcast that ``SglangEngine.receive`` describes in the only tensor; verify and
+    load its weights, bucket by bucket. The fault, or the names, go into a file: SGLang drops what a
+    custom loader returns, and ends when it raises.
+    """
     [(_, packed)] = named_tensors
     version, broadcast, folder = pickle.loads(packed.cpu().numpy().tobytes())
     settings, meeting = pickle.loads(broadcast)
@@ -49,8 +51,9 @@ def take(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def forget(model: Any = None, named_tensors: Sequence[tuple[str, Tensor]] = ()) -> None:
-    """Empty this process's cache of what the vision tower made of images: SGLang keeps it over a sync of weights, by the images'
-    hashes, and would answer with features of the old weights."""
+    """Empty this process's cache of what the vision tower made of images: SGLang keeps it over a
+    sync of weights, by the images' hashes, and would answer with features of the old weights.
+    """
     from sglang.srt.managers.mm_schedule import embedding_cache
 
     if embedding_cache is not None:

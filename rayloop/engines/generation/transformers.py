@@ -1,5 +1,8 @@
-"""Generation with Hugging Face transformers. The event loop chooses batches; a single worker thread decodes one batch at a time. A
-batch that has started takes no further requests, and each of its turns is returned when it ends."""
+"""Generation with Hugging Face transformers.
+
+The event loop chooses batches; a single worker thread decodes one batch at a time. A batch that has
+started takes no further requests, and each of its turns is returned when it ends.
+"""
 
 import asyncio
 from collections import Counter, deque
@@ -29,14 +32,19 @@ FIRST = 0.05
 """Seconds to wait before the first batch."""
 SHORTEST = 0.002
 SHARE = 0.25
-"""Longest wait, as a share of the last batches' mean duration. Longer pauses separate batches and do not count."""
+"""Longest wait, as a share of the last batches' mean duration.
+
+Longer pauses separate batches and do not count.
+"""
 BATCHES = 8
 """Number of last batches whose pauses count."""
 
 
 class Arrivals:
-    """A batch that is not full starts when no request came for ``wait`` seconds: twice the longest pause of the last batches. Too
-    early leaves requests to a second batch, which takes nearly as long; a long wait delays all."""
+    """A batch that is not full starts when no request came for ``wait`` seconds: twice the longest
+    pause of the last batches. Too early leaves requests to a second batch, which takes nearly as
+    long; a long wait delays all.
+    """
 
     def __init__(self) -> None:
         self.wait = FIRST
@@ -45,8 +53,10 @@ class Arrivals:
         self._seconds: deque[float] = deque(maxlen=BATCHES)
 
     def decoded(self, arrivals: Sequence[float], seconds: float) -> None:
-        """Count a batch that took ``seconds``, whose requests came at ``arrivals`` (seconds, ascending). A short pause before its
-        first request counts: that request just missed the previous batch."""
+        """Count a batch that took ``seconds``, whose requests came at ``arrivals`` (seconds,
+        ascending). A short pause before its first request counts: that request just missed the
+        previous batch.
+        """
         self._seconds.append(seconds)
         longest = SHARE * mean(self._seconds)
         pauses = [later - earlier for earlier, later in pairwise((self._last, *arrivals))]
@@ -57,8 +67,11 @@ class Arrivals:
 
 
 COHORT_WAIT = 120.0
-"""Seconds to wait, with ``rollout.deterministic``, for all members of a group (a cohort). Then the waiting members fail and are
-retried alone: the run continues, but is not repeatable bit for bit."""
+"""Seconds to wait, with ``rollout.deterministic``, for all members of a group (a cohort).
+
+Then the waiting members fail and are retried alone: the run continues, but is not repeatable bit
+for bit.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,17 +84,28 @@ class _Request:
 
 
 class TransformersEngine:
-    """A ``GenerationEngine``. It serves nothing until the first ``load``: the weights of the folder have no version."""
+    """A ``GenerationEngine``.
 
-    def __init__(self, model: ModelSettings, settings: TransformersEngineSettings, place: EnginePlace) -> None:
+    It serves nothing until the first ``load``: the weights of the folder have no version.
+    """
+
+    def __init__(
+        self, model: ModelSettings, settings: TransformersEngineSettings, place: EnginePlace
+    ) -> None:
         self._settings = settings
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._model = load_model(model, dtype=DTYPES[settings.dtype]).requires_grad_(False).to(device)
+        self._model = (
+            load_model(model, dtype=DTYPES[settings.dtype]).requires_grad_(False).to(device)
+        )
         self._parameters = hf_state(self._model)
-        self._decoder = Decoder(self._model, load_tokenizer(Path(model.path)), load_vision(model, self._model.config))
+        self._decoder = Decoder(
+            self._model, load_tokenizer(Path(model.path)), load_vision(model, self._model.config)
+        )
         number = settings.threads or torch.get_num_threads()
         # torch keeps the number of threads for each thread, so it is set where the work is done.
-        self._worker = ThreadPoolExecutor(1, "decode", initializer=torch.set_num_threads, initargs=(number,))
+        self._worker = ThreadPoolExecutor(
+            1, "decode", initializer=torch.set_num_threads, initargs=(number,)
+        )
         self._version: Version | None = None
         self._paused = False
         self._waiting: list[_Request] = []
@@ -94,7 +118,10 @@ class TransformersEngine:
         self._service: asyncio.Task[None] | None = None
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
-        """Sample one turn. Raises WorkerLost without loaded weights, DataFailure for a prompt that cannot be used."""
+        """Sample one turn.
+
+        Raises WorkerLost without loaded weights, DataFailure for a prompt that cannot be used.
+        """
         loop = asyncio.get_running_loop()
         # A request has a running event loop; the constructor may have none.
         if self._service is None or self._service.done():
@@ -120,10 +147,15 @@ class TransformersEngine:
         self._changed.set()
 
     async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """Verify, then copy into the model in place (a tied head follows its embedding). Raises WeightSyncError. ``tensors`` [name]
-        are whole and on any device; they are converted to the engine's dtype."""
+        """Verify, then copy into the model in place (a tied head follows its embedding).
+
+        Raises WeightSyncError. ``tensors`` [name] are whole and on any device; they are converted
+        to the engine's dtype.
+        """
         self._version = None
-        await asyncio.get_running_loop().run_in_executor(self._worker, self._copy, manifest, tensors)
+        await asyncio.get_running_loop().run_in_executor(
+            self._worker, self._copy, manifest, tensors
+        )
         self._left.clear()  # a restored run plays its groups again under their old names
         self._version = manifest.version
 
@@ -133,10 +165,17 @@ class TransformersEngine:
 
     def health(self) -> EngineHealth:
         """Version, running and waiting requests."""
-        return EngineHealth(self._version, sum(not request.answer.done() for request in self._running), len(self._waiting))
+        return EngineHealth(
+            self._version,
+            sum(not request.answer.done() for request in self._running),
+            len(self._waiting),
+        )
 
     def close(self) -> None:
-        """Stop serving; requests that still wait are cancelled. The running batch ends in its own time."""
+        """Stop serving; requests that still wait are cancelled.
+
+        The running batch ends in its own time.
+        """
         if self._service is not None:
             self._service.cancel()
         for request in self._waiting + self._running:
@@ -156,14 +195,22 @@ class TransformersEngine:
             self._running, began = batch, loop.time()
             self._idle.clear()
             try:
-                await loop.run_in_executor(self._worker, self._decoder.decode, [_row(one, version, loop) for one in batch])
+                await loop.run_in_executor(
+                    self._worker, self._decoder.decode, [_row(one, version, loop) for one in batch]
+                )
             except Exception as error:  # the callers get it, and the next batch is tried
                 for request in batch:
-                    _fail(request, WorkerLost(f"decoding a batch of {len(batch)} failed: {error!r}"), error)
+                    _fail(
+                        request,
+                        WorkerLost(f"decoding a batch of {len(batch)} failed: {error!r}"),
+                        error,
+                    )
             finally:
                 self._running = []
                 self._idle.set()
-                self._arrivals.decoded(sorted(request.arrival for request in batch), loop.time() - began)
+                self._arrivals.decoded(
+                    sorted(request.arrival for request in batch), loop.time() - began
+                )
 
     async def _wait(self, seconds: float | None) -> None:
         """Until a request, a departure or ``resume`` arrives, at most ``seconds``."""
@@ -179,7 +226,12 @@ class TransformersEngine:
             return [], None
         if self._version is None:
             for request in self._waiting:
-                _fail(request, WorkerLost("the engine has no weights: the last load failed, or none has succeeded yet"))
+                _fail(
+                    request,
+                    WorkerLost(
+                        "the engine has no weights: the last load failed, or none has succeeded yet"
+                    ),
+                )
             return [], None
 
         # A group that is complete goes first, as a batch
@@ -192,11 +244,21 @@ class TransformersEngine:
             if missing <= 0:
                 # Requests come in any order; the order within
                 # a batch changes its bits, so it is fixed.
-                return sorted(members, key=lambda request: (request.prompt.seed, request.prompt.token_ids)), None
+                return (
+                    sorted(
+                        members, key=lambda request: (request.prompt.seed, request.prompt.token_ids)
+                    ),
+                    None,
+                )
             if now >= deadlines[-1]:
                 waited = f"{missing} of group {cohort} did not come within {COHORT_WAIT:g} s"
-                why = f"rollout.deterministic: {waited}. Give the machine less to do, or leave deterministic out"
-                for request in members:  # a batch without the missing ones would give other bits than a repeated run
+                why = (
+                    f"rollout.deterministic: {waited}. Give the machine less to do, or leave"
+                    " deterministic out"
+                )
+                for request in (
+                    members
+                ):  # a batch without the missing ones would give other bits than a repeated run
                     _fail(request, InfrastructureFailure(why))
                 return [], 0.0
         if free := [request for request in self._waiting if request.prompt.cohort is None]:
@@ -219,9 +281,13 @@ class TransformersEngine:
 
 
 def _row(request: _Request, version: Version, loop: asyncio.AbstractEventLoop) -> DecodeRequest:
-    def finish(token_ids: TokenIds, logprobs: tuple[float, ...], reason: FinishReason, kept: Kept | None) -> None:
+    def finish(
+        token_ids: TokenIds, logprobs: tuple[float, ...], reason: FinishReason, kept: Kept | None
+    ) -> None:
         # asyncio's futures belong to the loop's thread; the decoder runs in another one.
-        loop.call_soon_threadsafe(_answer, request, Completion(token_ids, logprobs, reason, version, kept))
+        loop.call_soon_threadsafe(
+            _answer, request, Completion(token_ids, logprobs, reason, version, kept)
+        )
 
     def fail(error: Exception) -> None:
         loop.call_soon_threadsafe(_fail, request, error)

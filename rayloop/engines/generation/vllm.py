@@ -1,5 +1,6 @@
-"""Generation with vLLM, on GPUs and on CPU: its ``AsyncLLM`` runs in the rollout actor, its engine and workers in processes below
-the actor (vllm_worker.py)."""
+"""Generation with vLLM, on GPUs and on CPU: its ``AsyncLLM`` runs in the rollout actor, its engine
+and workers in processes below the actor (vllm_worker.py).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,15 @@ from rayloop.core.kept import MOST_KEPT, Kept
 from rayloop.core.model_families import family
 from rayloop.core.protocols import EngineHealth, Level, Manifest
 from rayloop.core.threads import Cache
-from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version, derive
+from rayloop.core.types import (
+    Completion,
+    FinishReason,
+    PromptImage,
+    Sampling,
+    TokenPrompt,
+    Version,
+    derive,
+)
 from rayloop.engines.generation.entering import Entering
 from rayloop.engines.generation.vllm_process import (
     VllmLoad,
@@ -38,19 +47,36 @@ from rayloop.engines.generation.vllm_process import (
 )
 from rayloop.engines.generation.vllm_worker import written
 from rayloop.engines.models import collapsed, has_vision, image_limits, picture
-from rayloop.engines.settings import VLLM_RANKS, EnginePlace, LoraSettings, ModelSettings, VllmEngineSettings
+from rayloop.engines.settings import (
+    VLLM_RANKS,
+    EnginePlace,
+    LoraSettings,
+    ModelSettings,
+    VllmEngineSettings,
+)
 
 RETRIES = (0.05, 0.5, 2.0)
-"""Seconds of pause before each further attempt at a request that vLLM gave up, which says nothing about the engine."""
+"""Seconds of pause before each further attempt at a request that vLLM gave up, which says nothing
+about the engine.
+"""
 TIES = 64
-"""Tokens beyond ``top_k`` whose log-probs vLLM returns too: it keeps all that are as likely as the last one of ``top_k``."""
+"""Tokens beyond ``top_k`` whose log-probs vLLM returns too: it keeps all that are as likely as the
+last one of ``top_k``.
+"""
 
 
 class VllmEngine:
-    """A ``GenerationEngine``. It serves nothing until the first ``load``: the weights of the folder have no version."""
+    """A ``GenerationEngine``.
 
-    def __init__(self, model: ModelSettings, settings: VllmEngineSettings, place: EnginePlace) -> None:
-        """With ``place.name``, which needs a Ray process, vLLM's metrics go to Ray's under this name."""
+    It serves nothing until the first ``load``: the weights of the folder have no version.
+    """
+
+    def __init__(
+        self, model: ModelSettings, settings: VllmEngineSettings, place: EnginePlace
+    ) -> None:
+        """With ``place.name``, which needs a Ray process, vLLM's metrics go to Ray's under this
+        name.
+        """
         folder = place.scratch()
         prepare(settings, folder)
         # The engines of a node share one copy of the weights,
@@ -61,7 +87,9 @@ class VllmEngine:
         self._vision = has_vision(config)
         self._image_token: int | None = config.image_token_id if self._vision else None
         self._family = family(config.model_type)
-        self._patch: int = config.vision_config.patch_size if self._family.images == "patches" else 0
+        self._patch: int = (
+            config.vision_config.patch_size if self._family.images == "patches" else 0
+        )
         self._load = VllmLoad()
         self._lora = settings.adapters if self._family.adapters else None
         arguments = {"served_model_name": place.name} | _arguments(
@@ -81,14 +109,19 @@ class VllmEngine:
         # vLLM processes images before its scheduler has
         # the request; a pause in between would not see it.
         self._llm.add_request = self._entering.noticed(self._llm.add_request)
-        self._images: Cache[str, Image.Image] = Cache(256 << 20, lambda image: 3 * image.width * image.height)
+        self._images: Cache[str, Image.Image] = Cache(
+            256 << 20, lambda image: 3 * image.width * image.height
+        )
         self._open = asyncio.Event()
         self._open.set()
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
-        """Sample one turn; its version is that of its beginning. A cancelled call ends the request. Raises WorkerLost without
-        loaded weights and when vLLM's processes are gone, InfrastructureFailure when vLLM gives the request up again and again,
-        OverLongPrompt, DataFailure."""
+        """Sample one turn; its version is that of its beginning.
+
+        A cancelled call ends the request. Raises WorkerLost without loaded weights and when vLLM's
+        processes are gone, InfrastructureFailure when vLLM gives the request up again and again,
+        OverLongPrompt, DataFailure.
+        """
         completion = await self._completed(prompt, sampling)
         for pause in RETRIES:
             if completion is None:
@@ -96,28 +129,42 @@ class VllmEngine:
                 completion = await self._completed(prompt, sampling)
         if completion is not None:
             return completion
-        raise InfrastructureFailure(f"vLLM gave the request up {len(RETRIES) + 1} times, with finish_reason error")
+        raise InfrastructureFailure(
+            f"vLLM gave the request up {len(RETRIES) + 1} times, with finish_reason error"
+        )
 
     async def _completed(self, prompt: TokenPrompt, sampling: Sampling) -> Completion | None:
-        """Returns the turn; None when vLLM ended the request with an error: it had dropped a cached image and needs it again."""
+        """Returns the turn; None when vLLM ended the request with an error: it had dropped a cached
+        image and needs it again.
+        """
         tokens, images = collapsed(prompt, self._image_token, around=bool(self._family.around)), []
         if prompt.images:
-            images = await asyncio.to_thread(lambda: [self._image(image) for image in prompt.images])
+            images = await asyncio.to_thread(
+                lambda: [self._image(image) for image in prompt.images]
+            )
         while not self._open.is_set():  # it may have been closed again before this call runs
             await self._open.wait()
         if (version := self._version) is None:
-            raise WorkerLost("the engine has no weights: the last load failed, or none has succeeded yet")
+            raise WorkerLost(
+                "the engine has no weights: the last load failed, or none has succeeded yet"
+            )
         # vLLM would raise a ValueError of its own words; one token must fit behind the prompt.
         if len(prompt.token_ids) >= self._limit:
             raise OverLongPrompt(len(prompt.token_ids), self._limit - 1)
         masks = bool(self._settings.extra.get("return_sampling_mask"))
-        given, parameters = self._prompt(prompt, tokens, images), _parameters(prompt, sampling, self._vocabulary, masks)
-        # Nothing is awaited between here and the version above: pause() sees the request, or the request sees the pause.
+        given, parameters = (
+            self._prompt(prompt, tokens, images),
+            _parameters(prompt, sampling, self._vocabulary, masks),
+        )
+        # Nothing is awaited between here and the version above: pause() sees the request, or the
+        # request sees the pause.
         number, failed = str(next(self._serial)), self._failed_loads
         self._running += 1
         try:
             with self._entering.request(number):
-                sampled = await output(self._llm, given, parameters, number, adapted=self._lora is not None)
+                sampled = await output(
+                    self._llm, given, parameters, number, adapted=self._lora is not None
+                )
         finally:
             self._running -= 1
         # Its tokens may come from weights that are half old and half new.
@@ -131,14 +178,18 @@ class VllmEngine:
         """Does nothing: vLLM batches."""
 
     async def pause(self) -> None:
-        """Running requests are frozen. Their cache is dropped, and all others' as well. Those that vLLM is still
-        preparing are let in first: they carry the version of the present weights."""
+        """Running requests are frozen.
+
+        Their cache is dropped, and all others' as well. Those that vLLM is still preparing are let
+        in first: they carry the version of the present weights.
+        """
         self._open.clear()
         try:
             await self._entering.all_in()
             await answered(self._llm, self._llm.pause_generation(mode="keep", clear_cache=True))
         except BaseException:
-            self._open.set()  # waiting requests then fail, instead of waiting for a resume that never comes
+            # waiting requests then fail, instead of waiting for a resume that never comes
+            self._open.set()
             raise
 
     async def resume(self) -> None:
@@ -158,18 +209,26 @@ class VllmEngine:
         await answered(self._llm, self._llm.wake_up())
 
     async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """Give the tensors to the workers, which verify them. Raises WeightSyncError. ``tensors`` [name] are whole and on any
-        device, or those of the adapters alone; they are converted to the engine's dtype."""
+        """Give the tensors to the workers, which verify them.
+
+        Raises WeightSyncError. ``tensors`` [name] are whole and on any device, or those of the
+        adapters alone; they are converted to the engine's dtype.
+        """
         async with self._changing(manifest.version):
             # Gigabytes are copied, and health checks must be answered meanwhile.
             file = await asyncio.to_thread(written, self._meeting, manifest, tensors)
             try:
-                await self._take("take_weights", f"/proc/{os.getpid()}/fd/{file}", pickle.dumps(manifest))
+                await self._take(
+                    "take_weights", f"/proc/{os.getpid()}/fd/{file}", pickle.dumps(manifest)
+                )
             finally:
                 os.close(file)
 
     async def receive(self, version: Version, broadcast: bytes) -> None:
-        """Let the workers receive a broadcast (``StreamingEngine``). Raises WeightSyncError, BroadcastFailed."""
+        """Let the workers receive a broadcast (``StreamingEngine``).
+
+        Raises WeightSyncError, BroadcastFailed.
+        """
         async with self._changing(version):
             await self._take("take_broadcast", pickle.dumps(version), broadcast)
 
@@ -186,7 +245,9 @@ class VllmEngine:
     async def _take(self, method: str, *arguments: Any) -> None:
         scaled = (self._lora.rank, self._lora.alpha) if self._lora else ()
         await answered(self._llm, self._llm.collective_rpc("forget_names"))
-        found = await answered(self._llm, self._llm.collective_rpc(method, args=(*arguments, *scaled)))
+        found = await answered(
+            self._llm, self._llm.collective_rpc(method, args=(*arguments, *scaled))
+        )
         # vLLM keeps image features by hash; the old weights made them.
         await answered(self._llm, self._llm.reset_encoder_cache())
         if faults := [pickle.loads(fault) for fault in found if fault]:
@@ -199,7 +260,9 @@ class VllmEngine:
             return await answered(self._llm, self._llm.start_profile())
         await answered(self._llm, self._llm.stop_profile())
         for number, file in enumerate(sorted(Path(self._profiles).glob("*.json.gz"))):
-            await asyncio.to_thread(shutil.move, file, f"{path.removesuffix('.json.gz')}-{number}.json.gz")
+            await asyncio.to_thread(
+                shutil.move, file, f"{path.removesuffix('.json.gz')}-{number}.json.gz"
+            )
 
     def health(self) -> EngineHealth:
         """Raises WorkerLost when vLLM's processes are gone."""
@@ -213,8 +276,12 @@ class VllmEngine:
         """End vLLM's processes."""
         self._llm.shutdown(timeout=0)
 
-    def _prompt(self, prompt: TokenPrompt, tokens: Sequence[int], images: Sequence[Image.Image]) -> dict[str, Any]:
-        """What vLLM calls a tokens prompt: one image token per image, which it expands, and the images."""
+    def _prompt(
+        self, prompt: TokenPrompt, tokens: Sequence[int], images: Sequence[Image.Image]
+    ) -> dict[str, Any]:
+        """What vLLM calls a tokens prompt: one image token per image, which it expands, and the
+        images.
+        """
         given: dict[str, Any] = {"prompt_token_ids": tokens}
         if prompt.images:
             given["multi_modal_data"] = {"image": list(images)}
@@ -227,9 +294,15 @@ class VllmEngine:
 
 
 def _arguments(
-    model: ModelSettings, settings: VllmEngineSettings, limits: Mapping[str, Any], lora: LoraSettings | None
+    model: ModelSettings,
+    settings: VllmEngineSettings,
+    limits: Mapping[str, Any],
+    lora: LoraSettings | None,
 ) -> dict[str, Any]:
-    """Of ``AsyncEngineArgs``. Log-probs are those of the distribution sampled from: masked, and divided by the temperature."""
+    """Of ``AsyncEngineArgs``.
+
+    Log-probs are those of the distribution sampled from: masked, and divided by the temperature.
+    """
     arguments = common_arguments(model.path, settings) | {
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": MOST_KEPT + TIES,
@@ -248,8 +321,12 @@ def _arguments(
 
 
 def _parameters(prompt: TokenPrompt, sampling: Sampling, vocabulary: int, masks: bool) -> Any:
-    """vLLM's sampling parameters. The context length keeps the turns of an episode apart when they share a seed. During
-    ``min_tokens`` vLLM masks the tokenizer's own end token as well, which is one of ``end_tokens`` when there are any."""
+    """vLLM's sampling parameters.
+
+    The context length keeps the turns of an episode apart when they share a seed. During
+    ``min_tokens`` vLLM masks the tokenizer's own end token as well, which is one of ``end_tokens``
+    when there are any.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -262,7 +339,11 @@ def _parameters(prompt: TokenPrompt, sampling: Sampling, vocabulary: int, masks:
         top_p=sampling.top_p if most else 1.0,
         top_k=top_k,
         max_tokens=sampling.max_tokens,
-        min_tokens=min(sampling.min_tokens, sampling.max_tokens) if sampling.end_tokens or sampling.stop else 0,
+        min_tokens=(
+            min(sampling.min_tokens, sampling.max_tokens)
+            if sampling.end_tokens or sampling.stop
+            else 0
+        ),
         seed=derive(prompt.seed, len(prompt.token_ids)),
         logit_bias=dict.fromkeys(sampling.banned_tokens, -np.inf) or None,
         stop=list(sampling.stop),
@@ -282,19 +363,33 @@ def _parameters(prompt: TokenPrompt, sampling: Sampling, vocabulary: int, masks:
 
 
 def _completion(output: Any, sampling: Sampling, version: Version) -> Completion:
-    """The turn. At each position vLLM's log-probs are those of the sampled token and of the likeliest ones, -inf where ``top_p`` or
-    ``top_k`` removed them: the others are the kept tokens, unless it returns these as a sampling mask. Raises InfrastructureFailure
-    when more may be kept than came back."""
+    """The turn.
+
+    At each position vLLM's log-probs are those of the sampled token and of the likeliest ones, -inf
+    where ``top_p`` or ``top_k`` removed them: the others are the kept tokens, unless it returns
+    these as a sampling mask. Raises InfrastructureFailure when more may be kept than came back.
+    """
     finish, n, most = _finish(output), len(output.token_ids), sampling.most_kept
     logprobs = np.array(output.logprobs.logprobs).reshape(n, -1)
     kept = None
     if most is not None:
-        ids, left = np.array(output.logprobs.token_ids).reshape(n, -1)[:, 1:], np.isfinite(logprobs[:, 1:])
-        rows = output.sampling_mask.token_ids if output.sampling_mask else [row[k] for row, k in zip(ids, left, strict=True)]
+        ids, left = (
+            np.array(output.logprobs.token_ids).reshape(n, -1)[:, 1:],
+            np.isfinite(logprobs[:, 1:]),
+        )
+        rows = (
+            output.sampling_mask.token_ids
+            if output.sampling_mask
+            else [row[k] for row, k in zip(ids, left, strict=True)]
+        )
         if max(map(len, rows)) >= most + TIES:
-            raise InfrastructureFailure(f"vLLM kept {TIES} or more tokens above top_k ({most}), all as likely as the last")
+            raise InfrastructureFailure(
+                f"vLLM kept {TIES} or more tokens above top_k ({most}), all as likely as the last"
+            )
         kept = Kept.of(rows)
-    return Completion(tuple(output.token_ids), tuple(logprobs[:, 0].tolist()), finish, version, kept)
+    return Completion(
+        tuple(output.token_ids), tuple(logprobs[:, 0].tolist()), finish, version, kept
+    )
 
 
 def _finish(output: Any) -> FinishReason:

@@ -1,4 +1,7 @@
-"""Chat completions by vLLM in this process, text only, with the folder's weights: a judge's engine. The form is OpenAI's."""
+"""Chat completions by vLLM in this process, text only, with the folder's weights: a judge's engine.
+
+The form is OpenAI's.
+"""
 
 import asyncio
 import itertools
@@ -13,7 +16,9 @@ from rayloop.engines.settings import VllmEngineSettings
 
 
 class RequestRefused(ValueError):
-    """A request that the model cannot answer: too long, an unknown option, a schema that cannot be followed."""
+    """A request that the model cannot answer: too long, an unknown option, a schema that cannot be
+    followed.
+    """
 
 
 class TooLong(RequestRefused):
@@ -23,8 +28,12 @@ class TooLong(RequestRefused):
 class VllmChat:
     """Loads the model when it is made, which takes minutes for a large one."""
 
-    def __init__(self, model: str, settings: VllmEngineSettings, folder: str, name: str = "") -> None:
-        """``model``: a folder; ``name``: the name in answers; ``folder``: for temporary files, removed by the caller."""
+    def __init__(
+        self, model: str, settings: VllmEngineSettings, folder: str, name: str = ""
+    ) -> None:
+        """``model``: a folder; ``name``: the name in answers; ``folder``: for temporary files,
+        removed by the caller.
+        """
         prepare(settings, folder)
         self._name = name or model
         self._tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
@@ -33,7 +42,10 @@ class VllmChat:
         self._serial = itertools.count()
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a chat request. Raises RequestRefused, and WorkerLost when vLLM's processes are gone."""
+        """The answer to a chat request.
+
+        Raises RequestRefused, and WorkerLost when vLLM's processes are gone.
+        """
         # A template over a long text takes milliseconds,
         # in which the loop must answer health checks.
         ids = await asyncio.to_thread(self._tokens, body["messages"])
@@ -41,7 +53,9 @@ class VllmChat:
             raise TooLong(f"the prompt has {len(ids)} tokens, the limit is {self._limit - 1}")
         try:
             parameters = _parameters(body, self._limit - len(ids))
-            answer = await output(self._llm, {"prompt_token_ids": ids}, parameters, f"chat-{next(self._serial)}")
+            answer = await output(
+                self._llm, {"prompt_token_ids": ids}, parameters, f"chat-{next(self._serial)}"
+            )
         except ValueError as error:
             raise RequestRefused(str(error)) from error
         if answer.finish_reason not in ("stop", "length"):
@@ -57,20 +71,35 @@ class VllmChat:
         self._llm.shutdown(timeout=0)
 
     def _tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        plain = [{"role": message["role"], "content": _text(message["content"])} for message in messages]
-        ids: Any = self._tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
+        plain = [
+            {"role": message["role"], "content": _text(message["content"])} for message in messages
+        ]
+        ids: Any = self._tokenizer.apply_chat_template(
+            plain, add_generation_prompt=True, return_dict=False
+        )
         return list(ids)
 
     def _answer(self, ids: Sequence[int], output: Any) -> dict[str, Any]:
         tokens = len(output.token_ids)
-        usage = {"prompt_tokens": len(ids), "completion_tokens": tokens, "total_tokens": len(ids) + tokens}
+        usage = {
+            "prompt_tokens": len(ids),
+            "completion_tokens": tokens,
+            "total_tokens": len(ids) + tokens,
+        }
         choice = {
             "index": 0,
             "message": {"role": "assistant", "content": output.text},
             "finish_reason": output.finish_reason,
             "logprobs": {"content": _logprobs(output)} if output.logprobs else None,
         }
-        return {"id": "chat", "object": "chat.completion", "created": 0, "model": self._name, "choices": [choice], "usage": usage}
+        return {
+            "id": "chat",
+            "object": "chat.completion",
+            "created": 0,
+            "model": self._name,
+            "choices": [choice],
+            "usage": usage,
+        }
 
 
 def _text(content: Any) -> str:
@@ -93,7 +122,10 @@ def _arguments(model: str, settings: VllmEngineSettings) -> dict[str, Any]:
 
 
 def _parameters(body: Mapping[str, Any], room: int) -> Any:
-    """vLLM's sampling parameters; ``room`` is how many tokens fit behind the prompt. Raises ValueError."""
+    """vLLM's sampling parameters; ``room`` is how many tokens fit behind the prompt.
+
+    Raises ValueError.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -106,7 +138,9 @@ def _parameters(body: Mapping[str, Any], room: int) -> Any:
         case "json_schema":
             structure = StructuredOutputsParams(json=_schema(form))
         case other:
-            raise RequestRefused(f"response_format: {other!r} is none of text, json_object, json_schema")
+            raise RequestRefused(
+                f"response_format: {other!r} is none of text, json_object, json_schema"
+            )
     return SamplingParams(
         temperature=body.get("temperature", 1.0),
         top_p=body.get("top_p", 1.0),
@@ -132,6 +166,15 @@ def _logprobs(output: Any) -> list[dict[str, Any]]:
     """OpenAI's ``logprobs.content``: each token of the answer with its alternatives."""
     found = []
     for token, options in zip(output.token_ids, output.logprobs, strict=True):
-        top = [{"token": option.decoded_token or "", "logprob": option.logprob} for option in options.values()]
-        found.append({"token": options[token].decoded_token or "", "logprob": options[token].logprob, "top_logprobs": top})
+        top = [
+            {"token": option.decoded_token or "", "logprob": option.logprob}
+            for option in options.values()
+        ]
+        found.append(
+            {
+                "token": options[token].decoded_token or "",
+                "logprob": options[token].logprob,
+                "top_logprobs": top,
+            }
+        )
     return found

@@ -1,4 +1,6 @@
-"""Shared by all uses of vLLM: environment variables, engine arguments, and calls that raise when vLLM's processes die."""
+"""Shared by all uses of vLLM: environment variables, engine arguments, and calls that raise when
+vLLM's processes die.
+"""
 
 import asyncio
 import os
@@ -14,14 +16,16 @@ from rayloop.engines.generation.vllm_worker import OWNER, VllmWorker, adapter
 from rayloop.engines.settings import PICTURES_GIB, VllmEngineSettings
 
 TESTED = SpecifierSet("==0.32.*")
-"""Releases of vLLM: the contract tests run with 0.32.0 on CPUs, and rayloop[gpu] installs 0.32.0."""
+"""Releases of vLLM: the contract tests run with 0.32.0 on CPUs, and rayloop[gpu] installs 0.32.0.
+"""
 LIVENESS = 1.0
 """Seconds between two checks, by a call that waits for vLLM, that vLLM's processes are alive."""
 
 
 def prepare(settings: VllmEngineSettings, folder: str) -> None:
-    """Set the environment that vLLM and its processes read, sockets and temporary files in ``folder``. Raises ConfigError when vLLM
-    is missing or of an untested version."""
+    """Set the environment that vLLM and its processes read, sockets and temporary files in
+    ``folder``. Raises ConfigError when vLLM is missing or of an untested version.
+    """
     if settings.extra.get("enforce_eager"):
         # enforce_eager alone leaves functions that torch
         # compiles at the first request, for half a minute.
@@ -37,13 +41,20 @@ def prepare(settings: VllmEngineSettings, folder: str) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     # vLLM would bind its threads to cores, and several engines of a machine to the same ones.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is compiled at its first use, by a nvcc that may not be there
+    os.environ.setdefault(
+        "VLLM_USE_FLASHINFER_SAMPLER", "0"
+    )  # it is compiled at its first use, by a nvcc that may not be there
     try:
         from vllm import __version__ as found
     except ImportError as error:
-        raise ConfigError(f"engine kind vllm needs vLLM {TESTED}: {error}. Install rayloop[gpu]") from error
+        raise ConfigError(
+            f"engine kind vllm needs vLLM {TESTED}: {error}. Install rayloop[gpu]"
+        ) from error
     if found not in TESTED:
-        raise ConfigError(f"engine kind vllm: vLLM {found} is installed, rayloop knows {TESTED}. Install rayloop[gpu]")
+        raise ConfigError(
+            f"engine kind vllm: vLLM {found} is installed, rayloop knows {TESTED}. Install"
+            " rayloop[gpu]"
+        )
 
 
 def versions() -> dict[str, str]:
@@ -58,8 +69,9 @@ def versions() -> dict[str, str]:
 
 def common_arguments(model: str, settings: VllmEngineSettings) -> dict[str, Any]:
     """Returns arguments of ``AsyncEngineArgs``; ``settings.extra`` overrides them."""
-    # Left to itself, vLLM starts several workers through Ray when its own process is in a placement group, as every actor of a run
-    # is: it would want bundles of one GPU each, and a Ray that its engine process has not joined.
+    # Left to itself, vLLM starts several workers through Ray when its own process is in a placement
+    # group, as every actor of a run is: it would want bundles of one GPU each, and a Ray that its
+    # engine process has not joined.
     several = settings.tensor_parallel * settings.pipeline_parallel > 1
     return {
         "model": model,
@@ -81,14 +93,24 @@ def common_arguments(model: str, settings: VllmEngineSettings) -> dict[str, Any]
 
 
 def profiler(folder: str) -> Any:
-    """Returns the settings of vLLM's profiler, which costs nothing until it is started. Its files are below ``folder``."""
+    """Returns the settings of vLLM's profiler, which costs nothing until it is started.
+
+    Its files are below ``folder``.
+    """
     from vllm.config import ProfilerConfig
 
-    return ProfilerConfig(profiler="torch", torch_profiler_dir=folder, torch_profiler_with_stack=False, ignore_frontend=True)
+    return ProfilerConfig(
+        profiler="torch",
+        torch_profiler_dir=folder,
+        torch_profiler_with_stack=False,
+        ignore_frontend=True,
+    )
 
 
 async def answered(llm: Any, call: Coroutine[Any, Any, Any]) -> Any:
-    """Returns the result of a call to vLLM. Raises WorkerLost when vLLM fails, or dies and leaves the call unanswered."""
+    """Returns the result of a call to vLLM. Raises WorkerLost when vLLM fails, or dies and leaves
+    the call unanswered.
+    """
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
     task = asyncio.ensure_future(call)
@@ -107,7 +129,10 @@ async def answered(llm: Any, call: Coroutine[Any, Any, Any]) -> Any:
 
 
 class VllmLoad:
-    """Waiting requests and cache use after the scheduler's last step. Has the methods of vLLM's ``stat_loggers``."""
+    """Waiting requests and cache use after the scheduler's last step.
+
+    Has the methods of vLLM's ``stat_loggers``.
+    """
 
     def __init__(self) -> None:
         self.waiting, self.cache = 0, 0.0
@@ -115,7 +140,10 @@ class VllmLoad:
     def record(self, scheduler_stats: Any, iteration_stats: Any, *rest: Any, **named: Any) -> None:
         """Take the numbers of a step."""
         if scheduler_stats is not None:
-            self.waiting, self.cache = scheduler_stats.num_waiting_reqs, scheduler_stats.kv_cache_usage
+            self.waiting, self.cache = (
+                scheduler_stats.num_waiting_reqs,
+                scheduler_stats.kv_cache_usage,
+            )
 
     def log(self, *state: Any) -> None:
         """Does nothing."""
@@ -124,20 +152,32 @@ class VllmLoad:
 
 
 def start(arguments: Mapping[str, Any], loggers: Sequence[Any] | None = None) -> Any:
-    """Returns an ``AsyncLLM``. The usage lets vLLM choose the tokens of a step by device: 16,384 from 70 GiB on but
-    on an A100, else 8,192."""
+    """Returns an ``AsyncLLM``.
+
+    The usage lets vLLM choose the tokens of a step by device: 16,384 from 70 GiB on but on an A100,
+    else 8,192.
+    """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS, stat_loggers=loggers)
+    return AsyncLLM.from_engine_args(
+        AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS, stat_loggers=loggers
+    )
 
 
-async def output(llm: Any, prompt: Mapping[str, Any], parameters: Any, number: str, *, adapted: bool = False) -> Any:
-    """What vLLM generated for the request ``number``; ``adapted``: with its adapters. Raises WorkerLost as ``answered`` does."""
+async def output(
+    llm: Any, prompt: Mapping[str, Any], parameters: Any, number: str, *, adapted: bool = False
+) -> Any:
+    """What vLLM generated for the request ``number``; ``adapted``: with its adapters.
+
+    Raises WorkerLost as ``answered`` does.
+    """
 
     async def last() -> Any:
-        async for answer in llm.generate(prompt, parameters, number, lora_request=adapter() if adapted else None):
+        async for answer in llm.generate(
+            prompt, parameters, number, lora_request=adapter() if adapted else None
+        ):
             found = answer.outputs[0]
         return found
 
@@ -145,7 +185,9 @@ async def output(llm: Any, prompt: Mapping[str, Any], parameters: Any, number: s
 
 
 def stat_loggers(load: VllmLoad, name: str | None) -> list[Any]:
-    """Returns ``load``; with ``name`` also a logger that sends vLLM's metrics to Ray's, with ``name`` as label ``model_name``."""
+    """Returns ``load``; with ``name`` also a logger that sends vLLM's metrics to Ray's, with
+    ``name`` as label ``model_name``.
+    """
     from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 
     return [lambda config, index: load, *([RayPrometheusStatLogger] if name else [])]

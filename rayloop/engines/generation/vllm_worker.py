@@ -39,21 +39,29 @@ ALIGNMENT = 64
 
 
 class VllmWorker:
-    """Methods that vLLM adds to its worker (``worker_extension_cls``); every worker of an engine runs them."""
+    """Methods that vLLM adds to its worker (``worker_extension_cls``); every worker of an engine
+    runs them.
+    """
 
     model_runner: Any
     _first: frozenset[str] | None = None
-    """What the first weight sync filled, for quantised models, of whose scales no checkpoint knows, and for adapters."""
+    """What the first weight sync filled, for quantised models, of whose scales no checkpoint knows,
+    and for adapters.
+    """
     _receiver: BroadcastReceiver | None = None
 
     def forget_names(self) -> None:
-        """Unlink the shared memory of vLLM's processes, which all have open: the kernel frees it when they end."""
+        """Unlink the shared memory of vLLM's processes, which all have open: the kernel frees it
+        when they end.
+        """
         for path in SHARED.findall(Path("/proc/self/maps").read_text(encoding="utf-8")):
             Path(path).unlink(missing_ok=True)
 
     def take_weights(self, path: str, packed: bytes, rank: int = 0, alpha: float = 0.0) -> bytes:
-        """Verify and load the tensors that ``written`` put into the file: those of adapters, if they have a ``rank``. Returns the
-        pickled fault, or nothing. The old weights stay when verifying finds a fault."""
+        """Verify and load the tensors that ``written`` put into the file: those of adapters, if
+        they have a ``rank``. Returns the pickled fault, or nothing. The old weights stay when
+        verifying finds a fault.
+        """
         manifest: Manifest = pickle.loads(packed)
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -67,14 +75,20 @@ class VllmWorker:
 
         return self._take(manifest.version, tensors(), rank, alpha)
 
-    def take_broadcast(self, version: bytes, broadcast: bytes, rank: int = 0, alpha: float = 0.0) -> bytes:
-        """The same of a broadcast, whose tensors are loaded in the memory in which they arrive, one bucket after the other."""
+    def take_broadcast(
+        self, version: bytes, broadcast: bytes, rank: int = 0, alpha: float = 0.0
+    ) -> bytes:
+        """The same of a broadcast, whose tensors are loaded in the memory in which they arrive, one
+        bucket after the other.
+        """
         settings, meeting = pickle.loads(broadcast)
         self._receiver = self._receiver or BroadcastReceiver(settings)
         of = pickle.loads(version)
         return self._take(of, self._receiver.stream(of, meeting), rank, alpha)
 
-    def _take(self, version: Version, weights: Iterator[tuple[str, Tensor]], rank: int, alpha: float) -> bytes:
+    def _take(
+        self, version: Version, weights: Iterator[tuple[str, Tensor]], rank: int, alpha: float
+    ) -> bytes:
         try:
             if rank:
                 self._adapt(version, dict(weights), rank, alpha)
@@ -85,13 +99,18 @@ class VllmWorker:
         return b""
 
     def _adapt(self, version: Version, tensors: dict[str, Tensor], rank: int, alpha: float) -> None:
-        """Put the adapters in the place of the last ones, from a folder as peft saves it: vLLM reads no others."""
+        """Put the adapters in the place of the last ones, from a folder as peft saves it: vLLM
+        reads no others.
+        """
         wanted = self._first or frozenset(tensors)
         _complain(version, [f"{name} is missing" for name in sorted(wanted - tensors.keys())])
         layers = sorted({name.rsplit(".", 3)[1] for name in tensors})
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "adapter_config.json").write_text(
-                json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": layers}), encoding="utf-8"
+                json.dumps(
+                    {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": layers}
+                ),
+                encoding="utf-8",
             )
             save_file(tensors, Path(folder) / "adapter_model.safetensors")
             try:
@@ -101,10 +120,17 @@ class VllmWorker:
         self._first = wanted
 
     def _load(self, version: Version, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Load through vLLM's reload, which refuses unknown names and only logs missing ones. It is brought to its end in any case:
-        the parts of a layer that an interrupted one has collected would count as parts of the next weights."""
+        """Load through vLLM's reload, which refuses unknown names and only logs missing ones.
+
+        It is brought to its end in any case: the parts of a layer that an interrupted one has
+        collected would count as parts of the next weights.
+        """
         model: Any = self.model_runner.get_model()
-        wanted, known, names = frozenset(name for name, _ in model.named_parameters()), set[str](), list[str]()
+        wanted, known, names = (
+            frozenset(name for name, _ in model.named_parameters()),
+            set[str](),
+            list[str](),
+        )
         failed: list[Exception] = []
         load, reload_weights = model.load_weights, self.reload_weights  # type: ignore[attr-defined]
 
@@ -150,11 +176,15 @@ def adapter(folder: str = "") -> Any:
 
 def _complain(version: Version, faults: Sequence[str]) -> None:
     if faults:
-        raise WeightSyncError(f"version {version} is of another model than the engine's: {', '.join(faults)}")
+        raise WeightSyncError(
+            f"version {version} is of another model than the engine's: {', '.join(faults)}"
+        )
 
 
 def _incomplete(packed: Mapping[str, Sequence[str]], names: Iterable[str]) -> list[str]:
-    """Returns the missing parts of parameters that vLLM merges (``packed``): it would leave uninitialised memory there."""
+    """Returns the missing parts of parameters that vLLM merges (``packed``): it would leave
+    uninitialised memory there.
+    """
     names = set(names)
     wanted = {
         name.replace(f".{part}.", f".{sibling}.")
@@ -168,7 +198,9 @@ def _incomplete(packed: Mapping[str, Sequence[str]], names: Iterable[str]) -> li
 
 
 def _repack_experts(model: nn.Module) -> None:
-    """Let vLLM pack experts on CPU anew, as at its start: its reload (0.32) copies them unpacked to where packed ones are read."""
+    """Let vLLM pack experts on CPU anew, as at its start: its reload (0.32) copies them unpacked to
+    where packed ones are read.
+    """
     from vllm.platforms import current_platform
 
     for module in model.modules() if current_platform.is_cpu() else ():
@@ -177,7 +209,9 @@ def _repack_experts(model: nn.Module) -> None:
 
 
 def _refresh_tied_head(model: nn.Module) -> None:
-    """Repack a tied head on CPU, where vLLM multiplies with repacked copies: its reload (0.32) does not update this copy."""
+    """Repack a tied head on CPU, where vLLM multiplies with repacked copies: its reload (0.32) does
+    not update this copy.
+    """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -187,8 +221,10 @@ def _refresh_tied_head(model: nn.Module) -> None:
 
 
 def written(meeting: str, manifest: Manifest, tensors: Mapping[str, Tensor]) -> int:
-    """Opens a file in memory with the tensors in the manifest's order: the one of another engine that says at the file ``meeting``
-    that it has it, else a new one. It is gone when all have closed it. Raises WeightSyncError when the names differ."""
+    """Opens a file in memory with the tensors in the manifest's order: the one of another engine
+    that says at the file ``meeting`` that it has it, else a new one. It is gone when all have
+    closed it. Raises WeightSyncError when the names differ.
+    """
     if faults := name_faults(manifest, tensors):
         raise WeightSyncError(f"version {manifest.version}: {'; '.join(faults)}")
     title = f"weights-{hashlib.sha256(repr(manifest).encode()).hexdigest()}"
@@ -203,7 +239,9 @@ def written(meeting: str, manifest: Manifest, tensors: Mapping[str, Tensor]) -> 
             os.close(file)  # the number belongs to another file by now
         file = os.memfd_create(title)
         try:
-            with open(file, "wb", closefd=False) as buffer:  # which takes what one call of the kernel does not: 2 GiB
+            with open(
+                file, "wb", closefd=False
+            ) as buffer:  # which takes what one call of the kernel does not: 2 GiB
                 for name, start in _layout(manifest):
                     buffer.seek(start)
                     buffer.write(raw(tensors[name]))
@@ -227,7 +265,9 @@ def _read(memory: mmap.mmap, manifest: Manifest) -> Iterator[tuple[str, Tensor]]
     for name, start in _layout(manifest):
         record = manifest.tensors[name]
         dtype = DTYPES[record.dtype]
-        flat = torch.frombuffer(memory, dtype=dtype, count=record.nbytes // dtype.itemsize, offset=start)
+        flat = torch.frombuffer(
+            memory, dtype=dtype, count=record.nbytes // dtype.itemsize, offset=start
+        )
         yield name, flat.view(record.shape)
 
 

@@ -1,5 +1,6 @@
-"""Loads a policy model in Hugging Face layout; makes the pixels and positions on which engine and trainer must agree. How a model
-takes images is said of its family (rayloop/core/model_families.py)."""
+"""Loads a policy model in Hugging Face layout; makes the pixels and positions on which engine and
+trainer must agree. How a model takes images is said of its family (rayloop/core/model_families.py).
+"""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,13 +14,29 @@ import transformers
 from PIL import Image, UnidentifiedImageError
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar
-from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
 
-from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure, WeightSyncError, counted
+from rayloop.core.failures import (
+    ConfigError,
+    DataFailure,
+    InfrastructureFailure,
+    WeightSyncError,
+    counted,
+)
 from rayloop.core.files import content
 from rayloop.core.model_families import family, unsupported
 from rayloop.core.model_files import Resolved
@@ -41,10 +58,14 @@ def has_vision(config: PreTrainedConfig) -> bool:
     return "vision_config" in config.sub_configs
 
 
-def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32, weights: bool = True) -> PreTrainedModel:
-    """The model with its pretrained weights, in eval mode on the CPU. ``weights=False``: its parameters are on the device meta,
-    without memory, and not tied; only its buffers have values. Raises ConfigError for a folder that cannot be loaded or lacks
-    weights, and for an unsupported vision model."""
+def load_model(
+    settings: ModelSettings, *, dtype: torch.dtype = torch.float32, weights: bool = True
+) -> PreTrainedModel:
+    """The model with its pretrained weights, in eval mode on the CPU. ``weights=False``: its
+    parameters are on the device meta, without memory, and not tied; only its buffers have values.
+    Raises ConfigError for a folder that cannot be loaded or lacks weights, and for an unsupported
+    vision model.
+    """
     disable_progress_bar()
     settings = settings.here(weights=weights)
     folder = Resolved(Path(settings.path))
@@ -56,24 +77,36 @@ def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32, w
         vision = has_vision(config)
         quantised = "quantization_config" in config.to_dict()
         # The configuration alone decides it, before gigabytes are read.
-        if why := unsupported(config.model_type, vision, config.get_text_config().to_dict(), quantised):
+        if why := unsupported(
+            config.model_type, vision, config.get_text_config().to_dict(), quantised
+        ):
             raise ConfigError(f"model.path {settings.path}: {why}")
         _without_dropout(config)
         auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
         made = {"config": config, "dtype": dtype, "attn_implementation": _attention(config, dtype)}
         if weights:
-            model, report = auto.from_pretrained(settings.path, output_loading_info=True, trust_remote_code=False, **made)
+            model, report = auto.from_pretrained(
+                settings.path, output_loading_info=True, trust_remote_code=False, **made
+            )
         else:
-            from accelerate import init_empty_weights  # a second of imports, for the ranks that need it
+            from accelerate import (
+                init_empty_weights,
+            )  # a second of imports, for the ranks that need it
 
             with init_empty_weights(include_buffers=False):
-                model, report = auto.from_config(trust_remote_code=False, **made), {"missing_keys": ()}
+                model, report = (
+                    auto.from_config(trust_remote_code=False, **made),
+                    {"missing_keys": ()},
+                )
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
-            f"model.path {settings.path} cannot be loaded: {error}. Expected a folder in Hugging Face layout"
+            f"model.path {settings.path} cannot be loaded: {error}. Expected a folder in Hugging"
+            " Face layout"
         ) from error
     if missing := sorted(report["missing_keys"]):
-        raise ConfigError(f"model.path {settings.path} lacks {len(missing)} weights, first {missing[0]}")
+        raise ConfigError(
+            f"model.path {settings.path} lacks {len(missing)} weights, first {missing[0]}"
+        )
     if weights:
         # transformers loads NaN without a word, and the first update would spread it.
         _refuse_nan(model, settings.path)
@@ -88,20 +121,25 @@ def _refuse_nan(model: PreTrainedModel, path: str) -> None:
     wrong = [name for name, parameter in model.named_parameters() if has_nan(parameter)]
     if wrong:
         raise ConfigError(
-            f"model.path {path}: NaN or an infinity in {counted(len(wrong), 'tensor')}, first {wrong[0]}: the weights are not "
-            "finite. Download or merge them again"
+            f"model.path {path}: NaN or an infinity in {counted(len(wrong), 'tensor')}, first"
+            f" {wrong[0]}: the weights are not finite. Download or merge them again"
         )
 
 
 def _without_dropout(config: PreTrainedConfig) -> None:
     """An engine samples without dropout, and an update computes what it sampled from."""
-    for part in (config, *(part for part in vars(config).values() if isinstance(part, PreTrainedConfig))):
+    for part in (
+        config,
+        *(part for part in vars(config).values() if isinstance(part, PreTrainedConfig)),
+    ):
         for name in [name for name in vars(part) if "dropout" in name or name.endswith("pdrop")]:
             setattr(part, name, 0.0)
 
 
 def _patches_by_matmul(model: PreTrainedModel) -> None:
-    """Embed patches by a matrix product: the convolution's kernel is its stride, and its bf16 backward is far slower."""
+    """Embed patches by a matrix product: the convolution's kernel is its stride, and its bf16
+    backward is far slower.
+    """
     embed = model.base_model.visual.patch_embed
 
     def forward(patches: Tensor) -> Tensor:
@@ -112,10 +150,14 @@ def _patches_by_matmul(model: PreTrainedModel) -> None:
 
 
 def _attention(config: PreTrainedConfig, dtype: torch.dtype) -> str:
-    """flash-attention-2 on CUDA when it is installed and the model is text-only, else SDPA; eager where scores are capped."""
+    """flash-attention-2 on CUDA when it is installed and the model is text-only, else SDPA; eager
+    where scores are capped.
+    """
     capped = config.get_text_config().to_dict().get("attn_logit_softcapping") is not None
     flash = torch.cuda.is_available() and is_flash_attn_2_available() and dtype == torch.bfloat16
-    return "flash_attention_2" if flash and not has_vision(config) else "eager" if capped else "sdpa"
+    return (
+        "flash_attention_2" if flash and not has_vision(config) else "eager" if capped else "sdpa"
+    )
 
 
 def tensor_cache(limit: int = 256 << 20) -> Cache[str, Tensor]:
@@ -129,25 +171,47 @@ def image_limits(settings: ModelSettings, config: PreTrainedConfig) -> dict[str,
     if known.images == "tiles":
         tiles = image_geometry(config.to_dict(), settings.min_pixels, settings.max_pixels).tiles
         return {"crop_to_patches": True, "min_patches": 1, "max_patches": tiles}
-    return {"size": {"shortest_edge": known.frames * settings.min_pixels, "longest_edge": known.frames * settings.max_pixels}}
+    return {
+        "size": {
+            "shortest_edge": known.frames * settings.min_pixels,
+            "longest_edge": known.frames * settings.max_pixels,
+        }
+    }
 
 
 def in_both_spellings(limits: Mapping[str, Any]) -> dict[str, Any]:
-    """``image_limits`` for a folder that may also have the two numbers outside ``size``, as those of Qwen-VL, which then count."""
+    """``image_limits`` for a folder that may also have the two numbers outside ``size``, as those
+    of Qwen-VL, which then count.
+    """
     size = limits.get("size")
-    return {**limits, **({"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]} if size else {})}
+    return {
+        **limits,
+        **(
+            {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+            if size
+            else {}
+        ),
+    }
 
 
 class Vision:
-    """Turns encoded images into the model's patches, alike in engine and trainer. Decoded images are cached by content."""
+    """Turns encoded images into the model's patches, alike in engine and trainer.
+
+    Decoded images are cached by content.
+    """
 
     def __init__(self, settings: ModelSettings, config: PreTrainedConfig) -> None:
         settings = settings.here(weights=False)
-        processor, limits = getattr(transformers, family(config.model_type).processor), image_limits(settings, config)
+        processor, limits = (
+            getattr(transformers, family(config.model_type).processor),
+            image_limits(settings, config),
+        )
         try:
             self._processor = processor.from_pretrained(settings.path, **in_both_spellings(limits))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"model.path {settings.path}: no usable preprocessor_config.json: {error}") from error
+            raise ConfigError(
+                f"model.path {settings.path}: no usable preprocessor_config.json: {error}"
+            ) from error
         self._geometry = image_geometry(config.to_dict(), settings.min_pixels, settings.max_pixels)
         self._cache = tensor_cache()
         self._config = config.vision_config
@@ -156,13 +220,19 @@ class Vision:
         """Pixels, grid and number of tokens of the smallest image that there can be."""
         cut, vision = self._geometry, self._config
         side = cut.tile // cut.patch or cut.merge
-        shape = (1, 3, cut.tile, cut.tile) if cut.tile else (side**2, 3 * vision.temporal_patch_size * cut.patch**2)
+        shape = (
+            (1, 3, cut.tile, cut.tile)
+            if cut.tile
+            else (side**2, 3 * vision.temporal_patch_size * cut.patch**2)
+        )
         return torch.zeros(shape), (1, side, side), (side // cut.merge) ** 2
 
     def pixels(self, ref: ImageRef, data: bytes | None = None) -> Tensor:
-        """Normalised patches [t * h * w, channels * temporal_patch * patch²], or tiles [t, channels, side, side], float32. Without
-        ``data`` the image is read from ``ref.path``. Raises DataFailure when it is missing, corrupt, not the image of
-        ``ref.sha256``, or of another grid than ``ref.grid``; InfrastructureFailure when the file system fails."""
+        """Normalised patches [t * h * w, channels * temporal_patch * patch²], or tiles [t,
+        channels, side, side], float32. Without ``data`` the image is read from ``ref.path``. Raises
+        DataFailure when it is missing, corrupt, not the image of ``ref.sha256``, or of another grid
+        than ``ref.grid``; InfrastructureFailure when the file system fails.
+        """
         return self._cache.made(ref.sha256, lambda: self._made(ref, data))
 
     def _made(self, ref: ImageRef, data: bytes | None) -> Any:
@@ -181,7 +251,10 @@ class Vision:
         # The prompt has as many image tokens as its grid
         # says: another grid would shift all that follow.
         if grid != tuple(ref.grid):
-            raise DataFailure(name, f"the processor's grid is {grid}, the prompt was rendered for {tuple(ref.grid)}")
+            raise DataFailure(
+                name,
+                f"the processor's grid is {grid}, the prompt was rendered for {tuple(ref.grid)}",
+            )
         return pixels
 
 
@@ -190,8 +263,11 @@ def _name(ref: ImageRef) -> str:
 
 
 def read_image(ref: ImageRef, data: bytes | None = None) -> bytes:
-    """The encoded image: ``data``, or what is at ``ref.path``. Raises DataFailure when it is missing or not the one that
-    ``ref.sha256`` names, InfrastructureFailure when the file system fails."""
+    """The encoded image: ``data``, or what is at ``ref.path``.
+
+    Raises DataFailure when it is missing or not the one that ``ref.sha256`` names,
+    InfrastructureFailure when the file system fails.
+    """
     name = _name(ref)
     if data is None:
         if ref.path is None:
@@ -213,67 +289,97 @@ def load_vision(settings: ModelSettings, config: PreTrainedConfig) -> Vision | N
 
 
 def image_features(model: PreTrainedModel, pixels: Tensor, grids: Tensor) -> Sequence[Tensor]:
-    """Of each image [tokens, hidden]; ``pixels`` of all after each other, ``grids`` [n, 3] int64 on the CPU. Only for a ``pooled``
-    family."""
+    """Of each image [tokens, hidden]; ``pixels`` of all after each other, ``grids`` [n, 3] int64 on
+    the CPU. Only for a ``pooled`` family.
+    """
     if family(model.config.model_type).images == "tiles":
         made: Tensor = model.get_image_features(pixels, return_dict=True).pooler_output
         return [tiles.flatten(0, 1) for tiles in made.split(grids[:, 0].tolist())]
     places = _tower_places(model, grids, pixels.device)
     grids = grids if places else grids.to(pixels.device)
-    features: Sequence[Tensor] = model.get_image_features(pixels, grids, return_dict=True, **places).pooler_output
+    features: Sequence[Tensor] = model.get_image_features(
+        pixels, grids, return_dict=True, **places
+    ).pooler_output
     return features
 
 
 def _tower_places(model: PreTrainedModel, grids: Tensor, device: torch.device) -> dict[str, Tensor]:
-    """What a tower of Qwen2-VL and Qwen2.5-VL computes from ``grids`` [n, 3] before its layers, from a copy on the CPU: on a GPU it
-    would wait six times for the device. Nothing for other towers."""
+    """What a tower of Qwen2-VL and Qwen2.5-VL computes from ``grids`` [n, 3] before its layers,
+    from a copy on the CPU: on a GPU it would wait six times for the device. Nothing for other
+    towers.
+    """
     tower = model.base_model.visual
     if model.config.model_type not in ("qwen2_vl", "qwen2_5_vl") or not packs_images(model):
         return {}
     merge = tower.spatial_merge_size
     rows = get_vision_position_ids(grids, merge)
-    places = {"position_ids": rows.to(device, non_blocking=True), "cu_seqlens": get_vision_cu_seqlens(grids)}
+    places = {
+        "position_ids": rows.to(device, non_blocking=True),
+        "cu_seqlens": get_vision_cu_seqlens(grids),
+    }
     if model.config.model_type == "qwen2_5_vl":
         index, windows = get_vision_window_index(grids, merge, tower.window_size, tower.patch_size)
-        places |= {"window_index": index.to(device, non_blocking=True), "cu_window_seqlens": windows}
+        places |= {
+            "window_index": index.to(device, non_blocking=True),
+            "cu_window_seqlens": windows,
+        }
     return places
 
 
 def positions(model: PreTrainedModel, token_ids: Tensor, grids: Tensor) -> Tensor:
-    """Position ids of one whole sequence: [4, T] (text, then M-RoPE's t, h, w) for a model of images as patches, else [1, T].
-    ``token_ids`` [T] int64, expanded; ``grids`` [n, 3] int64, in order. Raises DataFailure when tokens and grids disagree."""
+    """Position ids of one whole sequence: [4, T] (text, then M-RoPE's t, h, w) for a model of
+    images as patches, else [1, T]. ``token_ids`` [T] int64, expanded; ``grids`` [n, 3] int64, in
+    order. Raises DataFailure when tokens and grids disagree.
+    """
     text = torch.arange(len(token_ids), device=token_ids.device)[None]
     config = model.config
     if not has_vision(config):
         return text
-    image, patches = token_ids == config.image_token_id, family(config.model_type).images == "patches"
-    merge = config.vision_config.spatial_merge_size if patches else round(1 / config.downsample_ratio)
+    image, patches = (
+        token_ids == config.image_token_id,
+        family(config.model_type).images == "patches",
+    )
+    merge = (
+        config.vision_config.spatial_merge_size if patches else round(1 / config.downsample_ratio)
+    )
     expected = int(grids.prod(-1).sum()) // merge**2
     if int(image.sum()) != expected:
-        raise DataFailure("token sequence", f"{int(image.sum())} image tokens, but the grids {grids.tolist()} need {expected}")
+        raise DataFailure(
+            "token sequence",
+            f"{int(image.sum())} image tokens, but the grids {grids.tolist()} need {expected}",
+        )
     if not patches:
         return text
     if not len(grids):
         return text.expand(4, -1)
-    rotary, _ = model.base_model.get_rope_index(token_ids[None], mm_token_type_ids=image[None].int(), image_grid_thw=grids)
+    rotary, _ = model.base_model.get_rope_index(
+        token_ids[None], mm_token_type_ids=image[None].int(), image_grid_thw=grids
+    )
     return torch.cat([text, rotary[:, 0]])
 
 
 def checkpoint_names(model: PreTrainedModel) -> dict[str, str]:
-    """The model's parameter names mapped to those of its Hugging Face checkpoint; a tied head is listed once, and experts by the
-    name that all of a layer have here. Raises ConfigError for a model whose checkpoint is else no renaming of its parameters."""
+    """The model's parameter names mapped to those of its Hugging Face checkpoint; a tied head is
+    listed once, and experts by the name that all of a layer have here. Raises ConfigError for a
+    model whose checkpoint is else no renaming of its parameters.
+    """
     every = [name for name, _ in model.named_parameters()]
     fused = FUSED if family(model.config.model_type).experts else ()
     names = [name for name in every if not name.endswith(fused)]
     try:
         # A number stands for each tensor: where it comes out shows its name in the checkpoint. Two
         # elements show a merge by their shape.
-        tags = revert_weight_conversion(model, {name: torch.tensor([i, i]) for i, name in enumerate(names)})
+        tags = revert_weight_conversion(
+            model, {name: torch.tensor([i, i]) for i, name in enumerate(names)}
+        )
     except (IndexError, RuntimeError, ValueError):  # a conversion of tensors of other shapes
         tags = {}
     by_index = {int(tag[0]): name for name, tag in tags.items() if tag.shape == (2,)}
     if sorted(by_index) != list(range(len(names))):
-        raise ConfigError(f"{type(model).__name__}: its checkpoint merges or splits parameters, which a weight sync cannot send")
+        raise ConfigError(
+            f"{type(model).__name__}: its checkpoint merges or splits parameters, which a weight"
+            " sync cannot send"
+        )
     return {name: name for name in every} | {name: by_index[i] for i, name in enumerate(names)}
 
 
@@ -286,16 +392,24 @@ def hf_state(model: PreTrainedModel) -> dict[str, Tensor]:
     return tensors
 
 
-def copy_weights(manifest: Manifest, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-    """Verify the weights, then copy them into ``parameters`` (see ``hf_state``) in place, converted to their dtype. Raises
-    WeightSyncError, also for weights of another model; nothing is copied then."""
+def copy_weights(
+    manifest: Manifest, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+) -> None:
+    """Verify the weights, then copy them into ``parameters`` (see ``hf_state``) in place, converted
+    to their dtype. Raises WeightSyncError, also for weights of another model; nothing is copied
+    then.
+    """
     # All checks come before the first copy: half of
     # the new weights would be worse than the old ones.
     verify(manifest, tensors)
 
     # A tensor that is left out would keep the old weights without a sign.
     missing, unknown = parameters.keys() - tensors.keys(), tensors.keys() - parameters.keys()
-    shapes = [name for name in parameters.keys() & tensors.keys() if parameters[name].shape != tensors[name].shape]
+    shapes = [
+        name
+        for name in parameters.keys() & tensors.keys()
+        if parameters[name].shape != tensors[name].shape
+    ]
     if missing or unknown or shapes:
         raise WeightSyncError(
             f"version {manifest.version} is of another model than the engine's: "
@@ -306,7 +420,9 @@ def copy_weights(manifest: Manifest, tensors: Mapping[str, Tensor], parameters: 
 
 
 def model_groups(names: Iterable[str]) -> dict[str, list[str]]:
-    """Checkpoint names by part of the model, for the self-test of the weight sync; parts that do not occur are left out."""
+    """Checkpoint names by part of the model, for the self-test of the weight sync; parts that do
+    not occur are left out.
+    """
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(_part(name), []).append(name)
@@ -322,19 +438,25 @@ def _part(name: str) -> str:
 
 
 def collapsed(prompt: TokenPrompt, image_token: int | None, *, around: bool = False) -> list[int]:
-    """The prompt's tokens with one image token per image, ``around``: it also stands for the token on each side; ``image_token``
-    None: the model is text-only. Raises DataFailure for a prompt without tokens, or with more or fewer image tokens than needed."""
+    """The prompt's tokens with one image token per image, ``around``: it also stands for the token
+    on each side; ``image_token`` None: the model is text-only. Raises DataFailure for a prompt
+    without tokens, or with more or fewer image tokens than needed.
+    """
     if not prompt.token_ids:
         raise DataFailure("prompt", "it has no tokens")
     if image_token is None:
         if prompt.images:
-            raise DataFailure("prompt", f"it has {len(prompt.images)} images, but the model is text-only")
+            raise DataFailure(
+                "prompt", f"it has {len(prompt.images)} images, but the model is text-only"
+            )
         return list(prompt.token_ids)
     ids = np.array(prompt.token_ids)
     where = np.flatnonzero(ids == image_token)
     counts = [image.ref.tokens for image in prompt.images]
     if len(where) != sum(counts):
-        raise DataFailure("prompt", f"{len(where)} image tokens, but its {len(counts)} images need {sum(counts)}")
+        raise DataFailure(
+            "prompt", f"{len(where)} image tokens, but its {len(counts)} images need {sum(counts)}"
+        )
     ends = np.cumsum([0, *counts])
     # The first token of each image stays; the engine expands it again to as many as its grid needs.
     gone: list[npt.NDArray[np.int64]] = [np.delete(where, ends[:-1])]
@@ -345,8 +467,10 @@ def collapsed(prompt: TokenPrompt, image_token: int | None, *, around: bool = Fa
 
 
 def picture(image: PromptImage, patch: int) -> Image.Image:
-    """Returns the image in the size that the model sees, ``patch`` pixels for each patch of its grid, so that an engine does not
-    resize it; as it is with 0. Raises DataFailure, InfrastructureFailure. Takes 0.2 s for 8 megapixels."""
+    """Returns the image in the size that the model sees, ``patch`` pixels for each patch of its
+    grid, so that an engine does not resize it; as it is with 0. Raises DataFailure,
+    InfrastructureFailure. Takes 0.2 s for 8 megapixels.
+    """
     if not patch:
         return decode(read_image(image.ref, image.data))
     size = (image.ref.grid[2] * patch, image.ref.grid[1] * patch)
@@ -354,7 +478,10 @@ def picture(image: PromptImage, patch: int) -> Image.Image:
 
 
 def as_saved(layout: str, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The tensor under the names of the checkpoint, as views of it. ``layout``: of the family (``ModelFamily.experts``)."""
+    """The tensor under the names of the checkpoint, as views of it.
+
+    ``layout``: of the family (``ModelFamily.experts``).
+    """
     if not layout or not name.endswith(FUSED):
         return {name: tensor}
     if layout == "transposed":

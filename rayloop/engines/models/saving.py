@@ -17,9 +17,13 @@ from rayloop.engines.settings import ModelSettings
 from rayloop.transports.manifest import DTYPES
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack")
-"""How files end that hold weights, in any format; those of the source are not those that are written."""
+"""How files end that hold weights, in any format; those of the source are not those that are
+written.
+"""
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-"""Where folders keep the settings of their image processor: at the top, or of the second under ``image_processor``."""
+"""Where folders keep the settings of their image processor: at the top, or of the second under
+``image_processor``.
+"""
 
 
 def save_model(
@@ -31,16 +35,20 @@ def save_model(
     limits: ModelSettings | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write ``tensors`` (checkpoint names) as a model folder, with the other files of the folder ``source``. ``dtype``: float32 or
-    bfloat16, None: the tensors' own, which is one. ``limits``: the run's, for the image processor and ``generate``: the model then
-    sees pictures at the sizes that it was trained with, and ends answers where it did. ``config``: keys of config.json that change,
-    also in the language model's part."""
+    """Write ``tensors`` (checkpoint names) as a model folder, with the other files of the folder
+    ``source``. ``dtype``: float32 or bfloat16, None: the tensors' own, which is one. ``limits``:
+    the run's, for the image processor and ``generate``: the model then sees pictures at the sizes
+    that it was trained with, and ends answers where it did. ``config``: keys of config.json that
+    change, also in the language model's part.
+    """
     target.mkdir(parents=True, exist_ok=True)
     if dtype is not None:
         tensors = {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}
     for file in Path(source).iterdir():
         # An index or adapters of the source would make loaders look for its weights.
-        weights = file.suffix in WEIGHTS or file.name.endswith(".index.json") or file.name == ADAPTERS[0]
+        weights = (
+            file.suffix in WEIGHTS or file.name.endswith(".index.json") or file.name == ADAPTERS[0]
+        )
         if file.is_file() and not weights:
             shutil.copyfile(file, target / file.name)
     (kept,) = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
@@ -48,8 +56,14 @@ def save_model(
     if limits is not None:
         _set_limits(target, limits)
         _set_ends(target, limits)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / WHOLE_MODEL, {"format": "pt"})
-    shutil.copymode(target / "config.json", target / WHOLE_MODEL)  # as the umask says; safetensors makes files private
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        target / WHOLE_MODEL,
+        {"format": "pt"},
+    )
+    shutil.copymode(
+        target / "config.json", target / WHOLE_MODEL
+    )  # as the umask says; safetensors makes files private
 
 
 def _change_config(file: Path, dtype: str, changes: Mapping[str, Any]) -> None:
@@ -79,13 +93,16 @@ def _set_limits(folder: Path, settings: ModelSettings) -> None:
 
 
 def _set_ends(folder: Path, settings: ModelSettings) -> None:
-    """Let transformers and vLLM end an answer at the tokens at which the run did: a template may end turns with another one than
-    the base model's texts."""
+    """Let transformers and vLLM end an answer at the tokens at which the run did: a template may
+    end turns with another one than the base model's texts.
+    """
     file = folder / "generation_config.json"
     described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text = described.get("text_config") or described
     # A new file hides what transformers would otherwise take from config.json.
-    kept = {name: text[name] for name in ("bos_token_id", "pad_token_id") if text.get(name) is not None}
+    kept = {
+        name: text[name] for name in ("bos_token_id", "pad_token_id") if text.get(name) is not None
+    }
     found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else kept
     _write(file, {**found, "eos_token_id": sorted(Renderer(settings).end_tokens)})
 

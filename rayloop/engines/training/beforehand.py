@@ -1,5 +1,6 @@
-"""What an update must know of the tokens of other micro-batches and other ranks before the loss of any. With it an update does not
-depend on how it is cut."""
+"""What an update must know of the tokens of other micro-batches and other ranks before the loss of
+any. With it an update does not depend on how it is cut.
+"""
 
 import dataclasses
 from collections import defaultdict
@@ -16,8 +17,9 @@ from rayloop.grpo.losses.surrogates import Elsewhere
 
 
 def contributing(samples: Sequence[TrainSample], loss: LossSettings) -> list[TrainSample]:
-    """Without a KL and an entropy term, trajectories with advantage 0 have no gradient and need no forward pass: all shipped losses
-    are proportional to it."""
+    """Without a KL and an entropy term, trajectories with advantage 0 have no gradient and need no
+    forward pass: all shipped losses are proportional to it.
+    """
     every = loss.uses_kl or loss.uses_entropy or isinstance(loss, OwnLoss)
     return [s for s in samples if every or s.teaches]
 
@@ -28,8 +30,10 @@ def is_needed(loss: LossSettings) -> bool:
 
 
 def to_score(samples: Sequence[TrainSample], loss: LossSettings) -> list[TrainSample]:
-    """The samples whose log-probs and entropies must be known first: all for ``top_entropy_quantile``; those of trajectories with
-    several sequences for a loss that looks at whole trajectories."""
+    """The samples whose log-probs and entropies must be known first: all for
+    ``top_entropy_quantile``; those of trajectories with several sequences for a loss that looks at
+    whole trajectories.
+    """
     if loss.top_entropy_quantile < 1:
         return list(samples)
     if loss.looks_at_trajectories:
@@ -38,9 +42,15 @@ def to_score(samples: Sequence[TrainSample], loss: LossSettings) -> list[TrainSa
 
 
 def completed(
-    samples: Sequence[TrainSample], scored: Sequence[TrainSample], scores: Sequence[Scores], loss: LossSettings
+    samples: Sequence[TrainSample],
+    scored: Sequence[TrainSample],
+    scores: Sequence[Scores],
+    loss: LossSettings,
 ) -> list[TrainSample]:
-    """The samples with ``chosen`` and ``elsewhere``. ``scores``: of the samples ``scored``. Collective."""
+    """The samples with ``chosen`` and ``elsewhere``.
+
+    ``scores``: of the samples ``scored``. Collective.
+    """
     found = dict(zip(map(id, scored), scores, strict=True))
 
     # The quantile is the whole update's, and finding it
@@ -48,7 +58,9 @@ def completed(
     bound = None
     if loss.top_entropy_quantile < 1:
         learning = [found[id(s)].entropy for s in samples if s.streams.rl]
-        bound = entropy_bound(everywhere([e for e in learning if e is not None]), loss.top_entropy_quantile)
+        bound = entropy_bound(
+            everywhere([e for e in learning if e is not None]), loss.top_entropy_quantile
+        )
     sequences = defaultdict[int, list[TrainSample]](list)
     for sample in samples:
         if loss.looks_at_trajectories and 0 < sample.share < 1:

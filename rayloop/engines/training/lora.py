@@ -1,5 +1,6 @@
-"""What is trained of a model: low-rank adapters, or parts of it. peft is imported where it is used: a trainer without adapters
-starts without it."""
+"""What is trained of a model: low-rank adapters, or parts of it. peft is imported where it is used:
+a trainer without adapters starts without it.
+"""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -19,11 +20,16 @@ logger = logging.getLogger(__name__)
 ADAPTER = "default"
 
 
-def choose_trainable(model: PreTrainedModel, settings: FsdpSettings, names: Mapping[str, str], *, recomputes: bool) -> None:
-    """Apply freezing, adapters and, if it ``recomputes``, gradient checkpointing to a model as loaded. ``names``: its parameters'
-    checkpoint names. Raises ConfigError."""
+def choose_trainable(
+    model: PreTrainedModel, settings: FsdpSettings, names: Mapping[str, str], *, recomputes: bool
+) -> None:
+    """Apply freezing, adapters and, if it ``recomputes``, gradient checkpointing to a model as
+    loaded. ``names``: its parameters' checkpoint names. Raises ConfigError.
+    """
     if settings.train_vision is not None and not has_vision(model.config):
-        raise ConfigError("policy.engine.train_vision: the model has no vision tower. Leave the key out")
+        raise ConfigError(
+            "policy.engine.train_vision: the model has no vision tower. Leave the key out"
+        )
     model.requires_grad_(True)
     if settings.lora is not None:
         add_adapters(model, settings.lora, settings.trains_vision, names)
@@ -36,12 +42,20 @@ def choose_trainable(model: PreTrainedModel, settings: FsdpSettings, names: Mapp
         # The reentrant kind gives no gradient when its
         # inputs have none, as behind a frozen embedding.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.disable_input_require_grads()  # else a frozen tower keeps its activations, and has a backward pass
+        # else a frozen tower keeps its activations, and has a backward pass
+        model.disable_input_require_grads()
 
 
-def add_adapters(model: PreTrainedModel, settings: LoraSettings, vision: bool, checkpoint_names: Mapping[str, str]) -> None:
-    """Freeze the model and put adapters on its linear layers named in ``targets``, in place; on those of the vision tower, partly
-    of the same names, only with ``vision``. Raises ConfigError when there is no layer to adapt."""
+def add_adapters(
+    model: PreTrainedModel,
+    settings: LoraSettings,
+    vision: bool,
+    checkpoint_names: Mapping[str, str],
+) -> None:
+    """Freeze the model and put adapters on its linear layers named in ``targets``, in place; on
+    those of the vision tower, partly of the same names, only with ``vision``. Raises ConfigError
+    when there is no layer to adapt.
+    """
     from peft import LoraConfig, inject_adapter_in_model
 
     groups = model_groups(checkpoint_names.values())
@@ -50,17 +64,25 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, vision: bool, c
     linear = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and (vision or checkpoint_names[f"{name}.weight"] not in in_vision)
+        if isinstance(module, nn.Linear)
+        and module is not head
+        and (vision or checkpoint_names[f"{name}.weight"] not in in_vision)
     ]
 
     # Like peft's ``all-linear``, which leaves the head out, where a model has other names.
     targets = [name for name in linear if name.rpartition(".")[2] in settings.targets] or linear
     if not targets:
-        raise ConfigError(f"policy.engine.lora: {type(model).__name__} has no linear layer to adapt")
+        raise ConfigError(
+            f"policy.engine.lora: {type(model).__name__} has no linear layer to adapt"
+        )
     if experts(model.config.get_text_config().to_dict()):
         logger.warning("policy.engine.lora: %s", UNADAPTED)
     config = LoraConfig(
-        r=settings.rank, lora_alpha=settings.alpha, lora_dropout=settings.dropout, target_modules=targets, bias="none"
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=targets,
+        bias="none",
     )
     # This is done in place: a PeftModel around the model
     # would rename its parameters and hide its blocks.
@@ -69,7 +91,10 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, vision: bool, c
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """The model without its adapters: their scale is 0 inside. (peft's own switch also changes ``requires_grad``.)"""
+    """The model without its adapters: their scale is 0 inside.
+
+    (peft's own switch also changes ``requires_grad``.)
+    """
     from peft.tuners.lora import LoraLayer
 
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
@@ -93,7 +118,9 @@ def base_name(name: str) -> str:
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
-    """Names of the two adapter matrices, down [rank, in] and up [out, rank], of the weight with this base name."""
+    """Names of the two adapter matrices, down [rank, in] and up [out, rank], of the weight with
+    this base name.
+    """
     layer = weight.removesuffix(".weight")
     return f"{layer}.lora_A.{ADAPTER}.weight", f"{layer}.lora_B.{ADAPTER}.weight"
 

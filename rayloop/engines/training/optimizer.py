@@ -1,4 +1,6 @@
-"""The optimizer of a sharded model: learning-rate schedule, clipping, and skipping of updates that are not finite."""
+"""The optimizer of a sharded model: learning-rate schedule, clipping, and skipping of updates that
+are not finite.
+"""
 
 import math
 from collections.abc import Mapping
@@ -14,15 +16,19 @@ from rayloop.engines.settings import OptimizerSettings
 from rayloop.engines.training.sharding import local
 
 MAX_SKIPPED = 3
-"""Updates in a row that may be skipped because the gradient is not finite; one more raises Diverged."""
+"""Updates in a row that may be skipped because the gradient is not finite; one more raises
+Diverged.
+"""
 
 DECAY = 0.3
 """Share of a wsd schedule's length over which it decays, at its end."""
 
 
 def learning_rate(settings: OptimizerSettings, update: int) -> float:
-    """Learning rate of update number ``update`` (from 0): linear warm-up, then the schedule down to 0. wsd is the warm-up, stable,
-    decay schedule of Hu et al. 2024 (arXiv:2404.06395, section 4.2) with a linear decay."""
+    """Learning rate of update number ``update`` (from 0): linear warm-up, then the schedule down to
+    0. wsd is the warm-up, stable, decay schedule of Hu et al. 2024 (arXiv:2404.06395, section 4.2)
+    with a linear decay.
+    """
     if update < settings.warmup_steps:
         return settings.lr * (update + 1) / settings.warmup_steps
     if settings.schedule == "constant" or settings.total_updates is None:
@@ -41,7 +47,9 @@ def learning_rate(settings: OptimizerSettings, update: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """``grad_norm`` is the global norm before clipping; ``applied`` is False when it was not finite."""
+    """``grad_norm`` is the global norm before clipping; ``applied`` is False when it was not
+    finite.
+    """
 
     grad_norm: float
     lr: float
@@ -49,17 +57,23 @@ class OptimizerStep:
 
 
 class Optimizer:
-    """Updates ``parameters`` (sharded by FSDP over all ranks of the default process group, of which there may be ``replicas``) from
-    their gradients."""
+    """Updates ``parameters`` (sharded by FSDP over all ranks of the default process group, of which
+    there may be ``replicas``) from their gradients.
+    """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings, replicas: int = 1) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings, replicas: int = 1
+    ) -> None:
         self._parameters = dict(parameters)
         self._settings, self._replicas = settings, replicas
         self._optimizer = _make(list(parameters.values()), settings)
         self.updates = self._skipped = 0
 
     def step(self) -> OptimizerStep:
-        """One update; gradients are gone afterwards. Raises Diverged when too many in a row were not finite."""
+        """One update; gradients are gone afterwards.
+
+        Raises Diverged when too many in a row were not finite.
+        """
         gradients = [local(p.grad) for p in self._parameters.values() if p.grad is not None]
         # Replicas hold equal gradients after their sum, so the
         # squares of all ranks count each of them that often.
@@ -81,8 +95,8 @@ class Optimizer:
         self._optimizer.zero_grad()
         if self._skipped > MAX_SKIPPED:
             raise Diverged(
-                f"the gradient was not finite in {self._skipped} updates in a row (after {self.updates} good ones). "
-                "Lower policy.optimizer.lr, or inspect the last batch"
+                f"the gradient was not finite in {self._skipped} updates in a row (after"
+                f" {self.updates} good ones). Lower policy.optimizer.lr, or inspect the last batch"
             )
         return OptimizerStep(norm, lr, applied)
 
@@ -96,17 +110,30 @@ class Optimizer:
         self._optimizer.zero_grad()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """The optimizer's own tensors by parameter name, to be saved, or overwritten in place by a load."""
-        return {name: dict(self._optimizer.state[p]) for name, p in self._parameters.items() if self._optimizer.state[p]}
+        """The optimizer's own tensors by parameter name, to be saved, or overwritten in place by a
+        load.
+        """
+        return {
+            name: dict(self._optimizer.state[p])
+            for name, p in self._parameters.items()
+            if self._optimizer.state[p]
+        }
 
 
 def _make(parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
     if settings.kind == "sgd":
         return torch.optim.SGD(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
     adamw = torch.optim.AdamW(  # arXiv:1711.05101
-        parameters, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay, fused=True
+        parameters,
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        fused=True,
     )
-    for parameter in parameters:  # as AdamW itself does at its first step, but there before it, for save and load
+    for parameter in (
+        parameters
+    ):  # as AdamW itself does at its first step, but there before it, for save and load
         adamw.state[parameter] = {
             # The fused kernel wants the number of steps on the parameter's device.
             "step": torch.tensor(0.0, device=parameter.device),
@@ -118,6 +145,8 @@ def _make(parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch.
 
 def _global_norm(shards: list[Tensor]) -> float:
     """L2 norm over the shards of all ranks; NaN and infinity pass through. Collective."""
-    square = get_total_norm(shards).double().square() if shards else torch.zeros((), dtype=torch.float64)
+    square = (
+        get_total_norm(shards).double().square() if shards else torch.zeros((), dtype=torch.float64)
+    )
     dist.all_reduce(square)
     return math.sqrt(square.item())

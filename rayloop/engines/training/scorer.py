@@ -1,4 +1,6 @@
-"""Log-probs of sampled tokens under a Hugging Face model (docs/algorithm.md, section 1); old, current and reference log-probs."""
+"""Log-probs of sampled tokens under a Hugging Face model (docs/algorithm.md, section 1); old,
+current and reference log-probs.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -28,15 +30,22 @@ class Scores(NamedTuple):
     """Output of ``Scorer``; a tuple, because FSDP finds the tensors of an output through pytrees."""
 
     logprobs: Tensor  # [N] float32
-    entropy: Tensor | None  # [N] float32, in nats, of the masked distribution: with top_p or top_k over the kept tokens
+    entropy: (
+        Tensor | None
+    )  # [N] float32, in nats, of the masked distribution: with top_p or top_k over the kept tokens
 
 
 class Scorer(nn.Module):
-    """A language model with its head, called on packed batches. ``chunk``: positions whose logits exist at a time.
-    ``learns_entropy``: the entropy has a gradient; otherwise it is measured only. ``together``: ranks in a row that share rows:
-    each returns all log-probs, and gets the sum of the gradients that the others have of its own."""
+    """A language model with its head, called on packed batches.
 
-    def __init__(self, model: Any, chunk: int, *, learns_entropy: bool = False, together: int = 1) -> None:
+    ``chunk``: positions whose logits exist at a time. ``learns_entropy``: the entropy has a
+    gradient; otherwise it is measured only. ``together``: ranks in a row that share rows: each
+    returns all log-probs, and gets the sum of the gradients that the others have of its own.
+    """
+
+    def __init__(
+        self, model: Any, chunk: int, *, learns_entropy: bool = False, together: int = 1
+    ) -> None:
         super().__init__()
         use_packed(model)
         for layer in model.modules():
@@ -48,7 +57,9 @@ class Scorer(nn.Module):
         self.ranks = SequenceGroup.join(together, model) if together > 1 else None
 
     def forward(self, batch: Batch, *, entropy: bool = False) -> Scores:
-        """Log-probs of ``batch.targets``, and the entropy of the distributions they were drawn from."""
+        """Log-probs of ``batch.targets``, and the entropy of the distributions they were drawn
+        from.
+        """
         row = self.ranks.split(batch) if self.ranks else None
         batch = row.own() if row else batch
         hidden = self.hidden(batch, row)
@@ -61,16 +72,23 @@ class Scorer(nn.Module):
 
     def hidden(self, batch: Batch, row: SplitRow | None = None) -> Tensor:
         """Last hidden states [T, H], of the slice [t, H] of a ``row``."""
-        # Packing works only without a mask and without a cache; otherwise samples silently attend to each other.
-        # Text models take [1, T] ids; models with M-RoPE cut row 0 of [4, 1, T] off to find where a sample begins.
+        # Packing works only without a mask and without a cache; otherwise samples silently attend
+        # to each other. Text models take [1, T] ids; models with M-RoPE cut row 0 of [4, 1, T] off
+        # to find where a sample begins.
         positions = batch.position_ids[0] if len(batch.position_ids) == 1 else batch.position_ids
-        inputs: dict[str, Any] = self._inputs(batch, row) | ({"starts": batch.starts} if shares_prompts(self.model) else {})
+        inputs: dict[str, Any] = self._inputs(batch, row) | (
+            {"starts": batch.starts} if shares_prompts(self.model) else {}
+        )
         if row:
             positions, inputs["row"] = positions[..., row.slice], row
-        return self.model.base_model(position_ids=positions, attention_mask=None, use_cache=False, **inputs).last_hidden_state[0]
+        return self.model.base_model(
+            position_ids=positions, attention_mask=None, use_cache=False, **inputs
+        ).last_hidden_state[0]
 
     def _inputs(self, batch: Batch, row: SplitRow | None) -> dict[str, Tensor]:
-        """The tokens and images of the whole row or its slice; an image that several samples have is encoded once."""
+        """The tokens and images of the whole row or its slice; an image that several samples have
+        is encoded once.
+        """
         ids = batch.token_ids[:, row.slice] if row else batch.token_ids
         if batch.pixel_values is None or batch.image_grid is None or batch.image_index is None:
             return {"input_ids": ids}
@@ -86,13 +104,21 @@ class Scorer(nn.Module):
         # Images follow the order of the row, where one of several samples appears several times.
         images = torch.cat([encoded[i] for i in batch.image_index.tolist()]).to(embeddings.dtype)
         if row:
-            first, end = torch.searchsorted(places, torch.tensor([row.slice.start, row.slice.stop])).tolist()
+            first, end = torch.searchsorted(
+                places, torch.tensor([row.slice.start, row.slice.stop])
+            ).tolist()
             images, places = images[first:end], places[first:end] - row.slice.start
-        return {"inputs_embeds": embeddings.index_copy(1, places.to(ids.device, non_blocking=True), images[None])}
+        return {
+            "inputs_embeds": embeddings.index_copy(
+                1, places.to(ids.device, non_blocking=True), images[None]
+            )
+        }
 
 
 class TokenScorer(nn.Module):
-    """The head of ``Scorer``: a unit of FSDP, whose weights are gathered once in each pass for all chunks."""
+    """The head of ``Scorer``: a unit of FSDP, whose weights are gathered once in each pass for all
+    chunks.
+    """
 
     def __init__(self, model: Any, chunk: int, learns_entropy: bool) -> None:
         super().__init__()
@@ -104,22 +130,40 @@ class TokenScorer(nn.Module):
         """Log-probs and entropies [N] of last hidden states [N, H]."""
         # An empty batch still makes one (empty) chunk: its log-probs stay connected to the graph.
         *earlier, last = range(0, max(1, len(hidden)), self.chunk)
-        # Each chunk is recomputed in the backward pass, but for the last, which comes first there: [N, vocabulary] is never held.
+        # Each chunk is recomputed in the backward pass, but for the last, which comes first there:
+        # [N, vocabulary] is never held.
         chunks = [
             # The head draws nothing, and saving the random state would wait for the GPU.
-            checkpoint(self._chunk, hidden, batch, slice(i, i + self.chunk), entropy, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(
+                self._chunk,
+                hidden,
+                batch,
+                slice(i, i + self.chunk),
+                entropy,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
             for i in earlier
         ]
         chunks.append(self._chunk(hidden, batch, slice(last, last + self.chunk), entropy))
         logprobs, entropies = zip(*chunks, strict=True)
         return torch.cat(logprobs), torch.cat(entropies) if entropy else None
 
-    def _chunk(self, hidden: Tensor, batch: Batch, part: slice, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def _chunk(
+        self, hidden: Tensor, batch: Batch, part: slice, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
         # The engine's sampler computes its log-probs in
         # float32, too; bfloat16 would widen the mismatch.
         logits = self._logits(hidden[part]).float()
         kept = None if batch.kept is None else batch.kept[part]
-        logp = masked_logprobs(logits, batch.temperature[part], batch.ban_end[part], batch.banned_tokens, batch.end_tokens, kept)
+        logp = masked_logprobs(
+            logits,
+            batch.temperature[part],
+            batch.ban_end[part],
+            batch.banned_tokens,
+            batch.end_tokens,
+            kept,
+        )
         chosen = logp.gather(1, batch.targets[part, None])[:, 0]
         if not entropy:
             return chosen, None
@@ -132,7 +176,9 @@ def _tiled(forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     """``forward`` of [..., T, H], tile by tile if T is above ``LONG``."""
     if hidden.shape[-2] <= LONG:
         return forward(hidden)
-    return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in hidden.split(TILE, -2)], -2)
+    return torch.cat(
+        [checkpoint(forward, tile, use_reentrant=False) for tile in hidden.split(TILE, -2)], -2
+    )
 
 
 class _Hidden(tuple[Tensor]):
@@ -148,32 +194,48 @@ class _Hidden(tuple[Tensor]):
 
 
 def logits_of(model: Any, hidden: Tensor) -> Tensor:
-    """Logits [n, V] of last hidden states [n, H], by the model's own forward pass: families scale, cap or shift them there."""
+    """Logits [n, V] of last hidden states [n, H], by the model's own forward pass: families scale,
+    cap or shift them there.
+    """
     below, output = model.base_model, _Hidden((hidden[None],))
     below.forward = lambda *_, **__: output
     try:
-        logits: Tensor = model(input_ids=hidden.new_zeros(1, 0, dtype=torch.int64), use_cache=False).logits[0]
+        logits: Tensor = model(
+            input_ids=hidden.new_zeros(1, 0, dtype=torch.int64), use_cache=False
+        ).logits[0]
     finally:
         del below.forward
     return logits
 
 
 def masked_logprobs(
-    logits: Tensor, temperature: Tensor, ban_end: Tensor, banned_tokens: Tensor, end_tokens: Tensor, kept: Tensor | None = None
+    logits: Tensor,
+    temperature: Tensor,
+    ban_end: Tensor,
+    banned_tokens: Tensor,
+    end_tokens: Tensor,
+    kept: Tensor | None = None,
 ) -> Tensor:
-    """The policy's log-probs [n, V] from logits [n, V] and ``temperature`` [n]; no end tokens where ``ban_end`` [n]. With ``kept``
-    [n, k] over these tokens only, as the engine sampled them (arXiv:2512.02556); a row of -1 keeps all."""
-    # The lowest finite number instead of -inf: the same probabilities, and p * log p stays 0 instead of NaN.
+    """The policy's log-probs [n, V] from logits [n, V] and ``temperature`` [n]; no end tokens where
+    ``ban_end`` [n]. With ``kept`` [n, k] over these tokens only, as the engine sampled them
+    (arXiv:2512.02556); a row of -1 keeps all.
+    """
+    # The lowest finite number instead of -inf: the same probabilities, and p * log p stays 0
+    # instead of NaN.
     lowest = torch.finfo(logits.dtype).min
     never = logits.new_zeros(logits.shape[-1]).index_fill(0, banned_tokens, lowest)
     masked = torch.addcdiv(never, logits, temperature[:, None])
     if end_tokens.numel():
-        early = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device).index_fill(0, end_tokens, True)
+        early = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device).index_fill(
+            0, end_tokens, True
+        )
         masked = masked.masked_fill(ban_end[:, None] & early, lowest)
     if kept is not None:
         # scatter refuses negative indices; the rows of
         # -1, which the clamp falsifies, are exempt below.
-        removed = torch.ones_like(masked, dtype=torch.bool).scatter_(1, kept.long().clamp(min=0), False)
+        removed = torch.ones_like(masked, dtype=torch.bool).scatter_(
+            1, kept.long().clamp(min=0), False
+        )
         removed &= kept[:, :1] >= 0
         masked = masked.masked_fill_(removed, lowest)
     return masked.log_softmax(-1)
@@ -181,10 +243,17 @@ def masked_logprobs(
 
 @torch.no_grad()
 def score(
-    scorer: nn.Module, samples: Sequence[TrainSample], plan: Sequence[Sequence[TrainSample]], batches: Iterable[Batch], *,
+    scorer: nn.Module,
+    samples: Sequence[TrainSample],
+    plan: Sequence[Sequence[TrainSample]],
+    batches: Iterable[Batch],
+    *,
     entropy: bool = False,
-) -> list[Scores]:  # fmt: skip
-    """The scores [N] on the CPU of each of ``samples``. ``plan`` holds each once, ``batches`` its parts; empty ones run too."""
+) -> list[Scores]:
+    """The scores [N] on the CPU of each of ``samples``.
+
+    ``plan`` holds each once, ``batches`` its parts; empty ones run too.
+    """
     scored: dict[int, Scores] = {}
     for group, batch in zip(plan, batches, strict=True):
         found, lengths = scorer(batch, entropy=entropy), [len(sample.predict) for sample in group]
@@ -192,8 +261,12 @@ def score(
         if not group:
             continue
         logprobs = found.logprobs.cpu().split(lengths)
-        entropies = [None] * len(group) if found.entropy is None else found.entropy.cpu().split(lengths)
-        scored |= {id(sample): Scores(*of) for sample, *of in zip(group, logprobs, entropies, strict=True)}
+        entropies = (
+            [None] * len(group) if found.entropy is None else found.entropy.cpu().split(lengths)
+        )
+        scored |= {
+            id(sample): Scores(*of) for sample, *of in zip(group, logprobs, entropies, strict=True)
+        }
     return [scored[id(sample)] for sample in samples]
 
 
@@ -206,10 +279,15 @@ class FrozenScorer:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         loaded = load_model(model, dtype=DTYPES[settings.dtype])
         self._collator = Collator(loaded, model, settings, device)
-        self._scorer = Scorer(loaded, settings.logprob_chunk).to(device).requires_grad_(False).eval()
+        self._scorer = (
+            Scorer(loaded, settings.logprob_chunk).to(device).requires_grad_(False).eval()
+        )
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[npt.NDArray[np.float32]]:
-        """One array [sampled_tokens] per trajectory. Raises DataFailure and ValueError (see Collator.sample)."""
+        """One array [sampled_tokens] per trajectory.
+
+        Raises DataFailure and ValueError (see Collator.sample).
+        """
 
         def scored(segments: Sequence[Trajectory]) -> list[npt.NDArray[np.float32]]:
             samples = [self._collator.sample(TrainItem(segment, 0.0)) for segment in segments]

@@ -14,8 +14,10 @@ from rayloop.grpo.losses.policy import STREAMS, Denominator
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Result of one optimizer update on this rank; ``loss`` is the rank's part of the sum. ``computed``: of the ``tokens``, those
-    of the trajectories that contribute."""
+    """Result of one optimizer update on this rank; ``loss`` is the rank's part of the sum.
+
+    ``computed``: of the ``tokens``, those of the trajectories that contribute.
+    """
 
     loss: float
     metrics: LossMetrics
@@ -24,7 +26,9 @@ class Update:
     computed: int
 
 
-def count_denominators(samples: Sequence[TrainSample], together: int, device: torch.device) -> dict[str, Denominator]:
+def count_denominators(
+    samples: Sequence[TrainSample], together: int, device: torch.device
+) -> dict[str, Denominator]:
     """Of each stream, over all ranks, of which ``together`` have one share. Collective."""
     counts = [0.0] * (3 * len(STREAMS))
     for sample in samples:

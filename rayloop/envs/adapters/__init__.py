@@ -1,1 +1,3 @@
-"""Environments and tools of gymnasium, OpenEnv and MCP: each needs a package, and is imported only where it is named."""
+"""Environments and tools of gymnasium, OpenEnv and MCP: each needs a package, and is imported only
+where it is named.
+"""

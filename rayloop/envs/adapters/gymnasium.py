@@ -1,4 +1,7 @@
-"""Environments of gymnasium: screens as images, the policy's text as an action. The package is the extra ``gymnasium``."""
+"""Environments of gymnasium: screens as images, the policy's text as an action.
+
+The package is the extra ``gymnasium``.
+"""
 
 import importlib
 import re
@@ -24,15 +27,24 @@ class GymSettings(SettingsModel):
     options: dict[str, Any] = {}
     """Further arguments of ``gymnasium.make``."""
     image: Literal["observation", "render", "none"] = "observation"
-    """What is shown: the observation, when it is a picture [H, W, 3]; what ``render`` draws; or nothing, for ``describe``."""
+    """What is shown: the observation, when it is a picture [H, W, 3]; what ``render`` draws; or
+    nothing, for ``describe``.
+    """
     image_key: str = ""
     """Where the picture is, when observations are dictionaries."""
     describe: str = ""
-    """``module:function`` from an observation and its ``info`` to a text that is shown with it. Empty: no text."""
+    """``module:function`` from an observation and its ``info`` to a text that is shown with it.
+
+    Empty: no text.
+    """
     act: str = "rayloop.envs.adapters.gymnasium:number"
-    """``module:function`` from the policy's text and the action space to an action; a ValueError is shown to the policy."""
+    """``module:function`` from the policy's text and the action space to an action; a ValueError is
+    shown to the policy.
+    """
     result: Literal["sum", "last"] = "sum"
-    """What ``evaluate`` returns: the sum of the rewards, or the last one where that says whether the goal was reached."""
+    """What ``evaluate`` returns: the sum of the rewards, or the last one where that says whether
+    the goal was reached.
+    """
 
     @model_validator(mode="after")
     def _there(self) -> Self:
@@ -40,7 +52,10 @@ class GymSettings(SettingsModel):
         for module in self.imports:
             needs(module.partition(".")[0])
         if vector := self.options.keys() & {"num_envs", "vectorization_mode"}:
-            how = "an episode has one environment: leave it out, algorithm.group_size and groups_per_step say how many play at once"
+            how = (
+                "an episode has one environment: leave it out, algorithm.group_size and"
+                " groups_per_step say how many play at once"
+            )
             raise ValueError(f"options.{min(vector)} is of vector environments, and {how}")
         for use in filter(None, (self.act, self.describe)):
             function(use)
@@ -48,9 +63,11 @@ class GymSettings(SettingsModel):
 
 
 class Gymnasium(RewardedSteps):
-    """One episode of a gymnasium environment; the row's columns ``seed`` and ``options`` are given to ``reset``.
+    """One episode of a gymnasium environment; the row's columns ``seed`` and ``options`` are given
+    to ``reset``.
 
-    ``terminated`` and ``truncated`` both end the episode; the step's ``info`` says which."""
+    ``terminated`` and ``truncated`` both end the episode; the step's ``info`` says which.
+    """
 
     Settings = GymSettings
 
@@ -66,19 +83,31 @@ class Gymnasium(RewardedSteps):
         drawn = {"render_mode": "rgb_array"} if settings.image == "render" else {}
         self._environment = gymnasium.make(settings.id, **{**drawn, **settings.options})
         if self._act is number and not hasattr(self._environment.action_space, "n"):
-            raise TypeError(f"{self._environment.action_space} is not Discrete: name a function of your own under `act`")
+            raise TypeError(
+                f"{self._environment.action_space} is not Discrete: name a function of your own"
+                " under `act`"
+            )
 
     def reset(self, task: Task) -> Observation:
         """Raises DataFailure for a seed or options that are none."""
         seed, options = task.extra.get("seed"), task.extra.get("options")
-        if not (seed is None or isinstance(seed, int)) or not (options is None or isinstance(options, Mapping)):
-            raise DataFailure(task.id, f"seed {seed!r} and options {options!r}: a whole number and a mapping are expected")
-        observed, info = self._environment.reset(seed=seed, options=None if options is None else dict(options))
+        if not (seed is None or isinstance(seed, int)) or not (
+            options is None or isinstance(options, Mapping)
+        ):
+            raise DataFailure(
+                task.id,
+                f"seed {seed!r} and options {options!r}: a whole number and a mapping are expected",
+            )
+        observed, info = self._environment.reset(
+            seed=seed, options=None if options is None else dict(options)
+        )
         return Observation((*task.messages, self._seen(observed, info)))
 
     def step(self, text: str) -> StepResult:
-        """Act as ``act`` reads the text; a text that is no action is an error that the policy sees. Raises PolicyFailure for an
-        action that breaks the environment."""
+        """Act as ``act`` reads the text; a text that is no action is an error that the policy sees.
+
+        Raises PolicyFailure for an action that breaks the environment.
+        """
         try:
             action = read_by(self._act, text, self._environment.action_space)
         except ValueError as error:
@@ -88,7 +117,9 @@ class Gymnasium(RewardedSteps):
             self._reward(reward)
             shown = self._seen(observed, info)
         seen, done = Observation((shown,)), bool(terminated or truncated)
-        return StepResult(seen, done=done, info={"truncated": bool(truncated)}, reward=self._rewards[-1])
+        return StepResult(
+            seen, done=done, info={"truncated": bool(truncated)}, reward=self._rewards[-1]
+        )
 
     def close(self) -> None:
         """Close gymnasium's environment."""
@@ -99,14 +130,21 @@ class Gymnasium(RewardedSteps):
         if self._settings.image == "render":
             parts.append(picture(self._environment.render()))
         elif self._settings.image == "observation":
-            parts.append(picture(observed[self._settings.image_key] if self._settings.image_key else observed))
+            parts.append(
+                picture(
+                    observed[self._settings.image_key] if self._settings.image_key else observed
+                )
+            )
         if self._describe is not None:
             parts.append(str(self._describe(observed, info)))
         return self._shown(*parts)
 
 
 def number(text: str, space: Any) -> int:
-    """The last whole number in the text, for a ``Discrete`` space. Raises ValueError for another number, or none."""
+    """The last whole number in the text, for a ``Discrete`` space.
+
+    Raises ValueError for another number, or none.
+    """
     found = re.findall(r"-?\d+", text)
     first = int(getattr(space, "start", 0))
     allowed = f"a whole number from {first} to {first + int(space.n) - 1}"

@@ -1,4 +1,7 @@
-"""Tools of MCP servers in a conversation, without episodes or rewards. The package is the extra ``mcp`` (2.x)."""
+"""Tools of MCP servers in a conversation, without episodes or rewards.
+
+The package is the extra ``mcp`` (2.x).
+"""
 
 import asyncio
 import base64
@@ -27,16 +30,25 @@ class McpServer(SettingsModel):
     """A program that is started for each episode, or a server that is there already."""
 
     command: str = ""
-    """The program of a server that speaks over its standard input and output; it has no more rights than the run, and no fewer."""
+    """The program of a server that speaks over its standard input and output; it has no more rights
+    than the run, and no fewer.
+    """
     args: tuple[str, ...] = ()
-    """What ``command`` is called with; a path in it is one of the machine that plays the episode."""
+    """What ``command`` is called with; a path in it is one of the machine that plays the episode.
+    """
     env: dict[str, str] = {}
     """Environment variables of ``command``; it inherits only a few harmless ones."""
     url: str = ""
-    """Address of a server that is there already, such as http://host:8000/mcp. All episodes then share it."""
+    """Address of a server that is there already, such as http://host:8000/mcp.
+
+    All episodes then share it.
+    """
     headers: dict[str, str] = {}
-    """Headers of each request to ``url``. ``$NAME`` in a value is a variable of the machine that plays the episode, so that no key
-    stands here: ``{Authorization: "Bearer $GITHUB_TOKEN"}``."""
+    """Headers of each request to ``url``.
+
+    ``$NAME`` in a value is a variable of the machine that plays the episode, so that no key stands
+    here: ``{Authorization: "Bearer $GITHUB_TOKEN"}``.
+    """
     only: tuple[str, ...] = ()
     """Names of its tools that the policy may call. Empty: all of them."""
 
@@ -58,19 +70,30 @@ class McpServer(SettingsModel):
         """What to do where it does not start."""
         if self.command:
             return "Run it by hand: its own errors are in this process's log"
-        return "The address is that of streamable HTTP, often /mcp; the older transport (SSE) is not supported"
+        return (
+            "The address is that of streamable HTTP, often /mcp; the older transport (SSE) is not"
+            " supported"
+        )
 
 
 class McpTools(ToolCalls):
-    """``ToolCalls`` with tools of MCP servers. The policy sees errors that a server reports; a lost one fails the environment."""
+    """``ToolCalls`` with tools of MCP servers.
+
+    The policy sees errors that a server reports; a lost one fails the environment.
+    """
 
     class Settings(ToolCalls.Settings):
         """Which servers there are."""
 
         servers: tuple[McpServer, ...] = Field((), min_length=1)
-        """``[{command: python, args: [server.py]}]`` or ``[{url: http://host:8000/mcp}]``: whose tools are offered."""
+        """``[{command: python, args: [server.py]}]`` or ``[{url: http://host:8000/mcp}]``: whose
+        tools are offered.
+        """
         start_timeout: float = Field(30.0, gt=0)
-        """Seconds for a server to start and list its tools. Keep it below ``episode.step_timeout``."""
+        """Seconds for a server to start and list its tools.
+
+        Keep it below ``episode.step_timeout``.
+        """
 
         @model_validator(mode="after")
         def _there(self) -> Self:
@@ -82,14 +105,19 @@ class McpTools(ToolCalls):
         self._mcp, self._open = settings, ExitStack()
 
     def tools_for(self, task: Task) -> Sequence[Tool]:
-        """Starts the servers. Raises InfrastructureFailure when one does not start or lists two tools of one name."""
+        """Starts the servers.
+
+        Raises InfrastructureFailure when one does not start or lists two tools of one name.
+        """
         from anyio.from_thread import start_blocking_portal
 
         try:
             portal = self._open.enter_context(start_blocking_portal())
             # The stack unwinds backwards: first servers end, then calls that wait, then the portal.
             self._open.callback(portal.call, portal.stop, True)  # calls that wait are cancelled
-            offered = self._open.enter_context(portal.wrap_async_context_manager(_offered(self._mcp)))
+            offered = self._open.enter_context(
+                portal.wrap_async_context_manager(_offered(self._mcp))
+            )
         except InfrastructureFailure:
             raise
         except Exception as error:
@@ -97,7 +125,9 @@ class McpTools(ToolCalls):
         found = [*(_Tool(portal, *one) for one in offered), *super().tools_for(task)]
         names = [tool.name for tool in found]
         if twice := {name for name in names if names.count(name) > 1}:
-            raise InfrastructureFailure(f"several tools are called {', '.join(sorted(twice))}: choose with `only`")
+            raise InfrastructureFailure(
+                f"several tools are called {', '.join(sorted(twice))}: choose with `only`"
+            )
         return found
 
     def close(self) -> None:
@@ -122,7 +152,9 @@ async def _offered(settings: McpTools.Settings) -> AsyncIterator[list[Offered]]:
                     found += await _listed(server, open_)
             except Exception as error:
                 why = f"{_kind(error)}: {_first(error)}"
-                raise InfrastructureFailure(f"MCP: {why}, of the server {server.shown}. {server.hint}") from error
+                raise InfrastructureFailure(
+                    f"MCP: {why}, of the server {server.shown}. {server.hint}"
+                ) from error
         yield found
     finally:
         with suppress(Exception):  # a server may have ended
@@ -131,7 +163,10 @@ async def _offered(settings: McpTools.Settings) -> AsyncIterator[list[Offered]]:
 
 
 async def _listed(server: McpServer, open_: AsyncExitStack) -> list[Offered]:
-    """Start the server. Raises ValueError for an unknown name in ``only``, and what the client raises."""
+    """Start the server.
+
+    Raises ValueError for an unknown name in ``only``, and what the client raises.
+    """
     from mcp import Client, StdioServerParameters
 
     if server.headers:
@@ -143,32 +178,48 @@ async def _listed(server: McpServer, open_: AsyncExitStack) -> list[Offered]:
         web = await open_.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=patience))
         transport: Any = streamable_http_client(server.url, http_client=web)
     else:
-        started = StdioServerParameters(command=server.command, args=list(server.args), env=server.env or None)
+        started = StdioServerParameters(
+            command=server.command, args=list(server.args), env=server.env or None
+        )
         transport = server.url or started
     client = await open_.enter_async_context(Client(transport))
     listed = (await client.list_tools()).tools
     known = {tool.name for tool in listed}
     if unknown := set(server.only) - known:
-        raise ValueError(f"the server has no tool {', '.join(sorted(unknown))}, but {', '.join(sorted(known))}")
-    return [(client, tool, server.shown) for tool in listed if not server.only or tool.name in server.only]
+        raise ValueError(
+            f"the server has no tool {', '.join(sorted(unknown))}, but {', '.join(sorted(known))}"
+        )
+    return [
+        (client, tool, server.shown)
+        for tool in listed
+        if not server.only or tool.name in server.only
+    ]
 
 
 class _Tool:
     """One tool of a server."""
 
     def __init__(self, portal: Any, client: Any, tool: Any, server: str) -> None:
-        self.name, self.description, self.parameters = tool.name, tool.description or tool.name, tool.input_schema
+        self.name, self.description, self.parameters = (
+            tool.name,
+            tool.description or tool.name,
+            tool.input_schema,
+        )
         self._portal, self._client, self._server = portal, client, server
 
     def __call__(self, /, **arguments: Any) -> ToolResult:
-        """Raises ToolError for what the server reports as the call's error, InfrastructureFailure when the server is lost."""
+        """Raises ToolError for what the server reports as the call's error, InfrastructureFailure
+        when the server is lost.
+        """
         try:
             result = self._portal.call(self._client.call_tool, self.name, arguments)
         except Exception as error:
             if _answered(error):
                 raise ToolError(_first(error)) from error
             why = f"{_kind(error)}: {_first(error)}"
-            raise InfrastructureFailure(f"MCP tool {self.name} of the server {self._server}: {why}") from error
+            raise InfrastructureFailure(
+                f"MCP tool {self.name} of the server {self._server}: {why}"
+            ) from error
         texts, images = list[str](), list[ImageSource]()
         for part in result.content:
             shown = _shown(part)
@@ -211,8 +262,9 @@ def _image(encoded: str) -> ImageSource:
 
 
 OF_THE_CONNECTION = frozenset({-32000, -32001, -32600, -32601, -32700})
-"""Codes of JSON-RPC and MCP that do not speak of a call's arguments: the connection is closed, no answer in time, and requests that
-no server takes, as after it has forgotten the session."""
+"""Codes of JSON-RPC and MCP that do not speak of a call's arguments: the connection is closed, no
+answer in time, and requests that no server takes, as after it has forgotten the session.
+"""
 
 
 def _answered(error: Exception) -> bool:

@@ -1,4 +1,6 @@
-"""Shared by the adapters: packages that may be missing, functions that a configuration names, pictures of arrays, and rewards."""
+"""Shared by the adapters: packages that may be missing, functions that a configuration names,
+pictures of arrays, and rewards.
+"""
 
 import importlib
 import logging
@@ -19,7 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 class RewardedSteps:
-    """The base of environments that reward each step; ``evaluate`` returns the sum of the rewards or the last one (``result``)."""
+    """The base of environments that reward each step; ``evaluate`` returns the sum of the rewards
+    or the last one (``result``).
+    """
 
     def __init__(self, result: Literal["sum", "last"]) -> None:
         self._result = result
@@ -31,7 +35,10 @@ class RewardedSteps:
         return sum(self._rewards) if self._result == "sum" else self._rewards[-1]
 
     def _reward(self, given: Any) -> float:
-        """Take the reward of a step, and return it. Raises PolicyFailure for what is no finite number: no step before was so."""
+        """Take the reward of a step, and return it.
+
+        Raises PolicyFailure for what is no finite number: no step before was so.
+        """
         reward = float(given)
         if not math.isfinite(reward):
             raise PolicyFailure(f"the action was rewarded with {reward}")
@@ -44,12 +51,17 @@ class RewardedSteps:
 
     def _refused(self, why: str) -> StepResult:
         """The error, and what was shown before."""
-        return StepResult(Observation((Message("user", (f"Error: {why}\n", *self._last_shown)),)), error=why)
+        return StepResult(
+            Observation((Message("user", (f"Error: {why}\n", *self._last_shown)),)), error=why
+        )
 
 
 def read_by(act: Callable[..., Any], text: str, *more: Any) -> Any:
-    """The action that ``act`` reads in the policy's text. Raises ValueError, in words for the policy, for whatever it raises on the
-    text but what blames the infrastructure."""
+    """The action that ``act`` reads in the policy's text.
+
+    Raises ValueError, in words for the policy, for whatever it raises on the text but what blames
+    the infrastructure.
+    """
     try:
         return act(text, *more)
     except ValueError:
@@ -57,12 +69,16 @@ def read_by(act: Callable[..., Any], text: str, *more: Any) -> Any:
     except Exception as error:
         if blame(error) is not Blame.POLICY:
             raise
-        logger.warning("the text of a turn broke %s", getattr(act, "__qualname__", act), exc_info=error)
+        logger.warning(
+            "the text of a turn broke %s", getattr(act, "__qualname__", act), exc_info=error
+        )
         raise ValueError(f"this is no action: {type(error).__name__}: {error}") from error
 
 
 def needs(package: str, extra: str = "") -> None:
-    """Raises ValueError, which the check of a configuration shows, when the package, of an ``extra`` or not, is not installed."""
+    """Raises ValueError, which the check of a configuration shows, when the package, of an
+    ``extra`` or not, is not installed.
+    """
     if find_spec(package) is None:
         install = f'"rayloop[{extra}]"' if extra else package
         raise ValueError(f"the package {package} is not installed: pip install {install}")
@@ -82,12 +98,17 @@ def function(use: str) -> Callable[..., Any]:
 
 
 def picture(pixels: Any) -> ImageSource:
-    """A PNG of an array [H, W, 3] or [H, W] of integers from 0 to 255. Raises ValueError for another."""
+    """A PNG of an array [H, W, 3] or [H, W] of integers from 0 to 255.
+
+    Raises ValueError for another.
+    """
     array = np.asarray(pixels)
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[:, :, 0]
     if not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 3)) or 0 in array.shape:
-        raise ValueError(f"no picture: an array of shape {array.shape}, expected [height, width, 3]")
+        raise ValueError(
+            f"no picture: an array of shape {array.shape}, expected [height, width, 3]"
+        )
     if array.dtype != np.uint8:
         if not np.issubdtype(array.dtype, np.integer) or array.min() < 0 or array.max() > 255:
             raise ValueError(f"no picture: {array.dtype} values, expected integers from 0 to 255")

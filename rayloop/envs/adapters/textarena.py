@@ -1,4 +1,7 @@
-"""Games of textarena for one player: the policy's text is the move. The package is the extra ``textarena``."""
+"""Games of textarena for one player: the policy's text is the move.
+
+The package is the extra ``textarena``.
+"""
 
 import math
 import random
@@ -16,18 +19,25 @@ from rayloop.core.types import Message, Task
 from rayloop.envs.adapters.packages import needs
 
 _drawing = threading.Lock()
-"""Games draw from the module ``random``, which all of a process share: each episode puts its own state there while it moves."""
+"""Games draw from the module ``random``, which all of a process share: each episode puts its own
+state there while it moves.
+"""
 
 
 class TextArena:
-    """One episode of a game; the row's column ``seed`` starts it. ``evaluate`` returns the reward that the game gives at its end.
-    The game counts moves that are none, and ends at the number that it allows."""
+    """One episode of a game; the row's column ``seed`` starts it.
+
+    ``evaluate`` returns the reward that the game gives at its end. The game counts moves that are
+    none, and ends at the number that it allows.
+    """
 
     class Settings(SettingsModel):
         """Which game."""
 
         id: str
-        """Its name for ``textarena.make``, such as GuessTheNumber-v0; games for several players are refused."""
+        """Its name for ``textarena.make``, such as GuessTheNumber-v0; games for several players are
+        refused.
+        """
         options: dict[str, Any] = Field(default_factory=dict)
         """Further arguments of ``textarena.make``."""
 
@@ -37,7 +47,10 @@ class TextArena:
             import textarena
 
             if self.id not in textarena.envs.registration.ENV_REGISTRY:
-                raise ValueError(f"textarena has no game {self.id!r}; textarena.pprint_registry_detailed() lists them")
+                raise ValueError(
+                    f"textarena has no game {self.id!r}; textarena.pprint_registry_detailed() lists"
+                    " them"
+                )
             return self
 
     def __init__(self, settings: Settings) -> None:
@@ -58,7 +71,9 @@ class TextArena:
             try:
                 self._game.reset(num_players=1, seed=seed)
             except (AssertionError, ValueError) as error:
-                raise DataFailure(task.id, f"{self._name} is no game for one player: {error}") from error
+                raise DataFailure(
+                    task.id, f"{self._name} is no game for one player: {error}"
+                ) from error
         return Observation((*task.messages, self._seen()))
 
     def step(self, text: str) -> StepResult:
@@ -71,7 +86,12 @@ class TextArena:
         self._result = float((rewards or {}).get(0, 0.0))
         if not math.isfinite(self._result):
             raise PolicyFailure(f"{self._name} was ended with the reward {self._result}")
-        return StepResult(None, done=True, info={"reason": str(ended.get(0, {}).get("reason", ""))}, reward=self._result)
+        return StepResult(
+            None,
+            done=True,
+            info={"reason": str(ended.get(0, {}).get("reason", ""))},
+            reward=self._result,
+        )
 
     def evaluate(self) -> float:
         """The game's reward; 0 for a game that the episode's limits ended."""

@@ -1,4 +1,6 @@
-"""A task of BrowserGym 0.14 as an agent of the harness, in a Python with that package: ``run: .../browsergym_env.py:play``."""
+"""A task of BrowserGym 0.14 as an agent of the harness, in a Python with that package: ``run:
+.../browsergym_env.py:play``.
+"""
 
 import base64
 import importlib
@@ -15,14 +17,23 @@ TIMEOUT = 30_000
 
 
 def play(
-    task: str, seed: int, messages: Any, actions: Any = "miniwob_all", see: str = "screenshot", steps: int = 10,
+    task: str,
+    seed: int,
+    messages: Any,
+    actions: Any = "miniwob_all",
+    see: str = "screenshot",
+    steps: int = 10,
     success_at: float | None = 1.0,
-) -> float:  # fmt: skip
-    """One episode of the row's column ``task``, such as miniwob.click-test. Further columns: ``actions``, subsets of BrowserGym's
-    actions (``bid`` and ``coord`` upload files, ``nav`` opens any address); ``see``: screenshot, axtree or both; ``steps``, after
-    which it ends; ``success_at``, the page's own reward from which on a task of MiniWoB++ is solved (None: any above 0, as
-    BrowserGym pays, a wrong card of find-greatest too). Returns the sum of the rewards. Raises RuntimeError for a page that hangs
-    after an action, ConnectionError for a browser that is gone, and what Playwright raises for a page that is not there."""
+) -> float:
+    """One episode of the row's column ``task``, such as miniwob.click-test.
+
+    Further columns: ``actions``, subsets of BrowserGym's actions (``bid`` and ``coord`` upload
+    files, ``nav`` opens any address); ``see``: screenshot, axtree or both; ``steps``, after which
+    it ends; ``success_at``, the page's own reward from which on a task of MiniWoB++ is solved
+    (None: any above 0, as BrowserGym pays, a wrong card of find-greatest too). Returns the sum of
+    the rewards. Raises RuntimeError for a page that hangs after an action, ConnectionError for a
+    browser that is gone, and what Playwright raises for a page that is not there.
+    """
     import gymnasium
     import openai
     from browsergym.core import env
@@ -31,26 +42,43 @@ def play(
 
     importlib.import_module(f"browsergym.{task.partition('.')[0]}")
     if pages := find_spec("miniwob"):
-        os.environ.setdefault("MINIWOB_URL", f"file://{(pages.submodule_search_locations or [''])[0]}/html/miniwob/")
+        os.environ.setdefault(
+            "MINIWOB_URL", f"file://{(pages.submodule_search_locations or [''])[0]}/html/miniwob/"
+        )
     env.Chat = _chat
     known = HighLevelActionSet(actions, multiaction=False)
     del known.action_set["noop"]  # it waits for as long as the policy says
-    program = {"executable_path": shutil.which("chromium-headless-shell") or shutil.which("chromium")}
-    options = {"timeout": TIMEOUT, "action_mapping": known.to_python_code, "pw_chromium_kwargs": program}
+    program = {
+        "executable_path": shutil.which("chromium-headless-shell") or shutil.which("chromium")
+    }
+    options = {
+        "timeout": TIMEOUT,
+        "action_mapping": known.to_python_code,
+        "pw_chromium_kwargs": program,
+    }
     client, history, total = openai.OpenAI(), list(messages), 0.0
-    with closing(gymnasium.make(f"browsergym/{task}", disable_env_checker=True, **options)) as browser:
+    with closing(
+        gymnasium.make(f"browsergym/{task}", disable_env_checker=True, **options)
+    ) as browser:
         observed, _ = browser.reset(seed=seed)
-        new = [_text(known.describe(with_long_description=False, with_examples=False)), *observed["goal_object"]]
+        new = [
+            _text(known.describe(with_long_description=False, with_examples=False)),
+            *observed["goal_object"],
+        ]
         for _ in range(steps):
             history.append({"role": "user", "content": [*new, *_seen(observed, see)]})
-            answer = client.chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=history)
+            answer = client.chat.completions.create(
+                model=os.environ["OPENAI_MODEL"], messages=history
+            )
             said, new = answer.choices[0].message.content or "", []
             history.append({"role": "assistant", "content": said})
             try:
                 observed, reward, terminated, truncated, info = browser.step(said)
             except TimeoutError:  # the page that the action has led to does not answer
                 # Before ``Error``, of which Playwright's TimeoutError is a kind.
-                raise RuntimeError(f"the page did not answer within {TIMEOUT / 1000:g} s after an action") from None
+                raise RuntimeError(
+                    f"the page did not answer within {TIMEOUT / 1000:g} s after an action"
+                ) from None
             except Error as error:  # an action's own errors are in ``observed``
                 raise ConnectionError(f"the browser: {error}") from error
             total += _paid(reward, info, success_at)
@@ -60,7 +88,9 @@ def play(
 
 
 def _paid(reward: float, info: Any, success_at: float | None) -> float:
-    """BrowserGym's reward; of a page of MiniWoB++ whether the page's own reward reaches ``success_at``."""
+    """BrowserGym's reward; of a page of MiniWoB++ whether the page's own reward reaches
+    ``success_at``.
+    """
     of_the_page = info.get("task_info", {}).get("RAW_REWARD_GLOBAL")
     if of_the_page is None or success_at is None:
         return reward
@@ -90,5 +120,7 @@ def _chat(**_: Any) -> Any:
     """BrowserGym's chat without its window, which is a browser of its own."""
     said: list[dict[str, str]] = []
     return SimpleNamespace(
-        messages=said, add_message=lambda role, msg: said.append({"role": role, "message": msg}), close=lambda: None
+        messages=said,
+        add_message=lambda role, msg: said.append({"role": role, "message": msg}),
+        close=lambda: None,
     )

@@ -1,4 +1,6 @@
-"""The HTTP server, on loopback, of the agents of one process: each episode has a key of its own, which opens nothing else."""
+"""The HTTP server, on loopback, of the agents of one process: each episode has a key of its own,
+which opens nothing else.
+"""
 
 import asyncio
 import secrets
@@ -19,7 +21,10 @@ from rayloop.web import KEY, application, bearer, documented, problem
 
 READY = 30.0
 """Seconds in which the server must answer."""
-NO_PAY = "the key of the chats does not pay: return the reward, or set with.reward: posted and send it with reward_key"
+NO_PAY = (
+    "the key of the chats does not pay: return the reward, or set with.reward: posted and send it"
+    " with reward_key"
+)
 KEPT_ALIVE = 3600
 """Seconds that a connection may rest between two requests, while the agent works."""
 
@@ -33,7 +38,10 @@ class Limits:
 
 
 class RewardBody(BaseModel):
-    """The body of ``POST /v1/reward``. ``answer`` (``<id>/<choice>``): of this answer alone, not of the episode."""
+    """The body of ``POST /v1/reward``.
+
+    ``answer`` (``<id>/<choice>``): of this answer alone, not of the episode.
+    """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     reward: float
@@ -62,12 +70,17 @@ class Endpoint:
 
     @asynccontextmanager
     async def serving(self, session: Led) -> AsyncIterator[dict[str, str]]:
-        """Answer the holder of a new key by ``session``: yields ``base_url``, ``api_key`` and ``model``, and ``reward_key``, which
-        alone pays and does nothing else."""
+        """Answer the holder of a new key by ``session``: yields ``base_url``, ``api_key`` and
+        ``model``, and ``reward_key``, which alone pays and does nothing else.
+        """
         await self._start()
         key, paying = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
         self._sessions[key.encode()] = self._paying[paying.encode()] = session
-        address = {"base_url": f"http://127.0.0.1:{self._port}/v1", "api_key": key, "reward_key": paying}
+        address = {
+            "base_url": f"http://127.0.0.1:{self._port}/v1",
+            "api_key": key,
+            "reward_key": paying,
+        }
         try:
             yield {**address, "model": session.chats.name}
         finally:
@@ -82,12 +95,18 @@ class Endpoint:
         async with self._starting:
             if self._serving is not None and not self._serving.done():
                 return
-            # asyncio turns off Nagle's delay (40 ms a call) only for sockets that name their protocol.
+            # asyncio turns off Nagle's delay (40 ms a call) only for sockets that name their
+            # protocol.
             listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
             listening.bind(("127.0.0.1", 0))
             listening.listen(2048)
             self._port = listening.getsockname()[1]
-            options: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off", "timeout_keep_alive": KEPT_ALIVE}
+            options: dict[str, Any] = {
+                "log_config": None,
+                "access_log": False,
+                "lifespan": "off",
+                "timeout_keep_alive": KEPT_ALIVE,
+            }
             config = uvicorn.Config(self._app(), http=Impatient, **options)
             self._server = _Server(config)
             self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
@@ -99,11 +118,18 @@ class Endpoint:
                     await asyncio.sleep(0.005)
 
     def _app(self) -> FastAPI:
-        app = application("rayloop agents", _Always(), self._known, Limits(), "a live episode", invalid=400)
+        app = application(
+            "rayloop agents", _Always(), self._known, Limits(), "a live episode", invalid=400
+        )
         app.add_middleware(_Refusals, find=self._sessions.get)
         add_routes(app, self._of)
 
-        @app.post("/v1/reward", responses=documented(400, 401, 403), dependencies=KEY, response_model=dict[str, Any])
+        @app.post(
+            "/v1/reward",
+            responses=documented(400, 401, 403),
+            dependencies=KEY,
+            response_model=dict[str, Any],
+        )
         async def reward(request: Request, body: RewardBody) -> Any:
             session = self._paying.get(bearer(request.scope))
             if session is None:

@@ -1,7 +1,9 @@
-"""Runs agents: ``python host.py MODULE...`` imports the modules, and forks for each socket that comes over the one at its input. A
-socket carries a JSON object on one line, and brings one line that says how the agent ended. The agent and all that it started are
-killed at a limit, at its end, when the client closes the socket, and when this process ends. Where user namespaces work, an agent
-sees no process but those that it starts. Standard library only: it runs in the agent's Python."""
+"""Runs agents: ``python host.py MODULE...`` imports the modules, and forks for each socket that
+comes over the one at its input. A socket carries a JSON object on one line, and brings one line
+that says how the agent ended. The agent and all that it started are killed at a limit, at its end,
+when the client closes the socket, and when this process ends. Where user namespaces work, an agent
+sees no process but those that it starts. Standard library only: it runs in the agent's Python.
+"""
 
 import asyncio
 import ctypes
@@ -30,7 +32,9 @@ LOOK = 0.2
 TAIL = 8192
 """Bytes that are kept of the end of an agent's output."""
 RESULT = 1 << 14
-"""Bytes that are read of an agent's result: more than a number, or the names of its exceptions, can have."""
+"""Bytes that are read of an agent's result: more than a number, or the names of its exceptions, can
+have.
+"""
 CHAIN = 8
 """Exceptions, each the cause of the one before, that are reported."""
 BASES = 12
@@ -44,7 +48,9 @@ PIECE = 1 << 16
 
 # Numbers of the kernel, which Python has no names for.
 ALONE = 0x10000000 | 0x20000000 | 0x00020000 | 0x08000000
-"""CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNS and CLONE_NEWIPC: namespaces of users, process ids, mounts and IPC."""
+"""CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNS and CLONE_NEWIPC: namespaces of users, process ids,
+mounts and IPC.
+"""
 NO_NETWORK = 0x40000000
 """CLONE_NEWNET: a namespace of the network, in which there is only a loopback device."""
 INTERFACE_FLAGS, UP = 0x8914, 1
@@ -54,13 +60,16 @@ RECURSIVE_PRIVATE = 0x4000 | 0x40000
 PLAIN = 2 | 4 | 8
 """MS_NOSUID, MS_NODEV and MS_NOEXEC."""
 DIES_WITH_PARENT, DUMPABLE, BOUND_DROP, SUBREAPER = 1, 4, 24, 36
-"""Options of prctl: PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP and PR_SET_CHILD_SUBREAPER."""
+"""Options of prctl: PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP and PR_SET_CHILD_SUBREAPER.
+"""
 SYS_PTRACE = 19
 """CAP_SYS_PTRACE: with it a process reads and writes the memory of others."""
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 LIBC = ctypes.CDLL(None, use_errno=True)
-_MEMORY = importlib.util.spec_from_file_location("rayloop_memory", Path(__file__).parents[2] / "sandbox" / "memory.py")
+_MEMORY = importlib.util.spec_from_file_location(
+    "rayloop_memory", Path(__file__).parents[2] / "sandbox" / "memory.py"
+)
 assert _MEMORY is not None
 assert _MEMORY.loader is not None
 memory: Any = importlib.util.module_from_spec(_MEMORY)
@@ -90,28 +99,36 @@ def main(*modules: str) -> None:
 
 
 def _host(alone: bool) -> None:
-    """Run one agent, and send ``{"end", "late", "code", "result", "raised", "broken", "output", "alone"}``."""
+    """Run one agent, and send ``{"end", "late", "code", "result", "raised", "broken", "output",
+    "alone"}``.
+    """
     # The parent ignores SIGCHLD; with that inherited, ``wait`` would return no exit codes.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     with open(0, "rb", buffering=0, closefd=False) as connection:
         asked = json.loads(connection.readline())
-    LIBC.prctl(SUBREAPER, 1, 0, 0, 0)  # what the agent leaves behind becomes a child of this process
+    LIBC.prctl(
+        SUBREAPER, 1, 0, 0, 0
+    )  # what the agent leaves behind becomes a child of this process
     alone = asked["alone"] = alone and asked["alone"]
 
-    # Three pipes: what the agent prints, what its function returns, and the exit code, which its parent reports.
+    # Three pipes: what the agent prints, what its function returns, and the exit code, which its
+    # parent reports.
     output, written = os.pipe()
     returned, returns = os.pipe()
     status, reports = os.pipe()
     most = int(asked["limits"]["memory_mb"]) << 20
     killed_before = memory.kernel_kills()
-    # The sum over the processes comes first, since it can say what was passed. The cgroup is for memory that it does not see.
+    # The sum over the processes comes first, since it can say what was passed. The cgroup is for
+    # memory that it does not see.
     with memory.bounded(most + most // 4) as asked["group"]:
         ours, theirs = socket.socketpair()
         inside = alone and not asked["network"]
         asked["ours"] = output, returned, status, ours.fileno()
         namespaces = (ALONE | NO_NETWORK * inside) * alone
-        first = _started(lambda: _keep(asked, written, returns, reports, theirs if inside else None), namespaces)
+        first = _started(
+            lambda: _keep(asked, written, returns, reports, theirs if inside else None), namespaces
+        )
         # A pipe reports its end only after every copy of its writing end is closed.
         for descriptor in (written, returns, reports, theirs.detach()):
             os.close(descriptor)
@@ -125,8 +142,14 @@ def _host(alone: bool) -> None:
         short = memory.machine_was_short(group, killed_before)
 
     code = os.read(status, RESULT)
-    found["code"] = os.waitstatus_to_exitcode(int(code)) if code and not found["end"] else -signal.SIGKILL
-    found |= {"result": None, "raised": [], "broken": short or not code}  # without a code, the agent's parent was killed
+    found["code"] = (
+        os.waitstatus_to_exitcode(int(code)) if code and not found["end"] else -signal.SIGKILL
+    )
+    found |= {
+        "result": None,
+        "raised": [],
+        "broken": short or not code,
+    }  # without a code, the agent's parent was killed
     with suppress(ValueError):  # it was killed while it wrote
         told = json.loads(os.read(returned, RESULT) or b"{}")
         # The agent can write into that pipe: everything else is what this process has seen.
@@ -137,10 +160,14 @@ def _host(alone: bool) -> None:
 
 
 def _started(work: Callable[[], None], namespaces: int) -> int:
-    """A new process that does ``work``, and is killed with this one. With ``namespaces`` the work is done by a child of it, the
-    first process in them, which takes all others there along when it ends."""
+    """A new process that does ``work``, and is killed with this one.
+
+    With ``namespaces`` the work is done by a child of it, the first process in them, which takes
+    all others there along when it ends.
+    """
     parent = os.getpid()
-    # The child asks for its users once it is in the new namespace, and waits: only a process outside may map them.
+    # The child asks for its users once it is in the new namespace, and waits: only a process
+    # outside may map them.
     asked, asks = os.pipe()
     mapped, maps = os.pipe()
     pid = os.fork()
@@ -152,7 +179,8 @@ def _started(work: Callable[[], None], namespaces: int) -> int:
                 os.read(mapped, 1)
             _die_with(parent)
             if namespaces:
-                # A process stays in its own namespace of process ids; its first child begins the new one.
+                # A process stays in its own namespace of process ids; its first child begins the
+                # new one.
                 first = os.fork()
                 if first:
                     os._exit(bool(os.waitpid(first, 0)[1]))
@@ -172,7 +200,9 @@ def _started(work: Callable[[], None], namespaces: int) -> int:
 
 
 def _map(pid: int) -> None:
-    """Give the process in a new user namespace the users that there are here: to root all of them, to others their own."""
+    """Give the process in a new user namespace the users that there are here: to root all of them,
+    to others their own.
+    """
     for kind, own in (("uid", os.geteuid()), ("gid", os.getegid())):
         ranges = [f"{own} {own} 1"]
         if os.geteuid() == 0:
@@ -202,7 +232,9 @@ def _listening(port: int) -> socket.socket:
 
 
 def _relay(passed: socket.socket, port: int) -> None:
-    """Connect each connection to the agent's listening socket, which comes over ``passed``, with the policy."""
+    """Connect each connection to the agent's listening socket, which comes over ``passed``, with
+    the policy.
+    """
     _, descriptors, _, _ = socket.recv_fds(passed, 1, 1)
     free = threading.Semaphore(CONNECTIONS)
     with socket.socket(fileno=descriptors[0]) as listening:
@@ -235,9 +267,12 @@ def _pass_on(source: socket.socket, target: socket.socket) -> None:
             one.shutdown(end)
 
 
-def _keep(asked: Mapping[str, Any], written: int, returns: int, reports: int, passed: socket.socket | None) -> None:
-    """Be the parent of the agent and of all that it leaves behind, until the agent ends; ``reports`` gets how, and ``passed`` the
-    socket on which an agent without a network asks."""
+def _keep(
+    asked: Mapping[str, Any], written: int, returns: int, reports: int, passed: socket.socket | None
+) -> None:
+    """Be the parent of the agent and of all that it leaves behind, until the agent ends;
+    ``reports`` gets how, and ``passed`` the socket on which an agent without a network asks.
+    """
     LIBC.prctl(SUBREAPER, 1, 0, 0, 0)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
@@ -279,7 +314,9 @@ def _keep(asked: Mapping[str, Any], written: int, returns: int, reports: int, pa
 
 
 def _die_with(parent: int) -> None:
-    """Be killed when the parent ends; ``parent`` is its id in this process's namespace, 0 for one outside."""
+    """Be killed when the parent ends; ``parent`` is its id in this process's namespace, 0 for one
+    outside.
+    """
     LIBC.prctl(DIES_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
@@ -295,8 +332,12 @@ def _write(path: str, text: str) -> None:
         file.write(text)
 
 
-def _watch(pid: int, output: int, limits: Mapping[str, float], alone: bool, group: str) -> dict[str, Any]:
-    """Returns when the agent has ended, or must: ``end`` says why, "" when it ended by itself; ``late``: at its deadline."""
+def _watch(
+    pid: int, output: int, limits: Mapping[str, float], alone: bool, group: str
+) -> dict[str, Any]:
+    """Returns when the agent has ended, or must: ``end`` says why, "" when it ended by itself;
+    ``late``: at its deadline.
+    """
     ended = os.pidfd_open(pid)
     open_ends = [ended, output, 0]  # 0: the client's socket
     tail = b""
@@ -310,16 +351,26 @@ def _watch(pid: int, output: int, limits: Mapping[str, float], alone: bool, grou
                 tail = (tail + chunk)[-TAIL:]
             else:
                 open_ends.remove(output)
-        end = "its client closed the connection" if 0 in ready else ""  # a client sends nothing more
+        end = (
+            "its client closed the connection" if 0 in ready else ""
+        )  # a client sends nothing more
         if not end and ended not in ready and time.monotonic() > next_look:
             late = time.monotonic() > until
-            end = _late(limits) if late else _beyond(limits, memory.tree(pid), alone) or _killed_at_its_limit(limits, group)
+            end = (
+                _late(limits)
+                if late
+                else _beyond(limits, memory.tree(pid), alone) or _killed_at_its_limit(limits, group)
+            )
             next_look = time.monotonic() + LOOK
         if end or ended in ready:
             break
 
     # The agent may have written something between the last look and its end.
-    while output in open_ends and select.select([output], [], [], 0)[0] and (chunk := os.read(output, 1 << 16)):
+    while (
+        output in open_ends
+        and select.select([output], [], [], 0)[0]
+        and (chunk := os.read(output, 1 << 16))
+    ):
         tail = (tail + chunk)[-TAIL:]
     return {"end": end, "late": late, "output": tail.decode(errors="replace")}
 
@@ -329,7 +380,9 @@ def _late(limits: Mapping[str, float]) -> str:
 
 
 def _beyond(limits: Mapping[str, float], pids: list[int], alone: bool) -> str:
-    """The limit that was passed by the agent's processes, which follow those that keep it; "" while there is none."""
+    """The limit that was passed by the agent's processes, which follow those that keep it; "" while
+    there is none.
+    """
     living = [pid for pid in pids[1 + alone :] if memory.lives(pid)]
     if len(living) > limits["processes"]:
         return f"it had {len(living)} processes, {limits['processes']} are allowed (processes)"
@@ -341,14 +394,22 @@ def _beyond(limits: Mapping[str, float], pids: list[int], alone: bool) -> str:
             files = (shared.f_blocks - shared.f_bfree) * shared.f_frsize
     filled = memory.beyond(most - files, living)
     if filled or files > most:
-        return f"it filled {filled + files >> 20} MiB of memory, {limits['memory_mb']} are allowed (memory_mb)"
+        return (
+            f"it filled {filled + files >> 20} MiB of memory, {limits['memory_mb']} are allowed"
+            " (memory_mb)"
+        )
     return ""
 
 
 def _killed_at_its_limit(limits: Mapping[str, float], group: str) -> str:
-    """What to say when the kernel, which is faster than the sum, ended a process of the agent at ``memory_mb``; else ""."""
+    """What to say when the kernel, which is faster than the sum, ended a process of the agent at
+    ``memory_mb``; else "".
+    """
     if group and memory.kernel_kills(group) and memory.limit_was_reached(group):
-        return f"the kernel ended a process of it for its memory, of which {limits['memory_mb']} MiB are allowed (memory_mb)"
+        return (
+            f"the kernel ended a process of it for its memory, of which {limits['memory_mb']} MiB"
+            " are allowed (memory_mb)"
+        )
     return ""
 
 
@@ -368,7 +429,9 @@ def _kill() -> None:
 def _become(asked: Mapping[str, Any], written: int, returns: int) -> None:
     """In the child: be the agent. Never returns."""
     os.setsid()
-    LIBC.prctl(DUMPABLE, 0, 0, 0, 0)  # else what it starts could write into its memory and its pipes
+    LIBC.prctl(
+        DUMPABLE, 0, 0, 0, 0
+    )  # else what it starts could write into its memory and its pipes
     os.environ.clear()
     os.environ.update(asked["variables"])
     os.chdir(asked["folder"])
@@ -384,7 +447,10 @@ def _become(asked: Mapping[str, Any], written: int, returns: int) -> None:
     try:
         if isinstance(asked["run"], list):
             given = {**asked["row"], **asked["address"]}
-            line = [str(given.get(word[1:-1], word)) if word[:1] + word[-1:] == "{}" else word for word in asked["run"]]
+            line = [
+                str(given.get(word[1:-1], word)) if word[:1] + word[-1:] == "{}" else word
+                for word in asked["run"]
+            ]
             os.execvp(line[0], line)
         result = _called(asked)
         if asked.get("call", True):
@@ -426,8 +492,14 @@ def _raised(error: BaseException) -> list[tuple[list[str], Any]]:
 
 
 def _called(asked: Mapping[str, Any]) -> Any:
-    """What the agent's function returns; with ``call: false`` the function is only loaded. Its parameters are filled by name."""
-    sys.path[:0] = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]  # as at a start of Python
+    """What the agent's function returns; with ``call: false`` the function is only loaded.
+
+    Its parameters are filled by name.
+    """
+    sys.path[:0] = [
+        os.getcwd(),
+        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+    ]  # as at a start of Python
     place, _, name = asked["run"].rpartition(":")
     if place.endswith(".py"):
         spec = importlib.util.spec_from_file_location("agent", place)
@@ -442,7 +514,11 @@ def _called(asked: Mapping[str, Any]) -> Any:
     if not asked.get("call", True):
         return None
     given = {**asked["row"], **asked["address"], "row": asked["row"]}
-    needed = [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty or p.name in given]
+    needed = [
+        p.name
+        for p in inspect.signature(function).parameters.values()
+        if p.default is p.empty or p.name in given
+    ]
     if len(needed) == 1 and needed[0] not in given:
         result = function(asked["row"])
     else:

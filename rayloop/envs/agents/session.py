@@ -1,4 +1,6 @@
-"""One episode that an agent leads: its chats are answered by the policy, and become the turns of one trajectory."""
+"""One episode that an agent leads: its chats are answered by the policy, and become the turns of
+one trajectory.
+"""
 
 import asyncio
 import dataclasses
@@ -11,9 +13,24 @@ from rayloop.chat.openai.answers import Chats
 from rayloop.chat.openai.api import ChatRequest, images_of
 from rayloop.chat.openai.history import Conversation
 from rayloop.chat.rendering import Renderer
-from rayloop.core.failures import DataFailure, DeadlineExceeded, EnvironmentFailed, ImageRefused, OverLongPrompt
+from rayloop.core.failures import (
+    DataFailure,
+    DeadlineExceeded,
+    EnvironmentFailed,
+    ImageRefused,
+    OverLongPrompt,
+)
 from rayloop.core.threads import in_thread
-from rayloop.core.types import Completion, EndReason, RolloutRequest, Sampling, TokenPrompt, Trajectory, Turn, derive
+from rayloop.core.types import (
+    Completion,
+    EndReason,
+    RolloutRequest,
+    Sampling,
+    TokenPrompt,
+    Trajectory,
+    Turn,
+    derive,
+)
 from rayloop.envs.settings import EpisodeSettings
 
 Generate = Callable[[TokenPrompt, Sampling], Awaitable[Completion]]
@@ -22,11 +39,19 @@ HISTORY = 1 << 30
 
 
 class Session:
-    """What an agent's key opens: its own conversations, until the episode ends. Sampling is the run's: a request's ``max_tokens``
-    may only lower it, its ``stop`` is added, and its temperature, ``top_p`` and the like are ignored."""
+    """What an agent's key opens: its own conversations, until the episode ends.
+
+    Sampling is the run's: a request's ``max_tokens`` may only lower it, its ``stop`` is added, and
+    its temperature, ``top_p`` and the like are ignored.
+    """
 
     def __init__(
-        self, request: RolloutRequest, renderer: Renderer, settings: EpisodeSettings, generate: Generate, model: str
+        self,
+        request: RolloutRequest,
+        renderer: Renderer,
+        settings: EpisodeSettings,
+        generate: Generate,
+        model: str,
     ) -> None:
         self.chats = Chats(model, renderer, HISTORY)
         self.sampling = renderer.sampling(request.sampling)
@@ -54,7 +79,10 @@ class Session:
         return {**self.chats.model(), "max_model_len": self._settings.max_tokens}
 
     async def chat(self, asked: ChatRequest) -> dict[str, Any]:
-        """A chat completion. Raises DataFailure and OverLongPrompt for the agent, and the engine's errors."""
+        """A chat completion.
+
+        Raises DataFailure and OverLongPrompt for the agent, and the engine's errors.
+        """
         task = asyncio.ensure_future(self._chat(asked))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -65,7 +93,10 @@ class Session:
         return task.result()
 
     def pay(self, reward: float, answer: str | None) -> str:
-        """Take a reward: of the episode, or of one ``answer`` (``<id>/<choice>``). Returns why it is refused, "" when it is not."""
+        """Take a reward: of the episode, or of one ``answer`` (``<id>/<choice>``).
+
+        Returns why it is refused, "" when it is not.
+        """
         if answer is None:
             if self.reward is not None:
                 return f"the episode has its reward already: {self.reward:g}"
@@ -88,38 +119,67 @@ class Session:
         """The episode. Raises EnvironmentFailed when the agent did not ask the policy at all."""
         if not self._answered:
             said = f"; its last request was refused: {self.refused}" if self.refused else ""
-            why = f"the agent of task {self._request.task.id} ended without an answer of the policy{said}"
+            why = (
+                f"the agent of task {self._request.task.id} ended without an answer of the"
+                f" policy{said}"
+            )
             raise EnvironmentFailed(why, bug=True)
         asked, images = self._request, (image for one in self._answered for image in one.images)
         data = {image.ref.sha256: image.data for image in images if image.data is not None}
         turns, order = turns_of(self._answered, self._rewards)
-        return Trajectory(asked.id, asked.attempt, asked.task.id, asked.seed, turns, self.sampling, reason, result, data, order)
+        return Trajectory(
+            asked.id,
+            asked.attempt,
+            asked.task.id,
+            asked.seed,
+            turns,
+            self.sampling,
+            reason,
+            result,
+            data,
+            order,
+        )
 
     async def _chat(self, asked: ChatRequest) -> dict[str, Any]:
         s, choices = self._settings, asked.n or 1
         if self._asked + choices > s.max_turns:
-            raise self._over(EndReason.MAX_TURNS, f"an episode has {s.max_turns} answers (environment.episode.max_turns)")
+            raise self._over(
+                EndReason.MAX_TURNS,
+                f"an episode has {s.max_turns} answers (environment.episode.max_turns)",
+            )
         if (images := images_of(asked.messages)) > s.max_images:
-            raise self._over(EndReason.MAX_IMAGES, f"{images} images, {s.max_images} are allowed (environment.episode.max_images)")
+            raise self._over(
+                EndReason.MAX_IMAGES,
+                f"{images} images, {s.max_images} are allowed (environment.episode.max_images)",
+            )
         self._asked += choices  # before anything is awaited, since other requests come meanwhile
         try:
             conversation = await in_thread(self.chats.prompt, asked, timeout=s.step_timeout)
             sampling = self._sampling(asked, self._room(conversation))
         except Exception as error:
             self._asked -= choices
-            if self._answered and isinstance(error, ImageRefused | DeadlineExceeded):  # of what an answer has led to
+            if self._answered and isinstance(
+                error, ImageRefused | DeadlineExceeded
+            ):  # of what an answer has led to
                 raise self._over(EndReason.ACTION_ERROR, str(error)) from error
             raise
 
         # The seed depends on what is asked, since an agent's requests may come in any order.
-        digest = hashlib.sha256(repr((conversation.token_ids, [i.ref.sha256 for i in conversation.images])).encode()).hexdigest()
+        digest = hashlib.sha256(
+            repr((conversation.token_ids, [i.ref.sha256 for i in conversation.images])).encode()
+        ).hexdigest()
         seed = derive(self._request.seed, "chat", digest, self._seen[digest])
         self._seen[digest] += 1
 
         shown, group = (conversation.token_ids, conversation.images), str(self._request.id.group)
-        prompts = [TokenPrompt(*shown, affinity=group, seed=derive(seed, "choice", index)) for index in range(choices)]
+        prompts = [
+            TokenPrompt(*shown, affinity=group, seed=derive(seed, "choice", index))
+            for index in range(choices)
+        ]
         try:
-            completions = await asyncio.gather(*(self._generate(prompt, sampling) for prompt in prompts))
+            completions = await asyncio.gather(
+                *(self._generate(prompt, sampling) for prompt in prompts)
+            )
         except Exception as error:
             self._fail(error)
             raise
@@ -143,9 +203,15 @@ class Session:
 
     def _sampling(self, asked: ChatRequest, room: int) -> Sampling:
         base = self.sampling
-        most = min(asked.max_completion_tokens or asked.max_tokens or base.max_tokens, base.max_tokens, room)
+        most = min(
+            asked.max_completion_tokens or asked.max_tokens or base.max_tokens,
+            base.max_tokens,
+            room,
+        )
         stop = (*base.stop, *(text for text in asked.stops if text not in base.stop))
-        return dataclasses.replace(base, max_tokens=most, min_tokens=min(base.min_tokens, most), stop=stop)
+        return dataclasses.replace(
+            base, max_tokens=most, min_tokens=min(base.min_tokens, most), stop=stop
+        )
 
     def _over(self, limit: EndReason, why: str) -> DataFailure:
         self.limit = limit
@@ -156,20 +222,35 @@ class Session:
             self.failed.set_result(error)
 
 
-def turns_of(answered: Sequence[Conversation], rewards: dict[str, float]) -> tuple[tuple[Turn, ...], tuple[int, ...]]:
-    """The turns of all conversations, each sampled one once, and ``Trajectory.order``: conversations are ``answered`` in time. One
-    that does not continue the one before it begins with a restart: the tokens that it shares with earlier ones are its context."""
+def turns_of(
+    answered: Sequence[Conversation], rewards: dict[str, float]
+) -> tuple[tuple[Turn, ...], tuple[int, ...]]:
+    """The turns of all conversations, each sampled one once, and ``Trajectory.order``:
+    conversations are ``answered`` in time. One that does not continue the one before it begins with
+    a restart: the tokens that it shares with earlier ones are its context.
+    """
     continued = {conversation.continues for conversation in answered}
     paid = {id(one.turns[-1]): rewards[one.name] for one in answered if one.name in rewards}
     turns, places = list[Turn](), dict[int, int]()
     for leaf in (one for one in answered if one.name not in continued):
-        known = max((number for number, turn in enumerate(leaf.turns, 1) if id(turn) in places), default=0)
+        known = max(
+            (number for number, turn in enumerate(leaf.turns, 1) if id(turn) in places), default=0
+        )
         if turns:
             before = leaf.turns[:known]
             tokens = tuple(token for turn in before for token in turn.token_ids)
-            turns.append(Turn("context", tokens, tuple(image for turn in before for image in turn.images), restart=True))
+            turns.append(
+                Turn(
+                    "context",
+                    tokens,
+                    tuple(image for turn in before for image in turn.images),
+                    restart=True,
+                )
+            )
         for turn in leaf.turns[known:]:
-            turns.append(dataclasses.replace(turn, reward=paid[id(turn)]) if id(turn) in paid else turn)
+            turns.append(
+                dataclasses.replace(turn, reward=paid[id(turn)]) if id(turn) in paid else turn
+            )
             if turn.sampled:
                 places[id(turn)] = len(places)
     order = tuple(places[id(one.turns[-1])] for one in answered)

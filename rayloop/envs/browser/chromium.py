@@ -15,10 +15,16 @@ from rayloop.envs.browser.containment import BrowserSettings, Confinement, Progr
 from rayloop.sandbox.memory import beyond
 
 FLAGS = (
-    "--disable-gpu", "--disable-quic", "--disable-smooth-scrolling", "--disable-partial-raster",
-    "--js-flags=--max-old-space-size=512", "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
-)  # fmt: skip
-"""Wheel turns take effect at once; equal pages have equal pixels; a page's script ends at half a GiB by an error of its own."""
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-smooth-scrolling",
+    "--disable-partial-raster",
+    "--js-flags=--max-old-space-size=512",
+    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
+)
+"""Wheel turns take effect at once; equal pages have equal pixels; a page's script ends at half a
+GiB by an error of its own.
+"""
 MIB = 1 << 20
 NOWHERE = "/proc/self/fdinfo"
 """For downloads and traces, which are refused: a folder that exists and takes no file."""
@@ -31,7 +37,9 @@ BLAMED = 5.0
 class Chromium:
     """``open``: its pages, ``episodes``: all that it ever had. Made by ``launch``."""
 
-    def __init__(self, browser: Any, pid: int | None, program: Program, settings: BrowserSettings) -> None:
+    def __init__(
+        self, browser: Any, pid: int | None, program: Program, settings: BrowserSettings
+    ) -> None:
         self.browser, self.pid, self._program, self._settings = browser, pid, program, settings
         self.open = self.episodes = 0
         self.retired = False
@@ -54,23 +62,33 @@ class Chromium:
         return time.monotonic() - self._ended_for_memory < BLAMED
 
     def took_one(self, again: bool = False) -> None:
-        """Count an episode, in a page it had before if ``again``; retire after the last one that it may have."""
+        """Count an episode, in a page it had before if ``again``; retire after the last one that it
+        may have.
+        """
         self.open += not again
         self.episodes += 1
         self.retired = self.retired or self.episodes >= self._settings.recycle_episodes
 
     def watch(self, look_again: bool) -> None:
-        """End pages that fill too much memory, and retire a browser that is too large; ``look_again`` finds new processes."""
+        """End pages that fill too much memory, and retire a browser that is too large;
+        ``look_again`` finds new processes.
+        """
         if self.pid is None:
             return
         if look_again or not self._renderers:
             self._renderers = {pid: processes.renders(pid) for pid in processes.tree(self.pid)}
         for pid, renders in self._renderers.items():
             # The list may be seconds old and a process id taken again: look before the kill.
-            if renders and beyond(self._settings.page_memory * MIB, [pid]) and processes.renders(pid):
+            if (
+                renders
+                and beyond(self._settings.page_memory * MIB, [pid])
+                and processes.renders(pid)
+            ):
                 self._ended_for_memory = time.monotonic()
                 _kill(pid)
-        self.retired = self.retired or bool(beyond(self._settings.browser_memory * MIB, list(self._renderers)))
+        self.retired = self.retired or bool(
+            beyond(self._settings.browser_memory * MIB, list(self._renderers))
+        )
 
     async def answers(self, seconds: float) -> bool:
         """Whether its main process does, whatever its pages do."""
@@ -89,11 +107,14 @@ class Chromium:
             async with asyncio.timeout(CLOSING if self.alive else 0.5):
                 await self.browser.close()
         self.kill()
-        # After the kill: this waits until the browser's processes have ended, and other pages must not wait for that.
+        # After the kill: this waits until the browser's processes have ended, and other pages must
+        # not wait for that.
         await in_thread(self._program.close, timeout=CLOSING)
 
     def kill(self) -> None:
-        """All its processes: they share a process-id namespace, or descend from the one that was started."""
+        """All its processes: they share a process-id namespace, or descend from the one that was
+        started.
+        """
         self.retired = True
         for pid in reversed(processes.tree(self.pid) if self.pid else []):
             _kill(pid)
@@ -126,7 +147,9 @@ async def launch(playwright: Any, settings: BrowserSettings, held: Confinement) 
     pid = processes.marked(os.getpid(), mark)
     if pid is not None and held.level == "namespaces":
         for word in processes.command_line(pid):
-            if word.startswith("--user-data-dir="):  # Playwright's folder for a profile: the real one lies in the browser's memory
+            if word.startswith(
+                "--user-data-dir="
+            ):  # Playwright's folder for a profile: the real one lies in the browser's memory
                 with suppress(OSError):
                     os.rmdir(word.partition("=")[2])
     return Chromium(browser, pid, program, settings)

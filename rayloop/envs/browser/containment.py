@@ -1,5 +1,7 @@
-"""How Chromium is confined: bubblewrap's namespaces around Chromium's own sandbox, each where this machine allows it. Inside there
-is no network (Playwright uses inherited pipes), no file but /usr, no other process, and the profile is in memory."""
+"""How Chromium is confined: bubblewrap's namespaces around Chromium's own sandbox, each where this
+machine allows it. Inside there is no network (Playwright uses inherited pipes), no file but /usr,
+no other process, and the profile is in memory.
+"""
 
 import functools
 import os
@@ -24,29 +26,58 @@ class BrowserSettings(SettingsModel):
     """The Chromium of an environment actor: how it is confined, and when it is replaced."""
 
     program: str = "chromium-headless-shell"
-    """The browser to start, a path or a name of PATH; Debian's headless shell needs less memory than a full Chromium."""
+    """The browser to start, a path or a name of PATH; Debian's headless shell needs less memory
+    than a full Chromium.
+    """
     containment: Containment = "namespaces"
-    """What must confine the browser: bubblewrap's namespaces, Chromium's own sandbox, or nothing (for trusted pages only)."""
+    """What must confine the browser: bubblewrap's namespaces, Chromium's own sandbox, or nothing
+    (for trusted pages only).
+    """
     pages: int = Field(16, ge=1)
-    """Episodes in one browser at once. Lower it when a browser's end costs too many episodes; raise it to save memory."""
+    """Episodes in one browser at once.
+
+    Lower it when a browser's end costs too many episodes; raise it to save memory.
+    """
     recycle_episodes: int = Field(500, ge=1)
-    """After this many episodes a browser takes no more and ends with its last; lower it when browsers grow over time."""
+    """After this many episodes a browser takes no more and ends with its last; lower it when
+    browsers grow over time.
+    """
     browser_memory: int = Field(4096, ge=256)
-    """MiB of all processes of a browser; beyond it the browser takes no more episodes. Raise it with ``pages``."""
+    """MiB of all processes of a browser; beyond it the browser takes no more episodes.
+
+    Raise it with ``pages``.
+    """
     page_memory: int = Field(768, ge=64)
-    """MiB that one page may fill; beyond it the page is ended as the policy's doing. Raise it for maps and spreadsheets."""
+    """MiB that one page may fill; beyond it the page is ended as the policy's doing.
+
+    Raise it for maps and spreadsheets.
+    """
     launch_timeout: float = Field(30.0, gt=0)
-    """Seconds in which the browser must be there, and an empty page in it. Raise it on busy machines."""
+    """Seconds in which the browser must be there, and an empty page in it.
+
+    Raise it on busy machines.
+    """
     load_timeout: float = Field(20.0, gt=0)
-    """Seconds to load the episode's page; beyond it the environment failed. Keep it below ``episode.step_timeout``."""
+    """Seconds to load the episode's page; beyond it the environment failed.
+
+    Keep it below ``episode.step_timeout``.
+    """
     action_timeout: float = Field(10.0, gt=0)
-    """Seconds for a turn's actions and screenshot, else ``tool_deadline``. Keep it below half of ``episode.step_timeout``."""
+    """Seconds for a turn's actions and screenshot, else ``tool_deadline``.
+
+    Keep it below half of ``episode.step_timeout``.
+    """
 
 
 FOLDERS = {"/tmp": 512 << 20, "/dev/shm": 64 << 20, "/run": 1 << 20}
-"""What it may write to, in memory, and bytes at most; Playwright puts the profile and shared memory into /tmp."""
+"""What it may write to, in memory, and bytes at most; Playwright puts the profile and shared memory
+into /tmp.
+"""
 BASE = 256
-"""MiB for stacks of each process. RLIMIT_DATA is this plus twice ``page_memory``, a bound for pages that grow between two looks."""
+"""MiB for stacks of each process.
+
+RLIMIT_DATA is this plus twice ``page_memory``, a bound for pages that grow between two looks.
+"""
 CONFIGURATION = ("/etc/chromium", "/etc/chromium.d")
 LEVELS: tuple[Containment, ...] = ("none", "chromium", "namespaces")
 """Weakest first."""
@@ -54,14 +85,20 @@ LEVELS: tuple[Containment, ...] = ("none", "chromium", "namespaces")
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
-    """The level of a browser; ``own``: Chromium's own sandbox works too; ``lacks``: why there is no more, or empty."""
+    """The level of a browser; ``own``: Chromium's own sandbox works too; ``lacks``: why there is no
+    more, or empty.
+    """
 
     level: Containment
     own: bool
     lacks: str
 
     def __str__(self) -> str:
-        what = {"namespaces": "namespaces without network", "chromium": "Chromium's own sandbox", "none": "nothing"}
+        what = {
+            "namespaces": "namespaces without network",
+            "chromium": "Chromium's own sandbox",
+            "none": "nothing",
+        }
         own = " around Chromium's own sandbox" if self.own and self.level == "namespaces" else ""
         return f"{what[self.level]}{own}" + (f" ({self.lacks})" if self.lacks else "")
 
@@ -71,21 +108,33 @@ def available() -> Confinement:
     """What this machine allows, tried once per process (some 50 ms)."""
     namespaces = bubblewrap.refused_here()
     own = _own_sandbox_refused(inside=not namespaces)
-    level: Containment = "none" if namespaces and own else "chromium" if namespaces else "namespaces"
+    level: Containment = (
+        "none" if namespaces and own else "chromium" if namespaces else "namespaces"
+    )
     lacks = [f"bubblewrap: {namespaces}"] if namespaces else []
     lacks += [f"Chromium's own sandbox: {own}"] if own else []
     return Confinement(level, not own, "; ".join(lacks))
 
 
 def check(settings: BrowserSettings) -> Confinement:
-    """How the browser will be confined. Raises EnvironmentFailed for less than ``containment``, or without a browser."""
+    """How the browser will be confined.
+
+    Raises EnvironmentFailed for less than ``containment``, or without a browser.
+    """
     if shutil.which(settings.program) is None:
-        remedy = "apt-get install --no-install-recommends chromium-headless-shell fonts-dejavu-core, or set browser.program"
+        remedy = (
+            "apt-get install --no-install-recommends chromium-headless-shell fonts-dejavu-core, or"
+            " set browser.program"
+        )
         raise EnvironmentFailed(f"{settings.program} is no program here: {remedy}", bug=True)
     held = available()
     if LEVELS.index(held.level) < LEVELS.index(settings.containment):
-        remedy = "see `python -m rayloop doctor`, or lower browser.containment for pages that you trust"
-        raise EnvironmentFailed(f"browser.containment is {settings.containment}, and here is {held}: {remedy}", bug=True)
+        remedy = (
+            "see `python -m rayloop doctor`, or lower browser.containment for pages that you trust"
+        )
+        raise EnvironmentFailed(
+            f"browser.containment is {settings.containment}, and here is {held}: {remedy}", bug=True
+        )
     return held
 
 
@@ -105,7 +154,9 @@ class Program:
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
 
     def close(self) -> None:
-        """Remove the executable, and give the user number back after the browser's processes have ended."""
+        """Remove the executable, and give the user number back after the browser's processes have
+        ended.
+        """
         os.close(self._file)
         if self._user is not None:
             self._user.close_when_unused()
@@ -131,14 +182,28 @@ def _outside(program: str) -> Sequence[str]:
 
 
 def _own_sandbox_refused(inside: bool) -> str:
-    """Why Chromium's own sandbox fails here (``inside`` bubblewrap's namespaces or not); empty when it works."""
+    """Why Chromium's own sandbox fails here (``inside`` bubblewrap's namespaces or not); empty when
+    it works.
+    """
     if os.geteuid() == 0 and not inside:
         return "not as root"
-    tried = ["/usr/bin/unshare", "--user", "--map-current-user", "--pid", "--net", "--fork", "/usr/bin/true"]
+    tried = [
+        "/usr/bin/unshare",
+        "--user",
+        "--map-current-user",
+        "--pid",
+        "--net",
+        "--fork",
+        "/usr/bin/true",
+    ]
     try:
         with borrowed() as uid:
             line = bubblewrap.command(tried, uid=uid) if inside else tried
             ended = subprocess.run(line, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    return "" if ended.returncode == 0 else (ended.stderr.strip() or f"unshare ended with {ended.returncode}")
+    return (
+        ""
+        if ended.returncode == 0
+        else (ended.stderr.strip() or f"unshare ended with {ended.returncode}")
+    )

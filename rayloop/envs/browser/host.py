@@ -1,4 +1,6 @@
-"""The browsers of a process: one for all its environments, more when it is full, a new one when it ends."""
+"""The browsers of a process: one for all its environments, more when it is full, a new one when it
+ends.
+"""
 
 import asyncio
 import threading
@@ -17,14 +19,19 @@ Result = TypeVar("Result")
 WATCH = 0.5
 """Seconds between two looks at the browsers' memory."""
 MARGIN = 15.0
-"""Seconds that the answer of the loop may be late: what it waits for has deadlines of its own, which come first."""
+"""Seconds that the answer of the loop may be late: what it waits for has deadlines of its own,
+which come first.
+"""
 
 _hosts: dict[str, "Host"] = {}
 _lock = threading.Lock()
 
 
 def host_of(settings: BrowserSettings) -> "Host":
-    """The host of this process for these settings, made at the first request. Raises EnvironmentFailed (``check``)."""
+    """The host of this process for these settings, made at the first request.
+
+    Raises EnvironmentFailed (``check``).
+    """
     with _lock:
         key = settings.model_dump_json()
         if key not in _hosts:
@@ -43,17 +50,24 @@ class Host:
         self._driver: Any = None
         self._one_at_a_time = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
-        threading.Thread(target=self._loop.run_forever, daemon=True, name="rayloop-browsers").start()
+        threading.Thread(
+            target=self._loop.run_forever, daemon=True, name="rayloop-browsers"
+        ).start()
 
     def run(self, work: Coroutine[Any, Any, Result], seconds: float) -> Result:
-        """What ``work`` gives, for another thread. Raises what it raises, and EnvironmentFailed after ``seconds``."""
+        """What ``work`` gives, for another thread.
+
+        Raises what it raises, and EnvironmentFailed after ``seconds``.
+        """
         asked = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return asked.result(seconds + MARGIN)
         except (TimeoutError, CancelledError) as error:
             # The coroutine would go on in the other thread, and hold its page.
             asked.cancel()
-            raise EnvironmentFailed(f"the browser gave no answer within {seconds + MARGIN:g} s") from error
+            raise EnvironmentFailed(
+                f"the browser gave no answer within {seconds + MARGIN:g} s"
+            ) from error
 
     def end(self) -> None:
         """End all browsers and the driver, for tests and measurements."""
@@ -70,7 +84,10 @@ class Host:
         async with self._one_at_a_time:
             if not any(browser.has_room for browser in self.browsers) and self._parked:
                 await self.close_tab(self._parked.pop(0))
-            found = next((browser for browser in self.browsers if browser.has_room), None) or await self._launch()
+            found = (
+                next((browser for browser in self.browsers if browser.has_room), None)
+                or await self._launch()
+            )
             found.took_one()
         # Outside the lock: the place is taken, and pages may be opened at the same time.
         return await open_tab(found, self.settings, size, files)
@@ -83,9 +100,15 @@ class Host:
             self._parked.append(tab)
 
     async def parked(self, address: str, size: Size) -> Tab | None:
-        """A page that ``park`` left at this address, any of this size when there is no room for another one, or None."""
+        """A page that ``park`` left at this address, any of this size when there is no room for
+        another one, or None.
+        """
         found = next((tab for tab in self._parked if tab.address == address), None)
-        if found is None and self._parked and not any(browser.has_room for browser in self.browsers):
+        if (
+            found is None
+            and self._parked
+            and not any(browser.has_room for browser in self.browsers)
+        ):
             found = next((tab for tab in self._parked if tab.size == size), None)
         if found is not None:
             # Nothing was awaited since the search, so no other episode can have taken this page.
@@ -121,7 +144,9 @@ class Host:
             async with asyncio.timeout(self.settings.launch_timeout):
                 self._driver = await async_playwright().start()
         except Exception as error:
-            raise EnvironmentFailed(f"Playwright's driver did not start: {type(error).__name__}: {error}") from error
+            raise EnvironmentFailed(
+                f"Playwright's driver did not start: {type(error).__name__}: {error}"
+            ) from error
 
     async def _stop_driver(self) -> None:
         # Before the await, so that nobody else stops or uses this driver.
@@ -143,7 +168,11 @@ class Host:
         self._parked = [tab for tab in self._parked if tab not in left]
         for tab in left:
             await tab.close()
-        over = [browser for browser in self.browsers if not browser.alive or (browser.retired and not browser.open)]
+        over = [
+            browser
+            for browser in self.browsers
+            if not browser.alive or (browser.retired and not browser.open)
+        ]
         self.browsers = [browser for browser in self.browsers if browser not in over]
         for browser in over:
             await browser.close()

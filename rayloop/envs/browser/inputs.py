@@ -3,7 +3,19 @@
 import asyncio
 from typing import Any
 
-from rayloop.envs.grammar.actions import Action, Click, Drag, HoldKey, Hotkey, Hover, LongPress, Point, Scroll, Sleep, Type
+from rayloop.envs.grammar.actions import (
+    Action,
+    Click,
+    Drag,
+    HoldKey,
+    Hotkey,
+    Hover,
+    LongPress,
+    Point,
+    Scroll,
+    Sleep,
+    Type,
+)
 
 NOTCH = 100
 """Pixels of a ``scroll``."""
@@ -14,12 +26,30 @@ LONG = 0.8
 STEPS = 5
 """Moves of the pointer between the ends of a drag: pages that follow it need some."""
 KEYS = {
-    "ctrl": "Control", "shift": "Shift", "alt": "Alt", "meta": "Meta", "enter": "Enter", "tab": "Tab", "space": " ",
-    "backspace": "Backspace", "delete": "Delete", "insert": "Insert", "esc": "Escape", "up": "ArrowUp",
-    "down": "ArrowDown", "left": "ArrowLeft", "right": "ArrowRight", "home": "Home", "end": "End", "pageup": "PageUp",
-    "pagedown": "PageDown", **{f"f{n}": f"F{n}" for n in range(1, 13)},
-}  # fmt: skip
-"""The grammar's names of keys (``rayloop/envs/grammar/calls.py``) -> Playwright's; a character is its own name."""
+    "ctrl": "Control",
+    "shift": "Shift",
+    "alt": "Alt",
+    "meta": "Meta",
+    "enter": "Enter",
+    "tab": "Tab",
+    "space": " ",
+    "backspace": "Backspace",
+    "delete": "Delete",
+    "insert": "Insert",
+    "esc": "Escape",
+    "up": "ArrowUp",
+    "down": "ArrowDown",
+    "left": "ArrowLeft",
+    "right": "ArrowRight",
+    "home": "Home",
+    "end": "End",
+    "pageup": "PageUp",
+    "pagedown": "PageDown",
+    **{f"f{n}": f"F{n}" for n in range(1, 13)},
+}
+"""The grammar's names of keys (``rayloop/envs/grammar/calls.py``) -> Playwright's; a character is
+its own name.
+"""
 _SCROLLED = {"up": (0, -NOTCH), "down": (0, NOTCH), "left": (-NOTCH, 0), "right": (NOTCH, 0)}
 
 

@@ -1,4 +1,6 @@
-"""MiniWoB++: 130 small pages and 3 flight pages (Liu et al. 2018; the html of the package miniwob), each with its own reward."""
+"""MiniWoB++: 130 small pages and 3 flight pages (Liu et al. 2018; the html of the package miniwob),
+each with its own reward.
+"""
 
 import importlib.util
 import json
@@ -19,7 +21,9 @@ HOST = "miniwob"
 START = (Path(__file__).parent / "miniwob.js").read_text(encoding="utf-8")
 
 UNREPEATED = ("chase-circle", "click-dialog", "stock-market")
-"""Pages whose first screen is not the same for a seed, even when loaded anew: the members of a group see different ones."""
+"""Pages whose first screen is not the same for a seed, even when loaded anew: the members of a
+group see different ones.
+"""
 HIDDEN = ("find-greatest", "guess-number", "hot-cold", "moving-items", "simon-says", "terminal")
 """Pages with one first screen for all seeds: what differs is hidden at first."""
 
@@ -27,7 +31,9 @@ HIDDEN = ("find-greatest", "guess-number", "hot-cold", "moving-items", "simon-sa
 class MiniWob(PageEnvironment):
     """A row names a ``page`` (``pages()``) and a ``seed``; the page says when the episode is over.
 
-    ``evaluate`` is the page's raw reward, -1 to 1, without its penalty for time; 0 until the page is over."""
+    ``evaluate`` is the page's raw reward, -1 to 1, without its penalty for time; 0 until the page
+    is over.
+    """
 
     STATE = "[WOB_DONE_GLOBAL, WOB_RAW_REWARD_GLOBAL]"
     OVER = "WOB_DONE_GLOBAL"
@@ -37,11 +43,18 @@ class MiniWob(PageEnvironment):
         """How pages are loaded and scored."""
 
         reload: bool = True
-        """Whether each episode loads its page anew, so that equal seeds look equal. False: ten times as fast, 15 pages differ."""
+        """Whether each episode loads its page anew, so that equal seeds look equal.
+
+        False: ten times as fast, 15 pages differ.
+        """
         mode: Literal["train", "test", "default"] = "train"
-        """Which of the page's own sets of problems is drawn from; ``test`` for evaluation, where a page has one."""
+        """Which of the page's own sets of problems is drawn from; ``test`` for evaluation, where a
+        page has one.
+        """
         success_at: float | None = None
-        """A page's reward of at least this is 1, and any other 0; set it to 1 for pages with partial rewards. None: as it is."""
+        """A page's reward of at least this is 1, and any other 0; set it to 1 for pages with
+        partial rewards. None: as it is.
+        """
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -59,9 +72,13 @@ class MiniWob(PageEnvironment):
         page, seed = task.extra.get("page"), task.extra.get("seed")
         if not isinstance(page, str) or page not in pages():
             known = ", ".join(pages()[:5])
-            raise DataFailure(task.id, f"the row's `page` is {page!r}, no page of MiniWoB++ ({known}, ...)")
+            raise DataFailure(
+                task.id, f"the row's `page` is {page!r}, no page of MiniWoB++ ({known}, ...)"
+            )
         if seed is None or isinstance(seed, list | dict | float):
-            raise DataFailure(task.id, f"the row's `seed` is {seed!r}; a number or a text is needed")
+            raise DataFailure(
+                task.id, f"the row's `seed` is {seed!r}; a number or a text is needed"
+            )
         self._page, self._seed = page, str(seed)
         self.size = LARGE if page in FLIGHTS else SMALL
 
@@ -75,7 +92,11 @@ class MiniWob(PageEnvironment):
         return str(await tab.evaluate(f"({START})({json.dumps([self._seed, self._miniwob.mode])})"))
 
     def _open(self, host: Host) -> Tab:
-        found = None if self._miniwob.reload else host.run(host.parked(address(self._page), self.size), 3 * CLOSING)
+        found = (
+            None
+            if self._miniwob.reload
+            else host.run(host.parked(address(self._page), self.size), 3 * CLOSING)
+        )
         return found or super()._open(host)
 
     def _release(self, host: Host, tab: Tab) -> None:
@@ -96,7 +117,9 @@ def html() -> Path:
     """The folder of the pages. Raises EnvironmentFailed without the package."""
     found = importlib.util.find_spec("miniwob")  # not imported: that needs gymnasium and selenium
     if found is None or found.origin is None:
-        raise EnvironmentFailed('miniwob is not installed: pip install "rayloop[browser]"', bug=True)
+        raise EnvironmentFailed(
+            'miniwob is not installed: pip install "rayloop[browser]"', bug=True
+        )
     return Path(found.origin).parent / "html"
 
 
@@ -107,4 +130,8 @@ def pages() -> tuple[str, ...]:
 
 def address(page: str) -> str:
     """Where the page is served."""
-    return f"http://{HOST}/flight/{page}/wrapper.html" if page in FLIGHTS else f"http://{HOST}/miniwob/{page}.html"
+    return (
+        f"http://{HOST}/flight/{page}/wrapper.html"
+        if page in FLIGHTS
+        else f"http://{HOST}/miniwob/{page}.html"
+    )

@@ -1,4 +1,6 @@
-"""The base of environments with a page: a turn in the UI-TARS grammar goes to the page, and its screen comes back."""
+"""The base of environments with a page: a turn in the UI-TARS grammar goes to the page, and its
+screen comes back.
+"""
 
 import shutil
 from collections.abc import Sequence
@@ -25,13 +27,20 @@ class PageSettings(ScreenSettings):
     """Settings of the browser environments."""
 
     browser: BrowserSettings = BrowserSettings()
-    """The Chromium of the environment actor: how it is confined, how many pages it has, how long things may take."""
+    """The Chromium of the environment actor: how it is confined, how many pages it has, how long
+    things may take.
+    """
     observe: tuple[Literal["screenshot", "tree"], ...] = Field(("screenshot",), min_length=1)
-    """What the policy sees after each turn: the screen, the accessibility tree with boxes (hundreds of tokens), or both."""
+    """What the policy sees after each turn: the screen, the accessibility tree with boxes (hundreds
+    of tokens), or both.
+    """
 
 
 class PageEnvironment(ScreenEnvironment):
-    """Derive from it: ``_prepare``, ``_files``, ``_begin``, ``_seen``. The text ``{instruction}`` of the row becomes the page's."""
+    """Derive from it: ``_prepare``, ``_files``, ``_begin``, ``_seen``.
+
+    The text ``{instruction}`` of the row becomes the page's.
+    """
 
     STATE = "null"
     """A JavaScript expression, asked with each screenshot: what ``_seen`` is given."""
@@ -39,7 +48,9 @@ class PageEnvironment(ScreenEnvironment):
     """A JavaScript expression: after it is true no further action of a turn is carried out."""
 
     SETTLE = 0.0
-    """Seconds between a turn's actions and the screenshot, beside the two frames that it takes anyway."""
+    """Seconds between a turn's actions and the screenshot, beside the two frames that it takes
+    anyway.
+    """
     TREE = "body"
     """A CSS selector: of which element the accessibility tree is."""
 
@@ -55,14 +66,22 @@ class PageEnvironment(ScreenEnvironment):
     def preflight(cls, settings: PageSettings) -> str:
         """How Chromium is confined on this machine, for the run's header."""
         program = settings.browser.program
-        return f"{available()} (Chromium)" if shutil.which(program) else f"nothing yet: {program} is not on this machine"
+        return (
+            f"{available()} (Chromium)"
+            if shutil.which(program)
+            else f"nothing yet: {program} is not on this machine"
+        )
 
     def reset(self, task: Task) -> Observation:
-        """Raises DataFailure for a row that names no page, EnvironmentFailed for all that goes wrong."""
+        """Raises DataFailure for a row that names no page, EnvironmentFailed for all that goes
+        wrong.
+        """
         self._prepare(task)
         host = self._host = host_of(self._settings.browser)
         tab = self._tab = self._open(host)
-        instruction, screen, tree = host.run(self._start(tab), 2 * self._settings.browser.load_timeout)
+        instruction, screen, tree = host.run(
+            self._start(tab), 2 * self._settings.browser.load_timeout
+        )
         self._seen(screen)
         self._sound = True
         return self._first(task, instruction, *self._parts(screen, tree))
@@ -72,7 +91,9 @@ class PageEnvironment(ScreenEnvironment):
         return self.size.width, self.size.height
 
     def _carry_out(self, actions: Sequence[Action]) -> StepResult:
-        """Raises NotHere; ToolDeadline when what the policy did makes the page hang or fill the memory."""
+        """Raises NotHere; ToolDeadline when what the policy did makes the page hang or fill the
+        memory.
+        """
         placed: list[Action] = []
         for action in actions:
             if isinstance(action, Finish | CallUser):
@@ -84,7 +105,9 @@ class PageEnvironment(ScreenEnvironment):
         # It stays False when the call raises: such a page is closed, and never parked.
         self._sound = False
         try:
-            longest = 2 * self._settings.browser.action_timeout + self.SETTLE + sum(map(pause, placed))  # the page's own deadlines
+            longest = (
+                2 * self._settings.browser.action_timeout + self.SETTLE + sum(map(pause, placed))
+            )  # the page's own deadlines
             screen, tree = self._host.run(self._act(self._tab, placed), longest)
         except NotHere:
             self._sound = True
@@ -94,7 +117,11 @@ class PageEnvironment(ScreenEnvironment):
         over = self._seen(screen)
         self._sound = True
         info = {"refused": dict(self._tab.refused)}
-        return StepResult(self._shown(*self._parts(screen, tree)), done=over or len(placed) < len(actions), info=info)
+        return StepResult(
+            self._shown(*self._parts(screen, tree)),
+            done=over or len(placed) < len(actions),
+            info=info,
+        )
 
     def evaluate(self) -> float | None:
         """The episode's result."""
@@ -126,13 +153,18 @@ class PageEnvironment(ScreenEnvironment):
         raise NotImplementedError
 
     def _open(self, host: Host) -> Tab:
-        return host.run(host.open(self.size, self._files()), 3 * self._settings.browser.launch_timeout)
+        return host.run(
+            host.open(self.size, self._files()), 3 * self._settings.browser.launch_timeout
+        )
 
     def _release(self, host: Host, tab: Tab) -> None:
         host.run(host.close_tab(tab), 3 * CLOSING)
 
     async def _start(self, tab: Tab) -> tuple[str, Screen, str]:
-        """Instruction, screen and tree. What hangs or is too large before the policy acted is no doing of its own."""
+        """Instruction, screen and tree.
+
+        What hangs or is too large before the policy acted is no doing of its own.
+        """
         try:
             instruction = await self._begin(tab)
             return instruction, await tab.look(self.STATE), await self._tree(tab)
@@ -143,8 +175,13 @@ class PageEnvironment(ScreenEnvironment):
         return await tab.act(actions, self.STATE, self.OVER, self.SETTLE), await self._tree(tab)
 
     async def _tree(self, tab: Tab) -> str:
-        return (await tab.tree(self.TREE))[:LONGEST_TREE] if "tree" in self._settings.observe else ""
+        return (
+            (await tab.tree(self.TREE))[:LONGEST_TREE] if "tree" in self._settings.observe else ""
+        )
 
     def _parts(self, screen: Screen, tree: str) -> tuple[str | ImageSource, ...]:
-        shown: dict[str, str | ImageSource] = {"screenshot": ImageSource(data=screen.png), "tree": tree}
+        shown: dict[str, str | ImageSource] = {
+            "screenshot": ImageSource(data=screen.png),
+            "tree": tree,
+        }
         return tuple(shown[name] for name in self._settings.observe)

@@ -7,7 +7,9 @@ from rayloop.sandbox.memory import tree as tree
 
 
 def marked(root: int, mark: str) -> int | None:
-    """The first descendant of ``root`` whose command line has the argument ``mark``; None when there is none."""
+    """The first descendant of ``root`` whose command line has the argument ``mark``; None when
+    there is none.
+    """
     for pid in tree(root)[1:]:
         if mark in command_line(pid):
             return pid
@@ -22,5 +24,8 @@ def command_line(pid: int) -> list[str]:
 
 
 def renders(pid: int) -> bool:
-    """Whether it is the process of a page. Chromium writes its own command line anew, with blanks between."""
+    """Whether it is the process of a page.
+
+    Chromium writes its own command line anew, with blanks between.
+    """
     return "--type=renderer" in " ".join(command_line(pid))

@@ -1,4 +1,6 @@
-"""Your own pages: a row names an address and a JavaScript expression that is true when its task is done."""
+"""Your own pages: a row names an address and a JavaScript expression that is true when its task is
+done.
+"""
 
 from typing import Any
 from urllib.parse import urljoin, urlsplit
@@ -20,24 +22,36 @@ HOST = "pages"
 class WebPage(PageEnvironment):
     """A row names an ``url``, a ``check`` and, for ``{instruction}``, an ``instruction``.
 
-    ``check`` is a JavaScript expression, evaluated after each turn: true or at least 1 ends the episode (``stop``); ``evaluate`` is
-    its last value. It must be a value from the start (write ``?.``); where it throws later it is 0."""
+    ``check`` is a JavaScript expression, evaluated after each turn: true or at least 1 ends the
+    episode (``stop``); ``evaluate`` is its last value. It must be a value from the start (write
+    ``?.``); where it throws later it is 0.
+    """
 
     class Settings(PageSettings):
         """Which pages may be loaded, and how large the screen is."""
 
         folder: LocalPath | None = None
-        """The folder of the pages, addressed as ``http://pages/NAME`` or by name; nothing outside of it can be loaded."""
+        """The folder of the pages, addressed as ``http://pages/NAME`` or by name; nothing outside
+        of it can be loaded.
+        """
         sites: tuple[str, ...] = ()
-        """Hosts, with their ports if any, whose pages may be loaded by Playwright's driver. Name only what a policy may harm."""
+        """Hosts, with their ports if any, whose pages may be loaded by Playwright's driver.
+
+        Name only what a policy may harm.
+        """
         width: int = Field(800, ge=56)
         """Pixels of the screen from left to right; a smaller one costs fewer image tokens."""
         height: int = Field(600, ge=56)
         """Pixels of the screen from top to bottom; a smaller one costs fewer image tokens."""
         settle: float = Field(0.2, ge=0)
-        """Seconds between a turn's actions and the screenshot, for late changes; loading pages are waited for in addition."""
+        """Seconds between a turn's actions and the screenshot, for late changes; loading pages are
+        waited for in addition.
+        """
         stop: bool = True
-        """Whether a check that comes true ends the episode. False: only the policy's ``finished`` ends it."""
+        """Whether a check that comes true ends the episode.
+
+        False: only the policy's ``finished`` ends it.
+        """
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -52,14 +66,26 @@ class WebPage(PageEnvironment):
         return self._value
 
     def _prepare(self, task: Task) -> None:
-        url, check, instruction = (task.extra.get(name, "") for name in ("url", "check", "instruction"))
-        if not all(isinstance(value, str) for value in (url, check, instruction)) or not (url and check):
-            raise DataFailure(task.id, f"the row needs an `url` and a `check`, texts; they are {url!r} and {check!r}")
+        url, check, instruction = (
+            task.extra.get(name, "") for name in ("url", "check", "instruction")
+        )
+        if not all(isinstance(value, str) for value in (url, check, instruction)) or not (
+            url and check
+        ):
+            raise DataFailure(
+                task.id,
+                f"the row needs an `url` and a `check`, texts; they are {url!r} and {check!r}",
+            )
         self._url = urljoin(f"http://{HOST}/", url) if self._web.folder else url
         parts = urlsplit(self._url)
-        if parts.scheme not in ("http", "https") or parts.netloc not in (*self._files().hosts, *self._web.sites):
+        if parts.scheme not in ("http", "https") or parts.netloc not in (
+            *self._files().hosts,
+            *self._web.sites,
+        ):
             known = ", ".join((*self._files().hosts, *self._web.sites)) or "no host"
-            raise DataFailure(task.id, f"{self._url} cannot be loaded: `folder` and `sites` allow {known}")
+            raise DataFailure(
+                task.id, f"{self._url} cannot be loaded: `folder` and `sites` allow {known}"
+            )
         if self._files().serves(self._url) and self._files().find(self._url) is None:
             raise DataFailure(task.id, f"{self._url} is no file of {self._web.folder}")
         self._check, self._instruction = check, instruction
@@ -67,14 +93,18 @@ class WebPage(PageEnvironment):
         self.OVER = f"Number({self.STATE}) >= 1" if self._web.stop else "false"
 
     def _files(self) -> Files:
-        return Files({HOST: self._web.folder} if self._web.folder else {}, frozenset(self._web.sites))
+        return Files(
+            {HOST: self._web.folder} if self._web.folder else {}, frozenset(self._web.sites)
+        )
 
     async def _begin(self, tab: Tab) -> str:
         await tab.load(self._url)
         try:
             _number(await tab.evaluate(self._check))
         except ValueError as error:
-            raise DataFailure(self._url, f"its check must be true, false or a number from the start: {error}") from error
+            raise DataFailure(
+                self._url, f"its check must be true, false or a number from the start: {error}"
+            ) from error
         return self._instruction
 
     def _seen(self, screen: Screen) -> bool:

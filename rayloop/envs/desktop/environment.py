@@ -1,4 +1,6 @@
-"""The desktop as an environment: a new desktop for each episode, UI-TARS actions, screenshots, a result from the files."""
+"""The desktop as an environment: a new desktop for each episode, UI-TARS actions, screenshots, a
+result from the files.
+"""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -9,9 +11,27 @@ from rayloop.config.settings import local_path
 from rayloop.core.failures import DataFailure
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Task
-from rayloop.envs.desktop.session import Desktop, DesktopLimits, DesktopLost, DesktopSpoiled, missing
+from rayloop.envs.desktop.session import (
+    Desktop,
+    DesktopLimits,
+    DesktopLost,
+    DesktopSpoiled,
+    missing,
+)
 from rayloop.envs.desktop.tasks import SHIPPED, DesktopTask, StartFile, TaskFile, score, task_file
-from rayloop.envs.grammar.actions import Action, CallUser, Click, Drag, Finish, HoldKey, Hotkey, Hover, Scroll, Sleep, Type
+from rayloop.envs.grammar.actions import (
+    Action,
+    CallUser,
+    Click,
+    Drag,
+    Finish,
+    HoldKey,
+    Hotkey,
+    Hover,
+    Scroll,
+    Sleep,
+    Type,
+)
 from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings
 from rayloop.sandbox import bubblewrap
 
@@ -20,32 +40,53 @@ TICKS = 5
 LONGEST = 4_000
 """Characters that one action may type."""
 PER_CHARACTER = 0.05
-"""Seconds that typing one may take before the desktop counts as lost; it takes one or two milliseconds."""
+"""Seconds that typing one may take before the desktop counts as lost; it takes one or two
+milliseconds.
+"""
 
 
 class DesktopTasks(ScreenEnvironment):
-    """A task of a file (``tasks``), which the row names in its column ``desktop``, on a local X desktop without network.
+    """A task of a file (``tasks``), which the row names in its column ``desktop``, on a local X
+    desktop without network.
 
-    The text ``{instruction}`` of the row becomes the task's. A desktop that dies is a failure of infrastructure; one that the
-    policy's programs broke ends the episode as ``action_error`` with the result 0."""
+    The text ``{instruction}`` of the row becomes the task's. A desktop that dies is a failure of
+    infrastructure; one that the policy's programs broke ends the episode as ``action_error`` with
+    the result 0.
+    """
 
     class Settings(ScreenSettings):
         """Which tasks, how large a desktop is, and how long it is waited for."""
 
         tasks: str = ""
-        """A YAML or JSON file of desktop tasks with the folders of their start files beside it; empty for the shipped ones."""
+        """A YAML or JSON file of desktop tasks with the folders of their start files beside it;
+        empty for the shipped ones.
+        """
         limits: DesktopLimits = DesktopLimits()
-        """Size of the screen, memory, processes and deadlines of each desktop (docs/environments.md)."""
+        """Size of the screen, memory, processes and deadlines of each desktop
+        (docs/environments.md).
+        """
         pause: float = Field(0.1, ge=0)
-        """Seconds after each action, so that programs can follow. Raise it on machines where they react late."""
+        """Seconds after each action, so that programs can follow.
+
+        Raise it on machines where they react late.
+        """
         react: float = Field(0.5, ge=0)
-        """Seconds at most, after a turn's actions, until the screen differs from before. Raise it on busy machines."""
+        """Seconds at most, after a turn's actions, until the screen differs from before.
+
+        Raise it on busy machines.
+        """
         settle: float = Field(2.0, ge=0)
-        """Seconds at most until two looks at the screen are equal. Raise it for programs that draw for longer."""
+        """Seconds at most until two looks at the screen are equal.
+
+        Raise it for programs that draw for longer.
+        """
         wait: float = Field(1.0, ge=0)
         """Seconds of the action wait; UI-TARS means five, and local programs need less."""
         type_delay: float = Field(0.001, ge=0)
-        """Seconds after each typed character. Raise it for programs that lose characters; none that was tried does."""
+        """Seconds after each typed character.
+
+        Raise it for programs that lose characters; none that was tried does.
+        """
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -57,7 +98,9 @@ class DesktopTasks(ScreenEnvironment):
 
     @staticmethod
     def preflight(settings: Settings) -> str:
-        """How desktops are confined on this machine, for the run's header; or why none can be started here."""
+        """How desktops are confined on this machine, for the run's header; or why none can be
+        started here.
+        """
         if lacks := missing() or bubblewrap.refused_here():
             return f"nothing yet: desktops cannot be started here ({lacks})"
         return "namespaces without network, refused calls of administrators (desktops)"
@@ -82,7 +125,9 @@ class DesktopTasks(ScreenEnvironment):
         return self._settings.limits.width, self._settings.limits.height
 
     def _carry_out(self, actions: Sequence[Action]) -> StepResult:
-        """An impossible action is an error, with a screenshot after others; a desktop broken from inside ends the episode."""
+        """An impossible action is an error, with a screenshot after others; a desktop broken from
+        inside ends the episode.
+        """
         try:
             for number, action in enumerate(actions):
                 if isinstance(action, Finish | CallUser):
@@ -98,7 +143,9 @@ class DesktopTasks(ScreenEnvironment):
             return StepResult(done=True, error=f"the desktop was broken from inside: {error}")
 
     def evaluate(self) -> float:
-        """1 when all checks hold, else 0 or, if the task says so, their share; 0 for a broken desktop. Raises DesktopLost."""
+        """1 when all checks hold, else 0 or, if the task says so, their share; 0 for a broken
+        desktop. Raises DesktopLost.
+        """
         assert self._task is not None
         assert self._desktop is not None
         try:
@@ -136,12 +183,16 @@ class DesktopTasks(ScreenEnvironment):
                 ask("hold", key=key, down=down)
             case Type(text):
                 if len(text) > LONGEST:
-                    raise ValueError(f"one action types at most {LONGEST} characters, not {len(text)}")
+                    raise ValueError(
+                        f"one action types at most {LONGEST} characters, not {len(text)}"
+                    )
                 self._desktop.type(text, self._settings.type_delay, PER_CHARACTER)
             case Sleep():
                 time.sleep(self._settings.wait)
             case other:
-                raise ValueError(f"a desktop has no {type(other).__name__}: it is an action of touch screens")
+                raise ValueError(
+                    f"a desktop has no {type(other).__name__}: it is an action of touch screens"
+                )
 
     def _look(self, react: float) -> ImageSource:
         assert self._desktop is not None
@@ -155,7 +206,9 @@ class DesktopTasks(ScreenEnvironment):
             tasks: TaskFile = task_file(path)
             if name not in tasks.tasks:
                 known = ", ".join(list(tasks.tasks)[:5])
-                raise ValueError(f"the row's `desktop` is {name!r}, no task of {path} ({known}, ...)")
+                raise ValueError(
+                    f"the row's `desktop` is {name!r}, no task of {path} ({known}, ...)"
+                )
             return tasks.tasks[name], tasks.start(tasks.tasks[name])
         except (OSError, ValueError) as error:
             raise DataFailure(task.id, str(error)) from error

@@ -1,4 +1,6 @@
-"""The host's side of one desktop: starts it in its sandbox, asks its driver, and ends it with all that runs in it."""
+"""The host's side of one desktop: starts it in its sandbox, asks its driver, and ends it with all
+that runs in it.
+"""
 
 import json
 import os
@@ -24,7 +26,13 @@ from rayloop.sandbox import bubblewrap, seccomp
 from rayloop.sandbox.frames import Channel, Header, Refused
 
 HOME = "/home/user"
-PROGRAMS = {"Xvfb": "xvfb", "openbox": "openbox", "xterm": "xterm", "mousepad": "mousepad", "pcmanfm": "pcmanfm"}
+PROGRAMS = {
+    "Xvfb": "xvfb",
+    "openbox": "openbox",
+    "xterm": "xterm",
+    "mousepad": "mousepad",
+    "pcmanfm": "pcmanfm",
+}
 """What a desktop runs -> the Debian package that has it."""
 MIB = 1 << 20
 PACKAGE = Path(__file__).parents[2]
@@ -33,7 +41,9 @@ DYING = 10.0
 """Seconds in which a killed desktop is gone."""
 _RC = {
     # equal states then have equal pixels, and an idle desktop takes no CPU
-    ".config/gtk-3.0/settings.ini": "[Settings]\ngtk-cursor-blink=false\ngtk-enable-animations=false\n",
+    ".config/gtk-3.0/settings.ini": (
+        "[Settings]\ngtk-cursor-blink=false\ngtk-enable-animations=false\n"
+    ),
     ".gtkrc-2.0": "gtk-cursor-blink = 0\n",
     ".Xdefaults": "XTerm*faceName: DejaVu Sans Mono\nXTerm*faceSize: 12\nXTerm*geometry: 90x28\n",
 }
@@ -49,56 +59,101 @@ _ENVIRONMENT = {
     "GDK_BACKEND": "x11",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
-_SYSTEM = ("/etc/xdg", "/etc/X11", "/etc/gtk-2.0", "/etc/gtk-3.0", "/etc/mime.types", "/var/cache/fontconfig")
+_SYSTEM = (
+    "/etc/xdg",
+    "/etc/X11",
+    "/etc/gtk-2.0",
+    "/etc/gtk-3.0",
+    "/etc/mime.types",
+    "/var/cache/fontconfig",
+)
 
 
 class DesktopLimits(SettingsModel):
     """How large a desktop is, and how much of the machine it may take."""
 
     width: int = Field(1280, ge=320, le=4096)
-    """Pixels of the screen from left to right. Lower it to spend fewer image tokens on each screenshot."""
+    """Pixels of the screen from left to right.
+
+    Lower it to spend fewer image tokens on each screenshot.
+    """
     height: int = Field(800, ge=240, le=4096)
-    """Pixels of the screen from top to bottom. Lower it to spend fewer image tokens on each screenshot."""
+    """Pixels of the screen from top to bottom.
+
+    Lower it to spend fewer image tokens on each screenshot.
+    """
     processes: int = Field(128, ge=32)
-    """Processes and threads of one desktop, its own dozen included. Raise it for tasks whose programs start many."""
+    """Processes and threads of one desktop, its own dozen included.
+
+    Raise it for tasks whose programs start many.
+    """
     memory_mb: int = Field(2048, ge=512)
     """Address space of each process in MiB. Raise it for large programs, with ``total_mb``."""
     total_mb: int = Field(1024, ge=128)
-    """MiB of all programs together; beyond it the episode ends as the policy's failure. Raise it for office suites."""
+    """MiB of all programs together; beyond it the episode ends as the policy's failure.
+
+    Raise it for office suites.
+    """
     home_mb: int = Field(64, ge=1)
-    """Megabytes of files in the home folder, which lives in memory. Raise it for tasks with large start files."""
+    """Megabytes of files in the home folder, which lives in memory.
+
+    Raise it for tasks with large start files.
+    """
     start_timeout: float = Field(20.0, gt=0)
-    """Seconds in which the desktop, and then each program, must show itself. Raise it on busy machines."""
+    """Seconds in which the desktop, and then each program, must show itself.
+
+    Raise it on busy machines.
+    """
     call_timeout: float = Field(15.0, gt=0)
-    """Seconds for one action or screenshot; beyond it the desktop counts as lost. Raise it on busy machines."""
+    """Seconds for one action or screenshot; beyond it the desktop counts as lost.
+
+    Raise it on busy machines.
+    """
 
 
 class DesktopLost(InfrastructureFailure):
-    """The X server, the driver or the whole desktop ended, or did not answer in time. Never a reward: play it again elsewhere."""
+    """The X server, the driver or the whole desktop ended, or did not answer in time.
+
+    Never a reward: play it again elsewhere.
+    """
 
 
 class DesktopSpoiled(Exception):
-    """Programs inside broke the desktop: they ended the window manager, or filled too much memory. The policy started them."""
+    """Programs inside broke the desktop: they ended the window manager, or filled too much memory.
+
+    The policy started them.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class HomeEntry:
-    """What lies at a path of a home. ``content`` is None for a folder, and for what is no file, is too large or unreadable."""
+    """What lies at a path of a home.
+
+    ``content`` is None for a folder, and for what is no file, is too large or unreadable.
+    """
 
     kind: str
     content: bytes | None = None
 
 
 def missing() -> str:
-    """What a desktop needs and this machine lacks, with the command that installs it; empty when it has all."""
-    lacks = [package for program, package in {"bwrap": "bubblewrap", **PROGRAMS}.items() if not shutil.which(program)]
+    """What a desktop needs and this machine lacks, with the command that installs it; empty when it
+    has all.
+    """
+    lacks = [
+        package
+        for program, package in {"bwrap": "bubblewrap", **PROGRAMS}.items()
+        if not shutil.which(program)
+    ]
     if lacks:
         return f"apt-get install --no-install-recommends {' '.join(lacks)}"
     return 'pip install "rayloop[desktop]"' if find_spec("Xlib") is None else ""
 
 
 class Desktop:
-    """A desktop that lives until ``close``, or until the thread that made it ends; raises DesktopLost when it does not start."""
+    """A desktop that lives until ``close``, or until the thread that made it ends; raises
+    DesktopLost when it does not start.
+    """
 
     def __init__(self, limits: DesktopLimits) -> None:
         if lacks := missing():
@@ -119,7 +174,9 @@ class Desktop:
             if isinstance(error, Refused | OSError):
                 self._errors.seek(0)
                 said = self._errors.read().decode(errors="replace").strip()
-                raise DesktopLost(f"the desktop did not start: {error}{said and f': {said[-500:]}'}") from error
+                raise DesktopLost(
+                    f"the desktop did not start: {error}{said and f': {said[-500:]}'}"
+                ) from error
             raise
 
     def put(self, path: str, content: bytes, executable: bool = False) -> None:
@@ -127,33 +184,60 @@ class Desktop:
         self.ask("put", blobs=[content], path=path, mode=0o755 if executable else 0o644)
 
     def home(self) -> Mapping[str, HomeEntry]:
-        """All that is in the home, by path. It is read inside of the desktop: a link of the policy leads nowhere."""
+        """All that is in the home, by path.
+
+        It is read inside of the desktop: a link of the policy leads nowhere.
+        """
         header, [contents] = self.ask("list")
         entries, start = {}, 0
         for entry in header["entries"]:
             size = entry.get("size")
-            entries[entry["path"]] = HomeEntry(entry["kind"], None if size is None else contents[start : start + size])
+            entries[entry["path"]] = HomeEntry(
+                entry["kind"], None if size is None else contents[start : start + size]
+            )
             start += size or 0
         return entries
 
     def launch(self, command: Sequence[str]) -> None:
         """Start a program and wait for its window."""
         within = self._limits.start_timeout
-        self.ask("launch", seconds=within + self._limits.call_timeout, command=list(command), within=within)
+        self.ask(
+            "launch",
+            seconds=within + self._limits.call_timeout,
+            command=list(command),
+            within=within,
+        )
 
     def screenshot(self, react: float = 0.0, settle: float = 0.0) -> bytes:
-        """PNG of the screen. Waits at most ``react`` seconds for a change since the last, then ``settle`` until it is still."""
-        header, [pixels] = self.ask("screenshot", seconds=react + settle + self._limits.call_timeout, react=react, settle=settle)
+        """PNG of the screen.
+
+        Waits at most ``react`` seconds for a change since the last, then ``settle`` until it is
+        still.
+        """
+        header, [pixels] = self.ask(
+            "screenshot",
+            seconds=react + settle + self._limits.call_timeout,
+            react=react,
+            settle=settle,
+        )
         return png(Image.frombuffer("RGB", tuple(header["size"]), pixels, "raw", "BGRX", 0, 1))
 
     def type(self, text: str, delay: float, longest: float) -> None:
-        """Wait ``delay`` seconds after each character; each may take ``longest``. Raises ValueError for one that is no text."""
-        self.ask("type", seconds=self._limits.call_timeout + longest * len(text), text=text, delay=delay)
+        """Wait ``delay`` seconds after each character; each may take ``longest``.
+
+        Raises ValueError for one that is no text.
+        """
+        self.ask(
+            "type", seconds=self._limits.call_timeout + longest * len(text), text=text, delay=delay
+        )
 
     def ask(
         self, op: str, blobs: Sequence[bytes] = (), seconds: float | None = None, **arguments: Any
     ) -> tuple[Header, list[bytes]]:
-        """One call of the driver (``inside/driver.py``). Raises DesktopLost, DesktopSpoiled, and ValueError for an unknown key."""
+        """One call of the driver (``inside/driver.py``).
+
+        Raises DesktopLost, DesktopSpoiled, and ValueError for an unknown key.
+        """
         try:
             return self._channel.ask(op, seconds or self._limits.call_timeout, blobs, **arguments)
         except Refused as error:
@@ -166,10 +250,15 @@ class Desktop:
             raise DesktopLost(f"{op}: {error}") from error
 
     def close(self) -> None:
-        """End it. Whatever runs in it is gone with the first process of its namespace. May be called again."""
+        """End it.
+
+        Whatever runs in it is gone with the first process of its namespace. May be called again.
+        """
         self._channel.close()
         # Found before the kill: a process whose parent has ended is no longer below it.
-        driver = processes.tree(self._process.pid)[1:2]  # which gets no signal when root's bwrap ends
+        driver = processes.tree(self._process.pid)[
+            1:2
+        ]  # which gets no signal when root's bwrap ends
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, 9)
         for pid in driver:
@@ -202,23 +291,51 @@ class Desktop:
             "apart": bool(users),
         }
 
-        server = ["/usr/bin/prlimit", f"--as={limits.memory_mb * MIB}", "--core=0", "Xvfb", "-displayfd", str(written)]
-        server += ["-screen", "0", f"{limits.width}x{limits.height}x24", "-nolisten", "tcp", "-noreset"]
+        server = [
+            "/usr/bin/prlimit",
+            f"--as={limits.memory_mb * MIB}",
+            "--core=0",
+            "Xvfb",
+            "-displayfd",
+            str(written),
+        ]
+        server += [
+            "-screen",
+            "0",
+            f"{limits.width}x{limits.height}x24",
+            "-nolisten",
+            "tcp",
+            "-noreset",
+        ]
 
         paths = _code()
         line = bubblewrap.command(
             [
-                *(os.path.realpath(sys.executable), "-S", "-m", "rayloop.envs.desktop.inside.driver"),
+                *(
+                    os.path.realpath(sys.executable),
+                    "-S",
+                    "-m",
+                    "rayloop.envs.desktop.inside.driver",
+                ),
                 *(str(theirs.fileno()), json.dumps(options)),
             ],
             read=[*paths, *filter(os.path.exists, _SYSTEM)],
             folders={HOME: limits.home_mb * MIB, "/run/user": MIB, "/dev/shm": 64 * MIB},
-            environment={**_ENVIRONMENT, "PYTHONPATH": f"{PACKAGE.parent}{os.pathsep}{_library('Xlib').parent}"},
+            environment={
+                **_ENVIRONMENT,
+                "PYTHONPATH": f"{PACKAGE.parent}{os.pathsep}{_library('Xlib').parent}",
+            },
             uid=users[0] if users else None,
             beside=(server, users[1] if users else None),
             options=[
                 *("--seccomp", str(filtered)),
-                *("--as-pid-1", "--perms", "1777", "--dir", "/tmp/.X11-unix"),  # which Xvfb makes for root alone
+                *(
+                    "--as-pid-1",
+                    "--perms",
+                    "1777",
+                    "--dir",
+                    "/tmp/.X11-unix",
+                ),  # which Xvfb makes for root alone
                 *("--perms", "0644", "--ro-bind-data", str(reading), "/etc/passwd"),
             ],
         )
@@ -248,7 +365,12 @@ def _code() -> list[str]:
         "envs/desktop/__init__.py",
     )
     python = bubblewrap.python_folders(sys.base_prefix)
-    return [*python, *(str(PACKAGE / name) for name in (*own, "envs/desktop/inside")), str(_library("Xlib")), str(_library("six"))]
+    return [
+        *python,
+        *(str(PACKAGE / name) for name in (*own, "envs/desktop/inside")),
+        str(_library("Xlib")),
+        str(_library("six")),
+    ]
 
 
 def _library(name: str) -> Path:

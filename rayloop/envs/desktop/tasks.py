@@ -1,4 +1,6 @@
-"""Desktop tasks: what is asked, what lies in the home at the beginning, what is open, and how the result is checked."""
+"""Desktop tasks: what is asked, what lies in the home at the beginning, what is open, and how the
+result is checked.
+"""
 
 import functools
 import os
@@ -25,7 +27,10 @@ class Check(SettingsModel):
     text: str | None = None
     """The whole text of the file. One line end at the end may be there or not."""
     margins: bool = False
-    """Ignore blanks at the beginning and end of each line when ``text`` is compared. For tasks that may leave some."""
+    """Ignore blanks at the beginning and end of each line when ``text`` is compared.
+
+    For tasks that may leave some.
+    """
     contains: tuple[str, ...] = ()
     """Texts that must all occur in the file, wherever they stand in it."""
     lacks: tuple[str, ...] = ()
@@ -43,7 +48,10 @@ class Check(SettingsModel):
     def _asks_something(self) -> Self:
         asked = (self.text, self.number, self.same_as, self.names, self.is_)
         if all(value is None for value in asked) and not (self.contains or self.lacks):
-            raise ValueError(f"the check of {self.path} asks nothing: give text, contains, lacks, number, same_as, names or is")
+            raise ValueError(
+                f"the check of {self.path} asks nothing: give text, contains, lacks, number,"
+                " same_as, names or is"
+            )
         return self
 
     def holds(self, home: Mapping[str, HomeEntry], start: Mapping[str, bytes]) -> bool:
@@ -54,7 +62,12 @@ class Check(SettingsModel):
         folder = entry is not None and entry.kind == "folder"
         if self.names is not None and not (folder and _inside(home, self.path) == set(self.names)):
             return False
-        if self.text is None and self.number is None and self.same_as is None and not (self.contains or self.lacks):
+        if (
+            self.text is None
+            and self.number is None
+            and self.same_as is None
+            and not (self.contains or self.lacks)
+        ):
             return True
         if entry is None or entry.content is None:
             return False
@@ -70,14 +83,21 @@ class Check(SettingsModel):
             return False
         if self.number is not None and _number(text) != self.number:
             return False
-        return all(part in text for part in self.contains) and not any(part in text for part in self.lacks)
+        return all(part in text for part in self.contains) and not any(
+            part in text for part in self.lacks
+        )
 
     def _lines(self, text: str) -> list[str]:
         lines = text.removesuffix("\n").split("\n")
         return [line.strip() for line in lines] if self.margins else lines
 
 
-def score(checks: Sequence[Check], home: Mapping[str, HomeEntry], start: Mapping[str, bytes], partial: bool) -> float:
+def score(
+    checks: Sequence[Check],
+    home: Mapping[str, HomeEntry],
+    start: Mapping[str, bytes],
+    partial: bool,
+) -> float:
     """1 when all checks hold, else 0; the share of those that hold when ``partial``."""
     held = [check.holds(home, start) for check in checks]
     return sum(held) / len(held) if partial else float(all(held))
@@ -103,9 +123,13 @@ class DesktopTask(SettingsModel):
     instruction: str = Field(min_length=1)
     """What the policy is asked to do on the screen, in plain words."""
     start: str | None = None
-    """A folder beside the task file whose files the home has at the beginning; none for an empty home."""
+    """A folder beside the task file whose files the home has at the beginning; none for an empty
+    home.
+    """
     open: tuple[tuple[str, ...], ...] = ()
-    """Programs with their arguments that are on the screen at the beginning, in this order: the last one has the focus."""
+    """Programs with their arguments that are on the screen at the beginning, in this order: the
+    last one has the focus.
+    """
     checks: tuple[Check, ...] = Field(min_length=1)
     """What must hold of the files that the episode leaves."""
     partial: bool = False
@@ -114,17 +138,24 @@ class DesktopTask(SettingsModel):
     @model_validator(mode="after")
     def _can_fail(self) -> Self:
         if all(check.is_ == "nothing" for check in self.checks):
-            raise ValueError(f"task {self.id}: an emptied home would pass: check also what must be there")
+            raise ValueError(
+                f"task {self.id}: an emptied home would pass: check also what must be there"
+            )
         return self
 
 
 class TaskFile:
-    """The tasks of a YAML or JSON file, by id. Raises ValueError for a wrong file or a missing start file, and OSError."""
+    """The tasks of a YAML or JSON file, by id.
+
+    Raises ValueError for a wrong file or a missing start file, and OSError.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            tasks = TypeAdapter(list[DesktopTask]).validate_python(yaml.safe_load(path.read_text(encoding="utf-8")))
+            tasks = TypeAdapter(list[DesktopTask]).validate_python(
+                yaml.safe_load(path.read_text(encoding="utf-8"))
+            )
         except (ValidationError, yaml.YAMLError) as error:
             raise ValueError(f"{path} is no file of desktop tasks: {error}") from error
         self.tasks = {task.id: task for task in tasks}
@@ -135,7 +166,10 @@ class TaskFile:
             there = self.start(task)
             for check in task.checks:
                 if check.same_as is not None and check.same_as not in there:
-                    raise ValueError(f"{path}: task {task.id} compares with {check.same_as}, which is no start file")
+                    raise ValueError(
+                        f"{path}: task {task.id} compares with {check.same_as}, which is no start"
+                        " file"
+                    )
 
     def start(self, task: DesktopTask) -> Mapping[str, "StartFile"]:
         """The files of its home at the beginning, by path. Raises ValueError."""
@@ -143,14 +177,18 @@ class TaskFile:
             return {}
         folder = self.path.parent / task.start
         if not folder.is_dir():
-            raise ValueError(f"{self.path}: task {task.id} starts with the folder {folder}, which does not exist")
+            raise ValueError(
+                f"{self.path}: task {task.id} starts with the folder {folder}, which does not exist"
+            )
         files = {
             str(file.relative_to(folder)): StartFile(file.read_bytes(), os.access(file, os.X_OK))
             for file in sorted(folder.rglob("*"))
             if file.is_file()
         }
         if sum(len(file.content) for file in files.values()) > MOST_START_BYTES:
-            raise ValueError(f"{self.path}: the start files of {task.id} have more than {MOST_START_BYTES} bytes")
+            raise ValueError(
+                f"{self.path}: the start files of {task.id} have more than {MOST_START_BYTES} bytes"
+            )
         return files
 
 
@@ -171,5 +209,11 @@ PROMPT = "You see the screen of a computer. {instruction}"
 
 
 def rows(path: Path = SHIPPED, prompt: str = PROMPT) -> list[dict[str, Any]]:
-    """The rows of a data file, one for each task: its id in the column ``desktop``. Raises as ``TaskFile``."""
-    return [{"id": task.id, "prompt": prompt, "desktop": task.id} for task in task_file(path).tasks.values()]
+    """The rows of a data file, one for each task: its id in the column ``desktop``.
+
+    Raises as ``TaskFile``.
+    """
+    return [
+        {"id": task.id, "prompt": prompt, "desktop": task.id}
+        for task in task_file(path).tasks.values()
+    ]

@@ -1,4 +1,7 @@
-"""Actions on a screen, as data. Points are in the model's unit until ``Pointing.on`` (``screens.py``) makes them pixels."""
+"""Actions on a screen, as data.
+
+Points are in the model's unit until ``Pointing.on`` (``screens.py``) makes them pixels.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -55,7 +58,10 @@ class Scroll:
 
 @dataclass(frozen=True, slots=True)
 class Hotkey:
-    """Keys that go down in this order and up in the other; one key is a key press. Names are those of ``calls.py``."""
+    """Keys that go down in this order and up in the other; one key is a key press.
+
+    Names are those of ``calls.py``.
+    """
 
     keys: tuple[str, ...]
 
@@ -70,14 +76,20 @@ class HoldKey:
 
 @dataclass(frozen=True, slots=True)
 class Type:
-    """A text is typed where the focus is. A new line in it is the Enter key; the grammar's "submit" is one at the end."""
+    """A text is typed where the focus is.
+
+    A new line in it is the Enter key; the grammar's "submit" is one at the end.
+    """
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
-    """Wait for the screen to change. UI-TARS means five seconds; each environment has a setting for it."""
+    """Wait for the screen to change.
+
+    UI-TARS means five seconds; each environment has a setting for it.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +101,9 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class CallUser:
-    """The policy gives up: it asks for the user (``call_user``), or says that something is broken (``error_env``)."""
+    """The policy gives up: it asks for the user (``call_user``), or says that something is broken
+    (``error_env``).
+    """
 
     reason: str = ""
 
@@ -108,12 +122,28 @@ class PhoneButton:
     name: Literal["home", "back"]
 
 
-Action = Click | Hover | LongPress | Drag | Scroll | Hotkey | HoldKey | Type | Sleep | Finish | CallUser | OpenApp | PhoneButton
+Action = (
+    Click
+    | Hover
+    | LongPress
+    | Drag
+    | Scroll
+    | Hotkey
+    | HoldKey
+    | Type
+    | Sleep
+    | Finish
+    | CallUser
+    | OpenApp
+    | PhoneButton
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Actions:
-    """One turn of the policy: what it thought, and at least one action, in the order in which to carry them out."""
+    """One turn of the policy: what it thought, and at least one action, in the order in which to
+    carry them out.
+    """
 
     thought: str
     actions: tuple[Action, ...]
@@ -121,7 +151,9 @@ class Actions:
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """Why a text is no turn: ``reason`` for the policy, ``position`` in characters, ``near`` the text there."""
+    """Why a text is no turn: ``reason`` for the policy, ``position`` in characters, ``near`` the
+    text there.
+    """
 
     reason: str
     position: int

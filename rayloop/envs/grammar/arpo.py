@@ -1,5 +1,6 @@
-"""How ARPO itself reads a turn (dvlab-research/ARPO at 7489ae3), mistakes included, for ``variant: original``. The code that it
-makes for an action is never run: ``acts`` reads it as data."""
+"""How ARPO itself reads a turn (dvlab-research/ARPO at 7489ae3), mistakes included, for ``variant:
+original``. The code that it makes for an action is never run: ``acts`` reads it as data.
+"""
 
 import ast
 import math
@@ -10,14 +11,28 @@ from typing import Any
 
 from rayloop.data.images import smart_resize
 from rayloop.envs.grammar import calls
-from rayloop.envs.grammar.actions import Action, CallUser, Click, Drag, Finish, HoldKey, Hotkey, Hover, Point, Scroll, Sleep, Type
+from rayloop.envs.grammar.actions import (
+    Action,
+    CallUser,
+    Click,
+    Drag,
+    Finish,
+    HoldKey,
+    Hotkey,
+    Hover,
+    Point,
+    Scroll,
+    Sleep,
+    Type,
+)
 
 WIDTH, HEIGHT = 1920, 1080
 """Pixels of its screens, whatever the real one is."""
 _ARROWS = {f"arrow{way}": way for way in ("left", "right", "up", "down")}
 _ENDS = ("finished", "wait", "error_env", "call_user")
-"""Its worker stops at these names before any code is made of them (verl/trainer/gui_agent.py, ``EnvWorker.step``, lines 788
-to 804): what is left of the call is its name."""
+"""Its worker stops at these names before any code is made of them (verl/trainer/gui_agent.py,
+``EnvWorker.step``, lines 788 to 804): what is left of the call is its name.
+"""
 _POINTED = {
     "click": "click({x}, {y}, button='left')",
     "left_single": "click({x}, {y}, button='left')",
@@ -25,7 +40,10 @@ _POINTED = {
     "right_single": "click({x}, {y}, button='right')",
     "hover": "moveTo({x}, {y})",
 }
-_MARKS = {"Reflection": ("Reflection: ", "Action_Summary: "), "Action_Summary": ("Action_Summary: ",)}
+_MARKS = {
+    "Reflection": ("Reflection: ", "Action_Summary: "),
+    "Action_Summary": ("Action_Summary: ",),
+}
 """What a turn begins with -> the marks before its thought; else ``Thought: ``."""
 _BOX = re.compile(r"(start_box|end_box)='\((\d+),(\d+)\)'")
 
@@ -36,7 +54,9 @@ class Broken(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """One call: its name, its inputs (boxes as a list of fractions, written out), and the code that it would run."""
+    """One call: its name, its inputs (boxes as a list of fractions, written out), and the code that
+    it would run.
+    """
 
     name: str | None
     inputs: Mapping[str, str]
@@ -50,7 +70,9 @@ def resized(height: int, width: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class ScreenSize:
-    """Width and height of the picture that the model's pixels refer to (``unit``), and of the screen; those of ARPO."""
+    """Width and height of the picture that the model's pixels refer to (``unit``), and of the
+    screen; those of ARPO.
+    """
 
     unit: tuple[int, int] = resized(HEIGHT, WIDTH)[::-1]
     pixels: tuple[int, int] = (WIDTH, HEIGHT)
@@ -60,14 +82,21 @@ ARPO = ScreenSize()
 
 
 def parsed(text: str, screen: ScreenSize = ARPO) -> list[Parsed]:
-    """The calls behind the last ``Action:``, blank lines between them, up to the first of ``_ENDS``. Raises Broken."""
+    """The calls behind the last ``Action:``, blank lines between them, up to the first of
+    ``_ENDS``. Raises Broken.
+    """
     text = text.strip()
     _, mark, written = text.rpartition("Action:")
     if not mark:
         raise Broken("AssertionError")
     calls = [_call(repaired(one).replace("\n", "\\n").lstrip()) for one in written.split("\n\n")]
-    found = [(name, {key: _input(key, value, screen) for key, value in given.items() if value != ""}) for name, given in calls]
-    start = f"import pyautogui\nimport time\n'''\nObservation:\n\n\nThought:\n{_thought(text)}\n'''\n"
+    found = [
+        (name, {key: _input(key, value, screen) for key, value in given.items() if value != ""})
+        for name, given in calls
+    ]
+    start = (
+        f"import pyautogui\nimport time\n'''\nObservation:\n\n\nThought:\n{_thought(text)}\n'''\n"
+    )
     made = []
     for name, inputs in found:
         made.append(Parsed(name, inputs, _code(start, name, inputs, screen)))
@@ -77,7 +106,9 @@ def parsed(text: str, screen: ScreenSize = ARPO) -> list[Parsed]:
 
 
 def _thought(text: str) -> str | None:
-    """What stands between the marks and the action, in time that grows with the text; None without a mark."""
+    """What stands between the marks and the action, in time that grows with the text; None without
+    a mark.
+    """
     start = 0
     for mark in _MARKS.get(text.partition(":")[0], ("Thought: ",)):
         found = text.find(mark, start + (start > 0))  # there is a character between two marks
@@ -91,7 +122,9 @@ def _thought(text: str) -> str | None:
 
 
 def add_box_token(text: str) -> str:
-    """Puts the box tokens back that decoding took away: around ``(x,y)`` without a blank, and nowhere else."""
+    """Puts the box tokens back that decoding took away: around ``(x,y)`` without a blank, and
+    nowhere else.
+    """
     if "Action: " not in text or "start_box=" not in text:
         return text
     before, *actions = text.split("Action: ")
@@ -100,7 +133,10 @@ def add_box_token(text: str) -> str:
 
 
 def repaired(call: str) -> str:
-    """The call with its quotes escaped; text around the call becomes part of its argument. In time that grows with the text."""
+    """The call with its quotes escaped; text around the call becomes part of its argument.
+
+    In time that grows with the text.
+    """
     name = next((name for name in ("type", "finished") if f"{name}(content" in call), None)
     if name is None:
         return call
@@ -109,7 +145,10 @@ def repaired(call: str) -> str:
 
 
 def _unwrapped(line: str, name: str) -> str:
-    """The line with the arguments in place of its calls. Behind the last end of a call there is none to search for."""
+    """The line with the arguments in place of its calls.
+
+    Behind the last end of a call there is none to search for.
+    """
     before, end, rest = line.rpartition("')")
     return re.sub(rf"{name}\(content='(.*?)'\)", lambda found: found[1], before + end) + rest
 
@@ -127,7 +166,10 @@ def _call(text: str) -> tuple[str | None, dict[str, object]]:
     if not isinstance(call, ast.Call):
         raise Broken("ValueError")
     name = getattr(call.func, "id", getattr(call.func, "attr", None))
-    return name, {str(one.arg): one.value.value if isinstance(one.value, ast.Constant) else None for one in call.keywords}
+    return name, {
+        str(one.arg): one.value.value if isinstance(one.value, ast.Constant) else None
+        for one in call.keywords
+    }
 
 
 def _input(name: str, value: object, screen: ScreenSize) -> str:
@@ -145,7 +187,10 @@ def _input(name: str, value: object, screen: ScreenSize) -> str:
 
 
 def _point(box: str, screen: ScreenSize, short: str = "ValueError") -> tuple[float, float]:
-    """The middle of a box in pixels of the screen. ``short``: the error unless there are four numbers."""
+    """The middle of a box in pixels of the screen.
+
+    ``short``: the error unless there are four numbers.
+    """
     numbers = [float(part) for part in box.strip("[]").split(",")]
     if not all(map(math.isfinite, numbers)):
         raise Broken("NameError")  # it evaluates the text, and nan and inf are no names
@@ -171,7 +216,10 @@ def _code(start: str, name: str | None, inputs: Mapping[str, str], screen: Scree
         if not box or not end:
             return start
         (x, y), (to_x, to_y) = _point(box, screen), _point(end, screen)
-        return f"{start}\npyautogui.moveTo({x}, {y})\n\npyautogui.dragTo({to_x}, {to_y}, duration=1.0)\n"
+        return (
+            f"{start}\npyautogui.moveTo({x}, {y})\n\npyautogui.dragTo({to_x}, {to_y},"
+            " duration=1.0)\n"
+        )
     if name == "scroll":
         return start + _scrolled(box, inputs.get("direction", "").lower(), screen)
     if name == "hotkey":
@@ -180,7 +228,11 @@ def _code(start: str, name: str | None, inputs: Mapping[str, str], screen: Scree
         return f"{start}\npyautogui.hotkey({pressed})" if key else start
     if name in ("keydown", "keyup"):
         return f"{start}\npyautogui.{'keyDown' if name == 'keydown' else 'keyUp'}({inputs.get('key', '')!r})"
-    return start + _typed(_escaped(inputs.get("content", ""))) if name == "type" else f"{start}\n# Unrecognized action type: {name}"
+    return (
+        start + _typed(_escaped(inputs.get("content", "")))
+        if name == "type"
+        else f"{start}\n# Unrecognized action type: {name}"
+    )
 
 
 def _scrolled(box: str | None, direction: str, screen: ScreenSize) -> str:
@@ -200,14 +252,31 @@ def _typed(content: str) -> str:
     return f"{code}\npyautogui.press('enter')" if submits else code
 
 
-_ENDINGS: Mapping[str, Action] = {"finished": Finish(), "wait": Sleep(), "error_env": CallUser(), "call_user": CallUser()}
+_ENDINGS: Mapping[str, Action] = {
+    "finished": Finish(),
+    "wait": Sleep(),
+    "error_env": CallUser(),
+    "call_user": CallUser(),
+}
 """What is left of a turn that has one of these names, whatever stands before it."""
-_UNKNOWN = frozenset(calls.ALIASES) - {"command", "win", "option", "return", "escape", "del", "pgup", "pgdn"}
+_UNKNOWN = frozenset(calls.ALIASES) - {
+    "command",
+    "win",
+    "option",
+    "return",
+    "escape",
+    "del",
+    "pgup",
+    "pgdn",
+}
 """Names of keys that the grammar knows and pyautogui ignores."""
 
 
 def acts(text: str, screen: ScreenSize = ARPO) -> list[tuple[Action, ...]]:
-    """What each action does, in pixels; nothing where its code does nothing. Raises Broken, where the original ends the episode."""
+    """What each action does, in pixels; nothing where its code does nothing.
+
+    Raises Broken, where the original ends the episode.
+    """
     found = parsed(text, screen)
     if (name := found[-1].name) in _ENDINGS:
         return [(_ENDINGS[str(name)],)]
@@ -218,15 +287,29 @@ def _done(code: str, screen: ScreenSize) -> tuple[Action, ...]:
     """Nothing where a thought or a text made other code of it."""
     try:
         return tuple(_calls(code, screen))
-    except (SyntaxError, ValueError, TypeError, AttributeError, ArithmeticError, LookupError, RecursionError, MemoryError):
+    except (
+        SyntaxError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        LookupError,
+        RecursionError,
+        MemoryError,
+    ):
         return ()
 
 
 def _calls(code: str, screen: ScreenSize) -> Iterator[Action]:
-    """What the calls of pyautogui in the code do, which cuts pixels to whole ones. Raises whatever other code leads to."""
+    """What the calls of pyautogui in the code do, which cuts pixels to whole ones.
+
+    Raises whatever other code leads to.
+    """
     body = ast.parse(code).body
     lines = [(line.value.func.attr, *_values(line.value)) for line in body if _is_call(line)]  # type: ignore[attr-defined]
-    texts = [line for line in body if isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)]
+    texts = [
+        line for line in body if isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)
+    ]
     if len(lines) + len(texts) + sum(isinstance(line, ast.Import) for line in body) < len(body):
         return
 
@@ -238,7 +321,11 @@ def _calls(code: str, screen: ScreenSize) -> Iterator[Action]:
     for name, given, named in lines:
         match name:
             case "click" | "doubleClick":
-                yield Click(place(*given), "right" if named.get("button") == "right" else "left", 2 if name == "doubleClick" else 1)
+                yield Click(
+                    place(*given),
+                    "right" if named.get("button") == "right" else "left",
+                    2 if name == "doubleClick" else 1,
+                )
             case "moveTo":
                 at = place(*given)
                 if not any(other == "dragTo" for other, *_ in lines):
@@ -246,7 +333,10 @@ def _calls(code: str, screen: ScreenSize) -> Iterator[Action]:
             case "dragTo" if at is not None:
                 yield Drag(at, place(*given))
             case "scroll":
-                yield Scroll("up" if given[0] > 0 else "down", place(named["x"], named["y"]) if "x" in named else None)
+                yield Scroll(
+                    "up" if given[0] > 0 else "down",
+                    place(named["x"], named["y"]) if "x" in named else None,
+                )
             case "hotkey" | "press":
                 if keys := tuple(filter(None, map(_key, given))):
                     yield Hotkey(keys)
@@ -254,19 +344,29 @@ def _calls(code: str, screen: ScreenSize) -> Iterator[Action]:
                 if key := _key(given[0]):
                     yield HoldKey(key, name == "keyDown")
             case "write":
-                if typed := given[0].encode("ascii", "ignore").decode():  # it drops what a plain keyboard lacks
+                if (
+                    typed := given[0].encode("ascii", "ignore").decode()
+                ):  # it drops what a plain keyboard lacks
                     yield Type(typed)
 
 
 def _is_call(line: ast.stmt) -> bool:
     """Of pyautogui or time."""
-    call = line.value.func if isinstance(line, ast.Expr) and isinstance(line.value, ast.Call) else None
-    return isinstance(call, ast.Attribute) and isinstance(call.value, ast.Name) and call.value.id in ("pyautogui", "time")
+    call = (
+        line.value.func if isinstance(line, ast.Expr) and isinstance(line.value, ast.Call) else None
+    )
+    return (
+        isinstance(call, ast.Attribute)
+        and isinstance(call.value, ast.Name)
+        and call.value.id in ("pyautogui", "time")
+    )
 
 
 def _values(call: ast.Call) -> tuple[list[Any], dict[str | None, Any]]:
     """Raises ValueError for what is no constant."""
-    return [ast.literal_eval(one) for one in call.args], {one.arg: ast.literal_eval(one.value) for one in call.keywords}
+    return [ast.literal_eval(one) for one in call.args], {
+        one.arg: ast.literal_eval(one.value) for one in call.keywords
+    }
 
 
 def _key(name: str) -> str | None:

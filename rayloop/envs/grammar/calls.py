@@ -1,5 +1,8 @@
-"""The functions of the grammar with their arguments and actions, and the names of keys. Source: bytedance/UI-TARS (582f3a7),
-prompt.py and action_parser.py; names that its models write too are aliases."""
+"""The functions of the grammar with their arguments and actions, and the names of keys.
+
+Source: bytedance/UI-TARS (582f3a7), prompt.py and action_parser.py; names that its models write too
+are aliases.
+"""
 
 import string
 from collections.abc import Callable, Mapping
@@ -20,16 +23,53 @@ START = ("start_box", "point", "start_point")
 END = ("end_box", "end_point")
 
 ALIASES = {
-    "control": "ctrl", "ctl": "ctrl", "cmd": "meta", "command": "meta", "win": "meta", "super": "meta", "option": "alt",
-    "return": "enter", "escape": "esc", "del": "delete", "ins": "insert", "spacebar": "space", "bksp": "backspace",
-    "arrowup": "up", "arrowdown": "down", "arrowleft": "left", "arrowright": "right",
-    "page_up": "pageup", "page_down": "pagedown", "pgup": "pageup", "pgdn": "pagedown", "plus": "+", "minus": "-",
-}  # fmt: skip
+    "control": "ctrl",
+    "ctl": "ctrl",
+    "cmd": "meta",
+    "command": "meta",
+    "win": "meta",
+    "super": "meta",
+    "option": "alt",
+    "return": "enter",
+    "escape": "esc",
+    "del": "delete",
+    "ins": "insert",
+    "spacebar": "space",
+    "bksp": "backspace",
+    "arrowup": "up",
+    "arrowdown": "down",
+    "arrowleft": "left",
+    "arrowright": "right",
+    "page_up": "pageup",
+    "page_down": "pagedown",
+    "pgup": "pageup",
+    "pgdn": "pagedown",
+    "plus": "+",
+    "minus": "-",
+}
 """What a model may write -> the name of the key."""
 NAMED = (
-    "ctrl", "shift", "alt", "meta", "enter", "tab", "space", "backspace", "delete", "insert", "esc",
-    "up", "down", "left", "right", "home", "end", "pageup", "pagedown", *(f"f{n}" for n in range(1, 13)),
-)  # fmt: skip
+    "ctrl",
+    "shift",
+    "alt",
+    "meta",
+    "enter",
+    "tab",
+    "space",
+    "backspace",
+    "delete",
+    "insert",
+    "esc",
+    "up",
+    "down",
+    "left",
+    "right",
+    "home",
+    "end",
+    "pageup",
+    "pagedown",
+    *(f"f{n}" for n in range(1, 13)),
+)
 KEYS = frozenset((*NAMED, *string.ascii_lowercase, *string.digits, *string.punctuation))
 """All names: those of ``NAMED``, and the characters of a plain keyboard, letters in lower case."""
 
@@ -41,7 +81,10 @@ def key(written: str) -> str | None:
 
 
 def keys(written: str) -> tuple[str, ...] | None:
-    """The keys of ``ctrl c``, ``ctrl+c`` or ``ctrl +``. None when one is unknown or there is none."""
+    """The keys of ``ctrl c``, ``ctrl+c`` or ``ctrl +``.
+
+    None when one is unknown or there is none.
+    """
     found: list[str] = []
     for word in written.split():
         for part in [word] if key(word) else word.split("+"):
@@ -93,7 +136,9 @@ def _optional(argument: Argument) -> Argument:
 
 
 def _selected(start: Point, end: Point | None = None) -> Action:
-    """``select`` with a start alone opens a list or takes an item of it (UI-TARS, data/training_example.json)."""
+    """``select`` with a start alone opens a list or takes an item of it (UI-TARS,
+    data/training_example.json).
+    """
     return actions.Click(start) if end is None else actions.Drag(start, end)
 
 
@@ -103,8 +148,13 @@ def _typed(text: str, at: Point | None = None) -> tuple[Action, ...]:
     return (*focus, actions.Type(text))
 
 
-def _scrolled(at: Point | None = None, direction: actions.Direction | None = None, end: Point | None = None) -> Action:
-    """``scroll`` from a place to another is the swipe of a phone (UI-TARS, README_v1.md). Raises ValueError without either."""
+def _scrolled(
+    at: Point | None = None, direction: actions.Direction | None = None, end: Point | None = None
+) -> Action:
+    """``scroll`` from a place to another is the swipe of a phone (UI-TARS, README_v1.md).
+
+    Raises ValueError without either.
+    """
     if direction is not None:
         return actions.Scroll(direction, at)
     if at is not None and end is not None:
@@ -130,7 +180,12 @@ FUNCTIONS: Mapping[str, CallSignature] = {
     "release": CallSignature(_KEY, _made(actions.HoldKey, down=False)),
     "type": CallSignature((Argument(("content",), "text", "text"), _optional(_AT)), _typed),
     "scroll": CallSignature(
-        (_optional(_AT), Argument(("direction",), "direction", "direction", required=False), _optional(_END)), _scrolled
+        (
+            _optional(_AT),
+            Argument(("direction",), "direction", "direction", required=False),
+            _optional(_END),
+        ),
+        _scrolled,
     ),
     "wait": CallSignature((_TIME,), lambda time="": actions.Sleep()),
     "finished": CallSignature(_text("answer"), actions.Finish),

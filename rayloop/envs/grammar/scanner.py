@@ -1,17 +1,31 @@
-"""Reads a policy's turn in the UI-TARS action grammar (docs/environments.md): every text becomes ``Actions`` or a ``Mistake``,
-and none raises. What counts is behind the last line that begins with ``Action:``; several actions have blanks or lines between
-them. Points are written ``(x,y)``, ``<|box_start|>(x,y)<|box_end|>`` or ``<point>x y</point>``; the middle of a box of four
-numbers is a point too. A backslash escapes as in Python (``ESCAPES``); a quote within an argument (``it's``) is a letter."""
+"""Reads a policy's turn in the UI-TARS action grammar (docs/environments.md): every text becomes
+``Actions`` or a ``Mistake``, and none raises. What counts is behind the last line that begins with
+``Action:``; several actions have blanks or lines between them. Points are written ``(x,y)``,
+``<|box_start|>(x,y)<|box_end|>`` or ``<point>x y</point>``; the middle of a box of four numbers is
+a point too. A backslash escapes as in Python (``ESCAPES``); a quote within an argument (``it's``)
+is a letter.
+"""
 
 from typing import Any
 
 from rayloop.envs.grammar.actions import Action, Actions, Mistake, Point
-from rayloop.envs.grammar.calls import DIRECTIONS, FUNCTIONS, MOST_KEYS, Argument, CallSignature, key, keys
+from rayloop.envs.grammar.calls import (
+    DIRECTIONS,
+    FUNCTIONS,
+    MOST_KEYS,
+    Argument,
+    CallSignature,
+    key,
+    keys,
+)
 
 MARK = "Action:"
 THOUGHT = "Thought:"
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
-"""Letter behind a backslash -> what the two mean. A backslash before any other letter stands for itself."""
+"""Letter behind a backslash -> what the two mean.
+
+A backslash before any other letter stands for itself.
+"""
 WRAPPERS = (("<|box_start|>", "<|box_end|>"), ("<point>", "</point>"), ("<bbox>", "</bbox>"))
 NUMBER = 12
 """Characters of a number, at most."""
@@ -40,7 +54,9 @@ class _Stop(Exception):
 
 
 def _mark(text: str) -> int | None:
-    """Where the last line begins that starts with the mark; where none does, the last mark anywhere."""
+    """Where the last line begins that starts with the mark; where none does, the last mark
+    anywhere.
+    """
     end = len(text)
     while (found := text.rfind(MARK, 0, end)) >= 0:
         # Each line is left behind once it was looked at, so many marks cost no more than one.
@@ -70,7 +86,9 @@ class _Scanner:
 
     def _ended(self) -> bool:
         """At the end, or at a mark of the chat template that the text was cut behind."""
-        return self.at >= len(self.text) or self.text.startswith(("<|im_end|>", "<|endoftext|>"), self.at)
+        return self.at >= len(self.text) or self.text.startswith(
+            ("<|im_end|>", "<|endoftext|>"), self.at
+        )
 
     def _call(self) -> tuple[Action, ...]:
         """The actions that one call means."""
@@ -78,7 +96,9 @@ class _Scanner:
         name = self._word()
         function = FUNCTIONS.get(name)
         if function is None:
-            raise _Stop(f"there is no action {name[:NEAR]!r}" if name else "an action was expected", start)
+            raise _Stop(
+                f"there is no action {name[:NEAR]!r}" if name else "an action was expected", start
+            )
         self._expect("(", f"behind {name}")
         values: dict[str, Any] = {}
         self._blanks()
@@ -133,7 +153,9 @@ class _Scanner:
         raise _Stop(f"the quote of {word} is never closed", start)
 
     def _closes(self) -> bool:
-        """Whether a quote ends its argument: another argument follows, or a ')' with a blank or the end behind."""
+        """Whether a quote ends its argument: another argument follows, or a ')' with a blank or the
+        end behind.
+        """
         at = self._skip(self.at)
         if at >= len(self.text):
             return True
@@ -143,7 +165,9 @@ class _Scanner:
                 at += 1
             return at > word and self.text.startswith("=", self._skip(at))
         behind = self.text[at + 1 : at + 2]
-        return self.text.startswith(")", at) and (not behind.strip() or self.text.startswith("<|", at + 1))
+        return self.text.startswith(")", at) and (
+            not behind.strip() or self.text.startswith("<|", at + 1)
+        )
 
     def _word(self) -> str:
         start = self.at
@@ -190,7 +214,9 @@ def _value(argument: Argument, word: str, written: str, at: int) -> Any:
     if argument.kind == "keys":
         names = keys(written)
         if names is None or len(names) > MOST_KEYS:
-            raise _Stop(f"{word} must be 1 to {MOST_KEYS} keys with blanks between, such as 'ctrl c'", at)
+            raise _Stop(
+                f"{word} must be 1 to {MOST_KEYS} keys with blanks between, such as 'ctrl c'", at
+            )
         return names
     return written
 

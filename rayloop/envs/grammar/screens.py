@@ -1,4 +1,6 @@
-"""The base of environments with a screen: settings, prompts of rows, a turn's actions, and the first observation."""
+"""The base of environments with a screen: settings, prompts of rows, a turn's actions, and the
+first observation.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -31,13 +33,21 @@ class Pointing(SettingsModel):
     """Coordinates of a model's actions."""
 
     coordinates: Literal["absolute", "relative"] = "absolute"
-    """As trained: pixels of the resized screenshot (Qwen2.5-VL, UI-TARS 1.5), or relative: 0 to 1000 (UI-TARS 1.0, Qwen3-VL)."""
+    """As trained: pixels of the resized screenshot (Qwen2.5-VL, UI-TARS 1.5), or relative: 0 to
+    1000 (UI-TARS 1.0, Qwen3-VL).
+    """
     factor: int = Field(28, ge=1)
-    """Sides of the resized screenshot are multiples of this many pixels: 28 for Qwen2-VL and Qwen2.5-VL, 32 for Qwen3-VL."""
+    """Sides of the resized screenshot are multiples of this many pixels: 28 for Qwen2-VL and
+    Qwen2.5-VL, 32 for Qwen3-VL.
+    """
     min_pixels: int = Field(784, gt=0)
-    """Smaller screenshots are enlarged to this many pixels: the same number as ``model.min_pixels``, or absolute clicks miss."""
+    """Smaller screenshots are enlarged to this many pixels: the same number as
+    ``model.min_pixels``, or absolute clicks miss.
+    """
     max_pixels: int = Field(1_003_520, gt=0)
-    """Larger screenshots are shrunk to this many pixels: the same number as ``model.max_pixels``, or absolute clicks miss."""
+    """Larger screenshots are shrunk to this many pixels: the same number as ``model.max_pixels``,
+    or absolute clicks miss.
+    """
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Width and height in the model's unit, of a screen in pixels."""
@@ -47,7 +57,9 @@ class Pointing(SettingsModel):
         return columns, rows
 
     def on(self, action: Action, width: int, height: int) -> Action:
-        """The action with its points in whole pixels of a screen of ``width`` x ``height``, clamped to it."""
+        """The action with its points in whole pixels of a screen of ``width`` x ``height``, clamped
+        to it.
+        """
         columns, rows = self.size(width, height)
 
         def place(point: Point) -> Point:
@@ -57,13 +69,20 @@ class Pointing(SettingsModel):
         return _moved(action, place)
 
     def written(self, action: Action, width: int, height: int) -> Action:
-        """The other way, for demonstrations: an action in pixels of the screen with its points as the model would write them."""
+        """The other way, for demonstrations: an action in pixels of the screen with its points as
+        the model would write them.
+        """
         columns, rows = self.size(width, height)
-        return _moved(action, lambda point: Point(round(point.x * columns / width), round(point.y * rows / height)))
+        return _moved(
+            action,
+            lambda point: Point(round(point.x * columns / width), round(point.y * rows / height)),
+        )
 
 
 def _moved(action: Action, place: Callable[[Point], Point]) -> Action:
-    found: dict[str, Any] = {field.name: getattr(action, field.name) for field in dataclasses.fields(action)}
+    found: dict[str, Any] = {
+        field.name: getattr(action, field.name) for field in dataclasses.fields(action)
+    }
     made: Callable[..., Action] = type(action)
     return made(**{name: place(it) if isinstance(it, Point) else it for name, it in found.items()})
 
@@ -72,41 +91,61 @@ class ScreenSettings(SettingsModel):
     """How a policy's turns reach a screen, and how it is shown to the policy."""
 
     pointing: Pointing = Pointing()
-    """How the model's coordinates become pixels; must fit what the model was trained on and ``model.max_pixels``."""
+    """How the model's coordinates become pixels; must fit what the model was trained on and
+    ``model.max_pixels``.
+    """
     role: str = "user"
     """The role under which the chat template shows screens: some templates know no ``tool``."""
     max_actions: int = Field(8, ge=1)
-    """Of ``corrected``: actions in one turn; a turn with more is answered with an error. Raise it for models that plan ahead."""
+    """Of ``corrected``: actions in one turn; a turn with more is answered with an error.
+
+    Raise it for models that plan ahead.
+    """
     variant: Literal["corrected", "original"] = "corrected"
-    """original: as in ARPO, for models that it trained. Turns are read by its own rules, mistakes included; one that cannot be read
-    ends the episode; the first screen is a message of its own."""
+    """original: as in ARPO, for models that it trained.
+
+    Turns are read by its own rules, mistakes included; one that cannot be read ends the episode;
+    the first screen is a message of its own.
+    """
     most_actions: int | None = Field(None, ge=1)
-    """Of ``original``: actions of an episode (15 in ARPO), after which it ends, within a turn too, which ARPO carries out."""
+    """Of ``original``: actions of an episode (15 in ARPO), after which it ends, within a turn too,
+    which ARPO carries out.
+    """
 
 
 class ScreenEnvironment:
-    """What environments with a screen share: reads a turn, checks its number of actions, and shows what follows. In what derives
-    from it ``_carry_out`` does actions, ``reset`` returns ``_first``, and ``variant: original`` asks for ``screen_size``."""
+    """What environments with a screen share: reads a turn, checks its number of actions, and shows
+    what follows. In what derives from it ``_carry_out`` does actions, ``reset`` returns ``_first``,
+    and ``variant: original`` asks for ``screen_size``.
+    """
 
     def __init__(self, settings: ScreenSettings) -> None:
         self._screen, self._acted = settings, 0
 
     def step(self, text: str) -> StepResult:
-        """Carry out a turn. A text that is no turn, or asks for what the screen cannot do, is an error that the policy sees."""
+        """Carry out a turn.
+
+        A text that is no turn, or asks for what the screen cannot do, is an error that the policy
+        sees.
+        """
         if self._screen.variant == "original":
             return self._original(text)
         turn = read(text)
         if isinstance(turn, Mistake):
             return self._refused(str(turn))
         if len(turn.actions) > self._screen.max_actions:
-            return self._refused(f"{len(turn.actions)} actions in one turn, {self._screen.max_actions} are allowed")
+            return self._refused(
+                f"{len(turn.actions)} actions in one turn, {self._screen.max_actions} are allowed"
+            )
         try:
             return self._carry_out(turn.actions)
         except ValueError as error:
             return self._refused(str(error))
 
     def _original(self, text: str) -> StepResult:
-        """A call that does nothing still takes the time of an action, after which the screen is shown."""
+        """A call that does nothing still takes the time of an action, after which the screen is
+        shown.
+        """
         wide, high = self.screen_size()
         columns, rows = self._screen.pointing.size(wide, high)
         try:
@@ -116,7 +155,11 @@ class ScreenEnvironment:
         most = self._screen.most_actions
         done = done if most is None else done[: max(0, most - self._acted)]
         self._acted += len(done)
-        unit = [_moved(one, lambda at: Point(at.x * columns / wide, at.y * rows / high)) for call in done for one in call]
+        unit = [
+            _moved(one, lambda at: Point(at.x * columns / wide, at.y * rows / high))
+            for call in done
+            for one in call
+        ]
         try:
             step = self._carry_out(unit or [Sleep()])
         except ValueError as error:
@@ -138,7 +181,9 @@ class ScreenEnvironment:
         return StepResult(self._shown(f"Error: {why}", *seen), error=why)
 
     def _first(self, task: Task, instruction: str, *seen: str | ImageSource) -> Observation:
-        """The row's messages with ``instruction`` in place of ``{instruction}`` in the last one, and what is ``seen`` behind it."""
+        """The row's messages with ``instruction`` in place of ``{instruction}`` in the last one,
+        and what is ``seen`` behind it.
+        """
         self._acted = 0
         *before, last = with_instruction(task, instruction)
         if self._screen.variant == "original":
@@ -149,5 +194,8 @@ class ScreenEnvironment:
 def with_instruction(task: Task, instruction: str) -> Sequence[Message]:
     """The row's messages with ``instruction`` in place of ``{instruction}`` in the last one."""
     *before, last = task.messages
-    texts = [part.replace(INSTRUCTION, instruction) if isinstance(part, str) else part for part in last.parts]
+    texts = [
+        part.replace(INSTRUCTION, instruction) if isinstance(part, str) else part
+        for part in last.parts
+    ]
     return *before, Message(last.role, tuple(texts))

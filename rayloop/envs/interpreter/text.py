@@ -1,4 +1,6 @@
-"""PyVision's texts, kept letter by letter, since models were trained on them: instructions, code, answers, results."""
+"""PyVision's texts, kept letter by letter, since models were trained on them: instructions, code,
+answers, results.
+"""
 
 import re
 from collections.abc import Sequence
@@ -13,7 +15,9 @@ _CELL = Enclosed(r"<code>\s*```(?:python|py)?[ \t]*\n", r"```\s*(?:</code>|$)")
 _FENCE = Enclosed(r"```(?:python|py)[ \t]*\n", "```")
 _ANSWER = tagged("answer")
 
-INSTRUCTIONS = (Path(__file__).parent / "prompts" / "instructions.txt").read_text(encoding="utf-8").rstrip()
+INSTRUCTIONS = (
+    (Path(__file__).parent / "prompts" / "instructions.txt").read_text(encoding="utf-8").rstrip()
+)
 
 
 def code(turn: str) -> str | None:
@@ -46,21 +50,33 @@ def clue(index: int) -> tuple[str, str]:
     return f"<image_clue_{index}>", f"</image_clue_{index}>"
 
 
-Wording = Literal["rayloop", "pyvision_gym_w_image_hint", "pyvision_gym_wo_image_hint", "pyvision_gym_wo_video_hint"]
-PRELUDE = "import base64, io, matplotlib\nimport matplotlib.pyplot as plt\nimport numpy as np\nfrom PIL import Image\n"
+Wording = Literal[
+    "rayloop",
+    "pyvision_gym_w_image_hint",
+    "pyvision_gym_wo_image_hint",
+    "pyvision_gym_wo_video_hint",
+]
+PRELUDE = (
+    "import base64, io, matplotlib\nimport matplotlib.pyplot as plt\nimport numpy as np\nfrom PIL"
+    " import Image\n"
+)
 """What PyVision's interpreters have imported before a policy's code begins."""
 _PUBLISHED_CELL = Enclosed(r"<code>\s*```python", r"```\s*</code>")
 _PUBLISHED_FENCE = Enclosed("```python", "```")
 
 
 def published_code(turn: str) -> str | None:
-    """As PyVision-RL (62ca599) reads it, without the blanks around it, in time that is linear in the turn."""
+    """As PyVision-RL (62ca599) reads it, without the blanks around it, in time that is linear in
+    the turn.
+    """
     found = _PUBLISHED_CELL.findall(turn) or _PUBLISHED_FENCE.findall(turn)
     return (found[-1].strip() or None) if found else None
 
 
 def published_answer(turn: str) -> str | None:
-    """As PyVision-RL reads it: what the last ``<answer>`` holds, blanks too; None when that is nothing at all."""
+    """As PyVision-RL reads it: what the last ``<answer>`` holds, blanks too; None when that is
+    nothing at all.
+    """
     found = _ANSWER.findall(turn)
     return found[-1] or None if found else None
 

@@ -1,4 +1,6 @@
-"""OSWorld as an environment, never exercised on a real machine: its tasks, UI-TARS actions, screenshots, OSWorld's own result."""
+"""OSWorld as an environment, never exercised on a real machine: its tasks, UI-TARS actions,
+screenshots, OSWorld's own result.
+"""
 
 import json
 import re
@@ -13,16 +15,36 @@ from rayloop.config.settings import local_path
 from rayloop.core.failures import DataFailure, EnvironmentFailed
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
-from rayloop.envs.grammar.actions import Action, CallUser, Click, Drag, Finish, HoldKey, Hotkey, Hover, Scroll, Sleep, Type
+from rayloop.envs.grammar.actions import (
+    Action,
+    CallUser,
+    Click,
+    Drag,
+    Finish,
+    HoldKey,
+    Hotkey,
+    Hover,
+    Scroll,
+    Sleep,
+    Type,
+)
 from rayloop.envs.grammar.screens import UI_TARS_OR_FAIL, ScreenEnvironment, with_instruction
-from rayloop.envs.osworld.machines import Machine, MachineLost, OSWorldSettings, installed, machines_of
+from rayloop.envs.osworld.machines import (
+    Machine,
+    MachineLost,
+    OSWorldSettings,
+    installed,
+    machines_of,
+)
 
 
 @dataclass
 class ResultFiles:
-    """An episode as OSWorld's own scripts leave it: DOMAIN/ID/traj.jsonl, a line an action, and result.txt, which its
-    show_result.py adds up. Until it ends, an episode has a file of its own, so that several can play the task; a further one
-    replaces both files. Without ``folder`` nothing is written."""
+    """An episode as OSWorld's own scripts leave it: DOMAIN/ID/traj.jsonl, a line an action, and
+    result.txt, which its show_result.py adds up. Until it ends, an episode has a file of its own,
+    so that several can play the task; a further one replaces both files. Without ``folder`` nothing
+    is written.
+    """
 
     folder: Path | None = None
     steps: int = 0
@@ -31,7 +53,10 @@ class ResultFiles:
 
     @classmethod
     def of(cls, results: str, name: str) -> Self:
-        """Of the task ``name`` (domain/id) below the folder ``results``, if there is one. Raises DataFailure."""
+        """Of the task ``name`` (domain/id) below the folder ``results``, if there is one.
+
+        Raises DataFailure.
+        """
         if not results:
             return cls()
         root = local_path(results).resolve()
@@ -72,7 +97,8 @@ class ResultFiles:
 class OSWorld(ScreenEnvironment):
     """A row names a task as domain/id in its column ``osworld``, or has OSWorld's JSON of it there.
 
-    OSWorld's errors are failures of infrastructure; only ``evaluate`` returns a result."""
+    OSWorld's errors are failures of infrastructure; only ``evaluate`` returns a result.
+    """
 
     Settings = OSWorldSettings
 
@@ -87,11 +113,17 @@ class OSWorld(ScreenEnvironment):
 
     @staticmethod
     def preview(settings: OSWorldSettings, task: Task) -> Sequence[Message]:
-        """The first messages but for the screen, for which no machine is needed. Raises DataFailure."""
+        """The first messages but for the screen, for which no machine is needed.
+
+        Raises DataFailure.
+        """
         return with_instruction(task, str(_task_of(task, settings.tasks)["instruction"]))
 
     def reset(self, task: Task) -> Observation:
-        """Tries other machines, with growing pauses between. Raises DataFailure, MachineLost when all attempts failed."""
+        """Tries other machines, with growing pauses between.
+
+        Raises DataFailure, MachineLost when all attempts failed.
+        """
         config = _task_of(task, self._settings.tasks)
         name = task.extra["osworld"]
         own = name if isinstance(name, str) else f"{config.get('domain', 'unknown')}/{config['id']}"
@@ -103,10 +135,15 @@ class OSWorld(ScreenEnvironment):
         return self._settings.width, self._settings.height
 
     def _carry_out(self, actions: Sequence[Action]) -> StepResult:
-        """Each action is sent once; OSWorld may carry it out twice after a broken connection. Raises MachineLost."""
+        """Each action is sent once; OSWorld may carry it out twice after a broken connection.
+
+        Raises MachineLost.
+        """
         screen = b""
         for line in [self._line(action) for action in actions]:
-            header, screen = self._ask("step", self._settings.step_timeout, action=line, pause=self._settings.pause)
+            header, screen = self._ask(
+                "step", self._settings.step_timeout, action=line, pause=self._settings.pause
+            )
             self._trace.step(line, bool(header["done"]))
             if header["done"]:
                 return StepResult(done=True)
@@ -167,7 +204,10 @@ class OSWorld(ScreenEnvironment):
 
 
 def _task_of(task: Task, tasks: str) -> Mapping[str, Any]:
-    """OSWorld's JSON of the row's task, from the folder ``tasks`` where the row names it. Raises DataFailure."""
+    """OSWorld's JSON of the row's task, from the folder ``tasks`` where the row names it.
+
+    Raises DataFailure.
+    """
     found = task.extra.get("osworld")
     if isinstance(found, str) and tasks:
         folder = local_path(tasks)
@@ -177,33 +217,55 @@ def _task_of(task: Task, tasks: str) -> Mapping[str, Any]:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise DataFailure(task.id, f"the OSWorld task {path} cannot be read: {error}") from error
+            raise DataFailure(
+                task.id, f"the OSWorld task {path} cannot be read: {error}"
+            ) from error
     if not (isinstance(found, Mapping) and {"id", "instruction", "evaluator"} <= set(found)):
-        raise DataFailure(task.id, "the row's `osworld` is no task of OSWorld: domain/id below `tasks`, or its JSON")
+        raise DataFailure(
+            task.id,
+            "the row's `osworld` is no task of OSWorld: domain/id below `tasks`, or its JSON",
+        )
     return found
 
 
 def rows(path: Path, prompt: object = UI_TARS_OR_FAIL) -> list[dict[str, Any]]:
-    """Rows of a data file from one of OSWorld's lists of tasks, ``{domain: [id, ...]}``. Raises OSError, ValueError."""
-    names = [f"{domain}/{name}" for domain, ids in json.loads(path.read_text(encoding="utf-8")).items() for name in ids]
+    """Rows of a data file from one of OSWorld's lists of tasks, ``{domain: [id, ...]}``.
+
+    Raises OSError, ValueError.
+    """
+    names = [
+        f"{domain}/{name}"
+        for domain, ids in json.loads(path.read_text(encoding="utf-8")).items()
+        for name in ids
+    ]
     return [{"id": name, "prompt": prompt, "osworld": name} for name in names]
 
 
 TICKS = 5
 _KEYS = {"meta": ("win",), "<": ("shift", ",")}
-"""pyautogui's keys for those of the grammar (rayloop/envs/grammar/calls.py) that it has under another name, or presses wrongly:
-it looks for ``<`` on the additional key of a keyboard with 105 keys and holds Shift, which makes ``>`` of it."""
+"""pyautogui's keys for those of the grammar (rayloop/envs/grammar/calls.py) that it has under
+another name, or presses wrongly: it looks for ``<`` on the additional key of a keyboard with 105
+keys and holds Shift, which makes ``>`` of it.
+"""
 
 
 def code(action: Action) -> str:
-    """The Python that a machine runs for an action; the policy's text is in it as a quoted text only. Raises ValueError."""
+    """The Python that a machine runs for an action; the policy's text is in it as a quoted text
+    only. Raises ValueError.
+    """
     match action:
         case Click(at, button, times):
-            return _calls(f"click({int(at.x)}, {int(at.y)}, clicks={int(times)}, interval=0.05, button={button!r})")
+            return _calls(
+                f"click({int(at.x)}, {int(at.y)}, clicks={int(times)}, interval=0.05,"
+                f" button={button!r})"
+            )
         case Hover(at):
             return _calls(f"moveTo({int(at.x)}, {int(at.y)})")
         case Drag(start, end):
-            return _calls(f"moveTo({int(start.x)}, {int(start.y)})", f"dragTo({int(end.x)}, {int(end.y)}, duration=1.0)")
+            return _calls(
+                f"moveTo({int(start.x)}, {int(start.y)})",
+                f"dragTo({int(end.x)}, {int(end.y)}, duration=1.0)",
+            )
         case Scroll(direction, at):
             moved = [] if at is None else [f"moveTo({int(at.x)}, {int(at.y)})"]
             wheel = "scroll" if direction in ("up", "down") else "hscroll"
@@ -230,14 +292,18 @@ def _hotkey(*keys: str) -> str:
 
 
 def _held(key: str, down: bool) -> str:
-    """Keys go down in their order and come up in the reverse one, so that the last key is never down without Shift."""
+    """Keys go down in their order and come up in the reverse one, so that the last key is never
+    down without Shift.
+    """
     names = _pressed(key) if down else reversed(_pressed(key))
     method = "keyDown" if down else "keyUp"
     return _calls(*(f"{method}({name!r})" for name in names))
 
 
 def _typed(text: str) -> str:
-    """pyautogui writes only what a plain keyboard has and drops the rest silently: such text goes through the clipboard."""
+    """pyautogui writes only what a plain keyboard has and drops the rest silently: such text goes
+    through the clipboard.
+    """
     if not text:
         raise ValueError("there is nothing to type")
     if text.isascii():
@@ -246,7 +312,9 @@ def _typed(text: str) -> str:
 
 
 def _written(text: str) -> Iterator[str]:
-    """Calls that type a text of ASCII: the characters that ``write`` gets wrong are pressed as keys."""
+    """Calls that type a text of ASCII: the characters that ``write`` gets wrong are pressed as
+    keys.
+    """
     for part in re.split("(<)", text):
         if part == "<":
             yield _hotkey(part)

@@ -1,4 +1,6 @@
-"""OSWorld's machines on this node: each has a process in OSWorld's Python, a lock against sharing, and rest after a failure."""
+"""OSWorld's machines on this node: each has a process in OSWorld's Python, a lock against sharing,
+and rest after a failure.
+"""
 
 import fcntl
 import functools
@@ -19,7 +21,9 @@ from rayloop.core.failures import InfrastructureFailure
 from rayloop.envs.grammar.screens import Pointing, ScreenSettings
 from rayloop.sandbox.frames import Channel, Header, Refused
 
-START = "import sys; sys.path.append(sys.argv[2]); from rayloop.envs.osworld.server import main; main()"
+START = (
+    "import sys; sys.path.append(sys.argv[2]); from rayloop.envs.osworld.server import main; main()"
+)
 CLOSING = 30.0
 """Seconds in which OSWorld stops a machine before its process is killed."""
 
@@ -28,50 +32,83 @@ class OSWorldSettings(ScreenSettings):
     """Which machines there are, how OSWorld is started, and how long things may take."""
 
     python: str
-    """The Python of an environment with ``desktop-env``, whose pinned packages do not fit rayloop's."""
+    """The Python of an environment with ``desktop-env``, whose pinned packages do not fit
+    rayloop's.
+    """
     tasks: str = ""
-    """OSWorld's folder ``evaluation_examples/examples``, where a row names a task as domain/id; empty when rows hold tasks."""
+    """OSWorld's folder ``evaluation_examples/examples``, where a row names a task as domain/id;
+    empty when rows hold tasks.
+    """
     provider: str = "docker"
     """What runs the machines: docker, vmware, virtualbox, aws or another provider of OSWorld."""
     machines: int = Field(1, ge=1)
-    """Machines of this node at once. Raise it with the node's memory: a docker machine takes 4 GB and 4 cores."""
+    """Machines of this node at once.
+
+    Raise it with the node's memory: a docker machine takes 4 GB and 4 cores.
+    """
     each: tuple[dict[str, Any], ...] = ()
-    """Arguments of DesktopEnv for each machine, such as ``path_to_vm``, where they differ; as many as there are machines."""
+    """Arguments of DesktopEnv for each machine, such as ``path_to_vm``, where they differ; as many
+    as there are machines.
+    """
     options: dict[str, Any] = {}
-    """Further arguments of DesktopEnv for all machines, such as ``region``, ``headless`` or ``os_type``."""
+    """Further arguments of DesktopEnv for all machines, such as ``region``, ``headless`` or
+    ``os_type``.
+    """
     cache: str = "/tmp/rayloop-osworld"
-    """A folder of this node for OSWorld's downloads and logs; each machine gets a folder of its own in it."""
+    """A folder of this node for OSWorld's downloads and logs; each machine gets a folder of its own
+    in it.
+    """
     results: str = ""
-    """A folder that all nodes see, for each task's ``DOMAIN/ID/result.txt`` and ``traj.jsonl`` as OSWorld's own scripts write them;
-    its show_result.py reads ``RESULTS/pyautogui/screenshot/MODEL``. Empty: none. For evaluations."""
+    """A folder that all nodes see, for each task's ``DOMAIN/ID/result.txt`` and ``traj.jsonl`` as
+    OSWorld's own scripts write them; its show_result.py reads
+    ``RESULTS/pyautogui/screenshot/MODEL``. Empty: none. For evaluations.
+    """
     width: int = Field(1920, ge=640)
     """Pixels of the machines' screen from left to right; OSWorld's tasks were made for 1920."""
     height: int = Field(1080, ge=480)
     """Pixels of the machines' screen from top to bottom; OSWorld's tasks were made for 1080."""
     pointing: Pointing = Pointing(min_pixels=3136, max_pixels=2_116_800)
-    """Unit of the model's coordinates, and how its processor resizes a screenshot; the default is that of ARPO."""
+    """Unit of the model's coordinates, and how its processor resizes a screenshot; the default is
+    that of ARPO.
+    """
     pause: float = Field(0.5, ge=0)
-    """Seconds that OSWorld waits after each action before the screenshot: 0.5 in ARPO, 2 in OSWorld's own runs."""
+    """Seconds that OSWorld waits after each action before the screenshot: 0.5 in ARPO, 2 in
+    OSWorld's own runs.
+    """
     attempts: int = Field(4, ge=1)
-    """Resets of an episode before it counts as failed, each on another machine where one is free."""
+    """Resets of an episode before it counts as failed, each on another machine where one is free.
+    """
     back_off: float = Field(5.0, ge=0)
-    """Seconds before the second attempt, doubled for each further one. A machine that failed rests as long."""
+    """Seconds before the second attempt, doubled for each further one.
+
+    A machine that failed rests as long.
+    """
     boot_timeout: float = Field(600.0, gt=0)
     """Seconds in which a machine must boot. Raise it without /dev/kvm, where machines are slow."""
     reset_timeout: float = Field(300.0, gt=0)
-    """Seconds for one reset of a machine. All attempts and boots together must fit into ``episode.step_timeout``."""
+    """Seconds for one reset of a machine.
+
+    All attempts and boots together must fit into ``episode.step_timeout``.
+    """
     step_timeout: float = Field(90.0, gt=0)
-    """Seconds for one action, its screenshot included. Keep the turn's sum below ``episode.step_timeout``."""
+    """Seconds for one action, its screenshot included.
+
+    Keep the turn's sum below ``episode.step_timeout``.
+    """
     evaluate_timeout: float = Field(300.0, gt=0)
     """Seconds for OSWorld's check of the result. Keep it below ``episode.step_timeout``."""
 
 
 class MachineLost(InfrastructureFailure):
-    """A machine, or OSWorld's process, raised, ended or did not answer: never a result, and never a reward."""
+    """A machine, or OSWorld's process, raised, ended or did not answer: never a result, and never a
+    reward.
+    """
 
 
 class OSWorldMissing(MachineLost):
-    """The Python that should have OSWorld is not there, or does not have it: no attempt and no machine of this node helps."""
+    """The Python that should have OSWorld is not there, or does not have it: no attempt and no
+    machine of this node helps.
+    """
 
     exit_code = 2
 
@@ -81,7 +118,12 @@ def installed(python: str) -> None:
     """Raises OSWorldMissing unless that Python starts and has ``desktop-env``."""
     program = "import importlib.util as u; raise SystemExit(u.find_spec('desktop_env') is None)"
     try:
-        found = subprocess.run([python, "-c", program], stdin=subprocess.DEVNULL, capture_output=True, timeout=60).returncode == 0
+        found = (
+            subprocess.run(
+                [python, "-c", program], stdin=subprocess.DEVNULL, capture_output=True, timeout=60
+            ).returncode
+            == 0
+        )
         why = "" if found else "has no desktop_env"
     except (OSError, subprocess.SubprocessError) as error:
         why = f"does not start ({getattr(error, 'strerror', None) or error})"
@@ -93,7 +135,10 @@ def installed(python: str) -> None:
 
 
 class Machine:
-    """One machine with its process, which boots it. ``lock``: the claim of this process on its number. Raises MachineLost."""
+    """One machine with its process, which boots it.
+
+    ``lock``: the claim of this process on its number. Raises MachineLost.
+    """
 
     def __init__(self, settings: OSWorldSettings, number: int, lock: IO[str]) -> None:
         self._number, self.lock = number, lock
@@ -101,13 +146,24 @@ class Machine:
         folder.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
         self._channel, self._log = Channel(ours), folder / "log.txt"
-        program = [str(local_path(settings.python)), "-c", START, str(theirs.fileno()), str(Path(__file__).parents[3])]
+        program = [
+            str(local_path(settings.python)),
+            "-c",
+            START,
+            str(theirs.fileno()),
+            str(Path(__file__).parents[3]),
+        ]
         try:
             with theirs, open(self._log, "ab") as log:
                 self._process = subprocess.Popen(
-                    program, pass_fds=(theirs.fileno(),), cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                    program,
+                    pass_fds=(theirs.fileno(),),
+                    cwd=folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
                     start_new_session=True,
-                )  # fmt: skip
+                )
         except OSError as error:
             ours.close()
             raise MachineLost(f"OSWorld's Python does not start: {error}") from error
@@ -115,7 +171,9 @@ class Machine:
             "provider_name": settings.provider,
             "action_space": "pyautogui",
             "screen_size": [settings.width, settings.height],
-            "cache_dir": str(folder / "cache"),  # the members of a group would write to one folder otherwise
+            "cache_dir": str(
+                folder / "cache"
+            ),  # the members of a group would write to one folder otherwise
             "require_a11y_tree": False,
             **settings.options,
             **(settings.each[number % len(settings.each)] if settings.each else {}),
@@ -127,11 +185,16 @@ class Machine:
             raise
 
     def ask(self, op: str, seconds: float, **arguments: Any) -> tuple[Header, bytes]:
-        """One call of the server (``server.py``): what it answers, and the screenshot if any. Raises MachineLost."""
+        """One call of the server (``server.py``): what it answers, and the screenshot if any.
+
+        Raises MachineLost.
+        """
         try:
             header, blobs = self._channel.ask(op, seconds, **arguments)
         except (Refused, OSError) as error:
-            raise MachineLost(f"machine {self._number}: {op}: {error} (its log: {self._log})") from error
+            raise MachineLost(
+                f"machine {self._number}: {op}: {error} (its log: {self._log})"
+            ) from error
         return header, b"".join(blobs)
 
     def close(self) -> None:
@@ -159,12 +222,19 @@ class Machines:
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def take(self, until: float) -> Machine:
-        """One that is up, or a new one; those that failed come last. Raises MachineLost at ``until`` (on the monotonic clock)."""
-        files = [self._folder / f"machine-{number}.lock" for number in range(self._settings.machines)]
+        """One that is up, or a new one; those that failed come last.
+
+        Raises MachineLost at ``until`` (on the monotonic clock).
+        """
+        files = [
+            self._folder / f"machine-{number}.lock" for number in range(self._settings.machines)
+        ]
         while True:
             with suppress(IndexError):
                 return self._idle.pop()
-            for file in sorted(files, key=lambda file: file.stat().st_mtime if file.exists() else 0.0):
+            for file in sorted(
+                files, key=lambda file: file.stat().st_mtime if file.exists() else 0.0
+            ):
                 if (lock := _claimed(file)) is not None:
                     try:
                         return Machine(self._settings, files.index(file), lock)
@@ -172,7 +242,9 @@ class Machines:
                         _rest(lock, self._settings.back_off)
                         raise
             if time.monotonic() > until:
-                raise MachineLost(f"none of the {self._settings.machines} machines became free in time")
+                raise MachineLost(
+                    f"none of the {self._settings.machines} machines became free in time"
+                )
             time.sleep(0.05)
 
     def give(self, machine: Machine) -> None:

@@ -1,4 +1,7 @@
-"""Runs in OSWorld's own Python (3.9 or newer): makes one DesktopEnv and answers calls. Imports nothing of rayloop but frames."""
+"""Runs in OSWorld's own Python (3.9 or newer): makes one DesktopEnv and answers calls.
+
+Imports nothing of rayloop but frames.
+"""
 
 import importlib
 import socket
@@ -33,7 +36,9 @@ class MachineServer:
         return {}, []
 
     def do_reset(self, task: dict[str, Any]) -> tuple[Header, list[bytes]]:
-        """Raises SetupFailed where OSWorld goes on after five failed setups, NoScreenshot, and whatever OSWorld raises."""
+        """Raises SetupFailed where OSWorld goes on after five failed setups, NoScreenshot, and
+        whatever OSWorld raises.
+        """
         controller = self._env.setup_controller
         setup, ended = controller.setup, []
 
@@ -42,7 +47,8 @@ class MachineServer:
             ended[-1] = setup(*arguments, **options)
             return ended[-1]
 
-        # ``reset`` goes on after a failed setup and reports nothing: only these return values show it.
+        # ``reset`` goes on after a failed setup and reports nothing: only these return values show
+        # it.
         controller.setup = watched
         try:
             seen = self._env.reset(task_config=task)
@@ -53,7 +59,9 @@ class MachineServer:
         return {}, [_screenshot(seen)]
 
     def do_step(self, action: str, pause: float) -> tuple[Header, list[bytes]]:
-        """Carry out one action; the screenshot ``pause`` seconds after it, unless the episode is done."""
+        """Carry out one action; the screenshot ``pause`` seconds after it, unless the episode is
+        done.
+        """
         seen, _, done, _ = self._env.step(action, pause)
         return {"done": bool(done)}, [] if done else [_screenshot(seen)]
 

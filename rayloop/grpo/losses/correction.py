@@ -1,4 +1,6 @@
-"""The weight of a token for the gap between the engine that sampled and the trainer (docs/algorithm.md, section 2)."""
+"""The weight of a token for the gap between the engine that sampled and the trainer
+(docs/algorithm.md, section 2).
+"""
 
 from dataclasses import dataclass
 
@@ -11,8 +13,12 @@ from rayloop.grpo.losses.surrogates import RATIO_BOUND, LossInputs
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """``weight`` [N] without gradient. Bool [N]: ``bounded``, where the rule truncated or masked; ``masked``, where it masked, so
-    that the token has neither a policy gradient nor a KL; ``left_out``, where a whole trajectory counts nothing."""
+    """``weight`` [N] without gradient.
+
+    Bool [N]: ``bounded``, where the rule truncated or masked; ``masked``, where it masked, so that
+    the token has neither a policy gradient nor a KL; ``left_out``, where a whole trajectory counts
+    nothing.
+    """
 
     weight: Tensor
     bounded: Tensor
@@ -21,22 +27,29 @@ class Weights:
 
 
 def anchor(old: Tensor, behaviour: Tensor, rule: Correction | None) -> Tensor:
-    """Log-probs [N] under the ratio: the trainer's old ones (arXiv:2110.00641); with ``bypass`` the engine's (arXiv:1707.06347)."""
+    """Log-probs [N] under the ratio: the trainer's old ones (arXiv:2110.00641); with ``bypass`` the
+    engine's (arXiv:1707.06347).
+    """
     return behaviour if rule is not None and rule.bypass else old
 
 
 def weights(inputs: LossInputs, old: Tensor, rule: Correction | None) -> Weights:
     """The importance weight ``exp(old - behaviour)`` of each token.
 
-    token, truncate: truncated importance sampling (TIS, IMPALA, arXiv:1802.01561; AReaL, arXiv:2505.24298). token, mask: IcePop
-    (ringtech.notion.site/icepop, 2025). sequence and geometric: TIS and masked importance sampling over trajectories (Liu, Li et
-    al., "When Speed Kills Stability", 2025). A masked token keeps its place in the denominator of the aggregation.
+    token, truncate: truncated importance sampling (TIS, IMPALA, arXiv:1802.01561; AReaL,
+    arXiv:2505.24298). token, mask: IcePop (ringtech.notion.site/icepop, 2025). sequence and
+    geometric: TIS and masked importance sampling over trajectories (Liu, Li et al., "When Speed
+    Kills Stability", 2025). A masked token keeps its place in the denominator of the aggregation.
     """
     ones, nowhere = torch.ones_like(old), torch.zeros_like(old, dtype=torch.bool)
     if rule is None:
         return Weights(ones, nowhere, nowhere, nowhere)
     gap = old - inputs.behaviour
-    level = {"token": lambda: gap, "sequence": lambda: inputs.total(gap), "geometric": lambda: inputs.mean(gap)}[rule.level]()
+    level = {
+        "token": lambda: gap,
+        "sequence": lambda: inputs.total(gap),
+        "geometric": lambda: inputs.mean(gap),
+    }[rule.level]()
     # A sum over a long trajectory can be hundreds of nats, whose exponential overflows float32.
     ratio = torch.exp(level.clamp(-RATIO_BOUND, RATIO_BOUND))
     bounded = (ratio < rule.low) | (ratio > rule.high)

@@ -1,5 +1,6 @@
-"""Estimators of the KL divergence to the reference, from sampled tokens (joschu.net/blog/kl-approx.html, 2020), and coefficients
-that change from step to step."""
+"""Estimators of the KL divergence to the reference, from sampled tokens
+(joschu.net/blog/kl-approx.html, 2020), and coefficients that change from step to step.
+"""
 
 from collections.abc import Mapping
 
@@ -13,14 +14,20 @@ BOUND = 10.0
 FAR = 100.0
 """Log-ratios are at most ±100 nats, so that a reference that excludes a token gives no infinity."""
 LOW_VAR_BOUND, LOW_VAR_CAP = 20.0, 10.0
-"""verl's ``low_var_kl``: a wider log-ratio, and a cap on the term itself, beyond which verl has no gradient either."""
+"""verl's ``low_var_kl``: a wider log-ratio, and a cap on the term itself, beyond which verl has no
+gradient either.
+"""
 ERROR_BOUND = 0.2
 """Of the relative error of the KL (arXiv:1909.08593, equation 4)."""
 
 
-def k3(current: Tensor, reference: Tensor, bound: float = BOUND, cap: float | None = None) -> Tensor:
-    """Returns ``exp(d) - d - 1`` [N] >= 0 with ``d = reference - current`` of at most ``bound``, and the term at most ``cap``.
-    Estimates KL(current || reference) from tokens sampled by ``current``; used by GRPO (arXiv:2402.03300)."""
+def k3(
+    current: Tensor, reference: Tensor, bound: float = BOUND, cap: float | None = None
+) -> Tensor:
+    """Returns ``exp(d) - d - 1`` [N] >= 0 with ``d = reference - current`` of at most ``bound``,
+    and the term at most ``cap``. Estimates KL(current || reference) from tokens sampled by
+    ``current``; used by GRPO (arXiv:2402.03300).
+    """
     d = -log_ratio(current, reference, low=-bound)
     # expm1 keeps the digits that exp(d) - 1 loses where the policies agree.
     estimate = torch.expm1(d) - d
@@ -28,16 +35,22 @@ def k3(current: Tensor, reference: Tensor, bound: float = BOUND, cap: float | No
 
 
 def log_ratio(current: Tensor, other: Tensor, low: float = -FAR, high: float = FAR) -> Tensor:
-    """Returns ``current - other`` [N] within [low, high]. Its gradient is that of ``current``, beyond the bounds too: a token that
-    is far off would otherwise never come back."""
+    """Returns ``current - other`` [N] within [low, high].
+
+    Its gradient is that of ``current``, beyond the bounds too: a token that is far off would
+    otherwise never come back.
+    """
     # A plain clamp has no gradient outside; the second term is 0, and carries it.
     value = (current - other).detach().clamp(low, high)
     return value + (current - current.detach())
 
 
 def estimate(current: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
-    """Returns the estimate [N] of KL(current || reference), in nats, with gradient. Over tokens that ``current`` sampled, the
-    gradient of k2 and k3+ is the KL's own, that of k3 the one of KL(reference || current), and that of k1 is 0 in the mean."""
+    """Returns the estimate [N] of KL(current || reference), in nats, with gradient.
+
+    Over tokens that ``current`` sampled, the gradient of k2 and k3+ is the KL's own, that of k3 the
+    one of KL(reference || current), and that of k1 is 0 in the mean.
+    """
     if estimator == "low_var_kl":
         return k3(current, reference, LOW_VAR_BOUND, LOW_VAR_CAP)
     if estimator == "k3":
@@ -51,19 +64,27 @@ def estimate(current: Tensor, reference: Tensor, estimator: Estimator) -> Tensor
 
 
 def to_go(values: Tensor, segment: Tensor) -> Tensor:
-    """Returns for each token [N] the sum of ``values`` [N] from it to the end of its trajectory, summed in
-    float64, so that the trajectories before it in the row do not matter. ``segment`` [N] int64 ascends."""
+    """Returns for each token [N] the sum of ``values`` [N] from it to the end of its trajectory,
+    summed in float64, so that the trajectories before it in the row do not matter. ``segment`` [N]
+    int64 ascends.
+    """
     exact = values.double()
     # A micro-batch may have no predicted token, and max of an empty tensor raises.
-    whole = exact.new_zeros(int(segment.max()) + 1 if len(segment) else 1).index_add(0, segment, exact)
+    whole = exact.new_zeros(int(segment.max()) + 1 if len(segment) else 1).index_add(
+        0, segment, exact
+    )
     before = exact.cumsum(0) - exact
-    first = torch.zeros_like(whole).index_add(0, segment[1:], before[1:] * (segment[1:] != segment[:-1]))
+    first = torch.zeros_like(whole).index_add(
+        0, segment[1:], before[1:] * (segment[1:] != segment[:-1])
+    )
     return (whole[segment] - (before - first[segment])).to(values)
 
 
 class Coefficients:
-    """The coefficients of the KL and the entropy term, the same in all ranks. ``after`` gets each step's metrics; ``state`` and
-    ``load``: for restarts."""
+    """The coefficients of the KL and the entropy term, the same in all ranks.
+
+    ``after`` gets each step's metrics; ``state`` and ``load``: for restarts.
+    """
 
     def __init__(self, settings: LossSettings) -> None:
         kl, entropy = settings.kl_coef, settings.entropy_coef
@@ -84,7 +105,9 @@ class Coefficients:
         return logged | ({"entropy_coef": self.entropy} if self._entropy is not None else {})
 
     def after(self, metrics: Mapping[str, float], trajectories: float) -> None:
-        """Adapts to a step's ``kl`` and ``entropy`` (nats a token) over ``trajectories``, each counted once."""
+        """Adapts to a step's ``kl`` and ``entropy`` (nats a token) over ``trajectories``, each
+        counted once.
+        """
         if self._kl is not None and "kl" in metrics:
             # The clip keeps one odd step from moving the coefficient far (arXiv:1909.08593).
             error = min(max(metrics["kl"] / self._kl.target - 1, -ERROR_BOUND), ERROR_BOUND)

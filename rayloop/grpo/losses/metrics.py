@@ -15,14 +15,20 @@ SHARES = ("clip_low", "clip_high", "clip_dual", "capped")
 SUMS = (
     *("tokens", *SHARES, "weight", "weight_squared", "mismatch", "mismatch_k3"),
     *("kl_tokens", "kl", "entropy_tokens", "entropy"),
-    *(f"{name}_{i}" for name in ("lag_tokens", "lag_k3", "lag_mismatch") for i in range(LAG_BUCKETS)),
+    *(
+        f"{name}_{i}"
+        for name in ("lag_tokens", "lag_k3", "lag_mismatch")
+        for i in range(LAG_BUCKETS)
+    ),
 )
 MAXIMA = ("ratio", "mismatch")
 
 
 @dataclass(frozen=True, slots=True)
 class LossMetrics:
-    """``sums`` [len(SUMS)] and ``maxima`` [len(MAXIMA)], float64: all-reduce with SUM and MAX, then ``finalize``."""
+    """``sums`` [len(SUMS)] and ``maxima`` [len(MAXIMA)], float64: all-reduce with SUM and MAX, then
+    ``finalize``.
+    """
 
     sums: Tensor
     maxima: Tensor
@@ -30,23 +36,43 @@ class LossMetrics:
     @classmethod
     def zero(cls, device: torch.device | str = "cpu") -> Self:
         """Returns the metrics of no token, which a rank without tokens contributes."""
-        sums, maxima = (torch.zeros(len(names), dtype=torch.float64, device=device) for names in (SUMS, MAXIMA))
+        sums, maxima = (
+            torch.zeros(len(names), dtype=torch.float64, device=device) for names in (SUMS, MAXIMA)
+        )
         return cls(sums, maxima)
 
     @classmethod
     def of(
-        cls, *, ratio: Tensor, clips: LossOutputs, capped: Tensor, mismatch: Tensor, mismatch_k3: Tensor,
-        kl: Tensor | None = None, entropy: Tensor | None = None, lag: Tensor | None = None,
-    ) -> Self:  # fmt: skip
-        """Returns the metrics of per-token values [N]. ``clips``: its masks; ``mismatch``: old - behaviour, nats."""
+        cls,
+        *,
+        ratio: Tensor,
+        clips: LossOutputs,
+        capped: Tensor,
+        mismatch: Tensor,
+        mismatch_k3: Tensor,
+        kl: Tensor | None = None,
+        entropy: Tensor | None = None,
+        lag: Tensor | None = None,
+    ) -> Self:
+        """Returns the metrics of per-token values [N].
+
+        ``clips``: its masks; ``mismatch``: old - behaviour, nats.
+        """
         # Squares of weights span 17 orders of magnitude: a float32 sum would drop the small ones.
         weight = torch.exp(mismatch.double().clamp(-RATIO_BOUND, RATIO_BOUND))
         low, high, dual = (
-            torch.zeros_like(ratio, dtype=torch.bool) if clip is None else clip for clip in (clips.low, clips.high, clips.dual)
+            torch.zeros_like(ratio, dtype=torch.bool) if clip is None else clip
+            for clip in (clips.low, clips.high, clips.dual)
         )
         tokens = torch.full((), float(ratio.numel()), dtype=torch.float64, device=ratio.device)
         none = torch.zeros((), dtype=torch.float64, device=ratio.device)
-        sums = [tokens, *map(_sum, (low, high, dual, capped, weight, weight.square(), mismatch.abs(), mismatch_k3))]
+        sums = [
+            tokens,
+            *map(
+                _sum,
+                (low, high, dual, capped, weight, weight.square(), mismatch.abs(), mismatch_k3),
+            ),
+        ]
         for values in (kl, entropy):
             # The tensor has one length on all ranks, also where one of them has no such term.
             sums += [none, none] if values is None else [tokens, _sum(values)]
@@ -54,7 +80,9 @@ class LossMetrics:
             sums += [none] * (3 * LAG_BUCKETS)
         else:
             buckets = [lag.clamp(0, LAG_BUCKETS - 1) == i for i in range(LAG_BUCKETS)]
-            sums += [_sum(bucket) for bucket in buckets] + [_sum(mismatch_k3 * bucket) for bucket in buckets]
+            sums += [_sum(bucket) for bucket in buckets] + [
+                _sum(mismatch_k3 * bucket) for bucket in buckets
+            ]
             sums += [_sum(mismatch.abs() * bucket) for bucket in buckets]
         return cls(torch.stack(sums), torch.stack([_max(ratio), _max(mismatch.abs())]))
 
@@ -66,9 +94,10 @@ class LossMetrics:
         """Returns name -> value for the log; empty without tokens.
 
         ``ratio_max``; ``clip_low``, ``clip_high``, ``clip_dual``, ``capped``: fractions of tokens;
-        ``effective_sample_size``: (sum w)^2 / (n * sum w^2) in (0, 1] with w = exp(old - behaviour), uncapped;
-        ``logprob_mismatch_mean``, ``logprob_mismatch_max``: |old - behaviour| in nats; ``logprob_mismatch_k3``; mean and k3
-        also by version lag, ``.../lag_<i>``; ``kl`` (k3 to the reference) and ``entropy``, in nats, when computed.
+        ``effective_sample_size``: (sum w)^2 / (n * sum w^2) in (0, 1] with w = exp(old -
+        behaviour), uncapped; ``logprob_mismatch_mean``, ``logprob_mismatch_max``: |old - behaviour|
+        in nats; ``logprob_mismatch_k3``; mean and k3 also by version lag, ``.../lag_<i>``; ``kl``
+        (k3 to the reference) and ``entropy``, in nats, when computed.
         """
         sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
         maxima = dict(zip(MAXIMA, self.maxima.tolist(), strict=True))

@@ -1,5 +1,6 @@
-"""The loss per token: policy gradient, KL and supervised streams (docs/algorithm.md, sections 2 and 6). N is the number of
-sampled tokens of a micro-batch, one trajectory after the other."""
+"""The loss per token: policy gradient, KL and supervised streams (docs/algorithm.md, sections 2 and
+6). N is the number of sampled tokens of a micro-batch, one trajectory after the other.
+"""
 
 import dataclasses
 import math
@@ -19,12 +20,16 @@ from rayloop.grpo.losses.surrogates import Elsewhere, LossInputs, LossOutputs, i
 Made = TypeVar("Made", correction.Weights, LossOutputs)
 
 STREAMS = ("rl", "ref_kl", "ce")
-"""The losses of a token: the policy gradient, the KL to the reference, and minus the log-prob (supervised)."""
+"""The losses of a token: the policy gradient, the KL to the reference, and minus the log-prob
+(supervised).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class PerToken:
-    """Losses [N] with gradient, not yet weighted by stream and aggregation; ``metrics`` are this micro-batch's sums."""
+    """Losses [N] with gradient, not yet weighted by stream and aggregation; ``metrics`` are this
+    micro-batch's sums.
+    """
 
     rl: Tensor
     ref_kl: Tensor | None
@@ -39,9 +44,11 @@ class PerToken:
 
 @dataclass(frozen=True, slots=True)
 class Denominator:
-    """Loss tokens, trajectories (``sequences``) and groups (``prompts``) of one stream of one optimizer update, over all ranks and
-    micro-batches: those whose weight in the stream is not 0. They are counted before the backward pass. Trajectories with
-    advantage 0 count although they are skipped."""
+    """Loss tokens, trajectories (``sequences``) and groups (``prompts``) of one stream of one
+    optimizer update, over all ranks and micro-batches: those whose weight in the stream is not 0.
+    They are counted before the backward pass. Trajectories with advantage 0 count although they are
+    skipped.
+    """
 
     tokens: float
     sequences: float
@@ -49,8 +56,10 @@ class Denominator:
 
 
 class PolicyLoss:
-    """The losses of each token. rl: ``w * surrogate - entropy_coef * entropy``; ref_kl: ``w * kl_coef * kl``; ce: ``-current``.
-    ``w``: importance weight (``correction.py``). Raises ConfigError, pydantic.ValidationError for a loss that cannot be built."""
+    """The losses of each token. rl: ``w * surrogate - entropy_coef * entropy``; ref_kl: ``w *
+    kl_coef * kl``; ce: ``-current``. ``w``: importance weight (``correction.py``). Raises
+    ConfigError, pydantic.ValidationError for a loss that cannot be built.
+    """
 
     def __init__(self, settings: LossSettings) -> None:
         self._settings = settings
@@ -58,15 +67,28 @@ class PolicyLoss:
         self.coefficients = Coefficients(settings)
 
     def __call__(
-        self, current: Tensor, old: Tensor, behaviour: Tensor, advantage: Tensor, segment: Tensor, *,
-        reference: Tensor | None = None, entropy: Tensor | None = None, on_policy: Tensor | None = None,
-        lag: Tensor | None = None, chosen: Tensor | None = None, elsewhere: Elsewhere | None = None,
-    ) -> PerToken:  # fmt: skip
-        """All arguments are [N]: log-probs of the sampled tokens, advantages, trajectories (int64), entropies in nats. ``current``
-        and ``entropy`` carry the gradient; every other log-prob is a constant. ``on_policy`` (bool) marks replayed tokens treated
-        as on-policy: their behaviour is ``old`` and their weight 1. ``lag`` (int64) is each token's version lag in steps, for the
-        metrics only. ``chosen`` (bool): the tokens of ``top_entropy_quantile``. ``elsewhere``: the other tokens of trajectories
-        that are here in part. Raises ValueError when a setting lacks its input, and what a loss of your own raises."""
+        self,
+        current: Tensor,
+        old: Tensor,
+        behaviour: Tensor,
+        advantage: Tensor,
+        segment: Tensor,
+        *,
+        reference: Tensor | None = None,
+        entropy: Tensor | None = None,
+        on_policy: Tensor | None = None,
+        lag: Tensor | None = None,
+        chosen: Tensor | None = None,
+        elsewhere: Elsewhere | None = None,
+    ) -> PerToken:
+        """All arguments are [N]: log-probs of the sampled tokens, advantages, trajectories (int64),
+        entropies in nats. ``current`` and ``entropy`` carry the gradient; every other log-prob is a
+        constant. ``on_policy`` (bool) marks replayed tokens treated as on-policy: their behaviour
+        is ``old`` and their weight 1. ``lag`` (int64) is each token's version lag in steps, for the
+        metrics only. ``chosen`` (bool): the tokens of ``top_entropy_quantile``. ``elsewhere``: the
+        other tokens of trajectories that are here in part. Raises ValueError when a setting lacks
+        its input, and what a loss of your own raises.
+        """
         settings, reference = self._settings, None if reference is None else reference.detach()
         self._check_inputs(reference, entropy, chosen)
 
@@ -76,11 +98,18 @@ class PolicyLoss:
             behaviour = torch.where(on_policy, old, behaviour)
         if reference is not None and settings.kl_term.where == "reward":
             # The KL as a reward is of the old policy, so that it is constant within the step.
-            advantage = advantage - self.coefficients.kl * to_go(estimate(old, reference, settings.kl_term.estimator), segment)
+            advantage = advantage - self.coefficients.kl * to_go(
+                estimate(old, reference, settings.kl_term.estimator), segment
+            )
         tokens: dict[str, Any] = {
-            "current": current, "old": old, "behaviour": behaviour, "advantage": advantage, "segment": segment,
-            "reference": reference, "entropy": entropy,
-        }  # fmt: skip
+            "current": current,
+            "old": old,
+            "behaviour": behaviour,
+            "advantage": advantage,
+            "segment": segment,
+            "reference": reference,
+            "entropy": entropy,
+        }
         inputs = self._inputs(tokens)
         if elsewhere is None:
             weights, out = correction.weights(inputs, old, settings.rule), self._surrogate(inputs)
@@ -94,9 +123,15 @@ class PolicyLoss:
 
         # Metrics are of the tokens here alone, or those of elsewhere would count twice.
         metrics = LossMetrics.of(
-            ratio=inputs.ratio, clips=out, capped=weights.bounded, mismatch=old - behaviour, mismatch_k3=k3(behaviour, old),
-            kl=None if reference is None else k3(current.detach(), reference), entropy=entropy, lag=lag,
-        )  # fmt: skip
+            ratio=inputs.ratio,
+            clips=out,
+            capped=weights.bounded,
+            mismatch=old - behaviour,
+            mismatch_k3=k3(behaviour, old),
+            kl=None if reference is None else k3(current.detach(), reference),
+            entropy=entropy,
+            lag=lag,
+        )
 
         # Tokens that were not chosen stay in the denominator (arXiv:2506.01939).
         rl = weights.weight * (out.loss if chosen is None else out.loss * chosen)
@@ -108,16 +143,23 @@ class PolicyLoss:
     def _inputs(self, tokens: Mapping[str, Any]) -> LossInputs:
         """What surrogates and corrections see of ``tokens``."""
         named = {name: value for name, value in tokens.items() if name != "old"}
-        return LossInputs(anchor=correction.anchor(tokens["old"], tokens["behaviour"], self._settings.rule), **named)
+        return LossInputs(
+            anchor=correction.anchor(tokens["old"], tokens["behaviour"], self._settings.rule),
+            **named,
+        )
 
-    def _check_inputs(self, reference: Tensor | None, entropy: Tensor | None, chosen: Tensor | None) -> None:
+    def _check_inputs(
+        self, reference: Tensor | None, entropy: Tensor | None, chosen: Tensor | None
+    ) -> None:
         settings = self._settings
         if settings.uses_kl and reference is None:
             raise ValueError("kl_coef is positive, but the batch carries no reference log-probs")
         if settings.uses_entropy and entropy is None:
             raise ValueError("entropy_coef is set, but no entropy was computed")
         if settings.top_entropy_quantile < 1 and chosen is None:
-            raise ValueError("top_entropy_quantile is below 1, but no tokens were chosen by their entropy")
+            raise ValueError(
+                "top_entropy_quantile is below 1, but no tokens were chosen by their entropy"
+            )
 
     def _kl(self, inputs: LossInputs, weights: correction.Weights) -> Tensor | None:
         term = self._settings.kl_term
@@ -134,17 +176,24 @@ class PolicyLoss:
 def _at(places: Tensor, made: Made) -> Made:
     """A dataclass of values [N] with those at ``places`` alone."""
     found = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
-    return dataclasses.replace(made, **{name: None if of is None else of[places] for name, of in found.items()})
+    return dataclasses.replace(
+        made, **{name: None if of is None else of[places] for name, of in found.items()}
+    )
 
 
 TIED = 1e-4
-"""Nats. Members of a group have the same entropy at their first token, but for rounding, which differs between micro-batches."""
+"""Nats.
+
+Members of a group have the same entropy at their first token, but for rounding, which differs
+between micro-batches.
+"""
 
 
 def entropy_bound(entropies: Tensor, share: float) -> float:
-    """Returns the lowest entropy at which a token of an update has a policy gradient: that of the ``ceil(share * n)``-th most
-    uncertain of ``entropies`` [n] (arXiv:2506.01939, equation 5), less ``TIED``, so that rounding does not choose among equals.
-    Infinite without tokens."""
+    """Returns the lowest entropy at which a token of an update has a policy gradient: that of the
+    ``ceil(share * n)``-th most uncertain of ``entropies`` [n] (arXiv:2506.01939, equation 5), less
+    ``TIED``, so that rounding does not choose among equals. Infinite without tokens.
+    """
     if not len(entropies):
         return math.inf
     # 0.07 * 100 is above 7 in floating point, and ceil would choose one token more.
@@ -153,16 +202,24 @@ def entropy_bound(entropies: Tensor, share: float) -> float:
 
 
 def token_weights(
-    segment: Tensor, settings: LossSettings, denominator: Denominator, group_tokens: Tensor | None = None,
+    segment: Tensor,
+    settings: LossSettings,
+    denominator: Denominator,
+    group_tokens: Tensor | None = None,
     trajectory_tokens: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Returns weights [N] float32; ``(weights * loss).sum()``, summed over all micro-batches and ranks, is the loss of the update.
-    ``segment`` [N] int64 is the trajectory of each token. ``group_tokens`` [N]: the loss tokens of each token's group in the
-    update, for prompt-mean; ``trajectory_tokens`` [N]: those of its trajectory, where that has several sequences. token-mean: DAPO
-    (arXiv:2503.14476); seq-mean-token-mean: GRPO (arXiv:2402.03300); a number: Dr. GRPO (arXiv:2503.20783). Raises ValueError for
-    an empty denominator."""
+) -> Tensor:
+    """Returns weights [N] float32; ``(weights * loss).sum()``, summed over all micro-batches and
+    ranks, is the loss of the update. ``segment`` [N] int64 is the trajectory of each token.
+    ``group_tokens`` [N]: the loss tokens of each token's group in the update, for prompt-mean;
+    ``trajectory_tokens`` [N]: those of its trajectory, where that has several sequences.
+    token-mean: DAPO (arXiv:2503.14476); seq-mean-token-mean: GRPO (arXiv:2402.03300); a number: Dr.
+    GRPO (arXiv:2503.20783). Raises ValueError for an empty denominator.
+    """
     if denominator.tokens <= 0 or denominator.sequences <= 0:
-        raise ValueError(f"an update over {denominator.tokens:g} tokens of {denominator.sequences:g} trajectories")
+        raise ValueError(
+            f"an update over {denominator.tokens:g} tokens of {denominator.sequences:g}"
+            " trajectories"
+        )
     ones = torch.ones(segment.shape, dtype=torch.float32, device=segment.device)
     match settings.aggregation:
         case "token-mean":

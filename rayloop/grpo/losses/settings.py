@@ -1,4 +1,7 @@
-"""Settings of the policy-gradient loss, a class for each kind (docs/algorithm.md, section 6). No torch."""
+"""Settings of the policy-gradient loss, a class for each kind (docs/algorithm.md, section 6).
+
+No torch.
+"""
 
 import math
 from typing import Annotated, ClassVar, Literal, Self
@@ -9,15 +12,22 @@ from pydantic.dataclasses import dataclass
 from rayloop.config.settings import OWN, Component, Role, SettingsModel, by_kind, takes
 
 VALUE = ConfigDict(extra="forbid", allow_inf_nan=False)
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "prompt-mean"] | PositiveFloat
+Aggregation = (
+    Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "prompt-mean"]
+    | PositiveFloat
+)
 Estimator = Literal["k1", "k2", "k3", "k3+", "low_var_kl"]
 
 
 @dataclass(frozen=True, config=VALUE)
 class KlTerm:
-    """``kl: {estimator, in, unbiased}``. ``in: reward``: minus the coefficient times the estimate is a reward of each token, which
-    the advantages of the tokens up to it share (RLHF, arXiv:1909.08593). ``unbiased``: times ``exp(current - behaviour)``, so
-    that the estimate holds for tokens that another policy sampled (DeepSeek-V3.2, arXiv:2512.02556, equation 7)."""
+    """``kl: {estimator, in, unbiased}``.
+
+    ``in: reward``: minus the coefficient times the estimate is a reward of each token, which the
+    advantages of the tokens up to it share (RLHF, arXiv:1909.08593). ``unbiased``: times
+    ``exp(current - behaviour)``, so that the estimate holds for tokens that another policy sampled
+    (DeepSeek-V3.2, arXiv:2512.02556, equation 7).
+    """
 
     estimator: Estimator = "k3"
     where: Annotated[Literal["loss", "reward"], Field(alias="in")] = "loss"
@@ -26,8 +36,10 @@ class KlTerm:
 
 @dataclass(frozen=True, config=VALUE)
 class AdaptiveKl:
-    """``kl_coef: {start, target, horizon}`` (arXiv:1909.08593, equation 4): after a step of n trajectories the coefficient is
-    multiplied by ``1 + n / horizon * error``, ``error = kl / target - 1`` clipped to +-0.2; both in nats a token."""
+    """``kl_coef: {start, target, horizon}`` (arXiv:1909.08593, equation 4): after a step of n
+    trajectories the coefficient is multiplied by ``1 + n / horizon * error``, ``error = kl / target
+    - 1`` clipped to +-0.2; both in nats a token.
+    """
 
     start: PositiveFloat
     target: PositiveFloat
@@ -36,8 +48,10 @@ class AdaptiveKl:
 
 @dataclass(frozen=True, config=VALUE)
 class AdaptiveEntropy:
-    """``entropy_coef: {target, step, start}`` (Skywork-OR1, arXiv:2505.22312, section 4.2): after each step the coefficient grows
-    by ``step`` when the entropy is below ``target`` nats a token, else it falls, to 0 at least, and does not apply."""
+    """``entropy_coef: {target, step, start}`` (Skywork-OR1, arXiv:2505.22312, section 4.2): after
+    each step the coefficient grows by ``step`` when the entropy is below ``target`` nats a token,
+    else it falls, to 0 at least, and does not apply.
+    """
 
     target: PositiveFloat
     step: PositiveFloat = 0.005
@@ -46,11 +60,14 @@ class AdaptiveEntropy:
 
 @dataclass(frozen=True, config=VALUE)
 class Correction:
-    """``correction: {level, action, low, high, veto, off_policy, bypass}``: a token's weight is ``exp(old - behaviour)``: its own
-    (token), the product (sequence) or the geometric mean (geometric) over its trajectory. truncate: clamped to [low, high]; mask: 0
-    outside. ``veto: [low, high]``: a trajectory with one token's weight outside counts nothing. ``off_policy: delta``: nor does one
-    with a negative advantage whose tokens have become less likely by more than delta nats in the mean (DeepSeek-V3.2,
-    arXiv:2512.02556, equation 9). ``bypass``: the ratio is to the engine's log-probs, and the rule only masks."""
+    """``correction: {level, action, low, high, veto, off_policy, bypass}``: a token's weight is
+    ``exp(old - behaviour)``: its own (token), the product (sequence) or the geometric mean
+    (geometric) over its trajectory. truncate: clamped to [low, high]; mask: 0 outside. ``veto:
+    [low, high]``: a trajectory with one token's weight outside counts nothing. ``off_policy:
+    delta``: nor does one with a negative advantage whose tokens have become less likely by more
+    than delta nats in the mean (DeepSeek-V3.2, arXiv:2512.02556, equation 9). ``bypass``: the ratio
+    is to the engine's log-probs, and the rule only masks.
+    """
 
     level: Literal["token", "sequence", "geometric"] = "token"
     action: Literal["truncate", "mask"] = "truncate"
@@ -62,40 +79,63 @@ class Correction:
 
     def __post_init__(self) -> None:
         if self.bypass and self.action == "truncate":
-            raise ValueError("bypass: true has weights of 1, which action: truncate cannot bound; set action: mask")
+            raise ValueError(
+                "bypass: true has weights of 1, which action: truncate cannot bound; set action:"
+                " mask"
+            )
         if self.veto is not None and not 0 <= self.veto[0] < 1 < self.veto[1]:
-            raise ValueError(f"veto: {list(self.veto)} must hold 1, the weight without drift; [1.0e-4, 100] is usual")
+            raise ValueError(
+                f"veto: {list(self.veto)} must hold 1, the weight without drift; [1.0e-4, 100] is"
+                " usual"
+            )
 
 
 BYPASS = Correction(action="mask", high=math.inf, bypass=True)
 
 
 class LossSettings(SettingsModel):
-    """What every loss has: aggregation, KL and entropy terms, and the correction for the engine's log-probs."""
+    """What every loss has: aggregation, KL and entropy terms, and the correction for the engine's
+    log-probs.
+    """
 
     aggregation: Aggregation = "token-mean"
-    """How tokens are averaged. token-mean: all tokens of an update alike, so long answers weigh more (DAPO); seq-mean-...:
-    all answers alike, their tokens summed or averaged; prompt-mean: all groups alike, their tokens averaged. A number: the sum over
-    all tokens is divided by it, so length has no influence (Dr. GRPO, arXiv:2503.20783; verl's seq-mean-token-sum-norm), and the
-    gradient grows with the trajectories of an update. For TRL's mean set the length times the trajectories of a full update."""
+    """How tokens are averaged. token-mean: all tokens of an update alike, so long answers weigh
+    more (DAPO); seq-mean-...: all answers alike, their tokens summed or averaged; prompt-mean: all
+    groups alike, their tokens averaged. A number: the sum over all tokens is divided by it, so
+    length has no influence (Dr. GRPO, arXiv:2503.20783; verl's seq-mean-token-sum-norm), and the
+    gradient grows with the trajectories of an update. For TRL's mean set the length times the
+    trajectories of a full update.
+    """
     kl_coef: float | AdaptiveKl = Field(0.0)
-    """beta of the KL term against the reference. 0 skips the reference altogether. 0.001 to 0.04 when the text degrades while
-    the reward grows; 1 to distil. ``{start: 0.01, target: 0.05}`` adapts it."""
+    """beta of the KL term against the reference.
+
+    0 skips the reference altogether. 0.001 to 0.04 when the text degrades while the reward grows; 1
+    to distil. ``{start: 0.01, target: 0.05}`` adapts it.
+    """
     kl: Estimator | KlTerm = "k3"
-    """The estimator of the KL term, with d = current - reference (joschu.net/blog/kl-approx.html). k3 (GRPO): its gradient is that
-    of the forward KL. k2, d^2 / 2, and k3+, the value of k3: theirs is that of the reverse KL, so use one to distil. k1, d: no
-    gradient, for the reward. low_var_kl: k3, at most 10 (verl). ``{estimator: k1, in: reward}`` puts it into the advantages;
-    ``{estimator: k3, unbiased: true}`` is right for stale tokens too."""
+    """The estimator of the KL term, with d = current - reference (joschu.net/blog/kl-approx.html).
+    k3 (GRPO): its gradient is that of the forward KL. k2, d^2 / 2, and k3+, the value of k3: theirs
+    is that of the reverse KL, so use one to distil. k1, d: no gradient, for the reward. low_var_kl:
+    k3, at most 10 (verl). ``{estimator: k1, in: reward}`` puts it into the advantages;
+    ``{estimator: k3, unbiased: true}`` is right for stale tokens too.
+    """
     entropy_coef: float | AdaptiveEntropy = Field(0.0)
-    """A bonus for entropy: 0 unless entropy collapses while rewards are poor, then 0.001 to 0.02. ``{target: 0.2}`` adapts it."""
+    """A bonus for entropy: 0 unless entropy collapses while rewards are poor, then 0.001 to 0.02.
+
+    ``{target: 0.2}`` adapts it.
+    """
     top_entropy_quantile: float = Field(1.0, gt=0, le=1)
-    """Share of an update's tokens, those with the most entropy, that have a policy gradient (arXiv:2506.01939 has 0.2). Below 1
-    each update begins with one more forward pass, which finds the entropy from which tokens count."""
+    """Share of an update's tokens, those with the most entropy, that have a policy gradient
+    (arXiv:2506.01939 has 0.2). Below 1 each update begins with one more forward pass, which finds
+    the entropy from which tokens count.
+    """
     correction: Literal["decoupled", "bypass", "none"] | Correction = "decoupled"
-    """How the gap between the sampling engine and the trainer is corrected (section 2). decoupled: each token's weight is at most
-    2; also right with stale trajectories and several updates per step, so keep it; bypass: the engine's log-probs are the old ones;
-    none: only when engine and trainer agree to rounding, and as a control. ``{level: sequence, action: mask, high: 2}`` and others:
-    docs/algorithm.md."""
+    """How the gap between the sampling engine and the trainer is corrected (section 2). decoupled:
+    each token's weight is at most 2; also right with stale trajectories and several updates per
+    step, so keep it; bypass: the engine's log-probs are the old ones; none: only when engine and
+    trainer agree to rounding, and as a control. ``{level: sequence, action: mask, high: 2}`` and
+    others: docs/algorithm.md.
+    """
 
     @property
     def uses_kl(self) -> bool:
@@ -111,12 +151,16 @@ class LossSettings(SettingsModel):
     def looks_at_trajectories(self) -> bool:
         """Whether a token's loss depends on the other tokens of its trajectory."""
         rule = self.rule
-        return rule is not None and (rule.level != "token" or rule.veto is not None or rule.off_policy is not None)
+        return rule is not None and (
+            rule.level != "token" or rule.veto is not None or rule.off_policy is not None
+        )
 
     @property
     def adapts(self) -> bool:
         """Whether a coefficient depends on the steps before."""
-        return isinstance(self.kl_coef, AdaptiveKl) or isinstance(self.entropy_coef, AdaptiveEntropy)
+        return isinstance(self.kl_coef, AdaptiveKl) or isinstance(
+            self.entropy_coef, AdaptiveEntropy
+        )
 
     @property
     def kl_term(self) -> KlTerm:
@@ -125,7 +169,9 @@ class LossSettings(SettingsModel):
 
     @property
     def rule(self) -> Correction | None:
-        """``correction``, spelled out; None: every weight is 1 and the ratio is to the trainer's log-probs."""
+        """``correction``, spelled out; None: every weight is 1 and the ratio is to the trainer's
+        log-probs.
+        """
         if isinstance(self.correction, Correction):
             return self.correction
         return {"decoupled": Correction(), "bypass": BYPASS, "none": None}[self.correction]
@@ -136,32 +182,50 @@ class LossSettings(SettingsModel):
             if isinstance(value := getattr(self, name), float) and value < 0:
                 raise ValueError(f"{name} is {value:g}; it must be 0 or more")
         if self.kl_term.where == "reward" and self.kl_term.unbiased:
-            raise ValueError("kl: unbiased is about the term in the loss; leave it out with in: reward")
+            raise ValueError(
+                "kl: unbiased is about the term in the loss; leave it out with in: reward"
+            )
         if self.kl_term.unbiased and self.kl_term.estimator in ("k2", "k3+"):
-            wrong = f"its weight has a gradient too, and with {self.kl_term.estimator} the two are not the KL's"
+            wrong = (
+                f"its weight has a gradient too, and with {self.kl_term.estimator} the two are not"
+                " the KL's"
+            )
             raise ValueError(f"kl: unbiased goes with estimator: k1 or k3: {wrong}")
         return self
 
 
 class PpoLoss(LossSettings):
-    """PPO's clipped loss (arXiv:1707.06347, equation 7) with a clip of its own above 1 (DAPO, arXiv:2503.14476)."""
+    """PPO's clipped loss (arXiv:1707.06347, equation 7) with a clip of its own above 1 (DAPO,
+    arXiv:2503.14476).
+    """
 
     kind: Literal["ppo"] = "ppo"
     clip_low: float = Field(0.2, ge=0, lt=1)
-    """How far a token's ratio may fall below 1 before its gradient is cut. Matters only with several updates per step."""
+    """How far a token's ratio may fall below 1 before its gradient is cut.
+
+    Matters only with several updates per step.
+    """
     clip_high: float = Field(0.2, ge=0)
-    """Raise it above ``clip_low`` (0.28 in DAPO, arXiv:2503.14476; 0.3 in ARPO) to let rare good tokens grow."""
+    """Raise it above ``clip_low`` (0.28 in DAPO, arXiv:2503.14476; 0.3 in ARPO) to let rare good
+    tokens grow.
+    """
     dual_clip: float | None = Field(3.0, gt=1)
-    """Bounds the loss of a negative advantage at dual_clip * |A|. None: off. Lower it when single tokens throw the policy off."""
+    """Bounds the loss of a negative advantage at dual_clip * |A|.
+
+    None: off. Lower it when single tokens throw the policy off.
+    """
 
 
 class GspoLoss(LossSettings):
-    """GSPO (arXiv:2507.18071, equation 5): PPO's clip on the ratio of the whole trajectory, the geometric mean of its tokens'. The
-    gradient is spread over the tokens (GSPO-token, equation 14)."""
+    """GSPO (arXiv:2507.18071, equation 5): PPO's clip on the ratio of the whole trajectory, the
+    geometric mean of its tokens'. The gradient is spread over the tokens (GSPO-token, equation 14).
+    """
 
     kind: Literal["gspo"] = "gspo"
     clip_low: float = Field(3e-4, ge=0, lt=1)
-    """How far a trajectory's ratio may fall below 1: as in the paper: means over many tokens hardly move."""
+    """How far a trajectory's ratio may fall below 1: as in the paper: means over many tokens hardly
+    move.
+    """
     clip_high: float = Field(4e-4, ge=0)
     """How far a trajectory's ratio may rise above 1, as in the paper."""
     aggregation: Aggregation = "seq-mean-token-mean"
@@ -174,7 +238,9 @@ class GspoLoss(LossSettings):
 
 
 class CispoLoss(LossSettings):
-    """CISPO (MiniMax-M1, arXiv:2506.13585, equation 4): the clipped ratio is a constant weight: no token loses its gradient."""
+    """CISPO (MiniMax-M1, arXiv:2506.13585, equation 4): the clipped ratio is a constant weight: no
+    token loses its gradient.
+    """
 
     kind: Literal["cispo"] = "cispo"
     clip_low: float = Field(1.0, ge=0, le=1)
@@ -188,17 +254,23 @@ class SapoLoss(LossSettings):
 
     kind: Literal["sapo"] = "sapo"
     temperatures: ClassVar[tuple[float, float]] = (1.0, 1.05)
-    """How fast the gate closes away from a ratio of 1, for advantages above 0 and the others, as in the paper."""
+    """How fast the gate closes away from a ratio of 1, for advantages above 0 and the others, as in
+    the paper.
+    """
     aggregation: Aggregation = "seq-mean-token-mean"
     """As for the other losses; the paper averages trajectories."""
 
 
 class DppoLoss(LossSettings):
-    """DPPO with the binary total variation (arXiv:2602.04879): a token counts while its probability stays near the engine's."""
+    """DPPO with the binary total variation (arXiv:2602.04879): a token counts while its probability
+    stays near the engine's.
+    """
 
     kind: Literal["dppo"] = "dppo"
     clip_low: float = Field(0.15, ge=0)
-    """How far a probability may fall below the engine's for a negative advantage; the paper's. verl and prime-rl have 0.2."""
+    """How far a probability may fall below the engine's for a negative advantage; the paper's. verl
+    and prime-rl have 0.2.
+    """
     clip_high: float = Field(0.15, ge=0)
     """How far it may rise above for a positive one."""
     correction: Literal["bypass"] = "bypass"
@@ -206,14 +278,18 @@ class DppoLoss(LossSettings):
 
 
 class ReinforceLoss(LossSettings):
-    """REINFORCE: minus advantage times log-prob, weighed by the correction alone; for one update a step."""
+    """REINFORCE: minus advantage times log-prob, weighed by the correction alone; for one update a
+    step.
+    """
 
     kind: Literal["reinforce"] = "reinforce"
 
 
 class OwnLoss(LossSettings, Component):
-    """A loss of your own beside these terms: a function of ``rayloop.grpo.losses.surrogates.LossInputs``, or a class with a method
-    ``loss`` of one. It returns the loss of each token [N], or ``LossOutputs``."""
+    """A loss of your own beside these terms: a function of
+    ``rayloop.grpo.losses.surrogates.LossInputs``, or a class with a method ``loss`` of one. It
+    returns the loss of each token [N], or ``LossOutputs``.
+    """
 
     @property
     def looks_at_trajectories(self) -> bool:
@@ -221,7 +297,11 @@ class OwnLoss(LossSettings, Component):
         return True
 
 
-LOSS = Role("loss", ("loss",), takes("inputs", "loss", "Write loss(inputs), which returns the loss of each token [N]"))
+LOSS = Role(
+    "loss",
+    ("loss",),
+    takes("inputs", "loss", "Write loss(inputs), which returns the loss of each token [N]"),
+)
 
 LossChoice = Annotated[
     Annotated[PpoLoss, Tag("ppo")]

@@ -1,5 +1,6 @@
-"""The surrogates of the loss, a function for each kind: what a token costs before KL, entropy and aggregation. N is the number of
-sampled tokens of a micro-batch, one trajectory after the other."""
+"""The surrogates of the loss, a function for each kind: what a token costs before KL, entropy and
+aggregation. N is the number of sampled tokens of a micro-batch, one trajectory after the other.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -10,23 +11,39 @@ from torch import Tensor
 
 from rayloop.core.failures import ConfigError
 from rayloop.grpo.losses.kl import log_ratio
-from rayloop.grpo.losses.settings import CispoLoss, DppoLoss, GspoLoss, LossSettings, OwnLoss, PpoLoss, ReinforceLoss, SapoLoss
+from rayloop.grpo.losses.settings import (
+    CispoLoss,
+    DppoLoss,
+    GspoLoss,
+    LossSettings,
+    OwnLoss,
+    PpoLoss,
+    ReinforceLoss,
+    SapoLoss,
+)
 
 RATIO_BOUND = 20.0
-"""Log-ratios are at most ±20 before exp: far outside any clip range, and no broken token overflows a sum."""
+"""Log-ratios are at most ±20 before exp: far outside any clip range, and no broken token overflows
+a sum.
+"""
 
 
 def importance(current: Tensor, other: Tensor) -> Tensor:
-    """Returns ``exp(current - other)`` [N], with the gradient of ``current`` wherever the bound holds, too."""
+    """Returns ``exp(current - other)`` [N], with the gradient of ``current`` wherever the bound
+    holds, too.
+    """
     return torch.exp(log_ratio(current, other, -RATIO_BOUND, RATIO_BOUND))
 
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Of each token [N]: log-probs in nats, advantages, and ``segment``, int64 >= 0, the trajectory of the token. ``current`` and
-    ``entropy`` carry the gradient, all others are constants. ``anchor``: the log-probs in the ratio's denominator, the trainer's
-    old ones or, with ``correction: bypass``, the engine's (``behaviour``). A trajectory is here as a whole: tokens of its other
-    sequences, which have losses of their own elsewhere, are among the N without a gradient."""
+    """Of each token [N]: log-probs in nats, advantages, and ``segment``, int64 >= 0, the trajectory
+    of the token. ``current`` and ``entropy`` carry the gradient, all others are constants.
+    ``anchor``: the log-probs in the ratio's denominator, the trainer's old ones or, with
+    ``correction: bypass``, the engine's (``behaviour``). A trajectory is here as a whole: tokens of
+    its other sequences, which have losses of their own elsewhere, are among the N without a
+    gradient.
+    """
 
     current: Tensor
     anchor: Tensor
@@ -48,13 +65,17 @@ class LossInputs:
     def total(self, values: Tensor) -> Tensor:
         """The sum of ``values`` [N] over each token's trajectory, at each token [N]."""
         # index_add takes trajectories of any length: nothing is padded, and the gradient flows.
-        return values.new_zeros(len(torch.bincount(self.segment))).index_add(0, self.segment, values)[self.segment]
+        return values.new_zeros(len(torch.bincount(self.segment))).index_add(
+            0, self.segment, values
+        )[self.segment]
 
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """Constants [G] of tokens that a micro-batch lacks: those of a trajectory's other sequences, where an agent began again or an
-    episode forgot its images. ``segment``: the trajectory's number in the micro-batch."""
+    """Constants [G] of tokens that a micro-batch lacks: those of a trajectory's other sequences,
+    where an agent began again or an episode forgot its images. ``segment``: the trajectory's number
+    in the micro-batch.
+    """
 
     current: Tensor
     old: Tensor
@@ -66,7 +87,12 @@ class Elsewhere:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Elsewhere":
         """The same on ``device``."""
-        return Elsewhere(**{name: None if t is None else t.to(device, non_blocking=non_blocking) for name, t in self._tensors()})
+        return Elsewhere(
+            **{
+                name: None if t is None else t.to(device, non_blocking=non_blocking)
+                for name, t in self._tensors()
+            }
+        )
 
     @classmethod
     def joined(cls, parts: Sequence["Elsewhere"]) -> "Elsewhere | None":
@@ -75,18 +101,27 @@ class Elsewhere:
             return None
         columns = [[t for _, t in part._tensors()] for part in parts]
         names = [field.name for field in fields(cls)]
-        whole = {name: None if of[0] is None else torch.cat(of) for name, of in zip(names, zip(*columns, strict=True), strict=True)}
+        whole = {
+            name: None if of[0] is None else torch.cat(of)
+            for name, of in zip(names, zip(*columns, strict=True), strict=True)
+        }
         return cls(**whole)
 
-    def beside(self, tokens: Mapping[str, Tensor | None]) -> tuple[dict[str, Tensor | None], Tensor]:
-        """``tokens`` (values [N] by the names of these fields) with these after them in each trajectory [N + G], and where the N
-        are among them."""
+    def beside(
+        self, tokens: Mapping[str, Tensor | None]
+    ) -> tuple[dict[str, Tensor | None], Tensor]:
+        """``tokens`` (values [N] by the names of these fields) with these after them in each
+        trajectory [N + G], and where the N are among them.
+        """
         segment = tokens["segment"]
         assert segment is not None
         # The sort is stable: a trajectory's own tokens keep
         # their order, and stay in front of the others.
         order = torch.cat([segment, self.segment]).argsort(stable=True)
-        made = {name: None if of is None else torch.cat([of, getattr(self, name)])[order] for name, of in tokens.items()}
+        made = {
+            name: None if of is None else torch.cat([of, getattr(self, name)])[order]
+            for name, of in tokens.items()
+        }
         # The inverse permutation says where each of the first N tokens is.
         return made, order.argsort()[: len(segment)]
 
@@ -96,7 +131,10 @@ class Elsewhere:
 
 @dataclass(frozen=True, slots=True)
 class LossOutputs:
-    """``loss`` [N] with gradient. ``low``, ``high``, ``dual``: where a clip applies (bool [N]), for the metrics; None: nowhere."""
+    """``loss`` [N] with gradient.
+
+    ``low``, ``high``, ``dual``: where a clip applies (bool [N]), for the metrics; None: nowhere.
+    """
 
     loss: Tensor
     low: Tensor | None = None
@@ -108,7 +146,10 @@ Surrogate = Callable[[LossInputs], LossOutputs]
 
 
 def ppo(inputs: LossInputs, settings: PpoLoss) -> LossOutputs:
-    """``-min(r * A, clip(r) * A)`` (arXiv:1707.06347, equation 7). For A < 0 at most ``dual_clip * |A|`` (arXiv:1912.09729)."""
+    """``-min(r * A, clip(r) * A)`` (arXiv:1707.06347, equation 7).
+
+    For A < 0 at most ``dual_clip * |A|`` (arXiv:1912.09729).
+    """
     out = _clipped(inputs.ratio, inputs.advantage, settings.clip_low, settings.clip_high)
     if settings.dual_clip is None:
         return out
@@ -121,12 +162,15 @@ def ppo(inputs: LossInputs, settings: PpoLoss) -> LossOutputs:
 
 
 def gspo(inputs: LossInputs, settings: GspoLoss) -> LossOutputs:
-    """PPO's clip on ``s = exp(mean over the trajectory of current - anchor)`` (arXiv:2507.18071, equations 7 and 14). The value is
-    the trajectory's, the gradient each token's own."""
+    """PPO's clip on ``s = exp(mean over the trajectory of current - anchor)`` (arXiv:2507.18071,
+    equations 7 and 14). The value is the trajectory's, the gradient each token's own.
+    """
     moved = inputs.mean((inputs.current - inputs.anchor).detach())
     # The difference is 0 and carries each token's
     # gradient; the mean alone would give all tokens one.
-    ratio = torch.exp(moved.clamp(-RATIO_BOUND, RATIO_BOUND) + (inputs.current - inputs.current.detach()))
+    ratio = torch.exp(
+        moved.clamp(-RATIO_BOUND, RATIO_BOUND) + (inputs.current - inputs.current.detach())
+    )
     return _clipped(ratio, inputs.advantage, settings.clip_low, settings.clip_high)
 
 
@@ -139,7 +183,9 @@ def cispo(inputs: LossInputs, settings: CispoLoss) -> LossOutputs:
 
 
 def sapo(inputs: LossInputs, settings: SapoLoss) -> LossOutputs:
-    """``-A * sigmoid(tau * (r - 1)) * 4 / tau`` (arXiv:2511.20347, equations 5 and 6): at a ratio of 1 the gradient is PPO's."""
+    """``-A * sigmoid(tau * (r - 1)) * 4 / tau`` (arXiv:2511.20347, equations 5 and 6): at a ratio
+    of 1 the gradient is PPO's.
+    """
     positive, negative = settings.temperatures
     tau = torch.where(inputs.advantage > 0, positive, negative).to(inputs.current.dtype)
     return LossOutputs(-inputs.advantage * torch.sigmoid(tau * (inputs.ratio - 1)) * 4 / tau)
@@ -150,7 +196,9 @@ DPPO_CAP = 20.0
 
 
 def dppo(inputs: LossInputs, settings: DppoLoss) -> LossOutputs:
-    """``-A * sg(min(r, 20)) * current`` while the probability stays near the engine's, else 0 (arXiv:2602.04879)."""
+    """``-A * sg(min(r, 20)) * current`` while the probability stays near the engine's, else 0
+    (arXiv:2602.04879).
+    """
     # Probabilities decide, not ratios: a rare token may double without moving the policy far.
     moved = (inputs.current.exp() - inputs.anchor.exp()).detach()
     high = (inputs.advantage > 0) & (moved > settings.clip_high)
@@ -165,12 +213,20 @@ def reinforce(inputs: LossInputs, settings: ReinforceLoss) -> LossOutputs:
 
 
 LOSSES: dict[type[LossSettings], Callable[[LossInputs, Any], LossOutputs]] = {
-    PpoLoss: ppo, GspoLoss: gspo, CispoLoss: cispo, SapoLoss: sapo, DppoLoss: dppo, ReinforceLoss: reinforce,
-}  # fmt: skip
+    PpoLoss: ppo,
+    GspoLoss: gspo,
+    CispoLoss: cispo,
+    SapoLoss: sapo,
+    DppoLoss: dppo,
+    ReinforceLoss: reinforce,
+}
 
 
 def surrogate(settings: LossSettings) -> Surrogate:
-    """The function of these settings. Raises ConfigError, pydantic.ValidationError for a loss of your own."""
+    """The function of these settings.
+
+    Raises ConfigError, pydantic.ValidationError for a loss of your own.
+    """
     if not isinstance(settings, OwnLoss):
         kind = LOSSES[type(settings)]
         return lambda inputs: kind(inputs, settings)
@@ -181,9 +237,16 @@ def surrogate(settings: LossSettings) -> Surrogate:
         found = own(inputs)
         out = LossOutputs(found) if isinstance(found, Tensor) else found
         if not isinstance(out, LossOutputs) or out.loss.shape != inputs.current.shape:
-            got = f"shape {tuple(out.loss.shape)}" if isinstance(out, LossOutputs) else type(found).__name__
+            got = (
+                f"shape {tuple(out.loss.shape)}"
+                if isinstance(out, LossOutputs)
+                else type(found).__name__
+            )
             n = len(inputs.current)
-            raise ConfigError(f"policy.loss.use: {settings.use} returned {got}; expected the loss of each token, shape ({n},)")
+            raise ConfigError(
+                f"policy.loss.use: {settings.use} returned {got}; expected the loss of each token,"
+                f" shape ({n},)"
+            )
         return out
 
     return checked
@@ -193,4 +256,6 @@ def _clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> LossO
     plain, bound = -ratio * advantage, -ratio.clamp(1 - low, 1 + high) * advantage
     # Inside the range both are equal, and nothing is clipped.
     clipped = bound > plain
-    return LossOutputs(torch.maximum(plain, bound), clipped & (advantage < 0), clipped & (advantage > 0))
+    return LossOutputs(
+        torch.maximum(plain, bound), clipped & (advantage < 0), clipped & (advantage > 0)
+    )

@@ -18,12 +18,23 @@ KINDS: dict[str, type[Event]] = {
 
 
 READ: Mapping[str, tuple[str, ...]] = {
-    "begin": ("step", "restored"), "starting": ("actors",), "trained": ("step", "groups"), "checkpoint": ("step",),
-    "evaluated": ("step",), "controls": ("step", "differences"), "gain": ("step", "since", "rewards"),
-    "worker_lost": ("role", "worker"), "worker_replaced": ("role", "worker"), "replacement_failed": ("role",),
-    "finished": ("ledger",), "preempted": ("ledger",), "failed": ("ledger",),
-}  # fmt: skip
-"""Kind -> the fields without which its readers cannot use an event; all others may be missing, as older versions wrote them."""
+    "begin": ("step", "restored"),
+    "starting": ("actors",),
+    "trained": ("step", "groups"),
+    "checkpoint": ("step",),
+    "evaluated": ("step",),
+    "controls": ("step", "differences"),
+    "gain": ("step", "since", "rewards"),
+    "worker_lost": ("role", "worker"),
+    "worker_replaced": ("role", "worker"),
+    "replacement_failed": ("role",),
+    "finished": ("ledger",),
+    "preempted": ("ledger",),
+    "failed": ("ledger",),
+}
+"""Kind -> the fields without which its readers cannot use an event; all others may be missing, as
+older versions wrote them.
+"""
 
 
 def is_event(record: Mapping[str, Any]) -> bool:
@@ -41,8 +52,14 @@ class EventLog(JsonLines):
         super().__init__(path, is_event)
 
     def emit(self, event: Event, step: int | None = None) -> dict[str, Any]:
-        """Write the event, or hold it while the storage refuses; returns its record, without schema version and time."""
+        """Write the event, or hold it while the storage refuses; returns its record, without schema
+        version and time.
+        """
         fields = event.record()
-        record = {"event": fields.pop("event"), **({} if step is None else {"step": step}), **fields}
+        record = {
+            "event": fields.pop("event"),
+            **({} if step is None else {"step": step}),
+            **fields,
+        }
         self.append(record)
         return record

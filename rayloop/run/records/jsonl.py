@@ -17,39 +17,55 @@ from rayloop.core.files import utf8, write_whole
 
 SCHEMA_VERSION = 1
 LARGEST = 1024
-"""Bits of a whole number: a larger one is beyond every float, and of many digits Python writes none."""
+"""Bits of a whole number: a larger one is beyond every float, and of many digits Python writes
+none.
+"""
 HELD = 10_000
 """Records that are held in memory while the storage refuses them; of more, the newest."""
 Fits = Callable[[Mapping[str, Any]], bool]
-"""Whether a JSON object is a record of a file: it has the fields that every reader of that file takes for granted."""
+"""Whether a JSON object is a record of a file: it has the fields that every reader of that file
+takes for granted.
+"""
 
 
 class JsonLines:
-    """A file of records with ``schema_version`` and ``time`` (Unix seconds), written by one process. The first ``append`` removes
-    an unfinished line. What the storage refuses is written with the next record that it takes.
+    """A file of records with ``schema_version`` and ``time`` (Unix seconds), written by one
+    process. The first ``append`` removes an unfinished line. What the storage refuses is written
+    with the next record that it takes.
 
-    Readers skip damaged lines and count them: a power loss or a network file system leaves zero bytes and halves of lines."""
+    Readers skip damaged lines and count them: a power loss or a network file system leaves zero
+    bytes and halves of lines.
+    """
 
     def __init__(self, path: Path, fits: Fits = lambda record: True) -> None:
         """A line that holds no JSON object, or one that does not ``fit``, is damaged."""
         self.path = path
         self.damaged = 0
-        """Damaged lines in what was read last: by iteration, by ``split``, or by ``since`` from offset 0 on."""
+        """Damaged lines in what was read last: by iteration, by ``split``, or by ``since`` from
+        offset 0 on.
+        """
         self.trouble: OSError | None = None
         """Why the last record is not on the disk; None when it is."""
         self._held: deque[bytes] = deque(maxlen=HELD)
         self._file: FileIO | None = None
         self._made = False
-        """Whether it has been open: then it is not created again, below a mount point whose storage is away."""
+        """Whether it has been open: then it is not created again, below a mount point whose storage
+        is away.
+        """
         self._fits = fits
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one line, after those that are held. Raises TypeError for a value that JSON cannot hold, and never OSError."""
+        """Write one line, after those that are held.
+
+        Raises TypeError for a value that JSON cannot hold, and never OSError.
+        """
         self._held.append(_line(record))
         self._write_held()
 
     def beside(self, record: Mapping[str, Any]) -> None:
-        """Write one line to another process's file, unless the storage refuses or that process stopped within a line."""
+        """Write one line to another process's file, unless the storage refuses or that process
+        stopped within a line.
+        """
         with suppress(OSError), self.path.open("ab+", buffering=0) as file:
             # The other process may have stopped within a
             # line, which this one would complete wrongly.
@@ -64,11 +80,15 @@ class JsonLines:
                 made = 0 if self._made else os.O_CREAT
                 # Without a buffer each line is one write, and
                 # its failure is known here, not at the close.
-                self._file = FileIO(os.open(self.path, os.O_WRONLY | os.O_APPEND | made, 0o666), "ab")
+                self._file = FileIO(
+                    os.open(self.path, os.O_WRONLY | os.O_APPEND | made, 0o666), "ab"
+                )
                 self._made = True
             while self._held:
                 line, written = self._held[0], 0
-                while written < len(line):  # a disk that becomes full takes a part first, and then refuses
+                while written < len(
+                    line
+                ):  # a disk that becomes full takes a part first, and then refuses
                     written += self._file.write(line[written:])
                 self._held.popleft()
             self.trouble = None
@@ -89,8 +109,10 @@ class JsonLines:
         self._shut()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The records, in order, without damaged lines and an unfinished last one. A missing file has no records; broken UTF-8 is
-        replaced."""
+        """The records, in order, without damaged lines and an unfinished last one.
+
+        A missing file has no records; broken UTF-8 is replaced.
+        """
         self.damaged = 0
         for line in self._lines():
             record = self._record(line)
@@ -98,7 +120,9 @@ class JsonLines:
                 yield record
 
     def since(self, offset: int) -> tuple[list[dict[str, Any]], int]:
-        """The records from byte ``offset`` on, where one begins, and the byte after the last of them, for the next call."""
+        """The records from byte ``offset`` on, where one begins, and the byte after the last of
+        them, for the next call.
+        """
         if not self.path.exists():
             return [], 0
         if offset == 0:
@@ -108,8 +132,9 @@ class JsonLines:
         return records, offset + sum(map(len, lines))
 
     def split(self, keep: Callable[[Mapping[str, Any]], bool], aside: Path) -> int:
-        """Move the records that ``keep`` refuses to ``aside``, and return their number; damaged lines are moved with them. A crash
-        leaves them in both files. Raises OSError."""
+        """Move the records that ``keep`` refuses to ``aside``, and return their number; damaged
+        lines are moved with them. A crash leaves them in both files. Raises OSError.
+        """
         self.close()
         self.damaged = 0
         kept, moved = list[bytes](), list[bytes]()
@@ -135,7 +160,9 @@ class JsonLines:
     def _record(self, line: bytes) -> dict[str, Any] | None:
         """What a line holds; None, and counted, when the line is damaged."""
         try:
-            found = json.loads(line.decode(errors="replace"), parse_constant=_refused, object_pairs_hook=_unique)
+            found = json.loads(
+                line.decode(errors="replace"), parse_constant=_refused, object_pairs_hook=_unique
+            )
         except (ValueError, RecursionError):
             found = None
         if isinstance(found, dict) and self._fits(found):
@@ -162,13 +189,24 @@ def _refused(constant: str) -> Any:
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
-    return (encode({"schema_version": SCHEMA_VERSION, "time": round(time.time(), 3), **record}) + "\n").encode()
+    return (
+        encode({"schema_version": SCHEMA_VERSION, "time": round(time.time(), 3), **record}) + "\n"
+    ).encode()
 
 
 def encode(record: Mapping[str, Any]) -> str:
-    """One line of JSON. numpy scalars become numbers, paths text, null for NaN, infinities and integers beyond
-    them; texts as by ``utf8``."""
-    return utf8(json.dumps(_finite(record), default=_plain, allow_nan=False, ensure_ascii=False, separators=(",", ":")))
+    """One line of JSON. numpy scalars become numbers, paths text, null for NaN, infinities and
+    integers beyond them; texts as by ``utf8``.
+    """
+    return utf8(
+        json.dumps(
+            _finite(record),
+            default=_plain,
+            allow_nan=False,
+            ensure_ascii=False,
+            separators=(",", ":"),
+        )
+    )
 
 
 def _finite(value: Any) -> Any:

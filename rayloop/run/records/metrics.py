@@ -1,4 +1,6 @@
-"""The table of all metrics, ``metrics.yaml``, from which docs/metrics.md is made, and their names for Prometheus."""
+"""The table of all metrics, ``metrics.yaml``, from which docs/metrics.md is made, and their names
+for Prometheus.
+"""
 
 import re
 from collections.abc import Iterable
@@ -19,7 +21,9 @@ class Metric:
 
     @property
     def prometheus(self) -> str:
-        """The name for Prometheus: ``val/<source>/reward/mean`` is ``rayloop_val_reward_mean``, and ``source`` a label."""
+        """The name for Prometheus: ``val/<source>/reward/mean`` is ``rayloop_val_reward_mean``, and
+        ``source`` a label.
+        """
         return re.sub(r"[^A-Za-z0-9]+", "_", "rayloop/" + _PART.sub("", self.name)).strip("_")
 
     @property
@@ -31,19 +35,33 @@ class Metric:
 _PART = re.compile(r"<(\w+)>")
 
 TABLE = Path(__file__).with_name("metrics.yaml")
-METRICS = tuple(Metric(name, *row) for name, row in yaml.safe_load(TABLE.read_text(encoding="utf-8")).items())
+METRICS = tuple(
+    Metric(name, *row) for name, row in yaml.safe_load(TABLE.read_text(encoding="utf-8")).items()
+)
 
 
 def validate(names: Iterable[str]) -> tuple[str, ...]:
     """The names that are not in the table, in order."""
-    return tuple(name for name in names if not any(pattern.fullmatch(name) for pattern in _patterns().values()))
+    return tuple(
+        name
+        for name in names
+        if not any(pattern.fullmatch(name) for pattern in _patterns().values())
+    )
 
 
 def prometheus(name: str) -> tuple[Metric, dict[str, str]]:
-    """The row of a metric, and its labels: all that metrics of the same Prometheus name have, "" for those this one lacks. Of
-    several rows that fit, the one with the longest fixed text. A name that is not in the table is its own row."""
-    fits = [(row, found.groupdict()) for row, pattern in _patterns().items() if (found := pattern.fullmatch(name))]
-    row, labels = max(fits, key=lambda fit: len(_PART.sub("", fit[0].name)), default=(Metric(name, "1", ""), {}))
+    """The row of a metric, and its labels: all that metrics of the same Prometheus name have, ""
+    for those this one lacks. Of several rows that fit, the one with the longest fixed text. A name
+    that is not in the table is its own row.
+    """
+    fits = [
+        (row, found.groupdict())
+        for row, pattern in _patterns().items()
+        if (found := pattern.fullmatch(name))
+    ]
+    row, labels = max(
+        fits, key=lambda fit: len(_PART.sub("", fit[0].name)), default=(Metric(name, "1", ""), {})
+    )
     names = sorted({label for m in METRICS if m.prometheus == row.prometheus for label in m.labels})
     return row, {label: labels.get(label, "") for label in names}
 

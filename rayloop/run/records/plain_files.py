@@ -1,5 +1,8 @@
-"""Plain values in two files: their structure as JSON, arrays and bytes as safetensors. Reading them runs no code. A mapping with
-the one key ``$array`` or ``$bytes`` stands for the tensor of that name; equal bytes are written once."""
+"""Plain values in two files: their structure as JSON, arrays and bytes as safetensors.
+
+Reading them runs no code. A mapping with the one key ``$array`` or ``$bytes`` stands for the tensor
+of that name; equal bytes are written once.
+"""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +19,10 @@ ARRAY, BYTES = "$array", "$bytes"
 
 
 def write(structure: Path, tensors: Path, value: Any) -> None:
-    """Write ``value`` of plain types, bytes and arrays; tuples become lists. Raises CheckpointError for anything else."""
+    """Write ``value`` of plain types, bytes and arrays; tuples become lists.
+
+    Raises CheckpointError for anything else.
+    """
     found: dict[str, np.ndarray] = {}
     plain = _Writer(found).plain(value, "state")
     try:
@@ -33,7 +39,9 @@ def read(structure: Path, tensors: Path) -> Any:
     try:
         return _filled(json.loads(structure.read_text(encoding="utf-8")), load_file(tensors))
     except (OSError, ValueError, KeyError, RecursionError, SafetensorError) as error:
-        raise CheckpointError(f"{structure} and {tensors.name} beside it cannot be read: {error!r}") from error
+        raise CheckpointError(
+            f"{structure} and {tensors.name} beside it cannot be read: {error!r}"
+        ) from error
 
 
 class _Writer:
@@ -60,10 +68,18 @@ class _Writer:
                 return [self.plain(one, f"{where}[{i}]") for i, one in enumerate(value)]
             case Mapping():
                 # A mapping with such a key would be read back as a tensor.
-                if not all(isinstance(name, str) for name in value) or value.keys() in ({ARRAY}, {BYTES}):
-                    raise CheckpointError(f"{where} has keys that cannot be saved: {', '.join(map(repr, value))[:200]}")
+                if not all(isinstance(name, str) for name in value) or value.keys() in (
+                    {ARRAY},
+                    {BYTES},
+                ):
+                    raise CheckpointError(
+                        f"{where} has keys that cannot be saved:"
+                        f" {', '.join(map(repr, value))[:200]}"
+                    )
                 return {name: self.plain(one, f"{where}.{name}") for name, one in value.items()}
-        raise CheckpointError(f"{where} is a {type(value).__name__}, which cannot be saved as plain data")
+        raise CheckpointError(
+            f"{where} is a {type(value).__name__}, which cannot be saved as plain data"
+        )
 
     def _keep(self, array: np.ndarray) -> str:
         name = str(len(self.found))

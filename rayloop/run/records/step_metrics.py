@@ -1,4 +1,6 @@
-"""The metrics of a step that follow from its groups alone: rewards, lengths, how episodes ended, where trajectories went."""
+"""The metrics of a step that follow from its groups alone: rewards, lengths, how episodes ended,
+where trajectories went.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -14,8 +16,11 @@ from rayloop.measure.intervals import calibration_error
 
 @dataclass(frozen=True)
 class Collected:
-    """The ``groups`` of a step (request order), and events since the last one. ``finished``: after the filters. ``dropped``: by
-    ``state/source``. ``acceptance``: share that survives, averaged. ``replay``: ``ReplayBuffer.stats``, empty when off."""
+    """The ``groups`` of a step (request order), and events since the last one.
+
+    ``finished``: after the filters. ``dropped``: by ``state/source``. ``acceptance``: share that
+    survives, averaged. ``replay``: ``ReplayBuffer.stats``, empty when off.
+    """
 
     groups: tuple[Group, ...]
     finished: tuple[Group, ...] = ()
@@ -25,7 +30,9 @@ class Collected:
 
 
 def step_metrics(collected: Collected, target: int) -> dict[str, float]:
-    """What the groups that ended were like, and how many trajectories the step took, of the ``target``."""
+    """What the groups that ended were like, and how many trajectories the step took, of the
+    ``target``.
+    """
     finished, trained = collected.finished, collected.groups
     members = [m for g in finished for m in g.members]
     played = [m for m in members if m.summary.length]
@@ -42,7 +49,11 @@ def step_metrics(collected: Collected, target: int) -> dict[str, float]:
         **_by_source("played", members),
         **_misjudged([m for g in trained for m in g.scored]),
         **{name: float(count) for name, count in collected.dropped.items()},
-        **{f"replay/{name}": float(collected.replay[name]) for name in ("stored", "tasks") if collected.replay},
+        **{
+            f"replay/{name}": float(collected.replay[name])
+            for name in ("stored", "tasks")
+            if collected.replay
+        },
     }
 
     if played:
@@ -72,15 +83,20 @@ def step_metrics(collected: Collected, target: int) -> dict[str, float]:
         ends.update(str(s.end_reason) for s in summaries)
         metrics |= {f"end_reason/{name}": count / len(summaries) for name, count in ends.items()}
         last = [s.env_result for s in summaries if s.end_reason is EndReason.MAX_TURNS]
-        metrics["rollout/paid_at_max_turns"] = sum(result is not None and result > 0 for result in last) / len(summaries)
+        metrics["rollout/paid_at_max_turns"] = sum(
+            result is not None and result > 0 for result in last
+        ) / len(summaries)
 
-    statuses = Counter(f"{m.status.state}/{m.status.reason}" for m in members if m.status is not None)
+    statuses = Counter(
+        f"{m.status.state}/{m.status.reason}" for m in members if m.status is not None
+    )
     return metrics | {name: float(count) for name, count in statuses.items()}
 
 
 def _equal_groups(finished: Sequence[Group]) -> dict[str, float]:
-    """Over groups with two fresh scored members at least, whatever the filters made of them: those that taught nothing, and those
-    of which every answer was right or wrong."""
+    """Over groups with two fresh scored members at least, whatever the filters made of them: those
+    that taught nothing, and those of which every answer was right or wrong.
+    """
     groups, answers = list[Sequence[Member]](), list[str]()
     for group in finished:
         scored = [m for m in group.members if isinstance(m.outcome, Scored)]
@@ -99,8 +115,10 @@ def _equal_groups(finished: Sequence[Group]) -> dict[str, float]:
 
 
 def _shared_states(finished: Sequence[Group]) -> dict[str, float]:
-    """Of the turns after each trajectory's first one, whose screens the policy's own actions brought, those that begin at a state
-    at which another turn of the group begins: what GiGPO compares (arXiv:2505.10978). Nothing where no turn is of that kind."""
+    """Of the turns after each trajectory's first one, whose screens the policy's own actions
+    brought, those that begin at a state at which another turn of the group begins: what GiGPO
+    compares (arXiv:2505.10978). Nothing where no turn is of that kind.
+    """
     shared = turns = 0
     for group in finished:
         later = [m.summary.states[1:] for m in group.members if isinstance(m.outcome, Scored)]
@@ -120,10 +138,19 @@ def _by_source(name: str, members: Sequence[Member]) -> dict[str, float]:
 
 
 def _misjudged(trained: Sequence[Member]) -> dict[str, float]:
-    """The share of right answers (component ``right``, else more than half of ``accuracy``) that the step makes less likely: others
-    of the group earned more beside being right."""
-    scored = [(m.advantage, m.outcome.components) for m in trained if isinstance(m.outcome, Scored) and m.advantage is not None]
-    right = [advantage < 0 for advantage, parts in scored if parts.get("right", parts.get("accuracy", 0.0)) > 0.5]
+    """The share of right answers (component ``right``, else more than half of ``accuracy``) that
+    the step makes less likely: others of the group earned more beside being right.
+    """
+    scored = [
+        (m.advantage, m.outcome.components)
+        for m in trained
+        if isinstance(m.outcome, Scored) and m.advantage is not None
+    ]
+    right = [
+        advantage < 0
+        for advantage, parts in scored
+        if parts.get("right", parts.get("accuracy", 0.0)) > 0.5
+    ]
     return {"rollout/right_negative_advantage": mean(map(float, right))} if right else {}
 
 
@@ -147,16 +174,36 @@ def _reward_metrics(members: Sequence[Member]) -> dict[str, float]:
             for flag in member.outcome.flags:
                 values[f"flag/{flag}"].append(1.0)
 
-    flags = {name: len(numbers) / len(values["reward"]) for name, numbers in values.items() if name.startswith("flag/")}
-    means = {f"{name}/mean": mean(numbers) for name, numbers in values.items() if numbers and not name.startswith("flag/")}
+    flags = {
+        name: len(numbers) / len(values["reward"])
+        for name, numbers in values.items()
+        if name.startswith("flag/")
+    }
+    means = {
+        f"{name}/mean": mean(numbers)
+        for name, numbers in values.items()
+        if numbers and not name.startswith("flag/")
+    }
     if not values["reward"]:
         return {}
 
     if sure := [c for c in components if "confidence" in c and "right" in c]:
-        means["reward/calibration_error"] = calibration_error([c["confidence"] for c in sure], [c["right"] for c in sure])
+        means["reward/calibration_error"] = calibration_error(
+            [c["confidence"] for c in sure], [c["right"] for c in sure]
+        )
     for source, counts in calls.items():
-        about = {"min": min(counts), "max": max(counts), "zero_ratio": counts.count(0) / len(counts)}
+        about = {
+            "min": min(counts),
+            "max": max(counts),
+            "zero_ratio": counts.count(0) / len(counts),
+        }
         means |= {f"tool_call_counts/{source}/{name}": value for name, value in about.items()}
-    return means | flags | {
-        "reward/std": pstdev(values["reward"]), "reward/min": min(values["reward"]), "reward/max": max(values["reward"])
-    }  # fmt: skip
+    return (
+        means
+        | flags
+        | {
+            "reward/std": pstdev(values["reward"]),
+            "reward/min": min(values["reward"]),
+            "reward/max": max(values["reward"]),
+        }
+    )

@@ -1,4 +1,6 @@
-"""What all actors did in a step as a Chrome trace: JSON that ui.perfetto.dev and chrome://tracing open."""
+"""What all actors did in a step as a Chrome trace: JSON that ui.perfetto.dev and chrome://tracing
+open.
+"""
 
 import re
 from collections import defaultdict
@@ -13,13 +15,21 @@ _PLACE = re.compile(rf"(.*) (?:of|on) ({'|'.join(ROLES)})(?: rank)? (\d+)")
 
 
 def chrome(spans: Iterable[Span]) -> dict[str, Any]:
-    """A process for each actor, and one for the driver; what overlaps in it lies in several lanes (threads)."""
+    """A process for each actor, and one for the driver; what overlaps in it lies in several lanes
+    (threads).
+    """
     placed = sorted(map(_placed, spans), key=lambda span: span.began)
-    tracks = sorted({span.track for span in placed}, key=lambda track: (ROLES.index(track.split()[0]), len(track), track))
+    tracks = sorted(
+        {span.track for span in placed},
+        key=lambda track: (ROLES.index(track.split()[0]), len(track), track),
+    )
     rows: list[dict[str, Any]] = []
     for number, track in enumerate(tracks):
         about = {"process_name": {"name": track}, "process_sort_index": {"sort_index": number}}
-        rows += [{"ph": "M", "pid": number, "tid": 0, "name": name, "args": args} for name, args in about.items()]
+        rows += [
+            {"ph": "M", "pid": number, "tid": 0, "name": name, "args": args}
+            for name, args in about.items()
+        ]
     lanes = defaultdict[str, list[float]](list)
     for span in placed:
         ends = lanes[span.track]
@@ -36,4 +46,8 @@ def _placed(span: Span) -> Span:
     if span.track:
         return span
     found = _PLACE.fullmatch(span.name)
-    return span._replace(track=f"{found[2]} {found[3]}", name=found[1]) if found else span._replace(track="driver")
+    return (
+        span._replace(track=f"{found[2]} {found[3]}", name=found[1])
+        if found
+        else span._replace(track="driver")
+    )

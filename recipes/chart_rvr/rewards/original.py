@@ -1,5 +1,7 @@
-"""The seven rewards as published, mistakes included: sanchit97/chartrl at 83c4406, its fork potate4/chartrl at 4948fe6. Texts are
-cut with ``str.split``: the content of a missing tag is the whole text."""
+"""The seven rewards as published, mistakes included: sanchit97/chartrl at 83c4406, its fork
+potate4/chartrl at 4948fe6. Texts are cut with ``str.split``: the content of a missing tag is the
+whole text.
+"""
 
 import json
 import re
@@ -18,7 +20,9 @@ _UNPARSED = object()
 
 
 def format_reward(text: str) -> float:
-    """2 when the blocks stand in order from the first character on and ``</answer>`` ends a line, else 0. Linear in the text."""
+    """2 when the blocks stand in order from the first character on and ``</answer>`` ends a line,
+    else 0. Linear in the text.
+    """
     start = "<think>\n<type>"
     if not text.startswith(start):
         return 0.0
@@ -32,7 +36,9 @@ def format_reward(text: str) -> float:
 
 
 def accuracy_reward(text: str, label: Any) -> float:
-    """1 for a number within 5 % of ``label + 1e-6``, the denominator with its sign; for a label that is a text the same text."""
+    """1 for a number within 5 % of ``label + 1e-6``, the denominator with its sign; for a label
+    that is a text the same text.
+    """
     answer = last(text, "answer").rstrip(".") if "<answer>" in text and "<think>" in text else ""
     if not answer:
         return 0.0
@@ -47,8 +53,10 @@ def accuracy_reward(text: str, label: Any) -> float:
 
 
 def length_think_reward(text: str) -> float:
-    """1 for more than 70 and at most 250 characters of thought, table and tags included; 0.25 for each ``<step-`` and one more, at
-    most 1.5. The original's rule for thoughts of more than 500 characters follows the payment, so it has no effect."""
+    """1 for more than 70 and at most 250 characters of thought, table and tags included; 0.25 for
+    each ``<step-`` and one more, at most 1.5. The original's rule for thoughts of more than 500
+    characters follows the payment, so it has no effect.
+    """
     thought = last(text, "think")
     return float(70 < len(thought) <= 250) + min(0.25 * (thought.count("<step-") + 1), 1.5)
 
@@ -76,9 +84,11 @@ def last(text: str, tag: str) -> str:
 def table_style_rewards(
     texts: Sequence[str], tables: Sequence[Any] | None, *, fork: bool = False
 ) -> list[tuple[float, tuple[str, ...]]]:
-    """The table reward of each text of a batch, with flags: 0.5 for JSON, the comparison, 0.25 for exactly the two keys. A text
-    whose table cannot be parsed is paid for the table of the last text that could: ``stale_table``. When the comparison raises
-    (``comparison_failed``), the original pays nothing for it, and the fork what it had. Without ``tables`` nothing is paid."""
+    """The table reward of each text of a batch, with flags: 0.5 for JSON, the comparison, 0.25 for
+    exactly the two keys. A text whose table cannot be parsed is paid for the table of the last text
+    that could: ``stale_table``. When the comparison raises (``comparison_failed``), the original
+    pays nothing for it, and the fork what it had. Without ``tables`` nothing is paid.
+    """
     if tables is None:
         return [(0.0, ())] * len(texts)
     parsed: Any = _UNPARSED
@@ -99,7 +109,11 @@ def table_style_rewards(
 
 def _block(text: str) -> str:
     inside = last(text, "table")
-    return inside.split("```json")[-1].split("```")[0].strip() if "```json" in inside else inside.replace("\n", "").strip()
+    return (
+        inside.split("```json")[-1].split("```")[0].strip()
+        if "```json" in inside
+        else inside.replace("\n", "").strip()
+    )
 
 
 def _has_both_keys(parsed: Any) -> bool:
@@ -110,8 +124,11 @@ def _has_both_keys(parsed: Any) -> bool:
 
 
 def _compare(said: Any, table: Any, fork: bool) -> tuple[float, bool]:
-    """The pay for equal headers and cells, and whether the comparison raised. Sorts the policy's table in place, as the original;
-    the true one stays as it is, which changes no later result."""
+    """The pay for equal headers and cells, and whether the comparison raised.
+
+    Sorts the policy's table in place, as the original; the true one stays as it is, which changes
+    no later result.
+    """
     true = dict(table) if isinstance(table, dict) else table
     _sort(said, true, fork)
     paid, failed = 0.0, False
@@ -124,7 +141,9 @@ def _compare(said: Any, table: Any, fork: bool) -> tuple[float, bool]:
 
 
 def _sort(said: Any, true: Any, fork: bool) -> None:
-    """Both headers by their names and both lists of rows, each by itself; where one of a kind cannot be sorted, the rest stays."""
+    """Both headers by their names and both lists of rows, each by itself; where one of a kind
+    cannot be sorted, the rest stays.
+    """
     for key, by in (("columns", lambda name: name.lower()), ("rows", None)):
         with suppress(Exception):  # whatever a policy writes in place of a table
             for table in (true, said):
@@ -164,8 +183,12 @@ def evaluated_answer(text: str) -> str:
     return last(text, "answer")
 
 
-def relaxed_accuracy(prediction: str, target: str, tolerance: float = 0.05, *, unanswerable: bool = False) -> float:
-    """1 for a number within ``tolerance`` of a target that is not 0 (``%`` divides by 100), else for the same text in any case."""
+def relaxed_accuracy(
+    prediction: str, target: str, tolerance: float = 0.05, *, unanswerable: bool = False
+) -> float:
+    """1 for a number within ``tolerance`` of a target that is not 0 (``%`` divides by 100), else
+    for the same text in any case.
+    """
     if unanswerable and target.lower() == "unanswerable":
         return 1.0
     said, true = prediction.removesuffix(".").strip(), target.strip()
@@ -197,7 +220,9 @@ class Original(Variant):
 
     def rules(self, samples: Sequence[ChartSample]) -> list[Paid]:
         """All components but ``process``, for a batch."""
-        tables = table_style_rewards([s.text for s in samples], [s.table for s in samples], fork=self._fork)
+        tables = table_style_rewards(
+            [s.text for s in samples], [s.table for s in samples], fork=self._fork
+        )
         paid = []
         for sample, (table, flags) in zip(samples, tables, strict=True):
             text, target = sample.text, str(sample.label)
@@ -216,7 +241,9 @@ class Original(Variant):
         return paid
 
     def process(self, sample: ChartSample) -> Process:
-        """Flag ``process_raised``: there is no reasoning to split, where the original ends with an error."""
+        """Flag ``process_raised``: there is no reasoning to split, where the original ends with an
+        error.
+        """
         if not isinstance(sample.reasoning, str):
             return Process((), ("process_raised",))
         return Process(((process_text(sample.text), sample.reasoning),))

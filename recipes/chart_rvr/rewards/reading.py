@@ -1,4 +1,6 @@
-"""The input of the rewards (a completion's parts, the row's truth, the count of tokens), and the base class of a variant."""
+"""The input of the rewards (a completion's parts, the row's truth, the count of tokens), and the
+base class of a variant.
+"""
 
 import json
 import re
@@ -20,7 +22,10 @@ Count = Callable[[str], int]
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the tags hold, stripped; None without the opening tag. ``steps`` is the thought after the table (or type)."""
+    """What the tags hold, stripped; None without the opening tag.
+
+    ``steps`` is the thought after the table (or type).
+    """
 
     type: str | None
     table: str | None
@@ -31,7 +36,10 @@ class Parts:
 
 
 def parts(text: str) -> Parts:
-    """Of several answers the last counts; type and table are looked for in the thought only. Linear in the text."""
+    """Of several answers the last counts; type and table are looked for in the thought only.
+
+    Linear in the text.
+    """
     thought, _ = block(text, "think")
     answer, closed = block(text, "answer")
     if thought is None:
@@ -42,7 +50,9 @@ def parts(text: str) -> Parts:
 
 
 def block(text: str, tag: str) -> tuple[str | None, bool]:
-    """What the last opening tag holds, to its closing one (True) or to the end of the text (False); None without it."""
+    """What the last opening tag holds, to its closing one (True) or to the end of the text (False);
+    None without it.
+    """
     start = text.rfind(f"<{tag}>")
     if start < 0:
         return None, False
@@ -52,8 +62,19 @@ def block(text: str, tag: str) -> tuple[str | None, bool]:
 
 
 def well_formed(text: str) -> bool:
-    """Each tag once and in order, blanks alone outside of ``think`` and ``answer``, nothing empty, steps after the table."""
-    marks = ("<think>", "<type>", "</type>", "<table>", "</table>", "</think>", "<answer>", "</answer>")
+    """Each tag once and in order, blanks alone outside of ``think`` and ``answer``, nothing empty,
+    steps after the table.
+    """
+    marks = (
+        "<think>",
+        "<type>",
+        "</type>",
+        "<table>",
+        "</table>",
+        "</think>",
+        "<answer>",
+        "</answer>",
+    )
     if any(text.count(mark) != 1 for mark in marks):
         return False
     at = [text.find(mark) for mark in marks]
@@ -76,17 +97,24 @@ def steps_of(text: str) -> list[str]:
 
 
 def pieces(text: str) -> int:
-    """About the number of tokens: words, single digits, runs of signs and of line breaks, as Qwen's tokenizer splits first."""
+    """About the number of tokens: words, single digits, runs of signs and of line breaks, as Qwen's
+    tokenizer splits first.
+    """
     return len((_ASCII if text.isascii() else _PIECE).findall(text))
 
 
 def parsed_table(text: str | None) -> Any:
-    """The JSON of a table's text, with or without a code fence, numbers as they are written. None when it is no JSON."""
+    """The JSON of a table's text, with or without a code fence, numbers as they are written.
+
+    None when it is no JSON.
+    """
     if text is None:
         return None
     fenced = _FENCE.search(text) if "```" in text else None
     try:
-        return json.loads(fenced[1] if fenced else text, parse_int=str, parse_float=str, parse_constant=str)
+        return json.loads(
+            fenced[1] if fenced else text, parse_int=str, parse_float=str, parse_constant=str
+        )
     except (ValueError, RecursionError):
         return None
 
@@ -100,11 +128,17 @@ class Table:
 
 
 def as_table(data: Any) -> Table | None:
-    """A mapping with a list of headers and a list of lists of cells, each a text or a number; None for anything else."""
+    """A mapping with a list of headers and a list of lists of cells, each a text or a number; None
+    for anything else.
+    """
     if not isinstance(data, dict):
         return None
     columns, rows = data.get("columns"), data.get("rows")
-    if not isinstance(columns, list) or not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+    if (
+        not isinstance(columns, list)
+        or not isinstance(rows, list)
+        or not all(isinstance(row, list) for row in rows)
+    ):
         return None
     if not all(map(_is_cell, columns)) or not all(_is_cell(cell) for row in rows for cell in row):
         return None
@@ -129,7 +163,15 @@ def _cell(value: Any) -> str:
 
 SEVEN = ("format", "accuracy", "length", "tags", "type", "table", "process")
 """The components that are paid, in the order in which the original lists its functions."""
-_THEIRS = ("format", "accuracy", "length_think", "num_token", "chart_type", "table_style", "process_style")
+_THEIRS = (
+    "format",
+    "accuracy",
+    "length_think",
+    "num_token",
+    "chart_type",
+    "table_style",
+    "process_style",
+)
 PUBLISHED = {f"{theirs}_reward": ours for theirs, ours in zip(_THEIRS, SEVEN, strict=True)}
 """The original's name of each -> ours."""
 
@@ -139,7 +181,10 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class ChartSample:
-    """A raw completion with its number of sampled tokens, and the row's truth; None where unknown. ``where`` is the row."""
+    """A raw completion with its number of sampled tokens, and the row's truth; None where unknown.
+
+    ``where`` is the row.
+    """
 
     text: str
     label: Any = None
@@ -154,7 +199,13 @@ class ChartSample:
         """The last turn's text with the truth of a row that has the data set's columns."""
         extra = task.extra
         return cls(
-            text, task.ground_truth, extra.get("chart_type"), extra.get("table"), extra.get("reasoning"), tokens, f"task {task.id}"
+            text,
+            task.ground_truth,
+            extra.get("chart_type"),
+            extra.get("table"),
+            extra.get("reasoning"),
+            tokens,
+            f"task {task.id}",
         )
 
 
@@ -168,14 +219,19 @@ class Paid:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """The texts that the process reward embeds: ``pairs``, none when there is nothing to compare; ``flags`` give the reason."""
+    """The texts that the process reward embeds: ``pairs``, none when there is nothing to compare;
+    ``flags`` give the reason.
+    """
 
     pairs: Sequence[Pair] = ()
     flags: tuple[str, ...] = ()
 
 
 class Variant:
-    """One definition of the rewards. This class pays each sample by itself, and the cosine of its reasoning."""
+    """One definition of the rewards.
+
+    This class pays each sample by itself, and the cosine of its reasoning.
+    """
 
     components: tuple[str, ...] = SEVEN
     """The components of ``SEVEN`` that it defines."""
@@ -183,7 +239,10 @@ class Variant:
     """Whether the cosine of an empty text is the embedder's, instead of 0."""
 
     def rules(self, samples: Sequence[ChartSample]) -> list[Paid]:
-        """The components that need no embedder, ``relaxed`` and ``exact``. Raises DataFailure for a row without a usable truth."""
+        """The components that need no embedder, ``relaxed`` and ``exact``.
+
+        Raises DataFailure for a row without a usable truth.
+        """
         return [self._paid(sample) for sample in samples]
 
     def _paid(self, sample: ChartSample) -> Paid:
@@ -194,5 +253,7 @@ class Variant:
         raise NotImplementedError
 
     def conformity(self, pairs: Sequence[Pair], cosines: Sequence[float]) -> float:
-        """The process reward from ``process``'s pairs, of which there is at least one, and their cosines."""
+        """The process reward from ``process``'s pairs, of which there is at least one, and their
+        cosines.
+        """
         return cosines[0]

@@ -20,15 +20,20 @@ from rayloop.recipes.chart_rvr.rewards.variants import Corrected, Paper
 
 EMBEDDER = Role("embedder", ("embed",))
 NO_EMBEDDER = (
-    "the process reward (weights.process) compares texts with an embedder, and none is configured. Name one, for example\n"
-    "      embedder: {use: rayloop.recipes.chart_rvr.rewards.embedders:OpenAiEmbedder, with: {url: http://host:8000/v1}}\n"
-    "    or rayloop.engines.text_embedder:TextEmbedder (the model in the process),\n"
-    "    or rayloop.recipes.chart_rvr.rewards.embedders:WordEmbedder (counts words, needs no model), or set weights.process: 0"
+    "the process reward (weights.process) compares texts with an embedder, and none is configured."
+    " Name one, for example\n      embedder: {use:"
+    " rayloop.recipes.chart_rvr.rewards.embedders:OpenAiEmbedder, with: {url:"
+    " http://host:8000/v1}}\n    or rayloop.engines.text_embedder:TextEmbedder (the model in the"
+    " process),\n    or rayloop.recipes.chart_rvr.rewards.embedders:WordEmbedder (counts words,"
+    " needs no model), or set weights.process: 0"
 )
 
 
 class ChartWeights(SettingsModel):
-    """Weights of the components; the reward is their weighted sum. The originals add them unweighted."""
+    """Weights of the components; the reward is their weighted sum.
+
+    The originals add them unweighted.
+    """
 
     format: float = 1.0
     """Weight of the form that the prompt asks for: 0 or 2 (paper: 1)."""
@@ -43,52 +48,80 @@ class ChartWeights(SettingsModel):
     table: float = 1.0
     """Weight of the chart's data: up to 2.25 (paper: 2.5); also lambda 1 in the paper's formula."""
     process: float = 1.0
-    """Weight of reasoning like the true one: up to 1 (paper: 2, lambda 2). Set 0 without an embedder."""
+    """Weight of reasoning like the true one: up to 1 (paper: 2, lambda 2).
+
+    Set 0 without an embedder.
+    """
 
 
 class LengthSettings(SettingsModel):
-    """When reasoning is neither short nor long, for ``corrected`` and ``paper``; the original's numbers are fixed."""
+    """When reasoning is neither short nor long, for ``corrected`` and ``paper``; the original's
+    numbers are fixed.
+    """
 
     least: int = Field(50, ge=0)
-    """Fewest tokens that are paid: of the reasoning after the table (paper: of the whole completion)."""
+    """Fewest tokens that are paid: of the reasoning after the table (paper: of the whole
+    completion).
+    """
     most: int = Field(400, ge=1)
-    """Most tokens that are paid; raise it for questions that need many steps. The paper does not print its two."""
+    """Most tokens that are paid; raise it for questions that need many steps.
+
+    The paper does not print its two.
+    """
     cap: int = Field(500, ge=1)
-    """Reasoning of more tokens than this earns nothing for its length, steps included (``corrected`` only)."""
+    """Reasoning of more tokens than this earns nothing for its length, steps included
+    (``corrected`` only).
+    """
     tokenizer: str = ""
-    """Model folder or Hub name whose tokenizer counts; empty: words, digits and signs are counted, a little less than tokens."""
+    """Model folder or Hub name whose tokenizer counts; empty: words, digits and signs are counted,
+    a little less than tokens.
+    """
 
 
 class ChartReward:
-    """``sum of weights * components``; components that the variant has not are left out, ``process`` also with weight 0. Components
-    beside the seven: ``relaxed`` and ``exact``, the measures of the benchmarks, which are not paid. Flags: ``no_answer``,
-    ``unclosed_answer``, ``unparsable_table``, ``not_a_table``, ``no_true_table``, ``no_reasoning``, ``no_true_reasoning``; of the
-    originals ``stale_table`` (compared by the sample before), ``comparison_failed`` and ``process_raised`` (the original's error:
-    paid 0). The row's columns are ``label`` (the truth), ``chart_type``, ``table`` and ``reasoning``. With ``reward.per: group`` an
-    original's batch is the group, and one request embeds all its texts."""
+    """``sum of weights * components``; components that the variant has not are left out,
+    ``process`` also with weight 0. Components beside the seven: ``relaxed`` and ``exact``, the
+    measures of the benchmarks, which are not paid. Flags: ``no_answer``, ``unclosed_answer``,
+    ``unparsable_table``, ``not_a_table``, ``no_true_table``, ``no_reasoning``,
+    ``no_true_reasoning``; of the originals ``stale_table`` (compared by the sample before),
+    ``comparison_failed`` and ``process_raised`` (the original's error: paid 0). The row's columns
+    are ``label`` (the truth), ``chart_type``, ``table`` and ``reasoning``. With ``reward.per:
+    group`` an original's batch is the group, and one request embeds all its texts.
+    """
 
     infrastructure = (httpx.HTTPError,)
 
     class Settings(SettingsModel):
         variant: Literal["corrected", "original", "fork", "paper"] = "corrected"
-        """original: the published functions' numbers, mistakes included, to repeat or ablate a run; fork: the same with the fork's
-        table. corrected: the mistakes fixed. paper: as the paper defines them, which the code never did."""
+        """original: the published functions' numbers, mistakes included, to repeat or ablate a run;
+        fork: the same with the fork's table. corrected: the mistakes fixed. paper: as the paper
+        defines them, which the code never did.
+        """
         weights: ChartWeights = ChartWeights()
         tolerance: float = Field(0.05, ge=0, lt=1)
         """A number is right within this share of the true one; ``original`` always has 0.05."""
         years: tuple[int, int] = (1800, 2100)
-        """Whole true numbers in this range must be met exactly: 5 % of a year is a century (``corrected`` only)."""
+        """Whole true numbers in this range must be met exactly: 5 % of a year is a century
+        (``corrected`` only).
+        """
         length: LengthSettings = LengthSettings()
         steps: int = Field(2, ge=1)
-        """Steps that ``paper`` compares one by one, its m; all later ones are compared as one text."""
+        """Steps that ``paper`` compares one by one, its m; all later ones are compared as one text.
+        """
         embedder: Annotated[Component | None, EMBEDDER] = None
-        """Embeds texts for the process reward: ``{use: module:Class}`` with ``embed(texts)``; none by default."""
+        """Embeds texts for the process reward: ``{use: module:Class}`` with ``embed(texts)``; none
+        by default.
+        """
         batch: int = Field(256, ge=1)
         """Most texts in one call of the embedder; lower it when the server runs out of memory."""
         wait: float = Field(0.01, ge=0)
-        """Seconds that a text waits for others to share a call; raise it for a slow server, to ask it less often."""
+        """Seconds that a text waits for others to share a call; raise it for a slow server, to ask
+        it less often.
+        """
         embed_timeout: float = Field(120.0, gt=0)
-        """Seconds for one call of the embedder; beyond it the trajectories are unscored, never paid 0."""
+        """Seconds for one call of the embedder; beyond it the trajectories are unscored, never paid
+        0.
+        """
 
         @model_validator(mode="after")
         def _embedder(self) -> Self:
@@ -100,14 +133,22 @@ class ChartReward:
         self._settings = settings
         self.variant = made(settings)
         self._weights: Mapping[str, float] = {
-            name: getattr(settings.weights, name) for name in self.variant.components if name != "process"
+            name: getattr(settings.weights, name)
+            for name in self.variant.components
+            if name != "process"
         }
         self._similarity: Similarity | None = None
         if settings.weights.process and settings.embedder is not None:
-            self._similarity = Similarity(settings.embedder.build(), settings.batch, settings.wait, settings.embed_timeout)
+            self._similarity = Similarity(
+                settings.embedder.build(), settings.batch, settings.wait, settings.embed_timeout
+            )
 
-    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome | Awaitable[Outcome]:
-        """Raises DataFailure for a row without label or with something else than a table; what the embedder raises."""
+    def score(
+        self, trajectory: Trajectory, task: Task, context: ScoreContext
+    ) -> Outcome | Awaitable[Outcome]:
+        """Raises DataFailure for a row without label or with something else than a table; what the
+        embedder raises.
+        """
         sample = sampled(trajectory, task, context)
         (paid,) = self.variant.rules([sample])
         return self._outcome(paid) if self._similarity is None else self._with_process(sample, paid)
@@ -118,11 +159,19 @@ class ChartReward:
         """The trajectories as one batch, in their order; raises as ``score``."""
         samples = [sampled(t, task, c) for t, c in zip(trajectories, contexts, strict=True)]
         paid = self.variant.rules(samples)
-        return [self._outcome(one) for one in paid] if self._similarity is None else self._with_processes(samples, paid)
+        return (
+            [self._outcome(one) for one in paid]
+            if self._similarity is None
+            else self._with_processes(samples, paid)
+        )
 
-    async def _with_processes(self, samples: Sequence[ChartSample], paid: Sequence[Paid]) -> Sequence[Outcome]:
+    async def _with_processes(
+        self, samples: Sequence[ChartSample], paid: Sequence[Paid]
+    ) -> Sequence[Outcome]:
         """A coroutine, since ``score_group`` is called where no event loop runs."""
-        return await asyncio.gather(*(self._with_process(s, p) for s, p in zip(samples, paid, strict=True)))
+        return await asyncio.gather(
+            *(self._with_process(s, p) for s, p in zip(samples, paid, strict=True))
+        )
 
     async def _with_process(self, sample: ChartSample, paid: Paid) -> Outcome:
         assert self._similarity is not None
@@ -131,7 +180,9 @@ class ChartReward:
         if asked.pairs:
             cosines = await self._similarity.cosines(asked.pairs, empty=self.variant.embeds_empty)
             value = self.variant.conformity(asked.pairs, cosines)
-        return self._outcome(Paid({**paid.components, "process": value}, (*paid.flags, *asked.flags)))
+        return self._outcome(
+            Paid({**paid.components, "process": value}, (*paid.flags, *asked.flags))
+        )
 
     def _outcome(self, paid: Paid) -> Outcome:
         value = sum(weight * paid.components[name] for name, weight in self._weights.items())
@@ -147,13 +198,29 @@ def made(settings: ChartReward.Settings) -> Variant:
             return Original(fork=settings.variant == "fork")
         case "paper":
             length = settings.length
-            return Paper(settings.tolerance, length.least, length.most, settings.steps, counter(length.tokenizer))
+            return Paper(
+                settings.tolerance,
+                length.least,
+                length.most,
+                settings.steps,
+                counter(length.tokenizer),
+            )
     length = settings.length
-    return Corrected(settings.tolerance, settings.years, length.least, length.most, length.cap, counter(length.tokenizer))
+    return Corrected(
+        settings.tolerance,
+        settings.years,
+        length.least,
+        length.most,
+        length.cap,
+        counter(length.tokenizer),
+    )
 
 
 def counter(model: str) -> Count:
-    """The counter of tokens: the model's tokenizer, or ``pieces`` without a model. Raises ConfigError."""
+    """The counter of tokens: the model's tokenizer, or ``pieces`` without a model.
+
+    Raises ConfigError.
+    """
     if not model:
         return pieces
     tokenizer = load_tokenizer(resolve(model, key="reward.source.with.length.tokenizer").folder)
@@ -163,4 +230,8 @@ def counter(model: str) -> Count:
 def sampled(trajectory: Trajectory, task: Task, context: ScoreContext) -> ChartSample:
     """The last turn, with the number of its tokens where they are known."""
     turns = trajectory.sampled_turns
-    return ChartSample.of(context.texts[-1] if context.texts else "", task, len(turns[-1].token_ids) if turns else None)
+    return ChartSample.of(
+        context.texts[-1] if context.texts else "",
+        task,
+        len(turns[-1].token_ids) if turns else None,
+    )

@@ -1,4 +1,6 @@
-"""The same questions under a contract: an answer that is no JSON, or that the rubric cannot read, makes verifiers' code raise."""
+"""The same questions under a contract: an answer that is no JSON, or that the rubric cannot read,
+makes verifiers' code raise.
+"""
 
 import json
 
@@ -15,7 +17,9 @@ class ContractConfig(vf.EnvConfig):
 
 
 class Contract(vf.Env[ContractConfig]):
-    """Raises on an answer that does not end with the contract's JSON, as environments with a proposer do."""
+    """Raises on an answer that does not end with the contract's JSON, as environments with a
+    proposer do.
+    """
 
     async def run(self, task, agents):
         async with agents.player.interaction(task) as talk:
@@ -26,7 +30,9 @@ class Contract(vf.Env[ContractConfig]):
         try:
             json.loads(said)["sum"]
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"the player did not end with the JSON contract: {said[-40:]!r}") from error
+            raise ValueError(
+                f"the player did not end with the JSON contract: {said[-40:]!r}"
+            ) from error
 
 
 class ContractTask(sums.SumTask):
@@ -42,5 +48,7 @@ class ContractSums(sums.Sums):
 
     def load(self):
         for i in range(9):
-            yield ContractTask(vf.TaskData(prompt=f"What is {i} + 1?", name=str(i + 1)), self.config.task)
+            yield ContractTask(
+                vf.TaskData(prompt=f"What is {i} + 1?", name=str(i + 1)), self.config.task
+            )
         yield ContractTask(vf.TaskData(prompt="What is down + 1?", name="0"), self.config.task)

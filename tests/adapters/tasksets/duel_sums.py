@@ -17,8 +17,14 @@ class Duel(vf.Env[DuelConfig]):
     """Nobody wins where both are right or both are wrong."""
 
     async def run(self, task, agents):
-        seats = [vf.Task(task.data.model_copy(update={"prompt": f"{name}: {task.data.prompt}"})) for name in ("First", "Second")]
-        async with agents.first.interaction(seats[0]) as first, agents.second.interaction(seats[1]) as second:
+        seats = [
+            vf.Task(task.data.model_copy(update={"prompt": f"{name}: {task.data.prompt}"}))
+            for name in ("First", "Second")
+        ]
+        async with (
+            agents.first.interaction(seats[0]) as first,
+            agents.second.interaction(seats[1]) as second,
+        ):
             await first.turn()
             await second.turn()
             await first.turn("Are you sure?")

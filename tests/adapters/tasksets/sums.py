@@ -22,4 +22,6 @@ class Sums(vf.Taskset):
 
     def load(self):
         for i in range(10):
-            yield SumTask(vf.TaskData(prompt=f"What is {i} + 1?", name=str(i + 1)), self.config.task)
+            yield SumTask(
+                vf.TaskData(prompt=f"What is {i} + 1?", name=str(i + 1)), self.config.task
+            )

@@ -1,7 +1,8 @@
-"""What KubeRay's operator refuses although the CRDs take it: the rules of its 1.7 validation that our kinds of manifest can break.
+"""What KubeRay's operator refuses although the CRDs take it: the rules of its 1.7 validation that
+our kinds of manifest can break.
 
-Stated from ray-operator/controllers/ray/utils/validation.go at v1.7.0, with its feature gates at their defaults. The operator marks
-a refused resource as failed and does nothing for it.
+Stated from ray-operator/controllers/ray/utils/validation.go at v1.7.0, with its feature gates at
+their defaults. The operator marks a refused resource as failed and does nothing for it.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ LONGEST = {"RayCluster": 53, "RayJob": 47, "RayService": 47}
 """Characters of a name, so that the names made of it still fit."""
 AUTOSCALER_V2 = "RAY_enable_autoscaler_v2"
 GATED = {
-    "networkPolicy": "RayClusterNetworkPolicy", "tlsOptions": "RayClusterMTLS", "historyServerOptions": "RayClusterHistoryServer",
-}  # fmt: skip
+    "networkPolicy": "RayClusterNetworkPolicy",
+    "tlsOptions": "RayClusterMTLS",
+    "historyServerOptions": "RayClusterHistoryServer",
+}
 """Fields behind a feature gate that is off by default."""
 UPGRADES = {
-    "RayCluster": ("Recreate", "None"), "RayService": ("NewClusterWithIncrementalUpgrade", "NewCluster", "None"),
-}  # fmt: skip
+    "RayCluster": ("Recreate", "None"),
+    "RayService": ("NewClusterWithIncrementalUpgrade", "NewCluster", "None"),
+}
 DURATION = re.compile(r"(\d+(\.\d+)?(ns|us|ms|s|m|h))+|\d+")
 
 
@@ -35,7 +39,10 @@ def refusals(documents: list[Document]) -> Iterator[str]:
             continue
         metadata, spec = document["metadata"], document["spec"]
         rules = {"RayCluster": _ray_cluster, "RayJob": _ray_job, "RayService": _ray_service}
-        for fault in (*_name(kind, metadata["name"]), *rules[kind](spec, metadata.get("annotations") or {})):
+        for fault in (
+            *_name(kind, metadata["name"]),
+            *rules[kind](spec, metadata.get("annotations") or {}),
+        ):
             yield f"{kind}/{metadata['name']}: the operator refuses {fault}"
 
 
@@ -67,7 +74,9 @@ def _cluster(spec: Document, annotations: Mapping[str, str]) -> Iterator[str]:
     yield from _autoscaler(spec)
     yield from _fault_tolerance(spec, annotations)
     yield from _authentication(spec)
-    yield from (f"{field} without the feature gate {gate}" for field, gate in GATED.items() if field in spec)
+    yield from (
+        f"{field} without the feature gate {gate}" for field, gate in GATED.items() if field in spec
+    )
 
 
 def _group(group: Document) -> Iterator[str]:
@@ -86,7 +95,9 @@ def _worker(worker: Document, spec: Document) -> Iterator[str]:
         yield "no minReplicas or maxReplicas without autoscaling"
     if (low or 0) < 0 or (high or 0) < 0 or (None not in (low, high) and low > high):
         yield f"minReplicas {low}, maxReplicas {high}"
-    if (idle := worker.get("idleTimeoutSeconds")) is not None and (idle < 0 or not _second_autoscaler(spec)):
+    if (idle := worker.get("idleTimeoutSeconds")) is not None and (
+        idle < 0 or not _second_autoscaler(spec)
+    ):
         yield "idleTimeoutSeconds that is negative or without autoscaler v2"
     if worker.get("priority") and (not _second_autoscaler(spec) or _ray(spec) < Version("2.56.0")):
         yield "priority without autoscaler v2 and Ray 2.56"
@@ -95,7 +106,10 @@ def _worker(worker: Document, spec: Document) -> Iterator[str]:
 
 
 def _autoscaler(spec: Document) -> Iterator[str]:
-    options, switch = spec.get("autoscalerOptions", {}), _environment(spec["headGroupSpec"]).get(AUTOSCALER_V2)
+    options, switch = (
+        spec.get("autoscalerOptions", {}),
+        _environment(spec["headGroupSpec"]).get(AUTOSCALER_V2),
+    )
     if options.get("idleTimeoutSeconds", 0) < 0:
         yield "autoscalerOptions.idleTimeoutSeconds below 0"
     if any(entry["name"] == "KUBERAY_GEN_AUTOSCALER_START_CMD" for entry in options.get("env", [])):
@@ -140,7 +154,9 @@ def _authentication(spec: Document) -> Iterator[str]:
     by_token, by_kubernetes = options.get("mode") == "token", options.get("enableK8sTokenAuth")
     if by_token and _ray(spec) < Version("2.52.0"):
         yield "authOptions.mode token without rayVersion 2.52 or later"
-    if by_kubernetes and (not by_token or _ray(spec) < Version("2.55.0") or options.get("secretName")):
+    if by_kubernetes and (
+        not by_token or _ray(spec) < Version("2.55.0") or options.get("secretName")
+    ):
         yield "enableK8sTokenAuth without mode token and rayVersion 2.55, or beside a secretName"
 
 
@@ -158,7 +174,9 @@ def _ray_job(spec: Document, annotations: Mapping[str, str]) -> Iterator[str]:
             yield "suspend with clusterSelector"
     if retries < 0 or (retries and mode == "InteractiveMode"):
         yield f"backoffLimit {retries} in {mode}"
-    if mode == "SidecarMode" and (selector or spec.keys() & {"submitterPodTemplate", "submitterConfig"}):
+    if mode == "SidecarMode" and (
+        selector or spec.keys() & {"submitterPodTemplate", "submitterConfig"}
+    ):
         yield "SidecarMode with a clusterSelector or a submitter"
     yield from _ending(spec)
     if own is not None:
@@ -173,14 +191,21 @@ def _ray_job(spec: Document, annotations: Mapping[str, str]) -> Iterator[str]:
 
 
 def _ending(spec: Document) -> Iterator[str]:
-    ends, seconds, strategy = (spec.get(key) for key in ("shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "deletionStrategy"))
+    ends, seconds, strategy = (
+        spec.get(key)
+        for key in ("shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "deletionStrategy")
+    )
     if spec.get("suspend") and not ends:
         yield "suspend without shutdownAfterJobFinishes"
     if (seconds or 0) < 0 or (seconds and not ends):
         yield "ttlSecondsAfterFinished that is negative or without shutdownAfterJobFinishes"
     if strategy is not None and ends and "deletionRules" in strategy:
         yield "shutdownAfterJobFinishes beside deletionRules"
-    if strategy is not None and spec.get("clusterSelector") and re.search("DeleteCluster|DeleteWorkers", str(strategy)):
+    if (
+        strategy is not None
+        and spec.get("clusterSelector")
+        and re.search("DeleteCluster|DeleteWorkers", str(strategy))
+    ):
         yield "a deletionStrategy that deletes a selected cluster"
     for key in ("activeDeadlineSeconds", "preRunningDeadlineSeconds"):
         if spec.get(key, 1) <= 0:

@@ -1,4 +1,6 @@
-"""What a schema cannot say about the manifests: that versions, images, ports, selectors, volumes, secrets and sizes agree."""
+"""What a schema cannot say about the manifests: that versions, images, ports, selectors, volumes,
+secrets and sizes agree.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +47,18 @@ def quantity(text: str) -> float:
 
 @cache
 def pinned(package: str) -> str:
-    found = re.search(rf"^{package}==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    found = re.search(
+        rf"^{package}==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert found, f"constraints.txt does not pin {package}"
     return found[1]
 
 
 @cache
 def project_version() -> str:
-    version: str = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    version: str = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "version"
+    ]
     return version
 
 
@@ -74,7 +80,10 @@ class Pod:
         return {port["name"]: port["containerPort"] for port in self.container.get("ports", [])}
 
     def selected(self, selector: Document) -> bool:
-        return all(self.labels.get(name) == value for name, value in selector.get("matchLabels", {}).items())
+        return all(
+            self.labels.get(name) == value
+            for name, value in selector.get("matchLabels", {}).items()
+        )
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,9 @@ class Group:
     head: bool
 
     def capacity(self) -> dict[str, float]:
-        """What Ray counts on one node: the container's limits, unless the group's own fields say otherwise."""
+        """What Ray counts on one node: the container's limits, unless the group's own fields say
+        otherwise.
+        """
         limits, start = self.pod.container["resources"]["limits"], self.spec["rayStartParams"]
         own = {name: quantity(amount) for name, amount in self.spec.get("resources", {}).items()}
         cpus = start.get("num-cpus", limits["cpu"])
@@ -96,14 +107,20 @@ class Group:
 def clusters(documents: list[Document]) -> Iterator[tuple[str, Document]]:
     """Title and specification of every Ray cluster."""
     for document in documents:
-        spec = {"RayCluster": document.get("spec"), "RayService": document.get("spec", {}).get("rayClusterConfig")}
+        spec = {
+            "RayCluster": document.get("spec"),
+            "RayService": document.get("spec", {}).get("rayClusterConfig"),
+        }
         if document["kind"] in spec:
             yield f"{document['kind']}/{document['metadata']['name']}", spec[document["kind"]]
 
 
 def groups(title: str, cluster: Document) -> Iterator[Group]:
     head = cluster["headGroupSpec"]
-    for name, spec in [("head", head), *((group["groupName"], group) for group in cluster["workerGroupSpecs"])]:
+    for name, spec in [
+        ("head", head),
+        *((group["groupName"], group) for group in cluster["workerGroupSpecs"]),
+    ]:
         labels = {
             "ray.io/is-ray-node": "yes",
             "ray.io/node-type": "head" if spec is head else "worker",
@@ -121,7 +138,11 @@ def all_groups(documents: list[Document]) -> list[Group]:
 
 def pods(documents: list[Document]) -> list[Pod]:
     submitters = [
-        Pod(f"RayJob/{job['metadata']['name']} submitter", template["metadata"]["labels"], template["spec"])
+        Pod(
+            f"RayJob/{job['metadata']['name']} submitter",
+            template["metadata"]["labels"],
+            template["spec"],
+        )
         for job in of_kind(documents, "RayJob")
         for template in [job["spec"]["submitterPodTemplate"]]
     ]
@@ -134,7 +155,18 @@ def of_kind(documents: list[Document], kind: str) -> list[Document]:
 
 def faults(documents: list[Document]) -> list[str]:
     """Everything that does not agree, one line per fault."""
-    nodes = (versions, images, scaling, starts, endings, sizes, shared_memory, mounts, secrets, settings)
+    nodes = (
+        versions,
+        images,
+        scaling,
+        starts,
+        endings,
+        sizes,
+        shared_memory,
+        mounts,
+        secrets,
+        settings,
+    )
     rules = (refusals, *nodes, disruptions, selectors, metadata, monitors, jobs, services)
     return [fault for rule in rules for fault in rule(documents)]
 
@@ -142,7 +174,10 @@ def faults(documents: list[Document]) -> list[str]:
 def versions(documents: list[Document]) -> Iterator[str]:
     for title, cluster in clusters(documents):
         if cluster.get("rayVersion") != pinned("ray"):
-            yield f"{title}: rayVersion {cluster.get('rayVersion')}, constraints.txt has ray=={pinned('ray')}"
+            yield (
+                f"{title}: rayVersion {cluster.get('rayVersion')}, constraints.txt has"
+                f" ray=={pinned('ray')}"
+            )
         if cluster.get("authOptions", {}).get("mode") != "token":
             yield f"{title}: authOptions.mode is not token"
 
@@ -159,11 +194,16 @@ def images(documents: list[Document]) -> Iterator[str]:
 def scaling(documents: list[Document]) -> Iterator[str]:
     for title, cluster in clusters(documents):
         for group in cluster["workerGroupSpecs"]:
-            name, low, now, high = (group[key] for key in ("groupName", "minReplicas", "replicas", "maxReplicas"))
+            name, low, now, high = (
+                group[key] for key in ("groupName", "minReplicas", "replicas", "maxReplicas")
+            )
             if not low <= now <= high:
                 yield f"{title} {name}: replicas {now} is outside {low} to {high}"
             if low < high and not cluster.get("enableInTreeAutoscaling"):
-                yield f"{title} {name}: {low} to {high} replicas, and nothing scales them: enableInTreeAutoscaling"
+                yield (
+                    f"{title} {name}: {low} to {high} replicas, and nothing scales them:"
+                    " enableInTreeAutoscaling"
+                )
             if name == "policy" and low != high:
                 yield f"{title} policy: {low} to {high} replicas, but ranks are a fixed number"
 
@@ -181,14 +221,24 @@ def endings(documents: list[Document]) -> Iterator[str]:
     """A pod's end is announced to what runs in it, and it has the time that this may take."""
     for group in all_groups(documents):
         title, spec = group.pod.title, group.pod.spec
-        hook = group.pod.container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [""])[-1]
+        hook = (
+            group.pod.container.get("lifecycle", {})
+            .get("preStop", {})
+            .get("exec", {})
+            .get("command", [""])[-1]
+        )
         if not group.head and "ray stop" not in hook:
             yield f"{title}: no preStop that stops Ray"
         if "driver" in group.spec.get("resources", {}):
             yield from (f"{title}: preStop: {fault}" for fault in _announced(hook))
-        patience = sum(float(seconds) for seconds in re.findall(r"--(?:within|grace-period) (\d+)", hook))
+        patience = sum(
+            float(seconds) for seconds in re.findall(r"--(?:within|grace-period) (\d+)", hook)
+        )
         if spec.get("terminationGracePeriodSeconds", DRAIN) < patience + MARGIN:
-            yield f"{title}: its preStop may take {patience:g} s, terminationGracePeriodSeconds allows less than {MARGIN} s more"
+            yield (
+                f"{title}: its preStop may take {patience:g} s, terminationGracePeriodSeconds"
+                f" allows less than {MARGIN} s more"
+            )
 
 
 def _announced(hook: str) -> Iterator[str]:
@@ -201,7 +251,9 @@ def _announced(hook: str) -> Iterator[str]:
 
 
 def disruptions(documents: list[Document]) -> Iterator[str]:
-    """Pods without which a run ends are not evicted, and no budget is of a kind that Kubernetes refuses for an operator's pods."""
+    """Pods without which a run ends are not evicted, and no budget is of a kind that Kubernetes
+    refuses for an operator's pods.
+    """
     covered = set()
     for budget in of_kind(documents, "PodDisruptionBudget"):
         title, spec = f"PodDisruptionBudget/{budget['metadata']['name']}", budget["spec"]
@@ -209,13 +261,21 @@ def disruptions(documents: list[Document]) -> Iterator[str]:
         covered |= {group.pod.title for group in chosen}
         if not chosen:
             yield f"{title}: selects nothing"
-        elif spec.get("minAvailable") != (pods := sum(group.spec.get("replicas", 1) for group in chosen)):
-            yield f"{title}: minAvailable is {spec.get('minAvailable')} for {pods} pods; nothing else protects pods of an operator"
+        elif spec.get("minAvailable") != (
+            pods := sum(group.spec.get("replicas", 1) for group in chosen)
+        ):
+            yield (
+                f"{title}: minAvailable is {spec.get('minAvailable')} for {pods} pods; nothing else"
+                " protects pods of an operator"
+            )
     for title, cluster in clusters([d for d in documents if d["kind"] == "RayCluster"]):
         for group in groups(title, cluster):
             alone = group.head or group.spec["groupName"] in ("policy", "driver")
             if alone and group.pod.title not in covered:
-                yield f"{group.pod.title}: no PodDisruptionBudget, and the run cannot go on without it"
+                yield (
+                    f"{group.pod.title}: no PodDisruptionBudget, and the run cannot go on"
+                    " without it"
+                )
 
 
 def sizes(documents: list[Document]) -> Iterator[str]:
@@ -231,17 +291,29 @@ def sizes(documents: list[Document]) -> Iterator[str]:
 
 
 def shared_memory(documents: list[Document]) -> Iterator[str]:
-    """Ray puts its object store on disk when /dev/shm is smaller than the store's share of the memory."""
+    """Ray puts its object store on disk when /dev/shm is smaller than the store's share of the
+    memory.
+    """
     for group in all_groups(documents):
-        title, memory = group.pod.title, quantity(group.pod.container["resources"]["limits"]["memory"])
+        title, memory = (
+            group.pod.title,
+            quantity(group.pod.container["resources"]["limits"]["memory"]),
+        )
         store = DEFAULT_OBJECT_STORE_MEMORY_PROPORTION * memory
         volumes = {volume["name"]: volume for volume in group.pod.spec["volumes"]}
-        names = [mount["name"] for mount in group.pod.container["volumeMounts"] if mount["mountPath"] == "/dev/shm"]
+        names = [
+            mount["name"]
+            for mount in group.pod.container["volumeMounts"]
+            if mount["mountPath"] == "/dev/shm"
+        ]
         shared = volumes.get(names[0], {}).get("emptyDir", {}) if names else {}
         if shared.get("medium") != "Memory":
             yield f"{title}: /dev/shm is not in memory"
         elif not store <= quantity(shared["sizeLimit"]) < memory:
-            yield f"{title}: /dev/shm has {shared['sizeLimit']}, the object store {store / 2**30:.1f}Gi"
+            yield (
+                f"{title}: /dev/shm has {shared['sizeLimit']}, the object store"
+                f" {store / 2**30:.1f}Gi"
+            )
 
 
 def mounts(documents: list[Document]) -> Iterator[str]:
@@ -263,7 +335,10 @@ def secrets(documents: list[Document]) -> Iterator[str]:
         for variable in pod.container.get("env", []):
             secret = variable.get("valueFrom", {}).get("secretKeyRef", {})
             if secret and not secret.get("optional") and secret["name"] not in present:
-                yield f"{pod.title}: {variable['name']} needs the secret {secret['name']}, which does not exist"
+                yield (
+                    f"{pod.title}: {variable['name']} needs the secret {secret['name']}, which does"
+                    " not exist"
+                )
     for title, cluster in clusters(documents):
         name = cluster.get("authOptions", {}).get("secretName")
         if name and name not in present:
@@ -271,14 +346,24 @@ def secrets(documents: list[Document]) -> Iterator[str]:
 
 
 def settings(documents: list[Document]) -> Iterator[str]:
-    """Every Ray process gets what rayloop/launch/ray_variables.py gives those that we start; the operator sets the token."""
+    """Every Ray process gets what rayloop/launch/ray_variables.py gives those that we start; the
+    operator sets the token.
+    """
     for group in all_groups(documents):
-        every = node_settings(None, runs_jobs=group.head or "driver" in group.spec.get("resources", {}))
+        every = node_settings(
+            None, runs_jobs=group.head or "driver" in group.spec.get("resources", {})
+        )
         wanted = {name: value for name, value in every.items() if not name.startswith("RAY_AUTH")}
-        given = {variable["name"]: variable.get("value") for variable in group.pod.container.get("env", [])}
+        given = {
+            variable["name"]: variable.get("value")
+            for variable in group.pod.container.get("env", [])
+        }
         for name, value in wanted.items():
             if given.get(name) != value:
-                yield f"{group.pod.title}: {name} is {given.get(name)}, rayloop/launch/ray_variables.py says {value}"
+                yield (
+                    f"{group.pod.title}: {name} is {given.get(name)},"
+                    f" rayloop/launch/ray_variables.py says {value}"
+                )
 
 
 JOBS = 8265
@@ -307,19 +392,37 @@ def selectors(documents: list[Document]) -> Iterator[str]:
 
 
 METADATA = (
-    "169.254.169.254", "169.254.169.252", "169.254.169.253", "169.254.170.2", "169.254.170.23", "168.63.129.16", "100.100.100.200",
-    "fd00:ec2::254", "fd00:ec2::23", "fd20:ce::254", "fe80::a9fe:a9fe",
-)  # fmt: skip
-"""Where clouds give a node's or a pod's keys: AWS (EC2, ECS, EKS), Google, Azure, Alibaba, OpenStack."""
+    "169.254.169.254",
+    "169.254.169.252",
+    "169.254.169.253",
+    "169.254.170.2",
+    "169.254.170.23",
+    "168.63.129.16",
+    "100.100.100.200",
+    "fd00:ec2::254",
+    "fd00:ec2::23",
+    "fd20:ce::254",
+    "fe80::a9fe:a9fe",
+)
+"""Where clouds give a node's or a pod's keys: AWS (EC2, ECS, EKS), Google, Azure, Alibaba,
+OpenStack.
+"""
 NEEDED = ("10.0.0.1", "169.254.20.10", "2606:4700::1111", "140.82.121.3")
 """Pods and services, the resolver's cache on a node, and the world."""
 
 
 def metadata(documents: list[Document]) -> Iterator[str]:
     """No pod reaches a cloud's metadata, but for names; every pod reaches what it needs."""
-    policies = [one for one in of_kind(documents, "NetworkPolicy") if "Egress" in one["spec"]["policyTypes"]]
+    policies = [
+        one for one in of_kind(documents, "NetworkPolicy") if "Egress" in one["spec"]["policyTypes"]
+    ]
     for pod in pods(documents):
-        rules = [rule for one in policies if pod.selected(one["spec"]["podSelector"]) for rule in one["spec"].get("egress", [])]
+        rules = [
+            rule
+            for one in policies
+            if pod.selected(one["spec"]["podSelector"])
+            for rule in one["spec"].get("egress", [])
+        ]
         if not rules:
             yield f"{pod.title}: no egress policy keeps it from the cloud's metadata"
             continue
@@ -341,7 +444,11 @@ def _reached(rules: list[Document], address: str) -> set[int]:
     """The ports of an address that rules open."""
     ports = set[int]()
     for rule in rules:
-        blocks = [peer["ipBlock"] for peer in rule["to"] if "ipBlock" in peer] if "to" in rule else [{"cidr": address}]
+        blocks = (
+            [peer["ipBlock"] for peer in rule["to"] if "ipBlock" in peer]
+            if "to" in rule
+            else [{"cidr": address}]
+        )
         if any(_within(address, block) for block in blocks):
             ports |= {port["port"] for port in rule.get("ports", [{"port": ANY}])}
     return ports
@@ -349,7 +456,9 @@ def _reached(rules: list[Document], address: str) -> set[int]:
 
 def _within(address: str, block: Document) -> bool:
     wanted = ip_address(address)
-    return wanted in ip_network(block["cidr"]) and not any(wanted in ip_network(out) for out in block.get("except", []))
+    return wanted in ip_network(block["cidr"]) and not any(
+        wanted in ip_network(out) for out in block.get("except", [])
+    )
 
 
 def monitors(documents: list[Document]) -> Iterator[str]:
@@ -361,10 +470,19 @@ def monitors(documents: list[Document]) -> Iterator[str]:
         for endpoint in monitor["spec"]["podMetricsEndpoints"]:
             without = [pod for pod in chosen if endpoint["port"] not in pod.ports]
             yield from (f"{title}: {pod.title} has no port {endpoint['port']}" for pod in without)
-            if endpoint["port"] == "serve" and (endpoint.get("path"), "authorization" in endpoint) != ("/metrics", True):
-                yield f"{title}: the judge's /metrics, which asks for its key, is not what port serve is asked for"
+            if endpoint["port"] == "serve" and (
+                endpoint.get("path"),
+                "authorization" in endpoint,
+            ) != ("/metrics", True):
+                yield (
+                    f"{title}: the judge's /metrics, which asks for its key, is not what port serve"
+                    " is asked for"
+                )
     if of_kind(documents, "PodMonitor"):
-        yield from (f"{pod.title}: no PodMonitor asks for the judge's own metrics" for pod in _unwatched(documents))
+        yield from (
+            f"{pod.title}: no PodMonitor asks for the judge's own metrics"
+            for pod in _unwatched(documents)
+        )
 
 
 def _unwatched(documents: list[Document]) -> Iterator[Pod]:
@@ -389,17 +507,29 @@ def jobs(documents: list[Document]) -> Iterator[str]:
             yield f"{title}: clusterSelector names {chosen}, which does not exist"
             continue
         each = groups(chosen, known[chosen])
-        nodes = [group.capacity() for group in each for _ in range(group.spec.get("maxReplicas", 1))]
-        driver = {"CPU": spec.get("entrypointNumCpus", 0.0), **json.loads(spec.get("entrypointResources", "{}"))}
+        nodes = [
+            group.capacity() for group in each for _ in range(group.spec.get("maxReplicas", 1))
+        ]
+        driver = {
+            "CPU": spec.get("entrypointNumCpus", 0.0),
+            **json.loads(spec.get("entrypointResources", "{}")),
+        }
         if not driver["CPU"]:
             yield f"{title}: the entrypoint asks for no CPU, and may run on the head"
         if "driver" not in driver:
-            yield f"{title}: entrypointResources names no driver; elsewhere a failed job counts as succeeded"
+            yield (
+                f"{title}: entrypointResources names no driver; elsewhere a failed job counts as"
+                " succeeded"
+            )
         yield from (f"{title}: {fault}" for fault in run_faults(spec["entrypoint"], driver, nodes))
 
 
-def run_faults(entrypoint: str, driver: dict[str, float], nodes: list[dict[str, float]]) -> Iterator[str]:
-    """Whether the command can be parsed, its configuration is valid, and its actors fit on the nodes (first fit)."""
+def run_faults(
+    entrypoint: str, driver: dict[str, float], nodes: list[dict[str, float]]
+) -> Iterator[str]:
+    """Whether the command can be parsed, its configuration is valid, and its actors fit on the
+    nodes (first fit).
+    """
     words = shlex.split(entrypoint)
     if words[:4] != ["python", "-m", "rayloop", "train"]:
         yield f"entrypoint {entrypoint!r} is not `python -m rayloop train`"
@@ -414,9 +544,16 @@ def run_faults(entrypoint: str, driver: dict[str, float], nodes: list[dict[str, 
         yield f"entrypoint: {error}"
         return
     free = [dict(node) for node in nodes]
-    choosy_first = sorted([driver, *bundles(config)], key=lambda bundle: (bundle.get("GPU", 0.0), len(bundle)), reverse=True)
+    choosy_first = sorted(
+        [driver, *bundles(config)],
+        key=lambda bundle: (bundle.get("GPU", 0.0), len(bundle)),
+        reverse=True,
+    )
     for wanted in choosy_first:
-        node = next((n for n in free if all(n.get(name, 0.0) >= amount for name, amount in wanted.items())), None)
+        node = next(
+            (n for n in free if all(n.get(name, 0.0) >= amount for name, amount in wanted.items())),
+            None,
+        )
         if node is None:
             yield f"no node has room for {wanted}"
             continue
@@ -428,7 +565,9 @@ def services(documents: list[Document]) -> Iterator[str]:
     for service in of_kind(documents, "RayService"):
         title = f"RayService/{service['metadata']['name']}"
         try:
-            schema = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
+            schema = ServeDeploySchema.model_validate(
+                yaml.safe_load(service["spec"]["serveConfigV2"])
+            )
         except ValueError as error:
             yield f"{title}: serveConfigV2: {error}"
             continue
@@ -453,6 +592,13 @@ def judge(title: str, args: Document, served: list[Group]) -> Iterator[str]:
     except ValidationError as error:
         yield f"{title}: args: {error}"
         return
-    wanted = {"CPU": settings.replicas.cpus, "GPU": float(gpus(settings)), **settings.replicas.resources}
-    if not any(all(group.capacity().get(name, 0.0) >= amount for name, amount in wanted.items()) for group in served):
+    wanted = {
+        "CPU": settings.replicas.cpus,
+        "GPU": float(gpus(settings)),
+        **settings.replicas.resources,
+    }
+    if not any(
+        all(group.capacity().get(name, 0.0) >= amount for name, amount in wanted.items())
+        for group in served
+    ):
         yield f"{title}: no group has room for a replica, {wanted}"

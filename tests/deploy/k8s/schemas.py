@@ -1,6 +1,8 @@
-"""The shape of a manifest: KubeRay's CRDs and Kubernetes' own schemas, as strict as the server's field validation.
+"""The shape of a manifest: KubeRay's CRDs and Kubernetes' own schemas, as strict as the server's
+field validation.
 
-What only a server does is not covered: webhooks, admission, and the CRDs' CEL rules (they concern fields we do not use).
+What only a server does is not covered: webhooks, admission, and the CRDs' CEL rules (they concern
+fields we do not use).
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="`make test-k8s` installs it")
+kubernetes_validate = pytest.importorskip(
+    "kubernetes_validate", reason="`make test-k8s` installs it"
+)
 
 ROOT = Path(__file__).parents[3]
 KUBERNETES = "1.34"
@@ -28,7 +32,9 @@ def strict_object(**properties: Any) -> dict[str, Any]:
 
 
 _LABELS = {"type": "object", "additionalProperties": {"type": "string"}}
-_RELABELING = strict_object(sourceLabels={"type": "array", "items": {"type": "string"}}, targetLabel={"type": "string"})
+_RELABELING = strict_object(
+    sourceLabels={"type": "array", "items": {"type": "string"}}, targetLabel={"type": "string"}
+)
 _SECRET = strict_object(name={"type": "string"}, key={"type": "string"})
 _ENDPOINT = strict_object(
     port={"type": "string"},
@@ -40,13 +46,18 @@ POD_MONITOR = strict_object(
     apiVersion={"const": "monitoring.coreos.com/v1"},
     kind={"const": "PodMonitor"},
     metadata=strict_object(name={"type": "string"}, namespace={"type": "string"}, labels=_LABELS),
-    spec=strict_object(selector=strict_object(matchLabels=_LABELS), podMetricsEndpoints={"type": "array", "items": _ENDPOINT}),
+    spec=strict_object(
+        selector=strict_object(matchLabels=_LABELS),
+        podMetricsEndpoints={"type": "array", "items": _ENDPOINT},
+    ),
 )
 """The part of the Prometheus operator's kind that we use: its CRD is not at hand."""
 
 
 def crd_folder() -> Path | None:
-    """KubeRay's CRDs: RAYLOOP_CRD_DIR, else ../shared/data/kuberay_crds beside the repository, else None."""
+    """KubeRay's CRDs: RAYLOOP_CRD_DIR, else ../shared/data/kuberay_crds beside the repository, else
+    None.
+    """
     named = os.environ.get("RAYLOOP_CRD_DIR")
     folder = Path(named) if named else ROOT.parent / "shared" / "data" / "kuberay_crds"
     if named and not folder.is_dir():
@@ -57,8 +68,12 @@ def crd_folder() -> Path | None:
 @cache
 def ray_validator(kind: str, folder: Path) -> Draft202012Validator:
     """The schema of ``kind`` in API ray.io/v1."""
-    crd = yaml.load((folder / f"{kind.lower()}s.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
-    (schema,) = (v["schema"]["openAPIV3Schema"] for v in crd["spec"]["versions"] if v["name"] == "v1")
+    crd = yaml.load(
+        (folder / f"{kind.lower()}s.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader
+    )
+    (schema,) = (
+        v["schema"]["openAPIV3Schema"] for v in crd["spec"]["versions"] if v["name"] == "v1"
+    )
     _make_strict(schema)
     schema["properties"]["metadata"] = {"type": "object"}
     return Draft202012Validator(schema)
@@ -66,7 +81,9 @@ def ray_validator(kind: str, folder: Path) -> Draft202012Validator:
 
 def _make_strict(schema: Any) -> None:
     """Translate structural OpenAPI in place into JSON schema that refuses unknown fields."""
-    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+    for part in (
+        schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
+    ):
         _make_strict(part)
     if not isinstance(schema, dict):
         return
@@ -78,13 +95,18 @@ def _make_strict(schema: Any) -> None:
         schema["type"] = [schema["type"], "null"]
     if isinstance(properties, dict) and schema.get("type") == "object":
         if isinstance(schema.get("required"), list):  # a server fills in defaults first
-            schema["required"] = [name for name in schema["required"] if "default" not in properties.get(name, {})]
+            schema["required"] = [
+                name for name in schema["required"] if "default" not in properties.get(name, {})
+            ]
         if not schema.get("x-kubernetes-preserve-unknown-fields"):
             schema.setdefault("additionalProperties", False)
 
 
 def schema_faults(document: dict[str, Any]) -> Iterator[str]:
-    """What a server would refuse, one line per fault with its place. Without CRDs nothing is said about Ray's kinds."""
+    """What a server would refuse, one line per fault with its place.
+
+    Without CRDs nothing is said about Ray's kinds.
+    """
     kind = document.get("kind", "no kind")
     title = f"{kind}/{document.get('metadata', {}).get('name')}"
     if kind in RAY_KINDS:

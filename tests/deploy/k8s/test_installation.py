@@ -1,4 +1,6 @@
-"""Every extra can be installed with the constraints that README names for it: resolved from metadata, nothing is installed."""
+"""Every extra can be installed with the constraints that README names for it: resolved from
+metadata, nothing is installed.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,29 @@ import pytest
 pytestmark = pytest.mark.k8s
 ROOT = Path(__file__).parents[3]
 UV = shutil.which("uv") or str(Path(sys.executable).parent / "uv")
-UNREACHABLE = re.compile("error sending request|dns error|connect error|tcp connect|timed out|Failed to fetch", re.IGNORECASE)
-CPU_TORCH = re.compile(r"no version of torch(\{[^}]*\})?==[\d.]+\+cpu|torch==[\d.]+\+cpu has no wheels")
-EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
-    "optional-dependencies"
-]
+UNREACHABLE = re.compile(
+    "error sending request|dns error|connect error|tcp connect|timed out|Failed to fetch",
+    re.IGNORECASE,
+)
+CPU_TORCH = re.compile(
+    r"no version of torch(\{[^}]*\})?==[\d.]+\+cpu|torch==[\d.]+\+cpu has no wheels"
+)
+EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+    "project"
+]["optional-dependencies"]
 
 
 def documented() -> dict[str, str]:
     """Extra (empty: none) -> its file, by README's table."""
-    rows = re.findall(r"^\| (.+) \| `(constraints\S*\.txt)`", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (.+) \| `(constraints\S*\.txt)`",
+        (ROOT / "README.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
     return {
-        extra: file for names, file in rows for extra in [*(["none"] if "none" in names else []), *re.findall(r"`([\w-]+)`", names)]
+        extra: file
+        for names, file in rows
+        for extra in [*(["none"] if "none" in names else []), *re.findall(r"`([\w-]+)`", names)]
     }
 
 
@@ -43,12 +56,31 @@ def sources() -> list[str]:
 
 
 def resolve(extras: list[str], file: str, cache: Path, python: str = "3.11") -> str:
-    """What uv says; empty when the extras of this project can be installed together with the file's versions."""
+    """What uv says; empty when the extras of this project can be installed together with the file's
+    versions.
+    """
     wanted = [word for extra in extras for word in ("--extra", extra)]
-    command = [UV, "pip", "compile", "-q", "pyproject.toml", *wanted, "-c", file, "--python-version", python,
-               "--python-platform", "x86_64-manylinux_2_34", "--no-annotate", "--no-header", *sources()]  # fmt: skip
+    command = [
+        UV,
+        "pip",
+        "compile",
+        "-q",
+        "pyproject.toml",
+        *wanted,
+        "-c",
+        file,
+        "--python-version",
+        python,
+        "--python-platform",
+        "x86_64-manylinux_2_34",
+        "--no-annotate",
+        "--no-header",
+        *sources(),
+    ]
     environment = os.environ | {"UV_CACHE_DIR": str(cache), "UV_NO_PROGRESS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
     if done.returncode and UNREACHABLE.search(done.stderr):
         pytest.skip(f"no package index can be reached: {done.stderr.strip().splitlines()[0]}")
     return done.stderr if done.returncode else ""
@@ -73,7 +105,9 @@ def test_all_extras_that_go_together_resolve(engine: str, python: str, cache: Pa
     files = documented()
     extras = [] if engine == "none" else [engine]
     if files[engine] != "constraints-sglang.txt":
-        extras += [extra for extra, file in files.items() if file == "constraints.txt" and extra != "none"]
+        extras += [
+            extra for extra, file in files.items() if file == "constraints.txt" and extra != "none"
+        ]
     fault = resolve(extras, files[engine], cache, python)
     if CPU_TORCH.search(fault):
         pytest.skip("cpu-vllm wants a CPU build of torch: name its index with PIP_EXTRA_INDEX_URL")
@@ -87,7 +121,13 @@ def test_a_set_that_cannot_be_installed_is_found(cache: Path) -> None:
 
 def test_the_sets_differ_only_where_vllm_demands_it() -> None:
     def pins(file: str) -> set[str]:
-        return {line for line in (ROOT / file).read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")}
+        return {
+            line
+            for line in (ROOT / file).read_text(encoding="utf-8").splitlines()
+            if line and not line.startswith("#")
+        }
 
-    held_back = {line.partition("==")[0] for line in pins("constraints-gpu.txt") ^ pins("constraints.txt")}
+    held_back = {
+        line.partition("==")[0] for line in pins("constraints-gpu.txt") ^ pins("constraints.txt")
+    }
     assert held_back == {"fastapi", "numpy", "protobuf"}

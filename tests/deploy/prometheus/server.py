@@ -1,4 +1,6 @@
-"""A real Prometheus beside a live run: ``python -m tests.deploy.prometheus.server install`` installs Debian's."""
+"""A real Prometheus beside a live run: ``python -m tests.deploy.prometheus.server install``
+installs Debian's.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,18 @@ FASTER = 60
 
 
 def faster(text: str) -> str:
-    """The rules with every duration divided by ``FASTER``: ``for``, the windows in brackets, and the limit of the progress age."""
+    """The rules with every duration divided by ``FASTER``: ``for``, the windows in brackets, and
+    the limit of the progress age.
+    """
     seconds = {"s": 1, "m": 60, "h": 3600}
 
     def shorter(found: re.Match[str]) -> str:
         return f"{found[1]}{max(1, int(found[2]) * seconds[found[3]] // FASTER)}s"
 
     text = re.sub(r"(for: |\[)(\d+)([smh])", shorter, text)
-    return re.sub(r"(progress_age > )(\d+)", lambda found: f"{found[1]}{int(found[2]) // FASTER}", text)
+    return re.sub(
+        r"(progress_age > )(\d+)", lambda found: f"{found[1]}{int(found[2]) // FASTER}", text
+    )
 
 
 @dataclass(frozen=True)
@@ -56,21 +62,37 @@ class Prometheus:
 @contextmanager
 def prometheus(folder: Path, targets: Path) -> Iterator[Prometheus]:
     """A server on loopback that scrapes every second what the file ``targets`` names."""
-    (folder / "alerts.yaml").write_text(faster(ALERTS.read_text(encoding="utf-8")), encoding="utf-8")
+    (folder / "alerts.yaml").write_text(
+        faster(ALERTS.read_text(encoding="utf-8")), encoding="utf-8"
+    )
     configuration = {
         "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
         "rule_files": ["alerts.yaml"],
-        "scrape_configs": [{"job_name": "ray", "file_sd_configs": [{"files": [str(targets)], "refresh_interval": "2s"}]}],
+        "scrape_configs": [
+            {
+                "job_name": "ray",
+                "file_sd_configs": [{"files": [str(targets)], "refresh_interval": "2s"}],
+            }
+        ],
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(configuration), encoding="utf-8")
     [port] = free_ports(1)
     where = f"127.0.0.1:{port}"
-    options = ("--config.file=prometheus.yml", "--storage.tsdb.path=data", f"--web.listen-address={where}", "--log.level=warn")
+    options = (
+        "--config.file=prometheus.yml",
+        "--storage.tsdb.path=data",
+        f"--web.listen-address={where}",
+        "--log.level=warn",
+    )
     with (folder / "prometheus.log").open("wb") as log:
-        process = subprocess.Popen(["prometheus", *options], cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            ["prometheus", *options], cwd=folder, stdout=log, stderr=subprocess.STDOUT
+        )
     try:
         made = Prometheus(f"http://{where}")
-        eventually(lambda: _ready(made.url), f"Prometheus answers, see {folder}/prometheus.log", 30, 0.2)
+        eventually(
+            lambda: _ready(made.url), f"Prometheus answers, see {folder}/prometheus.log", 30, 0.2
+        )
         yield made
     finally:
         process.terminate()

@@ -1,7 +1,9 @@
-"""A real Slurm on one machine: a controller, and one node daemon in a network, process and mount namespace per node.
+"""A real Slurm on one machine: a controller, and one node daemon in a network, process and mount
+namespace per node.
 
-Every node has its own address, host name, processes and shared memory; the disk is what they share. Needs root and Debian's
-packages: ``python -m tests.deploy.slurm.lab install``. ``python -m tests.deploy.slurm.lab COMMAND`` runs a command beside a lab.
+Every node has its own address, host name, processes and shared memory; the disk is what they share.
+Needs root and Debian's packages: ``python -m tests.deploy.slurm.lab install``. ``python -m
+tests.deploy.slurm.lab COMMAND`` runs a command beside a lab.
 """
 
 from __future__ import annotations
@@ -81,15 +83,23 @@ def why_not() -> str | None:
         return "a lab needs root, for network namespaces"
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if missing:
-        return f"{', '.join(missing)} missing: `python -m tests.deploy.slurm.lab install` installs Debian's packages"
-    tried = subprocess.run(["unshare", "-n", "-m", "-u", "-p", "-f", "true"], capture_output=True, text=True)
+        return (
+            f"{', '.join(missing)} missing: `python -m tests.deploy.slurm.lab install` installs"
+            " Debian's packages"
+        )
+    tried = subprocess.run(
+        ["unshare", "-n", "-m", "-u", "-p", "-f", "true"], capture_output=True, text=True
+    )
     return f"namespaces are not allowed here: {tried.stderr.strip()}" if tried.returncode else None
 
 
 @dataclass(frozen=True)
 class Lab:
-    """A running lab. ``environment`` is what Slurm's commands need; ``nodes``: name -> the process that holds its namespaces,
-    of those that have power; ``mark``: what names of its network begin with."""
+    """A running lab.
+
+    ``environment`` is what Slurm's commands need; ``nodes``: name -> the process that holds its
+    namespaces, of those that have power; ``mark``: what names of its network begin with.
+    """
 
     folder: Path
     environment: dict[str, str]
@@ -97,7 +107,9 @@ class Lab:
     mark: str
 
     def cut(self, name: str) -> float:
-        """Take the power of a node away: it is silent from one moment to the next, and nothing of it takes leave. Returns when."""
+        """Take the power of a node away: it is silent from one moment to the next, and nothing of
+        it takes leave. Returns when.
+        """
         now = time.time()
         _ip("link", "set", f"{self.mark}-{name}", "down")
         process = self.nodes.pop(name)
@@ -107,13 +119,22 @@ class Lab:
 
     def slurm(self, *command: str, cwd: Path | None = None) -> str:
         """What a command prints. Raises AssertionError with its errors when it fails."""
-        done = subprocess.run(command, env=self.environment, cwd=cwd, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, env=self.environment, cwd=cwd, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
     def idle(self) -> bool:
-        listed = subprocess.run(["sinfo", "-h", "-N", "-o", "%N %t"], env=self.environment, capture_output=True, text=True)
-        return len({line for line in listed.stdout.splitlines() if line.endswith(" idle")}) == len(self.nodes)
+        listed = subprocess.run(
+            ["sinfo", "-h", "-N", "-o", "%N %t"],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+        )
+        return len({line for line in listed.stdout.splitlines() if line.endswith(" idle")}) == len(
+            self.nodes
+        )
 
     def processes(self) -> list[tuple[str, psutil.Process]]:
         """What runs on which node, besides Slurm's own daemons; zombies left out."""
@@ -121,7 +142,9 @@ class Lab:
         for name, node in self.nodes.items():
             for process in psutil.Process(node.pid).children(recursive=True):
                 try:
-                    if process.status() != psutil.STATUS_ZOMBIE and not process.name().startswith("slurm"):
+                    if process.status() != psutil.STATUS_ZOMBIE and not process.name().startswith(
+                        "slurm"
+                    ):
                         found.append((name, process))
                 except psutil.NoSuchProcess:
                     continue
@@ -129,7 +152,9 @@ class Lab:
 
     def shared_memory(self) -> dict[str, list[str]]:
         """Node -> the files in its /dev/shm."""
-        inside = {name: psutil.Process(node.pid).children()[0].pid for name, node in self.nodes.items()}
+        inside = {
+            name: psutil.Process(node.pid).children()[0].pid for name, node in self.nodes.items()
+        }
         return {name: os.listdir(f"/proc/{pid}/root/dev/shm") for name, pid in inside.items()}
 
 
@@ -139,20 +164,39 @@ def lab() -> Iterator[Lab]:
     mark = f"rl{os.getpid() % 100000}"
     network = f"10.{os.getpid() % 199 + 31}.{os.getpid() // 199 % 250}"
     with ExitStack() as after:
-        folder = Path(after.enter_context(tempfile.TemporaryDirectory(prefix="slurm-lab-", ignore_cleanup_errors=True)))
+        folder = Path(
+            after.enter_context(
+                tempfile.TemporaryDirectory(prefix="slurm-lab-", ignore_cleanup_errors=True)
+            )
+        )
         folder.chmod(0o755)
         addresses = {name: f"{network}.{number}" for number, name in enumerate(NODES, 1)}
         _configure(folder, network, addresses)
-        after.enter_context(_daemon(
-            ["munged", "--foreground", "--force", f"--key-file={folder}/munge.key", f"--socket={folder}/munge.socket",
-             f"--pid-file={folder}/munged.pid", f"--log-file={folder}/munged.log", f"--seed-file={folder}/munge.seed"],
-            folder / "munged.out",
-        ))  # fmt: skip
+        after.enter_context(
+            _daemon(
+                [
+                    "munged",
+                    "--foreground",
+                    "--force",
+                    f"--key-file={folder}/munge.key",
+                    f"--socket={folder}/munge.socket",
+                    f"--pid-file={folder}/munged.pid",
+                    f"--log-file={folder}/munged.log",
+                    f"--seed-file={folder}/munge.seed",
+                ],
+                folder / "munged.out",
+            )
+        )
         _until(lambda: (folder / "munge.socket").exists(), "munged's socket", folder)
         after.enter_context(_bridge(mark, network))
         environment = os.environ | {"SLURM_CONF": f"{folder}/slurm.conf"}
-        after.enter_context(_daemon(["slurmctld", "-D", "-f", f"{folder}/slurm.conf"], folder / "slurmctld.out"))
-        nodes = {name: after.enter_context(_node(mark, name, addresses[name], network, folder)) for name in NODES}
+        after.enter_context(
+            _daemon(["slurmctld", "-D", "-f", f"{folder}/slurm.conf"], folder / "slurmctld.out")
+        )
+        nodes = {
+            name: after.enter_context(_node(mark, name, addresses[name], network, folder))
+            for name in NODES
+        }
         started = Lab(folder, environment, nodes, mark)
         _until(started.idle, "the nodes idle", folder)
         yield started
@@ -162,29 +206,55 @@ def _configure(folder: Path, network: str, addresses: dict[str, str]) -> None:
     key = folder / "munge.key"
     key.touch(mode=0o400)
     key.write_bytes(os.urandom(128))
-    known = {"host": socket.gethostname(), "port": free_ports(1)[0], "network": network, "folder": folder}
+    known = {
+        "host": socket.gethostname(),
+        "port": free_ports(1)[0],
+        "network": network,
+        "folder": folder,
+    }
     lines = [CONFIGURATION.format(**known, kill_wait=KILL_WAIT)]
     for name, gpus in NODES.items():
         (folder / f"spool-{name}").mkdir()
         gres = f"Gres=gpu:{gpus} " if gpus else ""
-        lines.append(f"NodeName={name} NodeAddr={addresses[name]} CPUs=4 RealMemory=4000 {gres}State=UNKNOWN\n")
-    lines += ["PartitionName=cpu Nodes=cpu1 Default=YES State=UP\n", "PartitionName=gpu Nodes=gpu[1-3] State=UP\n"]
+        lines.append(
+            f"NodeName={name} NodeAddr={addresses[name]} CPUs=4 RealMemory=4000"
+            f" {gres}State=UNKNOWN\n"
+        )
+    lines += [
+        "PartitionName=cpu Nodes=cpu1 Default=YES State=UP\n",
+        "PartitionName=gpu Nodes=gpu[1-3] State=UP\n",
+    ]
     (folder / "slurm.conf").write_text("".join(lines), encoding="utf-8")
     for number in range(max(NODES.values())):
-        os.mknod(folder / f"gpu{number}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))  # Slurm wants a device file
-    (folder / "gres.conf").write_text("".join(
-        f"NodeName={name} Name=gpu File={folder}/gpu[0-{gpus - 1}]\n" for name, gpus in NODES.items() if gpus
-    ), encoding="utf-8")  # fmt: skip
+        os.mknod(
+            folder / f"gpu{number}", 0o666 | stat.S_IFCHR, os.makedev(1, 3)
+        )  # Slurm wants a device file
+    (folder / "gres.conf").write_text(
+        "".join(
+            f"NodeName={name} Name=gpu File={folder}/gpu[0-{gpus - 1}]\n"
+            for name, gpus in NODES.items()
+            if gpus
+        ),
+        encoding="utf-8",
+    )
     constrain = "ConstrainCores=no\nConstrainRAMSpace=no\nConstrainDevices=no\n"
-    (folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n{constrain}", encoding="utf-8")
-    hosts = {"127.0.0.1": "localhost", f"{network}.254": socket.gethostname()} | {a: name for name, a in addresses.items()}
-    (folder / "hosts").write_text("".join(f"{address} {name}\n" for address, name in hosts.items()), encoding="utf-8")
+    (folder / "cgroup.conf").write_text(
+        f"CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n{constrain}", encoding="utf-8"
+    )
+    hosts = {"127.0.0.1": "localhost", f"{network}.254": socket.gethostname()} | {
+        a: name for name, a in addresses.items()
+    }
+    (folder / "hosts").write_text(
+        "".join(f"{address} {name}\n" for address, name in hosts.items()), encoding="utf-8"
+    )
 
 
 @contextmanager
 def _daemon(command: list[str], output: Path) -> Iterator[subprocess.Popen[bytes]]:
     with output.open("wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
     try:
         yield process
     finally:
@@ -208,23 +278,31 @@ def _bridge(mark: str, network: str) -> Iterator[None]:
 
 
 @contextmanager
-def _node(mark: str, name: str, address: str, network: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _node(
+    mark: str, name: str, address: str, network: str, folder: Path
+) -> Iterator[subprocess.Popen[bytes]]:
     space = outside = f"{mark}-{name}"
     with ExitStack() as undo:
         _ip("netns", "add", space)
         undo.callback(_ip, "netns", "del", space)
         _ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", space)
-        # Deleted by name: the kernel keeps a namespace and its link until the last process inside has ended.
+        # Deleted by name: the kernel keeps a namespace and its link until the last process inside
+        # has ended.
         undo.callback(_ip, "link", "del", outside)
         _ip("link", "set", outside, "master", mark, "up")
         _ip("-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
         for device in ("lo", "eth0"):
             _ip("-n", space, "link", "set", device, "up")
         _ip("-n", space, "route", "add", "default", "via", f"{network}.254")
-        inside = f"ip netns exec {space} unshare --mount --uts --pid --fork --mount-proc --kill-child=KILL bash -c"
+        inside = (
+            f"ip netns exec {space} unshare --mount --uts --pid --fork --mount-proc"
+            " --kill-child=KILL bash -c"
+        )
         command = [*inside.split(), START_NODE, "_", name, str(folder)]
         process = undo.enter_context(_daemon(command, folder / f"{name}.out"))
-        undo.callback(process.kill)  # unshare ignores SIGTERM; its end is the end of everything in the namespace
+        undo.callback(
+            process.kill
+        )  # unshare ignores SIGTERM; its end is the end of everything in the namespace
         yield process
 
 
@@ -236,7 +314,10 @@ def _until(condition: Callable[[], bool], what: str, folder: Path) -> None:
     end = time.monotonic() + 60
     while not condition():
         if time.monotonic() > end:
-            tails = "\n".join(f"{log.name}: {log.read_text(encoding='utf-8')[-500:]}" for log in folder.glob("*.log"))
+            tails = "\n".join(
+                f"{log.name}: {log.read_text(encoding='utf-8')[-500:]}"
+                for log in folder.glob("*.log")
+            )
             raise AssertionError(f"{what}: not within 60 s\n{tails}")
         time.sleep(0.1)
 

@@ -15,7 +15,9 @@ def test_a_lab_starts_while_a_process_of_the_last_one_still_ends() -> None:
         pytest.skip(problem)
     with lab() as first:
         space = f"{first.mark}-cpu1"
-        late = subprocess.Popen(["ip", "netns", "exec", space, "sh", "-c", "echo inside; exec sleep 60"], stdout=PIPE)
+        late = subprocess.Popen(
+            ["ip", "netns", "exec", space, "sh", "-c", "echo inside; exec sleep 60"], stdout=PIPE
+        )
         assert late.stdout is not None
         assert late.stdout.readline() == b"inside\n"
     try:

@@ -1,4 +1,6 @@
-"""A cluster on a real Slurm: found without an address, trained on, a node lost, stopped by time limits, continued, cancelled."""
+"""A cluster on a real Slurm: found without an address, trained on, a node lost, stopped by time
+limits, continued, cancelled.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,23 @@ class Site:
 
     def cluster(self, *arguments: object) -> str:
         """What ``python -m rayloop slurm`` prints. Raises AssertionError when it fails."""
-        command = [sys.executable, "-m", "rayloop", "slurm", str(arguments[0]), "--site", self.folder / "site.yaml"]
+        command = [
+            sys.executable,
+            "-m",
+            "rayloop",
+            "slurm",
+            str(arguments[0]),
+            "--site",
+            self.folder / "site.yaml",
+        ]
         return self.lab.slurm(*map(str, [*command, *arguments[1:]]), cwd=ROOT)
 
     def sbatch(self, *arguments: object) -> str:
         """Submit by hand; returns the job's id."""
         output = self.folder / "logs" / "by-hand-%j.out"
-        return self.lab.slurm("sbatch", "--parsable", f"--output={output}", *map(str, arguments), cwd=ROOT)
+        return self.lab.slurm(
+            "sbatch", "--parsable", f"--output={output}", *map(str, arguments), cwd=ROOT
+        )
 
     def state(self, job: str) -> str:
         """What Slurm says about a job."""
@@ -66,7 +78,9 @@ class Site:
         try:
             return eventually(condition, what, seconds, 0.5)
         except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.lab.slurm('squeue', '-a', '-t', 'all')}\n{self.text()}") from None
+            raise AssertionError(
+                f"{error}\n{self.lab.slurm('squeue', '-a', '-t', 'all')}\n{self.text()}"
+            ) from None
 
     def completed(self, job: str, seconds: float) -> str:
         """Wait for the end of a job; returns its record. Raises AssertionError when it fails."""
@@ -99,11 +113,15 @@ class Site:
 
     def nodes(self, job: str) -> list[str]:
         """Where the elements of a job run."""
-        return sorted(self.lab.slurm("squeue", "-h", "-j", job, "-t", "running", "-o", "%N").split())
+        return sorted(
+            self.lab.slurm("squeue", "-h", "-j", job, "-t", "running", "-o", "%N").split()
+        )
 
     def minutes(self, job: str) -> int:
         """How long a job has run, rounded up."""
-        *hours, minutes, _ = map(int, self.lab.slurm("squeue", "-h", "-j", job, "-o", "%M").split(":"))
+        *hours, minutes, _ = map(
+            int, self.lab.slurm("squeue", "-h", "-j", job, "-o", "%M").split(":")
+        )
         assert hours == [], "too slow"
         return minutes + 1
 
@@ -112,7 +130,8 @@ class Site:
 
     def text(self) -> str:
         return "\n".join(
-            f"== {log.name}\n{log.read_text(encoding='utf-8')[-3000:]}" for log in sorted((self.folder / "logs").glob("*.out"))
+            f"== {log.name}\n{log.read_text(encoding='utf-8')[-3000:]}"
+            for log in sorted((self.folder / "logs").glob("*.out"))
         )
 
     def nothing_left_behind(self) -> None:
@@ -137,10 +156,17 @@ def site(tmp_path: Path, digits_model: Path) -> Iterator[Site]:
         pytest.skip(problem)
     node = [STORE]
     content = {
-        "cluster": NAME, "rendezvous": str(tmp_path / "rendezvous"), "logs": str(tmp_path / "logs"),
-        "head": {"partition": "cpu", "cpus": 1, "node": [*node, "--grace=30"], "sbatch": ["--signal=B:USR1@110"]},
+        "cluster": NAME,
+        "rendezvous": str(tmp_path / "rendezvous"),
+        "logs": str(tmp_path / "logs"),
+        "head": {
+            "partition": "cpu",
+            "cpus": 1,
+            "node": [*node, "--grace=30"],
+            "sbatch": ["--signal=B:USR1@110"],
+        },
         "worker": {"partition": "gpu", "cpus": 2, "count": 2, "gres": "gpu:2", "node": node},
-    }  # fmt: skip
+    }
     (tmp_path / "site.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
     with lab() as started, tempfile.TemporaryDirectory(prefix="rl") as temporary:
         started.environment["TMPDIR"] = temporary
@@ -164,9 +190,15 @@ def test_a_dead_node_is_replaced_and_the_run_outlives_its_heads_time_limit(site:
 
     site.wait(lambda: len(site.steps("limited")) > 2, "three steps", 420)
     busy = site.nodes(workers)
-    [victim] = [node for node, process in site.lab.processes() if "".join(process.cmdline()).startswith("ray::PolicyRank")]
+    [victim] = [
+        node
+        for node, process in site.lab.processes()
+        if "".join(process.cmdline()).startswith("ray::PolicyRank")
+    ]
     cut = site.lab.cut(victim)
-    [lost] = site.wait(lambda: site.events("limited", "node_lost"), "the run notices that a node is gone", 120)
+    [lost] = site.wait(
+        lambda: site.events("limited", "node_lost"), "the run notices that a node is gone", 120
+    )
     assert victim in lost["name"], lost
     assert lost["roles"]["policy"] == 1
     at = site.steps("limited")[-1]
@@ -175,12 +207,20 @@ def test_a_dead_node_is_replaced_and_the_run_outlives_its_heads_time_limit(site:
     assert victim in busy
     site.wait(lambda: site.nodes(workers) == expected, "Slurm gives the worker another node", 240)
     site.wait(lambda: site.steps("limited")[-1] > at + 2, "the same run goes on", 240)
-    [first, *_] = [record["time"] for record in site.records("limited", "metrics") if record["time"] > lost["time"]]
+    [first, *_] = [
+        record["time"]
+        for record in site.records("limited", "metrics")
+        if record["time"] > lost["time"]
+    ]
     print(f"the next step after {first - cut:.1f} s")
     assert "Restarts=0" in site.state(job)
 
-    site.limit(head_job, minutes=site.minutes(head_job) + 1)  # one to two minutes from now, so that the signal is due
-    site.wait(lambda: "Restarts=1" in site.state(head_job), "the time limit's signal, and a requeue", 150)
+    site.limit(
+        head_job, minutes=site.minutes(head_job) + 1
+    )  # one to two minutes from now, so that the signal is due
+    site.wait(
+        lambda: "Restarts=1" in site.state(head_job), "the time limit's signal, and a requeue", 150
+    )
     site.limit(head_job, minutes=20)
     site.completed(job, 600)
     assert site.steps("limited") == list(range(1, 49)), "every step once, none lost"
@@ -192,24 +232,43 @@ def test_a_dead_node_is_replaced_and_the_run_outlives_its_heads_time_limit(site:
 
 
 @pytest.mark.timeout(1200)
-def test_a_fixed_size_job_trains_on_two_nodes_and_is_requeued_after_it_has_saved(site: Site) -> None:
-    """``ray symmetric-run``: no rendezvous, no jobs beside it. Home is a folder of the test's: the token lies there."""
+def test_a_fixed_size_job_trains_on_two_nodes_and_is_requeued_after_it_has_saved(
+    site: Site,
+) -> None:
+    """``ray symmetric-run``: no rendezvous, no jobs beside it.
+
+    Home is a folder of the test's: the token lies there.
+    """
     home = site.folder / "home"
     home.mkdir()
     (site.folder / "logs").mkdir()
     values = {
-        "HOME": home, "RAYLOOP_PYTHON": sys.executable, "RAY_TMPDIR": site.lab.environment["TMPDIR"],
+        "HOME": home,
+        "RAYLOOP_PYTHON": sys.executable,
+        "RAY_TMPDIR": site.lab.environment["TMPDIR"],
         "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": STORE.partition("=")[2],
-    }  # fmt: skip
+    }
     environment = ",".join(["ALL", *(f"{name}={value}" for name, value in values.items())])
-    asked = ("--partition=gpu", "--nodes=2", "--cpus-per-task=2", "--time=20", f"--export={environment}")
+    asked = (
+        "--partition=gpu",
+        "--nodes=2",
+        "--cpus-per-task=2",
+        "--time=20",
+        f"--export={environment}",
+    )
     config = site.config("fixed", steps=10, environment__episode__environment__with=SLOW)
     job = site.sbatch(*asked, SCRIPTS / "fixed_size.sbatch", config)
 
     site.wait(lambda: len(site.steps("fixed")) > 2, "three steps", 420)
-    actors = [name for name, process in site.lab.processes() if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::")]
+    actors = [
+        name
+        for name, process in site.lab.processes()
+        if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::")
+    ]
     assert len(set(actors)) == 2, actors
-    assert (home / ".rayloop" / "fixed_size" / "token").stat().st_mode & 0o077 == 0, "only its owner reads the token"
+    assert (home / ".rayloop" / "fixed_size" / "token").stat().st_mode & 0o077 == 0, (
+        "only its owner reads the token"
+    )
     site.lab.slurm("scancel", "--batch", "--signal=USR1", job)  # as Slurm does near the time limit
     site.wait(lambda: "Restarts=1" in site.state(job), "a requeue", 150)
     assert len(site.events("fixed", "preempted")) == 1, "it was saved"

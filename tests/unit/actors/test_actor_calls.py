@@ -1,4 +1,6 @@
-"""Calls between processes are checked by the type checker: what it refuses, and that no call goes around it."""
+"""Calls between processes are checked by the type checker: what it refuses, and that no call goes
+around it.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,18 @@ def mypy(tmp_path: Path, *lines: str) -> str:
     for number, line in enumerate(lines):
         files.append(tmp_path / f"calls_{number}.py")
         files[-1].write_text(PROGRAM.replace("{line}", line), encoding="utf-8")
-    config = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(ROOT / ".mypy_cache")]
+    config = [
+        "--config-file",
+        str(ROOT / "pyproject.toml"),
+        "--cache-dir",
+        str(ROOT / ".mypy_cache"),
+    ]
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", *config, *map(str, files)], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "mypy", *config, *map(str, files)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     return done.stdout + done.stderr
 
@@ -68,7 +79,10 @@ def test_the_type_checker_refuses_wrong_calls(tmp_path: Path) -> None:
         "create(PolicyRank, {}, 3)",
     )
     errors = {
-        number: [line for line in said.splitlines() if f"calls_{number}.py" in line and "error:" in line] for number in range(11)
+        number: [
+            line for line in said.splitlines() if f"calls_{number}.py" in line and "error:" in line
+        ]
+        for number in range(11)
     }
     assert not errors[0], said
     assert "Incompatible types in assignment" in errors[1][0], "the answer has a type"
@@ -88,12 +102,18 @@ def test_the_type_checker_refuses_wrong_calls(tmp_path: Path) -> None:
 
 
 def test_no_call_goes_around_the_helper() -> None:
-    """``handle.method.remote(...)``, with or without options, and ``getattr(handle, name)``: unchecked, so in one file only."""
+    """``handle.method.remote(...)``, with or without options, and ``getattr(handle, name)``:
+    unchecked, so in one file only.
+    """
     around = []
     for package in ("actors", "cluster"):
         for path in sorted((ROOT / package).rglob("*.py")):
             tree = ast.parse(path.read_text(encoding="utf-8"))
-            found = {node.lineno for node in ast.walk(tree) if isinstance(node, ast.Call) and unchecked(node)}
+            found = {
+                node.lineno
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Call) and unchecked(node)
+            }
             around += [f"{path.relative_to(ROOT)}:{line}" for line in sorted(found)]
     inside = [place for place in around if place.startswith(f"{HELPER}:")]
     assert len(inside) == 1, "the helper itself is seen"
@@ -101,11 +121,17 @@ def test_no_call_goes_around_the_helper() -> None:
 
 
 def unchecked(call: ast.Call) -> bool:
-    """Whether this is a call of a method of an actor by Ray's own means; making an actor or running a task is none."""
+    """Whether this is a call of a method of an actor by Ray's own means; making an actor or running
+    a task is none.
+    """
     if not (isinstance(call.func, ast.Attribute) and call.func.attr == "remote"):
         return False
     callee: ast.expr = call.func.value
-    if isinstance(callee, ast.Call) and isinstance(callee.func, ast.Attribute) and callee.func.attr == "options":
+    if (
+        isinstance(callee, ast.Call)
+        and isinstance(callee.func, ast.Attribute)
+        and callee.func.attr == "options"
+    ):
         callee = callee.func.value
     if isinstance(callee, ast.Call):
         return isinstance(callee.func, ast.Name) and callee.func.id == "getattr"
@@ -125,7 +151,10 @@ def unchecked(call: ast.Call) -> bool:
     ],
 )
 def test_what_goes_around_is_recognised(text: str, wrong: bool) -> None:
-    assert any(unchecked(node) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)) == wrong
+    assert (
+        any(unchecked(node) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
+        == wrong
+    )
 
 
 class Adder:

@@ -7,7 +7,15 @@ import inspect
 import pytest
 from ray import exceptions
 
-from rayloop.actors.failures import ACTIONS, FailureAction, action, cause, is_lost, object_lost, typed
+from rayloop.actors.failures import (
+    ACTIONS,
+    FailureAction,
+    action,
+    cause,
+    is_lost,
+    object_lost,
+    typed,
+)
 from rayloop.core.failures import (
     AGAIN,
     BroadcastFailed,
@@ -39,21 +47,33 @@ def wrapped(error: Exception) -> BaseException:
 
 
 def made(kind: type[BaseException]) -> BaseException:
-    """One of that class, whatever its constructor asks for: what is decided depends on the class alone."""
+    """One of that class, whatever its constructor asks for: what is decided depends on the class
+    alone.
+    """
     return kind.__new__(kind)
 
 
 def test_every_class_of_ray_has_its_own_line() -> None:
     assert len(RAYS) > 35, "the walk must have found them"
-    assert sorted(kind.__name__ for kind in RAYS - ACTIONS.keys()) == [], "say in actors/failures.py what becomes of these"
+    assert sorted(kind.__name__ for kind in RAYS - ACTIONS.keys()) == [], (
+        "say in actors/failures.py what becomes of these"
+    )
 
 
-@pytest.mark.parametrize("kind", sorted(RAYS - {exceptions.RayTaskError}, key=lambda kind: kind.__name__))
-def test_a_class_of_ray_has_the_same_fate_bare_and_wrapped_once_or_twice(kind: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    "kind", sorted(RAYS - {exceptions.RayTaskError}, key=lambda kind: kind.__name__)
+)
+def test_a_class_of_ray_has_the_same_fate_bare_and_wrapped_once_or_twice(
+    kind: type[Exception],
+) -> None:
     expected = ACTIONS[kind][0]
     error = made(kind)
     once = exceptions.RayTaskError("method", "traceback", error)
-    assert [action(error), action(once), action(exceptions.RayTaskError("method", "traceback", once))] == [expected] * 3
+    assert [
+        action(error),
+        action(once),
+        action(exceptions.RayTaskError("method", "traceback", once)),
+    ] == [expected] * 3
     assert action(error, ranks=1) is (REBUILD if expected in (REPLACE, EXCLUDE) else expected)
     assert issubclass(kind, exceptions.ObjectLostError) <= (expected is EXCLUDE)
     assert issubclass(kind, exceptions.RayActorError) <= (expected is REPLACE)
@@ -98,9 +118,15 @@ class OutOfMemoryError(RuntimeError):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
 )
-def test_other_errors(error: Exception, pool: FailureAction, one_rank: FailureAction, ranks: FailureAction) -> None:
+def test_other_errors(
+    error: Exception, pool: FailureAction, one_rank: FailureAction, ranks: FailureAction
+) -> None:
     for each in (error, wrapped(error)):
-        assert [action(each), action(each, ranks=1), action(each, ranks=4)] == [pool, one_rank, ranks]
+        assert [action(each), action(each, ranks=1), action(each, ranks=4)] == [
+            pool,
+            one_rank,
+            ranks,
+        ]
 
 
 def test_torch_calls_these_as_is_expected() -> None:
@@ -117,7 +143,9 @@ def test_a_lost_object_below_a_call_is_no_loss_of_the_actor() -> None:
 
 
 def test_what_a_constructor_raised_it_would_raise_again() -> None:
-    task = exceptions.RayTaskError("__init__", "trace", OSError("no model at /models/gone"), actor_id="ab")
+    task = exceptions.RayTaskError(
+        "__init__", "trace", OSError("no model at /models/gone"), actor_id="ab"
+    )
     task._actor_id = "ab"
     died = exceptions.ActorDiedError(task)
     assert action(died) is action(died, ranks=2) is END
@@ -126,7 +154,10 @@ def test_what_a_constructor_raised_it_would_raise_again() -> None:
 
 def test_a_wrong_configuration_in_a_constructor_keeps_its_exit_code() -> None:
     """Of the policy's ranks and the driver, which are in no pool."""
-    text = 'trace\n  File "actors/policy.py", line 1, in __init__\n    raise\nrayloop.core.failures.ConfigError: a key'
+    text = (
+        'trace\n  File "actors/policy.py", line 1, in __init__\n   '
+        " raise\nrayloop.core.failures.ConfigError: a key"
+    )
     task = exceptions.RayTaskError("__init__", text, ConfigError("a key"), actor_id="ab")
     task._actor_id = "ab"
     found = typed(exceptions.ActorDiedError(task))

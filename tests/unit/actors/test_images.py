@@ -1,4 +1,6 @@
-"""Images travel once per engine: what is sent, what is asked for again, and that an engine always gets whole prompts."""
+"""Images travel once per engine: what is sent, what is asked for again, and that an engine always
+gets whole prompts.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ DONE = Completion((1,), (-0.1,), FinishReason.END_TOKEN, Version(0, 0))
 
 
 class Recorder:
-    """An engine that keeps what it was asked, and refuses what is not whole; with a ``gate`` it answers when that opens."""
+    """An engine that keeps what it was asked, and refuses what is not whole; with a ``gate`` it
+    answers when that opens.
+    """
 
     Settings = SettingsModel
 
@@ -55,7 +59,9 @@ class Recorder:
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         for image in prompt.images:
-            assert image.ref.path or hashlib.sha256(image.data or b"").hexdigest() == image.ref.sha256
+            assert (
+                image.ref.path or hashlib.sha256(image.data or b"").hexdigest() == image.ref.sha256
+            )
         self.prompts.append(prompt)
         if self.fault is not None:
             raise self.fault
@@ -93,7 +99,11 @@ class Driver:
 
 
 def episode(
-    lease: Lease[Engine], had: SentImages, driver: Driver | None = None, cohort: int | None = None, first: FirstTurn | None = None
+    lease: Lease[Engine],
+    had: SentImages,
+    driver: Driver | None = None,
+    cohort: int | None = None,
+    first: FirstTurn | None = None,
 ) -> LeasedEngine:
     request = RolloutRequest(Task("t", ()), TrajectoryId(3, 1), 0, 42, Sampling(), cohort)
     return LeasedEngine(request, lease, cast(Any, LocalActor(driver or Driver())), 5.0, had, first)
@@ -131,7 +141,9 @@ def test_each_image_is_sent_with_the_first_turn_that_shows_it() -> None:
     run(turns(asking, [A], [A, B], [A, B, C], [A, B, C]))
     assert asking.sent == ImagesSent(images=3, bytes=300)
     cohort = Cohort("3", 4)
-    assert server.engine.prompts == [replace(prompt(*images), cohort=cohort) for images in ([A], [A, B], [A, B, C], [A, B, C])]
+    assert server.engine.prompts == [
+        replace(prompt(*images), cohort=cohort) for images in ([A], [A, B], [A, B, C], [A, B, C])
+    ]
     assert server.bytes == 300
 
 
@@ -160,13 +172,19 @@ def test_what_was_forgotten_is_asked_for_again() -> None:
     assert server.bytes <= 250
 
 
-def test_a_request_that_lacks_images_says_so_and_reaches_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_lacks_images_says_so_and_reaches_no_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("rayloop.actors.images.ARRIVING", 0.05)
     server = Server()
     bare = replace(A, data=None)
-    assert run(server.actor.generate(prompt(bare, B), Sampling())) == MissingImages(frozenset({A.ref.sha256}))
+    assert run(server.actor.generate(prompt(bare, B), Sampling())) == MissingImages(
+        frozenset({A.ref.sha256})
+    )
     assert server.engine.prompts == []
-    assert run(server.actor.generate(prompt(A, replace(B, data=None)), Sampling())) == DONE, "what came is kept"
+    assert run(server.actor.generate(prompt(A, replace(B, data=None)), Sampling())) == DONE, (
+        "what came is kept"
+    )
 
 
 def test_an_image_on_its_way_is_waited_for() -> None:
@@ -214,10 +232,14 @@ def test_the_first_turn_of_a_group_carries_its_images_once(limit: int) -> None:
     assert server.engine.prompts == [prompt(A, B)] * 8
 
 
-def test_the_first_turn_is_not_kept_back_as_long_as_its_episode_waited_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_turn_is_not_kept_back_as_long_as_its_episode_waited_for_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One of two asks an hour after the call has come, and the other does not ask."""
     now, server, had = [0.0], Server(), SentImages()
-    monkeypatch.setattr("rayloop.actors.lease.time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    monkeypatch.setattr(
+        "rayloop.actors.lease.time", SimpleNamespace(monotonic=lambda: now[0], time=time.time)
+    )
 
     async def go() -> Completion:
         one = episode(server.lease(), had, first=FirstTurn(2, had))
@@ -248,14 +270,18 @@ def test_what_was_on_its_way_and_never_came_is_asked_for(monkeypatch: pytest.Mon
 
 
 def test_images_of_running_requests_stay_and_are_forgotten_afterwards() -> None:
-    """A waiting prompt keeps its bytes whatever comes meanwhile, and its images need not be sent to others."""
+    """A waiting prompt keeps its bytes whatever comes meanwhile, and its images need not be sent to
+    others.
+    """
     server, had = Server(limit=150), SentImages()
 
     async def go() -> None:
         server.engine.gate = asyncio.Event()
         waiting = asyncio.create_task(turns(episode(server.lease(), had), [A, B]))
         await asyncio.sleep(0.05)
-        others = [asyncio.create_task(turns(episode(server.lease(), had), [each])) for each in (C, D)]
+        others = [
+            asyncio.create_task(turns(episode(server.lease(), had), [each])) for each in (C, D)
+        ]
         await asyncio.sleep(0.05)
         assert server.bytes == 400
         bare = prompt(*(replace(each, data=None) for each in (A, B)))
@@ -266,7 +292,12 @@ def test_images_of_running_requests_stay_and_are_forgotten_afterwards() -> None:
         await asyncio.gather(waiting, *others)
 
     run(go())
-    assert server.engine.prompts == [prompt(A, B), prompt(C), prompt(D), prompt(A, B)], "the last only named them"
+    assert server.engine.prompts == [
+        prompt(A, B),
+        prompt(C),
+        prompt(D),
+        prompt(A, B),
+    ], "the last only named them"
     assert server.bytes <= 150
 
 
@@ -315,7 +346,9 @@ def test_an_image_that_is_shown_twice_is_sent_once() -> None:
     server = Server(limit=0)
     asking = episode(server.lease(), SentImages())
     run(turns(asking, [A, A], [A, A, B, B]))
-    assert asking.sent == ImagesSent(images=1 + 2 + 1, bytes=400, again=1), "nothing is kept: B came, and A was asked for with it"
+    assert asking.sent == ImagesSent(images=1 + 2 + 1, bytes=400, again=1), (
+        "nothing is kept: B came, and A was asked for with it"
+    )
     assert server.engine.prompts == [prompt(A, A), prompt(A, A, B, B)]
 
 
@@ -338,7 +371,9 @@ def test_an_engine_that_keeps_nothing_of_what_it_is_sent_is_no_endless_loop() ->
 
 @pytest.mark.parametrize("limit", [0, 150, 450, 50_000])
 def test_many_episodes_at_once_get_whole_prompts_whatever_is_forgotten(limit: int) -> None:
-    """Two processes, one engine, groups that begin with one image, six turns: the engine itself checks the bytes."""
+    """Two processes, one engine, groups that begin with one image, six turns: the engine itself
+    checks the bytes.
+    """
     server, processes, draw = Server(limit), [SentImages(), SentImages()], random.Random(limit)
     asked: list[tuple[LeasedEngine, list[PromptImage]]] = []
 
@@ -363,15 +398,21 @@ def test_many_episodes_at_once_get_whole_prompts_whatever_is_forgotten(limit: in
     assert sent.bytes == 100 * sent.images
     if limit == 50_000:
         assert sent.again == 0
-        assert len(distinct) <= sent.images <= len(distinct) + 20, "members that begin at the same moment, in two processes"
+        assert len(distinct) <= sent.images <= len(distinct) + 20, (
+            "members that begin at the same moment, in two processes"
+        )
     else:
         assert sent.again > 0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_log_probs_that_are_not_finite_are_no_turn(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probs_that_are_not_finite_are_no_turn(
+    value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever the engine is: vLLM and SGLang return NaN, too, where the logits are."""
-    monkeypatch.setitem(globals(), "DONE", Completion((1, 2), (-0.1, value), FinishReason.END_TOKEN, Version(3, 17)))
+    monkeypatch.setitem(
+        globals(), "DONE", Completion((1, 2), (-0.1, value), FinishReason.END_TOKEN, Version(3, 17))
+    )
     actor, prompt = Server().actor, TokenPrompt((1, 2), ())
     why = "log-probs are not finite for 1 of 2 sampled tokens, with the weights of version 3.17"
     with pytest.raises(Diverged, match=why):

@@ -72,15 +72,21 @@ def grader(request: pytest.FixtureRequest) -> str:
     return f"{__name__}:{request.param}"
 
 
-def trajectory(folder: Path, end: EndReason = EndReason.DONE, text: str = "The answer is 3") -> Trajectory:
+def trajectory(
+    folder: Path, end: EndReason = EndReason.DONE, text: str = "The answer is 3"
+) -> Trajectory:
     ids = tuple(load_tokenizer(folder).encode(f"{text}<|im_end|>").ids)
     turns = (Turn("prompt", (20, 21)), Turn("assistant", ids, logprobs=(-1.0,) * len(ids)))
     return Trajectory(TrajectoryId(0, 0), 0, "t1", 0, turns, Sampling(), end)
 
 
-def score(folder: Path, use: str, answers: list[Any], seconds: float = 0.0, **settings: Any) -> Outcome:
+def score(
+    folder: Path, use: str, answers: list[Any], seconds: float = 0.0, **settings: Any
+) -> Outcome:
     Grader.answers, Grader.asked, Grader.seconds = list(answers), [], 0.0
-    actor = RewardActor(ModelSettings(path=str(folder)), RewardSettings(source=Component(use=use), **settings))
+    actor = RewardActor(
+        ModelSettings(path=str(folder)), RewardSettings(source=Component(use=use), **settings)
+    )
     Grader.seconds = seconds
     [outcome] = asyncio.run(actor.score(TASK, 5, trajectory(folder)))
     Grader.seconds = 0.0
@@ -89,15 +95,28 @@ def score(folder: Path, use: str, answers: list[Any], seconds: float = 0.0, **se
 
 
 def test_a_source_sees_the_step_and_the_decoded_turns(text_folder: Path, grader: str) -> None:
-    assert score(text_folder, grader, [Scored(0.5, {"a": 1.0}, ("late",))]) == Scored(0.5, {"a": 1.0}, ("late",))
+    assert score(text_folder, grader, [Scored(0.5, {"a": 1.0}, ("late",))]) == Scored(
+        0.5, {"a": 1.0}, ("late",)
+    )
     assert Grader.asked == [ScoreContext(5, ["The answer is 3"])]
 
 
 @pytest.mark.parametrize(
     ("returned", "value"),
-    [(1, 1.0), (0.25, 0.25), (np.float32(0.5), 0.5), (np.int64(2), 2.0), (Fraction(1, 4), 0.25), (True, 1.0), (False, 0.0),
-     (np.bool_(True), 1.0), (np.array(0.5), 0.5), (Decimal("0.5"), 0.5), (Scored(True), 1.0)],
-)  # fmt: skip
+    [
+        (1, 1.0),
+        (0.25, 0.25),
+        (np.float32(0.5), 0.5),
+        (np.int64(2), 2.0),
+        (Fraction(1, 4), 0.25),
+        (True, 1.0),
+        (False, 0.0),
+        (np.bool_(True), 1.0),
+        (np.array(0.5), 0.5),
+        (Decimal("0.5"), 0.5),
+        (Scored(True), 1.0),
+    ],
+)
 def test_a_number_is_a_reward(returned: Any, value: float) -> None:
     outcome = as_outcome(returned)
     assert outcome == Scored(value)
@@ -107,9 +126,24 @@ def test_a_number_is_a_reward(returned: Any, value: float) -> None:
 
 @pytest.mark.parametrize(
     "returned",
-    [math.nan, math.inf, -math.inf, None, "1.0", b"1", [1.0], {"score": 1}, 1j, 10**400, np.array([1.0]), np.array(math.nan),
-     Scored(math.nan), Scored(None), Scored("1")],
-)  # fmt: skip
+    [
+        math.nan,
+        math.inf,
+        -math.inf,
+        None,
+        "1.0",
+        b"1",
+        [1.0],
+        {"score": 1},
+        1j,
+        10**400,
+        np.array([1.0]),
+        np.array(math.nan),
+        Scored(math.nan),
+        Scored(None),
+        Scored("1"),
+    ],
+)
 def test_anything_else_is_no_reward(returned: Any) -> None:
     outcome = as_outcome(returned)
     assert isinstance(outcome, Unscored)
@@ -118,7 +152,9 @@ def test_anything_else_is_no_reward(returned: Any) -> None:
 
 
 def test_components_that_are_no_numbers_are_dropped_and_flagged() -> None:
-    outcome = as_outcome(Scored(1.0, {"good": 1, "nan": math.nan, "none": None, "text": "x"}, ("seen",)))  # type: ignore[dict-item]
+    outcome = as_outcome(
+        Scored(1.0, {"good": 1, "nan": math.nan, "none": None, "text": "x"}, ("seen",))
+    )  # type: ignore[dict-item]
     assert outcome == Scored(1.0, {"good": 1.0}, ("seen", "invalid_component"))
 
 
@@ -135,9 +171,14 @@ class Reader:
 
 def test_a_source_that_asks_for_it_sees_all_that_followed_the_prompt(text_folder: Path) -> None:
     said = trajectory(text_folder)
-    shown = Turn("tool", tuple(load_tokenizer(text_folder).encode("<|im_start|>It is 4<|im_end|>").ids))
+    shown = Turn(
+        "tool", tuple(load_tokenizer(text_folder).encode("<|im_start|>It is 4<|im_end|>").ids)
+    )
     played = replace(said, turns=(*said.turns, shown, said.turns[-1]))
-    actor = RewardActor(ModelSettings(path=str(text_folder)), RewardSettings(source=Component(use=f"{__name__}:Reader")))
+    actor = RewardActor(
+        ModelSettings(path=str(text_folder)),
+        RewardSettings(source=Component(use=f"{__name__}:Reader")),
+    )
     asyncio.run(actor.score(TASK, 5, played))
     turn = "The answer is 3<|im_end|>"
     assert Reader.read == [f"{turn}<|im_start|>It is 4<|im_end|>{turn}"]
@@ -153,8 +194,13 @@ def popping(solution_str: str, extra_info: dict[str, Any]) -> float:
     return float(extra_info.pop("level") == "easy" and extra_info["tags"].pop() == "a")
 
 
-def test_a_grader_that_changes_its_row_does_not_change_the_next_calls_row(text_folder: Path) -> None:
-    actor = RewardActor(ModelSettings(path=str(text_folder)), RewardSettings(source=Component(use=f"{__name__}:popping")))
+def test_a_grader_that_changes_its_row_does_not_change_the_next_calls_row(
+    text_folder: Path,
+) -> None:
+    actor = RewardActor(
+        ModelSettings(path=str(text_folder)),
+        RewardSettings(source=Component(use=f"{__name__}:popping")),
+    )
     task = Task("t1", (), extra={"level": "easy", "tags": ["a"]})
     assert asyncio.run(actor.score(task, 5, *[trajectory(text_folder)] * 2)) == [Scored(1.0)] * 2
 
@@ -176,7 +222,9 @@ def by_length(solution_str: str) -> float:
 
 def test_trajectories_scored_in_one_call_have_outcomes_of_their_own(text_folder: Path) -> None:
     source = Component(use=f"{__name__}:by_length")
-    actor = RewardActor(ModelSettings(path=str(text_folder)), RewardSettings(source=source, timeout=0.3))
+    actor = RewardActor(
+        ModelSettings(path=str(text_folder)), RewardSettings(source=source, timeout=0.3)
+    )
     texts = ("The answer is 3", "3", "The answer is 3. " * 4, "The answer")
     answers = [trajectory(text_folder, text=text) for text in texts]
     first, raised, hung, last = asyncio.run(actor.score(TASK, 0, *answers))
@@ -186,7 +234,9 @@ def test_trajectories_scored_in_one_call_have_outcomes_of_their_own(text_folder:
     assert (raised.kind, hung.kind) == (UnscoredKind.GRADER_ERROR, UnscoredKind.TIMEOUT)
 
 
-def test_a_crash_that_repeats_is_the_failing_value_when_that_was_asked_for(text_folder: Path, grader: str) -> None:
+def test_a_crash_that_repeats_is_the_failing_value_when_that_was_asked_for(
+    text_folder: Path, grader: str
+) -> None:
     crashes = [ZeroDivisionError("x"), ZeroDivisionError("x")]
     outcome = score(text_folder, grader, crashes, on_error=-1.0)
     assert outcome == Scored(-1.0, {}, ("grader_error",))
@@ -194,14 +244,20 @@ def test_a_crash_that_repeats_is_the_failing_value_when_that_was_asked_for(text_
 
 
 @pytest.mark.parametrize("on_error", ["exclude", 0.0])
-def test_a_source_may_declare_its_exceptions_infrastructure(text_folder: Path, on_error: Any) -> None:
+def test_a_source_may_declare_its_exceptions_infrastructure(
+    text_folder: Path, on_error: Any
+) -> None:
     crashes = [RecursionError("deep"), RecursionError("deep")]
     outcome = score(text_folder, f"{__name__}:Client", crashes, on_error=on_error)
-    assert outcome == Unscored(UnscoredKind.REWARD_UNAVAILABLE, f"{__name__}:Client: RecursionError: deep")
+    assert outcome == Unscored(
+        UnscoredKind.REWARD_UNAVAILABLE, f"{__name__}:Client: RecursionError: deep"
+    )
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(3)], ids=repr)
-def test_a_source_that_cancels_or_exits_does_not_end_the_actor(text_folder: Path, grader: str, error: BaseException) -> None:
+def test_a_source_that_cancels_or_exits_does_not_end_the_actor(
+    text_folder: Path, grader: str, error: BaseException
+) -> None:
     outcome = score(text_folder, grader, [error, error])
     assert isinstance(outcome, Unscored)
     assert outcome.kind in (UnscoredKind.GRADER_ERROR, UnscoredKind.REWARD_UNAVAILABLE)
@@ -232,7 +288,9 @@ def test_a_crash_that_does_not_repeat_is_forgotten(text_folder: Path, grader: st
     ],
     ids=repr,
 )
-def test_a_failure_around_the_grader_is_no_reward(text_folder: Path, grader: str, errors: list[Exception]) -> None:
+def test_a_failure_around_the_grader_is_no_reward(
+    text_folder: Path, grader: str, errors: list[Exception]
+) -> None:
     outcome = score(text_folder, grader, errors)
     assert isinstance(outcome, Unscored)
     assert outcome.kind is UnscoredKind.REWARD_UNAVAILABLE
@@ -252,19 +310,25 @@ def test_a_grader_that_takes_too_long_leaves_it_unscored(text_folder: Path, grad
     assert time.monotonic() - began < 4.5
 
 
-def test_a_hang_that_repeats_is_the_failing_value_when_that_was_asked_for(text_folder: Path, grader: str) -> None:
+def test_a_hang_that_repeats_is_the_failing_value_when_that_was_asked_for(
+    text_folder: Path, grader: str
+) -> None:
     outcome = score(text_folder, grader, [1.0, 1.0], seconds=0.5, timeout=0.1, on_error=0.0)
     assert outcome == Scored(0.0, {}, ("grader_timeout",))
     assert len(Grader.asked) == 2 or grader.endswith("AsyncGrader")
 
 
 def test_a_hang_of_a_client_is_never_a_reward(text_folder: Path) -> None:
-    outcome = score(text_folder, f"{__name__}:Client", [1.0, 1.0], seconds=0.5, timeout=0.1, on_error=0.0)
+    outcome = score(
+        text_folder, f"{__name__}:Client", [1.0, 1.0], seconds=0.5, timeout=0.1, on_error=0.0
+    )
     assert isinstance(outcome, Unscored)
     assert outcome.kind is UnscoredKind.TIMEOUT
 
 
-def test_an_actor_with_too_many_hung_calls_asks_to_be_replaced(text_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_actor_with_too_many_hung_calls_asks_to_be_replaced(
+    text_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rayloop.core.threads.HUNG", 2)
     while hanging():  # of the tests before
         time.sleep(0.05)

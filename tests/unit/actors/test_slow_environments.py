@@ -1,4 +1,6 @@
-"""Environments that are slow, hang or are of several kinds: nobody waits for another one, in the environment actor itself."""
+"""Environments that are slow, hang or are of several kinds: nobody waits for another one, in the
+environment actor itself.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ class Engine:
 
 
 class Waits:
-    """The first that is made stays in its first ``step`` until the test lets it go; ``reset`` fails as often as the row says."""
+    """The first that is made stays in its first ``step`` until the test lets it go; ``reset`` fails
+    as often as the row says.
+    """
 
     class Settings(SettingsModel):
         hold: bool = False
@@ -107,15 +111,24 @@ def actor(
 ) -> EnvironmentActor:
     chosen = {"environment": environment, "max_turns": 3, **settings}
     each = {name: EnvironmentKind.model_validate(kind) for name, kind in (kinds or {}).items()}
-    return EnvironmentActor(MODEL, EpisodeSettings.model_validate(chosen), each, timeout=timeout, at_once=at_once)
+    return EnvironmentActor(
+        MODEL, EpisodeSettings.model_validate(chosen), each, timeout=timeout, at_once=at_once
+    )
 
 
-def requests(count: int, environment: str = "", attempt: int = 0, **extra: Any) -> list[RolloutRequest]:
+def requests(
+    count: int, environment: str = "", attempt: int = 0, **extra: Any
+) -> list[RolloutRequest]:
     task = Task("t", (Message("user", ("Go.",)),), extra=extra, environment=environment)
-    return [RolloutRequest(task, TrajectoryId(1, n), attempt, n, Sampling(max_tokens=4)) for n in range(count)]
+    return [
+        RolloutRequest(task, TrajectoryId(1, n), attempt, n, Sampling(max_tokens=4))
+        for n in range(count)
+    ]
 
 
-async def played(made: EnvironmentActor, asked: list[RolloutRequest], engine: Engine) -> list[Summary | Failure]:
+async def played(
+    made: EnvironmentActor, asked: list[RolloutRequest], engine: Engine
+) -> list[Summary | Failure]:
     results, *_ = await made.play(asked, Lease(1, engine), None)  # type: ignore[arg-type]
     return list(results)
 
@@ -125,7 +138,9 @@ def test_no_member_of_a_group_waits_for_another_between_turns() -> None:
 
     async def run() -> tuple[int, list[Summary | Failure]]:
         engine = Engine()
-        playing = asyncio.create_task(played(actor({"use": f"{HERE}:Waits", "with": {"hold": True}}), requests(4), engine))
+        playing = asyncio.create_task(
+            played(actor({"use": f"{HERE}:Waits", "with": {"hold": True}}), requests(4), engine)
+        )
         until = time.monotonic() + 15
         while len(engine.prompts) < 1 + 3 * 3 and time.monotonic() < until:
             await asyncio.sleep(0.01)
@@ -174,12 +189,18 @@ def test_the_wait_for_room_is_no_time_of_the_episode() -> None:
 def test_a_reset_that_fails_eight_times_is_never_a_reward_and_the_ninth_is_an_episode() -> None:
     async def run() -> list[Summary | Failure]:
         made, engine = actor({"use": f"{HERE}:Waits"}), Engine()
-        return [(await played(made, requests(1, attempt=n, failures=8), engine))[0] for n in range(9)]
+        return [
+            (await played(made, requests(1, attempt=n, failures=8), engine))[0] for n in range(9)
+        ]
 
     *failed, last = asyncio.run(run())
     for number, one in enumerate(failed, 1):
         assert isinstance(one, Failure)
-        assert (Unscored.of(one).kind, one.of_actor, one.cause is Cause.BUG) == (UnscoredKind.ENVIRONMENT_FAILURE, True, False)
+        assert (Unscored.of(one).kind, one.of_actor, one.cause is Cause.BUG) == (
+            UnscoredKind.ENVIRONMENT_FAILURE,
+            True,
+            False,
+        )
         assert f"attempt {number}: the machine is not there" in one.why
     assert isinstance(last, Summary)
     assert last.env_result == 1.0
@@ -187,12 +208,23 @@ def test_a_reset_that_fails_eight_times_is_never_a_reward_and_the_ninth_is_an_ep
 
 def test_three_kinds_are_played_in_one_actor_each_with_its_own_result() -> None:
     async def run() -> list[list[Summary | Failure]]:
-        kinds = {"counts": {"use": f"{HERE}:Counts"}, "talk": {"use": "rayloop.envs.single_turn:SingleTurn"}}
+        kinds = {
+            "counts": {"use": f"{HERE}:Counts"},
+            "talk": {"use": "rayloop.envs.single_turn:SingleTurn"},
+        }
         made, engine = actor({"use": f"{HERE}:Waits"}, kinds), Engine()
-        return list(await asyncio.gather(*(played(made, requests(2, kind), engine) for kind in ("", "counts", "talk"))))
+        return list(
+            await asyncio.gather(
+                *(played(made, requests(2, kind), engine) for kind in ("", "counts", "talk"))
+            )
+        )
 
     results = [[one for one in group if isinstance(one, Summary)] for group in asyncio.run(run())]
-    assert [[one.env_result for one in group] for group in results] == [[1.0] * 2, [2.0] * 2, [None] * 2]
+    assert [[one.env_result for one in group] for group in results] == [
+        [1.0] * 2,
+        [2.0] * 2,
+        [None] * 2,
+    ]
     assert [[one.turns for one in group] for group in results] == [[3] * 2, [3] * 2, [1] * 2]
 
 
@@ -206,6 +238,8 @@ def test_a_step_that_hangs_is_the_environments_failure_and_the_others_end() -> N
 
     seconds, results = asyncio.run(run())
     hung = [one for one in results if isinstance(one, Failure)]
-    assert [(one.cause is Cause.HUNG, Unscored.of(one).kind) for one in hung] == [(True, UnscoredKind.ENVIRONMENT_FAILURE)]
+    assert [(one.cause is Cause.HUNG, Unscored.of(one).kind) for one in hung] == [
+        (True, UnscoredKind.ENVIRONMENT_FAILURE)
+    ]
     assert len(results) - len(hung) == 3
     assert seconds < 10

@@ -21,10 +21,15 @@ def cells(first: str) -> list[str]:
 
 
 @pytest.mark.parametrize("one", PUBLISHED, ids=lambda one: one.name)
-def test_a_published_template_is_asked_and_continued_as_transformers_renders_it(one: Published) -> None:
+def test_a_published_template_is_asked_and_continued_as_transformers_renders_it(
+    one: Published,
+) -> None:
     found = list(templates.tried(one).values())
     assert templates.DIFFERS not in found
-    assert (found[0], found[4]) == (templates.EQUAL, templates.EQUAL), "prompts, and a user who goes on"
+    assert (found[0], found[4]) == (
+        templates.EQUAL,
+        templates.EQUAL,
+    ), "prompts, and a user who goes on"
     assert cells(one.name)[2:] == found, "make docs"
 
 
@@ -32,7 +37,10 @@ def test_every_family_of_text_that_the_readme_names_has_a_published_template() -
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (row,) = re.findall(r"^\| load: text \|(.*)\|$", readme, re.MULTILINE)
     tried = {kind for one in PUBLISHED for kind in one.kinds}
-    assert {*re.findall(r"`(\w+)`", row)} - tried == {"smollm3", "glm4"}, "run with tiny weights and another template"
+    assert {*re.findall(r"`(\w+)`", row)} - tried == {
+        "smollm3",
+        "glm4",
+    }, "run with tiny weights and another template"
 
 
 def test_each_template_is_in_the_table_and_has_a_source() -> None:
@@ -42,7 +50,9 @@ def test_each_template_is_in_the_table_and_has_a_source() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_each_form_of_tokenizer_has_transformers_tokens_and_keeps_typed_markup_text(form: str) -> None:
+def test_each_form_of_tokenizer_has_transformers_tokens_and_keeps_typed_markup_text(
+    form: str,
+) -> None:
     assert tokenizers.tried(form) == (True, True, True)
     assert cells(form)[1:] == [templates.EQUAL] * 3
 

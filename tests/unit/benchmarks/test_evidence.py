@@ -1,4 +1,6 @@
-"""``python -m benchmarks.evidence NAME``: what a run's folder becomes, which runs are taken as they are, and the tables."""
+"""``python -m benchmarks.evidence NAME``: what a run's folder becomes, which runs are taken as they
+are, and the tables.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,15 @@ def answers(step: int, score: str, rise: float) -> list[dict[str, Any]]:
     """Ten tasks of two sources, greedy and sampled, whose score rises."""
     return [
         {
-            "arm": arm, "task": f"t{task}", "source": f"page{task % 2}", "reward": task / 20 + rise * step,
+            "arm": arm,
+            "task": f"t{task}",
+            "source": f"page{task % 2}",
+            "reward": task / 20 + rise * step,
             "components": {score: task / 20 + rise * step},
         }
         for arm in ("right", "sampled")
         for task in range(TASKS)
-    ]  # fmt: skip
+    ]
 
 
 def lines(file: Path, records: list[dict[str, Any]]) -> None:
@@ -39,7 +44,9 @@ def lines(file: Path, records: list[dict[str, Any]]) -> None:
 
 @pytest.fixture
 def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Commands that were run instead of ``python -m rayloop``; each writes what a run of two steps leaves."""
+    """Commands that were run instead of ``python -m rayloop``; each writes what a run of two steps
+    leaves.
+    """
     commands: list[str] = []
 
     def timed(*arguments: object) -> dict[str, Any]:
@@ -49,11 +56,25 @@ def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         score = "success" if "arpo" in words[1] else "reward"
         folder = Path(given["output"]) / given["name"]
         rise = 0.1 if "algorithm.replay.kind=corrected" in words else 0.05
-        lines(folder / "metrics.jsonl", [
-            {"step": step, "time": 10.0 + step, "timing_s/step": 1.0, "rollout/tokens": 100, "reward/mean": 0.5} for step in (1, 2)
-        ])  # fmt: skip
         lines(
-            folder / "events.jsonl", [{"event": "start", "time": 1.0}, {"event": "finished", "time": 20.0, "ledger": {"issued": 4}}]
+            folder / "metrics.jsonl",
+            [
+                {
+                    "step": step,
+                    "time": 10.0 + step,
+                    "timing_s/step": 1.0,
+                    "rollout/tokens": 100,
+                    "reward/mean": 0.5,
+                }
+                for step in (1, 2)
+            ],
+        )
+        lines(
+            folder / "events.jsonl",
+            [
+                {"event": "start", "time": 1.0},
+                {"event": "finished", "time": 20.0, "ledger": {"issued": 4}},
+            ],
         )
         for step in (0, 2):
             lines(folder / "evaluations" / f"step_{step:06d}.jsonl", answers(step, score, rise))
@@ -66,9 +87,14 @@ def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_has_a_configuration_that_is_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_experiment_has_a_configuration_that_is_read(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if name == "reasoning":
-        pytest.importorskip("reasoning_gym", reason="make test-adapters installs it, and trains with this configuration")
+        pytest.importorskip(
+            "reasoning_gym",
+            reason="make test-adapters installs it, and trains with this configuration",
+        )
     monkeypatch.chdir(ROOT)
     experiment = EXPERIMENTS[name]
     for overrides in experiment.arms.values():
@@ -88,10 +114,19 @@ def test_a_promise_is_checked_and_a_run_of_the_same_configuration_is_taken_as_it
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
     assert list(found["runs"]) == ["0", "1", "2"]
     run = found["runs"]["0"]["as shipped"]
-    assert (run["note"], run["steps"], run["wall_s"], run["median_step_s"], run["first_step_s"]) == ("alone", 2, 100.0, 1.0, 10.0)
+    assert (
+        run["note"],
+        run["steps"],
+        run["wall_s"],
+        run["median_step_s"],
+        run["first_step_s"],
+    ) == ("alone", 2, 100.0, 1.0, 10.0)
     assert run["gain"]["sampled"]["reward"] == [0.1, 0.1, 0.1]
     assert run["held_out"]["2"]["tokens"] == 200
-    assert "| 0 | as shipped | 100.0 | 50 | 2 | 200 | 0.225 -> 0.325 (+0.100 [+0.100, +0.100]) |" in capsys.readouterr().out
+    assert (
+        "| 0 | as shipped | 100.0 | 50 | 2 | 200 | 0.225 -> 0.325 (+0.100 [+0.100, +0.100]) |"
+        in capsys.readouterr().out
+    )
     assert len(played) == 3
     assert all("checkpoint.resume=never" in command for command in played)
 
@@ -105,7 +140,10 @@ def test_a_promise_is_checked_and_a_run_of_the_same_configuration_is_taken_as_it
 
 
 def test_a_run_that_gains_too_little_or_takes_too_long_is_named(
-    played: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    played: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     whole: Callable[..., dict[str, Any]] = runs.timed
     monkeypatch.setattr(runs, "timed", lambda *words: whole(*words) | {"wall_s": 241.0})
@@ -116,7 +154,9 @@ def test_a_run_that_gains_too_little_or_takes_too_long_is_named(
 def test_arms_are_compared_task_by_task_with_the_first(
     played: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert driver.main(["ablation_replay", "--only", "3", "--out", str(tmp_path / "found.json")]) == 0
+    assert (
+        driver.main(["ablation_replay", "--only", "3", "--out", str(tmp_path / "found.json")]) == 0
+    )
     compared = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["compared"]["3"]
     assert compared.keys() == {"with replay"}
     assert compared["with replay"]["steps"] == [2, 2]

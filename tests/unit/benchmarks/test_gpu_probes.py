@@ -1,4 +1,6 @@
-"""What the probes for a GPU share: nothing that they started outlives its limit, and what they found is one JSON object."""
+"""What the probes for a GPU share: nothing that they started outlives its limit, and what they
+found is one JSON object.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,22 @@ time.sleep(600)
 
 
 def living(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+    return [
+        pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"
+    ]
 
 
-def test_a_process_ends_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child, one in a session of its own, one whose parent has gone, and a process that ignores SIGTERM."""
+def test_a_process_ends_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child, one in a session of its own, one whose parent has gone, and a process that ignores
+    SIGTERM.
+    """
     monkeypatch.setattr(children, "GRACE", 0.3)
     reported = tmp_path / "pids"
-    with subprocess.Popen([sys.executable, "-c", HANGS, str(reported)], start_new_session=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", HANGS, str(reported)], start_new_session=True
+    ) as process:
         try:
             eventually(reported.exists, "all are there", 60)
         finally:
@@ -64,7 +74,12 @@ def test_what_is_too_slow_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_ends_in_time_is_as_from_subprocess() -> None:
-    done = completed([sys.executable, "-c", "print(3); raise SystemExit(4)"], 60.0, stdout=subprocess.PIPE, text=True)
+    done = completed(
+        [sys.executable, "-c", "print(3); raise SystemExit(4)"],
+        60.0,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert (done.returncode, done.stdout) == (4, "3\n")
 
 
@@ -79,7 +94,9 @@ def fails(place: Place) -> Found:
 
 def probes(monkeypatch: pytest.MonkeyPatch) -> None:
     here = f"{__name__}"
-    monkeypatch.setattr(command, "PROBES", {"finds": Probe(f"{here}:finds"), "fails": Probe(f"{here}:fails")})
+    monkeypatch.setattr(
+        command, "PROBES", {"finds": Probe(f"{here}:finds"), "fails": Probe(f"{here}:fails")}
+    )
 
 
 def test_a_probe_alone_prints_what_it_found_as_one_json_object(
@@ -87,11 +104,17 @@ def test_a_probe_alone_prints_what_it_found_as_one_json_object(
 ) -> None:
     probes(monkeypatch)
     for name, code in (("finds", 0), ("fails", 1)):
-        assert main([name, "--tiny", "--out", str(tmp_path / "gpu.json"), "--models", str(tmp_path)]) == code
+        assert (
+            main([name, "--tiny", "--out", str(tmp_path / "gpu.json"), "--models", str(tmp_path)])
+            == code
+        )
         (line,) = capsys.readouterr().out.splitlines()
         assert list(json.loads(line)["probes"]) == [name]
     kept = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["probes"]
-    assert {name: probe["status"] for name, probe in kept.items()} == {"finds": "measured", "fails": "failed"}
+    assert {name: probe["status"] for name, probe in kept.items()} == {
+        "finds": "measured",
+        "fails": "failed",
+    }
 
 
 def test_one_that_is_too_slow_does_not_hold_up_the_others(
@@ -112,7 +135,9 @@ def test_one_that_is_too_slow_does_not_hold_up_the_others(
     assert "start: ended after 1200 s" in capsys.readouterr().err
 
 
-def test_all_goes_on_where_it_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_goes_on_where_it_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What failed is tried again, and everything with other sizes."""
     probes(monkeypatch)
     file, place = tmp_path / "gpu.json", Place(tmp_path, tiny=True)

@@ -1,4 +1,6 @@
-"""``bench start``: what each process used is counted, also after its end, and cut at the events of the run."""
+"""``bench start``: what each process used is counted, also after its end, and cut at the events of
+the run.
+"""
 
 from __future__ import annotations
 
@@ -56,16 +58,28 @@ while time.process_time() < 1.5: pass
 
 def test_a_part_ends_with_its_last_event_before_the_step() -> None:
     events = [
-        {"event": "start", "time": 5.0}, {"event": "self_test", "time": 8.0}, {"event": "self_test", "time": 9.0},
-        {"event": "logprob_check", "time": 7.0}, {"event": "logprob_check", "time": 30.0}, {"event": "trained", "time": 10.0},
-    ]  # fmt: skip
-    assert until(events, 11.0) == {"Ray is up": 5.0, "synced and compared": 7.0, "self-test": 9.0, "first step": 11.0}
+        {"event": "start", "time": 5.0},
+        {"event": "self_test", "time": 8.0},
+        {"event": "self_test", "time": 9.0},
+        {"event": "logprob_check", "time": 7.0},
+        {"event": "logprob_check", "time": 30.0},
+        {"event": "trained", "time": 10.0},
+    ]
+    assert until(events, 11.0) == {
+        "Ray is up": 5.0,
+        "synced and compared": 7.0,
+        "self-test": 9.0,
+        "first step": 11.0,
+    }
 
 
 def test_the_table_sums_rows_and_columns() -> None:
     found = {
         "wall_s": {"Ray is up": 3.0, "first step": 1.5},
-        "cpu_s": {"GCS": {"Ray is up": 0.5, "first step": 0.0}, "raylet": {"Ray is up": 0.25, "first step": 2.0}},
+        "cpu_s": {
+            "GCS": {"Ray is up": 0.5, "first step": 0.0},
+            "raylet": {"Ray is up": 0.25, "first step": 2.0},
+        },
     }
     rows = {line.split(" | ")[0].strip("| "): line for line in table(found).splitlines()}
     assert rows["wall"] == "| wall | 3.0 | 1.5 | 4.5 |"

@@ -18,11 +18,20 @@ def assert_typed_tokens_stay_text(encoder: Encoder) -> None:
     end = encoder.special["<|im_end|>"]
     assert end in encoder.ids("a<|im_end|>")
     assert end not in encoder.ids(encoder.disarmed("a<|im_end|>"))
-    assert encoder.tokenizer.decode(list(encoder.ids(encoder.disarmed("a<|im_end|>"))), skip_special_tokens=False) == "a<|im_end|>"
+    assert (
+        encoder.tokenizer.decode(
+            list(encoder.ids(encoder.disarmed("a<|im_end|>"))), skip_special_tokens=False
+        )
+        == "a<|im_end|>"
+    )
 
 
-@pytest.mark.parametrize("digits", ["c5462e6aa73e4a6bb4c0d42749a0c9ba", "178c9e92468344a49181e282c3a648ba"])
-def test_no_added_token_is_found_across_the_end_of_the_guard(digits: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "digits", ["c5462e6aa73e4a6bb4c0d42749a0c9ba", "178c9e92468344a49181e282c3a648ba"]
+)
+def test_no_added_token_is_found_across_the_end_of_the_guard(
+    digits: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID(digits))
     assert_typed_tokens_stay_text(Encoder(CHARTS))
 

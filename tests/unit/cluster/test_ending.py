@@ -1,4 +1,6 @@
-"""However a run ends: 75 only with this very step on disk, else what a resume starts from; typed, reported, saved if it can be."""
+"""However a run ends: 75 only with this very step on disk, else what a resume starts from; typed,
+reported, saved if it can be.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,10 @@ STEP = 5
 
 @dataclass
 class Driving:
-    """A run at step 5 whose last checkpoint is of step 3. ``trouble``: what saving raises; ``hangs``: it never ends."""
+    """A run at step 5 whose last checkpoint is of step 3.
+
+    ``trouble``: what saving raises; ``hangs``: it never ends.
+    """
 
     config: RunConfig
     folder: Path
@@ -105,7 +110,9 @@ class Driving:
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     folder = tmp_path_factory.mktemp("ending")
-    return RunConfig.model_validate(settings(folder, Path("/models/any"), preemption={"grace": 20.0}))
+    return RunConfig.model_validate(
+        settings(folder, Path("/models/any"), preemption={"grace": 20.0})
+    )
 
 
 FAULTS: dict[str, dict[str, Any]] = {
@@ -116,7 +123,9 @@ FAULTS: dict[str, dict[str, Any]] = {
     "the disk is gone": {"trouble": OSError(5, "Input/output error")},
     "a rank dies while it saves": {"trouble": PolicyLost("rank 0 died")},
     "a message is lost while it saves": {"trouble": exceptions.RpcError("lost")},
-    "a rank raises while it saves": {"trouble": exceptions.RayTaskError("save", "trace", ValueError("a bug"))},
+    "a rank raises while it saves": {
+        "trouble": exceptions.RayTaskError("save", "trace", ValueError("a bug"))
+    },
     "saving hangs": {"hangs": True},
 }
 ERRORS = [
@@ -142,7 +151,9 @@ OTHERS = [
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("error", [*ERRORS, *OTHERS], ids=lambda error: type(error).__name__)
-def test_75_is_true_whatever_fails_while_a_run_stops(config: RunConfig, tmp_path: Path, error: Exception, fault: str) -> None:
+def test_75_is_true_whatever_fails_while_a_run_stops(
+    config: RunConfig, tmp_path: Path, error: Exception, fault: str
+) -> None:
     """SIGTERM has come; the machines, or the run itself, fail in any way at any moment."""
     run = Driving(config, tmp_path / "run", **FAULTS[fault])
     run.stopping.set()
@@ -158,7 +169,9 @@ def test_75_is_true_whatever_fails_while_a_run_stops(config: RunConfig, tmp_path
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("error", ERRORS[1:], ids=lambda error: type(error).__name__)
-def test_a_run_that_the_machines_end_is_saved_if_it_can_be(config: RunConfig, tmp_path: Path, error: Exception, fault: str) -> None:
+def test_a_run_that_the_machines_end_is_saved_if_it_can_be(
+    config: RunConfig, tmp_path: Path, error: Exception, fault: str
+) -> None:
     run = Driving(config, tmp_path / "run", **FAULTS[fault])
     end = run.ends(error)
     found = run.origin.find()
@@ -170,17 +183,30 @@ def test_a_run_that_the_machines_end_is_saved_if_it_can_be(config: RunConfig, tm
     assert note.startswith("step 5 is saved" if fault == "none" else "step 5 is not saved: ")
     assert note.endswith(f"run again to continue from step {found.step} ({found.folder.name})")
     reported = run.reported()
-    assert [reported[key] for key in ("event", "error", "saved")] == ["failed", type(end).__name__, note]
+    assert [reported[key] for key in ("event", "error", "saved")] == [
+        "failed",
+        type(end).__name__,
+        note,
+    ]
 
 
 def classes() -> list[type[RayloopError]]:
-    found = [kind for _, kind in inspect.getmembers(failures, inspect.isclass) if issubclass(kind, RayloopError)]
+    found = [
+        kind
+        for _, kind in inspect.getmembers(failures, inspect.isclass)
+        if issubclass(kind, RayloopError)
+    ]
     return [kind for kind in found if kind not in (RayloopError, Preempted, NotSaved)]
 
 
 @pytest.mark.parametrize("kind", classes(), ids=lambda kind: kind.__name__)
-def test_every_typed_error_keeps_its_type_and_is_reported(config: RunConfig, tmp_path: Path, kind: type[RayloopError]) -> None:
-    """Also from within an actor. What cannot be trusted is not saved: the older checkpoint stays the newest."""
+def test_every_typed_error_keeps_its_type_and_is_reported(
+    config: RunConfig, tmp_path: Path, kind: type[RayloopError]
+) -> None:
+    """Also from within an actor.
+
+    What cannot be trusted is not saved: the older checkpoint stays the newest.
+    """
     run = Driving(config, tmp_path / "run")
     error = kind.__new__(kind)
     error.__dict__ |= {"path": "a.png", "reason": "broken", "tokens": 9, "limit": 8}
@@ -192,7 +218,9 @@ def test_every_typed_error_keeps_its_type_and_is_reported(config: RunConfig, tmp
 
 
 @pytest.mark.parametrize("kind", SUSPECT)
-def test_a_stop_saves_nothing_that_cannot_be_trusted(config: RunConfig, tmp_path: Path, kind: type[RayloopError]) -> None:
+def test_a_stop_saves_nothing_that_cannot_be_trusted(
+    config: RunConfig, tmp_path: Path, kind: type[RayloopError]
+) -> None:
     run = Driving(config, tmp_path / "run")
     run.stopping.set()
     end = run.ends(kind("bad"))
@@ -204,8 +232,16 @@ def test_a_stop_saves_nothing_that_cannot_be_trusted(config: RunConfig, tmp_path
 def test_storage_that_is_away_does_not_replace_the_end_of_a_stop(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lineage: int
 ) -> None:
-    """The words about what a resume starts from cannot be found either. ``lineage`` 0: the run had not begun."""
-    run = Driving(config, tmp_path / "run", trouble=OSError(116, "Stale file handle"), version=Version(lineage, STEP))
+    """The words about what a resume starts from cannot be found either.
+
+    ``lineage`` 0: the run had not begun.
+    """
+    run = Driving(
+        config,
+        tmp_path / "run",
+        trouble=OSError(116, "Stale file handle"),
+        version=Version(lineage, STEP),
+    )
 
     def away(_: Origin) -> None:
         raise OSError(116, "Stale file handle")
@@ -218,7 +254,11 @@ def test_storage_that_is_away_does_not_replace_the_end_of_a_stop(
     assert run.reported()["error"] == "NotSaved"
 
 
-@pytest.mark.parametrize("error", [Preempted("asked to stop"), RolesExhausted("no engine")], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error",
+    [Preempted("asked to stop"), RolesExhausted("no engine")],
+    ids=lambda error: type(error).__name__,
+)
 def test_a_checkpoint_that_vanished_after_it_was_written_is_named(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: RayloopError
 ) -> None:
@@ -235,11 +275,16 @@ def test_a_checkpoint_that_vanished_after_it_was_written_is_named(
     end = run.ends(error)
     said = "".join([str(end), *getattr(end, "__notes__", [])])
     assert type(end) is (NotSaved if isinstance(error, Preempted) else type(error))
-    assert f"not saved: its checkpoint was written, but {run.origin.folder} does not have it in full now; run again" in said
+    assert (
+        f"not saved: its checkpoint was written, but {run.origin.folder} does not have it in full"
+        " now; run again" in said
+    )
     assert "which one that is cannot be seen now" in said
 
 
-def test_what_nobody_foresaw_is_typed_saved_and_keeps_its_traceback(config: RunConfig, tmp_path: Path) -> None:
+def test_what_nobody_foresaw_is_typed_saved_and_keeps_its_traceback(
+    config: RunConfig, tmp_path: Path
+) -> None:
     run = Driving(config, tmp_path / "run")
     try:
         {}["lost"]
@@ -255,20 +300,37 @@ def test_what_nobody_foresaw_is_typed_saved_and_keeps_its_traceback(config: RunC
 def test_nothing_is_saved_where_nothing_was_trained_since_the_checkpoint(
     config: RunConfig, tmp_path: Path, error: RayloopError
 ) -> None:
-    """A first step that fails leaves no checkpoint of step 0 in the way of a start with another model."""
+    """A first step that fails leaves no checkpoint of step 0 in the way of a start with another
+    model.
+    """
     run = Driving(config, tmp_path / "run", step=OLDER, trouble=AssertionError("it was saved"))
     assert run.ends(error).__notes__ == ["run again to continue from step 3 (step_000003)"]
 
 
-@pytest.mark.parametrize("error", [KeyError("a bug"), StorageFailed("no room"), OSError(5, "Input/output error")])
-def test_nothing_is_saved_before_the_restored_version_is_known(config: RunConfig, tmp_path: Path, error: Exception) -> None:
-    """The driver has the step of its checkpoint, and no lineage yet: what it saved would replace that checkpoint."""
-    run = Driving(config, tmp_path / "run", step=46, begun=0, version=Version(0, 0), trouble=AssertionError("it was saved"))
+@pytest.mark.parametrize(
+    "error", [KeyError("a bug"), StorageFailed("no room"), OSError(5, "Input/output error")]
+)
+def test_nothing_is_saved_before_the_restored_version_is_known(
+    config: RunConfig, tmp_path: Path, error: Exception
+) -> None:
+    """The driver has the step of its checkpoint, and no lineage yet: what it saved would replace
+    that checkpoint.
+    """
+    run = Driving(
+        config,
+        tmp_path / "run",
+        step=46,
+        begun=0,
+        version=Version(0, 0),
+        trouble=AssertionError("it was saved"),
+    )
     assert run.ends(error).__notes__[-1] == "run again to continue from step 3 (step_000003)"
     assert [found.step for found in run.store.newest_first()] == [OLDER]
 
 
-def test_an_error_before_anything_was_trained_has_no_note(config: RunConfig, tmp_path: Path) -> None:
+def test_an_error_before_anything_was_trained_has_no_note(
+    config: RunConfig, tmp_path: Path
+) -> None:
     run = Driving(config, tmp_path / "run", step=0, begun=0)
     assert not hasattr(run.ends(ConfigError("a key")), "__notes__")
 

@@ -1,4 +1,6 @@
-"""``env list`` and ``env play``: what is typed, what is shown, and what an environment that fails looks like."""
+"""``env list`` and ``env play``: what is typed, what is shown, and what an environment that fails
+looks like.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,27 @@ def played(monkeypatch: pytest.MonkeyPatch, lines: str, *words: str) -> int:
 def test_an_episode_is_played_from_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert played(monkeypatch, "one\n\ntwo\nthree\nfour\n", "scripted:three-turns", "--seed", "4", "--pictures", str(tmp_path)) == 0
+    assert (
+        played(
+            monkeypatch,
+            "one\n\ntwo\nthree\nfour\n",
+            "scripted:three-turns",
+            "--seed",
+            "4",
+            "--pictures",
+            str(tmp_path),
+        )
+        == 0
+    )
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "user: Turn 1 of seed 4."
     assert [line for line in said if line.startswith("> ")] == ["> one", "> ", "> two", "> three"]
     assert said[-2:] == ["the episode is over", "result: 1"]
-    assert [Image.open(file).size for file in sorted(tmp_path.iterdir())] == [(56, 56), (80, 56), (120, 56)]
+    assert [Image.open(file).size for file in sorted(tmp_path.iterdir())] == [
+        (56, 56),
+        (80, 56),
+        (120, 56),
+    ]
 
 
 def test_a_turn_of_several_lines_is_typed_between_fences(
@@ -43,7 +60,11 @@ def test_a_turn_of_several_lines_is_typed_between_fences(
     lines = 'one\n"""\n<tool_call>\n{}\n</tool_call>\n"""\nthree\n'
     assert played(monkeypatch, lines, "scripted:three-turns", "--pictures", str(tmp_path)) == 0
     said = capsys.readouterr().out
-    assert [line for line in said.splitlines() if line.startswith("> ")] == ["> one", '> """', "> three"]
+    assert [line for line in said.splitlines() if line.startswith("> ")] == [
+        "> one",
+        '> """',
+        "> three",
+    ]
     assert said.splitlines()[-2:] == ["the episode is over", "result: 1"]
 
 
@@ -55,14 +76,18 @@ def test_an_episode_may_be_left(
     assert capsys.readouterr().out.splitlines()[-1] == "result: 1"
 
 
-def test_a_row_of_a_run_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_of_a_run_is_played(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("rows.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two\\u001b[2J"}\n', encoding="utf-8")
+    Path("rows.jsonl").write_text(
+        '{"prompt": "one"}\n{"prompt": "two\\u001b[2J"}\n', encoding="utf-8"
+    )
     Path("run.yaml").write_text(
-        "{name: mine, steps: 1, model: {path: nowhere}, data: {train: rows.jsonl}, environment: {episode: {environment: "
-        "{use: 'rayloop.envs.scripted:ScriptedTool', "
-        "with: {steps: [{text: no, error: not so}, {text: last, done: true}], result: 0.5}}}}, "
-        "reward: {source: {use: 'rayloop.rewards.environment_result:EnvironmentResult'}}}",
+        "{name: mine, steps: 1, model: {path: nowhere}, data: {train: rows.jsonl}, environment:"
+        " {episode: {environment: {use: 'rayloop.envs.scripted:ScriptedTool', with: {steps: [{text:"
+        " no, error: not so}, {text: last, done: true}], result: 0.5}}}}, reward: {source: {use:"
+        " 'rayloop.rewards.environment_result:EnvironmentResult'}}}",
         encoding="utf-8",
     )
     assert played(monkeypatch, "", "run.yaml", "data.train=elsewhere.jsonl") == 2
@@ -73,9 +98,16 @@ def test_a_row_of_a_run_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     said = capsys.readouterr().out
     assert said.startswith("user: two\\x1b[2J\n")
     assert "not carried out: not so\nuser: no\n" in said
-    assert said.endswith("user: last\nthe episode is over\nresult: 0.5\n"), "the last look belongs to the episode"
-    assert played(monkeypatch, "a\nb\n", "run.yaml", "environment.episode.on_error=end", "--row", "2") == 0
-    assert capsys.readouterr().out.endswith("not carried out: not so\nuser: no\nthe episode is over\nresult: 0.5\n")
+    assert said.endswith("user: last\nthe episode is over\nresult: 0.5\n"), (
+        "the last look belongs to the episode"
+    )
+    assert (
+        played(monkeypatch, "a\nb\n", "run.yaml", "environment.episode.on_error=end", "--row", "2")
+        == 0
+    )
+    assert capsys.readouterr().out.endswith(
+        "not carried out: not so\nuser: no\nthe episode is over\nresult: 0.5\n"
+    )
     assert played(monkeypatch, "", "run.yaml", "--row", "3") == 2
     assert "the usable rows 1 to 2" in capsys.readouterr().err
 
@@ -91,7 +123,9 @@ def test_every_family_is_listed_with_its_first_names(capsys: pytest.CaptureFixtu
 def test_a_family_whose_packages_are_missing_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(catalog, "FAMILIES", {"gone": lambda: importlib.import_module("no_such_package")})
+    monkeypatch.setattr(
+        catalog, "FAMILIES", {"gone": lambda: importlib.import_module("no_such_package")}
+    )
     with pytest.raises(ConfigError, match="gone: No module named 'no_such_package'"):
         family("gone")
     with pytest.raises(ConfigError, match="no environments are called 'scripted'; there are gone"):
@@ -113,19 +147,36 @@ def test_equal_seeds_give_equal_tasks(word: str) -> None:
     assert found.play(name, 3)[1].id != found.play(name, 4)[1].id
 
 
-def checked(folder: Path, steps: str, *words: str, rows: str = '{"prompt": "one"}\n{"prompt": "two"}\n') -> int:
+def checked(
+    folder: Path, steps: str, *words: str, rows: str = '{"prompt": "one"}\n{"prompt": "two"}\n'
+) -> int:
     (folder / "rows.jsonl").write_text(rows, encoding="utf-8")
     environment = f"environment: {{episode: {{environment: {steps}}}}}"
     reward = "reward: {source: {use: 'rayloop.rewards.environment_result:EnvironmentResult'}}"
-    run = f"{{name: mine, steps: 1, model: {{path: nowhere}}, data: {{train: {folder}/rows.jsonl}}, {environment}, {reward}}}"
+    run = (
+        f"{{name: mine, steps: 1, model: {{path: nowhere}}, data: {{train: {folder}/rows.jsonl}},"
+        f" {environment}, {reward}}}"
+    )
     (folder / "run.yaml").write_text(run, encoding="utf-8")
     return main(["env", "check", str(folder / "run.yaml"), *words])
 
 
-def test_the_environments_of_a_run_are_started_and_reset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert checked(tmp_path, "{use: 'rayloop.envs.scripted:ScriptedTool', with: {steps: [{text: more}]}}", "--count", "5") == 0
+def test_the_environments_of_a_run_are_started_and_reset(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        checked(
+            tmp_path,
+            "{use: 'rayloop.envs.scripted:ScriptedTool', with: {steps: [{text: more}]}}",
+            "--count",
+            "5",
+        )
+        == 0
+    )
     said = capsys.readouterr().out.splitlines()
-    assert [line.partition(" in ")[0] for line in said] == [f"round {number}: 5 of 5 environments ready" for number in (1, 2)]
+    assert [line.partition(" in ")[0] for line in said] == [
+        f"round {number}: 5 of 5 environments ready" for number in (1, 2)
+    ]
     assert checked(tmp_path, "{use: 'rayloop.envs.scripted:ScriptedTool'}", "--count", "0") == 2
 
 
@@ -149,7 +200,9 @@ class Broken:
         raise ZeroDivisionError("no machine")
 
 
-def test_bugs_of_an_environment_are_counted_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bugs_of_an_environment_are_counted_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert checked(tmp_path, f"{{use: '{__name__}:Broken'}}", "--count", "4", "--rounds", "1") == 1
     said = capsys.readouterr().out
     assert "round 1: 2 of 4 environments ready in " in said
@@ -168,16 +221,27 @@ class Odd(Broken):
     def close(self) -> None: ...
 
 
-def test_an_empty_observation_and_a_foreign_text_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_observation_and_a_foreign_text_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert checked(tmp_path, f"{{use: '{__name__}:Odd'}}", "--count", "2", "--rounds", "1") == 1
     said = capsys.readouterr().out
     assert "1 not ready: reset gave an Observation without a message\n" in said
     assert r"1 not ready: EnvironmentFailed: \x1b[2Jgone" in said
 
 
-def test_rows_that_cannot_be_used_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_that_cannot_be_used_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = '{"prompt": "one"}\n{"prompt": 5}\n'
-    assert checked(tmp_path, "{use: 'rayloop.envs.scripted:ScriptedTool', with: {steps: [{text: more}]}}", rows=rows) == 0
+    assert (
+        checked(
+            tmp_path,
+            "{use: 'rayloop.envs.scripted:ScriptedTool', with: {steps: [{text: more}]}}",
+            rows=rows,
+        )
+        == 0
+    )
     assert f"left out: {tmp_path}/rows.jsonl:2: " in capsys.readouterr().out
 
 
@@ -188,8 +252,12 @@ class Missing(Broken):
         raise EnvironmentFailed('a game is not installed: pip install "game"')
 
 
-def test_what_is_not_ready_is_counted_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_ready_is_counted_with_its_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert checked(tmp_path, f"{{use: '{__name__}:Missing'}}", "--count", "3", "--rounds", "1") == 1
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "round 1: 0 of 3 environments ready"
-    assert said[1] == '  3 not ready: EnvironmentFailed: a game is not installed: pip install "game"'
+    assert (
+        said[1] == '  3 not ready: EnvironmentFailed: a game is not installed: pip install "game"'
+    )

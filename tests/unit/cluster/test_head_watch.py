@@ -36,7 +36,9 @@ class Stage:
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     made = Stage()
-    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: made.now, sleep=made.sleep))
+    monkeypatch.setattr(
+        watchdog, "time", SimpleNamespace(monotonic=lambda: made.now, sleep=made.sleep)
+    )
     return made
 
 
@@ -66,9 +68,16 @@ def test_then_the_run_ends_before_ray_ends_the_process(stage: Stage) -> None:
 def test_another_head_counts_at_once(stage: Stage) -> None:
     watch = HeadWatch(stage.notes.append, stage.ask, stage.lives)
     stage.error = AuthenticationError(
-        "RPC error: WrongClusterID: Perhaps the client is accessing GCS after it has restarted.. Ensure"
+        "RPC error: WrongClusterID: Perhaps the client is accessing GCS after it has restarted.."
+        " Ensure"
     )
-    with pytest.raises(HeadGone, match=r"started again, and knows nothing of this run \(RPC error: WrongClusterID: .* restarted\)"):
+    with pytest.raises(
+        HeadGone,
+        match=(
+            r"started again, and knows nothing of this run \(RPC error: WrongClusterID: .*"
+            r" restarted\)"
+        ),
+    ):
         watch.decide()
 
 
@@ -83,7 +92,9 @@ def test_ray_on_the_own_node_that_has_ended_counts_at_once(stage: Stage) -> None
     watch.check()
     stage.node = False
     assert watch.look()
-    with pytest.raises(NodeGone, match=r"Ray on .* has ended .* no driver can run beside this process") as error:
+    with pytest.raises(
+        NodeGone, match=r"Ray on .* has ended .* no driver can run beside this process"
+    ) as error:
         watch.decide()
     assert error.value.exit_code == AGAIN
 
@@ -108,5 +119,7 @@ def test_a_node_lives_until_the_head_says_that_it_is_dead(
     monkeypatch: pytest.MonkeyPatch, nodes: list[dict[str, object]], lives: bool
 ) -> None:
     own = SimpleNamespace(get_node_id=lambda: "own")
-    monkeypatch.setattr(session, "ray", SimpleNamespace(nodes=lambda: nodes, get_runtime_context=lambda: own))
+    monkeypatch.setattr(
+        session, "ray", SimpleNamespace(nodes=lambda: nodes, get_runtime_context=lambda: own)
+    )
     assert session.node_lives() is lives

@@ -1,4 +1,6 @@
-"""``status``, ``logs`` and ``stop`` of runs from their folders; tests/cluster/test_live.py has a run that lives."""
+"""``status``, ``logs`` and ``stop`` of runs from their folders; tests/cluster/test_live.py has a
+run that lives.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def folder(tmp_path: Path) -> RunFolder:
     return made
 
 
-def test_status_tells_step_checkpoint_roles_and_incidents(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_tells_step_checkpoint_roles_and_incidents(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     with folder.acquired():
         assert main(["status", str(folder.path)]) == 0
     text = re.sub(r"\d+ s ago", "N s ago", capsys.readouterr().out)
@@ -53,23 +57,34 @@ def test_status_tells_step_checkpoint_roles_and_incidents(folder: RunFolder, cap
     assert "step 12 of 60, last progress N s ago" in text
     assert "checkpoint of step 10, saved N s ago" in text
     assert "N s ago: [12] worker_lost: role rollout, worker 1" in text
-    assert [line.split() for line in text.splitlines() if line.startswith(("rollout", "policy"))] == [
+    assert [
+        line.split() for line in text.splitlines() if line.startswith(("rollout", "policy"))
+    ] == [
         ["rollout", "1", "2", "1", "7"],
         ["policy", "1", "1", "0", "2"],
     ]
     assert "its node\\x1b[31m died" in text, "what would steer the terminal is written out"
 
 
-def test_status_for_programs_is_one_object(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_for_programs_is_one_object(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     with folder.acquired():
         assert main(["status", str(folder.path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["step"], found["steps"], found["checkpoint_step"], found["end"]) == (12, 60, 10, None)
+    assert (found["step"], found["steps"], found["checkpoint_step"], found["end"]) == (
+        12,
+        60,
+        10,
+        None,
+    )
     assert found["roles"]["rollout"] == {"in_service": 1, "wanted": 2, "lost": 1, "budget_left": 7}
     assert found["incidents"][0]["event"] == "worker_lost"
 
 
-def test_status_of_a_run_that_nobody_runs_says_how_it_ended(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_a_run_that_nobody_runs_says_how_it_ended(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(["status", str(folder.path)])
     assert "nobody runs it, and it recorded no end" in capsys.readouterr().out
     folder.events.emit(events.Failed("Stalled", "nothing moved", {}), 12)
@@ -80,14 +95,20 @@ def test_status_of_a_run_that_nobody_runs_says_how_it_ended(folder: RunFolder, c
     assert "worker_lost: role" in text
 
 
-def test_status_of_no_run_says_what_is_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_no_run_says_what_is_wanted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["status", str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err
 
 
-def test_logs_of_a_run_that_ended_are_those_of_its_folder(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_of_a_run_that_ended_are_those_of_its_folder(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder.logs.mkdir()
-    (folder.logs / "worker-1.err").write_text("".join(f"line {n}\n" for n in range(50)), encoding="utf-8")
+    (folder.logs / "worker-1.err").write_text(
+        "".join(f"line {n}\n" for n in range(50)), encoding="utf-8"
+    )
     assert main(["logs", str(folder.path), "--lines", "2"]) == 0
     assert capsys.readouterr().out == "=== logs/worker-1.err ===\nline 48\nline 49\n\n"
     assert main(["logs", str(folder.path), "--role", "rollout"]) == 2
@@ -95,7 +116,9 @@ def test_logs_of_a_run_that_ended_are_those_of_its_folder(folder: RunFolder, cap
 
 
 @pytest.mark.parametrize("word", ["stacks", "stop"])
-def test_a_run_that_does_not_live_is_named(word: str, folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_does_not_live_is_named(
+    word: str, folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([word, str(folder.path)]) == 2
     assert str(folder.path) in capsys.readouterr().err
 
@@ -121,18 +144,26 @@ with folder.acquired():
 
 @pytest.mark.parametrize(
     ("how", "code", "says"),
-    [("saves", 0, "a checkpoint is there to continue from"), ("fails", 1, "full disk"), ("deaf", 1, "has not ended in time")],
+    [
+        ("saves", 0, "a checkpoint is there to continue from"),
+        ("fails", 1, "full disk"),
+        ("deaf", 1, "has not ended in time"),
+    ],
 )
 def test_stop_asks_the_process_and_waits_for_its_end(
     how: str, code: int, says: str, folder: RunFolder, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder.path), how], stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(folder.path), how], stdout=subprocess.PIPE
+    )
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         elsewhere = folder.path / "checkpoints"
         within = "1" if how == "deaf" else "60"
-        assert main(["stop", str(folder.path), str(elsewhere), "--here", "--within", within]) == code
+        assert (
+            main(["stop", str(folder.path), str(elsewhere), "--here", "--within", within]) == code
+        )
     finally:
         process.kill()
         process.wait()
@@ -142,7 +173,12 @@ def test_stop_asks_the_process_and_waits_for_its_end(
 
 def test_stop_here_leaves_folders_alone_that_are_no_runs(folder: RunFolder, tmp_path: Path) -> None:
     (tmp_path / "huggingface").mkdir()
-    assert main(["stop", str(folder.path), str(tmp_path / "huggingface"), str(tmp_path / "*"), "--here"]) == 0
+    assert (
+        main(
+            ["stop", str(folder.path), str(tmp_path / "huggingface"), str(tmp_path / "*"), "--here"]
+        )
+        == 0
+    )
 
 
 class Ended:
@@ -168,7 +204,9 @@ class Ended:
         (Ended(ray.exceptions.GetTimeoutError()), False),
     ],
 )
-def test_a_driver_that_ends_as_it_is_asked_to_is_no_error(found: Any, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_ends_as_it_is_asked_to_is_no_error(
+    found: Any, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def get_actor(name: str, namespace: str) -> Any:
         if isinstance(found, Exception):
             raise found
@@ -177,7 +215,9 @@ def test_a_driver_that_ends_as_it_is_asked_to_is_no_error(found: Any, taken: boo
     def get(answer: Exception, timeout: float) -> None:
         raise answer
 
-    monkeypatch.setattr(live, "joined", lambda place: nullcontext([live.LiveActor("driver-1", "a", 1, "here")]))
+    monkeypatch.setattr(
+        live, "joined", lambda place: nullcontext([live.LiveActor("driver-1", "a", 1, "here")])
+    )
     monkeypatch.setattr(ray, "get_actor", get_actor)
     monkeypatch.setattr(ray, "get", get)
     with nullcontext() if taken else pytest.raises(live.NoAnswer, match="does not answer"):
@@ -239,7 +279,10 @@ def test_status_and_stop_of_a_run_in_another_container(
     monkeypatch.setattr(live, "stop_driver", asked.append)
     folder.lock.path.write_text(json.dumps(asdict(elsewhere)), encoding="utf-8")
     assert main(["status", str(folder.path)]) == 0
-    assert f"process {elsewhere.pid} on {elsewhere.host}, in another container runs it" in capsys.readouterr().out
+    assert (
+        f"process {elsewhere.pid} on {elsewhere.host}, in another container runs it"
+        in capsys.readouterr().out
+    )
     monkeypatch.setattr(live_command, "_waited", lambda *_: 0)
     assert main(["stop", str(folder.path)]) == 0
     assert (asked, signals) == ([place], []), "the same number may be another process here"

@@ -22,7 +22,9 @@ START = 40.0
 
 
 class Site:
-    """Where actors start: those of slots in ``down`` never answer, those in ``broken`` die at their start."""
+    """Where actors start: those of slots in ``down`` never answer, those in ``broken`` die at their
+    start.
+    """
 
     def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch, **recovery: Any) -> None:
         monkeypatch.setattr(ray, "kill", lambda handle: None)
@@ -30,7 +32,9 @@ class Site:
         self.events: list[str] = []
         self.spawned = 0
         settings = RecoverySettings(**recovery)
-        self.pool: Pool[Any] = Pool("rollout", size, self._spawn, settings, lambda e: self.events.append(e.kind))
+        self.pool: Pool[Any] = Pool(
+            "rollout", size, self._spawn, settings, lambda e: self.events.append(e.kind)
+        )
 
     def _spawn(self, slot: int) -> Any:
         self.spawned += 1
@@ -48,7 +52,10 @@ class Site:
                 self.pool.lost(serial, "its node died")
 
     async def after(self, seconds: float) -> int:
-        """How many serve then. Raises what the pool gives up with meanwhile, as the driver would."""
+        """How many serve then.
+
+        Raises what the pool gives up with meanwhile, as the driver would.
+        """
         for _ in range(int(seconds / 5)):
             await asyncio.sleep(5)
             if self.pool._failure is not None:
@@ -73,7 +80,9 @@ def test_8_of_64_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
         site.down |= set(range(8))
         site.lose(*range(8))
         assert await site.after(24 * 3600) == 56
-        assert site.spawned - 64 <= 8 * 13 + 24 * 8 * 12, "an attempt that fails is one of the budget"
+        assert site.spawned - 64 <= 8 * 13 + 24 * 8 * 12, (
+            "an attempt that fails is one of the budget"
+        )
         site.down.clear()
         assert await site.after(3600) == 64, "the node came back, a day later"
 
@@ -93,7 +102,9 @@ def test_100_losses_in_a_day(monkeypatch: pytest.MonkeyPatch) -> None:
     live(test())
 
 
-def test_a_slot_that_is_lost_again_and_again_waits_while_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_that_is_lost_again_and_again_waits_while_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def test() -> None:
         site = Site(2, monkeypatch, replacements=3)
         await site.pool.start()
@@ -109,7 +120,9 @@ def test_a_slot_that_is_lost_again_and_again_waits_while_the_others_go_on(monkey
 
 
 @pytest.mark.parametrize("size", [2, 1])
-def test_a_role_without_actors_ends_the_run_after_the_start_timeout(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_a_role_without_actors_ends_the_run_after_the_start_timeout(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
     async def test() -> None:
         site = Site(size, monkeypatch, start_timeout=300.0)
         await site.pool.start()
@@ -119,7 +132,10 @@ def test_a_role_without_actors_ends_the_run_after_the_start_timeout(monkeypatch:
             assert await site.after(4000) == 1
         else:
             with pytest.raises(
-                RolesExhausted, match=r"rollout role had fewer than 1 of 1 actors .* \(300 s\).* last loss: start of"
+                RolesExhausted,
+                match=(
+                    r"rollout role had fewer than 1 of 1 actors .* \(300 s\).* last loss: start of"
+                ),
             ):
                 await site.after(4000)
             assert 300 <= asyncio.get_running_loop().time() - START <= 310
@@ -127,7 +143,9 @@ def test_a_role_without_actors_ends_the_run_after_the_start_timeout(monkeypatch:
     live(test())
 
 
-def test_a_wait_for_an_engine_lasts_as_long_as_its_replacement_is_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_an_engine_lasts_as_long_as_its_replacement_is_being_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The first attempt takes nearly all of ``start_timeout`` and fails; the second began in time."""
 
     async def test() -> None:

@@ -1,4 +1,6 @@
-"""A node is the unit of failure: reported once, everything on it replaced at once for one unit of a budget."""
+"""A node is the unit of failure: reported once, everything on it replaced at once for one unit of a
+budget.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,11 @@ LOAD = 60.0
 
 
 class Site:
-    """Nodes a, b and c. ``where`` is the node that an actor of a slot is started on; ``known`` what the head says of each; one that
-    is ``deaf`` accepts no connection."""
+    """Nodes a, b and c.
+
+    ``where`` is the node that an actor of a slot is started on; ``known`` what the head says of
+    each; one that is ``deaf`` accepts no connection.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ray, "kill", lambda handle: None)
@@ -53,7 +58,12 @@ class Site:
 
     def _rows(self) -> list[dict[str, Any]]:
         return [
-            {"NodeID": node, "Alive": alive, "NodeManagerHostname": f"host-{node}", "NodeManagerAddress": "10.0.0.1"}
+            {
+                "NodeID": node,
+                "Alive": alive,
+                "NodeManagerHostname": f"host-{node}",
+                "NodeManagerAddress": "10.0.0.1",
+            }
             for node, alive in self.known.items()
         ]
 
@@ -70,7 +80,9 @@ class Site:
             await asyncio.sleep(0)
             return node
 
-        return SimpleNamespace(health=SimpleNamespace(remote=health), node=SimpleNamespace(remote=place))
+        return SimpleNamespace(
+            health=SimpleNamespace(remote=health), node=SimpleNamespace(remote=place)
+        )
 
     def pool(self, role: str, size: int) -> Pool[Any]:
         recovery = RecoverySettings(replacements=2)
@@ -86,7 +98,9 @@ class Site:
 
 
 def loading(site: Site, error: type[Exception] | None = None) -> Any:
-    """A rank of the policy that takes LOAD seconds to load the model, and fails with its node, or with ``error``."""
+    """A rank of the policy that takes LOAD seconds to load the model, and fails with its node, or
+    with ``error``.
+    """
     actor = site._actor(0)
     node = site.spawned[-1][1]
 
@@ -118,16 +132,24 @@ def test_a_lost_node_is_reported_once_and_costs_one_unit(monkeypatch: pytest.Mon
         await asyncio.sleep(5)
         site.crash("a")
         await asyncio.sleep(1.5)
-        assert {worker.node for worker in engines.workers.values()} == {"c"}, "all on it are out of service at once"
+        assert {worker.node for worker in engines.workers.values()} == {"c"}, (
+            "all on it are out of service at once"
+        )
         await asyncio.sleep(START + 3)
         assert len(engines.workers) == 3
-        assert {w.node for w in [*engines.workers.values(), *rewards.workers.values()]} == {"b", "c"}
+        assert {w.node for w in [*engines.workers.values(), *rewards.workers.values()]} == {
+            "b",
+            "c",
+        }
         [lost] = site.named("node_lost")
         assert lost["roles"] == {"rollout": 2, "reward": 1}
         assert lost["workers"] == {"rollout": [1, 2], "reward": [1]}
         assert lost["name"] == "host-a (10.0.0.1)"
         assert site.named("worker_lost") == [], "the node is reported, not each of its actors"
-        assert sorted(event["node"] for event in site.named("worker_replaced")) == ["host-b (10.0.0.1)"] * 3
+        assert (
+            sorted(event["node"] for event in site.named("worker_replaced"))
+            == ["host-b (10.0.0.1)"] * 3
+        )
         assert left(engines) + left(rewards) == pytest.approx(4 * 2 - 1, abs=0.1)
         watching.cancel()
 
@@ -173,7 +195,9 @@ def test_a_node_that_goes_on_delays_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     live(test())
 
 
-def test_a_start_that_fails_is_held_against_the_node_it_was_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_fails_is_held_against_the_node_it_was_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def test() -> None:
         site, failures = Site(monkeypatch), list[Exception]()
 
@@ -187,19 +211,25 @@ def test_a_start_that_fails_is_held_against_the_node_it_was_on(monkeypatch: pyte
         await engines.start()
         failures += [ActorDiedError() for _ in range(3)]
         site.where[0] = "b"
-        engines.lost(next(serial for serial, worker in engines.workers.items() if worker.slot == 0), "killed")
+        engines.lost(
+            next(serial for serial, worker in engines.workers.items() if worker.slot == 0), "killed"
+        )
         await asyncio.sleep(3600 / 2 + 2 * START + 5)
         assert failures == []
         assert (site.nodes.bad("a"), site.nodes.bad("b")) == (False, True)
         await asyncio.sleep(3600)
         site.crash("b")
         await site.nodes._look()
-        assert site.named("node_lost")[0]["roles"] == {"rollout": 1}, "those that did not start are not counted"
+        assert site.named("node_lost")[0]["roles"] == {"rollout": 1}, (
+            "those that did not start are not counted"
+        )
 
     live(test())
 
 
-def test_the_policy_is_lost_with_its_node_though_nobody_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_policy_is_lost_with_its_node_though_nobody_calls_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def test() -> None:
         site = Site(monkeypatch)
         group = PolicyGroup(PolicySettings(), lambda rank: None, nodes=site.nodes)  # type: ignore[arg-type,return-value]
@@ -208,7 +238,9 @@ def test_the_policy_is_lost_with_its_node_though_nobody_calls_it(monkeypatch: py
         group._places = [await site.nodes.locate(site._actor(0), "policy")]
         watching = asyncio.create_task(site.nodes.watch())
         asyncio.get_running_loop().call_later(30, site.crash, "a")
-        with pytest.raises(PolicyLost, match=r"a rank of the policy: its node host-a \(10\.0\.0\.1\) was lost"):
+        with pytest.raises(
+            PolicyLost, match=r"a rank of the policy: its node host-a \(10\.0\.0\.1\) was lost"
+        ):
             await group.while_there(asyncio.sleep(3600))
         await asyncio.sleep(START + 3)
         assert left(engines) == 2, "the rebuilt policy is the unit that the node costs"
@@ -218,7 +250,9 @@ def test_the_policy_is_lost_with_its_node_though_nobody_calls_it(monkeypatch: py
     live(test())
 
 
-def test_a_node_that_is_lost_while_the_policy_loads_is_lost_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_is_lost_while_the_policy_loads_is_lost_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def test() -> None:
         site = Site(monkeypatch)
         group = PolicyGroup(PolicySettings(), lambda rank: loading(site), nodes=site.nodes)
@@ -235,10 +269,14 @@ def test_a_node_that_is_lost_while_the_policy_loads_is_lost_with_it(monkeypatch:
     live(test())
 
 
-def test_a_node_on_which_the_policy_fails_to_load_three_times_is_avoided(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_on_which_the_policy_fails_to_load_three_times_is_avoided(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def test() -> None:
         site = Site(monkeypatch)
-        group = PolicyGroup(PolicySettings(), lambda rank: loading(site, ActorDiedError), nodes=site.nodes)
+        group = PolicyGroup(
+            PolicySettings(), lambda rank: loading(site, ActorDiedError), nodes=site.nodes
+        )
         await site.nodes._look()
         await group.start()
         for _ in range(3):
@@ -250,7 +288,9 @@ def test_a_node_on_which_the_policy_fails_to_load_three_times_is_avoided(monkeyp
     live(test())
 
 
-def test_a_save_that_ends_after_its_ranks_were_taken_away_is_a_lost_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_ends_after_its_ranks_were_taken_away_is_a_lost_policy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """And no fault of their node: it is the rebuild that killed them."""
 
     async def test() -> None:
@@ -273,7 +313,9 @@ def test_a_save_that_ends_after_its_ranks_were_taken_away_is_a_lost_policy(monke
     live(test())
 
 
-def test_a_rank_that_cannot_be_asked_where_it_is_is_a_lost_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_be_asked_where_it_is_is_a_lost_policy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def test() -> None:
         site = Site(monkeypatch)
         actor = loading(site)
@@ -289,7 +331,9 @@ def test_a_rank_that_cannot_be_asked_where_it_is_is_a_lost_policy(monkeypatch: p
     live(test())
 
 
-def test_a_node_on_which_actors_fail_three_times_is_avoided_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_on_which_actors_fail_three_times_is_avoided_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     room = {"a": {"GPU": 4.0}, "b": {"GPU": 0.0, "CPU": 9.0}, "c": {"GPU": 1.0}}
     monkeypatch.setattr(module, "room", lambda: room)
 
@@ -312,7 +356,9 @@ def test_a_node_on_which_actors_fail_three_times_is_avoided_for_a_while(monkeypa
     live(test())
 
 
-@pytest.mark.parametrize(("minutes", "avoided"), [((0, 15, 30), True), ((0, 9.5, 19), True), ((0, 31, 62), False)])
+@pytest.mark.parametrize(
+    ("minutes", "avoided"), [((0, 15, 30), True), ((0, 9.5, 19), True), ((0, 31, 62), False)]
+)
 def test_failures_count_for_an_hour_and_then_for_twenty_minutes(
     monkeypatch: pytest.MonkeyPatch, minutes: tuple[float, ...], avoided: bool
 ) -> None:
@@ -329,7 +375,9 @@ def test_failures_count_for_an_hour_and_then_for_twenty_minutes(
     live(test())
 
 
-@pytest.mark.parametrize(("error", "blamed"), [(ActorDiedError(), True), (ActorUnschedulableError("no room"), False)])
+@pytest.mark.parametrize(
+    ("error", "blamed"), [(ActorDiedError(), True), (ActorUnschedulableError("no room"), False)]
+)
 def test_a_replacement_that_was_never_placed_is_no_failure_of_a_node(
     monkeypatch: pytest.MonkeyPatch, error: Exception, blamed: bool
 ) -> None:
@@ -348,7 +396,14 @@ def test_a_replacement_that_was_never_placed_is_no_failure_of_a_node(
                 actor.health = SimpleNamespace(remote=fails)
             return actor
 
-        pool: Pool[Any] = Pool("reward", 1, spawned, RecoverySettings(replacements=9), site.events.append, nodes=site.nodes)
+        pool: Pool[Any] = Pool(
+            "reward",
+            1,
+            spawned,
+            RecoverySettings(replacements=9),
+            site.events.append,
+            nodes=site.nodes,
+        )
         await pool.start()
         pool.lost(1, "killed")  # a failure of the node too
         await asyncio.sleep(3600)

@@ -41,7 +41,9 @@ def started(monkeypatch: pytest.MonkeyPatch, *failures: Exception) -> tuple[Pool
     monkeypatch.setattr(ray, "kill", lambda handle: None)
     left, reported = list(failures), list[Any]()
     made: Any = LocalActor(Worker(left))
-    pool = Pool[Any]("tester", 1, lambda slot: made, RecoverySettings(start_timeout=5.0), reported.append)
+    pool = Pool[Any](
+        "tester", 1, lambda slot: made, RecoverySettings(start_timeout=5.0), reported.append
+    )
     try:
         asyncio.run(pool.start())
     finally:
@@ -50,13 +52,19 @@ def started(monkeypatch: pytest.MonkeyPatch, *failures: Exception) -> tuple[Pool
 
 
 @pytest.mark.parametrize("error", [UNREACHABLE, MEMORY], ids=lambda error: type(error).__name__)
-def test_an_actor_that_is_lost_while_it_starts_is_started_again(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_an_actor_that_is_lost_while_it_starts_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     pool, reported = started(monkeypatch, error)
     assert len(pool.workers) == len(reported) == 1
 
 
-@pytest.mark.parametrize("error", [exceptions.RpcError("deadline exceeded", 4), exceptions.RaySystemError(OSError())])
-def test_a_message_that_is_lost_while_an_actor_is_made_costs_an_attempt(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error", [exceptions.RpcError("deadline exceeded", 4), exceptions.RaySystemError(OSError())]
+)
+def test_a_message_that_is_lost_while_an_actor_is_made_costs_an_attempt(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     """The head is away: at the start, and when an actor is to be replaced."""
     monkeypatch.setattr(ray, "kill", lambda handle: None)
     failures, reported = [error], list[Any]()
@@ -75,7 +83,9 @@ def test_a_message_that_is_lost_while_an_actor_is_made_costs_an_attempt(monkeypa
         assert pool._failure is None
 
     asyncio.run(test())
-    assert [event.kind for event in reported if isinstance(event, ReplacementFailed)] == ["replacement_failed"] * 2
+    assert [event.kind for event in reported if isinstance(event, ReplacementFailed)] == [
+        "replacement_failed"
+    ] * 2
 
 
 def test_one_that_is_lost_each_time_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +94,10 @@ def test_one_that_is_lost_each_time_ends_the_start(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_a_constructor_raises_ends_the_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(WorkerStartFailed, match=r"an actor of role tester did not start: .*no model at /models/gone"):
+    with pytest.raises(
+        WorkerStartFailed,
+        match=r"an actor of role tester did not start: .*no model at /models/gone",
+    ):
         started(monkeypatch, constructor_raised(), RayloopError("it was tried again"))
 
 
@@ -105,18 +118,31 @@ trace
 OSError: no model at /models/gone"""
 
 
-def test_a_wrong_configuration_that_a_constructor_finds_ends_the_start_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_configuration_that_a_constructor_finds_ends_the_start_as_such(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(ConfigError) as raised:
-        started(monkeypatch, constructor_raised(WRONG, ConfigError()), RayloopError("it was tried again"))
-    assert (str(raised.value), raised.value.exit_code) == ("rollout.engine: two problems:\n  - one\nanother", 2)
+        started(
+            monkeypatch,
+            constructor_raised(WRONG, ConfigError()),
+            RayloopError("it was tried again"),
+        )
+    assert (str(raised.value), raised.value.exit_code) == (
+        "rollout.engine: two problems:\n  - one\nanother",
+        2,
+    )
 
 
-def test_a_wrong_configuration_below_another_error_is_not_what_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_configuration_below_another_error_is_not_what_ends_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(WorkerStartFailed, match="no model at /models/gone"):
         started(monkeypatch, constructor_raised(BELOW))
 
 
-def test_a_replacement_that_finds_the_configuration_wrong_is_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replacement_that_finds_the_configuration_wrong_is_one_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The same configuration has started the worker before: its machine has changed."""
     monkeypatch.setattr(ray, "kill", lambda handle: None)
     failures, reported = list[Exception](), list[Any]()

@@ -60,7 +60,9 @@ def test_the_newest_two_stay_and_others_are_made_at_their_steps_only(tmp_path: P
     assert never.weights is None
 
 
-def test_a_checkpoint_brings_back_what_was_in_use_when_the_run_has_gone_on_or_is_another(tmp_path: Path) -> None:
+def test_a_checkpoint_brings_back_what_was_in_use_when_the_run_has_gone_on_or_is_another(
+    tmp_path: Path,
+) -> None:
     run = Run(tmp_path / "run")
     before = run.save(1)
     run.refresh(2)

@@ -1,4 +1,6 @@
-"""Saving beside training: one at a time, waited for where something depends on it, and what goes wrong is reported."""
+"""Saving beside training: one at a time, waited for where something depends on it, and what goes
+wrong is reported.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ LONG = 30.0
 
 @dataclass
 class Ranks:
-    """They hold ``weights``, and write what they held when they copied it, once they ``may_write``; ``trouble`` is raised then."""
+    """They hold ``weights``, and write what they held when they copied it, once they ``may_write``;
+    ``trouble`` is raised then.
+    """
 
     weights: int = 0
     may_write: asyncio.Event = field(default_factory=asyncio.Event)
@@ -59,7 +63,9 @@ class Run:
         self.ranks, self.state = Ranks(), {"step": 0}
         self.store = CheckpointStore(folder, keep=9)
         self.stopping = asyncio.Event()
-        self.saving = Saving(self.store, self._emit, beside=beside, timeout=timeout, stopping=self.stopping)
+        self.saving = Saving(
+            self.store, self._emit, beside=beside, timeout=timeout, stopping=self.stopping
+        )
 
     def _emit(self, event: Event, step: int) -> None:
         self.reported.append((event.record()["event"], step))
@@ -70,13 +76,19 @@ class Run:
         async def state() -> dict[str, int]:
             return dict(self.state)
 
-        await self.saving.save(SavedStep(Version(1, step), state, {}, best=False, last=last, patience=patience), self.ranks)
+        await self.saving.save(
+            SavedStep(Version(1, step), state, {}, best=False, last=last, patience=patience),
+            self.ranks,
+        )
         self.ranks.weights, self.state["step"] = -1, -1  # training goes on
 
     def on_disk(self) -> list[tuple[int, int, str]]:
         """Step, the driver's state and the weights of each checkpoint."""
         found = self.store.newest_first()
-        return [(c.step, c.state()["step"], Path(c.trainer, "weights").read_text(encoding="utf-8")) for c in found]
+        return [
+            (c.step, c.state()["step"], Path(c.trainer, "weights").read_text(encoding="utf-8"))
+            for c in found
+        ]
 
 
 def play(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -100,7 +112,9 @@ def test_training_goes_on_while_what_was_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["the last", "not beside"])
-def test_the_last_step_is_waited_for_and_all_where_it_is_not_asked_for(tmp_path: Path, how: str) -> None:
+def test_the_last_step_is_waited_for_and_all_where_it_is_not_asked_for(
+    tmp_path: Path, how: str
+) -> None:
     async def scene() -> None:
         run = Run(tmp_path, beside=how != "not beside")
         run.ranks.may_write.set()
@@ -162,7 +176,9 @@ def test_a_failed_save_is_reported_and_ends_the_run_when_there_are_too_many(tmp_
 def test_training_waits_for_storage_that_refuses_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: bool, last: bool
 ) -> None:
-    """However short the steps are: three failures come at once, and the storage is back after twenty tries."""
+    """However short the steps are: three failures come at once, and the storage is back after
+    twenty tries.
+    """
     monkeypatch.setattr(saving, "RETRY", 0.01)
 
     async def scene() -> None:
@@ -180,7 +196,9 @@ def test_training_waits_for_storage_that_refuses_for_a_while(
         await waiting
         assert run.saving.failed == 0
         assert run.on_disk() == [(4, 4, "4")], "what waited is what is saved"
-        assert run.reported == [("checkpoint_failed", step) for step in range(1, FAILED_SAVES + 2)] + [("checkpoint", 4)]
+        assert run.reported == [
+            ("checkpoint_failed", step) for step in range(1, FAILED_SAVES + 2)
+        ] + [("checkpoint", 4)]
 
     play(scene)
 
@@ -222,7 +240,9 @@ def test_storage_that_stays_away_is_given_up_after_the_patience_and_not_before(
     play(scene)
 
 
-def test_a_stop_ends_the_wait_for_the_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_ends_the_wait_for_the_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(saving, "RETRY", 0.01)
 
     async def scene() -> None:

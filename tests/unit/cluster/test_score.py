@@ -38,14 +38,19 @@ def asked(capsys: pytest.CaptureFixture[str]) -> Asked:
 def file(tmp_path: Path) -> Callable[..., Path]:
     def write(*rows: Any) -> Path:
         path = tmp_path / "rows.jsonl"
-        path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows), encoding="utf-8")
+        path.write_text(
+            "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows),
+            encoding="utf-8",
+        )
         return path
 
     return write
 
 
 def test_the_answers_of_real_completions_are_those_that_were_extracted(asked: Asked) -> None:
-    """Of the 100 rows, four have no answer tag: all else is read alike, and scored as the published evaluation did."""
+    """Of the 100 rows, four have no answer tag: all else is read alike, and scored as the published
+    evaluation did.
+    """
     given = [json.loads(line) for line in COMPLETIONS.read_text(encoding="utf-8").splitlines()]
     lines, err = asked("chart_rvr", COMPLETIONS)
     untagged = [i for i, row in enumerate(given) if "<answer>" not in row["completion"]]
@@ -58,11 +63,17 @@ def test_the_answers_of_real_completions_are_those_that_were_extracted(asked: As
     relaxed = sum(line["components"]["relaxed"] for line in original) / 100
     exact = sum(line["components"]["exact"] for line in original) / 100
     assert f"extracted_answer as published: relaxed {relaxed:.4f}, exact {exact:.4f}" in err
-    assert exact == sum(row["extracted_answer"].lower() == row["gold"].lower() for row in given) / 100
+    assert (
+        exact == sum(row["extracted_answer"].lower() == row["gold"].lower() for row in given) / 100
+    )
 
 
-def test_the_summary_has_means_with_intervals_and_counts(asked: Asked, file: Callable[..., Path]) -> None:
-    rows = [{"completion": f"<think></think><answer>{i % 2}</answer>", "label": "1"} for i in range(40)]
+def test_the_summary_has_means_with_intervals_and_counts(
+    asked: Asked, file: Callable[..., Path]
+) -> None:
+    rows = [
+        {"completion": f"<think></think><answer>{i % 2}</answer>", "label": "1"} for i in range(40)
+    ]
     lines, err = asked("chart_rvr", file(*rows), "--reward", "accuracy_reward")
     assert [line["value"] for line in lines] == [0.0, 1.0] * 20
     assert lines[0]["components"] == {"accuracy": 0.0}
@@ -75,7 +86,15 @@ def test_the_summary_has_means_with_intervals_and_counts(asked: Asked, file: Cal
 
 def test_what_has_no_reward_says_why(asked: Asked, file: Callable[..., Path]) -> None:
     good = {"completion": "<think></think><answer>1</answer>", "label": "1"}
-    path = file(good, "{no json", [1], {"label": "1"}, {"completion": "x"}, good | {"table": [1]}, good | {"label": " "})
+    path = file(
+        good,
+        "{no json",
+        [1],
+        {"label": "1"},
+        {"completion": "x"},
+        good | {"table": [1]},
+        good | {"label": " "},
+    )
     lines, err = asked("chart_rvr", path)
     assert [line.get("unscored") for line in lines] == [None] + ["bad_data"] * 6
     assert all("value" not in line and line["reason"] for line in lines[1:])
@@ -93,12 +112,17 @@ def test_the_process_reward_needs_an_embedder_and_takes_one(
     words = "embedder.use=rayloop.recipes.chart_rvr.rewards.embedders:WordEmbedder"
     (line,), _ = asked("chart_rvr", path, "--reward", "process_style_reward", "--with", words)
     assert line["value"] == pytest.approx(1.0)
-    gone = "embedder={use: rayloop.recipes.chart_rvr.rewards.embedders:OpenAiEmbedder, with: {url: http://127.0.0.1:9/v1}}"
+    gone = (
+        "embedder={use: rayloop.recipes.chart_rvr.rewards.embedders:OpenAiEmbedder, with: {url:"
+        " http://127.0.0.1:9/v1}}"
+    )
     (line,), _ = asked("chart_rvr", path, "--reward", "process", "--with", gone)
     assert line["unscored"] == "reward_unavailable"
 
 
-def test_grounding_is_scored_from_a_file_and_from_a_runs_rollouts(asked: Asked, file: Callable[..., Path]) -> None:
+def test_grounding_is_scored_from_a_file_and_from_a_runs_rollouts(
+    asked: Asked, file: Callable[..., Path]
+) -> None:
     turns = [
         {"role": "assistant", "text": "<bbox>[0,0,1,1]</bbox>", "sampled": True},
         {"role": "tool", "text": "<bbox>[0,0,1,1]</bbox>", "sampled": False},
@@ -113,7 +137,9 @@ def test_grounding_is_scored_from_a_file_and_from_a_runs_rollouts(asked: Asked, 
     assert [line.get("value") for line in lines] == [pytest.approx(0.5), pytest.approx(1.0), None]
     assert lines[1]["id"] == "t7"
     assert lines[1]["answer"] == "[0.1,0.1,0.3,0.3]"
-    pixels = file({"completion": "<box>100, 100, 200, 300</box>", "ground_truth": [0.1, 0.1, 0.3, 0.3]})
+    pixels = file(
+        {"completion": "<box>100, 100, 200, 300</box>", "ground_truth": [0.1, 0.1, 0.3, 0.3]}
+    )
     assert asked("arc_vision", pixels)[0][0]["components"]["format"] == 0.0
     assert asked("arc_vision", pixels, "--variant", "original")[0][0]["components"]["format"] == 1.0
 
@@ -129,7 +155,9 @@ def test_grounding_is_scored_from_a_file_and_from_a_runs_rollouts(asked: Asked, 
         (["--with", "colour=red"], "colour: Extra inputs"),
     ],
 )
-def test_what_cannot_be_asked_for_is_named(words: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_asked_for_is_named(
+    words: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["score", "chart_rvr", str(COMPLETIONS), *words]) == ConfigError.exit_code
     assert why in capsys.readouterr().err
 
@@ -138,7 +166,12 @@ def test_completions_are_found_in_the_usual_columns() -> None:
     said = {"role": "assistant", "content": "b"}
     assert texts_of({"completion": "a"}, "x") == texts_of({"texts": ["a"]}, "x") == ("a",)
     assert texts_of({"messages": [{"role": "user", "content": "a"}, said]}, "x") == ("b",)
-    for row in ({}, {"completion": 7}, {"turns": []}, {"messages": [{"role": "user", "content": "a"}]}):
+    for row in (
+        {},
+        {"completion": 7},
+        {"turns": []},
+        {"messages": [{"role": "user", "content": "a"}]},
+    ):
         with pytest.raises(DataFailure, match="x: "):
             texts_of(row, "x")
     assert truth_of({"gold": 0, "label": None}, ("label", "gold"), "x") == 0
@@ -157,7 +190,13 @@ def test_an_interval_of_many_items_picks_them_in_blocks(monkeypatch: pytest.Monk
 
 
 BOXED = "<answer>\n\\boxed{blue}\n</answer>"
-CODE = {"role": "assistant", "text": "<code>\n```python\nx\n```\n</code>", "sampled": True, "executed": True, "images": []}
+CODE = {
+    "role": "assistant",
+    "text": "<code>\n```python\nx\n```\n</code>",
+    "sampled": True,
+    "executed": True,
+    "images": [],
+}
 SEEN = {"role": "user", "text": "...", "sampled": False, "images": [{"width": 9, "height": 9}]}
 
 
@@ -169,17 +208,50 @@ SEEN = {"role": "user", "text": "...", "sampled": False, "images": [{"width": 9,
         ("arpo", "original", {"completion": "Action: press(key='a')", "eval_result": 1}, 0.5),
         ("arpo", "corrected", {"completion": "no", "components": {"success": 1.0}}, 0.5),
         ("pyvision", "corrected", {"completion": BOXED, "answer": "blue", "calls": 3}, 1.3),
-        ("pyvision", "corrected", {"turns": [CODE, SEEN, {**CODE, "text": BOXED}], "truth": "blue"}, 1.2),
-        ("pyvision", "original", {"completion": "x", "transcript": BOXED, "answer": "blue", "data_source": "vstar"}, 1.0),
-        ("pyvision", "deepeyes", {"turns": [CODE, SEEN, {**CODE, "text": BOXED}], "truth": "blue"}, 2.0),
+        (
+            "pyvision",
+            "corrected",
+            {"turns": [CODE, SEEN, {**CODE, "text": BOXED}], "truth": "blue"},
+            1.2,
+        ),
+        (
+            "pyvision",
+            "original",
+            {"completion": "x", "transcript": BOXED, "answer": "blue", "data_source": "vstar"},
+            1.0,
+        ),
+        (
+            "pyvision",
+            "deepeyes",
+            {"turns": [CODE, SEEN, {**CODE, "text": BOXED}], "truth": "blue"},
+            2.0,
+        ),
         ("pyvision", "deepeyes-original", {"completion": "blue", "answer": "blue"}, 0.8),
-        ("arc_vision", "corrected", {"completion": "<bbox>[300,300,700,700]</bbox>", "ground_truth": [0.3, 0.3, 0.7, 0.7],
-                                     "image_size": [1000, 1000]}, 0.63),
-        ("arc_vision", "library", {"completion": "[0.3,0.3,0.7,0.7]", "ground_truth": [0.3, 0.3, 0.7, 0.7]}, 0.63),
+        (
+            "arc_vision",
+            "corrected",
+            {
+                "completion": "<bbox>[300,300,700,700]</bbox>",
+                "ground_truth": [0.3, 0.3, 0.7, 0.7],
+                "image_size": [1000, 1000],
+            },
+            0.63,
+        ),
+        (
+            "arc_vision",
+            "library",
+            {"completion": "[0.3,0.3,0.7,0.7]", "ground_truth": [0.3, 0.3, 0.7, 0.7]},
+            0.63,
+        ),
     ],
-)  # fmt: skip
+)
 def test_every_recipe_scores_what_was_saved(
-    recipe: str, variant: str, row: dict[str, Any], value: float, asked: Asked, file: Callable[..., Path]
+    recipe: str,
+    variant: str,
+    row: dict[str, Any],
+    value: float,
+    asked: Asked,
+    file: Callable[..., Path],
 ) -> None:
     (line,), _ = asked(recipe, file(row), "--variant", variant)
     assert line["value"] == pytest.approx(value)
@@ -187,18 +259,34 @@ def test_every_recipe_scores_what_was_saved(
 
 
 def test_every_recipe_with_a_reward_can_be_scored() -> None:
-    assert recipes.having("score") == ["arc_vision", "arpo", "chart_rvr", "digits", "pyvision", "reasoning"]
+    assert recipes.having("score") == [
+        "arc_vision",
+        "arpo",
+        "chart_rvr",
+        "digits",
+        "pyvision",
+        "reasoning",
+    ]
 
 
-def test_a_saved_episode_without_a_result_has_no_reward(asked: Asked, file: Callable[..., Path]) -> None:
-    lines, err = asked("arpo", file({"completion": "Action: wait()"}, {"completion": "x", "env_result": "much"}))
+def test_a_saved_episode_without_a_result_has_no_reward(
+    asked: Asked, file: Callable[..., Path]
+) -> None:
+    lines, err = asked(
+        "arpo", file({"completion": "Action: wait()"}, {"completion": "x", "env_result": "much"})
+    )
     assert [line["unscored"] for line in lines] == ["invalid_reward", "bad_data"]
     assert "0 scored (corrected), 2 unscored" in err
 
 
-def test_stated_confidences_are_reported_with_their_calibration(asked: Asked, file: Callable[..., Path]) -> None:
+def test_stated_confidences_are_reported_with_their_calibration(
+    asked: Asked, file: Callable[..., Path]
+) -> None:
     rows = [
-        {"completion": f"<confidence>0.9</confidence><bbox>{box}</bbox>", "ground_truth": [0.1, 0.1, 0.2, 0.2]}
+        {
+            "completion": f"<confidence>0.9</confidence><bbox>{box}</bbox>",
+            "ground_truth": [0.1, 0.1, 0.2, 0.2],
+        }
         for box in ("[0.1,0.1,0.2,0.2]", "[0.5,0.5,0.9,0.9]")
     ]
     _, err = asked("arc_vision", file(*rows))

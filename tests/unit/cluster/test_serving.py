@@ -11,7 +11,9 @@ from rayloop.cluster.stages import serving
 
 
 def test_a_cluster_that_is_gone_holds_up_no_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray asks a cluster without a head for a minute; the run whose endpoint is watched has ended meanwhile."""
+    """Ray asks a cluster without a head for a minute; the run whose endpoint is watched has ended
+    meanwhile.
+    """
     gone = threading.Event()
     monkeypatch.setattr(serving, "POLL", 0.01)
     monkeypatch.setattr(serving, "ASKED", 0.05)
@@ -22,7 +24,9 @@ def test_a_cluster_that_is_gone_holds_up_no_watch(monkeypatch: pytest.MonkeyPatc
         gone.wait(60)
 
     monkeypatch.setattr(serving, "ray_serve", SimpleNamespace(status=status))
-    watching = threading.Thread(target=serving.watch, args=("policy", "policy", lambda: len(asked) < 2), daemon=True)
+    watching = threading.Thread(
+        target=serving.watch, args=("policy", "policy", lambda: len(asked) < 2), daemon=True
+    )
     watching.start()
     watching.join(10)
     gone.set()

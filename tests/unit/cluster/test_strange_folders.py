@@ -1,4 +1,6 @@
-"""Run folders that somebody else made and that were unpacked here: nothing in them decides where this user's files are sent."""
+"""Run folders that somebody else made and that were unpacked here: nothing in them decides where
+this user's files are sent.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from rayloop.run.lock import Holder
 from rayloop.run.place import findable, namespace, own_copy, read_place
 
 COMMANDS = (["logs"], ["stacks"], ["policy", "serve", "--run"])
-"""Which join the cluster that a run's folder names; ``stop`` does it for a run of another machine."""
+"""Which join the cluster that a run's folder names; ``stop`` does it for a run of another machine.
+"""
 
 
 @contextmanager
@@ -56,8 +59,12 @@ def unpacked(folder: Path, address: str, token: Path, holder: Holder | None) -> 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 @pytest.mark.parametrize("lives", [False, True])
-def test_a_strangers_run_is_not_joined(command: list[str], lives: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Not even when its lock names a process of this machine that lives, and the token is one that this user's runs have."""
+def test_a_strangers_run_is_not_joined(
+    command: list[str], lives: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not even when its lock names a process of this machine that lives, and the token is one that
+    this user's runs have.
+    """
     token = tmp_path / "rayloop-abcdefgh" / "token"
     token.parent.mkdir(mode=0o700)
     token.write_text("secret", encoding="utf-8")
@@ -69,7 +76,9 @@ def test_a_strangers_run_is_not_joined(command: list[str], lives: bool, tmp_path
     assert "no live run" in capsys.readouterr().err
 
 
-def test_a_run_of_another_machine_is_not_stopped_through_a_strangers_cluster(tmp_path: Path) -> None:
+def test_a_run_of_another_machine_is_not_stopped_through_a_strangers_cluster(
+    tmp_path: Path,
+) -> None:
     elsewhere = Holder(1, "another-machine", "boot", 0.0)
     with listener() as (address, came):
         run = unpacked(tmp_path / "run", address, tmp_path / "token", elsewhere)
@@ -81,9 +90,17 @@ def test_an_own_run_is_found_while_it_lives(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, "run")
     with listener() as (address, _), run.acquired():
         with findable(run.cluster, address, namespace(run.path)):
-            run.cluster.write_text(json.dumps({"address": "203.0.113.9:6379", "token_file": "/etc/passwd", "namespace": "x"}))
+            run.cluster.write_text(
+                json.dumps(
+                    {"address": "203.0.113.9:6379", "token_file": "/etc/passwd", "namespace": "x"}
+                )
+            )
             place = live_place(run)
-            assert (place.address, place.token_file, place.namespace) == (address, "", namespace(run.path))
+            assert (place.address, place.token_file, place.namespace) == (
+                address,
+                "",
+                namespace(run.path),
+            )
             assert own_copy(run.cluster).stat().st_mode & 0o777 == 0o600
         with pytest.raises(ConfigError, match="is no live run"):
             live_place(run)
@@ -110,14 +127,18 @@ def test_a_copy_that_others_may_write_is_refused(tmp_path: Path) -> None:
             own_copy(run.cluster).parent.chmod(0o700)
 
 
-def test_a_home_that_cannot_be_written_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_that_cannot_be_written_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("RAYLOOP_RENDEZVOUS", str(tmp_path / "file"))
     with findable(tmp_path / "cluster.json", "127.0.0.1:1", "x"):
         assert (tmp_path / "cluster.json").exists()
 
 
-def test_the_last_lines_of_a_large_log_are_read_from_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_lines_of_a_large_log_are_read_from_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = RunFolder(tmp_path, "run")
     run.logs.mkdir(parents=True)
     with (run.logs / "worker-1.err").open("wb") as file:

@@ -15,13 +15,18 @@ CALLS = ("engines sleep", "ranks wake", "ranks sleep", "engines wake")
 
 
 class Gpu:
-    """Two roles on one GPU: it refuses that both have tensors there. ``failing``: the call that fails once."""
+    """Two roles on one GPU: it refuses that both have tensors there.
+
+    ``failing``: the call that fails once.
+    """
 
     def __init__(self, failing: str = "") -> None:
         self.failing, self.calls = failing, list[str]()
         self.engines, self.ranks = True, False
         self.weights = True
-        self.sharing = TimeSharing("level2", Sleepers(self.sleep, self.wake, self.ranks_sleep, self.ranks_wake))
+        self.sharing = TimeSharing(
+            "level2", Sleepers(self.sleep, self.wake, self.ranks_sleep, self.ranks_wake)
+        )
 
     async def sleep(self, level: str) -> None:
         await self._call("engines sleep", level)
@@ -47,7 +52,11 @@ class Gpu:
         await asyncio.sleep(0)
         if name == self.failing:
             self.failing = ""
-            raise PolicyLost(f"{name} failed") if name.startswith("ranks") else WorkerLost(f"{name} failed")
+            raise (
+                PolicyLost(f"{name} failed")
+                if name.startswith("ranks")
+                else WorkerLost(f"{name} failed")
+            )
 
 
 async def started(gpu: Gpu) -> None:
@@ -76,11 +85,20 @@ def test_a_step_calls_each_role_in_turn() -> None:
         return gpu.calls
 
     turn = ["engines sleep level2", "ranks wake"]
-    assert asyncio.run(main()) == ["engines sleep level1", "ranks sleep", "engines wake", *turn, "ranks sleep", "engines wake"]
+    assert asyncio.run(main()) == [
+        "engines sleep level1",
+        "ranks sleep",
+        "engines wake",
+        *turn,
+        "ranks sleep",
+        "engines wake",
+    ]
 
 
 @pytest.mark.parametrize("failing", CALLS)
-def test_after_a_failure_of_any_call_nobody_has_the_gpu_and_the_next_switch_works(failing: str) -> None:
+def test_after_a_failure_of_any_call_nobody_has_the_gpu_and_the_next_switch_works(
+    failing: str,
+) -> None:
     async def main() -> None:
         gpu = Gpu()
         await started(gpu)

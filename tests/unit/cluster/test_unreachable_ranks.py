@@ -1,4 +1,6 @@
-"""Ranks that Ray could not reach for a while: what a rank may get twice is asked again, and nothing is computed twice."""
+"""Ranks that Ray could not reach for a while: what a rank may get twice is asked again, and nothing
+is computed twice.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,10 @@ UNAVAILABLE = ActorUnavailableError("keepalive watchdog timeout", b"1" * 16)
 
 
 class Rank:
-    """Answers each call with the next of ``answers``, the last one for good. ``calls``: the names of those it got;
-    ``numbers``: those of the numbered ones."""
+    """Answers each call with the next of ``answers``, the last one for good.
+
+    ``calls``: the names of those it got; ``numbers``: those of the numbered ones.
+    """
 
     def __init__(self, *answers: Any) -> None:
         self.answers, self.calls, self.numbers = list(answers), list[str](), list[int]()
@@ -64,7 +68,9 @@ class Rank:
 
 
 def group(*ranks: Any, health_timeout: float = 30.0) -> PolicyGroup:
-    made = PolicyGroup(PolicySettings(), lambda _: None, RecoverySettings(health_timeout=health_timeout))  # type: ignore[arg-type,return-value]
+    made = PolicyGroup(
+        PolicySettings(), lambda _: None, RecoverySettings(health_timeout=health_timeout)
+    )  # type: ignore[arg-type,return-value]
     made.ranks = list(ranks)
     return made
 
@@ -107,19 +113,32 @@ def load(of: PolicyGroup) -> Any:
 
 ROW = {"tokens": 1, "sum": 0.5, "max": 0.5, "images": 0, "image_tokens": 0, "swapped": 0.0}
 ANSWERS: dict[Callable[[PolicyGroup], Any], Any] = {
-    fetch: [], train: [], save: {}, export: "manifest", compare: [ROW], send: None, load: None
-}  # fmt: skip
+    fetch: [],
+    train: [],
+    save: {},
+    export: "manifest",
+    compare: [ROW],
+    send: None,
+    load: None,
+}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("call", ANSWERS)
-def test_a_rank_that_could_not_be_reached_is_asked_again(call: Callable[[PolicyGroup], Any], ranks: int) -> None:
+def test_a_rank_that_could_not_be_reached_is_asked_again(
+    call: Callable[[PolicyGroup], Any], ranks: int
+) -> None:
     answer = ANSWERS[call]
-    *well, late = [*(Rank(answer) for _ in range(ranks - 1)), Rank(UNAVAILABLE, UNAVAILABLE, answer)]
+    *well, late = [
+        *(Rank(answer) for _ in range(ranks - 1)),
+        Rank(UNAVAILABLE, UNAVAILABLE, answer),
+    ]
     asyncio.run(call(group(*well, late)))
     asked = [[one for one in rank.calls if one != "forget"] for rank in (*well, late)]
     assert asked == [[call.__name__]] * len(well) + [[call.__name__] * 3]
-    assert set(late.numbers) == (set() if call is fetch else {1}), "the number says that it is the same call"
+    assert set(late.numbers) == (set() if call is fetch else {1}), (
+        "the number says that it is the same call"
+    )
 
 
 def test_each_call_has_the_next_number_on_all_ranks() -> None:
@@ -142,7 +161,10 @@ def test_the_source_of_an_update_is_that_of_the_answer_and_is_not_kept_at_the_ra
 
 
 class Meets(PolicyRank):
-    """Saves when all ranks do, in one thread per rank. ``loses``: what of the first call is lost on its way."""
+    """Saves when all ranks do, in one thread per rank.
+
+    ``loses``: what of the first call is lost on its way.
+    """
 
     def __init__(self, rank: int, meeting: threading.Barrier, loses: str) -> None:
         super().__init__(None, rank, 2)  # type: ignore[arg-type]
@@ -161,7 +183,9 @@ class Meets(PolicyRank):
         lost, self.loses = self.loses, ""
         if lost == "call":
             raise UNAVAILABLE
-        answer = await asyncio.get_running_loop().run_in_executor(self.thread, partial(self.numbered, *args))
+        answer = await asyncio.get_running_loop().run_in_executor(
+            self.thread, partial(self.numbered, *args)
+        )
         if lost == "answer":
             raise UNAVAILABLE
         return answer
@@ -172,13 +196,21 @@ def test_a_collective_is_run_once_whatever_is_lost_on_the_way(lost: str) -> None
     """The rank that ran it already would wait for the others, which have finished it."""
     meeting = threading.Barrier(2)
     ranks = [Meets(0, meeting, ""), Meets(1, meeting, lost)]
-    made = group(*(SimpleNamespace(numbered=SimpleNamespace(options=lambda rank=rank, **_: rank)) for rank in ranks))
+    made = group(
+        *(
+            SimpleNamespace(numbered=SimpleNamespace(options=lambda rank=rank, **_: rank))
+            for rank in ranks
+        )
+    )
 
     async def calls() -> list[Any]:
         return [await made.save("a"), await made.save("b")]
 
     try:
-        assert asyncio.run(calls()) == [{"a/0-1": None, "a/1-1": None}, {"b/0-2": None, "b/1-2": None}]
+        assert asyncio.run(calls()) == [
+            {"a/0-1": None, "a/1-1": None},
+            {"b/0-2": None, "b/1-2": None},
+        ]
     finally:
         for rank in ranks:
             rank.thread.shutdown()
@@ -227,7 +259,9 @@ def test_a_rank_that_missed_a_call_or_is_asked_late_runs_nothing(number: int) ->
     rank = Counts()
     for made in (1, 2):
         rank.numbered(made, "save", "folder")
-    with pytest.raises(WorkerLost, match=rf"call {number} \(save\) of policy rank 1 came after call 2"):
+    with pytest.raises(
+        WorkerLost, match=rf"call {number} \(save\) of policy rank 1 came after call 2"
+    ):
         rank.numbered(number, "save", "folder")
     assert rank.saved == 2
 

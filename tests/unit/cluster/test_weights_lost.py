@@ -1,4 +1,6 @@
-"""The synced weights go with the node that held them: engines that come wait for others, which are made at once."""
+"""The synced weights go with the node that held them: engines that come wait for others, which are
+made at once.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,10 @@ class Late(Engine):
 
 
 class Slow:
-    """Engines in service that take these seconds for each load, in turn. ``blamed``: which of them were replaced."""
+    """Engines in service that take these seconds for each load, in turn.
+
+    ``blamed``: which of them were replaced.
+    """
 
     def __init__(self, *seconds: float) -> None:
         self.seconds, self.had, self.blamed = list(seconds), list[str](), list[str]()
@@ -74,7 +79,9 @@ class Slow:
 
 
 class Stage:
-    """A policy whose exports are called first, second, ...; ``serving`` is what engines in service do with them."""
+    """A policy whose exports are called first, second, ...; ``serving`` is what engines in service
+    do with them.
+    """
 
     def __init__(self, folder: Path) -> None:
         config = RunConfig.model_validate(settings(folder, Path("/models/any")))
@@ -83,7 +90,9 @@ class Stage:
         self.alive = True
         self.serving = Engine(set())
         self.reporter = Reporter(config, folder, open_logger)
-        services: Any = SimpleNamespace(policy=self, rollout=self, weights=str(folder), sharing=TimeSharing())
+        services: Any = SimpleNamespace(
+            policy=self, rollout=self, weights=str(folder), sharing=TimeSharing()
+        )
         self.weight_sync = WeightSync(config, services, self.reporter)
 
     async def export(self, version: Version) -> WeightUpdate[str]:
@@ -157,7 +166,9 @@ def test_while_an_update_is_under_way_the_next_weights_are_waited_for(stage: Sta
     act(play())
 
 
-def test_a_policy_that_went_with_them_is_lost_and_who_waits_is_admitted_after_it_is_rebuilt(stage: Stage) -> None:
+def test_a_policy_that_went_with_them_is_lost_and_who_waits_is_admitted_after_it_is_rebuilt(
+    stage: Stage,
+) -> None:
     async def play() -> None:
         await stage.weight_sync.send(NOW)
         engine, stage.alive = Engine(stage.lost), False
@@ -176,7 +187,9 @@ def test_a_policy_that_went_with_them_is_lost_and_who_waits_is_admitted_after_it
 
 def test_weights_that_are_lost_while_they_are_published_are_a_lost_policy(stage: Stage) -> None:
     stage.serving = Engine({"first"})
-    with pytest.raises(PolicyLost, match=r"the weights of version 1\.5 were lost while they were synced"):
+    with pytest.raises(
+        PolicyLost, match=r"the weights of version 1\.5 were lost while they were synced"
+    ):
         act(stage.weight_sync.send(NOW))
 
 
@@ -204,7 +217,9 @@ def sent(stage: Stage, *versions: Version) -> float:
 VERSIONS = tuple(Version(1, step) for step in range(4))
 
 
-def test_a_load_that_stands_still_is_given_a_new_reference_before_an_engine_is_blamed(stage: Stage) -> None:
+def test_a_load_that_stands_still_is_given_a_new_reference_before_an_engine_is_blamed(
+    stage: Stage,
+) -> None:
     engines = slow(stage, 0.1, 0.2, 0.1, HOUR, 0.1)
     took = sent(stage, *VERSIONS)
     assert engines.had == ["export 1", "export 2", "export 3", "export 4", "export 5"]
@@ -218,7 +233,9 @@ def test_an_engine_that_is_late_for_both_is_blamed(stage: Stage) -> None:
     assert sent(stage, *VERSIONS) == pytest.approx(120.0)
     assert engines.blamed == ["export 5"]
     sent(stage, Version(1, 4))
-    assert engines.deadline == 60.0, "what an engine that was replaced took says nothing about the next load"
+    assert engines.deadline == 60.0, (
+        "what an engine that was replaced took says nothing about the next load"
+    )
 
 
 def test_the_bound_follows_the_last_loads_and_the_first_has_the_longest(stage: Stage) -> None:
@@ -230,8 +247,12 @@ def test_the_bound_follows_the_last_loads_and_the_first_has_the_longest(stage: S
     assert bounds == [(600.0, False)] * 6 + [(pytest.approx(200.0), True)]
 
 
-@pytest.mark.parametrize(("never", "had"), [({"export 1"}, ["export 2"]), ({"export 1", "export 2"}, [])])
-def test_a_new_engine_whose_first_load_stands_still_gets_a_new_reference(stage: Stage, never: set[str], had: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("never", "had"), [({"export 1"}, ["export 2"]), ({"export 1", "export 2"}, [])]
+)
+def test_a_new_engine_whose_first_load_stands_still_gets_a_new_reference(
+    stage: Stage, never: set[str], had: list[str]
+) -> None:
     """A second one that stands still is the engine's fault, which is then replaced."""
     slow(stage, 0.1, 0.1)
     engine = Late(never)

@@ -1,4 +1,6 @@
-"""Every number of a configuration is finite, but for those that may be infinite by name; and a text may look like a number."""
+"""Every number of a configuration is finite, but for those that may be infinite by name; and a text
+may look like a number.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +47,23 @@ def spoiled(annotation: Any, bad: float) -> Iterator[Any]:
         yield from ([value] for value in spoiled(inner[0], bad))
     elif origin in (dict, Mapping) or getattr(origin, "__name__", "") == "Mapping":
         yield from ({"a": value} for value in spoiled(inner[1], bad))
-    elif isinstance(annotation, type) and hasattr(annotation, "__pydantic_fields__") and not issubclass(annotation, BaseModel):
-        for name, info in annotation.__pydantic_fields__.items():  # a dataclass in place of a number
+    elif (
+        isinstance(annotation, type)
+        and hasattr(annotation, "__pydantic_fields__")
+        and not issubclass(annotation, BaseModel)
+    ):
+        for (
+            name,
+            info,
+        ) in annotation.__pydantic_fields__.items():  # a dataclass in place of a number
             if (annotation.__name__, name) not in INFINITE:
                 yield from ({name: value} for value in spoiled(info.annotation, bad))
 
 
 def classes() -> list[type[BaseModel]]:
-    """All settings classes: of a run, a supervised stage, a server, and those of every shipped component."""
+    """All settings classes: of a run, a supervised stage, a server, and those of every shipped
+    component.
+    """
     found = {model for root in (RunConfig, SftConfig, ServeFile) for _, model in walk(root)}
     for uses in COMPONENTS.values():
         for use in uses:
@@ -72,7 +83,9 @@ def test_no_number_of_a_configuration_is_infinite_or_nan() -> None:
                         model.model_validate({key: value})
                         refused = False
                     except ValidationError as error:
-                        refused = any(detail["loc"] and detail["loc"][0] == key for detail in error.errors())
+                        refused = any(
+                            detail["loc"] and detail["loc"][0] == key for detail in error.errors()
+                        )
                     if not refused:
                         accepted.append(f"{model.__qualname__}.{key}={value}")
     assert accepted == []
@@ -80,9 +93,16 @@ def test_no_number_of_a_configuration_is_infinite_or_nan() -> None:
 
 
 def test_the_exceptions_are_upper_bounds_that_are_none() -> None:
-    made = TypeAdapter(Correction).validate_python({"action": "mask", "high": math.inf, "veto": [0.1, math.inf]})
+    made = TypeAdapter(Correction).validate_python(
+        {"action": "mask", "high": math.inf, "veto": [0.1, math.inf]}
+    )
     assert (made.high, made.veto) == (math.inf, (0.1, math.inf))
-    for wrong in ({"high": math.nan}, {"veto": [0.1, math.nan]}, {"veto": [math.inf, math.inf]}, {"low": math.nan}):
+    for wrong in (
+        {"high": math.nan},
+        {"veto": [0.1, math.nan]},
+        {"veto": [math.inf, math.inf]},
+        {"low": math.nan},
+    ):
         with pytest.raises(ValidationError):
             TypeAdapter(Correction).validate_python(wrong)
 
@@ -121,7 +141,11 @@ def test_what_no_text_was_written_for_is_still_refused(tmp_path: Path) -> None:
     file.write_text("name: [1]\nkind: 3\n", encoding="utf-8")
     with pytest.raises(ConfigError) as raised:
         load(file, ["count=x"], Named)
-    for said in (r"name: got [1], expected a text (a number as a text is written in quotes: '7')", "kind: got 3", "count: got 'x'"):
+    for said in (
+        r"name: got [1], expected a text (a number as a text is written in quotes: '7')",
+        "kind: got 3",
+        "count: got 'x'",
+    ):
         assert said in str(raised.value)
     check_components(load(file, ["name=1", "kind=a"], Named))
 
@@ -130,6 +154,9 @@ def test_a_whole_number_of_too_many_digits_is_named_and_ends_nothing() -> None:
     huge = 10**5000
     outcome = as_outcome(huge)
     assert isinstance(outcome, Unscored)
-    assert outcome.reason == "the reward source returned int of too many digits to show, not a finite number"
+    assert (
+        outcome.reason
+        == "the reward source returned int of too many digits to show, not a finite number"
+    )
     assert short([huge]) == "list of too many digits to show"
     assert encode({"reward": huge, "count": 2**1023}) == f'{{"reward":null,"count":{2**1023}}}'

@@ -1,4 +1,6 @@
-"""Who broke an episode: what foreign code raises on what the policy wrote, and what is never the policy's."""
+"""Who broke an episode: what foreign code raises on what the policy wrote, and what is never the
+policy's.
+"""
 
 from __future__ import annotations
 
@@ -88,14 +90,25 @@ def test_who_broke_it(work: Callable[[], None], who: Blame) -> None:
 def test_what_another_process_raised_is_judged_by_its_names() -> None:
     assert blame_of([Raised(["JSONDecodeError", "ValueError", "Exception"])]) is Blame.POLICY
     assert blame_of([Raised(["OSError", "Exception"], errno.EMFILE)]) is Blame.INFRASTRUCTURE
-    assert blame_of([Raised(["KeyError"]), Raised(["APITimeoutError", "APIConnectionError"])]) is Blame.INFRASTRUCTURE
-    assert blame_of([Raised(["TargetClosedError", "Error", "Exception"])]) is Blame.INFRASTRUCTURE, "Playwright's, of a browser"
-    assert blame_of([Raised(["InvalidSessionIdException", "WebDriverException"])]) is Blame.INFRASTRUCTURE, "Selenium's"
+    assert (
+        blame_of([Raised(["KeyError"]), Raised(["APITimeoutError", "APIConnectionError"])])
+        is Blame.INFRASTRUCTURE
+    )
+    assert (
+        blame_of([Raised(["TargetClosedError", "Error", "Exception"])]) is Blame.INFRASTRUCTURE
+    ), "Playwright's, of a browser"
+    assert (
+        blame_of([Raised(["InvalidSessionIdException", "WebDriverException"])])
+        is Blame.INFRASTRUCTURE
+    ), "Selenium's"
     assert blame_of([]) is Blame.POLICY
 
 
 def test_foreign_code_that_carries_out_a_move() -> None:
-    with pytest.raises(PolicyFailure, match=r"the move raised KeyError: 'e9'"), carrying_out("the move"):
+    with (
+        pytest.raises(PolicyFailure, match=r"the move raised KeyError: 'e9'"),
+        carrying_out("the move"),
+    ):
         raise KeyError("e9")
     with pytest.raises(ToolDeadline), carrying_out("the move"):
         raise ToolDeadline("late")

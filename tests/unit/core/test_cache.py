@@ -1,4 +1,6 @@
-"""The cache: its limit, what goes first, what stays while it is in use, and that of many threads one makes a value."""
+"""The cache: its limit, what goes first, what stays while it is in use, and that of many threads
+one makes a value.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from rayloop.core.threads import Cache
 
 
 def keys(cache: Cache[str, str], asked: str) -> str:
-    """Those of ``asked`` that are there; looking makes them the most recently used ones, in this order."""
+    """Those of ``asked`` that are there; looking makes them the most recently used ones, in this
+    order.
+    """
     return "".join(key for key in asked if cache.get(key) is not None)
 
 
@@ -24,7 +28,10 @@ def test_what_was_not_used_for_longest_goes_first() -> None:
     cache.put("d", "xxxx")
     assert (keys(cache, "abcd"), cache.used, len(cache)) == ("acd", 10, 3)
     cache.put("d", "x")
-    assert (keys(cache, "abcd"), cache.used) == ("acd", 7), "the earlier value of a key counts no more"
+    assert (keys(cache, "abcd"), cache.used) == (
+        "acd",
+        7,
+    ), "the earlier value of a key counts no more"
 
 
 def test_a_value_larger_than_the_limit_is_not_kept() -> None:

@@ -1,4 +1,6 @@
-"""Files that are replaced whole, and signals that are noted: what a reader sees, and what is left when something fails."""
+"""Files that are replaced whole, and signals that are noted: what a reader sees, and what is left
+when something fails.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path, durabl
 
 
 @pytest.mark.parametrize("failing", ["fsync", "replace"])
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+def test_a_write_that_fails_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
     path = tmp_path / "head.json"
     path.write_bytes(b"old")
 
@@ -63,12 +67,18 @@ def test_two_threads_may_write_one_file(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_a_durable_file_has_its_name_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool) -> None:
-    """The folder is synced after the rename: the sync of the file alone leaves the old content under the name."""
+def test_a_durable_file_has_its_name_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    """The folder is synced after the rename: the sync of the file alone leaves the old content
+    under the name.
+    """
     path, synced = tmp_path / "head.json", list[tuple[str, bool]]()
 
     def record(handle: int) -> None:
-        synced.append(("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file", path.exists()))
+        synced.append(
+            ("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file", path.exists())
+        )
 
     monkeypatch.setattr(os, "fsync", record)
     write_whole(path, b"new", durable=durable)
@@ -90,8 +100,13 @@ def test_only_a_folder_that_cannot_be_synced_is_left_so(
         sync(tmp_path)
 
 
-@pytest.mark.parametrize(("below", "kind"), [(OSError(28, "no space"), CheckpointStorageFailed), (ValueError(), CheckpointError)])
-def test_a_full_disk_is_seen_below_the_error_that_hides_it(below: Exception, kind: type[CheckpointError]) -> None:
+@pytest.mark.parametrize(
+    ("below", "kind"),
+    [(OSError(28, "no space"), CheckpointStorageFailed), (ValueError(), CheckpointError)],
+)
+def test_a_full_disk_is_seen_below_the_error_that_hides_it(
+    below: Exception, kind: type[CheckpointError]
+) -> None:
     """torch raises a RuntimeError of its own while it handles the system's."""
     error = RuntimeError("unexpected pos 704 vs 598")
     error.__context__ = below
@@ -101,7 +116,9 @@ def test_a_full_disk_is_seen_below_the_error_that_hides_it(below: Exception, kin
 def test_a_closed_terminal_counts_once_and_what_nohup_ignores_stays_ignored() -> None:
     """The kernel and the shell each send a SIGHUP: the second one is not the second wish to end."""
     reported = StopSignals()
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may have been started by nohup
+    before = signal.signal(
+        signal.SIGHUP, signal.SIG_DFL
+    )  # the tests may have been started by nohup
     try:
         with handling(reported, *STOP):
             os.kill(os.getpid(), signal.SIGHUP)
@@ -141,7 +158,9 @@ sys.exit(75 if signals.first == signal.SIGHUP else 1)
 def test_a_process_whose_terminal_is_closed_prints_on_and_ends_as_asked() -> None:
     """It is told by a SIGHUP, and everything that it prints from then on would raise."""
     ours, its = os.openpty()
-    with subprocess.Popen([sys.executable, "-c", CLOSED], stdin=its, stdout=its, stderr=its, start_new_session=False) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", CLOSED], stdin=its, stdout=its, stderr=its, start_new_session=False
+    ) as process:
         os.close(its)
         assert os.read(ours, 2)
         os.close(ours)
@@ -156,5 +175,9 @@ def test_signals_are_noted_within_the_block_only() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         assert (reported.first, reported.again) == (signal.SIGINT, False)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert (reported.first, reported.again, reported.near_limit()) == (signal.SIGINT, True, False)
+        assert (reported.first, reported.again, reported.near_limit()) == (
+            signal.SIGINT,
+            True,
+            False,
+        )
     assert [signal.getsignal(number) for number in STOP] == before

@@ -53,7 +53,11 @@ def test_illegal_moves_are_refused_and_change_nothing() -> None:
     first, second = ids(0, 2)
     ledger.move(first, READY)
     before = ledger.state()
-    for id, status in [(first, READY), (first, Status(TrajectoryState.IN_FLIGHT)), (TrajectoryId(9, 9), TRAINED)]:
+    for id, status in [
+        (first, READY),
+        (first, Status(TrajectoryState.IN_FLIGHT)),
+        (TrajectoryId(9, 9), TRAINED),
+    ]:
         with pytest.raises(LedgerError):
             ledger.move(id, status)
     with pytest.raises(LedgerError, match="issued before"):
@@ -69,14 +73,18 @@ def test_illegal_moves_are_refused_and_change_nothing() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.sampled_from([READY, *FINAL])), max_size=60))
-def test_balances_under_any_moves_and_refuses_exactly_the_illegal_ones(moves: list[tuple[int, Status]]) -> None:
+def test_balances_under_any_moves_and_refuses_exactly_the_illegal_ones(
+    moves: list[tuple[int, Status]],
+) -> None:
     ledger, model = Ledger(), {}
     for group in range(5):
         ledger.issue(ids(group))
         model.update(dict.fromkeys(ids(group), TrajectoryState.IN_FLIGHT))
     for number, status in moves:
         id = TrajectoryId(number // 4, number % 4)
-        legal = model.get(id) == TrajectoryState.IN_FLIGHT or (model.get(id) == TrajectoryState.READY and status != READY)
+        legal = model.get(id) == TrajectoryState.IN_FLIGHT or (
+            model.get(id) == TrajectoryState.READY and status != READY
+        )
         if legal:
             ledger.move(id, status)
             model[id] = status.state
@@ -110,7 +118,11 @@ def test_a_restored_ledger_issues_what_was_in_flight_again() -> None:
     assert ledger.counts() == before.counts()
     assert ledger.reissue_live() == (TrajectoryId(0, 2), TrajectoryId(0, 3))
     ledger.check()
-    assert (ledger.counts()["issued"], ledger.counts()["attempts"], ledger.counts()["ready"]) == (2, 2, 1)
+    assert (ledger.counts()["issued"], ledger.counts()["attempts"], ledger.counts()["ready"]) == (
+        2,
+        2,
+        1,
+    )
     ledger.issue(ids(0)[2:])
     ledger.check()
     assert ledger.counts()["issued"] == 4

@@ -28,7 +28,10 @@ NAME = "owner/name"
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The Hub's cache with a snapshot of ``NAME`` at ``COMMIT``, which main is. The network is off."""
+    """The Hub's cache with a snapshot of ``NAME`` at ``COMMIT``, which main is.
+
+    The network is off.
+    """
     cache = tmp_path / "hub"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
@@ -47,7 +50,9 @@ def answering(monkeypatch: pytest.MonkeyPatch, sha: str) -> list[str | None]:
     """The Hub says that any name stands for ``sha``. Returns the revisions that it is asked for."""
     asked: list[str | None] = []
 
-    def model_info(self: object, path: str, *, revision: str | None, timeout: float) -> SimpleNamespace:
+    def model_info(
+        self: object, path: str, *, revision: str | None, timeout: float
+    ) -> SimpleNamespace:
         asked.append(revision)
         return SimpleNamespace(sha=sha)
 
@@ -62,13 +67,20 @@ def weights(folder: Path, name: str = "model.safetensors", **sizes: tuple[int, .
 def test_a_folder_is_itself(tmp_path: Path) -> None:
     found = resolve(str(tmp_path), weights=True)
     assert (found.folder, found.commit) == (tmp_path, None)
-    with pytest.raises(ConfigError, match=r"model\.revision: main: .* is a folder, which has no revisions"):
+    with pytest.raises(
+        ConfigError, match=r"model\.revision: main: .* is a folder, which has no revisions"
+    ):
         resolve(str(tmp_path), "main")
 
 
 def test_a_folders_identity_changes_with_any_file(tmp_path: Path) -> None:
     found = []
-    for name, content in (("config.json", "{}"), ("config.json", "{ }"), ("a.jinja", "x"), ("model.safetensors", "w")):
+    for name, content in (
+        ("config.json", "{}"),
+        ("config.json", "{ }"),
+        ("a.jinja", "x"),
+        ("model.safetensors", "w"),
+    ):
         (tmp_path / name).write_text(content, encoding="utf-8")
         found.append(resolve(str(tmp_path)).identity()["files"])
     assert len(set(found)) == 4
@@ -88,11 +100,18 @@ def test_a_snapshot_lacks_what_its_index_names(hub: Path) -> None:
     (hub / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     weights(hub, "one.safetensors", a=(2,))
     assert resolve(NAME).folder == hub, "its configuration is there"
-    with pytest.raises(ConfigError, match=r"the cache does not have all of it, and the Hub cannot be asked: ConnectError"):
+    with pytest.raises(
+        ConfigError,
+        match=r"the cache does not have all of it, and the Hub cannot be asked: ConnectError",
+    ):
         resolve(NAME, weights=True)
     key = "reward.source.with.embedder.with.model"
     with pytest.raises(
-        ConfigError, match=rf"^{key}: {NAME} is no folder .*hf download {NAME} --local-dir FOLDER, then {key}=FOLDER$"
+        ConfigError,
+        match=(
+            rf"^{key}: {NAME} is no folder .*hf download {NAME} --local-dir FOLDER, then"
+            rf" {key}=FOLDER$"
+        ),
     ):
         resolve(NAME, weights=True, key=key)
     weights(hub, "two.safetensors", b=(3,))
@@ -113,15 +132,21 @@ def test_weights_that_are_there_a_second_time_are_not_counted(tmp_path: Path) ->
     assert read_shape(str(tmp_path)).parameters == 5
 
 
-def test_the_identity_does_not_change_with_a_download(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_identity_does_not_change_with_a_download(
+    hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answering(monkeypatch, COMMIT)
     before = resolve(NAME).identity()
     weights(hub, a=(1,))
     assert resolve(NAME, weights=True).identity() == before
 
 
-def test_a_run_goes_on_with_the_commit_that_it_began_with(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its identity is the same before and after the weights are there, and when main has moved since."""
+def test_a_run_goes_on_with_the_commit_that_it_began_with(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its identity is the same before and after the weights are there, and when main has moved
+    since.
+    """
     (tmp_path / "rows.jsonl").write_text("", encoding="utf-8")
     values = settings(tmp_path, tmp_path)
     values["model"] = {"path": NAME}
@@ -136,7 +161,9 @@ def test_a_run_goes_on_with_the_commit_that_it_began_with(hub: Path, tmp_path: P
     assert (identity(again), asked) == (before, [])
 
 
-def test_another_commit_than_the_cached_one_is_downloaded(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_commit_than_the_cached_one_is_downloaded(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights(hub, a=(1,))
     asked, real = answering(monkeypatch, OTHER), []
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
@@ -153,10 +180,16 @@ def test_another_commit_than_the_cached_one_is_downloaded(hub: Path, tmp_path: P
     assert resolve(NAME, "v2").commit == OTHER
     assert asked == ["v2"], "once per process"
     texts = (OTHER, sorted(model_files.TEXTS))
-    assert real == [texts, (OTHER, ["one.safetensors", "two.safetensors"]), texts], "only what the index names"
+    assert real == [
+        texts,
+        (OTHER, ["one.safetensors", "two.safetensors"]),
+        texts,
+    ], "only what the index names"
 
 
-def test_a_snapshot_with_a_configuration_alone_is_completed(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_with_a_configuration_alone_is_completed(
+    hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (hub / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="the cache does not have it"):
         resolve(NAME, "main")
@@ -172,7 +205,9 @@ def test_a_snapshot_with_a_configuration_alone_is_completed(hub: Path, monkeypat
 
 
 def test_nobody_else_asks_the_hub_for_a_model() -> None:
-    """Every place that needs a model's files has them from ``resolve``; ``read_shape`` asks for headers of a commit."""
+    """Every place that needs a model's files has them from ``resolve``; ``read_shape`` asks for
+    headers of a commit.
+    """
     asks = re.compile(r"\b(snapshot_download|hf_hub_download|HfApi|get_safetensors_metadata)\b")
     packages = ("rayloop", "judge", "recipes", "actors", "cluster", "serve_apps")
     found = {
@@ -182,13 +217,19 @@ def test_nobody_else_asks_the_hub_for_a_model() -> None:
         if asks.search(file.read_text(encoding="utf-8"))
     }
     assert found == {
-        "rayloop/core/model_files.py", "rayloop/estimate/shape.py", "rayloop/data/published/source.py"
-    }  # fmt: skip
+        "rayloop/core/model_files.py",
+        "rayloop/estimate/shape.py",
+        "rayloop/data/published/source.py",
+    }
 
 
-def test_a_hub_that_does_not_answer_costs_three_seconds_once(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_does_not_answer_costs_three_seconds_once(
+    hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(
+            "huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}"
+        )
         monkeypatch.setattr(model_files, "HUB", 0.2)
         began = time.monotonic()
         with pytest.raises(ConfigError, match="the Hub cannot be asked"):

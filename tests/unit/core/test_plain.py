@@ -1,4 +1,6 @@
-"""The driver's part of a checkpoint: plain data, whose every field comes back, and which the code of tomorrow still reads."""
+"""The driver's part of a checkpoint: plain data, whose every field comes back, and which the code
+of tomorrow still reads.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,16 @@ import pytest
 from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.core.events import Event
 from rayloop.core.failures import CheckpointError, DataFailure
-from rayloop.core.groups import Credit, Group, Member, Scored, Status, TrajectoryState, Unscored, UnscoredKind
+from rayloop.core.groups import (
+    Credit,
+    Group,
+    Member,
+    Scored,
+    Status,
+    TrajectoryState,
+    Unscored,
+    UnscoredKind,
+)
 from rayloop.core.kept import Kept
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import (
@@ -44,45 +55,114 @@ from rayloop.run.reporter import Reporter
 from tests.support.plain import saved_and_read
 from tests.support.runs import ROOT, settings
 
-KEPT = ROOT / "tests/data/checkpoints" / f"schema_{READ[0]}"  # the driver's part is the same in 2 and 3
+KEPT = (
+    ROOT / "tests/data/checkpoints" / f"schema_{READ[0]}"
+)  # the driver's part is the same in 2 and 3
 
 ID = TrajectoryId(7, 3)
 SUMMARY = Summary(
-    ID, 2, "train-5", "digits", EndReason.TOOL_DEADLINE, length=90, sampled_tokens=4, turns=3, images=2,
-    observation_images=1, images_consistent=False, first_version=Version(2, 5), last_version=Version(2, 6),
-    env_result=0.1, seconds=1.5, prompt_tokens=80, cut=True, sent=ImagesSent(3, 1000, 1),
-    turn_rewards=(0.5, -2.0 / 3.0), states=("00c0ffee00c0ffee",) * 2, order=(1, 0, 2),
+    ID,
+    2,
+    "train-5",
+    "digits",
+    EndReason.TOOL_DEADLINE,
+    length=90,
+    sampled_tokens=4,
+    turns=3,
+    images=2,
+    observation_images=1,
+    images_consistent=False,
+    first_version=Version(2, 5),
+    last_version=Version(2, 6),
+    env_result=0.1,
+    seconds=1.5,
+    prompt_tokens=80,
+    cut=True,
+    sent=ImagesSent(3, 1000, 1),
+    turn_rewards=(0.5, -2.0 / 3.0),
+    states=("00c0ffee00c0ffee",) * 2,
+    order=(1, 0, 2),
     spans=(("reset", 1.5, 2.25), ("step", 3.0, 3.5)),
-)  # fmt: skip
+)
 IMAGE = ImageRef("3fa2", 28, 56, (1, 2, 4), 2, path="images/a.png")
 SAMPLED = Turn(
-    "assistant", (5, 6, 151643), (), (-0.1, -1e-300, -2.0 / 3.0), Version(2, 5), FinishReason.STOP_STRING, True, True, -2.0 / 3.0,
-    Kept.of([[5, 8], [6], [2, 9, 151643]]), (1.5, 2.25, 3.0),
-)  # fmt: skip
+    "assistant",
+    (5, 6, 151643),
+    (),
+    (-0.1, -1e-300, -2.0 / 3.0),
+    Version(2, 5),
+    FinishReason.STOP_STRING,
+    True,
+    True,
+    -2.0 / 3.0,
+    Kept.of([[5, 8], [6], [2, 9, 151643]]),
+    (1.5, 2.25, 3.0),
+)
 TRAJECTORY = Trajectory(
-    ID, 2, "train-5", 2**63 + 11, (Turn("user", (1, 2), (IMAGE,)), SAMPLED, Turn("tool", ())),
-    Sampling(0.7, 9, 2, ("</a>", "\n"), (3,), (4, 5), 0.9, 50), EndReason.TOOL_DEADLINE, 0.1, {"3fa2": b"\x00png", "77": b""},
+    ID,
+    2,
+    "train-5",
+    2**63 + 11,
+    (Turn("user", (1, 2), (IMAGE,)), SAMPLED, Turn("tool", ())),
+    Sampling(0.7, 9, 2, ("</a>", "\n"), (3,), (4, 5), 0.9, 50),
+    EndReason.TOOL_DEADLINE,
+    0.1,
+    {"3fa2": b"\x00png", "77": b""},
     order=(0,),
-)  # fmt: skip
+)
 REFERENCE = np.array([0.5, -0.25, 1e-7], np.float32)
 CREDIT = Credit(-1.25, (0.5, -3.0), Streams(0.5, 0.0, 2.0), base=0.1)
 MEMBERS = (
-    Member(SUMMARY, Scored(0.3, {"iou": 0.1}, ("unparsable",), "Traceback"), TRAJECTORY, CREDIT, REFERENCE, True),
-    Member(SUMMARY, Unscored(UnscoredKind.TIMEOUT, "60 s", "Traceback"), status=Status(TrajectoryState.EXCLUDED, "timeout")),
+    Member(
+        SUMMARY,
+        Scored(0.3, {"iou": 0.1}, ("unparsable",), "Traceback"),
+        TRAJECTORY,
+        CREDIT,
+        REFERENCE,
+        True,
+    ),
+    Member(
+        SUMMARY,
+        Unscored(UnscoredKind.TIMEOUT, "60 s", "Traceback"),
+        status=Status(TrajectoryState.EXCLUDED, "timeout"),
+    ),
 )
 GROUP = Group(7, Task("train-5", ()), MEMBERS, 0.5, 0.25, TrajectoryId(1, 2))
 
 
 def differing(value: Any, default: Any) -> list[str]:
     """The fields in which ``value`` is as if nobody had set it."""
-    return [f.name for f in dataclasses.fields(value) if repr(getattr(value, f.name)) == repr(getattr(default, f.name))]
+    return [
+        f.name
+        for f in dataclasses.fields(value)
+        if repr(getattr(value, f.name)) == repr(getattr(default, f.name))
+    ]
 
 
 def test_the_examples_set_every_field() -> None:
     """So that a field which is added, and forgotten in plain.py, fails the next test."""
-    bare = Summary(TrajectoryId(0, 0), 0, "", "", EndReason.DONE, 0, 0, 0, 0, 0, True, Version(0, 0), Version(0, 0))
+    bare = Summary(
+        TrajectoryId(0, 0),
+        0,
+        "",
+        "",
+        EndReason.DONE,
+        0,
+        0,
+        0,
+        0,
+        0,
+        True,
+        Version(0, 0),
+        Version(0, 0),
+    )
     assert differing(SUMMARY, bare) == []
-    assert differing(TRAJECTORY, Trajectory(TrajectoryId(0, 0), 0, "", 0, (), Sampling(), EndReason.DONE)) == []
+    assert (
+        differing(
+            TRAJECTORY, Trajectory(TrajectoryId(0, 0), 0, "", 0, (), Sampling(), EndReason.DONE)
+        )
+        == []
+    )
     assert differing(SAMPLED, Turn("", ())) == ["images"]
     assert differing(TRAJECTORY.sampling, Sampling()) == []
     assert differing(IMAGE, ImageRef("", 0, 0, (0, 0, 0), 0)) == []
@@ -92,13 +172,16 @@ def test_the_examples_set_every_field() -> None:
 
 def test_a_group_comes_back_as_it_was(tmp_path: Path) -> None:
     found = plain.group_from_plain(
-        saved_and_read(plain.plain_group(GROUP), tmp_path), lambda payload: payload, lambda id: Task(id, ())
+        saved_and_read(plain.plain_group(GROUP), tmp_path),
+        lambda payload: payload,
+        lambda id: Task(id, ()),
     )
     assert isinstance(found.members[0].reference, np.ndarray)
     assert found.members[0].reference.dtype == np.float32
     assert found.members[0].reference.tobytes() == REFERENCE.tobytes()
     plain_only = [
-        group.map({0: dataclasses.replace(group.members[0], reference=None)}) for group in (found, GROUP)
+        group.map({0: dataclasses.replace(group.members[0], reference=None)})
+        for group in (found, GROUP)
     ]  # arrays have no equality of their own
     assert plain_only[0] == plain_only[1]
     assert found.members[0].summary.spans == SUMMARY.spans
@@ -107,7 +190,8 @@ def test_a_group_comes_back_as_it_was(tmp_path: Path) -> None:
     assert traces == ["Traceback", "Traceback"]
 
 
-# Files -----------------------------------------------------------------------------------------------------------------
+# Files
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def test_reading_runs_no_code(tmp_path: Path) -> None:
@@ -116,7 +200,9 @@ def test_reading_runs_no_code(tmp_path: Path) -> None:
     folder.mkdir()
     for name in (STRUCTURE, TENSORS):
         (folder / name).write_bytes(pickle.dumps(print))
-    with pytest.raises(CheckpointError, match=r"driver\.json and driver\.safetensors beside it cannot be read"):
+    with pytest.raises(
+        CheckpointError, match=r"driver\.json and driver\.safetensors beside it cannot be read"
+    ):
         Checkpoint(folder, 1, 1).state()
 
 
@@ -142,7 +228,8 @@ def test_equal_bytes_are_written_once(tmp_path: Path) -> None:
     assert plain_files.read(tmp_path / "a.json", tensors) == [{"image": picture}] * 4
 
 
-# The parts of the loop -------------------------------------------------------------------------------------------------
+# The parts of the loop
+# -------------------------------------------------------------------------------------------------
 
 
 class Quiet:
@@ -152,34 +239,86 @@ class Quiet:
 
 
 OF_THE_PROCESS = {
-    "RolloutManager": {"config", "ledger", "dataset", "scheduler", "ready", "finished", "_reporter", "_playing", "_taken",
-                   "_collecting", "_stopping", "_waiting", "_last_commit", "in_flight"},
+    "RolloutManager": {
+        "config",
+        "ledger",
+        "dataset",
+        "scheduler",
+        "ready",
+        "finished",
+        "_reporter",
+        "_playing",
+        "_taken",
+        "_collecting",
+        "_stopping",
+        "_waiting",
+        "_last_commit",
+        "in_flight",
+    },
     "GroupScheduler": {"config", "dataset", "ledger", "bad", "_on_bad_row"},
     "ReadyGroups": {"settings", "ledger", "_counted", "_fresh", "_fresh_for"},
     "FinishedGroups": {"ledger", "ready", "alarms", "blame", "_injected"},
-    "Alarms": {"settings", "_reward", "_emit", "_drift_limit", "_seen", "_drift", "_without", "_active", "_kinds", "_trace",
-               "_dropout", "_returned", "_raised", "_raised_held_out", "collapse"},
+    "Alarms": {
+        "settings",
+        "_reward",
+        "_emit",
+        "_drift_limit",
+        "_seen",
+        "_drift",
+        "_without",
+        "_active",
+        "_kinds",
+        "_trace",
+        "_dropout",
+        "_returned",
+        "_raised",
+        "_raised_held_out",
+        "collapse",
+    },
     "Collapse": {"_settings", "_last", "_watched"},
     "FailureHistory": {"_settings", "_successes", "_groups", "_services"},
     "ReplayBuffer": {"_settings", "_rules", "_seed"},
     "AcceptanceRate": {"_memory", "_floor"},
     "TaskCursor": {"_count", "_seed", "_shuffle", "_tiers"},
     "Ledger": set(),
-    "Reporter": {"config", "folder", "updates", "gaps", "_evaluation", "_step", "_unwritten", "_left_out", "_longest",
-                 "_warned_of_grace", "loggers"},
+    "Reporter": {
+        "config",
+        "folder",
+        "updates",
+        "gaps",
+        "_evaluation",
+        "_step",
+        "_unwritten",
+        "_left_out",
+        "_longest",
+        "_warned_of_grace",
+        "loggers",
+    },
     "LengthRatio": {"_keep"},
-}  # fmt: skip
-"""Attributes that a checkpoint does not hold: what the configuration says, and what begins anew with a process."""
+}
+"""Attributes that a checkpoint does not hold: what the configuration says, and what begins anew
+with a process.
+"""
 
 
 def rollouts(folder: Path) -> RolloutManager:
-    config = RunConfig.model_validate(settings(folder, folder, algorithm__replay={"kind": "corrected"}))
-    return RolloutManager(config, Ledger(), training_rows(config, Quiet()), Quiet(), FailureHistory(config.environment))
+    config = RunConfig.model_validate(
+        settings(folder, folder, algorithm__replay={"kind": "corrected"})
+    )
+    return RolloutManager(
+        config,
+        Ledger(),
+        training_rows(config, Quiet()),
+        Quiet(),
+        FailureHistory(config.environment),
+    )
 
 
 def full(made: RolloutManager) -> None:
     """Every field of ``made`` is as no new one has it."""
-    made.ledger.issue([TrajectoryId(group, sample) for group in (1, 2, 3, 7) for sample in range(4)])
+    made.ledger.issue(
+        [TrajectoryId(group, sample) for group in (1, 2, 3, 7) for sample in range(4)]
+    )
     made.ledger.reissue_live()
     made.ledger.issue([TrajectoryId(group, sample) for group in (3, 7) for sample in range(4)])
     for sample in range(4):
@@ -190,7 +329,10 @@ def full(made: RolloutManager) -> None:
         made.scheduler.cursor.next()
     made.scheduler.next_number, made.scheduler.issued_this_step = 9, 5
     made.scheduler.make_up_for(1)
-    made.scheduler.reissue, made.scheduler.one_round = [GroupRequest(1, 4, 2), GroupRequest(2, 5, 2)], False
+    made.scheduler.reissue, made.scheduler.one_round = (
+        [GroupRequest(1, 4, 2), GroupRequest(2, 5, 2)],
+        False,
+    )
     made.in_flight = {3: GroupRequest(3, 6, 2)}
     made.scheduler.quarantine(made.dataset[8], "/a.png", "cannot be read")
     made.ready.groups = [GROUP]
@@ -206,13 +348,26 @@ def full(made: RolloutManager) -> None:
 
 def parts(made: RolloutManager) -> dict[str, Any]:
     finished = made.finished
-    found = (made, made.scheduler, made.scheduler.cursor, made.ready, finished, finished.buffer, finished.acceptance,
-             made.alarms, made.alarms.collapse, made.finished.blame, made.ledger)  # fmt: skip
+    found = (
+        made,
+        made.scheduler,
+        made.scheduler.cursor,
+        made.ready,
+        finished,
+        finished.buffer,
+        finished.acceptance,
+        made.alarms,
+        made.alarms.collapse,
+        made.finished.blame,
+        made.ledger,
+    )
     return {type(part).__name__: part for part in found}
 
 
 def fields(part: Any) -> Mapping[str, Any]:
-    """What a checkpoint has of ``part``: an attribute that is added is one of these until it is named in OF_THE_PROCESS."""
+    """What a checkpoint has of ``part``: an attribute that is added is one of these until it is
+    named in OF_THE_PROCESS.
+    """
     nested = (*parts_of_loop, "LengthRatio")
     return {
         name: value
@@ -233,7 +388,11 @@ def test_every_field_of_every_part_comes_back(tmp_path: Path) -> None:
     new, before, after = (rollouts(tmp_path) for _ in range(3))
     full(before)
     for name, part in parts(before).items():
-        unset = [key for key, value in fields(part).items() if shown(value) == shown(fields(parts(new)[name])[key])]
+        unset = [
+            key
+            for key, value in fields(part).items()
+            if shown(value) == shown(fields(parts(new)[name])[key])
+        ]
         assert not unset, (
             f"{name}: {unset}: give it in `full` another value than a new one has, "
             "or list it as not in a checkpoint, in OF_THE_PROCESS"
@@ -243,7 +402,11 @@ def test_every_field_of_every_part_comes_back(tmp_path: Path) -> None:
     after.ledger.restore(read["ledger"])
     after.restore(read["production"], lambda payload: payload)
     expected = {name: dict(fields(part)) for name, part in parts(before).items()}
-    expected["GroupScheduler"]["reissue"] = [GroupRequest(1, 4, 2), GroupRequest(2, 5, 2), GroupRequest(3, 6, 2)]
+    expected["GroupScheduler"]["reissue"] = [
+        GroupRequest(1, 4, 2),
+        GroupRequest(2, 5, 2),
+        GroupRequest(3, 6, 2),
+    ]
     task = after.dataset[[task.id for task in after.dataset].index("train-5")]
     for part, groups in (("ReadyGroups", [GROUP]), ("FinishedGroups", [GROUP.bare()])):
         expected[part]["groups"] = [dataclasses.replace(group, task=task) for group in groups]
@@ -259,7 +422,10 @@ def test_the_reporter_goes_on_where_it_was(tmp_path: Path) -> None:
     before.best, before.worse = {"reward": 0.75, "step": 10}, [12, 14]
     before._lengths.observe([4, 5], [6])
     for part in (lambda r: r, lambda r: r._lengths):
-        assert all(shown(value) != shown(fields(part(new))[name]) for name, value in fields(part(before)).items())
+        assert all(
+            shown(value) != shown(fields(part(new))[name])
+            for name, value in fields(part(before)).items()
+        )
     after.restore(saved_and_read(before.state(), tmp_path))
     for part in (lambda r: r, lambda r: r._lengths):
         assert shown(fields(part(after))) == shown(fields(part(before)))
@@ -273,18 +439,25 @@ class Silent:
     def close(self) -> None: ...
 
 
-# What was saved once -----------------------------------------------------------------------------------------------------
+# What was saved once
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_what_was_saved_once_is_read_for_ever(tmp_path: Path) -> None:
-    """The files were written by the code that made this schema. Never write them anew: raise SCHEMA instead."""
+    """The files were written by the code that made this schema.
+
+    Never write them anew: raise SCHEMA instead.
+    """
     state = Checkpoint(KEPT, 13, 2).state()
     made = rollouts(tmp_path)
     made.ledger.restore(state["ledger"])
     made.restore(state["production"], lambda payload: payload)
     (group,) = made.ready.groups
     payload = group.members[0].payload
-    then = tuple(dataclasses.replace(turn, restart=False, executed=None, reward=0.0, kept=None) for turn in TRAJECTORY.turns)
+    then = tuple(
+        dataclasses.replace(turn, restart=False, executed=None, reward=0.0, kept=None)
+        for turn in TRAJECTORY.turns
+    )
     sampling = dataclasses.replace(TRAJECTORY.sampling, top_p=1.0, top_k=None)
     assert payload == dataclasses.replace(TRAJECTORY, turns=then, sampling=sampling, order=())
     assert (group.members[0].summary.turn_rewards, group.members[0].summary.states) == ((), ())
@@ -301,7 +474,11 @@ def test_what_was_saved_once_is_read_for_ever(tmp_path: Path) -> None:
 
 def test_an_array_that_no_file_can_hold_is_a_failed_save(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="the arrays of the state cannot be saved"):
-        plain_files.write(tmp_path / "a.json", tmp_path / "a.safetensors", {"x": np.array([object()], dtype=object)})
+        plain_files.write(
+            tmp_path / "a.json",
+            tmp_path / "a.safetensors",
+            {"x": np.array([object()], dtype=object)},
+        )
 
 
 def test_nesting_beyond_reason_is_a_broken_file(tmp_path: Path) -> None:

@@ -23,7 +23,9 @@ def test_a_secret_that_others_can_read_is_not_kept_in_use(tmp_path: Path) -> Non
     path = tmp_path / "token"
     path.write_text("known-to-others", encoding="utf-8")
     path.chmod(0o666)
-    with pytest.raises(ConfigError, match=r"the token .* has mode 666; others must not read it: chmod go-rwx"):
+    with pytest.raises(
+        ConfigError, match=r"the token .* has mode 666; others must not read it: chmod go-rwx"
+    ):
         new_secret(path, "the token")
 
 
@@ -35,7 +37,9 @@ def test_what_a_crash_left_is_no_secret(tmp_path: Path) -> None:
 
 
 def at_each_line(work: Callable[[], object], act: Callable[[int], None]) -> None:
-    """Do ``work``, and ``act`` before each line of rayloop/core/files.py that it runs, with the number of lines before it."""
+    """Do ``work``, and ``act`` before each line of rayloop/core/files.py that it runs, with the
+    number of lines before it.
+    """
     ran, before = count(), sys.gettrace()
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -56,7 +60,9 @@ def at_each_line(work: Callable[[], object], act: Callable[[int], None]) -> None
 
 @pytest.mark.parametrize("left", [False, True], ids=["nothing", "an empty file"])
 def test_two_processes_that_make_one_secret_have_the_same(tmp_path: Path, left: bool) -> None:
-    """The first one pauses at every line in turn, while the second one makes the secret and reads it."""
+    """The first one pauses at every line in turn, while the second one makes the secret and reads
+    it.
+    """
     for line in count():
         path, read = tmp_path / str(line) / "token", list[str]()
         path.parent.mkdir()
@@ -78,11 +84,16 @@ def test_two_processes_that_make_one_secret_have_the_same(tmp_path: Path, left: 
 
 def test_nobody_sees_a_secret_before_it_is_whole(tmp_path: Path) -> None:
     path, sizes = tmp_path / "token", set[int]()
-    at_each_line(lambda: new_secret(path, "the token"), lambda _: sizes.update([path.stat().st_size] if path.exists() else []))
+    at_each_line(
+        lambda: new_secret(path, "the token"),
+        lambda _: sizes.update([path.stat().st_size] if path.exists() else []),
+    )
     assert sizes == {path.stat().st_size}
 
 
-def test_a_secret_is_made_where_there_are_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_is_made_where_there_are_no_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
@@ -93,7 +104,9 @@ def test_a_secret_is_made_where_there_are_no_hard_links(tmp_path: Path, monkeypa
     assert [file.name for file in tmp_path.iterdir()] == ["token"]
 
 
-def test_a_file_that_others_can_read_and_that_comes_first_is_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_others_can_read_and_that_comes_first_is_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is made after this process has looked for one."""
     path, draw = tmp_path / "token", secrets.token_urlsafe
 
@@ -107,15 +120,21 @@ def test_a_file_that_others_can_read_and_that_comes_first_is_no_secret(tmp_path:
         new_secret(path, "the token")
 
 
-def test_another_users_file_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_users_file_is_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rayloop.core.files.ROOT", -1)
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
-    with pytest.raises(ConfigError, match=r"the folder .* belongs to user \d+, and only your own is believed"):
+    with pytest.raises(
+        ConfigError, match=r"the folder .* belongs to user \d+, and only your own is believed"
+    ):
         trusted(tmp_path, "the folder")
 
 
 def test_a_rendezvous_that_others_can_write_is_refused_by_head_and_workers(tmp_path: Path) -> None:
-    """The one who prepares the folder would choose the cluster's token, or the head to which a worker goes."""
+    """The one who prepares the folder would choose the cluster's token, or the head to which a
+    worker goes.
+    """
     rendezvous = Rendezvous(tmp_path, "c")
     rendezvous.folder.mkdir()
     rendezvous.folder.chmod(0o777)

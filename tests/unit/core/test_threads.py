@@ -20,8 +20,12 @@ def test_result_and_exception_arrive() -> None:
         asyncio.run(in_thread(lambda: 1 / 0, timeout=5))
 
 
-@pytest.mark.parametrize("error", [StopIteration("x"), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
-def test_exceptions_that_would_confuse_the_loop_arrive_as_runtime_errors(error: BaseException) -> None:
+@pytest.mark.parametrize(
+    "error", [StopIteration("x"), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()]
+)
+def test_exceptions_that_would_confuse_the_loop_arrive_as_runtime_errors(
+    error: BaseException,
+) -> None:
     def fail() -> None:
         raise error
 
@@ -69,7 +73,10 @@ def test_many_hung_calls_neither_block_others_nor_the_loop() -> None:
     async def calls() -> int:
         hung = [asyncio.create_task(in_thread(release.wait, timeout=0.5)) for _ in range(100)]
         result = await in_thread(lambda: 7, timeout=0.4)
-        assert all(isinstance(e, DeadlineExceeded) for e in await asyncio.gather(*hung, return_exceptions=True))
+        assert all(
+            isinstance(e, DeadlineExceeded)
+            for e in await asyncio.gather(*hung, return_exceptions=True)
+        )
         return result
 
     began = time.monotonic()
@@ -80,8 +87,8 @@ def test_many_hung_calls_neither_block_others_nor_the_loop() -> None:
 
 def test_a_hung_call_does_not_keep_the_process() -> None:
     code = (
-        "import asyncio, time; from rayloop.core.threads import in_thread; from rayloop.core.failures import *\n"
-        "try: asyncio.run(in_thread(time.sleep, 60, timeout=0.05))\n"
-        "except DeadlineExceeded: raise SystemExit(4)\n"
+        "import asyncio, time; from rayloop.core.threads import in_thread; from"
+        " rayloop.core.failures import *\ntry: asyncio.run(in_thread(time.sleep, 60,"
+        " timeout=0.05))\nexcept DeadlineExceeded: raise SystemExit(4)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=20).returncode == 4

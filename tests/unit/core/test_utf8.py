@@ -1,4 +1,6 @@
-"""Texts with half a surrogate pair, as JSON, rewards and environments may have them, end nothing that writes or sends them."""
+"""Texts with half a surrogate pair, as JSON, rewards and environments may have them, end nothing
+that writes or sends them.
+"""
 
 from __future__ import annotations
 
@@ -38,25 +40,40 @@ def test_a_record_is_written_whatever_its_texts_are(tmp_path: Path) -> None:
     lines = JsonLines(tmp_path / "x.jsonl")
     lines.append(record)
     assert lines.trouble is None
-    [found] = [{k: v for k, v in one.items() if k not in ("time", "schema_version")} for one in lines]
+    [found] = [
+        {k: v for k, v in one.items() if k not in ("time", "schema_version")} for one in lines
+    ]
     assert found == {"key \ufffd": ["3 \ufffd", {"deep": EMOJI}], "score": None}
     assert json.loads(encode(record).encode())
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
 def test_the_texts_of_a_row_have_a_form_in_utf_8(name: str, tmp_path: Path) -> None:
-    row = '{"prompt": "Add: 1 2 \\ud83d", "answer": "3 \\uD83D", "id": "a\\ude00", "more": {"x\\ud83d": ["\\ud83d\\ude00"]}}'
-    (tmp_path / name).write_text(f"[{row}]" if name.endswith(".json") else f"{row}\n", encoding="utf-8")
+    row = (
+        '{"prompt": "Add: 1 2 \\ud83d", "answer": "3 \\uD83D", "id": "a\\ude00", "more":'
+        ' {"x\\ud83d": ["\\ud83d\\ude00"]}}'
+    )
+    (tmp_path / name).write_text(
+        f"[{row}]" if name.endswith(".json") else f"{row}\n", encoding="utf-8"
+    )
     [task] = Dataset(tmp_path / name, ChatRows(ChatRows.Settings()), True, print)
-    assert (task.id, task.ground_truth, task.messages[0].parts) == ("a\ufffd", "3 \ufffd", ("Add: 1 2 \ufffd",))
+    assert (task.id, task.ground_truth, task.messages[0].parts) == (
+        "a\ufffd",
+        "3 \ufffd",
+        ("Add: 1 2 \ufffd",),
+    )
     assert task.extra["more"] == {"x\ufffd": [EMOJI]}
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_a_command_prints_what_its_terminal_cannot_show(encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_prints_what_its_terminal_cannot_show(
+    encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(sys, "stdout", out)
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "q", "answer": HALF}) + "\n", encoding="utf-8")
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"prompt": "q", "answer": HALF}) + "\n", encoding="utf-8"
+    )
     assert main(["data", "validate", str(tmp_path / "rows.jsonl")]) == 0
     print(f"truth: {HALF} {EMOJI}")
     out.flush()

@@ -1,4 +1,6 @@
-"""The answers of the supervised stage: a class, a function, or the rows' column; what is wrong is said before anything starts."""
+"""The answers of the supervised stage: a class, a function, or the rows' column; what is wrong is
+said before anything starts.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +46,13 @@ class Without:
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "mine_answers.py").write_text(MINE, encoding="utf-8")
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "How many?", "answer": "3"}) + "\n", encoding="utf-8")
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"prompt": "How many?", "answer": "3"}) + "\n", encoding="utf-8"
+    )
     (tmp_path / "warm.yaml").write_text(
-        "output: out\nsteps: 1\nmodel: {path: tiny}\ndata: {train: rows.jsonl}\ntiny: {vision: false}\n", encoding="utf-8"
+        "output: out\nsteps: 1\nmodel: {path: tiny}\ndata: {train: rows.jsonl}\ntiny: {vision:"
+        " false}\n",
+        encoding="utf-8",
     )
     monkeypatch.chdir(tmp_path)
     return tmp_path

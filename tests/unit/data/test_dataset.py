@@ -1,4 +1,6 @@
-"""Datasets: what is read, what is quarantined with file, line and reason, and in which order tasks come."""
+"""Datasets: what is read, what is quarantined with file, line and reason, and in which order tasks
+come.
+"""
 
 from __future__ import annotations
 
@@ -35,23 +37,39 @@ def row(index: int = 0, **fields: Any) -> dict[str, Any]:
 
 def write(path: Path, *lines: dict[str, Any] | str | bytes) -> Path:
     texts = [json.dumps(line) if isinstance(line, dict) else line for line in lines]
-    path.write_bytes(b"".join((text.encode() if isinstance(text, str) else text) + b"\n" for text in texts))
+    path.write_bytes(
+        b"".join((text.encode() if isinstance(text, str) else text) + b"\n" for text in texts)
+    )
     return path
 
 
 def read(path: Path, *, strict: bool = False) -> tuple[Dataset, list[tuple[str, str]]]:
     bad: list[tuple[str, str]] = []
-    return Dataset(path, READER, strict, lambda failure: bad.append((failure.path, failure.reason))), bad
+    return (
+        Dataset(path, READER, strict, lambda failure: bad.append((failure.path, failure.reason))),
+        bad,
+    )
 
 
 def test_verl_rows_become_tasks(tmp_path: Path) -> None:
-    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<image>Which of\n<image>?"}]
+    prompt = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "<image>Which of\n<image>?"},
+    ]
     images = [{"image": "a.png"}, str(tmp_path / "b.png")]
     dataset, bad = read(write(tmp_path / "train.jsonl", row(3, prompt=prompt, images=images)))
-    first, second = ImageSource(path=str(tmp_path / "a.png")), ImageSource(path=str(tmp_path / "b.png"))
-    messages = (Message("system", ("Be brief.",)), Message("user", (first, "Which of\n", second, "?")))
+    first, second = (
+        ImageSource(path=str(tmp_path / "a.png")),
+        ImageSource(path=str(tmp_path / "b.png")),
+    )
+    messages = (
+        Message("system", ("Be brief.",)),
+        Message("user", (first, "Which of\n", second, "?")),
+    )
     columns = {name: value for name, value in row(3, images=images).items() if name != "prompt"}
-    assert list(dataset) == [Task("geo/train/3", messages, "3", "geo", {**columns, "index": 3, "split": "train"})]
+    assert list(dataset) == [
+        Task("geo/train/3", messages, "3", "geo", {**columns, "index": 3, "split": "train"})
+    ]
     assert (len(dataset), dataset[0].id, bad) == (1, "geo/train/3", [])
 
 
@@ -83,11 +101,16 @@ def test_an_id_that_is_no_text_becomes_one(tmp_path: Path) -> None:
 
 def test_a_prompt_may_be_a_json_string_or_a_text(tmp_path: Path) -> None:
     texts = [json.dumps([{"role": "user", "content": "hi"}]), "hi"]
-    dataset, _ = read(write(tmp_path / "t.jsonl", *(row(i, prompt=text) for i, text in enumerate(texts))))
+    dataset, _ = read(
+        write(tmp_path / "t.jsonl", *(row(i, prompt=text) for i, text in enumerate(texts)))
+    )
     assert [task.messages for task in dataset] == [(Message("user", ("hi",)),)] * 2
 
 
-@pytest.mark.parametrize("text", ["[INST] hi", "[1, 2, 3] sorted is?", "[1,2,3]", "[1", "[]", '[{"a": 1}]', "[" * 100_000])
+@pytest.mark.parametrize(
+    "text",
+    ["[INST] hi", "[1, 2, 3] sorted is?", "[1,2,3]", "[1", "[]", '[{"a": 1}]', "[" * 100_000],
+)
 def test_a_text_in_brackets_is_a_text(tmp_path: Path, text: str) -> None:
     dataset, bad = read(write(tmp_path / "t.jsonl", {"prompt": text, "answer": "x"}))
     assert not bad
@@ -113,18 +136,30 @@ TEXT, IMAGE = {"type": "text", "text": "What?"}, {"type": "image"}
         ([TEXT], {}, "W"),
         ([TEXT, IMAGE, TEXT], {"images": ["a.png"]}, "WaW"),
         ([IMAGE, TEXT], {"image": "a.png"}, "aW"),
-        ([{"type": "image", "text": None}, {"type": "text", "text": "What?"}], {"image": "a.png"}, "aW"),
+        (
+            [{"type": "image", "text": None}, {"type": "text", "text": "What?"}],
+            {"image": "a.png"},
+            "aW",
+        ),
         ([{"type": "image", "image": "b.png"}, TEXT, IMAGE], {"image": "a.png"}, "bWa"),
         ([TEXT], {"image": "a.png"}, "aW"),
     ],
 )
-def test_where_images_may_stand(tmp_path: Path, content: Any, columns: dict[str, Any], shown: str) -> None:
-    known: dict[str, str | ImageSource] = {name: ImageSource(path=str(tmp_path / f"{name}.png")) for name in "abc"}
+def test_where_images_may_stand(
+    tmp_path: Path, content: Any, columns: dict[str, Any], shown: str
+) -> None:
+    known: dict[str, str | ImageSource] = {
+        name: ImageSource(path=str(tmp_path / f"{name}.png")) for name in "abc"
+    }
     prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
     dataset, bad = read(write(tmp_path / "t.jsonl", {"prompt": prompt, **columns}))
     assert not bad
-    parts = [known.get(letter) or {"W": "What?"}.get(letter, letter) for letter in shown if letter != " "]
-    found = [part.strip() if isinstance(part, str) else part for part in dataset[0].messages[1].parts]
+    parts = [
+        known.get(letter) or {"W": "What?"}.get(letter, letter) for letter in shown if letter != " "
+    ]
+    found = [
+        part.strip() if isinstance(part, str) else part for part in dataset[0].messages[1].parts
+    ]
     assert (dataset[0].messages[0].parts, found) == (("Be brief.",), parts)
 
 
@@ -135,16 +170,30 @@ def test_a_named_column_may_hold_one_image(tmp_path: Path) -> None:
         (b"png", ImageSource(data=b"png")),
         ("a.png", ImageSource(path=str(tmp_path / "a.png"))),
     ]:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "What?", "screen": cell}]), path)
+        pyarrow.parquet.write_table(
+            pyarrow.Table.from_pylist([{"prompt": "What?", "screen": cell}]), path
+        )
         dataset = Dataset(path, ChatRows(ChatRows.Settings(images="screen")), True, lambda _: None)
         assert dataset[0].messages[0].parts == (source, "What?")
 
 
 def test_a_dataset_whose_images_nobody_sees_says_so(tmp_path: Path) -> None:
-    for value in ("a.PNG", [f"data:image/png;base64,{ENCODED}"], {"bytes": ENCODED}, [{"path": "a.jpg"}]):
-        dataset, _ = read(path := write(tmp_path / "t.jsonl", {"prompt": "hi", "answer": "a", "shot": value}))
-        assert dataset.warning().startswith(f"none of the 1 rows of {path} shows the policy an image")
-        assert "look like images: shot. Name the right one with data.reader.with.images" in dataset.warning()
+    for value in (
+        "a.PNG",
+        [f"data:image/png;base64,{ENCODED}"],
+        {"bytes": ENCODED},
+        [{"path": "a.jpg"}],
+    ):
+        dataset, _ = read(
+            path := write(tmp_path / "t.jsonl", {"prompt": "hi", "answer": "a", "shot": value})
+        )
+        assert dataset.warning().startswith(
+            f"none of the 1 rows of {path} shows the policy an image"
+        )
+        assert (
+            "look like images: shot. Name the right one with data.reader.with.images"
+            in dataset.warning()
+        )
     seen = {"prompt": "hi", "answer": "a", "image": "a.png", "shot": "b.png"}
     assert read(write(tmp_path / "t.jsonl", seen))[0].warning() == ""
 
@@ -164,8 +213,12 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "data", "message"), SHAPES, ids=[message[:20] for _, _, message in SHAPES])
-def test_a_file_of_another_shape_is_named_as_a_whole(tmp_path: Path, name: str, data: bytes, message: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "data", "message"), SHAPES, ids=[message[:20] for _, _, message in SHAPES]
+)
+def test_a_file_of_another_shape_is_named_as_a_whole(
+    tmp_path: Path, name: str, data: bytes, message: str
+) -> None:
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ConfigError, match=message):
         read(tmp_path / name)
@@ -188,13 +241,28 @@ BAD = [
     (row(prompt=[{"role": "user", "content": 5}]), "must be a text, or a list of"),
     (row(prompt=["hello"]), "cannot read the row"),
     (row(prompt=5), "cannot read the row"),
-    (row(prompt="[{'role': 'user', 'content': 'hi'}]"), "begins like a list of messages, but it is not JSON"),
+    (
+        row(prompt="[{'role': 'user', 'content': 'hi'}]"),
+        "begins like a list of messages, but it is not JSON",
+    ),
     (row(prompt=3), "its prompt is 3, neither a text nor a list of messages"),
     (row(prompt={"text": "hi"}), "neither a text nor a list of messages"),
     (row(prompt=" \n"), "'prompt' is missing or empty"),
-    (row(prompt=[{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]), "ends with the assistant's turn"),
-    (row(prompt=[{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]), "must be a text, or a list of"),
-    ({"question": "hi", "level": 3}, "no column 'prompt'; the row's: question, level. Name the right one with data.reader.with.p"),
+    (
+        row(prompt=[{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]),
+        "ends with the assistant's turn",
+    ),
+    (
+        row(prompt=[{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]),
+        "must be a text, or a list of",
+    ),
+    (
+        {"question": "hi", "level": 3},
+        (
+            "no column 'prompt'; the row's: question, level. Name the right one with"
+            " data.reader.with.p"
+        ),
+    ),
     (row(prompt=[{"role": "user", "content": "<image>"}]), "1 <image> placeholders for 0 images"),
     (row(images=["a.png", "b.png"], prompt="<image>"), "1 <image> placeholders for 2 images"),
     (row(images=[{"url": "x"}]), "an image must be"),
@@ -203,8 +271,12 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("line", "reason"), BAD, ids=[reason + str(i) for i, (_, reason) in enumerate(BAD)])
-def test_a_bad_row_is_quarantined_with_its_line_and_reason(tmp_path: Path, line: Any, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "reason"), BAD, ids=[reason + str(i) for i, (_, reason) in enumerate(BAD)]
+)
+def test_a_bad_row_is_quarantined_with_its_line_and_reason(
+    tmp_path: Path, line: Any, reason: str
+) -> None:
     path = write(tmp_path / "t.jsonl", row(1), "", line, row(2))
     dataset, bad = read(path)
     assert [task.ground_truth for task in dataset] == ["1", "2"]
@@ -219,18 +291,25 @@ def test_the_rows_of_a_json_array_are_read_like_lines(tmp_path: Path, indent: in
     path = tmp_path / "t.json"
     path.write_text(json.dumps([row(1), [1, 2], row(2)], indent=indent), encoding="utf-8-sig")
     dataset, bad = read(path)
-    assert [(task.ground_truth, dataset.where(task)) for task in dataset] == [("1", f"{path}:1"), ("2", f"{path}:3")]
+    assert [(task.ground_truth, dataset.where(task)) for task in dataset] == [
+        ("1", f"{path}:1"),
+        ("2", f"{path}:3"),
+    ]
     assert bad == [(f"{path}:2", "expected an object, found list")]
     assert len(read(write(tmp_path / "lines.json", row(1), row(2)))[0]) == 2
 
 
 def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
-    assert len(read(write(tmp_path / "t.jsonl", b"\xef\xbb\xbf" + json.dumps(row()).encode()))[0]) == 1
+    assert (
+        len(read(write(tmp_path / "t.jsonl", b"\xef\xbb\xbf" + json.dumps(row()).encode()))[0]) == 1
+    )
 
 
 def test_parquet_rows_are_read_like_lines(tmp_path: Path) -> None:
     image = [{"bytes": b"png", "path": None}]
-    rows = [row(i, prompt=[{"role": "user", "content": "<image>hi"}], images=image) for i in range(600)]
+    rows = [
+        row(i, prompt=[{"role": "user", "content": "<image>hi"}], images=image) for i in range(600)
+    ]
     rows[400]["prompt"] = None
     path = tmp_path / "t.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
@@ -245,7 +324,9 @@ def test_what_is_no_dataset_is_a_config_error(tmp_path: Path) -> None:
         read(tmp_path / "missing.jsonl")
     with pytest.raises(ConfigError, match="no usable row"):
         read(write(tmp_path / "bad.jsonl", "{"))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row()]).slice(0, 0), tmp_path / "zero.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([row()]).slice(0, 0), tmp_path / "zero.parquet"
+    )
     with pytest.raises(ConfigError, match="holds no rows"):
         read(tmp_path / "zero.parquet")
     (tmp_path / "x.parquet").write_bytes(b"PAR1 not really")
@@ -255,18 +336,29 @@ def test_what_is_no_dataset_is_a_config_error(tmp_path: Path) -> None:
 
 def test_two_rows_of_one_id_are_refused_with_both_lines(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", row(1), row(2), row(1))
-    with pytest.raises(ConfigError, match=r"t\.jsonl:3: the id 'geo/train/1' is that of .*t\.jsonl:1 too"):
+    with pytest.raises(
+        ConfigError, match=r"t\.jsonl:3: the id 'geo/train/1' is that of .*t\.jsonl:1 too"
+    ):
         read(path)
 
 
-@given(count=st.integers(1, 30), seed=st.integers(0, 5), steps=st.integers(0, 100), shuffle=st.booleans())
-def test_each_epoch_visits_every_task_once(count: int, seed: int, steps: int, shuffle: bool) -> None:
+@given(
+    count=st.integers(1, 30),
+    seed=st.integers(0, 5),
+    steps=st.integers(0, 100),
+    shuffle=st.booleans(),
+)
+def test_each_epoch_visits_every_task_once(
+    count: int, seed: int, steps: int, shuffle: bool
+) -> None:
     cursor = TaskCursor(count, seed, shuffle)
     drawn = [cursor.next() for _ in range(steps)]
     for start in range(0, steps - steps % count, count):
         assert sorted(drawn[start : start + count]) == list(range(count))
     seen = Counter(drawn)
-    assert [cursor.visits(index) for index in range(count)] == [seen[index] for index in range(count)]
+    assert [cursor.visits(index) for index in range(count)] == [
+        seen[index] for index in range(count)
+    ]
     restored = TaskCursor(count, seed, shuffle)
     restored.restore(json.loads(json.dumps(cursor.state())))
     assert [restored.next() for _ in range(2 * count)] == [cursor.next() for _ in range(2 * count)]
@@ -284,7 +376,9 @@ def test_the_order_follows_from_seed_and_epoch() -> None:
     assert epochs(0, shuffle=False) == [list(range(50))] * 2
 
 
-@pytest.mark.parametrize(("count", "seed", "shuffle"), [(9, 0, True), (10, 1, True), (10, 0, False)])
+@pytest.mark.parametrize(
+    ("count", "seed", "shuffle"), [(9, 0, True), (10, 1, True), (10, 0, False)]
+)
 def test_a_checkpoint_of_other_tasks_is_refused(count: int, seed: int, shuffle: bool) -> None:
     state: Mapping[str, int | bool] = TaskCursor(10, 0, True).state()
     with pytest.raises(CheckpointError, match=r"then, .* now"):
@@ -310,15 +404,23 @@ ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "truth"), ANSWERS, ids=[str(sorted(fields)) for fields, _ in ANSWERS])
-def test_the_answer_is_found_under_its_usual_names(tmp_path: Path, fields: dict[str, Any], truth: Any) -> None:
+@pytest.mark.parametrize(
+    ("fields", "truth"), ANSWERS, ids=[str(sorted(fields)) for fields, _ in ANSWERS]
+)
+def test_the_answer_is_found_under_its_usual_names(
+    tmp_path: Path, fields: dict[str, Any], truth: Any
+) -> None:
     dataset, _ = read(write(tmp_path / "t.jsonl", {"prompt": "hi", **fields}))
     assert dataset[0].ground_truth == truth
 
 
 def test_the_answers_column_can_be_named(tmp_path: Path) -> None:
     reader = ChatRows(ChatRows.Settings(truth="meta.correct"))
-    path = write(tmp_path / "t.jsonl", {"prompt": "hi", "answer": "b", "meta": {"correct": "a"}}, {"prompt": "hi", "answer": "b"})
+    path = write(
+        tmp_path / "t.jsonl",
+        {"prompt": "hi", "answer": "b", "meta": {"correct": "a"}},
+        {"prompt": "hi", "answer": "b"},
+    )
     bad: list[str] = []
     dataset = Dataset(path, reader, False, lambda failure: bad.append(str(failure)))
     assert [task.ground_truth for task in dataset] == ["a"]
@@ -333,7 +435,11 @@ def test_other_columns_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_dataset_without_any_answer_says_so(tmp_path: Path) -> None:
-    dataset, _ = read(write(tmp_path / "t.jsonl", {"prompt": "hi", "correct": "a"}, {"prompt": "ho", "correct": "b"}))
+    dataset, _ = read(
+        write(
+            tmp_path / "t.jsonl", {"prompt": "hi", "correct": "a"}, {"prompt": "ho", "correct": "b"}
+        )
+    )
     assert "none of the 2 rows of" in dataset.warning()
     assert "columns: correct" in dataset.warning()
     assert "data.reader.with.truth" in dataset.warning()
@@ -384,33 +490,51 @@ def test_an_image_may_be_base64(tmp_path: Path, entry: Any) -> None:
         ("x" * 9000, "a path of 9000 characters"),
     ],
 )
-def test_an_image_that_cannot_be_had_is_refused_in_few_words(tmp_path: Path, entry: Any, reason: str) -> None:
+def test_an_image_that_cannot_be_had_is_refused_in_few_words(
+    tmp_path: Path, entry: Any, reason: str
+) -> None:
     with pytest.raises(ConfigError, match="no usable row"):
         Dataset(
-            write(tmp_path / "t.jsonl", {"prompt": "<image>", "images": [entry]}), READER, False,
+            write(tmp_path / "t.jsonl", {"prompt": "<image>", "images": [entry]}),
+            READER,
+            False,
             (bad := []).append,
-        )  # fmt: skip
+        )
     assert reason in bad[0].reason
     assert len(bad[0].reason) < 300
 
 
 def test_messages_shorten_what_they_quote(tmp_path: Path) -> None:
-    lines = ({"prompt": [{"role": "user", "content": ["x" * 9000]}]}, {"prompt": [{"role": ["y" * 9000], "content": "x"}]})
+    lines = (
+        {"prompt": [{"role": "user", "content": ["x" * 9000]}]},
+        {"prompt": [{"role": ["y" * 9000], "content": "x"}]},
+    )
     with pytest.raises(ConfigError, match="no usable row"):
         Dataset(write(tmp_path / "t.jsonl", *lines), READER, False, (bad := []).append)
     assert all(len(failure.reason) < 400 for failure in bad)
 
 
 def test_a_row_names_its_kind_of_environment(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", row(0, environment="web"), row(1), row(2, environment={"image": "debian"}))
+    path = write(
+        tmp_path / "rows.jsonl",
+        row(0, environment="web"),
+        row(1),
+        row(2, environment={"image": "debian"}),
+    )
     dataset = Dataset(path, READER, True, lambda failure: None, {"web": 1, "desk": 2})
     assert [task.environment for task in dataset] == ["web", "", ""]
 
 
 def test_an_unknown_kind_of_environment_is_refused_with_its_line(tmp_path: Path) -> None:
-    """Not quarantined: the configuration and the rows do not fit. Without kinds the column means nothing."""
+    """Not quarantined: the configuration and the rows do not fit.
+
+    Without kinds the column means nothing.
+    """
     path = write(tmp_path / "rows.jsonl", row(0, environment="web"), row(1, environment="destop"))
-    refused = r"rows\.jsonl:2: the row names the environment 'destop', and environment\.kinds has web, desktop\. Add it there"
+    refused = (
+        r"rows\.jsonl:2: the row names the environment 'destop', and environment\.kinds has web,"
+        r" desktop\. Add it there"
+    )
     with pytest.raises(ConfigError, match=refused):
         Dataset(path, READER, False, lambda failure: None, ["web", "desktop"])
     assert len(read(path)[0]) == 2
@@ -421,6 +545,8 @@ def test_a_readers_own_kind_counts_before_the_column(tmp_path: Path) -> None:
         def task(self, line: Mapping[str, Any], where: str, root: Path) -> Task:
             return Task(where, (), environment="web" if "page" in line else "")
 
-    path = write(tmp_path / "rows.jsonl", {"page": "a", "environment": "desk"}, {"environment": "desk"})
+    path = write(
+        tmp_path / "rows.jsonl", {"page": "a", "environment": "desk"}, {"environment": "desk"}
+    )
     dataset = Dataset(path, Pages(), True, lambda failure: None, ["web", "desk"])
     assert [task.environment for task in dataset] == ["web", "desk"]

@@ -1,4 +1,6 @@
-"""What ends ``data prepare`` where rows name films: a library that is missing, and a disk that is full."""
+"""What ends ``data prepare`` where rows name films: a library that is missing, and a disk that is
+full.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,32 @@ def test_a_film_without_its_library_ends_the_command(
     Image.new("RGB", (8, 8)).save(still, "PNG")
     written(tmp_path / "films/b/0.png", still.getvalue())
     written(tmp_path / "films/a.mp4", b"film")
-    rows = [{"id": name, "question": "Q?", "answer": "A", "video": f"films/{name}.mp4"} for name in ("a", "b")]
+    rows = [
+        {"id": name, "question": "Q?", "answer": "A", "video": f"films/{name}.mp4"}
+        for name in ("a", "b")
+    ]
     (tmp_path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
     columns = b"columns: {videos: video, prompt: question, answer: answer}\n"
     written(tmp_path / "map.yaml", b"files: {train: [rows.json]}\n" + columns)
-    given = ["--map", str(tmp_path / "map.yaml"), "--from", str(tmp_path), "--out", str(tmp_path / "out")]
+    given = [
+        "--map",
+        str(tmp_path / "map.yaml"),
+        "--from",
+        str(tmp_path),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     assert main(["data", "prepare", "generic", *given]) == 2
-    assert 'a.mp4 is a film, which PyAV takes apart: pip install "rayloop[video]"' in capsys.readouterr().err
+    assert (
+        'a.mp4 is a film, which PyAV takes apart: pip install "rayloop[video]"'
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "out/train.jsonl").exists()
 
 
-def test_a_full_disk_is_no_failure_of_the_film(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_no_failure_of_the_film(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     av = pytest.importorskip("av")
     with av.open(str(tmp_path / "a.mp4"), "w") as film:
         stream = film.add_stream("mpeg4", rate=8)

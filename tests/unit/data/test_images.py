@@ -33,9 +33,15 @@ LIMIT = 50_000_000
 SIDES = st.integers(min_value=1, max_value=4000)
 
 
-@given(height=SIDES, width=SIDES, pixels=st.tuples(st.integers(784, 50_000), st.integers(50_000, 2_000_000)))
+@given(
+    height=SIDES,
+    width=SIDES,
+    pixels=st.tuples(st.integers(784, 50_000), st.integers(50_000, 2_000_000)),
+)
 @settings(max_examples=300)
-def test_smart_resize_equals_the_processors(height: int, width: int, pixels: tuple[int, int]) -> None:
+def test_smart_resize_equals_the_processors(
+    height: int, width: int, pixels: tuple[int, int]
+) -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as original
 
     if max(height, width) > 200 * min(height, width):
@@ -43,15 +49,23 @@ def test_smart_resize_equals_the_processors(height: int, width: int, pixels: tup
     assert smart_resize(height, width, 28, *pixels) == original(height, width, 28, *pixels)
 
 
-@given(height=SIDES, width=SIDES, pixels=st.tuples(st.integers(784, 50_000), st.integers(50_000, 2_000_000)))
+@given(
+    height=SIDES,
+    width=SIDES,
+    pixels=st.tuples(st.integers(784, 50_000), st.integers(50_000, 2_000_000)),
+)
 @settings(max_examples=300)
-def test_sides_below_a_token_are_enlarged_as_the_processor_of_glm_does(height: int, width: int, pixels: tuple[int, int]) -> None:
+def test_sides_below_a_token_are_enlarged_as_the_processor_of_glm_does(
+    height: int, width: int, pixels: tuple[int, int]
+) -> None:
     from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize as original
 
     if max(height, width) > 100 * min(height, width):
         return
     _, rows, columns = ImageGeometry(14, 2, *pixels, enlarges=True).grid(height, width)
-    assert (14 * rows, 14 * columns) == original(2, height, width, 2, 28, 2 * pixels[0], 2 * pixels[1])
+    assert (14 * rows, 14 * columns) == original(
+        2, height, width, 2, 28, 2 * pixels[0], 2 * pixels[1]
+    )
 
 
 @given(height=SIDES, width=SIDES, most=st.integers(1, 12))
@@ -60,11 +74,19 @@ def test_tiles_are_those_of_the_processor_of_internvl(height: int, width: int, m
     from transformers import GotOcr2ImageProcessorPil
 
     geometry = ImageGeometry(14, 2, 1, most * 448 * 448, tile=448)
-    processor = GotOcr2ImageProcessorPil(crop_to_patches=True, max_patches=most, size={"height": 448, "width": 448})
-    assert geometry.grid(height, width) == (processor.get_number_of_image_patches(height, width), 32, 32)
+    processor = GotOcr2ImageProcessorPil(
+        crop_to_patches=True, max_patches=most, size={"height": 448, "width": 448}
+    )
+    assert geometry.grid(height, width) == (
+        processor.get_number_of_image_patches(height, width),
+        32,
+        32,
+    )
 
 
-@pytest.mark.parametrize(("width", "height"), [(160, 210), (28, 28), (10, 1500), (1920, 1080), (5, 5)])
+@pytest.mark.parametrize(
+    ("width", "height"), [(160, 210), (28, 28), (10, 1500), (1920, 1080), (5, 5)]
+)
 def test_a_reference_has_the_processors_grid(width: int, height: int) -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -111,11 +133,15 @@ def test_a_truncated_file_is_found(format: str, kept: float, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("format", ["GIF", "BMP", "TIFF"])
 def test_an_image_of_another_format_is_named(format: str) -> None:
-    with pytest.raises(DataFailure, match=f"not a readable PNG/JPEG/WEBP image: it is a {format}; convert it$"):
+    with pytest.raises(
+        DataFailure, match=f"not a readable PNG/JPEG/WEBP image: it is a {format}; convert it$"
+    ):
         probe(ImageSource(data=picture(40, 30, format=format)), LIMIT)
 
 
-@pytest.mark.parametrize("content", [b"", b"not an image", b"GIF89a" + bytes(40), png_header(10, 10)])
+@pytest.mark.parametrize(
+    "content", [b"", b"not an image", b"GIF89a" + bytes(40), png_header(10, 10)]
+)
 def test_what_is_no_image_is_a_data_failure(content: bytes) -> None:
     with pytest.raises(DataFailure):
         probe(ImageSource(data=content), LIMIT)
@@ -155,13 +181,21 @@ def test_what_decoding_takes_is_known_by_the_header() -> None:
     assert decoding(picture(100, 100)) == 10_000
     assert decoding(encoded.getvalue()) == 10_000, "16 bits of grey are less than 24"
     assert decoding(bytes(interlaced)) == 20_000
-    assert decoding(picture(100, 100, format="JPEG")) == decoding(picture(100, 100, format="WEBP")) == 10_000
-    assert decoding(picture(100, 100, format="JPEG") + b"\xff\xda" * 500) == 500_000, "as many scans as it says"
+    assert (
+        decoding(picture(100, 100, format="JPEG"))
+        == decoding(picture(100, 100, format="WEBP"))
+        == 10_000
+    )
+    assert decoding(picture(100, 100, format="JPEG") + b"\xff\xda" * 500) == 500_000, (
+        "as many scans as it says"
+    )
     assert decoding(png_header(4000, 4000)) == 16_000_000
     assert decoding(b"") is decoding(b"\x89PNG\r\n\x1a\n") is None
 
 
-def test_pictures_of_an_answer_share_a_budget_and_are_decoded_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_pictures_of_an_answer_share_a_budget_and_are_decoded_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     decoded: list[int] = []
 
     def counted(data: bytes) -> Image.Image:
@@ -171,12 +205,16 @@ def test_pictures_of_an_answer_share_a_budget_and_are_decoded_once(monkeypatch: 
     monkeypatch.setattr("rayloop.data.images.decode", counted)
     small, broken, forged = picture(56, 28), picture(56, 56)[:-9], png_header(7000, 7000)
     file = tmp_path / "gone.png"
-    given = [ImageSource(data=data) for data in (small, broken, forged, forged, small)] + [ImageSource(path=str(file))]
+    given = [ImageSource(data=data) for data in (small, broken, forged, forged, small)] + [
+        ImageSource(path=str(file))
+    ]
     first, *none, last, path = looked_at(given)
     assert none == [None, None, None]
     assert first == last == ImageSource(data=small)
     assert path == ImageSource(path=str(file)), "a file is not the policy's"
-    assert len(decoded) == 3, "the second of the large ones is not looked at: both are more than an answer may have"
+    assert len(decoded) == 3, (
+        "the second of the large ones is not looked at: both are more than an answer may have"
+    )
     images = PromptImages(ImageGeometry(14, 2, 784, 50_000))
     assert first is not None
     assert images.of(first, keep_file=False).ref.width == 56

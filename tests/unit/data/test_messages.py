@@ -1,4 +1,6 @@
-"""Messages of rows: all keys that a chat template may read, the forms of other tools, what is refused."""
+"""Messages of rows: all keys that a chat template may read, the forms of other tools, what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,15 @@ from rayloop.data.dataset import ChatRows, Dataset
 from rayloop.data.validation import check
 
 ASKED = {"role": "user", "content": "Weather in Rome?"}
-CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome", "unit": None}}}
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "default": None}}}
+CALL = {
+    "id": "1",
+    "type": "function",
+    "function": {"name": "weather", "arguments": {"city": "Rome", "unit": None}},
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "default": None}},
+}
 
 
 def one(path: Path, row: dict[str, Any]) -> Task:
@@ -31,22 +40,45 @@ def one(path: Path, row: dict[str, Any]) -> Task:
 
 
 def test_all_keys_of_a_message_reach_the_template(tmp_path: Path) -> None:
-    called = {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "Look."}
-    result = {"role": "tool", "content": "", "tool_call_id": "1", "name": "weather", "tool_calls": None}
+    called = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [CALL],
+        "reasoning_content": "Look.",
+    }
+    result = {
+        "role": "tool",
+        "content": "",
+        "tool_call_id": "1",
+        "name": "weather",
+        "tool_calls": None,
+    }
     task = one(tmp_path / "t.jsonl", {"prompt": [ASKED, called, result], "answer": "20"})
     assert task.messages == (
         Message("user", ("Weather in Rome?",)),
-        Message("assistant", (), {"reasoning_content": "Look.", "tool_calls": [CALL], "content": None}),
+        Message(
+            "assistant", (), {"reasoning_content": "Look.", "tool_calls": [CALL], "content": None}
+        ),
         Message("tool", (), {"tool_call_id": "1", "name": "weather"}),
     )
 
 
 def test_the_null_keys_of_parquet_are_dropped_and_those_of_json_stay(tmp_path: Path) -> None:
     row = {
-        "prompt": [ASKED, {"role": "assistant", "content": "Let me look.", "tool_calls": [CALL]}, {"role": "tool", "content": "20"}]
+        "prompt": [
+            ASKED,
+            {"role": "assistant", "content": "Let me look.", "tool_calls": [CALL]},
+            {"role": "tool", "content": "20"},
+        ]
     }
-    written, stored = (one(tmp_path / name, {**row, "tools": [TOOL], "answer": "20"}) for name in ("t.jsonl", "t.parquet"))
-    arguments = [task.messages[1].fields["tool_calls"][0]["function"]["arguments"] for task in (written, stored)]
+    written, stored = (
+        one(tmp_path / name, {**row, "tools": [TOOL], "answer": "20"})
+        for name in ("t.jsonl", "t.parquet")
+    )
+    arguments = [
+        task.messages[1].fields["tool_calls"][0]["function"]["arguments"]
+        for task in (written, stored)
+    ]
     assert arguments == [{"city": "Rome", "unit": None}, {"city": "Rome"}]
     assert [task.tools[0]["function"]["parameters"] for task in (written, stored)] == [
         {"type": "object", "default": None},
@@ -58,11 +90,16 @@ def test_the_null_keys_of_parquet_are_dropped_and_those_of_json_stay(tmp_path: P
 def test_tools_may_be_json_text_and_other_columns_of_that_name_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert one(tmp_path / "t.jsonl", {"prompt": "Weather?", "tools": json.dumps([TOOL]), "answer": "x"}).tools == (TOOL,)
+    assert one(
+        tmp_path / "t.jsonl", {"prompt": "Weather?", "tools": json.dumps([TOOL]), "answer": "x"}
+    ).tools == (TOOL,)
     reader = Component(use="rayloop.data.dataset:ChatRows")
     check(tmp_path / "t.jsonl", reader)
     assert "1 rows have tools, which the chat template shows" in capsys.readouterr().out
-    assert one(tmp_path / "t.jsonl", {"prompt": "Weather?", "tools": ["hammer"], "answer": "x"}).tools == ()
+    assert (
+        one(tmp_path / "t.jsonl", {"prompt": "Weather?", "tools": ["hammer"], "answer": "x"}).tools
+        == ()
+    )
     check(tmp_path / "t.jsonl", reader)
     assert "warning: the column 'tools'" in capsys.readouterr().out
 
@@ -72,38 +109,75 @@ def test_tools_may_be_json_text_and_other_columns_of_that_name_are_named(
     [
         ([{"role": "user", "content": ""}], {}, "neither text nor image"),
         ([ASKED, {"role": "assistant", "content": None}, ASKED], {}, "'content' is missing"),
-        ([ASKED, {"role": "assistant", "content": "x", "tool_calls": "weather"}, ASKED], {}, "tool_calls of a message must be"),
+        (
+            [ASKED, {"role": "assistant", "content": "x", "tool_calls": "weather"}, ASKED],
+            {},
+            "tool_calls of a message must be",
+        ),
         ("<audio>What is said?", {"audio": ["a.wav"]}, "shown no audio"),
         ("What does <image> do?", {}, "text and not a place stands in a part"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/a.png"}}]}], {}, "not downloaded"),
+        (
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": "http://x/a.png"}}],
+                }
+            ],
+            {},
+            "not downloaded",
+        ),
     ],
 )
-def test_what_the_policy_could_not_be_shown_is_refused(tmp_path: Path, prompt: Any, columns: dict[str, Any], reason: str) -> None:
+def test_what_the_policy_could_not_be_shown_is_refused(
+    tmp_path: Path, prompt: Any, columns: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(DataFailure, match=reason):
         one(tmp_path / "t.jsonl", {"prompt": prompt, "answer": "x", **columns})
 
 
-def test_a_placeholder_in_a_typed_part_is_a_place_where_an_image_has_no_other(tmp_path: Path) -> None:
+def test_a_placeholder_in_a_typed_part_is_a_place_where_an_image_has_no_other(
+    tmp_path: Path,
+) -> None:
     text, image = {"type": "text", "text": "a <image> b"}, {"type": "image"}
     for content, expected in (([text], (str, "image", str)), ([image, text], ("image", str))):
-        task = one(tmp_path / "t.jsonl", {"prompt": [{"role": "user", "content": [*content]}], "images": ["a.png"], "answer": "x"})
-        assert tuple(str if isinstance(part, str) else "image" for part in task.messages[0].parts) == expected
+        task = one(
+            tmp_path / "t.jsonl",
+            {
+                "prompt": [{"role": "user", "content": [*content]}],
+                "images": ["a.png"],
+                "answer": "x",
+            },
+        )
+        assert (
+            tuple(str if isinstance(part, str) else "image" for part in task.messages[0].parts)
+            == expected
+        )
     films = one(tmp_path / "t.jsonl", {"prompt": "How is <video> written in HTML?", "answer": "x"})
     assert films.messages[0].parts == ("How is <video> written in HTML?",)
 
 
 def test_a_conversation_gives_its_last_answer_unless_a_column_has_one(tmp_path: Path) -> None:
-    parts = {"role": "assistant", "content": [{"type": "text", "text": "20 "}, {"type": "text", "text": "degrees"}]}
+    parts = {
+        "role": "assistant",
+        "content": [{"type": "text", "text": "20 "}, {"type": "text", "text": "degrees"}],
+    }
     assert one(tmp_path / "t.jsonl", {"messages": [ASKED, parts]}).ground_truth == "20 degrees"
     task = one(tmp_path / "t.jsonl", {"messages": [ASKED, parts], "answer": "21"})
     assert (task.ground_truth, len(task.messages)) == ("21", 1)
 
 
 def test_a_map_of_arrow_is_an_object(tmp_path: Path) -> None:
-    schema = pyarrow.schema([("prompt", pyarrow.string()), ("extra_info", pyarrow.map_(pyarrow.string(), pyarrow.string()))])
+    schema = pyarrow.schema(
+        [
+            ("prompt", pyarrow.string()),
+            ("extra_info", pyarrow.map_(pyarrow.string(), pyarrow.string())),
+        ]
+    )
     table = pyarrow.Table.from_pylist([{"prompt": "hi", "extra_info": [("k", "v")]}], schema=schema)
     pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
-    task = Dataset(tmp_path / "t.parquet", ChatRows(ChatRows.Settings()), True, lambda failure: None)[0]
+    task = Dataset(
+        tmp_path / "t.parquet", ChatRows(ChatRows.Settings()), True, lambda failure: None
+    )[0]
     assert task.extra["k"] == "v"
 
 

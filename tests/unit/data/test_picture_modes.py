@@ -38,16 +38,25 @@ def test_a_ramp_of_16_bits_is_shown_from_black_to_white() -> None:
 @pytest.mark.parametrize("kind", ["PNG", "WEBP"])
 def test_transparent_pixels_are_blended_with_white_as_vllm_and_qwen_vl_utils_do(kind: str) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (16, 16, 4), np.uint8)
-    data = saved(Image.fromarray(noise), kind, **({"lossless": True, "exact": True} if kind == "WEBP" else {}))
+    data = saved(
+        Image.fromarray(noise),
+        kind,
+        **({"lossless": True, "exact": True} if kind == "WEBP" else {}),
+    )
     theirs = Image.new("RGB", (16, 16), WHITE)
     theirs.paste(Image.fromarray(noise), mask=Image.fromarray(noise).split()[3])
     assert np.array_equal(np.asarray(decode(data)), np.asarray(theirs))
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])
-def test_pixels_of_unknown_range_are_refused_when_a_data_set_is_prepared(mode: str, tmp_path: Path) -> None:
+def test_pixels_of_unknown_range_are_refused_when_a_data_set_is_prepared(
+    mode: str, tmp_path: Path
+) -> None:
     (tmp_path / "depth.tiff").write_bytes(saved(Image.new(mode, (4, 4)), "TIFF"))
-    with pytest.raises(DataFailure, match=rf"numbers of 32 bits \(mode {mode}\) of unknown range. Save it with 8 or 16 bits"):
+    with pytest.raises(
+        DataFailure,
+        match=rf"numbers of 32 bits \(mode {mode}\) of unknown range. Save it with 8 or 16 bits",
+    ):
         Pictures(tmp_path / "out", tmp_path, ()).keep("depth.tiff", str(tmp_path), "row 1")
 
 
@@ -55,7 +64,9 @@ def test_a_picture_that_is_converted_for_a_data_set_shows_the_same(tmp_path: Pat
     clear = Image.new("LA", (2, 1), (0, 0))
     clear.putpixel((1, 0), (0, 255))
     (tmp_path / "icon.tiff").write_bytes(saved(clear, "TIFF"))
-    (tmp_path / "depth.tiff").write_bytes(saved(Image.fromarray(np.array([[0, 32896]], np.uint16)), "TIFF"))
+    (tmp_path / "depth.tiff").write_bytes(
+        saved(Image.fromarray(np.array([[0, 32896]], np.uint16)), "TIFF")
+    )
     pictures = Pictures(tmp_path / "out", tmp_path, ())
     shown = {}
     for name in ("icon", "depth"):
@@ -66,7 +77,9 @@ def test_a_picture_that_is_converted_for_a_data_set_shows_the_same(tmp_path: Pat
 
 def test_code_in_the_sandbox_finds_the_pixels_that_the_policy_is_shown() -> None:
     data, _ = PNGS["colour with alpha, one half transparent"]
-    assert np.asarray(rgb(Image.open(io.BytesIO(data)))).tolist() == np.asarray(decode(data)).tolist()
+    assert (
+        np.asarray(rgb(Image.open(io.BytesIO(data)))).tolist() == np.asarray(decode(data)).tolist()
+    )
     assert np.asarray(Video([data], 1.0)[0]).tolist() == np.asarray(decode(data)).tolist()
 
 
@@ -75,7 +88,11 @@ def test_a_program_that_decodes_by_itself_is_sent_what_the_policy_is_shown() -> 
     assert portable(plain) == plain
     turned = Image.Exif()
     turned[0x0112] = 6
-    for data in (PNGS["16 bits"][0], PNGS["grey with alpha"][0], saved(Image.new("RGB", (4, 2)), "JPEG", exif=turned)):
+    for data in (
+        PNGS["16 bits"][0],
+        PNGS["grey with alpha"][0],
+        saved(Image.new("RGB", (4, 2)), "JPEG", exif=turned),
+    ):
         sent = portable(data)
         with Image.open(io.BytesIO(sent)) as opened:
             assert opened.mode == "RGB"

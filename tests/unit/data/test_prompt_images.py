@@ -1,4 +1,6 @@
-"""Images as prompts name them: looked at once per file and per content, again when the file changed, and within a limit."""
+"""Images as prompts name them: looked at once per file and per content, again when the file
+changed, and within a limit.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def saved(folder: Path, data: bytes, name: str = "page.png") -> ImageSource:
     return ImageSource(path=str(folder / name))
 
 
-def test_a_file_is_looked_at_once_until_it_changes(looks: list[ImageSource], tmp_path: Path) -> None:
+def test_a_file_is_looked_at_once_until_it_changes(
+    looks: list[ImageSource], tmp_path: Path
+) -> None:
     images, first, second = PromptImages(GEOMETRY), picture(40, 30), picture(56, 84)
     source = saved(tmp_path, first)
     for _ in range(3):
@@ -50,7 +54,9 @@ def test_a_file_is_looked_at_once_until_it_changes(looks: list[ImageSource], tmp
     assert len(looks) == 3
 
 
-def test_a_file_that_the_engine_does_not_read_comes_with_its_bytes(looks: list[ImageSource], tmp_path: Path) -> None:
+def test_a_file_that_the_engine_does_not_read_comes_with_its_bytes(
+    looks: list[ImageSource], tmp_path: Path
+) -> None:
     images, data = PromptImages(GEOMETRY), picture(40, 30)
     source = saved(tmp_path, data)
     assert images.of(source, keep_file=True).data is None

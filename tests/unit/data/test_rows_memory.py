@@ -17,7 +17,9 @@ from tests.support.runs import ROOT
 
 COUNT, EACH = 120, 500_000
 ALLOWED = 1.4
-"""Resident bytes for each byte of pictures; it was 3.4 when the pool of the parquet reader kept its own."""
+"""Resident bytes for each byte of pictures; it was 3.4 when the pool of the parquet reader kept its
+own.
+"""
 PROGRAM = f"""
 import os, pyarrow, pyarrow.parquet
 from rayloop.data.dataset import ChatRows, Dataset
@@ -36,7 +38,12 @@ pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "rows.parquet", row
 
 def run(program: str, folder: Path) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=folder, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", program],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return done.stdout
 
@@ -55,13 +62,24 @@ def text_of(image: bytes) -> str:
     [
         (lambda url: {"prompt": "q", "images": [url], "hint": "x"}, {"prompt", "hint"}),
         (lambda url: {"prompt": "q", "image": {"bytes": url}, "hint": "x"}, {"prompt", "hint"}),
-        (lambda url: {"prompt": [{"role": "user", "content": [{"type": "image", "image": url}]}], "hint": "x"}, {"hint"}),
-        (lambda url: {"prompt": "q", "images": ["a.png"], "hint": "x"}, {"prompt", "images", "hint"}),
+        (
+            lambda url: {
+                "prompt": [{"role": "user", "content": [{"type": "image", "image": url}]}],
+                "hint": "x",
+            },
+            {"hint"},
+        ),
+        (
+            lambda url: {"prompt": "q", "images": ["a.png"], "hint": "x"},
+            {"prompt", "images", "hint"},
+        ),
         (lambda url: {"prompt": "q", "hint": "x"}, {"prompt", "hint"}),
     ],
 )
 def test_extra_has_no_second_copy_of_a_picture(row: Any, kept: set[str], tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row(text_of(picture(28, 28)))) + "\n", encoding="utf-8")
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps(row(text_of(picture(28, 28)))) + "\n", encoding="utf-8"
+    )
     [task] = Dataset(tmp_path / "rows.jsonl", ChatRows(ChatRows.Settings()), True, print)
     assert task.extra.keys() == kept
 
@@ -69,5 +87,7 @@ def test_extra_has_no_second_copy_of_a_picture(row: Any, kept: set[str], tmp_pat
 def test_the_column_of_a_question_stays_for_the_reward(tmp_path: Path) -> None:
     row = {"question": "q", "images": [text_of(picture(28, 28))]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    [task] = Dataset(tmp_path / "rows.jsonl", ChatRows(ChatRows.Settings(prompt="question")), True, print)
+    [task] = Dataset(
+        tmp_path / "rows.jsonl", ChatRows(ChatRows.Settings(prompt="question")), True, print
+    )
     assert task.extra == {"question": "q", "prompt": "q"}

@@ -1,4 +1,6 @@
-"""Rows that a stranger wrote: what they name is read only when it is a picture of a bounded size in the folder of the rows."""
+"""Rows that a stranger wrote: what they name is read only when it is a picture of a bounded size in
+the folder of the rows.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ ENDLESS: tuple[Callable[[Path], None], ...] = (pipe, device, sparse, listener)
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("made", ENDLESS)
-def test_what_is_no_file_of_a_bounded_size_is_not_read(made: Callable[[Path], None], tmp_path: Path) -> None:
+def test_what_is_no_file_of_a_bounded_size_is_not_read(
+    made: Callable[[Path], None], tmp_path: Path
+) -> None:
     made(tmp_path / "f.png")
     with pytest.raises(DataFailure, match=r"regular file|more than \d+ bytes|No such device"):
         images.probe(ImageSource(path=str(tmp_path / "f.png")))
@@ -70,7 +74,9 @@ def test_what_is_no_file_of_a_bounded_size_is_not_read(made: Callable[[Path], No
         content(tmp_path / "f.png", 10)
 
 
-def test_a_file_that_grows_while_it_is_read_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_grows_while_it_is_read_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "f").write_bytes(b"x" * 20)
     found = os.stat_result((0o100644, *[0] * 9))
     monkeypatch.setattr(os, "fstat", lambda handle: found)
@@ -83,11 +89,18 @@ def read(folder: Path, *, anywhere: bool = False, **row: Any) -> list[str]:
     """Why rows were left out; "" for one that was not."""
     folder.mkdir(exist_ok=True)
     (folder / "rows.jsonl").write_text(
-        json.dumps({"prompt": "?", "answer": "1", **row}) + "\n" + '{"prompt": "kept"}\n', encoding="utf-8"
+        json.dumps({"prompt": "?", "answer": "1", **row}) + "\n" + '{"prompt": "kept"}\n',
+        encoding="utf-8",
     )
     bad = list[str]()
     reader = ChatRows(ChatRows.Settings())
-    Dataset(folder / "rows.jsonl", reader, False, lambda failure: bad.append(str(failure)), anywhere=anywhere)
+    Dataset(
+        folder / "rows.jsonl",
+        reader,
+        False,
+        lambda failure: bad.append(str(failure)),
+        anywhere=anywhere,
+    )
     return bad
 
 
@@ -100,7 +113,14 @@ def named(folder: Path, private: Path) -> Iterator[dict[str, Any]]:
     """Every way by which a row may name a file outside of its folder."""
     (folder / "link.png").symlink_to(private)
     (folder / "linked").symlink_to(private.parent)
-    for path in (str(private), f"file://{private}", "../home/photo.png", "a/../../home/photo.png", "link.png", "linked/photo.png"):
+    for path in (
+        str(private),
+        f"file://{private}",
+        "../home/photo.png",
+        "a/../../home/photo.png",
+        "link.png",
+        "linked/photo.png",
+    ):
         yield {"images": [path]}
         yield {"images": [{"path": path}]}
         yield {"prompt": [{"role": "user", "content": [{"type": "image", "image": path}]}]}
@@ -126,10 +146,15 @@ def test_rows_behind_a_link_may_name_what_is_beside_their_file(tmp_path: Path) -
     assert not read(tmp_path / "linked", images=["a.png"])
 
 
-def test_validate_says_so_and_can_be_told(tmp_path: Path, private: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_says_so_and_can_be_told(
+    tmp_path: Path, private: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "data").mkdir()
     file = tmp_path / "data/rows.jsonl"
-    file.write_text(json.dumps({"prompt": "?", "images": [str(private)], "answer": "1"}) + '\n{"prompt": "b", "answer": "2"}\n')
+    file.write_text(
+        json.dumps({"prompt": "?", "images": [str(private)], "answer": "1"})
+        + '\n{"prompt": "b", "answer": "2"}\n'
+    )
     assert main(["data", "validate", str(file)]) == 1
     assert "data.anywhere=true" in capsys.readouterr().out
     assert main(["data", "validate", str(file), "--anywhere"]) == 0
@@ -147,22 +172,34 @@ def test_a_video_is_made_of_pictures(videos: Any, tmp_path: Path) -> None:
 def test_a_video_may_be_one_animated_picture_or_frames(tmp_path: Path) -> None:
     picture(tmp_path / "a.gif", "GIF")
     picture(tmp_path / "b.webp", "WEBP")
-    task = Task("t", (Message("user", ("?",)),), extra={"videos": _placed(["a.gif", ["b.webp", "b.webp"]], tmp_path)})
+    task = Task(
+        "t",
+        (Message("user", ("?",)),),
+        extra={"videos": _placed(["a.gif", ["b.webp", "b.webp"]], tmp_path)},
+    )
     assert [len(video) for video in _videos(task)] == [1, 2]
     with pytest.raises(DataFailure, match="no picture of a video"):
         _videos(Task("t", (), extra={"videos": [_placed(["a.gif", "a.gif"], tmp_path)]}))
 
 
 def _placed(value: Any, folder: Path) -> Any:
-    return str(folder / value) if isinstance(value, str) else [_placed(one, folder) for one in value]
+    return (
+        str(folder / value) if isinstance(value, str) else [_placed(one, folder) for one in value]
+    )
 
 
-def test_a_parquet_file_that_becomes_a_thousand_times_its_size_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parquet_file_that_becomes_a_thousand_times_its_size_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its rows are decoded few at a time, so that it is noticed long before the memory is full."""
     monkeypatch.setattr(data_rows, "LEAST_DECODED", 10 << 20)
     monkeypatch.setattr(data_rows, "DECODED_AT_ONCE", 4 << 20)
-    table = pyarrow.table({"prompt": pyarrow.array(["x" * (1 << 20)] * 100), "answer": pyarrow.array(["1"] * 100)})
-    pyarrow.parquet.write_table(table, tmp_path / "bomb.parquet", compression="zstd", use_dictionary=True)
+    table = pyarrow.table(
+        {"prompt": pyarrow.array(["x" * (1 << 20)] * 100), "answer": pyarrow.array(["1"] * 100)}
+    )
+    pyarrow.parquet.write_table(
+        table, tmp_path / "bomb.parquet", compression="zstd", use_dictionary=True
+    )
     assert (tmp_path / "bomb.parquet").stat().st_size < 10_000
     found = data_rows.rows(tmp_path / "bomb.parquet")
     given = [where for where, _ in islice(found, 8)]
@@ -181,7 +218,11 @@ def opened_anyhow(file: Path) -> Iterator[str]:
     """Where a file of the product lets Pillow choose among all formats."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         opens = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Image.open")
-        if isinstance(node, ast.Call) and opens and "formats" not in {keyword.arg for keyword in node.keywords}:
+        if (
+            isinstance(node, ast.Call)
+            and opens
+            and "formats" not in {keyword.arg for keyword in node.keywords}
+        ):
             yield f"{file.relative_to(ROOT)}:{node.lineno}"
 
 
@@ -200,11 +241,24 @@ MAP = "files: {train: ['*.jsonl']}\ncolumns: {prompt: q, image: i, answer: a}\n"
 
 def prepared(source: Path, entry: Any, *options: str) -> int:
     source.mkdir(exist_ok=True)
-    (source / "rows.jsonl").write_text(json.dumps({"q": "?", "i": entry, "a": "1"}) + "\n", encoding="utf-8")
+    (source / "rows.jsonl").write_text(
+        json.dumps({"q": "?", "i": entry, "a": "1"}) + "\n", encoding="utf-8"
+    )
     (source.parent / "map.yaml").write_text(MAP, encoding="utf-8")
     out = str(source.parent / "out")
     return main(
-        ["data", "prepare", "generic", "--from", str(source), "--out", out, "--map", str(source.parent / "map.yaml"), *options]
+        [
+            "data",
+            "prepare",
+            "generic",
+            "--from",
+            str(source),
+            "--out",
+            out,
+            "--map",
+            str(source.parent / "map.yaml"),
+            *options,
+        ]
     )
 
 

@@ -16,13 +16,23 @@ from tests.unit.core.test_plain import Quiet
 
 
 def tasks(**counts: int) -> list[Task]:
-    return [Task(f"{source}/{n}", (), source=source) for source, count in counts.items() for n in range(count)]
+    return [
+        Task(f"{source}/{n}", (), source=source)
+        for source, count in counts.items()
+        for n in range(count)
+    ]
 
 
 def test_sources_are_taken_alike_and_each_spread_over_the_file() -> None:
     chosen = evenly(tasks(web=100, ios=100, windows=2), 12)
     assert Counter(task.source for task in chosen) == {"web": 5, "ios": 5, "windows": 2}
-    assert [task.id for task in chosen if task.source == "web"] == ["web/0", "web/20", "web/40", "web/60", "web/80"]
+    assert [task.id for task in chosen if task.source == "web"] == [
+        "web/0",
+        "web/20",
+        "web/40",
+        "web/60",
+        "web/80",
+    ]
     assert chosen == evenly(tasks(web=100, ios=100, windows=2), 12)
 
 
@@ -39,5 +49,8 @@ def test_a_run_evaluates_that_many_rows(tmp_path: Path) -> None:
     config["data"]["eval"] = config["data"]["train"]
     config["evaluation"] = {"every": 1, "limit": 4}
     made = RunConfig.model_validate(config)
-    every = held_out_rows(made.model_copy(update={"evaluation": made.evaluation.model_copy(update={"limit": None})}), Quiet())
+    every = held_out_rows(
+        made.model_copy(update={"evaluation": made.evaluation.model_copy(update={"limit": None})}),
+        Quiet(),
+    )
     assert held_out_rows(made, Quiet()) == evenly(every, 4) != every[:4]

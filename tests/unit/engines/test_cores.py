@@ -24,20 +24,38 @@ def test_a_control_group_takes_cores_away(tmp_path: Path) -> None:
 
 def threads(folder: Path, **changes: Any) -> tuple[int | None, int | None, int | None]:
     """Of an engine, a rank and a reference actor."""
-    config = RunConfig.model_validate(settings(folder, folder, **{"rollout__engine": {}, "policy__engine": {}, **changes}))
-    return getattr(config.engine, "threads"), config.trainer.threads, config.scorer.threads  # noqa: B009
+    config = RunConfig.model_validate(
+        settings(folder, folder, **{"rollout__engine": {}, "policy__engine": {}, **changes})
+    )
+    return (
+        config.engine.threads,
+        config.trainer.threads,
+        config.scorer.threads,
+    )
 
 
-def test_processes_that_compute_at_once_share_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_compute_at_once_share_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(machine, "usable", lambda: 12)
     assert [per_process(n) for n in (0, 1, 5, 12, 32)] == [12, 12, 2, 1, 1]
-    assert threads(tmp_path) == (12, 12, 6), "engines and trainer take turns; the reference scores while engines generate"
+    assert threads(tmp_path) == (
+        12,
+        12,
+        6,
+    ), "engines and trainer take turns; the reference scores while engines generate"
     assert threads(tmp_path, rollout__actors=3, policy__ranks=2) == (4, 6, 3)
-    assert threads(tmp_path, rollout__actors=3, policy__ranks=1, algorithm__staleness={"max_staleness": 1}) == (3, 3, 3)
+    assert threads(
+        tmp_path, rollout__actors=3, policy__ranks=1, algorithm__staleness={"max_staleness": 1}
+    ) == (3, 3, 3)
 
 
 def test_a_number_of_the_configuration_counts(tmp_path: Path) -> None:
-    assert threads(tmp_path, rollout__engine={"threads": 3}, policy__engine={"threads": 2}) == (3, 2, 2)
+    assert threads(tmp_path, rollout__engine={"threads": 3}, policy__engine={"threads": 2}) == (
+        3,
+        2,
+        2,
+    )
 
 
 def test_a_repeatable_run_and_one_on_gpus_do_not_look_at_the_cores(tmp_path: Path) -> None:

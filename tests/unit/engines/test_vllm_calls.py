@@ -1,4 +1,6 @@
-"""What the engine makes of vLLM's answers: requests that are given up, prepared during a pause, or answered during a load."""
+"""What the engine makes of vLLM's answers: requests that are given up, prepared during a pause, or
+answered during a load.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,15 @@ import torch
 import rayloop.engines.generation.vllm as module
 from rayloop.core.failures import InfrastructureFailure, WeightSyncError, WorkerLost
 from rayloop.core.kept import Kept
-from rayloop.core.types import Completion, FinishReason, ImageRef, PromptImage, Sampling, TokenPrompt, Version
+from rayloop.core.types import (
+    Completion,
+    FinishReason,
+    ImageRef,
+    PromptImage,
+    Sampling,
+    TokenPrompt,
+    Version,
+)
 from rayloop.engines.generation import vllm_worker
 from rayloop.engines.generation.vllm import RETRIES, VllmEngine
 from rayloop.engines.generation.vllm_process import common_arguments, prepare
@@ -44,18 +54,25 @@ class Llm:
         self.preparing.set()
         self.answering.set()
         self.reasons: list[str] = []
-        self.logprobs: dict[str, Any] = {"logprobs": SimpleNamespace(logprobs=[-1.0], token_ids=[8]), "sampling_mask": None}
+        self.logprobs: dict[str, Any] = {
+            "logprobs": SimpleNamespace(logprobs=[-1.0], token_ids=[8]),
+            "sampling_mask": None,
+        }
         self.faults: list[bytes | None] = [None]
 
     async def add_request(self, number: str, prompt: dict[str, Any], parameters: Any) -> None:
         await self.preparing.wait()
         self.log.append("added")
 
-    async def generate(self, prompt: dict[str, Any], parameters: Any, number: str, lora_request: Any) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: dict[str, Any], parameters: Any, number: str, lora_request: Any
+    ) -> AsyncIterator[Any]:
         await self.add_request(number, prompt, parameters)
         await self.answering.wait()
         reason = self.reasons.pop(0) if self.reasons else "length"
-        output = SimpleNamespace(token_ids=[8], finish_reason=reason, stop_reason=None, **self.logprobs)
+        output = SimpleNamespace(
+            token_ids=[8], finish_reason=reason, stop_reason=None, **self.logprobs
+        )
         yield SimpleNamespace(outputs=[output])
 
     async def pause_generation(self, **options: Any) -> None:
@@ -85,9 +102,10 @@ def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         "vllm.v1.engine.async_llm": {"AsyncLLM": SimpleNamespace(from_engine_args=made_with)},
         "vllm.usage.usage_lib": {"UsageContext": SimpleNamespace(LLM_CLASS="offline")},
         "vllm.v1.engine.exceptions": {
-            "EngineDeadError": type("Dead", (Exception,), {}), "EngineGenerateError": type("Failed", (Exception,), {})
+            "EngineDeadError": type("Dead", (Exception,), {}),
+            "EngineGenerateError": type("Failed", (Exception,), {}),
         },
-    }.items():  # fmt: skip
+    }.items():
         made = types.ModuleType(name)
         made.__dict__.update(known)
         monkeypatch.setitem(sys.modules, name, made)
@@ -95,13 +113,17 @@ def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "stat_loggers", lambda *_: [])
     monkeypatch.setattr(module, "_parameters", lambda *_: None)
     monkeypatch.setattr(module, "RETRIES", (0.0,) * len(RETRIES))
-    config = SimpleNamespace(model_type="qwen2", sub_configs={}, get_text_config=lambda: SimpleNamespace(vocab_size=320))
+    config = SimpleNamespace(
+        model_type="qwen2", sub_configs={}, get_text_config=lambda: SimpleNamespace(vocab_size=320)
+    )
     monkeypatch.setattr(module.AutoConfig, "from_pretrained", lambda *_, **__: config)
 
 
 def run(test: Callable[[VllmEngine, Any], Awaitable[None]], **options: Any) -> None:
     async def go() -> None:
-        engine = VllmEngine(ModelSettings(path="x"), VllmEngineSettings.model_validate(options), EnginePlace())
+        engine = VllmEngine(
+            ModelSettings(path="x"), VllmEngineSettings.model_validate(options), EnginePlace()
+        )
         assert engine._llm.log == ["offline"], "the device decides how many tokens a step holds"
         await load(engine, OLD)
         engine._llm.log.clear()
@@ -124,9 +146,15 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize(("given", "limit"), [({}, 4096), ({"extra": {"max_model_len": 8192}}, 8192)])
-def test_the_engine_has_room_for_an_episode(tmp_path: Path, given: dict[str, Any], limit: int) -> None:
-    """By the model's own limit, which may be lower, an episode would be excluded instead of ending as over_length."""
+@pytest.mark.parametrize(
+    ("given", "limit"), [({}, 4096), ({"extra": {"max_model_len": 8192}}, 8192)]
+)
+def test_the_engine_has_room_for_an_episode(
+    tmp_path: Path, given: dict[str, Any], limit: int
+) -> None:
+    """By the model's own limit, which may be lower, an episode would be excluded instead of ending
+    as over_length.
+    """
     changes = {
         "rollout__engine": {"kind": "vllm", **given},
         "environment__episode__max_tokens": 4096,
@@ -175,8 +203,12 @@ def test_more_ties_than_come_back_are_no_kept_set() -> None:
 
     async def test(engine: VllmEngine, llm: Llm) -> None:
         n = 5 + module.TIES
-        llm.logprobs["logprobs"] = SimpleNamespace(logprobs=[-1.0] * (n + 1), token_ids=[8, *range(n)])
-        with pytest.raises(InfrastructureFailure, match=r"kept 64 or more tokens above top_k \(5\)"):
+        llm.logprobs["logprobs"] = SimpleNamespace(
+            logprobs=[-1.0] * (n + 1), token_ids=[8, *range(n)]
+        )
+        with pytest.raises(
+            InfrastructureFailure, match=r"kept 64 or more tokens above top_k \(5\)"
+        ):
             await engine.generate(PROMPT, Sampling(top_k=5))
 
     run(test)
@@ -216,7 +248,9 @@ def test_a_request_that_dies_in_preparation_does_not_hold_the_pause() -> None:
     run(test)
 
 
-def test_a_pause_that_fails_lets_those_go_on_that_wait_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pause_that_fails_lets_those_go_on_that_wait_for_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def test(engine: VllmEngine, llm: Llm) -> None:
         async def broken(**options: Any) -> None:
             asked.append(asyncio.create_task(engine.generate(PROMPT, Sampling())))
@@ -232,7 +266,9 @@ def test_a_pause_that_fails_lets_those_go_on_that_wait_for_its_end(monkeypatch: 
     run(test)
 
 
-def test_an_answer_that_arrives_while_weights_are_loaded_is_the_old_weights_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_arrives_while_weights_are_loaded_is_the_old_weights_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def test(engine: VllmEngine, llm: Llm) -> None:
         llm.answering.clear()
         asked = asyncio.create_task(engine.generate(PROMPT, Sampling()))
@@ -267,8 +303,12 @@ def test_an_answer_after_a_failed_load_is_none() -> None:
     run(test)
 
 
-def test_images_are_prepared_beside_the_event_loop_and_not_under_an_old_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An actor that prepares 256 images of 8 megapixels answers health checks, and a weight update meanwhile is the newer one."""
+def test_images_are_prepared_beside_the_event_loop_and_not_under_an_old_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An actor that prepares 256 images of 8 megapixels answers health checks, and a weight update
+    meanwhile is the newer one.
+    """
     preparing, go_on = threading.Event(), threading.Event()
 
     def prepare_slowly(self: VllmEngine, image: PromptImage) -> str:
@@ -281,7 +321,9 @@ def test_images_are_prepared_beside_the_event_loop_and_not_under_an_old_version(
     picture = PromptImage(ImageRef("a" * 64, 28, 28, (1, 2, 2), 1))
 
     async def test(engine: VllmEngine, llm: Llm) -> None:
-        asked = asyncio.create_task(engine.generate(TokenPrompt((5, 6, 7), (picture,), seed=1), Sampling()))
+        asked = asyncio.create_task(
+            engine.generate(TokenPrompt((5, 6, 7), (picture,), seed=1), Sampling())
+        )
         while not preparing.is_set():
             await asyncio.sleep(0.01)
         engine.health()
@@ -295,15 +337,28 @@ def test_images_are_prepared_beside_the_event_loop_and_not_under_an_old_version(
 
 @pytest.mark.parametrize(
     ("given", "fraction"),
-    [({}, 0.9), ({"gpu_memory_utilization": 0.5}, 0.5), ({"kv_cache_memory_bytes": 1 << 30}, 0.01),
-     ({"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.3}, 0.3)],
-)  # fmt: skip
-def test_an_engine_whose_cache_is_given_starts_beside_others_on_its_gpu(given: dict[str, Any], fraction: float) -> None:
-    """vLLM (v1/worker/utils.py, request_memory) wants gpu_memory_utilization of the whole GPU free, whatever it then takes."""
-    assert common_arguments("model", VllmEngineSettings(extra=given))["gpu_memory_utilization"] == fraction
+    [
+        ({}, 0.9),
+        ({"gpu_memory_utilization": 0.5}, 0.5),
+        ({"kv_cache_memory_bytes": 1 << 30}, 0.01),
+        ({"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.3}, 0.3),
+    ],
+)
+def test_an_engine_whose_cache_is_given_starts_beside_others_on_its_gpu(
+    given: dict[str, Any], fraction: float
+) -> None:
+    """vLLM (v1/worker/utils.py, request_memory) wants gpu_memory_utilization of the whole GPU free,
+    whatever it then takes.
+    """
+    assert (
+        common_arguments("model", VllmEngineSettings(extra=given))["gpu_memory_utilization"]
+        == fraction
+    )
 
 
-def test_flashinfer_is_not_compiled_unless_somebody_asks_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_flashinfer_is_not_compiled_unless_somebody_asks_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.32.0", raising=False)
     monkeypatch.setattr(os, "environ", {})
     prepare(VllmEngineSettings(), str(tmp_path))
@@ -318,7 +373,10 @@ class Weights(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.scale = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1))
+        self.weight, self.scale = (
+            torch.nn.Parameter(torch.zeros(2)),
+            torch.nn.Parameter(torch.zeros(1)),
+        )
 
     def load_weights(self, given: Any) -> set[str]:
         return {name for name, _ in given}
@@ -335,7 +393,9 @@ class Quantised(VllmWorker):
         self.model_runner.get_model().load_weights(weights_iterator)
 
 
-def test_scales_of_quantised_weights_are_not_missed_and_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_of_quantised_weights_are_not_missed_and_weights_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for repacks in ("_refresh_tied_head", "_repack_experts"):
         monkeypatch.setattr(vllm_worker, repacks, lambda model: None)
     whole = {"weight": torch.ones(2)}

@@ -1,4 +1,6 @@
-"""The episode loop: end reasons in their order, token bookkeeping, limits, deadlines and whose fault a failure is."""
+"""The episode loop: end reasons in their order, token bookkeeping, limits, deadlines and whose
+fault a failure is.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,11 @@ from tests.support.pictures import picture
 from tests.support.scripted_engine import Said, ScriptedEngine
 
 END, STOP, LENGTH = FinishReason.END_TOKEN, FinishReason.STOP_STRING, FinishReason.LENGTH
-TASK = Task("t1", (Message("user", ("Click the button.", ImageSource(data=picture(56, 56)))),), source="page")
+TASK = Task(
+    "t1",
+    (Message("user", ("Click the button.", ImageSource(data=picture(56, 56)))),),
+    source="page",
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +71,9 @@ def renderer(vision_folder: Path) -> Renderer:
 
 
 def request(task: Task = TASK, **sampling: Any) -> RolloutRequest:
-    return RolloutRequest(task, TrajectoryId(3, 1), 0, 42, Sampling(**{"max_tokens": 16, **sampling}))
+    return RolloutRequest(
+        task, TrajectoryId(3, 1), 0, 42, Sampling(**{"max_tokens": 16, **sampling})
+    )
 
 
 def scripted(*steps: dict[str, Any], **settings: Any) -> ScriptedTool:
@@ -73,7 +81,11 @@ def scripted(*steps: dict[str, Any], **settings: Any) -> ScriptedTool:
 
 
 def run(
-    renderer: Renderer, environment: Any, said: list[Said], asked: RolloutRequest | None = None, **settings: Any
+    renderer: Renderer,
+    environment: Any,
+    said: list[Said],
+    asked: RolloutRequest | None = None,
+    **settings: Any,
 ) -> tuple[Trajectory, ScriptedEngine]:
     """Play with a scripted engine; returns the trajectory and the engine."""
     engine = ScriptedEngine(renderer, said)
@@ -83,13 +95,22 @@ def run(
     return asyncio.run(play(asked or request(), owned, renderer, chosen, engine.generate)), engine
 
 
-TOOL = {"type": "function", "function": {"name": "weather", "description": "", "parameters": {"type": "object"}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "description": "", "parameters": {"type": "object"}},
+}
 
 
-def test_the_rows_own_tools_are_shown_where_the_environment_has_none(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rows_own_tools_are_shown_where_the_environment_has_none(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     offered = list[list[Any]]()
     prompt = renderer.prompt
-    monkeypatch.setattr(renderer, "prompt", lambda messages, tools=(): (offered.append([*tools]), prompt(messages))[1])
+    monkeypatch.setattr(
+        renderer,
+        "prompt",
+        lambda messages, tools=(): (offered.append([*tools]), prompt(messages))[1],
+    )
     task = Task("t", (Message("user", ("Weather?",)),), tools=(TOOL,))
     run(renderer, SingleTurn(SingleTurn.Settings()), [("a", END)], request(task))
     run(renderer, SingleTurn(SingleTurn.Settings()), [("a", END)])
@@ -109,17 +130,40 @@ NEXT = {"text": "go on"}
         ([NEXT, {"done": True}], [("a", END)] * 2, {"max_turns": 2}, EndReason.DONE, 2),
         ([{"error": "no", "done": True}], [("a", END)], {}, EndReason.ACTION_ERROR, 1),
         ([{"error": "no", "text": "x"}], [("a", END)] * 2, {}, EndReason.DONE, 2),
-        ([{"error": "no", "text": "x"}], [("a", END)], {"on_error": "end"}, EndReason.ACTION_ERROR, 1),
-        ([{"error": "no", "text": "x"}], [("a", END)], {"on_error": "end", "max_turns": 1}, EndReason.ACTION_ERROR, 1),
+        (
+            [{"error": "no", "text": "x"}],
+            [("a", END)],
+            {"on_error": "end"},
+            EndReason.ACTION_ERROR,
+            1,
+        ),
+        (
+            [{"error": "no", "text": "x"}],
+            [("a", END)],
+            {"on_error": "end", "max_turns": 1},
+            EndReason.ACTION_ERROR,
+            1,
+        ),
         ([{"text": "long " * 200}], [("a", END)], {}, EndReason.OVER_LENGTH, 1),
         ([{"images": [{}, {}]}], [("a", END)], {"max_images": 2}, EndReason.MAX_IMAGES, 1),
         ([{"images": [{}]}], [("a", END)] * 2, {"max_images": 2}, EndReason.DONE, 2),
-        ([{"images": [{}, {}], "text": "long " * 200}], [("a", END)], {"max_images": 2}, EndReason.OVER_LENGTH, 1),
+        (
+            [{"images": [{}, {}], "text": "long " * 200}],
+            [("a", END)],
+            {"max_images": 2},
+            EndReason.OVER_LENGTH,
+            1,
+        ),
         ([{"images": [{"width": 2000, "height": 5}]}], [("a", END)], {}, EndReason.ACTION_ERROR, 1),
     ],
-)  # fmt: skip
+)
 def test_end_reasons(
-    renderer: Renderer, steps: list[Any], said: list[Said], settings: dict[str, Any], reason: EndReason, sampled: int
+    renderer: Renderer,
+    steps: list[Any],
+    said: list[Said],
+    settings: dict[str, Any],
+    reason: EndReason,
+    sampled: int,
 ) -> None:
     trajectory, engine = run(renderer, scripted(*steps, result=0.25), said, **settings)
     assert trajectory.end_reason is reason
@@ -157,20 +201,29 @@ def test_a_turn_cut_by_the_episodes_limit_is_over_length(renderer: Renderer) -> 
 def test_no_turn_is_asked_for_more_tokens_than_it_may_have(renderer: Renderer) -> None:
     """SGLang refuses a minimum above the maximum."""
     prompt = len(renderer.prompt(TASK.messages).token_ids)
-    _, engine = run(renderer, scripted(), [("a b c", LENGTH)], request(min_tokens=16), max_tokens=prompt + 10)
+    _, engine = run(
+        renderer, scripted(), [("a b c", LENGTH)], request(min_tokens=16), max_tokens=prompt + 10
+    )
     assert (engine.requests[0][1].min_tokens, engine.requests[0][1].max_tokens) == (10, 10)
 
 
 def test_the_answers_of_all_turns_have_a_limit_of_their_own(renderer: Renderer) -> None:
     trajectory, engine = run(
-        renderer, scripted(NEXT), [("a", END), ("b c", LENGTH)], request(max_tokens=1000), max_response_tokens=40
+        renderer,
+        scripted(NEXT),
+        [("a", END), ("b c", LENGTH)],
+        request(max_tokens=1000),
+        max_response_tokens=40,
     )
     answered = [len(turn.token_ids) for turn in trajectory.turns[1:3]]
     assert [sampling.max_tokens for _, sampling in engine.requests] == [40, 40 - sum(answered)]
     assert trajectory.end_reason is EndReason.OVER_LENGTH
     assert sum(len(turn.token_ids) for turn in trajectory.turns[1:]) == 40
     trajectory, _ = run(renderer, scripted(NEXT), [("a", END)], max_response_tokens=sum(answered))
-    assert (trajectory.end_reason, len(trajectory.turns)) == (EndReason.OVER_LENGTH, 2), "no room for a turn behind the observation"
+    assert (trajectory.end_reason, len(trajectory.turns)) == (
+        EndReason.OVER_LENGTH,
+        2,
+    ), "no room for a turn behind the observation"
 
 
 class Retokenizing(ScriptedEngine):
@@ -189,9 +242,13 @@ class Retokenizing(ScriptedEngine):
         ({"max_response_tokens": 30}, EndReason.DONE, True),
         ({}, EndReason.DONE, True),
     ],
-)  # fmt: skip
+)
 def test_only_an_answer_that_more_room_for_a_turn_would_help_counts_as_cut(
-    renderer: Renderer, engine: type[ScriptedEngine], limits: dict[str, int], reason: EndReason, cut: bool
+    renderer: Renderer,
+    engine: type[ScriptedEngine],
+    limits: dict[str, int],
+    reason: EndReason,
+    cut: bool,
 ) -> None:
     """A turn has 16 tokens; ``eval --retries`` plays what is cut again with twice as many."""
     made, asked = engine(renderer, [("a b c d e f g h", LENGTH)]), request()
@@ -205,7 +262,10 @@ def test_only_an_answer_that_more_room_for_a_turn_would_help_counts_as_cut(
 def test_a_turn_that_ends_exactly_at_the_limit_counts(renderer: Renderer) -> None:
     prompt = len(renderer.prompt(TASK.messages).token_ids)
     answer = len(ScriptedEngine(renderer, []).tokens(("fine", END), 0))
-    assert run(renderer, scripted(), [("fine", END)], max_tokens=prompt + answer)[0].end_reason is EndReason.DONE
+    assert (
+        run(renderer, scripted(), [("fine", END)], max_tokens=prompt + answer)[0].end_reason
+        is EndReason.DONE
+    )
     trajectory, _ = run(renderer, scripted(NEXT), [("fine", END)], max_tokens=prompt + answer)
     assert trajectory.end_reason is EndReason.OVER_LENGTH
 
@@ -218,13 +278,20 @@ def test_a_turn_cut_by_its_own_limit_goes_to_the_environment(renderer: Renderer)
 
 def test_the_next_turn_is_limited_by_the_room_left(renderer: Renderer) -> None:
     prompt = len(renderer.prompt(TASK.messages).token_ids)
-    _, engine = run(renderer, scripted(NEXT), [("a", END)] * 2, request(max_tokens=1000), max_tokens=prompt + 60)
+    _, engine = run(
+        renderer, scripted(NEXT), [("a", END)] * 2, request(max_tokens=1000), max_tokens=prompt + 60
+    )
     second = engine.requests[1][0]
-    assert [sampling.max_tokens for _, sampling in engine.requests] == [60, prompt + 60 - len(second.token_ids)]
+    assert [sampling.max_tokens for _, sampling in engine.requests] == [
+        60,
+        prompt + 60 - len(second.token_ids),
+    ]
 
 
 @pytest.mark.parametrize("finish", [END, STOP, LENGTH])
-def test_closing_tokens_are_context_and_sampled_tokens_are_kept(renderer: Renderer, finish: FinishReason) -> None:
+def test_closing_tokens_are_context_and_sampled_tokens_are_kept(
+    renderer: Renderer, finish: FinishReason
+) -> None:
     said = [("call it</stop> now", finish), ("x", END)]
     trajectory, engine = run(renderer, scripted(NEXT), said, request(stop=("</stop>",)))
     first = engine.tokens(("call it</stop> now", finish), 16)
@@ -237,8 +304,13 @@ def test_closing_tokens_are_context_and_sampled_tokens_are_kept(renderer: Render
     observation = trajectory.turns[2].token_ids
     assert (observation[0] == end) == (finish is not END)
     assert not flat.loss_mask[start + len(first) : start + len(first) + len(observation)].any()
-    assert list(flat.token_ids).count(end) == list(renderer.prompt(TASK.messages).token_ids).count(end) + 3
-    assert engine.requests[1][0].token_ids == tuple(flat.token_ids[: len(engine.requests[1][0].token_ids)])
+    assert (
+        list(flat.token_ids).count(end)
+        == list(renderer.prompt(TASK.messages).token_ids).count(end) + 3
+    )
+    assert engine.requests[1][0].token_ids == tuple(
+        flat.token_ids[: len(engine.requests[1][0].token_ids)]
+    )
     assert trajectory.turns[3].logprobs == (-0.5,) * len(trajectory.turns[3].token_ids)
 
 
@@ -260,9 +332,15 @@ class Listening(SingleTurn):
 
 @pytest.mark.parametrize(
     ("said", "heard"),
-    [(("go </a> on </b>", STOP), "go </a>"), (("go </a> on", END), "go </a> on"), (("go </b> on", STOP), "go </b>")],
+    [
+        (("go </a> on </b>", STOP), "go </a>"),
+        (("go </a> on", END), "go </a> on"),
+        (("go </b> on", STOP), "go </b>"),
+    ],
 )
-def test_the_environments_text_is_cut_behind_the_first_stop_string(renderer: Renderer, said: Said, heard: str) -> None:
+def test_the_environments_text_is_cut_behind_the_first_stop_string(
+    renderer: Renderer, said: Said, heard: str
+) -> None:
     environment = Listening()
     run(renderer, environment, [said], request(stop=("</b>", "</a>")))
     assert environment.heard == [heard]
@@ -280,12 +358,16 @@ def test_each_turn_has_its_own_seed_and_the_groups_affinity(renderer: Renderer) 
     assert engine.requests[0][1].banned_tokens == renderer.banned_tokens
 
 
-def test_images_travel_once_and_only_those_that_are_no_files(renderer: Renderer, tmp_path: Path) -> None:
+def test_images_travel_once_and_only_those_that_are_no_files(
+    renderer: Renderer, tmp_path: Path
+) -> None:
     file = tmp_path / "page.png"
     file.write_bytes(picture(80, 60))
     task = Task("t", (Message("user", ("look", ImageSource(path=str(file)))),))
     picture_step = {"images": [{"width": 40}]}
-    trajectory, engine = run(renderer, scripted(picture_step, picture_step), [("a", END)] * 3, request(task))
+    trajectory, engine = run(
+        renderer, scripted(picture_step, picture_step), [("a", END)] * 3, request(task)
+    )
     first, second, third = trajectory.images
     assert (first.path, second.path) == (str(file), None)
     assert second == third
@@ -298,11 +380,16 @@ def test_a_summary_says_what_the_trajectory_holds(renderer: Renderer) -> None:
     trajectory, _ = run(renderer, scripted({"images": [{"width": 90}]}, NEXT), [("a", END)] * 3)
     summary = summarize(trajectory, TASK, 1.5, renderer.image_token)
     flat = trajectory.flatten()
-    assert (summary.length, summary.sampled_tokens) == (len(flat.token_ids), int(flat.loss_mask.sum()))
+    assert (summary.length, summary.sampled_tokens) == (
+        len(flat.token_ids),
+        int(flat.loss_mask.sum()),
+    )
     assert (summary.turns, summary.images, summary.observation_images) == (3, 2, 1)
     assert (summary.first_version, summary.last_version) == (Version(0, 1), Version(0, 3))
     assert (summary.source, summary.seconds, summary.images_consistent) == ("page", 1.5, True)
-    assert flat.token_ids.tolist().count(renderer.image_token) == sum(image.tokens for image in trajectory.images)
+    assert flat.token_ids.tolist().count(renderer.image_token) == sum(
+        image.tokens for image in trajectory.images
+    )
 
 
 def test_a_summary_says_whether_a_turn_was_cut(renderer: Renderer) -> None:
@@ -316,7 +403,9 @@ def test_a_summary_says_whether_a_turn_was_cut(renderer: Renderer) -> None:
 def test_equal_screens_with_equal_texts_are_equal_states(renderer: Renderer) -> None:
     small, large, other = ({"text": "look", "images": [{"width": width}]} for width in (56, 84, 56))
     said: list[Said] = [("a", END), ("b b", LENGTH), ("c", STOP), ("d", END), ("e", END)]
-    trajectory, _ = run(renderer, scripted(small, other, large, {"text": "see", "images": [{}]}), said, max_turns=9)
+    trajectory, _ = run(
+        renderer, scripted(small, other, large, {"text": "see", "images": [{}]}), said, max_turns=9
+    )
     states = summarize(trajectory, TASK, 0.0, renderer.image_token).states
     assert [len(bytes.fromhex(state)) for state in states] == [8] * 5
     prompt, first, again, resized, words = states
@@ -336,7 +425,9 @@ class Paying(Listening):
         self._rewards = iter(rewards)
 
     def step(self, text: str) -> StepResult:
-        return StepResult(Observation((Message("user", ("go on",)),)), text == "stop", reward=next(self._rewards))
+        return StepResult(
+            Observation((Message("user", ("go on",)),)), text == "stop", reward=next(self._rewards)
+        )
 
 
 def test_each_turn_has_its_reward(renderer: Renderer) -> None:
@@ -346,14 +437,21 @@ def test_each_turn_has_its_reward(renderer: Renderer) -> None:
     assert summary.turn_rewards == (0.5, -2.0, 1.0)
     assert [type(reward) for reward in summary.turn_rewards] == [float] * 3
     assert [turn.executed for turn in trajectory.sampled_turns] == [True, True, None]
-    unanswered, _ = run(renderer, Paying(0.5), [("a", END), ("b b", LENGTH)], max_response_tokens=30)
+    unanswered, _ = run(
+        renderer, Paying(0.5), [("a", END), ("b b", LENGTH)], max_response_tokens=30
+    )
     assert unanswered.end_reason is EndReason.OVER_LENGTH
     assert [turn.reward for turn in unanswered.sampled_turns] == [0.5, 0.0]
 
 
 @pytest.mark.parametrize("reward", [math.nan, -math.inf, "1", None])
-def test_a_reward_that_is_no_finite_number_is_the_environments_failure(renderer: Renderer, reward: Any) -> None:
-    said = f"Paying.step of task t1 returned StepResult with reward {reward!r}, which must be a finite number"
+def test_a_reward_that_is_no_finite_number_is_the_environments_failure(
+    renderer: Renderer, reward: Any
+) -> None:
+    said = (
+        f"Paying.step of task t1 returned StepResult with reward {reward!r}, which must be a finite"
+        " number"
+    )
     with pytest.raises(EnvironmentFailed, match=re.escape(said)) as failure:
         run(renderer, Paying(0.5, reward), [("a", END)] * 2)
     assert failure.value.bug
@@ -362,8 +460,18 @@ def test_a_reward_that_is_no_finite_number_is_the_environments_failure(renderer:
 def test_a_sampled_image_token_makes_the_summary_inconsistent(renderer: Renderer) -> None:
     trajectory, _ = run(renderer, scripted(), [("a", END)])
     turn = trajectory.turns[1]
-    forged = type(turn)("assistant", (renderer.image_token or 0,), logprobs=(-1.0,), version=Version(0, 1))
-    broken = Trajectory(trajectory.id, 0, "t1", 0, (trajectory.turns[0], forged), trajectory.sampling, trajectory.end_reason)
+    forged = type(turn)(
+        "assistant", (renderer.image_token or 0,), logprobs=(-1.0,), version=Version(0, 1)
+    )
+    broken = Trajectory(
+        trajectory.id,
+        0,
+        "t1",
+        0,
+        (trajectory.turns[0], forged),
+        trajectory.sampling,
+        trajectory.end_reason,
+    )
     assert not summarize(broken, TASK, 0.0, renderer.image_token).images_consistent
 
 
@@ -409,10 +517,16 @@ def raises(error: BaseException) -> Any:
 
 
 @pytest.mark.parametrize("where", ["reset", "step", "evaluate"])
-@pytest.mark.parametrize("error", [ValueError("boom"), StopIteration("boom"), SystemExit("boom"), TimeoutError("boom")])
-def test_an_exception_of_the_environment_is_no_reward(renderer: Renderer, where: str, error: BaseException) -> None:
+@pytest.mark.parametrize(
+    "error", [ValueError("boom"), StopIteration("boom"), SystemExit("boom"), TimeoutError("boom")]
+)
+def test_an_exception_of_the_environment_is_no_reward(
+    renderer: Renderer, where: str, error: BaseException
+) -> None:
     environment = Misbehaving(where, raises(error))
-    with pytest.raises(InfrastructureFailure, match=f"Misbehaving.{where} of task t1 .*boom") as failure:
+    with pytest.raises(
+        InfrastructureFailure, match=f"Misbehaving.{where} of task t1 .*boom"
+    ) as failure:
         run(renderer, environment, [("a", END)])
     assert not isinstance(failure.value, EnvironmentHung)
     assert environment.closed == 1
@@ -429,7 +543,9 @@ def test_a_hung_environment_is_given_up_at_its_deadline(renderer: Renderer, wher
     environment = Misbehaving(where, release.wait)
     began = time.monotonic()
     try:
-        with pytest.raises(EnvironmentHung, match=f"{where} of task t1 gave no answer within 0.1 seconds"):
+        with pytest.raises(
+            EnvironmentHung, match=f"{where} of task t1 gave no answer within 0.1 seconds"
+        ):
             run(renderer, environment, [("a", END)], step_timeout=0.1)
         assert time.monotonic() - began < 10
         assert environment.closed == 0, "it belongs to the thread that hangs"
@@ -441,7 +557,9 @@ def test_a_hung_environment_is_given_up_at_its_deadline(renderer: Renderer, wher
 
 
 def test_a_tool_that_the_action_hung_ends_the_episode_unevaluated(renderer: Renderer) -> None:
-    environment = Misbehaving("step", raises(ToolDeadline("the tool loop gave no answer within 30 seconds")))
+    environment = Misbehaving(
+        "step", raises(ToolDeadline("the tool loop gave no answer within 30 seconds"))
+    )
     trajectory, _ = run(renderer, environment, [("a", END)])
     assert trajectory.end_reason is EndReason.TOOL_DEADLINE
     assert trajectory.env_result is None
@@ -458,13 +576,23 @@ def test_only_a_step_can_blame_the_action(renderer: Renderer) -> None:
     ("where", "returned", "message"),
     [
         ("reset", ("a",), "Listening.reset must return Observation, not tuple"),
-        ("reset", Observation(("higher",)), "Listening.reset must give Observation a tuple of Message, not str"),  # type: ignore[arg-type]
+        (
+            "reset",
+            Observation(("higher",)),
+            "Listening.reset must give Observation a tuple of Message, not str",
+        ),  # type: ignore[arg-type]
         ("step", None, "Listening.step must return StepResult, not NoneType"),
-        ("step", StepResult("higher"), "Listening.step must return StepResult with observation Observation or None, not str"),  # type: ignore[arg-type]
+        (
+            "step",
+            StepResult("higher"),
+            "Listening.step must return StepResult with observation Observation or None, not str",
+        ),  # type: ignore[arg-type]
         ("evaluate", "0.5", "Listening.evaluate must return a number or None, not str"),
     ],
-)  # fmt: skip
-def test_what_an_environment_must_return_is_said(renderer: Renderer, where: str, returned: Any, message: str) -> None:
+)
+def test_what_an_environment_must_return_is_said(
+    renderer: Renderer, where: str, returned: Any, message: str
+) -> None:
     environment = Listening()
     setattr(environment, where, lambda *_: returned)
     with pytest.raises(EnvironmentFailed, match=re.escape(message)) as failure:
@@ -472,8 +600,12 @@ def test_what_an_environment_must_return_is_said(renderer: Renderer, where: str,
     assert failure.value.bug
 
 
-@pytest.mark.parametrize(("error", "bug"), [(TypeError("x"), True), (OSError(28, "No space left on device"), False)])
-def test_a_bug_is_distinguished_from_what_depends_on_the_machine(renderer: Renderer, error: Exception, bug: bool) -> None:
+@pytest.mark.parametrize(
+    ("error", "bug"), [(TypeError("x"), True), (OSError(28, "No space left on device"), False)]
+)
+def test_a_bug_is_distinguished_from_what_depends_on_the_machine(
+    renderer: Renderer, error: Exception, bug: bool
+) -> None:
     with pytest.raises(EnvironmentFailed) as failure:
         run(renderer, Misbehaving("step", raises(error)), [("a", END)])
     assert failure.value.bug is bug
@@ -496,7 +628,10 @@ def test_a_tool_runs_under_a_deadline_of_its_own() -> None:
     tools._tools = {"loop": _Checked(Loop())}
     try:
         with pytest.raises(ToolDeadline, match=r"the tool loop gave no answer within 0\.1 seconds"):
-            tools.step('<tool_call>{"name": "loop", "arguments": {"timeout": 1, "function": 2}}</tool_call>')
+            tools.step(
+                '<tool_call>{"name": "loop", "arguments": {"timeout": 1, "function":'
+                " 2}}</tool_call>"
+            )
         assert hanging() >= 1
     finally:
         release.set()
@@ -543,15 +678,22 @@ def tools() -> ImageTools:
 
 
 def test_a_crop_returns_an_image_of_its_own_size(renderer: Renderer) -> None:
-    trajectory, _ = run(renderer, tools(), [(CROP, STOP), ("done", END)], request(stop=("</tool_call>",)))
+    trajectory, _ = run(
+        renderer, tools(), [(CROP, STOP), ("done", END)], request(stop=("</tool_call>",))
+    )
     assert trajectory.end_reason is EndReason.DONE
-    assert [(image.width, image.height, image.grid) for image in trajectory.images] == [(56, 56, (1, 4, 4)), (56, 28, (1, 2, 4))]
+    assert [(image.width, image.height, image.grid) for image in trajectory.images] == [
+        (56, 56, (1, 4, 4)),
+        (56, 28, (1, 2, 4)),
+    ]
     assert trajectory.turns[2].role == "tool"
 
 
 def on_disk(folder: Path) -> Task:
     (folder / "page.png").write_bytes(picture(56, 56))
-    return Task("t1", (Message("user", (ImageSource(path=str(folder / "page.png")), "Click the button.")),))
+    return Task(
+        "t1", (Message("user", (ImageSource(path=str(folder / "page.png")), "Click the button.")),)
+    )
 
 
 def test_a_tool_reads_no_file_under_the_deadline_that_is_the_policys(tmp_path: Path) -> None:
@@ -588,20 +730,31 @@ def test_a_missing_image_is_found_at_the_reset(tmp_path: Path) -> None:
         ('{"name": "crop", "arguments": {"box": [0, 0, 1, 1], "image": 1}}', "no image 1"),
     ],
 )
-def test_a_call_that_cannot_be_carried_out_is_answered(renderer: Renderer, call: str, complaint: str) -> None:
+def test_a_call_that_cannot_be_carried_out_is_answered(
+    renderer: Renderer, call: str, complaint: str
+) -> None:
     text = f"<tool_call>{call}</tool_call>"
-    trajectory, _ = run(renderer, tools(), [(text, STOP), ("done", END)], request(stop=("</tool_call>",)))
+    trajectory, _ = run(
+        renderer, tools(), [(text, STOP), ("done", END)], request(stop=("</tool_call>",))
+    )
     assert complaint in renderer.decode(trajectory.turns[2].token_ids)
-    ended, _ = run(renderer, tools(), [(text, STOP)], request(stop=("</tool_call>",)), on_error="end")
+    ended, _ = run(
+        renderer, tools(), [(text, STOP)], request(stop=("</tool_call>",)), on_error="end"
+    )
     assert ended.end_reason is EndReason.ACTION_ERROR
 
 
-# What the policy broke --------------------------------------------------------------------------------------------------------
+# What the policy broke
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["step", "evaluate"])
-def test_what_the_policy_broke_ends_the_episode_without_a_result(renderer: Renderer, where: str) -> None:
-    trajectory, _ = run(renderer, Misbehaving(where, raises(PolicyFailure("an illegal move"))), [("a", END)] * 9)
+def test_what_the_policy_broke_ends_the_episode_without_a_result(
+    renderer: Renderer, where: str
+) -> None:
+    trajectory, _ = run(
+        renderer, Misbehaving(where, raises(PolicyFailure("an illegal move"))), [("a", END)] * 9
+    )
     assert (trajectory.end_reason, trajectory.env_result) == (EndReason.POLICY_FAILURE, None)
 
 
@@ -616,7 +769,9 @@ class Shows(Misbehaving):
         return StepResult(Observation((Message("user", self.parts),)))
 
 
-def test_an_observation_that_takes_too_long_is_the_policys(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_observation_that_takes_too_long_is_the_policys(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     release = threading.Event()
 
     def late(*_: Any) -> Any:
@@ -630,12 +785,16 @@ def test_an_observation_that_takes_too_long_is_the_policys(renderer: Renderer, m
     assert (trajectory.end_reason, trajectory.env_result) == (EndReason.TOOL_DEADLINE, None)
 
 
-def test_too_many_and_too_large_observations_are_not_rendered(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_and_too_large_observations_are_not_rendered(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuses(*_: Any) -> Any:
         raise AssertionError("it was rendered")
 
     monkeypatch.setattr(renderer, "observation", refuses)
-    many, _ = run(renderer, Shows(*[ImageSource(data=picture(56, 56))] * 3), [("a", END)], max_images=2)
+    many, _ = run(
+        renderer, Shows(*[ImageSource(data=picture(56, 56))] * 3), [("a", END)], max_images=2
+    )
     assert many.end_reason is EndReason.MAX_IMAGES
     long, _ = run(renderer, Shows("x" * 1_000_000), [("a", END)])
     assert long.end_reason is EndReason.OVER_LENGTH
@@ -644,6 +803,8 @@ def test_too_many_and_too_large_observations_are_not_rendered(renderer: Renderer
 def test_pictures_for_a_model_of_texts_are_words(text_folder: Path) -> None:
     asked = request(Task("t1", (Message("user", ("Click.",)),)))
     of = Renderer(ModelSettings(path=str(text_folder)))
-    trajectory, _ = run(of, Shows("look", ImageSource(data=picture(56, 56))), [("a", END)] * 2, asked, max_turns=2)
+    trajectory, _ = run(
+        of, Shows("look", ImageSource(data=picture(56, 56))), [("a", END)] * 2, asked, max_turns=2
+    )
     assert trajectory.end_reason is EndReason.MAX_TURNS
     assert "look(image: cannot be shown)" in of.decode(trajectory.turns[2].token_ids)

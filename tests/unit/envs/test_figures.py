@@ -49,7 +49,13 @@ def test_what_is_no_png_is_refused_before_it_is_decoded() -> None:
     for kind in ("JPEG", "WEBP", "GIF"):
         with pytest.raises(ValueError, match="no PNG"):
             bare(encoded("RGB", kind))
-    for broken in (b"", b"no", encoded()[:20], encoded()[:-12], struct.pack(">8sI4s", encoded()[:8], 2**32 - 1, b"IDAT")):
+    for broken in (
+        b"",
+        b"no",
+        encoded()[:20],
+        encoded()[:-12],
+        struct.pack(">8sI4s", encoded()[:8], 2**32 - 1, b"IDAT"),
+    ):
         with pytest.raises(ValueError, match=r"it is (no PNG|cut)"):
             bare(broken)
 

@@ -30,7 +30,13 @@ def screen(number: int) -> dict[str, Any]:
 
 
 def long(renderer: Renderer, turns: int = 6, **settings: Any) -> tuple[Trajectory, ScriptedEngine]:
-    chosen = {"max_turns": 20, "max_tokens": 2000, "max_images": 4, "when_full": "forget", **settings}
+    chosen = {
+        "max_turns": 20,
+        "max_tokens": 2000,
+        "max_images": 4,
+        "when_full": "forget",
+        **settings,
+    }
     said = [(f"look {number}", END) for number in range(turns + 1)]
     return run(renderer, scripted(*map(screen, range(turns))), said, **chosen)
 
@@ -42,7 +48,15 @@ def test_the_oldest_images_become_words_and_the_policys_turns_stay(renderer: Ren
     heights = [[shown.ref.height for shown in prompt.images] for prompt, _ in engine.requests]
     assert heights[4:] == [[56, 84, 112], [56, 84, 112, 140], [56, 140, 168]]
     text = renderer.decode(engine.requests[4][0].token_ids)
-    order = ["Click the button", "look 0", "screen 0" + FORGOTTEN, "look 1", "screen 1" + FORGOTTEN, "look 2", "screen 2"]
+    order = [
+        "Click the button",
+        "look 0",
+        "screen 0" + FORGOTTEN,
+        "look 1",
+        "screen 1" + FORGOTTEN,
+        "look 2",
+        "screen 2",
+    ]
     assert [text.index(part) for part in order] == sorted(text.index(part) for part in order)
     assert text.count(FORGOTTEN) == 2
 
@@ -87,7 +101,9 @@ def test_states_are_those_of_an_episode_that_forgets_nothing(renderer: Renderer)
         ({"max_tokens": 100}, EndReason.OVER_LENGTH, 2),
     ],
 )
-def test_how_it_ends(renderer: Renderer, settings: dict[str, Any], reason: EndReason, turns: int) -> None:
+def test_how_it_ends(
+    renderer: Renderer, settings: dict[str, Any], reason: EndReason, turns: int
+) -> None:
     trajectory, engine = long(renderer, **settings)
     assert (trajectory.end_reason, len(engine.requests)) == (reason, turns)
 
@@ -111,6 +127,7 @@ def test_a_segment_is_trained_with_its_part_of_the_reference(renderer: Renderer)
     with pytest.raises(ValueError, match=f"3 reference log-probs for {n} sampled tokens"):
         segmented([[dataclasses.replace(item, reference=[0, 0, 0])]])
     scored = by_segment(
-        [trajectory, trajectory], lambda parts: [p.flatten().behaviour_logprobs[p.flatten().loss_mask] for p in parts]
+        [trajectory, trajectory],
+        lambda parts: [p.flatten().behaviour_logprobs[p.flatten().loss_mask] for p in parts],
     )
     assert [len(array) for array in scored] == [n, n]

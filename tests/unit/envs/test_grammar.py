@@ -1,4 +1,6 @@
-"""The action grammar: what each text is, that none raises, that what is written is read again, and where its points land."""
+"""The action grammar: what each text is, that none raises, that what is written is read again, and
+where its points land.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ READ: dict[str, tuple[Action, ...]] = {
     "left_double(point='<point>966 546</point>')": (Click(AT, times=2),),
     "right_single(start_box='(-3.5,1)')": (Click(Point(-3.5, 1), "right"),),
     "drag(start_box='(1,2)', end_box='(3,4)')": (Drag(Point(1, 2), Point(3, 4)),),
-    "drag(start_point='<point>1 2</point>', end_point='<point>3 4</point>')": (Drag(Point(1, 2), Point(3, 4)),),
+    "drag(start_point='<point>1 2</point>', end_point='<point>3 4</point>')": (
+        Drag(Point(1, 2), Point(3, 4)),
+    ),
     "select(end_box='(3,4)',start_box='(1,2)')": (Drag(Point(1, 2), Point(3, 4)),),
     "scroll(start_box='(966,546)', direction='left')": (Scroll("left", AT),),
     "scroll(direction='Down')": (Scroll("down"),),
@@ -80,7 +84,11 @@ READ: dict[str, tuple[Action, ...]] = {
     "call_user()": (CallUser(),),
     "hover(start_box='(966,546)')": (Hover(AT),),
     "long_press(point='<point>966 546</point>')": (LongPress(AT),),
-    "open_app(app_name='Mail') press_home()press_back()": (OpenApp("Mail"), PhoneButton("home"), PhoneButton("back")),
+    "open_app(app_name='Mail') press_home()press_back()": (
+        OpenApp("Mail"),
+        PhoneButton("home"),
+        PhoneButton("back"),
+    ),
 }
 WRONG = {
     "": "no line begins with 'Action:'",
@@ -106,7 +114,9 @@ WRONG = {
     "Action: hotkey(key='a b c d e')": "must be 1 to 4 keys",
     "Action: press(key='os.system')": "there is no key",
     "Action: scroll(start_box='(1,1)', direction='in')": "must be one of up, down, left, right",
-    "Action: scroll(start_box='(1,1)')": "scroll needs the argument 'direction', or 'start_box' and 'end_box'",
+    "Action: scroll(start_box='(1,1)')": (
+        "scroll needs the argument 'direction', or 'start_box' and 'end_box'"
+    ),
     "Action: hotkey(key='a', hotkey='b')": "given 'hotkey' twice",
 }
 
@@ -127,12 +137,16 @@ def test_a_mistake_says_what_and_where(text: str) -> None:
 
 def test_a_mistake_points_at_its_own_action() -> None:
     text = "Action: wait()\nclick(start_box='(1,1)')\npush(start_box='(2,2)')"
-    assert read(text) == Mistake("there is no action 'push'", text.index("push"), "push(start_box='(2,2)')")
+    assert read(text) == Mistake(
+        "there is no action 'push'", text.index("push"), "push(start_box='(2,2)')"
+    )
 
 
 def test_what_is_thought_stays_a_thought() -> None:
     thought = "'''\nimport os\nos.system('id')\n'''\nAction: wait()\nno, \"Action: wait()\""
-    assert read(f"Thought: {thought}\nAction: click(start_box='(1,1)')") == Actions(thought, (Click(Point(1, 1)),))
+    assert read(f"Thought: {thought}\nAction: click(start_box='(1,1)')") == Actions(
+        thought, (Click(Point(1, 1)),)
+    )
     assert read("Action:click(start_box='(1,1)')") == Actions("", (Click(Point(1, 1)),))
     assert read("I click. Action: wait()") == Actions("I click.", (Sleep(),))
     assert read("Action: type(content='Action: wait()')") == Actions("", (Type("Action: wait()"),))
@@ -168,20 +182,48 @@ def test_what_is_written_is_read_again(actions: list[Action], spelling: Spelling
 
 def test_the_canonical_spelling() -> None:
     turn = Actions("Both.", (Click(AT), Type("it's\n")))
-    assert write(turn) == "Thought: Both.\nAction: click(start_box='(966,546)')\n\ntype(content='it\\'s\\n')"
+    assert (
+        write(turn)
+        == "Thought: Both.\nAction: click(start_box='(966,546)')\n\ntype(content='it\\'s\\n')"
+    )
     assert write(Actions("", (Sleep(),))) == "Action: wait()"
-    assert written(Drag(Point(1, 2), Point(3, 4)), "point") == (
-        "drag(start_point='<point>1 2</point>', end_point='<point>3 4</point>')"
+    assert (
+        written(Drag(Point(1, 2), Point(3, 4)), "point")
+        == "drag(start_point='<point>1 2</point>', end_point='<point>3 4</point>')"
     )
     with pytest.raises(ValueError, match="no name for 3 clicks"):
         written(Click(AT, times=3))
 
 
 PIECES = (
-    *FUNCTIONS, "Action:", "\nAction: ", "Thought:", "(", ")", "'", '"', "=", ",", "\\", "\\n", "\n\n", " ", "(1,2)",
-    "start_box='(1,2)'", "end_box", "content='", "key='ctrl", "direction=", "<point>1 2</point>", "<|box_start|>", "<|box_end|>",
-    "<|im_end|>", "nan", "٣", "日",
-)  # fmt: skip
+    *FUNCTIONS,
+    "Action:",
+    "\nAction: ",
+    "Thought:",
+    "(",
+    ")",
+    "'",
+    '"',
+    "=",
+    ",",
+    "\\",
+    "\\n",
+    "\n\n",
+    " ",
+    "(1,2)",
+    "start_box='(1,2)'",
+    "end_box",
+    "content='",
+    "key='ctrl",
+    "direction=",
+    "<point>1 2</point>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|im_end|>",
+    "nan",
+    "٣",
+    "日",
+)
 
 
 def test_five_thousand_texts_give_a_typed_result_each() -> None:
@@ -198,7 +240,9 @@ def test_five_thousand_texts_give_a_typed_result_each() -> None:
                 letters[chance.randrange(len(letters))] = chance.choice(string.printable)
             text = "".join(letters)
         else:
-            text = "Action: " + "".join(chr(chance.randrange(1, 0x3000)) for _ in range(chance.randrange(60)))
+            text = "Action: " + "".join(
+                chr(chance.randrange(1, 0x3000)) for _ in range(chance.randrange(60))
+            )
         kinds[type(read(text))] += 1
     assert sum(kinds.values()) == 5000
     assert kinds[Actions] > 100, "the texts are too wild: hardly one is read"
@@ -211,23 +255,36 @@ def test_any_text_gives_a_typed_result(pieces: list[str]) -> None:
     assert isinstance(read("Action: " + "".join(pieces)), Actions | Mistake)
 
 
-@pytest.mark.parametrize("part", ["Action:\n", "Action: ", "click(start_box='", "'", "\\", "' , x", " ", "(", "' )", "wait()"])
+@pytest.mark.parametrize(
+    "part",
+    ["Action:\n", "Action: ", "click(start_box='", "'", "\\", "' , x", " ", "(", "' )", "wait()"],
+)
 def test_long_texts_are_read_in_time_proportional_to_their_length(part: str) -> None:
-    assert grows_with_length(read, lambda n: "Action: type(content='" + part * (n // len(part)), 50_000)
+    assert grows_with_length(
+        read, lambda n: "Action: type(content='" + part * (n // len(part)), 50_000
+    )
 
 
 UI_TARS = {"min_pixels": 100 * 784, "max_pixels": 16384 * 784}
 ARPO = {"min_pixels": 3136, "max_pixels": 2_116_800}
 FACTOR_32 = {"factor": 32, "min_pixels": 256 * 256, "max_pixels": 16384 * 1024}
 TABLE = [
-    ((160, 210), UI_TARS, (252, 336)), ((160, 210), ARPO, (168, 224)), ((160, 210), FACTOR_32, (224, 320)),
-    ((1280, 800), UI_TARS, (1288, 812)), ((1280, 800), ARPO, (1288, 812)), ((1280, 800), FACTOR_32, (1280, 800)),
-    ((1920, 1080), UI_TARS, (1932, 1092)), ((1920, 1080), ARPO, (1932, 1092)), ((1920, 1080), FACTOR_32, (1920, 1088)),
-]  # fmt: skip
+    ((160, 210), UI_TARS, (252, 336)),
+    ((160, 210), ARPO, (168, 224)),
+    ((160, 210), FACTOR_32, (224, 320)),
+    ((1280, 800), UI_TARS, (1288, 812)),
+    ((1280, 800), ARPO, (1288, 812)),
+    ((1280, 800), FACTOR_32, (1280, 800)),
+    ((1920, 1080), UI_TARS, (1932, 1092)),
+    ((1920, 1080), ARPO, (1932, 1092)),
+    ((1920, 1080), FACTOR_32, (1920, 1088)),
+]
 
 
 @pytest.mark.parametrize(("screen", "limits", "resized"), TABLE)
-def test_the_sizes_that_models_see(screen: tuple[int, int], limits: dict[str, int], resized: tuple[int, int]) -> None:
+def test_the_sizes_that_models_see(
+    screen: tuple[int, int], limits: dict[str, int], resized: tuple[int, int]
+) -> None:
     pointing = Pointing.model_validate(limits)
     assert pointing.size(*screen) == resized
     for x, y in ((0, 0), (screen[0] // 2, screen[1] // 3), (screen[0] - 1, screen[1] - 1)):
@@ -245,9 +302,15 @@ def test_points_are_clamped_to_the_screen_and_scaled() -> None:
     assert pointing.on(Click(Point(966, 546)), 1920, 1080) == Click(Point(960, 540))
     assert pointing.on(Scroll("up"), 1920, 1080) == Scroll("up")
     relative = Pointing(coordinates="relative")
-    assert relative.on(Drag(Point(500, 500), Point(1000, 1000)), 160, 210) == Drag(Point(80, 105), Point(159, 209))
-    assert relative.written(Click(Point(80, 105), "right"), 160, 210) == Click(Point(500, 500), "right")
+    assert relative.on(Drag(Point(500, 500), Point(1000, 1000)), 160, 210) == Drag(
+        Point(80, 105), Point(159, 209)
+    )
+    assert relative.written(Click(Point(80, 105), "right"), 160, 210) == Click(
+        Point(500, 500), "right"
+    )
 
 
 def test_every_key_has_one_name() -> None:
-    assert all(read(f"Action: press(key={name!r})") == Actions("", (Hotkey((name,)),)) for name in NAMED)
+    assert all(
+        read(f"Action: press(key={name!r})") == Actions("", (Hotkey((name,)),)) for name in NAMED
+    )

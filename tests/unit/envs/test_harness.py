@@ -1,4 +1,6 @@
-"""Agents as real processes with the published OpenAI client: how they are asked, paid, limited and ended."""
+"""Agents as real processes with the published OpenAI client: how they are asked, paid, limited and
+ended.
+"""
 
 from __future__ import annotations
 
@@ -40,34 +42,63 @@ Played = Callable[..., Trajectory]
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Played:
-    """Plays one episode with the source of a module as its agent; the engine says ``says`` in turn, else a number."""
+    """Plays one episode with the source of a module as its agent; the engine says ``says`` in turn,
+    else a number.
+    """
 
     def played(
-        source: str, *, says: tuple[str, ...] = (), task: Task | None = None, max_turns: int = 8, **options: Any
+        source: str,
+        *,
+        says: tuple[str, ...] = (),
+        task: Task | None = None,
+        max_turns: int = 8,
+        **options: Any,
     ) -> Trajectory:
         file = tmp_path / "agent.py"
         file.write_text(textwrap.dedent(source), encoding="utf-8")
-        options = {"run": f"{file}:play", "preload": ["openai"], "deadline": 60, "env": {MARK: str(tmp_path)}, **options}
+        options = {
+            "run": f"{file}:play",
+            "preload": ["openai"],
+            "deadline": 60,
+            "env": {MARK: str(tmp_path)},
+            **options,
+        }
         left = list(says)
-        asked = task or Task("t", (Message("user", ("What is 2 + 3?",)),), ground_truth="5", extra={"level": 3})
-        limits = episode_settings({"use": "rayloop.envs.harness:Harness", "with": options}, max_turns=max_turns)
-        return play_one(asked, lambda prompt: left.pop(0) if left else f"said {prompt.seed % 100}", limits)
+        asked = task or Task(
+            "t", (Message("user", ("What is 2 + 3?",)),), ground_truth="5", extra={"level": 3}
+        )
+        limits = episode_settings(
+            {"use": "rayloop.envs.harness:Harness", "with": options}, max_turns=max_turns
+        )
+        return play_one(
+            asked, lambda prompt: left.pop(0) if left else f"said {prompt.seed % 100}", limits
+        )
 
     return played
 
 
 def assert_nothing_is_left(folder: Path) -> None:
-    """No process of the agent lives a second later: of the forks, which show no mark, and of what they started."""
+    """No process of the agent lives a second later: of the forks, which show no mark, and of what
+    they started.
+    """
     until = time.monotonic() + 5
-    while left := [*(pid for server in harness._fork_servers.values() for pid in memory.tree(server._process.pid)[1:]),
-                   *(one.pid for one in psutil.process_iter() if _lost(one) or _marked(one, folder))]:  # fmt: skip
+    while left := [
+        *(
+            pid
+            for server in harness._fork_servers.values()
+            for pid in memory.tree(server._process.pid)[1:]
+        ),
+        *(one.pid for one in psutil.process_iter() if _lost(one) or _marked(one, folder)),
+    ]:
         assert time.monotonic() < until, left
         time.sleep(0.05)
 
 
 def _marked(process: psutil.Process, folder: Path) -> bool:
     try:
-        return process.environ().get(MARK) == str(folder) and process.status() != psutil.STATUS_ZOMBIE
+        return (
+            process.environ().get(MARK) == str(folder) and process.status() != psutil.STATUS_ZOMBIE
+        )
     except psutil.Error:
         return False
 
@@ -105,8 +136,11 @@ def test_an_agent_with_tools_is_one_conversation_of_the_sampled_tokens(agent: Pl
     made = agent(TOOLS, says=(CALL, "5"))
     assert (made.end_reason, made.env_result) == (EndReason.DONE, 1.0)
     assert [(turn.role, turn.sampled) for turn in made.turns] == [
-        ("prompt", False), ("assistant", True), ("tool", False), ("assistant", True)
-    ]  # fmt: skip
+        ("prompt", False),
+        ("assistant", True),
+        ("tool", False),
+        ("assistant", True),
+    ]
     assert made.turns[1].token_ids == RENDERER.encode(CALL)
 
 
@@ -163,18 +197,22 @@ def test_calls_of_tools_by_responses(agent: Played) -> None:
 def test_a_command_gets_the_columns_and_posts_its_reward(agent: Played, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, sys, json, urllib.request as u\n"
-        "def post(path, body):\n"
-        "    key = sys.argv[3] if path == '/reward' else os.environ['OPENAI_API_KEY']\n"
-        "    key = {'Authorization': 'Bearer ' + key, 'Content-Type': 'application/json'}\n"
-        "    return json.load(u.urlopen(u.Request(os.environ['OPENAI_BASE_URL'] + path, json.dumps(body).encode(), key)))\n"
-        "asked = [{'role': 'user', 'content': sys.argv[1]}]\n"
-        "answer = post('/chat/completions', {'model': 'gpt-5', 'messages': asked})\n"
-        "post('/reward', {'reward': 0.125, 'answer': answer['id'] + '/0'})\n"
-        "post('/reward', {'reward': float(sys.argv[2])})\n",
+        "import os, sys, json, urllib.request as u\ndef post(path, body):\n    key = sys.argv[3] if"
+        " path == '/reward' else os.environ['OPENAI_API_KEY']\n    key = {'Authorization': 'Bearer"
+        " ' + key, 'Content-Type': 'application/json'}\n    return"
+        " json.load(u.urlopen(u.Request(os.environ['OPENAI_BASE_URL'] + path,"
+        " json.dumps(body).encode(), key)))\nasked = [{'role': 'user', 'content':"
+        " sys.argv[1]}]\nanswer = post('/chat/completions', {'model': 'gpt-5', 'messages':"
+        " asked})\npost('/reward', {'reward': 0.125, 'answer': answer['id'] +"
+        " '/0'})\npost('/reward', {'reward': float(sys.argv[2])})\n",
         encoding="utf-8",
     )
-    made = agent("", run=[sys.executable, str(script), "{prompt}", "{level}", "{reward_key}"], model="gpt-5", reward="posted")
+    made = agent(
+        "",
+        run=[sys.executable, str(script), "{prompt}", "{level}", "{reward_key}"],
+        model="gpt-5",
+        reward="posted",
+    )
     assert made.env_result == 3.0
     assert [turn.reward for turn in made.sampled_turns] == [0.125]
     assert "What is 2 + 3?" in RENDERER.shown(made.turns[0].token_ids)
@@ -183,10 +221,10 @@ def test_a_command_gets_the_columns_and_posts_its_reward(agent: Played, tmp_path
 def test_the_key_of_the_chats_does_not_pay(agent: Played) -> None:
     """An agent with a shell runs what the policy writes, which has the agent's variables."""
     post = (
-        "import os, urllib.request as u, urllib.error\n"
-        "key = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY'], 'Content-Type': 'application/json'}\n"
-        "try: u.urlopen(u.Request(os.environ['OPENAI_BASE_URL'] + '/reward', b'{\"reward\": 1.0}', key))\n"
-        "except urllib.error.HTTPError as error: print(error.code, error.read())\n"
+        "import os, urllib.request as u, urllib.error\nkey = {'Authorization': 'Bearer ' +"
+        " os.environ['OPENAI_API_KEY'], 'Content-Type': 'application/json'}\ntry:"
+        " u.urlopen(u.Request(os.environ['OPENAI_BASE_URL'] + '/reward', b'{\"reward\": 1.0}',"
+        " key))\nexcept urllib.error.HTTPError as error: print(error.code, error.read())\n"
     )
     made = agent(f"""
     import subprocess, sys
@@ -224,7 +262,12 @@ def test_a_key_of_its_own_pays_where_that_is_asked_for(agent: Played) -> None:
 
 def works_alone() -> bool:
     """Whether user namespaces with a /proc work here."""
-    return subprocess.run(["unshare", "-Urpf", "--mount-proc", "true"], check=False, capture_output=True).returncode == 0
+    return (
+        subprocess.run(
+            ["unshare", "-Urpf", "--mount-proc", "true"], check=False, capture_output=True
+        ).returncode
+        == 0
+    )
 
 
 alone = pytest.mark.skipif(not works_alone(), reason="no user namespaces here")
@@ -267,13 +310,16 @@ def test_an_agent_reaches_the_policy_and_itself_and_with_a_network_others(agent:
     with socket.create_server(("127.0.0.1", 0)) as other:
         source = REACHES.format(port=other.getsockname()[1])
         assert agent(source, network=True).env_result == 1.0
-        with pytest.raises(EnvironmentFailed, match=r"(?s)Network is unreachable.*with\.network: true"):
+        with pytest.raises(
+            EnvironmentFailed, match=r"(?s)Network is unreachable.*with\.network: true"
+        ):
             agent(source)
 
 
 @alone
 def test_many_connections_and_large_bodies_reach_the_policy(agent: Played) -> None:
-    made = agent("""
+    made = agent(
+        """
     import asyncio
     from openai import AsyncOpenAI
     async def play(prompt):
@@ -284,12 +330,16 @@ def test_many_connections_and_large_bodies_reach_the_policy(agent: Played) -> No
                 {"role": "user", "content": str(number)}], stream=True, extra_body={"metadata": {"x": "y" * 1_000_000}})
             return len([chunk async for chunk in stream]) + len(said.choices)
         return float(min(await asyncio.gather(*map(one, range(8)))) > 1)
-    """, max_turns=16)  # fmt: skip
+    """,
+        max_turns=16,
+    )
     assert made.env_result == 1.0
     assert len(made.sampled_turns) == 16
 
 
-def test_an_agent_that_shares_the_processes_ends_with_those_that_keep_it(agent: Played, tmp_path: Path) -> None:
+def test_an_agent_that_shares_the_processes_ends_with_those_that_keep_it(
+    agent: Played, tmp_path: Path
+) -> None:
     with pytest.raises(EnvironmentFailed, match="exit code -9"):
         agent(LOOKS, alone=False)
     assert_nothing_is_left(tmp_path)
@@ -308,7 +358,8 @@ def test_an_agent_whose_host_is_killed_ends(agent: Played, tmp_path: Path) -> No
 
 
 def test_programs_that_have_ended_are_no_processes(agent: Played) -> None:
-    made = agent("""
+    made = agent(
+        """
     import subprocess
     from openai import OpenAI
     def play(prompt):
@@ -318,7 +369,9 @@ def test_programs_that_have_ended_are_no_processes(agent: Played) -> None:
         kept = [subprocess.Popen(["true"]) for _ in range(60)]  # which it does not wait for
         import time; time.sleep(1)
         return 1.0
-    """, processes=20)  # fmt: skip
+    """,
+        processes=20,
+    )
     assert made.env_result == 1.0
 
 
@@ -347,18 +400,38 @@ def test_an_agent_has_no_key_of_the_run_and_its_own_opens_nothing_else(
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("client.chat.completions.create(model='gpt-4o', messages=row['messages'])", "there is no model 'gpt-4o' here"),
-        ("client.chat.completions.create(model=m, messages=row['messages'], tools=[{'type': 'function', 'function': "
-         "{'name': 'f', 'parameters': {'type': 7}}}])", "parameters of f are no JSON schema"),
-        ("client.chat.completions.create(model=m, messages=[{'role': 'user', 'content': 'x' * 100_000_000}])", "413"),
-        ("client.chat.completions.create(model=m, messages=row['messages'], extra_body={'guided': 'x'})", "guided"),
+        (
+            "client.chat.completions.create(model='gpt-4o', messages=row['messages'])",
+            "there is no model 'gpt-4o' here",
+        ),
+        (
+            (
+                "client.chat.completions.create(model=m, messages=row['messages'], tools=[{'type':"
+                " 'function', 'function': {'name': 'f', 'parameters': {'type': 7}}}])"
+            ),
+            "parameters of f are no JSON schema",
+        ),
+        (
+            (
+                "client.chat.completions.create(model=m, messages=[{'role': 'user', 'content': 'x'"
+                " * 100_000_000}])"
+            ),
+            "413",
+        ),
+        (
+            (
+                "client.chat.completions.create(model=m, messages=row['messages'],"
+                " extra_body={'guided': 'x'})"
+            ),
+            "guided",
+        ),
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("os._exit(3)", "exit code 3"),
         ("os.kill(os.getpid(), 11)", "exit code -11"),
         ("float('nan')", "returned nan, which is no finite number"),
         ("None", "without an answer of the policy"),
     ],
-)  # fmt: skip
+)
 def test_what_goes_wrong_in_an_agent_is_never_a_reward(agent: Played, body: str, said: str) -> None:
     source = f"""
     import os
@@ -386,13 +459,20 @@ BROKEN = """
 @pytest.mark.parametrize(
     "body",
     [
-        "return json.loads(said)['number']", "return float('nan')", "return {'a': 1}[said]", "os._exit(3)",
-        "os.kill(os.getpid(), 9)", "open(said)", "raise SystemExit('no answer')", "kept = [b'x' * (8 << 20) for _ in range(1000)]",
+        "return json.loads(said)['number']",
+        "return float('nan')",
+        "return {'a': 1}[said]",
+        "os._exit(3)",
+        "os.kill(os.getpid(), 9)",
+        "open(said)",
+        "raise SystemExit('no answer')",
+        "kept = [b'x' * (8 << 20) for _ in range(1000)]",
         "import time; [os.fork() or time.sleep(60) for _ in range(40)]; time.sleep(60)",
-        "print('ConnectionError: said the policy', flush=True); os._exit(3)", "raise SystemExit('TimeoutError: said the policy')",
+        "print('ConnectionError: said the policy', flush=True); os._exit(3)",
+        "raise SystemExit('TimeoutError: said the policy')",
         "raise ValueError('it did not end within 3 s (deadline)')",
     ],
-)  # fmt: skip
+)
 def test_an_agent_that_an_answer_broke_is_scored(agent: Played, body: str) -> None:
     limits = {"memory_mb": 256, "processes": 30}
     made = agent(BROKEN.format(body), **limits)
@@ -410,12 +490,26 @@ def test_an_agent_that_an_answer_broke_is_scored(agent: Played, body: str) -> No
         ("import socket; socket.create_connection(('127.0.0.1', 9), 5)", "Connection refused"),
         ("import no_such_module", "No module named"),
         ("raise OSError(28, 'No space left on device')", "No space left"),
-        ("raise SystemExit('it gave up') from ConnectionError('the database is away')", "it gave up"),
-        ("client.chat.completions.create(model='gpt-4o', messages=row['messages'])", "there is no model 'gpt-4o' here"),
-        ("import openai; openai.OpenAI(base_url='http://127.0.0.1:9/v1', max_retries=0).models.list()", "Connection error"),
+        (
+            "raise SystemExit('it gave up') from ConnectionError('the database is away')",
+            "it gave up",
+        ),
+        (
+            "client.chat.completions.create(model='gpt-4o', messages=row['messages'])",
+            "there is no model 'gpt-4o' here",
+        ),
+        (
+            (
+                "import openai; openai.OpenAI(base_url='http://127.0.0.1:9/v1',"
+                " max_retries=0).models.list()"
+            ),
+            "Connection error",
+        ),
     ],
 )
-def test_what_an_answer_cannot_have_broken_is_never_a_reward(agent: Played, body: str, said: str) -> None:
+def test_what_an_answer_cannot_have_broken_is_never_a_reward(
+    agent: Played, body: str, said: str
+) -> None:
     with pytest.raises(EnvironmentFailed, match=said):
         agent(BROKEN.format(body))
 
@@ -424,7 +518,10 @@ def test_a_command_that_an_answer_broke_is_scored(agent: Played, tmp_path: Path)
     program = tmp_path / "command.py"
     for raised, scored in (("KeyError", True), ("ConnectionError", False)):
         source = textwrap.dedent(BROKEN.format(f"raise {raised}(said)"))
-        program.write_text(f"{source}\nplay({{'messages': [{{'role': 'user', 'content': 'a'}}]}})", encoding="utf-8")
+        program.write_text(
+            f"{source}\nplay({{'messages': [{{'role': 'user', 'content': 'a'}}]}})",
+            encoding="utf-8",
+        )
         if scored:
             made = agent("", run=[sys.executable, str(program)])
             assert (made.end_reason, made.env_result) == (EndReason.ACTION_ERROR, 0.0)
@@ -454,7 +551,9 @@ def test_the_agent_of_the_page_answers_a_malformed_call(agent: Played) -> None:
     assert (made.end_reason, made.env_result) == (EndReason.DONE, 1.0)
 
 
-def test_a_history_that_was_not_given_here_is_rendered_and_trained_no_further(agent: Played) -> None:
+def test_a_history_that_was_not_given_here_is_rendered_and_trained_no_further(
+    agent: Played,
+) -> None:
     made = agent("""
     from openai import OpenAI
     def play(row):
@@ -539,14 +638,22 @@ def test_a_request_waits_while_the_buffer_is_full() -> None:
         assert asyncio.run(asking()) == {"code": 0}
 
 
-def test_a_buffer_that_stays_full_is_not_an_end_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_that_stays_full_is_not_an_end_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(harness, "READY", 0.05)
     server, theirs = full_server()
-    with theirs, server._control, pytest.raises(EnvironmentFailed, match=r"took no request for 0\.05 s"):
+    with (
+        theirs,
+        server._control,
+        pytest.raises(EnvironmentFailed, match=r"took no request for 0\.05 s"),
+    ):
         asyncio.run(server.host({}))
 
 
-def test_an_episode_that_is_cancelled_ends_its_agent(agent: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_episode_that_is_cancelled_ends_its_agent(
+    agent: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = asyncio.run
 
     def short(main: Any) -> Any:
@@ -564,12 +671,18 @@ def test_an_episode_that_is_cancelled_ends_its_agent(agent: Played, tmp_path: Pa
         ("while True: os.fork()", {"processes": 20}, r"processes, 20 are allowed \(processes\)"),
         ("kept = [b'x' * (8 << 20) for _ in range(1000)]", {"memory_mb": 256}, "MemoryError"),
         (
-            "[os.fork() or (bytearray(200 << 20), time.sleep(600)) for _ in range(4)]; time.sleep(600)",
+            (
+                "[os.fork() or (bytearray(200 << 20), time.sleep(600)) for _ in range(4)];"
+                " time.sleep(600)"
+            ),
             {"memory_mb": 300},
             r"allowed \(memory_mb\)",
         ),
         (
-            "m = mmap.mmap(-1, 400 << 20); [m.__setitem__(slice(k << 20, k + 1 << 20), PAGE) for k in range(400)]; time.sleep(600)",
+            (
+                "m = mmap.mmap(-1, 400 << 20); [m.__setitem__(slice(k << 20, k + 1 << 20), PAGE)"
+                " for k in range(400)]; time.sleep(600)"
+            ),
             {"memory_mb": 200},
             r"allowed \(memory_mb\)",
         ),
@@ -579,7 +692,10 @@ def test_a_fork_bomb_and_a_memory_hog_are_ended(
     agent: Played, tmp_path: Path, body: str, options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(EnvironmentFailed, match=said):
-        agent(f"import mmap, os, time\nPAGE = b'x' * (1 << 20)\ndef play(row):\n    {body}\n", **options)
+        agent(
+            f"import mmap, os, time\nPAGE = b'x' * (1 << 20)\ndef play(row):\n    {body}\n",
+            **options,
+        )
     assert_nothing_is_left(tmp_path)
 
 
@@ -604,14 +720,18 @@ def test_the_output_of_an_agent_is_read_and_its_end_is_kept(agent: Played) -> No
         ({"run": "os:no_such_function"}, "has no attribute 'no_such_function'"),
     ],
 )
-def test_an_agent_that_cannot_be_started_says_why(agent: Played, options: dict[str, Any], said: str) -> None:
+def test_an_agent_that_cannot_be_started_says_why(
+    agent: Played, options: dict[str, Any], said: str
+) -> None:
     with pytest.raises(EnvironmentFailed, match=f"(?s){said}"):
         agent("", **options)
 
 
 def test_a_check_finds_an_agent_without_playing(tmp_path: Path) -> None:
     def check(run: Any) -> None:
-        kind = EnvironmentKind.model_validate({"use": "rayloop.envs.harness:Harness", "with": {"run": run}})
+        kind = EnvironmentKind.model_validate(
+            {"use": "rayloop.envs.harness:Harness", "with": {"run": run}}
+        )
         task = Task("t", (Message("user", ("a",)),))
         instance = Environments(kind, {}).of(task)
 
@@ -634,7 +754,9 @@ PAGE = Path(__file__).parents[3] / "docs/policy_endpoint.md"
 
 
 def shown(title: str) -> str:
-    (code,) = re.findall(rf"```\w+ title={re.escape(title)}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (code,) = re.findall(
+        rf"```\w+ title={re.escape(title)}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL
+    )
     return code
 
 
@@ -645,7 +767,10 @@ def test_the_agent_of_the_page_is_played(agent: Played) -> None:
 
 
 def test_the_run_of_the_page_is_played_by_hand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for title in ("my_agent.py", "agent.yaml", "rows.jsonl"):
@@ -690,7 +815,9 @@ class Own:
         (float("inf"), "returned inf, which is no finite number", True),
     ],
 )
-def test_what_a_leading_class_breaks_is_its_own_failure_and_it_is_closed(agent: Played, does: Any, said: str, bug: bool) -> None:
+def test_what_a_leading_class_breaks_is_its_own_failure_and_it_is_closed(
+    agent: Played, does: Any, said: str, bug: bool
+) -> None:
     Own.does, Own.closed = does, 0
     task = Task("t", (Message("user", ("a",)),))
     with pytest.raises(EnvironmentFailed, match=said) as raised:
@@ -715,8 +842,12 @@ def test_modules_beside_the_agent_are_found_by_its_own_path(agent: Played, tmp_p
     assert agent(source, env={"PYTHONPATH": str(tmp_path / "library")}).env_result == 0.75
 
 
-def test_a_class_that_leads_without_lead_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "half.py").write_text("class Half:\n    leads = True\n    def reset(self, task): ...\n", encoding="utf-8")
+def test_a_class_that_leads_without_lead_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "half.py").write_text(
+        "class Half:\n    leads = True\n    def reset(self, task): ...\n", encoding="utf-8"
+    )
     monkeypatch.chdir(tmp_path)
     from rayloop.envs.settings import ENVIRONMENT
 

@@ -1,4 +1,6 @@
-"""Tools that look at images: every one driven from the prompt as it is rendered, the rules for boxes, and what is refused."""
+"""Tools that look at images: every one driven from the prompt as it is rendered, the rules for
+boxes, and what is refused.
+"""
 
 from __future__ import annotations
 
@@ -51,14 +53,18 @@ def task(image: Image.Image) -> Task:
 
 
 def made(image: Image.Image | None = None, **settings: Any) -> ImageTools:
-    environment = ImageTools(ImageTools.Settings.model_validate({"image_tools": NAMES, "min_side": 14, **settings}))
+    environment = ImageTools(
+        ImageTools.Settings.model_validate({"image_tools": NAMES, "min_side": 14, **settings})
+    )
     environment.reset(task(image or page()))
     return environment
 
 
 def call(environment: ImageTools, name: str, **arguments: Any) -> tuple[Image.Image | None, str]:
     """What the policy sees: the image, and the text."""
-    step = environment.step(f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>")
+    step = environment.step(
+        f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+    )
     assert step.observation is not None
     parts = step.observation.messages[0].parts
     images = [part.data for part in parts if isinstance(part, ImageSource)]
@@ -91,7 +97,9 @@ def test_every_tool_can_be_driven_from_the_rendered_prompt(
     form = re.findall(r"<tool_call>\n.*?\n</tool_call>", prompt, re.DOTALL)[-1]
     for function in functions:
         arguments = json.dumps(as_its_schema_says(function["parameters"]))
-        said = form.replace("<function-name>", json.dumps(function["name"])).replace("<args-json-object>", arguments)
+        said = form.replace("<function-name>", json.dumps(function["name"])).replace(
+            "<args-json-object>", arguments
+        )
         step = environment.step(f"I look closer.\n{said}")
         assert step.error is None, step.error
         assert step.observation is not None
@@ -100,7 +108,11 @@ def test_every_tool_can_be_driven_from_the_rendered_prompt(
 
 
 def test_templates_and_prompts_do_not_both_describe_the_tools() -> None:
-    for describe, in_template, messages in (("template", len(NAMES), 1), ("prompt", 0, 2), ("nowhere", 0, 1)):
+    for describe, in_template, messages in (
+        ("template", len(NAMES), 1),
+        ("prompt", 0, 2),
+        ("nowhere", 0, 1),
+    ):
         environment = made(describe=describe)
         assert len(schemas(environment)) == in_template
         assert len(environment.reset(task(page())).messages) == messages
@@ -119,7 +131,11 @@ def test_crop_and_zoom_cut_the_place_that_was_asked_for() -> None:
     environment = made()
     cut, text = call(environment, "crop", box=[0.5, 0.25, 1, 0.75])
     assert cut is not None
-    assert (cut.size, cut.getpixel((0, 0)), cut.getpixel((199, 99))) == ((200, 100), (100, 50, 0), (199, 149, 0))
+    assert (cut.size, cut.getpixel((0, 0)), cut.getpixel((199, 99))) == (
+        (200, 100),
+        (100, 50, 0),
+        (199, 149, 0),
+    )
     assert text == "image 1: 200x100 pixels"
     enlarged, _ = call(environment, "zoom", box=[0.5, 0.25, 1, 0.75], factor=3)
     assert enlarged is not None
@@ -144,7 +160,9 @@ def test_a_box_in_pixels_is_of_the_original_image() -> None:
         ("pixel", [300, -5, 4000, 100], (100, 100)),
     ],
 )
-def test_a_box_is_clamped_to_the_image(coordinates: str, box: list[float], size: tuple[int, int]) -> None:
+def test_a_box_is_clamped_to_the_image(
+    coordinates: str, box: list[float], size: tuple[int, int]
+) -> None:
     cut, _ = call(made(coordinates=coordinates), "crop", box=box)
     assert cut is not None
     assert cut.size == size
@@ -169,7 +187,9 @@ def test_a_slanted_rotation_keeps_the_whole_image() -> None:
 
 
 @pytest.mark.parametrize("size", [(8000, 80), (80, 8000), (3000, 3000), (4000, 3900)])
-def test_a_picture_of_any_shape_that_is_turned_has_at_most_so_many_pixels(size: tuple[int, int]) -> None:
+def test_a_picture_of_any_shape_that_is_turned_has_at_most_so_many_pixels(
+    size: tuple[int, int],
+) -> None:
     turned, _ = call(made(Image.new("RGB", size)), "rotate", angle=45)
     assert turned is not None
     assert 0.8 * MOST_PIXELS < turned.width * turned.height <= MOST_PIXELS
@@ -179,9 +199,15 @@ def test_inspect_measures_the_box_and_marks_it_in_the_whole_image() -> None:
     image = Image.new("RGB", (400, 200), "white")
     image.paste("#0000ff", (100, 50, 150, 100))
     marked, text = call(made(image), "inspect", box=[0.25, 0.25, 0.5, 0.5])
-    assert text.startswith("100x50 pixels at (100, 50), 6.2% of the image; mean colour #8080ff, contrast 8.6; image 1")
+    assert text.startswith(
+        "100x50 pixels at (100, 50), 6.2% of the image; mean colour #8080ff, contrast 8.6; image 1"
+    )
     assert marked is not None
-    assert (marked.size, marked.getpixel((99, 60)), marked.getpixel((101, 60))) == ((400, 200), (255, 0, 0), (0, 0, 255))
+    assert (marked.size, marked.getpixel((99, 60)), marked.getpixel((101, 60))) == (
+        (400, 200),
+        (255, 0, 0),
+        (0, 0, 255),
+    )
 
 
 def test_waiting_takes_its_time_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +240,9 @@ def test_waiting_takes_its_time_and_ends(monkeypatch: pytest.MonkeyPatch) -> Non
         ("inspect", {"box": [0, 0, 1, 1], "image": -1}, "no image -1"),
     ],
 )
-def test_what_cannot_be_done_is_said_to_the_policy(name: str, arguments: dict[str, Any], complaint: str) -> None:
+def test_what_cannot_be_done_is_said_to_the_policy(
+    name: str, arguments: dict[str, Any], complaint: str
+) -> None:
     image, text = call(made(max_aspect=15), name, **arguments)
     assert image is None
     assert complaint in text
@@ -222,13 +250,19 @@ def test_what_cannot_be_done_is_said_to_the_policy(name: str, arguments: dict[st
 
 def test_only_the_tools_that_were_named_are_there() -> None:
     environment = made(image_tools=["zoom"])
-    assert "there is no tool 'crop'; the tools are: zoom" in call(environment, "crop", box=[0, 0, 1, 1])[1]
+    assert (
+        "there is no tool 'crop'; the tools are: zoom"
+        in call(environment, "crop", box=[0, 0, 1, 1])[1]
+    )
 
 
 def test_a_result_has_a_size_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayloop.envs.image_tools.MOST_PIXELS", 100_000)
     environment = made(max_zoom=50)
-    for name, arguments in (("zoom", {"box": [0, 0, 1, 1], "factor": 50}), ("rotate", {"angle": 45})):
+    for name, arguments in (
+        ("zoom", {"box": [0, 0, 1, 1], "factor": 50}),
+        ("rotate", {"angle": 45}),
+    ):
         result, _ = call(environment, name, **arguments)
         assert result is not None
         assert result.width * result.height <= 120_000

@@ -10,7 +10,9 @@ from rayloop.recipes.pyvision.original import FORBIDDEN
 def test_the_last_code_block_is_run_and_a_plain_fence_only_without_one() -> None:
     block = "<code>\n```python\n{}\n```\n</code>"
     assert text.code("a " + block.format("x = 1") + " b " + block.format("x = 2")) == "x = 2\n"
-    assert text.code("<code>\n```python\nx = 3\n```") == "x = 3\n"  # the stop string was not sampled
+    assert (
+        text.code("<code>\n```python\nx = 3\n```") == "x = 3\n"
+    )  # the stop string was not sampled
     assert text.code("```python\nx = 4\n```\nand\n```python\nx = 5\n```") == "x = 5\n"
     assert text.code(block.format("x = 6") + "\n```python\nx = 7\n```") == "x = 6\n"
     assert text.code("```\nx = 8\n```") is None
@@ -18,15 +20,24 @@ def test_the_last_code_block_is_run_and_a_plain_fence_only_without_one() -> None
 
 
 def test_an_answer_is_the_last_one_and_not_empty() -> None:
-    assert text.answer("<answer>\n\\boxed{A}\n</answer> no: <answer>\n\\boxed{B}\n</answer>") == "\n\\boxed{B}\n"
+    assert (
+        text.answer("<answer>\n\\boxed{A}\n</answer> no: <answer>\n\\boxed{B}\n</answer>")
+        == "\n\\boxed{B}\n"
+    )
     assert text.answer("<answer> \n</answer>") is None
     assert text.answer("\\boxed{A}") is None
 
 
 @pytest.mark.parametrize(
     ("code", "refused"),
-    [("input('x')", True), ("my_input(1)", True), ("os.system('ls')", True), ("subprocess.run(['ls'])", False), ("x = 1", False)],
-)  # fmt: skip
+    [
+        ("input('x')", True),
+        ("my_input(1)", True),
+        ("os.system('ls')", True),
+        ("subprocess.run(['ls'])", False),
+        ("x = 1", False),
+    ],
+)
 def test_code_with_a_forbidden_call_is_found(code: str, refused: bool) -> None:
     assert text.forbidden(code, FORBIDDEN) is refused
     assert not text.forbidden(code, ())

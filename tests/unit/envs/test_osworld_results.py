@@ -25,7 +25,10 @@ def test_episodes_of_one_task_do_not_write_into_each_others_files(tmp_path: Path
     second.end(0.0)
     assert steps(tmp_path) == [(1, "A"), (2, "B"), (3, "C")], "the last one that ends"
     assert (tmp_path / "chrome/7/result.txt").read_text(encoding="utf-8") == "0.0\n"
-    assert sorted(file.name for file in (tmp_path / "chrome/7").iterdir()) == ["result.txt", "traj.jsonl"]
+    assert sorted(file.name for file in (tmp_path / "chrome/7").iterdir()) == [
+        "result.txt",
+        "traj.jsonl",
+    ]
 
 
 def test_an_episode_without_an_action_has_a_result(tmp_path: Path) -> None:

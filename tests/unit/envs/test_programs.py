@@ -1,4 +1,6 @@
-"""What the host reads of a program, and how much of the machine it lets a program take, without a sandbox around it."""
+"""What the host reads of a program, and how much of the machine it lets a program take, without a
+sandbox around it.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from rayloop.envs.programs import PLACE, FusionSandbox, _called
 
 MIB = 1 << 20
 FILLS = (
-    "import mmap, time\nm = mmap.mmap(-1, 256 << 20)\n"
-    "for k in range(256): m[k << 20:(k + 1) << 20] = b'x' * (1 << 20)\nprint('full', flush=True); time.sleep(60)"
+    "import mmap, time\nm = mmap.mmap(-1, 256 << 20)\nfor k in range(256): m[k << 20:(k + 1) << 20]"
+    " = b'x' * (1 << 20)\nprint('full', flush=True); time.sleep(60)"
 )
 
 
@@ -43,11 +45,18 @@ def test_shared_memory_counts() -> None:
 
 
 @pytest.mark.parametrize("taken", ["w", "out", "err"])
-def test_programs_run_elsewhere_where_a_folder_of_this_machine_has_their_name(taken: str, tmp_path: Path) -> None:
+def test_programs_run_elsewhere_where_a_folder_of_this_machine_has_their_name(
+    taken: str, tmp_path: Path
+) -> None:
     """Such as the Python of a run below /tmp/w, which the sandbox shows."""
     (tmp_path / taken).mkdir()
     temporary = {"TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(["sh", "-c", f"{PLACE}; pwd; > ../out && > ../err"], cwd=tmp_path, env=temporary, capture_output=True)
+    done = subprocess.run(
+        ["sh", "-c", f"{PLACE}; pwd; > ../out && > ../err"],
+        cwd=tmp_path,
+        env=temporary,
+        capture_output=True,
+    )
     assert (done.returncode, done.stderr) == (0, b"")
     place = Path(done.stdout.decode().strip())
     assert place.name == "w"

@@ -1,4 +1,6 @@
-"""What the chats of an agent become: the turns of one trajectory, whose parts are what the engine saw."""
+"""What the chats of an agent become: the turns of one trajectory, whose parts are what the engine
+saw.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class Talk:
 
     def __init__(self, **settings: Any) -> None:
         task = Task("t", (Message("user", ("hello",)),))
-        request = RolloutRequest(task, TrajectoryId(0, 0), 0, 5, Sampling(temperature=0.7, max_tokens=9))
+        request = RolloutRequest(
+            task, TrajectoryId(0, 0), 0, 5, Sampling(temperature=0.7, max_tokens=9)
+        )
         episode = EpisodeSettings(**{"max_turns": 20, "max_tokens": 400, **settings})
         self.session = Session(request, RENDERER, episode, self.generate, "m")
         self.asked: list[tuple[TokenPrompt, Sampling]] = []
@@ -65,7 +69,9 @@ class Talk:
 
     async def say(self, messages: list[dict[str, Any]], **keys: Any) -> dict[str, Any]:
         """Returns the assistant's message."""
-        answer = await self.session.chat(ChatRequest.model_validate({"model": "m", "messages": messages, **keys}))
+        answer = await self.session.chat(
+            ChatRequest.model_validate({"model": "m", "messages": messages, **keys})
+        )
         message: dict[str, Any] = answer["choices"][0]["message"]
         return {**message, "id": f"{answer['id']}/0"}
 
@@ -91,7 +97,9 @@ def talk(script: Callable[[Talk], Awaitable[None]], **settings: Any) -> Talk:
 
 
 def assert_what_the_engine_saw(made: Talk) -> None:
-    """Each sampled turn is in the trajectory once, and what stands before it in its segment is the prompt that was sampled from."""
+    """Each sampled turn is in the trajectory once, and what stands before it in its segment is the
+    prompt that was sampled from.
+    """
     seen = []
     for segment in made.trajectory().segments:
         tokens: tuple[int, ...] = ()
@@ -99,7 +107,10 @@ def assert_what_the_engine_saw(made: Talk) -> None:
             if turn.sampled:
                 seen.append((tokens, turn.token_ids))
             tokens += turn.token_ids
-    asked = [(prompt.token_ids, RENDERER.encode(f"said {number}")) for number, (prompt, _) in enumerate(made.asked, 1)]
+    asked = [
+        (prompt.token_ids, RENDERER.encode(f"said {number}"))
+        for number, (prompt, _) in enumerate(made.asked, 1)
+    ]
     assert sorted(seen) == sorted(asked)
 
 
@@ -125,7 +136,9 @@ async def parallel(made: Talk) -> None:
 
 async def choices(made: Talk) -> None:
     """Three answers to one question, of which the second is continued."""
-    answer = await made.session.chat(ChatRequest.model_validate({"model": "m", "messages": [user("a")], "n": 3}))
+    answer = await made.session.chat(
+        ChatRequest.model_validate({"model": "m", "messages": [user("a")], "n": 3})
+    )
     await made.say([user("a"), said(answer["choices"][1]["message"]), user("b")])
 
 
@@ -137,8 +150,13 @@ async def regenerated(made: Talk) -> None:
     await made.say([user("a")])
 
 
-@pytest.mark.parametrize(("script", "segments"), [(straight, 1), (rewritten, 2), (parallel, 4), (choices, 3), (regenerated, 3)])
-def test_the_trajectory_is_what_the_engine_saw(script: Callable[[Talk], Awaitable[None]], segments: int) -> None:
+@pytest.mark.parametrize(
+    ("script", "segments"),
+    [(straight, 1), (rewritten, 2), (parallel, 4), (choices, 3), (regenerated, 3)],
+)
+def test_the_trajectory_is_what_the_engine_saw(
+    script: Callable[[Talk], Awaitable[None]], segments: int
+) -> None:
     made = talk(script)
     assert_what_the_engine_saw(made)
     assert len(made.trajectory().segments) == segments
@@ -148,15 +166,21 @@ def test_a_conversation_that_does_not_go_on_is_no_context_of_the_next() -> None:
     made = talk(rewritten)
     _, second = made.trajectory().segments
     assert [(turn.role, turn.sampled, turn.restart) for turn in second.turns] == [
-        ("context", False, True), ("prompt", False, False), ("assistant", True, False)
-    ]  # fmt: skip
+        ("context", False, True),
+        ("prompt", False, False),
+        ("assistant", True, False),
+    ]
     assert second.turns[0].token_ids == ()
-    assert len(made.trajectory().states) == 3, "each sampled turn has a state, that of the rewritten history is its prompt"
+    assert len(made.trajectory().states) == 3, (
+        "each sampled turn has a state, that of the rewritten history is its prompt"
+    )
 
 
 def test_the_runs_sampling_holds_whatever_the_agent_asks_for() -> None:
     async def script(made: Talk) -> None:
-        await made.say([user("a")], temperature=0, top_p=0.1, max_tokens=4, stop=["X"], frequency_penalty=1.5)
+        await made.say(
+            [user("a")], temperature=0, top_p=0.1, max_tokens=4, stop=["X"], frequency_penalty=1.5
+        )
         await made.say([user("b")], max_tokens=4000)
 
     (_, first), (_, second) = talk(script).asked
@@ -168,13 +192,20 @@ def test_the_runs_sampling_holds_whatever_the_agent_asks_for() -> None:
     "wish",
     [
         {"response_format": {"type": "json_object"}},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "schema": {"type": "object"}},
+            }
+        },
         {"store": True, "service_tier": "auto", "prompt_cache_key": "x", "reasoning_effort": "low"},
         {"tool_choice": "required"},
         {"tool_choice": {"type": "function", "function": {"name": "add"}}},
     ],
 )
-def test_what_an_agent_wishes_of_the_answer_s_form_is_left_to_the_policy(wish: dict[str, Any]) -> None:
+def test_what_an_agent_wishes_of_the_answer_s_form_is_left_to_the_policy(
+    wish: dict[str, Any],
+) -> None:
     async def script(made: Talk) -> None:
         wished = await made.say([user("a")], tools=[ADD], **wish)
         plain = await made.say([user("a")], tools=[ADD])
@@ -212,9 +243,15 @@ def test_a_long_part_of_a_message_is_bounded_by_the_episode_alone() -> None:
 
 @pytest.mark.parametrize(
     ("given", "sent"),
-    [('{"a": 2, "b": [1, 1.5]}', '{"a":2,"b":[1,1.5]}'), ('{"a": 2, "b": 3}', '{"b":3,"a":2}'), ('{"a": 1.0}', '{"a":1}')],
+    [
+        ('{"a": 2, "b": [1, 1.5]}', '{"a":2,"b":[1,1.5]}'),
+        ('{"a": 2, "b": 3}', '{"b":3,"a":2}'),
+        ('{"a": 1.0}', '{"a":1}'),
+    ],
 )
-def test_a_call_that_a_client_writes_again_as_other_json_is_the_same_call(given: str, sent: str) -> None:
+def test_a_call_that_a_client_writes_again_as_other_json_is_the_same_call(
+    given: str, sent: str
+) -> None:
     async def script(made: Talk) -> None:
         made.text = CALLED % given
         first = await made.say([user("a")], tools=[ADD])
@@ -247,7 +284,10 @@ def test_a_seed_depends_on_what_is_asked_and_not_on_when() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "limit", "error"),
-    [({"max_turns": 2}, EndReason.MAX_TURNS, DataFailure), ({"max_tokens": 70}, EndReason.OVER_LENGTH, OverLongPrompt)],
+    [
+        ({"max_turns": 2}, EndReason.MAX_TURNS, DataFailure),
+        ({"max_tokens": 70}, EndReason.OVER_LENGTH, OverLongPrompt),
+    ],
 )
 def test_a_limit_of_the_episode_is_an_error_for_the_agent(
     settings: dict[str, Any], limit: EndReason, error: type[Exception]
@@ -268,8 +308,17 @@ def test_a_limit_of_the_episode_is_an_error_for_the_agent(
 
 def test_requests_at_once_share_the_limit_of_answers() -> None:
     async def script(made: Talk) -> None:
-        answers = await asyncio.gather(*(made.say([user(str(n))]) for n in range(6)), return_exceptions=True)
-        assert [isinstance(answer, DataFailure) for answer in answers] == [False, False, True, True, True, True]
+        answers = await asyncio.gather(
+            *(made.say([user(str(n))]) for n in range(6)), return_exceptions=True
+        )
+        assert [isinstance(answer, DataFailure) for answer in answers] == [
+            False,
+            False,
+            True,
+            True,
+            True,
+            True,
+        ]
 
     assert len(talk(script, max_turns=2).asked) == 2
 
@@ -328,7 +377,10 @@ def test_an_agent_that_never_asked_has_no_trajectory() -> None:
     async def script(made: Talk) -> None:
         made.session.refused = "404 no such model"
 
-    with pytest.raises(EnvironmentFailed, match="without an answer of the policy; its last request was refused: 404"):
+    with pytest.raises(
+        EnvironmentFailed,
+        match="without an answer of the policy; its last request was refused: 404",
+    ):
         talk(script).trajectory()
 
 
@@ -351,14 +403,18 @@ def test_the_endpoints_sockets_name_their_protocol() -> None:
         endpoint = Endpoint()
         async with endpoint.serving(made.session):
             assert endpoint._server is not None
-            assert [one.proto for server in endpoint._server.servers for one in server.sockets] == [socket.IPPROTO_TCP]
+            assert [one.proto for server in endpoint._server.servers for one in server.sockets] == [
+                socket.IPPROTO_TCP
+            ]
         endpoint.end()
 
     talk(script)
 
 
 def test_turns_stand_by_conversation_and_know_their_order_in_time() -> None:
-    """A main agent asks a sub-agent, which answers twice, and goes on; each answer is of newer weights."""
+    """A main agent asks a sub-agent, which answers twice, and goes on; each answer is of newer
+    weights.
+    """
 
     async def script(agent: Talk) -> None:
         first = await agent.say([user("main")])
@@ -370,12 +426,21 @@ def test_turns_stand_by_conversation_and_know_their_order_in_time() -> None:
     asked = [int(RENDERER.decode(turn.token_ids).split()[-1]) for turn in played.sampled_turns]
     assert asked == [2, 3, 1, 4]
     assert played.order == (2, 0, 1, 3)
-    turns = iter([replace(turn, version=Version(0, n)) for turn, n in zip(played.sampled_turns, asked, strict=True)])
-    played = replace(played, turns=tuple(next(turns) if turn.sampled else turn for turn in played.turns))
+    turns = iter(
+        [
+            replace(turn, version=Version(0, n))
+            for turn, n in zip(played.sampled_turns, asked, strict=True)
+        ]
+    )
+    played = replace(
+        played, turns=tuple(next(turns) if turn.sampled else turn for turn in played.turns)
+    )
     summary = summarize(played, Task("t", ()), 1.0, RENDERER.image_token)
     assert (summary.first_version, summary.last_version) == (Version(0, 1), Version(0, 4))
     returns = turn_returns(Member(summary, Scored(1.0)), 0.95)
-    assert dict(zip(asked, returns, strict=True)) == pytest.approx({1: 0.95**3, 2: 0.95**2, 3: 0.95, 4: 1.0})
+    assert dict(zip(asked, returns, strict=True)) == pytest.approx(
+        {1: 0.95**3, 2: 0.95**2, 3: 0.95, 4: 1.0}
+    )
 
 
 def test_turns_that_stand_as_they_were_asked_need_no_order() -> None:

@@ -1,4 +1,6 @@
-"""Estimates: steps and time by the right formula, parameters and adapters of a known model, memory of each role."""
+"""Estimates: steps and time by the right formula, parameters and adapters of a known model, memory
+of each role.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ from rayloop.cli import main
 from rayloop.core.failures import ConfigError
 from rayloop.engines.generation.vllm_process import common_arguments
 from rayloop.engines.settings import FsdpSettings, VllmEngineSettings
-from rayloop.estimate.memory import HOST, Lengths, activations, card, fitted, memory, with_micro_batch
+from rayloop.estimate.memory import (
+    HOST,
+    Lengths,
+    activations,
+    card,
+    fitted,
+    memory,
+    with_micro_batch,
+)
 from rayloop.estimate.run import duration, measured, plan
 from rayloop.estimate.shape import Shape, read_shape
 from rayloop.run.config import RunConfig, read
@@ -25,32 +35,51 @@ MINUTE = 60.0
 
 @pytest.mark.parametrize(
     ("preset", "takes"),
-    [("paper", "95.0 days"), ("safe", "23.7 days"), ("moderate", "11.9 days"), ("fast", "3.5 days"), ("ultra_fast", "8.3 hours")],
-)  # fmt: skip
+    [
+        ("paper", "95.0 days"),
+        ("safe", "23.7 days"),
+        ("moderate", "11.9 days"),
+        ("fast", "3.5 days"),
+        ("ultra_fast", "8.3 hours"),
+    ],
+)
 def test_more_answers_a_row_are_more_steps(preset: str, takes: str) -> None:
-    """At 60 s a step of four completions, as Chart-RVR's guide takes it without the answers in its formula."""
+    """At 60 s a step of four completions, as Chart-RVR's guide takes it without the answers in its
+    formula.
+    """
     made = plan(read(PRESETS / f"{preset}.yaml", []), None, MINUTE)
     assert made.target == 4
     assert duration(made.seconds or 0) == takes
 
 
 def qwen3b() -> Shape:
-    """Qwen2.5-VL-3B's linear layers: 36 of the language model, and the MLPs of 32 blocks of the tower."""
+    """Qwen2.5-VL-3B's linear layers: 36 of the language model, and the MLPs of 32 blocks of the
+    tower.
+    """
     sizes: dict[str, tuple[int, ...]] = {}
     for layer in range(36):
         at = f"model.layers.{layer}"
         sizes |= {
-            f"{at}.self_attn.{name}_proj.weight": (out, 2048) for name, out in (("q", 2048), ("k", 256), ("v", 256), ("o", 2048))
+            f"{at}.self_attn.{name}_proj.weight": (out, 2048)
+            for name, out in (("q", 2048), ("k", 256), ("v", 256), ("o", 2048))
         }
         sizes |= {f"{at}.mlp.{name}_proj.weight": (11008, 2048) for name in ("gate", "up")}
         sizes[f"{at}.mlp.down_proj.weight"] = (2048, 11008)
         sizes[f"{at}.self_attn.q_proj.bias"] = (2048,)
     for block in range(32):
-        sizes |= {f"visual.blocks.{block}.mlp.{name}_proj.weight": (3420, 1280) for name in ("gate", "up")}
+        sizes |= {
+            f"visual.blocks.{block}.mlp.{name}_proj.weight": (3420, 1280) for name in ("gate", "up")
+        }
         sizes[f"visual.blocks.{block}.mlp.down_proj.weight"] = (1280, 3420)
         sizes[f"visual.blocks.{block}.attn.qkv.weight"] = (3840, 1280)
-    text = {"num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2, "hidden_size": 2048,
-            "intermediate_size": 11008, "vocab_size": 151936}  # fmt: skip
+    text = {
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "vocab_size": 151936,
+    }
     return Shape(sizes, text, {"hidden_size": 1280, "depth": 32, "intermediate_size": 3420})
 
 
@@ -59,7 +88,10 @@ def test_charts_fit_one_card_of_40_gb_together() -> None:
     config = with_micro_batch(read(PRESETS / "one_gpu.yaml", []))
     roles = [role for role in memory(config, qwen3b(), Lengths(850, 768, 320)) if role.gpus]
     assert [role.gpus for role in roles] == [0.5, 0.5]
-    assert sum(size for role in roles for part, size in role.parts.items() if part not in HOST) < 0.8 * 40 * 2**30
+    assert (
+        sum(size for role in roles for part, size in role.parts.items() if part not in HOST)
+        < 0.8 * 40 * 2**30
+    )
     assert [card(role, roles) for role in roles] == [40, 40]
 
 
@@ -67,14 +99,23 @@ def test_adapters_are_counted_as_the_published_run_reports_them() -> None:
     shape = qwen3b()
     lora = FsdpSettings.model_validate({"lora": {"rank": 8}})
     assert shape.trained(lora) == 14_966_784
-    assert shape.trained(FsdpSettings.model_validate({"lora": {"rank": 8}, "train_vision": True})) == 18_576_384
+    assert (
+        shape.trained(FsdpSettings.model_validate({"lora": {"rank": 8}, "train_vision": True}))
+        == 18_576_384
+    )
     assert shape.trained(FsdpSettings()) == shape.parameters
-    assert shape.trained(FsdpSettings(train_vision=False)) == shape.parameters - shape.vision_parameters
+    assert (
+        shape.trained(FsdpSettings(train_vision=False))
+        == shape.parameters - shape.vision_parameters
+    )
     assert shape.cache == 2 * 36 * 256
 
 
 def run_of(**changes: Any) -> RunConfig:
-    return read(QUICKSTART, [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in changes.items()])
+    return read(
+        QUICKSTART,
+        [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in changes.items()],
+    )
 
 
 LENGTHS = Lengths(1000, 200, 300)
@@ -92,7 +133,9 @@ def parts(config: RunConfig, role: str) -> dict[str, int]:
 
 def test_a_rank_holds_its_part_of_master_weights_gradients_and_moments() -> None:
     shape, whole = qwen3b(), parts(run_of(), "policy")
-    assert [whole[name] for name in ("weights", "gradients", "optimizer")] == [n * shape.parameters for n in (4, 4, 8)]
+    assert [whole[name] for name in ("weights", "gradients", "optimizer")] == [
+        n * shape.parameters for n in (4, 4, 8)
+    ]
     half = parts(run_of(policy__ranks=2), "policy")
     assert half["optimizer"] == whole["optimizer"] // 2
     lora = parts(run_of(policy__engine__lora={"rank": 8}), "policy")
@@ -104,28 +147,46 @@ def test_activations_follow_what_is_computed_at_once() -> None:
     whole = parts(run_of(), "policy")["activations"]
     checked = parts(run_of(policy__engine__gradient_checkpointing=True), "policy")["activations"]
     assert checked < whole / 10
-    assert parts(run_of(policy__placement__num_gpus=1), "policy")["activations"] == checked, "the default on a GPU"
+    assert parts(run_of(policy__placement__num_gpus=1), "policy")["activations"] == checked, (
+        "the default on a GPU"
+    )
     on = {"policy__placement__num_gpus": 1, "policy__engine__gradient_checkpointing": False}
     assert parts(run_of(**on), "policy")["activations"] == whole
     small = parts(run_of(policy__engine__micro_batch_tokens=2000), "policy")["activations"]
     assert small == pytest.approx(whole / 8, rel=0.3)
-    assert parts(run_of(policy__engine__dtype="bfloat16", rollout__engine__dtype="bfloat16"), "policy")["activations"] == whole // 2
+    assert (
+        parts(
+            run_of(policy__engine__dtype="bfloat16", rollout__engine__dtype="bfloat16"), "policy"
+        )["activations"]
+        == whole // 2
+    )
     assert parts(run_of(policy__engine__train_vision=False), "policy")["activations"] < whole
 
 
 def test_only_the_first_prompt_is_shared() -> None:
-    """A step of one group of eight, in one micro-batch: 1000 + 8 x 200 tokens, or 8 x 1200 where each turn has its observation."""
-    step = {"algorithm__groups_per_step": 1, "algorithm__group_size": 8, "policy__engine__train_vision": False}
+    """A step of one group of eight, in one micro-batch: 1000 + 8 x 200 tokens, or 8 x 1200 where
+    each turn has its observation.
+    """
+    step = {
+        "algorithm__groups_per_step": 1,
+        "algorithm__group_size": 8,
+        "policy__engine__train_vision": False,
+    }
     one = parts(run_of(**step), "policy")["activations"]
     many = parts(run_of(**step, environment__episode__max_turns=3), "policy")["activations"]
     cache = 2 * 256
     layer = 8 * 2048 + cache + 4 * 11008
-    assert many / one == pytest.approx(8 * 1200 * (layer + cache) / (2600 * layer + 8 * 1200 * cache))
+    assert many / one == pytest.approx(
+        8 * 1200 * (layer + cache) / (2600 * layer + 8 * 1200 * cache)
+    )
 
 
 def test_activations_are_those_that_were_measured() -> None:
-    """Of the quickstart's first micro-batch. Training took 571 MB more than the finished model, of which gradients, moments and
-    logits are 46 MB; autograd kept 468 MB, weights of 15 MB among them."""
+    """Of the quickstart's first micro-batch.
+
+    Training took 571 MB more than the finished model, of which gradients, moments and logits are 46
+    MB; autograd kept 468 MB, weights of 15 MB among them.
+    """
     config, shape = run_of(), read_shape(str(ROOT / "recipes/arc_vision/tiny"))
     tokens, images = 4258, 16 * 48
     found = activations(config.policy.engine, False, shape, tokens, 240 * 90, images)
@@ -141,8 +202,14 @@ def smollm2() -> Shape:
         sizes |= {f"{at}.self_attn.{name}_proj.weight": (out, 576) for name, out in projections}
         sizes |= {f"{at}.mlp.{name}_proj.weight": (1536, 576) for name in ("gate", "up")}
         sizes[f"{at}.mlp.down_proj.weight"] = (576, 1536)
-    text = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576,
-            "intermediate_size": 1536, "vocab_size": 49152}  # fmt: skip
+    text = {
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "vocab_size": 49152,
+    }
     return Shape(sizes, text, {})
 
 
@@ -155,11 +222,20 @@ def smollm2() -> Shape:
         (Lengths(46, 36, 0), 1024, 6.6, 2.2),
     ],
 )
-def test_a_cpu_run_takes_the_memory_that_was_measured(lengths: Lengths, tokens: int, policy: float, rollout: float) -> None:
-    """GB of PSS, at most, of full training of a 135M model with 8 x 8 answers, whose random weights (53 tokens read and
-    56 written) or trained ones ran on two cores."""
+def test_a_cpu_run_takes_the_memory_that_was_measured(
+    lengths: Lengths, tokens: int, policy: float, rollout: float
+) -> None:
+    """GB of PSS, at most, of full training of a 135M model with 8 x 8 answers, whose random weights
+    (53 tokens read and 56 written) or trained ones ran on two cores.
+    """
     found = memory(
-        run_of(algorithm__groups_per_step=8, algorithm__group_size=8, policy__engine__micro_batch_tokens=tokens), smollm2(), lengths
+        run_of(
+            algorithm__groups_per_step=8,
+            algorithm__group_size=8,
+            policy__engine__micro_batch_tokens=tokens,
+        ),
+        smollm2(),
+        lengths,
     )
     assert {one.name: one.bytes / 1e9 for one in found if one.name in ("policy", "rollout")} == {
         "policy": pytest.approx(policy, rel=0.1),
@@ -167,7 +243,9 @@ def test_a_cpu_run_takes_the_memory_that_was_measured(lengths: Lengths, tokens: 
     }
 
 
-@pytest.mark.parametrize(("memory", "tokens"), [(128, None), (64, 8192), (32, 4096), (16, 2048), (8, 1024), (2, 1024)])
+@pytest.mark.parametrize(
+    ("memory", "tokens"), [(128, None), (64, 8192), (32, 4096), (16, 2048), (8, 1024), (2, 1024)]
+)
 def test_a_micro_batch_that_nobody_sized_fits_the_machine(memory: int, tokens: int | None) -> None:
     """With ``memory`` GiB."""
     plain = FsdpSettings()
@@ -178,18 +256,32 @@ def test_a_micro_batch_that_nobody_sized_fits_the_machine(memory: int, tokens: i
     assert plain.micro_batch == 16384
 
 
-ON_GPU = {"policy__placement__num_gpus": 1, "policy__engine__dtype": "bfloat16", "rollout__engine__dtype": "bfloat16"}
+ON_GPU = {
+    "policy__placement__num_gpus": 1,
+    "policy__engine__dtype": "bfloat16",
+    "rollout__engine__dtype": "bfloat16",
+}
 
 
 def test_what_is_offloaded_is_not_on_the_gpu() -> None:
-    """The optimizer's step runs in main memory; a GPU has a layer at a time, activations and logits."""
+    """The optimizer's step runs in main memory; a GPU has a layer at a time, activations and
+    logits.
+    """
     kept, offloaded = (
-        next(role for role in memory(run_of(**ON_GPU, policy__engine__cpu_offload=on), qwen3b(), LENGTHS) if role.name == "policy")
+        next(
+            role
+            for role in memory(run_of(**ON_GPU, policy__engine__cpu_offload=on), qwen3b(), LENGTHS)
+            if role.name == "policy"
+        )
         for on in (False, True)
     )
     moved = {"weights", "gradients", "optimizer"}
     assert kept.parts == offloaded.parts, "nothing is smaller for it"
-    assert kept.of_gpu.keys() - offloaded.of_gpu.keys() == moved == offloaded.of_host.keys() - kept.of_host.keys()
+    assert (
+        kept.of_gpu.keys() - offloaded.of_gpu.keys()
+        == moved
+        == offloaded.of_host.keys() - kept.of_host.keys()
+    )
     gone = sum(kept.parts[name] for name in moved)
     assert offloaded.needed == pytest.approx(kept.needed - gone / 2**30)
     small, large = card(offloaded, [offloaded]), card(kept, [kept])
@@ -201,11 +293,20 @@ def test_what_is_offloaded_is_not_on_the_gpu() -> None:
 
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_a_role_with_gpus_has_two_sums(
-    offloaded: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    offloaded: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(ROOT)
     chosen = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in ON_GPU.items()]
-    command = ["estimate", str(QUICKSTART), f"output={tmp_path}", *chosen, f"policy.engine.cpu_offload={json.dumps(offloaded)}"]
+    command = [
+        "estimate",
+        str(QUICKSTART),
+        f"output={tmp_path}",
+        *chosen,
+        f"policy.engine.cpu_offload={json.dumps(offloaded)}",
+    ]
     assert main(command) == 0
     said = capsys.readouterr().out
     line = next(line for line in said.splitlines() if "x policy on 1 GPU: GPU " in line)
@@ -214,11 +315,15 @@ def test_a_role_with_gpus_has_two_sums(
     assert ("optimizer" in on_gpu) is not offloaded
     for text in (on_gpu, on_host.partition(";")[0]):
         whole, _, each = text.partition(" = ")
-        assert sum(float(part.rpartition(" ")[2]) for part in each.split(", ")) == pytest.approx(float(whole), abs=0.05)
+        assert sum(float(part.rpartition(" ")[2]) for part in each.split(", ")) == pytest.approx(
+            float(whole), abs=0.05
+        )
     assert "fits a card of" in on_host
     assert "1 optimizer update each" in said
     assert main([*command, "--json"]) == 0
-    policy = next(role for role in json.loads(capsys.readouterr().out)["memory"] if role["role"] == "policy")
+    policy = next(
+        role for role in json.loads(capsys.readouterr().out)["memory"] if role["role"] == "policy"
+    )
     assert policy["gpu_bytes"] + policy["host_bytes"] == policy["bytes"]
 
 
@@ -226,14 +331,23 @@ def test_an_engine_holds_its_weights_and_the_cache_of_what_it_decodes() -> None:
     shape, engine = qwen3b(), parts(run_of(), "rollout")
     assert engine["weights"] == 4 * shape.parameters
     assert engine["cache"] == shape.cache * 4 * 1200 * 256
-    assert parts(run_of(rollout__engine__max_sequences=64), "rollout")["cache"] == engine["cache"] // 4
-    remote = run_of(rollout__engine={"kind": "openai_http", "base_url": "http://a/v1", "model": "b"})
+    assert (
+        parts(run_of(rollout__engine__max_sequences=64), "rollout")["cache"] == engine["cache"] // 4
+    )
+    remote = run_of(
+        rollout__engine={"kind": "openai_http", "base_url": "http://a/v1", "model": "b"}
+    )
     assert set(parts(remote, "rollout")) == {"process"}
 
 
 @pytest.mark.parametrize(("extra", "gib"), [({}, 1), ({"mm_processor_cache_gb": 4}, 4)], ids=str)
-def test_the_pictures_that_vllm_keeps_are_counted_in_main_memory(extra: dict[str, Any], gib: int) -> None:
-    """vLLM's own default is 4 GiB for each engine. ``extra`` overrides what the engine is started with."""
+def test_the_pictures_that_vllm_keeps_are_counted_in_main_memory(
+    extra: dict[str, Any], gib: int
+) -> None:
+    """vLLM's own default is 4 GiB for each engine.
+
+    ``extra`` overrides what the engine is started with.
+    """
     config = run_of(**ON_GPU, rollout__engine={"kind": "vllm", "extra": extra})
     engine = config.engine
     assert isinstance(engine, VllmEngineSettings)
@@ -248,7 +362,10 @@ def test_an_engine_has_room_for_the_longest_episode_of_an_evaluation(
 ) -> None:
     """Up to 9,000 tokens; the trainer sees no evaluation."""
     monkeypatch.chdir(ROOT)
-    over = 'evaluation.over={"environment.episode.max_turns": 3, "environment.episode.max_tokens": 9000}'
+    over = (
+        'evaluation.over={"environment.episode.max_turns": 3, "environment.episode.max_tokens":'
+        " 9000}"
+    )
 
     def said(*more: str) -> tuple[dict[str, dict[str, int]], str]:
         command = ["estimate", str(QUICKSTART), f"output={tmp_path}", "evaluation.every=10", *more]
@@ -259,7 +376,9 @@ def test_an_engine_has_room_for_the_longest_episode_of_an_evaluation(
 
     (usual, _), (longer, text) = said(), said(over)
     made = plan(read(QUICKSTART, []), None)
-    assert longer["rollout"]["cache"] / usual["rollout"]["cache"] == pytest.approx(9000 / (made.prompt + made.response), rel=1e-3)
+    assert longer["rollout"]["cache"] / usual["rollout"]["cache"] == pytest.approx(
+        9000 / (made.prompt + made.response), rel=1e-3
+    )
     assert longer["policy"] == usual["policy"]
     assert "evaluations, whose trajectories have up to 9000 tokens" in text
     never, _ = said(over, "evaluation.every=0")
@@ -269,12 +388,17 @@ def test_an_engine_has_room_for_the_longest_episode_of_an_evaluation(
     assert "have up to" not in text
     run = steps_of(tmp_path / "run", 9.0, 7.0, 2.0)
     measured_too, _ = said(over, "--from", str(run))
-    assert measured_too["rollout"]["cache"] == longer["rollout"]["cache"], "steps say nothing about its lengths"
+    assert measured_too["rollout"]["cache"] == longer["rollout"]["cache"], (
+        "steps say nothing about its lengths"
+    )
 
 
 def qwen7b() -> Shape:
     """Qwen2.5-VL-7B: 8.29 billion parameters by its card, of which 0.68 in the tower."""
-    sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (152064, 3584), "lm_head.weight": (152064, 3584)}
+    sizes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (152064, 3584),
+        "lm_head.weight": (152064, 3584),
+    }
     for layer in range(28):
         at = f"model.layers.{layer}"
         projections = (("q", 3584), ("k", 512), ("v", 512), ("o", 3584))
@@ -282,12 +406,24 @@ def qwen7b() -> Shape:
         sizes |= {f"{at}.mlp.{name}_proj.weight": (18944, 3584) for name in ("gate", "up")}
         sizes[f"{at}.mlp.down_proj.weight"] = (3584, 18944)
     for block in range(32):
-        sizes |= {f"visual.blocks.{block}.mlp.{name}_proj.weight": (3420, 1280) for name in ("gate", "up", "down")}
+        sizes |= {
+            f"visual.blocks.{block}.mlp.{name}_proj.weight": (3420, 1280)
+            for name in ("gate", "up", "down")
+        }
         sizes[f"visual.blocks.{block}.attn.qkv.weight"] = (3840, 1280)
         sizes[f"visual.blocks.{block}.attn.proj.weight"] = (1280, 1280)
-    sizes |= {"visual.merger.mlp.0.weight": (5120, 5120), "visual.merger.mlp.2.weight": (3584, 5120)}
-    text = {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "hidden_size": 3584,
-            "intermediate_size": 18944, "vocab_size": 152064}  # fmt: skip
+    sizes |= {
+        "visual.merger.mlp.0.weight": (5120, 5120),
+        "visual.merger.mlp.2.weight": (3584, 5120),
+    }
+    text = {
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "vocab_size": 152064,
+    }
     return Shape(sizes, text, {"hidden_size": 1280, "depth": 32, "intermediate_size": 3420})
 
 
@@ -303,7 +439,10 @@ RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes"
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_has_an_estimate_and_fits_cards_of_80_gb(
-    name: str, fresh_clone: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    fresh_clone: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With a model of the size that the recipe names."""
     try:
@@ -311,13 +450,14 @@ def test_every_recipe_has_an_estimate_and_fits_cards_of_80_gb(
     except ConfigError:
         pytest.skip("not a run's file")
     monkeypatch.setattr(
-        "rayloop.commands.estimate.read_shape", lambda path, _: qwen3b() if "3B" in path or "2B" in path else qwen7b()
+        "rayloop.commands.estimate.read_shape",
+        lambda path, _: qwen3b() if "3B" in path or "2B" in path else qwen7b(),
     )
     assert main(["estimate", name]) == 0
     said = capsys.readouterr().out
-    assert said.count("fits a card of") == (config.policy.placement.num_gpus > 0) + (config.rollout.placement.num_gpus > 0) + (
-        config.reference_kind == "actor" and config.reference.placement.num_gpus > 0
-    )
+    assert said.count("fits a card of") == (config.policy.placement.num_gpus > 0) + (
+        config.rollout.placement.num_gpus > 0
+    ) + (config.reference_kind == "actor" and config.reference.placement.num_gpus > 0)
     assert "FITS NO CARD" not in said
     assert "141 GB" not in said
 
@@ -326,7 +466,17 @@ def test_two_ranks_are_too_few_for_arpos_episodes(
     fresh_clone: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("rayloop.commands.estimate.read_shape", lambda *_: qwen7b())
-    assert main(["estimate", "recipes/arpo/arpo.yaml", "policy.ranks=2", "policy.engine.sequence_parallel=1"]) == 0
+    assert (
+        main(
+            [
+                "estimate",
+                "recipes/arpo/arpo.yaml",
+                "policy.ranks=2",
+                "policy.engine.sequence_parallel=1",
+            ]
+        )
+        == 0
+    )
     assert "fits a card of 141 GB" in capsys.readouterr().out
     assert main(["estimate", "recipes/arpo/arpo.yaml", "policy.ranks=1"]) == 0
     assert "FITS NO CARD" in capsys.readouterr().out
@@ -337,7 +487,9 @@ def test_a_file_that_holds_no_tensors_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_text(
         "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", encoding="utf-8"
     )
-    with pytest.raises(ConfigError, match=r"model\.safetensors is no safetensors file; is it a pointer of git-lfs"):
+    with pytest.raises(
+        ConfigError, match=r"model\.safetensors is no safetensors file; is it a pointer of git-lfs"
+    ):
         read_shape(str(tmp_path))
 
 
@@ -351,12 +503,22 @@ def test_the_shipped_model_is_read_from_its_headers(tmp_path: Path) -> None:
 
 def steps_of(folder: Path, *seconds: float) -> Path:
     lines = [
-        {"step": n, "time": 60.0 * n, "timing_s/step": s, "timing_s/testing": 5.0 if n == 2 else 0.0, "rollout/trained": 100,
-         "rollout/trajectories": 150, "prompt_length/mean": 70, "response_length/mean": 30}
+        {
+            "step": n,
+            "time": 60.0 * n,
+            "timing_s/step": s,
+            "timing_s/testing": 5.0 if n == 2 else 0.0,
+            "rollout/trained": 100,
+            "rollout/trajectories": 150,
+            "prompt_length/mean": 70,
+            "response_length/mean": 30,
+        }
         for n, s in enumerate(seconds, start=1)
-    ]  # fmt: skip
+    ]
     folder.mkdir()
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
+    )
     return folder
 
 
@@ -383,9 +545,19 @@ def test_the_command_says_it_for_people_and_programs(
     assert "time: unknown until steps have been measured" in said
     assert "1 x policy" in said
     run = steps_of(tmp_path / "run", 9.0, 7.0, 2.0)
-    assert main(["estimate", str(QUICKSTART), "--from", str(run), "--json", "evaluation.every=0"]) == 0
+    assert (
+        main(["estimate", str(QUICKSTART), "--from", str(run), "--json", "evaluation.every=0"]) == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert found["seconds"] == pytest.approx(2.0 * 2.56 * 60)
-    assert {role["role"] for role in found["memory"]} == {"driver", "policy", "rollout", "environment", "reward"}
+    assert {role["role"] for role in found["memory"]} == {
+        "driver",
+        "policy",
+        "rollout",
+        "environment",
+        "reward",
+    }
     assert main(["estimate", str(QUICKSTART), f"output={tmp_path}", "name=run"]) == 0
-    assert f"measured: 3 steps of {run}" in capsys.readouterr().out, "its own run is measured without being named"
+    assert f"measured: 3 steps of {run}" in capsys.readouterr().out, (
+        "its own run is measured without being named"
+    )

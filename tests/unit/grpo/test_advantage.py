@@ -51,12 +51,17 @@ def test_binarised_baseline_keeps_the_score_in_the_numerator() -> None:
     binarised = AdvantageSettings(baseline="binarised", normalize_std=False)
     assert advantages([1.3, 1.1, 0, 0], binarised).values == pytest.approx([0.8, 0.6, -0.5, -0.5])
     assert advantages([1.3, 1.3], binarised).values == pytest.approx([0.3, 0.3])
-    assert advantages([1.3, 1.1], AdvantageSettings(baseline="binarised")).values == pytest.approx([0.3, 0.1])
+    assert advantages([1.3, 1.1], AdvantageSettings(baseline="binarised")).values == pytest.approx(
+        [0.3, 0.1]
+    )
 
 
 def test_the_binarised_baselines_mean_and_std_are_reported() -> None:
     binarised = AdvantageSettings(baseline="binarised", normalize_std=False)
-    mixed, failures_alone = advantages([-0.2, 1, -0.2, 0.5], binarised), advantages([0, 0], binarised)
+    mixed, failures_alone = (
+        advantages([-0.2, 1, -0.2, 0.5], binarised),
+        advantages([0, 0], binarised),
+    )
     assert (mixed.mean, mixed.std) == (1.0, 0.0)
     assert (failures_alone.mean, failures_alone.std) == (0.0, 0.0)
     assert advantages([1.3, 1.1, 0, 0], binarised).std == pytest.approx(0.577350, abs=1e-6)
@@ -65,23 +70,32 @@ def test_the_binarised_baselines_mean_and_std_are_reported() -> None:
 
 
 @given(rewards, settings, st.integers(-50, 50).map(float))
-def test_a_constant_added_to_all_rewards_changes_nothing(values: list[float], settings: AdvantageSettings, shift: float) -> None:
+def test_a_constant_added_to_all_rewards_changes_nothing(
+    values: list[float], settings: AdvantageSettings, shift: float
+) -> None:
     shifted = advantages([value + shift for value in values], settings)
     assert shifted.values == pytest.approx(advantages(values, settings).values, abs=1e-9)
 
 
 @given(rewards, st.sampled_from([0.5, 2.0, 1024.0]))
-def test_normalised_advantages_do_not_depend_on_the_scale(values: list[float], scale: float) -> None:
+def test_normalised_advantages_do_not_depend_on_the_scale(
+    values: list[float], scale: float
+) -> None:
     exact = AdvantageSettings(eps=0)
     scaled = advantages([value * scale for value in values], exact)
     assert scaled.values == pytest.approx(advantages(values, exact).values, abs=1e-9)
 
 
 @given(rewards, settings, st.randoms(use_true_random=False))
-def test_each_reward_keeps_its_advantage_in_any_order(values: list[float], settings: AdvantageSettings, random) -> None:
+def test_each_reward_keeps_its_advantage_in_any_order(
+    values: list[float], settings: AdvantageSettings, random
+) -> None:
     order = list(range(len(values)))
     random.shuffle(order)
-    straight, shuffled = advantages(values, settings), advantages([values[i] for i in order], settings)
+    straight, shuffled = (
+        advantages(values, settings),
+        advantages([values[i] for i in order], settings),
+    )
     assert shuffled.values == tuple(straight.values[i] for i in order)
     assert (shuffled.mean, shuffled.std) == (straight.mean, straight.std)
 
@@ -103,7 +117,9 @@ def test_rewards_within_the_tolerance_are_equal() -> None:
 
 
 def test_huge_rewards_are_exact_and_impossible_ones_are_refused() -> None:
-    assert advantages([1e300, -1e300], AdvantageSettings()).values == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)])
+    assert advantages([1e300, -1e300], AdvantageSettings()).values == pytest.approx(
+        [math.sqrt(0.5), -math.sqrt(0.5)]
+    )
     with pytest.raises(ValueError, match="not finite"):
         advantages([1.7e308, -1.7e308, -1.7e308], AdvantageSettings(normalize_std=False))
     for broken in (math.nan, math.inf):
@@ -123,14 +139,20 @@ def test_a_lone_sample_is_an_error_or_its_own_advantage() -> None:
 
 
 @given(rewards, st.integers(0, 12))
-def test_an_unscored_member_is_excluded_and_changes_nothing_for_its_siblings(values: list[float], at: int) -> None:
+def test_an_unscored_member_is_excluded_and_changes_nothing_for_its_siblings(
+    values: list[float], at: int
+) -> None:
     at = min(at, len(values))
-    with_loss = with_advantages(make_group(0, [*values[:at], None, *values[at:]]), AdvantageSettings())
+    with_loss = with_advantages(
+        make_group(0, [*values[:at], None, *values[at:]]), AdvantageSettings()
+    )
     alone = with_advantages(make_group(0, values), AdvantageSettings())
     lost = with_loss.members[at]
     assert lost.status == Status(TrajectoryState.EXCLUDED, "reward_unavailable")
     assert lost.advantage is None
-    assert [member.advantage for member in with_loss.kept] == [member.advantage for member in alone.members]
+    assert [member.advantage for member in with_loss.kept] == [
+        member.advantage for member in alone.members
+    ]
     assert (with_loss.mean, with_loss.std) == (alone.mean, alone.std)
 
 
@@ -152,7 +174,9 @@ def test_permuted_rewards_keep_their_values_but_leave_their_members() -> None:
     values = [i / 10 for i in range(10)]
     plain = with_advantages(make_group(0, values), AdvantageSettings())
     control = with_advantages(make_group(0, values), AdvantageSettings(permuted=True))
-    assert sorted(m.advantage for m in control.members) == sorted(m.advantage for m in plain.members)
+    assert sorted(m.advantage for m in control.members) == sorted(
+        m.advantage for m in plain.members
+    )
     assert [m.advantage for m in control.members] != [m.advantage for m in plain.members]
     assert [m.reward for m in control.members] == values
     assert control == with_advantages(make_group(0, values), AdvantageSettings(permuted=True))
@@ -187,19 +211,32 @@ STEP = ((1.0, 0.0, 0.0, 0.0), (1.0, 1.0, 1.0, 0.0), (1.0, 0.0, 0.0, 0.0))
 def over_the_step(kind: str, with_: dict[str, Any], *, without: int = 0) -> list[float]:
     """The advantages of ``STEP``, of which the first ``without`` members are filtered."""
     how = build_advantage(AdvantageChoice.model_validate({"kind": kind, "with": with_}))
-    groups = [with_advantages(make_group(number, rewards), how) for number, rewards in enumerate(STEP)]
-    gone = {i: replace(groups[0].members[i], status=Status(TrajectoryState.FILTERED, "x")) for i in range(without)}
-    return [m.advantage or 0.0 for g in over_step([groups[0].map(gone), *groups[1:]], how) for m in g.kept]
+    groups = [
+        with_advantages(make_group(number, rewards), how) for number, rewards in enumerate(STEP)
+    ]
+    gone = {
+        i: replace(groups[0].members[i], status=Status(TrajectoryState.FILTERED, "x"))
+        for i in range(without)
+    }
+    return [
+        m.advantage or 0.0
+        for g in over_step([groups[0].map(gone), *groups[1:]], how)
+        for m in g.kept
+    ]
 
 
 def test_batch_std_divides_by_the_deviation_of_the_steps_advantages() -> None:
     """ScaleRL's (arXiv:2510.13786); LitePPO's is that of the rewards."""
     differences = [reward - mean(group) for group in STEP for reward in group]
     assert (
-        over_the_step("batch_std", {})[0] == pytest.approx(0.75 / stdev(differences), rel=1e-5) == pytest.approx(1.6583, abs=1e-4)
+        over_the_step("batch_std", {})[0]
+        == pytest.approx(0.75 / stdev(differences), rel=1e-5)
+        == pytest.approx(1.6583, abs=1e-4)
     )
     rewards = [reward for group in STEP for reward in group]
-    assert over_the_step("batch_std", {"of": "rewards"})[0] == pytest.approx(0.75 / stdev(rewards), rel=1e-5)
+    assert over_the_step("batch_std", {"of": "rewards"})[0] == pytest.approx(
+        0.75 / stdev(rewards), rel=1e-5
+    )
 
 
 def test_reinforce_pp_subtracts_the_steps_mean_which_partial_groups_have() -> None:

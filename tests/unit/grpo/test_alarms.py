@@ -1,4 +1,6 @@
-"""Alarms: shares without reward, excluded and flagged, what explains them, drift of log-probs, and a broken grader."""
+"""Alarms: shares without reward, excluded and flagged, what explains them, drift of log-probs, and
+a broken grader.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,44 @@ from pydantic import ValidationError
 
 from rayloop.core.events import Event
 from rayloop.core.failures import AlarmStopped, GraderBroken
-from rayloop.core.groups import Member, Outcome, Scored, Status, TrajectoryState, Unscored, UnscoredKind
+from rayloop.core.groups import (
+    Member,
+    Outcome,
+    Scored,
+    Status,
+    TrajectoryState,
+    Unscored,
+    UnscoredKind,
+)
 from rayloop.core.types import EndReason, Summary, TrajectoryId, Version
 from rayloop.grpo.alarms import DRIFT, UNSEEN, Alarms, AlarmSettings, correlation, reasons
 from rayloop.grpo.collapse import Limit
 from rayloop.rewards.functions import as_outcome
 
 LOST = Unscored(UnscoredKind.REWARD_UNAVAILABLE)
-CRASHED = Unscored(UnscoredKind.GRADER_ERROR, "my:Reward: KeyError: 'x'", "Traceback\n  in score\nKeyError: 'x'")
+CRASHED = Unscored(
+    UnscoredKind.GRADER_ERROR, "my:Reward: KeyError: 'x'", "Traceback\n  in score\nKeyError: 'x'"
+)
 
 
-def member(outcome: Outcome = Scored(1.0), source: str = "chart", length: int = 100, **changes: Any) -> Member:
-    summary = Summary(TrajectoryId(1, 0), 0, "t", source, EndReason.DONE, length, 10, 1, 0, 0, True, Version(0, 0), Version(0, 0))
+def member(
+    outcome: Outcome = Scored(1.0), source: str = "chart", length: int = 100, **changes: Any
+) -> Member:
+    summary = Summary(
+        TrajectoryId(1, 0),
+        0,
+        "t",
+        source,
+        EndReason.DONE,
+        length,
+        10,
+        1,
+        0,
+        0,
+        True,
+        Version(0, 0),
+        Version(0, 0),
+    )
     return replace(Member(summary, outcome), **changes)
 
 
@@ -68,7 +96,13 @@ def test_the_reason_is_emitted_with_the_first_of_a_kind_and_with_the_alarm() -> 
     watch, why = Watched(), "the reward source returned None, not a finite number"
     (alarm,) = watch.observe([member(Unscored(UnscoredKind.INVALID_REWARD, why))] * 20)
     assert alarm == f"20 of the last 20 trajectories have no reward (invalid_reward 20: {why})"
-    first = {"event": "unscored", "trajectory": "1/0", "task": "t", "outcome": "invalid_reward", "why": why}
+    first = {
+        "event": "unscored",
+        "trajectory": "1/0",
+        "task": "t",
+        "outcome": "invalid_reward",
+        "why": why,
+    }
     assert [event for event in watch.emitted if event["event"] == "unscored"] == [first]
 
 
@@ -76,7 +110,10 @@ def test_episodes_that_failed_before_they_were_scored_count() -> None:
     """A quarter of all episodes times out: a bias towards short ones that nobody would see."""
     failed = member(Unscored(UnscoredKind.ENVIRONMENT_FAILURE, "no end within 3600 s"), length=0)
     (alarm,) = Watched().observe([member(), member(), member(), failed] * 25)
-    assert "25 of the last 100 trajectories have no reward (environment_failure 25: no end within 3600 s)" in alarm
+    assert (
+        "25 of the last 100 trajectories have no reward (environment_failure 25: no end within"
+        " 3600 s)" in alarm
+    )
 
 
 def test_replayed_members_are_not_counted_again() -> None:
@@ -108,16 +145,30 @@ def test_excluded_members_alarm_whether_they_have_a_reward_or_not() -> None:
 def test_what_is_lost_after_it_was_scored_is_excluded_and_emitted_with_the_next_group() -> None:
     watch, kept = Watched(), [member() for _ in range(40)]
     lost = {TrajectoryId(9, sample) for sample in range(20)}
-    watch.observe([*kept, *(replace(m, summary=replace(m.summary, id=id)) for m, id in zip(kept, lost, strict=False))])
+    watch.observe(
+        [
+            *kept,
+            *(
+                replace(m, summary=replace(m.summary, id=id))
+                for m, id in zip(kept, lost, strict=False)
+            ),
+        ]
+    )
     watch.alarms.lost(lost)
     assert watch.emitted == [], "a checkpoint may be the one who found out: it must be saved first"
-    assert watch.observe([member()]) == ["20 of the last 61 trajectories were excluded from training"]
+    assert watch.observe([member()]) == [
+        "20 of the last 61 trajectories were excluded from training"
+    ]
 
 
 @pytest.mark.parametrize(
     ("settings", "bad", "message"),
     [
-        ({"unscored": {"stop": 0.3}}, member(LOST), r"20 of the last 40 .* no reward .*; alarms\.unscored\.stop is 0\.3"),
+        (
+            {"unscored": {"stop": 0.3}},
+            member(LOST),
+            r"20 of the last 40 .* no reward .*; alarms\.unscored\.stop is 0\.3",
+        ),
         (
             {"excluded": {"stop": 0.3}},
             member(LOST, status=Status(TrajectoryState.EXCLUDED)),
@@ -125,7 +176,9 @@ def test_what_is_lost_after_it_was_scored_is_excluded_and_emitted_with_the_next_
         ),
     ],
 )
-def test_a_limit_that_stops_ends_the_run(settings: dict[str, Any], bad: Member, message: str) -> None:
+def test_a_limit_that_stops_ends_the_run(
+    settings: dict[str, Any], bad: Member, message: str
+) -> None:
     watch = Watched(**settings)
     watch.observe([member()] * 20)
     with pytest.raises(AlarmStopped, match=message):
@@ -145,8 +198,12 @@ def test_a_data_source_that_is_hit_is_named() -> None:
 
 @pytest.mark.parametrize(("length", "word"), [(900, "longer"), (10, "shorter")])
 def test_a_length_that_is_hit_is_named(length: int, word: str) -> None:
-    (alarm,) = Watched(unscored={"warn": 0.5}).observe([member(LOST, length=length), *[member()] * 5] * 10)
-    assert alarm.startswith(f"{word} trajectories have no reward more often (r = {'' if length > 100 else '-'}1.00)")
+    (alarm,) = Watched(unscored={"warn": 0.5}).observe(
+        [member(LOST, length=length), *[member()] * 5] * 10
+    )
+    assert alarm.startswith(
+        f"{word} trajectories have no reward more often (r = {'' if length > 100 else '-'}1.00)"
+    )
 
 
 def test_what_was_never_played_explains_nothing_by_its_length() -> None:
@@ -173,7 +230,9 @@ def test_drift_is_emitted_after_some_steps_once_until_it_is_well() -> None:
 def test_samples_of_older_weights_are_no_drift() -> None:
     watch = Watched()
     for _ in range(5):
-        watch.alarms.step({"actor/logprob_mismatch_mean": 0.5, "actor/logprob_mismatch_mean/lag_1": 0.5})
+        watch.alarms.step(
+            {"actor/logprob_mismatch_mean": 0.5, "actor/logprob_mismatch_mean/lag_1": 0.5}
+        )
     assert watch.emitted == []
 
 
@@ -217,7 +276,9 @@ def test_a_grader_that_fails_on_all_of_the_first_group_ends_the_run() -> None:
     never_played = member(Unscored(UnscoredKind.ENVIRONMENT_FAILURE), length=0)
     watch = Watched()
     watch.observe([never_played])
-    with pytest.raises(GraderBroken, match=r"my:Reward raised on each of the 3 trajectories.*: KeyError: 'x' \(") as broken:
+    with pytest.raises(
+        GraderBroken, match=r"my:Reward raised on each of the 3 trajectories.*: KeyError: 'x' \("
+    ) as broken:
         watch.observe([member(CRASHED)] * 3 + [never_played])
     assert "reward.on_error=0.0" in str(broken.value)
     assert "try CONFIG" in str(broken.value)
@@ -225,17 +286,26 @@ def test_a_grader_that_fails_on_all_of_the_first_group_ends_the_run() -> None:
 
 
 @pytest.mark.parametrize("given", [None, float("nan"), "0.5"])
-def test_a_reward_that_returns_no_number_for_all_of_the_first_group_ends_the_run(given: object) -> None:
+def test_a_reward_that_returns_no_number_for_all_of_the_first_group_ends_the_run(
+    given: object,
+) -> None:
     none = member(as_outcome(given))
-    with pytest.raises(GraderBroken, match=r"my:Reward returned no number on each of the 3 .*: the reward source returned"):
+    with pytest.raises(
+        GraderBroken,
+        match=r"my:Reward returned no number on each of the 3 .*: the reward source returned",
+    ):
         Watched().observe([none] * 3)
-    silent = member(Unscored(UnscoredKind.INVALID_REWARD, "the environment's evaluate returned None"))
+    silent = member(
+        Unscored(UnscoredKind.INVALID_REWARD, "the environment's evaluate returned None")
+    )
     assert Watched().observe([silent] * 3) == [], "of an environment or a judge, which may recover"
 
 
 def test_with_the_failing_value_a_grader_that_fails_is_an_alarm_and_no_end() -> None:
     watch = Watched()
-    assert watch.observe([member(FAILED)] * 8) == ["8 of the last 8 scored trajectories carry the flag grader_error"]
+    assert watch.observe([member(FAILED)] * 8) == [
+        "8 of the last 8 scored trajectories carry the flag grader_error"
+    ]
     for answer in [member(FAILED)] * 2:
         watch.alarms.held_out(answer)
     watch.alarms.evaluated(first=True)
@@ -260,7 +330,9 @@ def test_a_grader_that_fails_on_all_of_the_first_evaluation_ends_the_run() -> No
         watch.alarms.evaluated(first)
     for one in (never_played, member(CRASHED), member(CRASHED)):
         watch.alarms.held_out(one)
-    with pytest.raises(GraderBroken, match=r"raised on each of the 2 answers to held-out rows: KeyError: 'x'"):
+    with pytest.raises(
+        GraderBroken, match=r"raised on each of the 2 answers to held-out rows: KeyError: 'x'"
+    ):
         watch.alarms.evaluated(first=True)
 
 

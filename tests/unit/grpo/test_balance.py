@@ -1,4 +1,6 @@
-"""Shares of the ranks: every trajectory once, groups whole where that is even enough, and cut where it is not."""
+"""Shares of the ranks: every trajectory once, groups whole where that is even enough, and cut where
+it is not.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayloop.grpo.balance import Groups, MemberLength, cut_groups, fullest, packed, shares, whole_groups
+from rayloop.grpo.balance import (
+    Groups,
+    MemberLength,
+    cut_groups,
+    fullest,
+    packed,
+    shares,
+    whole_groups,
+)
 
 
 def group(prompt: int, rests: Iterable[int]) -> list[MemberLength]:
@@ -19,7 +29,12 @@ def group(prompt: int, rests: Iterable[int]) -> list[MemberLength]:
 
 GROUP = st.builds(group, st.integers(0, 40), st.lists(st.integers(0, 40), min_size=1, max_size=5))
 GROUPS = st.lists(GROUP, max_size=12)
-UNLIKE = st.lists(st.lists(st.builds(MemberLength, st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=5), max_size=9)
+UNLIKE = st.lists(
+    st.lists(
+        st.builds(MemberLength, st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=5
+    ),
+    max_size=9,
+)
 """Groups whose members begin differently: an environment may do that."""
 
 
@@ -36,22 +51,33 @@ def test_every_trajectory_is_in_one_share(groups: Groups, world_size: int) -> No
 
 
 @given(GROUPS, st.integers(1, 9))
-def test_the_fullest_rank_has_no_more_than_with_whole_groups(groups: Groups, world_size: int) -> None:
-    assert fullest(groups, shares(groups, world_size)) <= fullest(groups, whole_groups(groups, world_size))
+def test_the_fullest_rank_has_no_more_than_with_whole_groups(
+    groups: Groups, world_size: int
+) -> None:
+    assert fullest(groups, shares(groups, world_size)) <= fullest(
+        groups, whole_groups(groups, world_size)
+    )
 
 
 @given(st.lists(GROUP, min_size=1, max_size=4), st.integers(1, 3))
 def test_pieces_of_the_row_are_as_short_as_can_be(groups: Groups, world_size: int) -> None:
     row = [(number, i) for number, members in enumerate(groups) for i in range(len(members))]
     ways = itertools.combinations_with_replacement(range(len(row) + 1), world_size - 1)
-    best = min(max(packed(groups, row[a:b]) for a, b in itertools.pairwise((0, *borders, len(row)))) for borders in ways)
+    best = min(
+        max(packed(groups, row[a:b]) for a, b in itertools.pairwise((0, *borders, len(row))))
+        for borders in ways
+    )
     assert fullest(groups, cut_groups(groups, world_size)) == best
 
 
 @pytest.mark.parametrize(("number", "limit"), [(16, 1.25), (64, 1.1), (128, 1.1)])
 @pytest.mark.parametrize("prompt", [50, 1000])
-def test_eight_ranks_have_little_more_than_whole_groups_allow(number: int, limit: float, prompt: int) -> None:
-    """Long-tailed answers, beside what no dealing of whole groups can be below. One by one it is far above.
+def test_eight_ranks_have_little_more_than_whole_groups_allow(
+    number: int, limit: float, prompt: int
+) -> None:
+    """Long-tailed answers, beside what no dealing of whole groups can be below.
+
+    One by one it is far above.
 
     Where a rank gets two groups, the bound cannot be reached: no dealing makes all pairs equal.
     """
@@ -59,7 +85,10 @@ def test_eight_ranks_have_little_more_than_whole_groups_allow(number: int, limit
     ratios, one_by_one = [], []
     for _ in range(20):
         groups = [
-            group(round(prompt * draw.uniform(0.5, 1.5)), [round(200 * draw.lognormvariate(0, 0.8)) for _ in range(8)])
+            group(
+                round(prompt * draw.uniform(0.5, 1.5)),
+                [round(200 * draw.lognormvariate(0, 0.8)) for _ in range(8)],
+            )
             for _ in range(number)
         ]
         whole = [packed(groups, [(i, member) for member in range(8)]) for i in range(number)]
@@ -75,5 +104,8 @@ def test_eight_ranks_have_little_more_than_whole_groups_allow(number: int, limit
 def test_a_group_is_cut_where_ranks_would_be_idle() -> None:
     groups = [group(10, [100] * 8) for _ in range(2)]
     assert [packed(groups, share) for share in shares(groups, 4)] == [410] * 4
-    assert shares([group(1000, [1, 1])], 2) == (((0, 0), (0, 1)), ()), "a prompt computed twice ends no step earlier"
+    assert shares([group(1000, [1, 1])], 2) == (
+        ((0, 0), (0, 1)),
+        (),
+    ), "a prompt computed twice ends no step earlier"
     assert shares([group(5, [1])] * 3, 4)[3] == ()

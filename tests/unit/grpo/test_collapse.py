@@ -1,4 +1,6 @@
-"""Alarms about a collapsing policy: each warns once, when the mean of five steps has passed its limit, and may end the run."""
+"""Alarms about a collapsing policy: each warns once, when the mean of five steps has passed its
+limit, and may end the run.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,18 @@ from rayloop.core.groups import Group, Member, Outcome, Scored, Unscored, Unscor
 from rayloop.core.types import EndReason, Summary, Task, TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.alarms import Alarms, AlarmSettings
-from rayloop.grpo.collapse import DONE, ENTROPY, EQUAL, LENGTH, PAID, RIGHT, STEPS, WRONG, Collapse, CollapseSettings
+from rayloop.grpo.collapse import (
+    DONE,
+    ENTROPY,
+    EQUAL,
+    LENGTH,
+    PAID,
+    RIGHT,
+    STEPS,
+    WRONG,
+    Collapse,
+    CollapseSettings,
+)
 from rayloop.grpo.settings import AdvantageSettings
 from rayloop.run.records.step_metrics import Collected, step_metrics
 
@@ -45,21 +58,36 @@ def test_a_run_that_is_well_says_nothing() -> None:
     ("name", "metric", "value", "says"),
     [
         ("entropy", ENTROPY, 0.001, "entropy is 0.001 nats per token, mean of 5 steps"),
-        ("response_length", LENGTH, 10.0, "answers have 21 tokens, mean of 5 steps, and had 38 at first"),
+        (
+            "response_length",
+            LENGTH,
+            10.0,
+            "answers have 21 tokens, mean of 5 steps, and had 38 at first",
+        ),
         ("completed", DONE, 0.1, "26% of the last 5 steps' trajectories were completed"),
-        ("equal_groups", EQUAL, 0.95, "95% of the last 5 steps' groups have advantages that are all 0"),
+        (
+            "equal_groups",
+            EQUAL,
+            0.95,
+            "95% of the last 5 steps' groups have advantages that are all 0",
+        ),
         ("all_right", RIGHT, 0.9, "90% of the last 5 steps' groups have only right answers"),
         ("all_wrong", WRONG, 0.9, "90% of the last 5 steps' groups have only wrong answers"),
     ],
 )
-def test_each_collapse_is_emitted_once_and_can_end_the_run(name: str, metric: str, value: float, says: str) -> None:
+def test_each_collapse_is_emitted_once_and_can_end_the_run(
+    name: str, metric: str, value: float, says: str
+) -> None:
     watch = Watched()
     watch.steps(STEPS)
     assert watch.steps(20, **{metric: value}) == [name]
     assert says in watch.emitted[0]["why"]
     assert watch.steps(20) == []
     assert watch.steps(20, **{metric: value}) == [name], "again after it was well"
-    limit = {"warn": None, "stop": {"entropy": 0.1, "response_length": 0.5, "completed": 0.2}.get(name, 0.5)}
+    limit = {
+        "warn": None,
+        "stop": {"entropy": 0.1, "response_length": 0.5, "completed": 0.2}.get(name, 0.5),
+    }
     strict = Watched(**{name: limit})
     strict.steps(STEPS)
     with pytest.raises(AlarmStopped, match=rf"alarms\.{name}\.stop is {limit['stop']}"):
@@ -98,11 +126,16 @@ def test_entropy_is_compared_with_the_runs_own_start() -> None:
     fell.steps(STEPS, **{ENTROPY: 2.2})
     resumed.alarms.restore(fell.alarms.state())
     assert resumed.steps(STEPS, **{ENTROPY: 0.05}) == ["entropy"]
-    assert "entropy is 0.05 nats per token, mean of 5 steps, and was 2.2 at first" in resumed.emitted[0]["why"]
+    assert (
+        "entropy is 0.05 nats per token, mean of 5 steps, and was 2.2 at first"
+        in resumed.emitted[0]["why"]
+    )
 
 
 def test_steps_that_compute_nothing_are_an_alarm() -> None:
-    """As with ``filters: []`` when every group is equal: nothing has a gradient, and no entropy is known."""
+    """As with ``filters: []`` when every group is equal: nothing has a gradient, and no entropy is
+    known.
+    """
     watch = Watched()
     watch.steps(STEPS)
     empty = {name: value for name, value in WELL.items() if name != ENTROPY}
@@ -114,7 +147,9 @@ def test_steps_that_compute_nothing_are_an_alarm() -> None:
 
 
 def test_a_mean_holds_only_values_of_the_last_five_steps() -> None:
-    """A gap without them makes none of the earlier ones new: they would hide what the policy has become."""
+    """A gap without them makes none of the earlier ones new: they would hide what the policy has
+    become.
+    """
     watch = Watched()
     watch.steps(STEPS)
     empty = {name: value for name, value in WELL.items() if name != ENTROPY}
@@ -123,7 +158,9 @@ def test_a_mean_holds_only_values_of_the_last_five_steps() -> None:
         metrics = empty if entropy is None else empty | {ENTROPY: entropy}
         found.append(watch.alarms.collapse.step(metrics)["entropy"])
     known = [[0.6] * 4, [0.6] * 3, [0.6] * 2, [0.6, 0.02], [0.02, 0.04], [0.02, 0.04, 0.03]]
-    assert [value for value, _, _ in found] == pytest.approx([mean(values) / 0.6 for values in known])
+    assert [value for value, _, _ in found] == pytest.approx(
+        [mean(values) / 0.6 for values in known]
+    )
     assert "entropy is 0.03 nats per token, mean of 2 steps" in found[4][2]
 
 
@@ -144,7 +181,10 @@ def test_a_run_without_groups_to_train_names_entropy_and_learning_rate() -> None
     assert watch.alarms.collapse.cause(1e-5) == ""
     watch.steps(STEPS, **{ENTROPY: 0.05})
     said = watch.alarms.collapse.cause(1e-5)
-    assert "was 2.2 at first: it has collapsed. The learning rate is 1e-05. A lower policy.optimizer.lr" in said
+    assert (
+        "was 2.2 at first: it has collapsed. The learning rate is 1e-05. A lower"
+        " policy.optimizer.lr" in said
+    )
 
 
 def test_a_floor_that_stops_before_it_warns_is_refused() -> None:
@@ -154,7 +194,11 @@ def test_a_floor_that_stops_before_it_warns_is_refused() -> None:
 
 def test_states_that_no_turn_shares_are_an_alarm_where_they_are_compared() -> None:
     split, shared = {**WELL, "rollout/shared_states": 0.0}, {**WELL, "rollout/shared_states": 0.02}
-    for compares, metrics, warns in ((True, split, True), (True, shared, False), (False, split, False)):
+    for compares, metrics, warns in (
+        (True, split, True),
+        (True, shared, False),
+        (False, split, False),
+    ):
         watch, found = Collapse(CollapseSettings(), compares_states=compares), dict[str, Any]()
         for _ in range(STEPS):
             found = watch.step(metrics)
@@ -165,19 +209,24 @@ def test_states_that_no_turn_shares_are_an_alarm_where_they_are_compared() -> No
             assert "gigpo has nothing to compare there. A clock" in text
 
 
-# The shares of groups -------------------------------------------------------------------------------------------------
+# The shares of groups
+# -------------------------------------------------------------------------------------------------
 
 
 def group(*outcomes: Outcome, replayed: bool = False) -> Group:
     version = Version(0, 0)
-    summary = Summary(TrajectoryId(1, 0), 0, "t", "", EndReason.DONE, 9, 3, 1, 0, 0, True, version, version)
+    summary = Summary(
+        TrajectoryId(1, 0), 0, "t", "", EndReason.DONE, 9, 3, 1, 0, 0, True, version, version
+    )
     members = tuple(Member(summary, outcome) for outcome in outcomes)
     extra = (Member(summary, Scored(1.0), replayed=True),) if replayed else ()
     return with_advantages(Group(1, Task("t", ()), (*extra, *members)), AdvantageSettings())
 
 
 def test_groups_that_teach_nothing_are_counted_before_any_filter() -> None:
-    """A stored success gives a group of failures something to teach; its fresh answers are all wrong nonetheless."""
+    """A stored success gives a group of failures something to teach; its fresh answers are all
+    wrong nonetheless.
+    """
     groups = (
         group(Scored(1.0), Scored(1.5)),
         group(Scored(1.0), Scored(1.0)),

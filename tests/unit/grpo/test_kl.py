@@ -1,5 +1,6 @@
-"""The KL's estimators: which of them has the KL's gradient, counted exactly over ten actions, their bounds, and coefficients that
-adapt."""
+"""The KL's estimators: which of them has the KL's gradient, counted exactly over ten actions, their
+bounds, and coefficients that adapt.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +22,26 @@ def pulls(estimator: Estimator, *, unbiased: bool) -> tuple[torch.Tensor, torch.
     """The gradient of the term's mean under the policy that sampled, and that of the KL."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(10, generator=generator, dtype=torch.float64).requires_grad_()
-    sampled, reference = (torch.randn(10, generator=generator, dtype=torch.float64).log_softmax(0) for _ in range(2))
+    sampled, reference = (
+        torch.randn(10, generator=generator, dtype=torch.float64).log_softmax(0) for _ in range(2)
+    )
     current = logits.log_softmax(0)
     behaviour = sampled if unbiased else current.detach()
     if unbiased and estimator in ("k2", "k3+"):
         term = torch.exp(current - behaviour) * estimate(current, reference, estimator)
     else:
-        loss = PolicyLoss(PpoLoss(kl_coef=1.0, kl=KlTerm(estimator=estimator, unbiased=unbiased), correction="none"))
+        loss = PolicyLoss(
+            PpoLoss(
+                kl_coef=1.0, kl=KlTerm(estimator=estimator, unbiased=unbiased), correction="none"
+            )
+        )
         zero, segment = torch.zeros(10, dtype=torch.float64), torch.zeros(10, dtype=torch.int64)
-        found = loss(current, current.detach(), behaviour, zero, segment, reference=reference).ref_kl
+        found = loss(
+            current, current.detach(), behaviour, zero, segment, reference=reference
+        ).ref_kl
         assert found is not None
         term = found
-    ((got,), (true,)) = (
+    (got,), (true,) = (
         torch.autograd.grad(one, logits, retain_graph=True)
         for one in ((behaviour.exp() * term).sum(), (current.exp() * (current - reference)).sum())
     )
@@ -42,10 +51,16 @@ def pulls(estimator: Estimator, *, unbiased: bool) -> tuple[torch.Tensor, torch.
 @pytest.mark.parametrize(
     ("estimator", "unbiased", "right"),
     [
-        ("k1", False, False), ("k2", False, True), ("k3", False, False), ("k3+", False, True),
-        ("k1", True, True), ("k2", True, False), ("k3", True, True), ("k3+", True, False),
+        ("k1", False, False),
+        ("k2", False, True),
+        ("k3", False, False),
+        ("k3+", False, True),
+        ("k1", True, True),
+        ("k2", True, False),
+        ("k3", True, True),
+        ("k3+", True, False),
     ],
-)  # fmt: skip
+)
 def test_which_gradient_is_the_kls(estimator: Estimator, unbiased: bool, right: bool) -> None:
     got, true = pulls(estimator, unbiased=unbiased)
     assert torch.allclose(got, true, atol=1e-9) == right
@@ -53,7 +68,10 @@ def test_which_gradient_is_the_kls(estimator: Estimator, unbiased: bool, right: 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3+"])
 def test_an_unbiased_term_without_the_kls_gradient_is_refused(estimator: Estimator) -> None:
-    with pytest.raises(ValidationError, match=rf"goes with estimator: k1 or k3: .* with {estimator.replace('+', '.')} the two"):
+    with pytest.raises(
+        ValidationError,
+        match=rf"goes with estimator: k1 or k3: .* with {estimator.replace('+', '.')} the two",
+    ):
         PpoLoss(kl_coef=1.0, kl=KlTerm(estimator=estimator, unbiased=True))
 
 
@@ -71,18 +89,26 @@ def test_returns_to_go_in_a_long_row_are_those_of_a_trajectory_alone() -> None:
 
 @pytest.mark.parametrize("estimator", get_args(Estimator))
 @pytest.mark.parametrize("distance", [-30.0, -12.0, 12.0, 30.0])
-def test_far_from_the_reference_an_estimate_keeps_its_gradient(estimator: str, distance: float) -> None:
+def test_far_from_the_reference_an_estimate_keeps_its_gradient(
+    estimator: str, distance: float
+) -> None:
     current = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
     settings = PpoLoss.model_validate({"kl": estimator, "kl_coef": 1.0, "correction": "none"})
     zero, segment = torch.zeros_like(current), torch.zeros(1, dtype=torch.int64)
-    found = PolicyLoss(settings)(current, zero, zero, zero, segment, reference=current.detach() + distance).ref_kl
+    found = PolicyLoss(settings)(
+        current, zero, zero, zero, segment, reference=current.detach() + distance
+    ).ref_kl
     assert found is not None
     expected = oracle.kl(current[0], current.detach()[0] + distance, estimator)
     assert found.item() == pytest.approx(expected.item(), rel=1e-12)
-    pull, theirs = (torch.autograd.grad(one, current, allow_unused=True)[0] for one in (found.sum(), expected))
+    pull, theirs = (
+        torch.autograd.grad(one, current, allow_unused=True)[0] for one in (found.sum(), expected)
+    )
     assert pull is not None
     assert (pull.item() == 0) == (estimator == "low_var_kl")  # verl's, which ends at 10
-    torch.testing.assert_close(pull, torch.zeros(1).double() if theirs is None else theirs, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(
+        pull, torch.zeros(1).double() if theirs is None else theirs, atol=1e-12, rtol=1e-12
+    )
 
 
 @pytest.mark.parametrize("estimator", get_args(Estimator))
@@ -104,23 +130,34 @@ def test_a_student_unlearns_what_its_teacher_rejects(estimator: Estimator) -> No
     current = logits.log_softmax(0)
     expected_term = (current.exp().detach() * estimate(current, teacher, estimator)).sum()
     reverse_kl = (current.exp() * (current - teacher)).sum()
-    got, true = (torch.autograd.grad(one, logits, retain_graph=True)[0] for one in (expected_term, reverse_kl))
+    got, true = (
+        torch.autograd.grad(one, logits, retain_graph=True)[0]
+        for one in (expected_term, reverse_kl)
+    )
     torch.testing.assert_close(got, true, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_an_unbiased_term_pulls_where_its_weight_is_bounded(estimator: Estimator) -> None:
-    """The token is 25 nats likelier than when it was sampled: the weight stops at 20 nats, its gradient does not."""
+    """The token is 25 nats likelier than when it was sampled: the weight stops at 20 nats, its
+    gradient does not.
+    """
     current = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
-    settings = PpoLoss(kl_coef=1.0, kl=KlTerm(estimator=estimator, unbiased=True), correction="none")
+    settings = PpoLoss(
+        kl_coef=1.0, kl=KlTerm(estimator=estimator, unbiased=True), correction="none"
+    )
     zero, segment = torch.zeros_like(current), torch.zeros(1, dtype=torch.int64)
     behaviour, reference = torch.tensor([-26.0]).double(), torch.tensor([-3.0]).double()
-    found = PolicyLoss(settings)(current, current.detach(), behaviour, zero, segment, reference=reference).ref_kl
+    found = PolicyLoss(settings)(
+        current, current.detach(), behaviour, zero, segment, reference=reference
+    ).ref_kl
     assert found is not None
     term, weight = {"k1": 2.0, "k3": math.exp(-2) + 1}[estimator], math.exp(20)
     slope = {"k1": 1.0, "k3": 1 - math.exp(-2)}[estimator]
     assert found.item() == pytest.approx(weight * term)
-    assert torch.autograd.grad(found.sum(), current)[0].item() == pytest.approx(weight * (term + slope))
+    assert torch.autograd.grad(found.sum(), current)[0].item() == pytest.approx(
+        weight * (term + slope)
+    )
 
 
 RULES: dict[str, dict[str, Any]] = {
@@ -136,13 +173,26 @@ RULES: dict[str, dict[str, Any]] = {
 def test_what_a_correction_leaves_out_has_no_kl(rule: str, unbiased: bool) -> None:
     """The first token's weight is 11 nats off; an entropy bonus falls away with a whole trajectory."""
     settings = PpoLoss.model_validate(
-        {"kl_coef": 0.1, "kl": {"estimator": "k3", "unbiased": unbiased}, "entropy_coef": 0.1, "correction": RULES[rule]}
+        {
+            "kl_coef": 0.1,
+            "kl": {"estimator": "k3", "unbiased": unbiased},
+            "entropy_coef": 0.1,
+            "correction": RULES[rule],
+        }
     )
     current = torch.tensor([-1.0, -1.0], dtype=torch.float64)
-    behaviour = torch.tensor([-12.0, -1.0], dtype=torch.float64) if rule != "off_policy" else current + 2
+    behaviour = (
+        torch.tensor([-12.0, -1.0], dtype=torch.float64) if rule != "off_policy" else current + 2
+    )
     entropy, advantage = torch.ones_like(current), -torch.ones_like(current)
     out = PolicyLoss(settings)(
-        current, current, behaviour, advantage, torch.zeros(2, dtype=torch.int64), reference=current - 0.5, entropy=entropy
+        current,
+        current,
+        behaviour,
+        advantage,
+        torch.zeros(2, dtype=torch.int64),
+        reference=current - 0.5,
+        entropy=entropy,
     )
     assert out.ref_kl is not None
     whole = rule in ("veto", "off_policy")
@@ -153,7 +203,10 @@ def test_what_a_correction_leaves_out_has_no_kl(rule: str, unbiased: bool) -> No
 
 def test_coefficients_adapt_over_any_steps() -> None:
     settings = PpoLoss.model_validate(
-        {"kl_coef": {"start": 0.2, "target": 0.05, "horizon": 500}, "entropy_coef": {"target": 0.5, "step": 0.01}}
+        {
+            "kl_coef": {"start": 0.2, "target": 0.05, "horizon": 500},
+            "entropy_coef": {"target": 0.5, "step": 0.01},
+        }
     )
     chance, made = random.Random(1), Coefficients(settings)
     steps: list[tuple[float, int]] = []
@@ -161,7 +214,9 @@ def test_coefficients_adapt_over_any_steps() -> None:
         steps.append((chance.uniform(0, 0.2), chance.randint(1, 200)))
         made.after({"kl": steps[-1][0], "entropy": 5 * steps[-1][0]}, steps[-1][1])
         assert made.kl == pytest.approx(oracle.adaptive_kl(0.2, 0.05, 500, steps), rel=1e-12)
-        assert made.entropy == pytest.approx(oracle.adaptive_entropy(0.0, 0.5, 0.01, [5 * kl for kl, _ in steps]), abs=1e-15)
+        assert made.entropy == pytest.approx(
+            oracle.adaptive_entropy(0.0, 0.5, 0.01, [5 * kl for kl, _ in steps]), abs=1e-15
+        )
         again = Coefficients(settings)
         again.load(made.state())
         assert (again.kl, again.entropy) == (made.kl, made.entropy)

@@ -31,7 +31,9 @@ def logprobs(*ratios: float) -> torch.Tensor:
 
 def loss_of(ratios: list[float], advantage: float, settings: LossSettings) -> list[float]:
     zeros = torch.zeros(len(ratios))
-    result = policy_loss(logprobs(*ratios), zeros, zeros, torch.full_like(zeros, advantage), settings)
+    result = policy_loss(
+        logprobs(*ratios), zeros, zeros, torch.full_like(zeros, advantage), settings
+    )
     return result.loss.tolist()
 
 
@@ -50,7 +52,9 @@ def test_a_ratio_far_above_one_keeps_its_gradient_without_dual_clip() -> None:
     """Above 20 nats its value no longer grows."""
     current = torch.tensor([25.0], requires_grad=True)
     zero = torch.zeros(1)
-    loss = policy_loss(current, zero, zero, -torch.ones(1), PpoLoss(correction="none", dual_clip=None)).loss
+    loss = policy_loss(
+        current, zero, zero, -torch.ones(1), PpoLoss(correction="none", dual_clip=None)
+    ).loss
     (pull,) = torch.autograd.grad(loss.sum(), current)
     assert loss.item() == pull.item() == pytest.approx(math.exp(20))
 
@@ -71,13 +75,23 @@ def test_no_gradient_where_the_clip_holds() -> None:
 
 def test_decoupled_weighs_by_the_capped_drift_and_bypass_compares_with_behaviour() -> None:
     current = torch.tensor([-1.0, -1.0], requires_grad=True)
-    old, behaviour, advantage = torch.tensor([-1.1, -1.0]), torch.tensor([-1.3, -3.0]), torch.ones(2)
-    (decoupled,) = torch.autograd.grad(policy_loss(current, old, behaviour, advantage, PpoLoss()).loss.sum(), current)
+    old, behaviour, advantage = (
+        torch.tensor([-1.1, -1.0]),
+        torch.tensor([-1.3, -3.0]),
+        torch.ones(2),
+    )
+    (decoupled,) = torch.autograd.grad(
+        policy_loss(current, old, behaviour, advantage, PpoLoss()).loss.sum(), current
+    )
     assert decoupled.tolist() == pytest.approx([-math.exp(0.1) * math.exp(0.2), -2.0])
     bypass = PpoLoss(correction="bypass", clip_high=100.0)
-    (bypassed,) = torch.autograd.grad(policy_loss(current, old, behaviour, advantage, bypass).loss.sum(), current)
+    (bypassed,) = torch.autograd.grad(
+        policy_loss(current, old, behaviour, advantage, bypass).loss.sum(), current
+    )
     assert bypassed.tolist() == pytest.approx([-math.exp(0.3), -math.exp(2.0)])
-    (ignored,) = torch.autograd.grad(policy_loss(current, old, behaviour, advantage, PLAIN).loss.sum(), current)
+    (ignored,) = torch.autograd.grad(
+        policy_loss(current, old, behaviour, advantage, PLAIN).loss.sum(), current
+    )
     assert ignored.tolist() == pytest.approx([-math.exp(0.1), -1.0])
 
 
@@ -85,7 +99,10 @@ def test_decoupled_and_bypass_agree_while_nothing_is_clipped_or_capped() -> None
     generator = torch.Generator().manual_seed(1)
     old = -torch.rand(32, generator=generator)
     current = (old + 0.05 * torch.randn(32, generator=generator)).requires_grad_()
-    behaviour, advantage = old + 0.05 * torch.randn(32, generator=generator), torch.randn(32, generator=generator)
+    behaviour, advantage = (
+        old + 0.05 * torch.randn(32, generator=generator),
+        torch.randn(32, generator=generator),
+    )
     gradients = []
     for correction in ("decoupled", "bypass"):
         settings = PpoLoss(correction=correction, clip_low=0.9, clip_high=9.0, dual_clip=None)
@@ -108,7 +125,9 @@ def test_constants_get_no_gradient() -> None:
     leaves = [torch.zeros(2, requires_grad=True) for _ in range(5)]
     current, old, behaviour, advantage, reference = leaves
     settings = PpoLoss(kl_coef=0.1)
-    policy_loss(current, old, behaviour, advantage + 1, settings, reference=reference).loss.sum().backward()
+    policy_loss(
+        current, old, behaviour, advantage + 1, settings, reference=reference
+    ).loss.sum().backward()
     assert [leaf.grad is None for leaf in leaves] == [False, True, True, True, True]
 
 
@@ -123,11 +142,15 @@ def test_k3_by_hand_with_its_gradient_and_bound() -> None:
     value = k3(current, torch.tensor([-1.5, -1.0, -1.0]))
     assert value[:2].tolist() == pytest.approx([0.106531, 0.148721], abs=1e-6)
     value.sum().backward()
-    assert current.grad.tolist() == pytest.approx([1 - math.exp(-0.5), 1 - math.exp(0.5), 1 - math.exp(10)])
+    assert current.grad.tolist() == pytest.approx(
+        [1 - math.exp(-0.5), 1 - math.exp(0.5), 1 - math.exp(10)]
+    )
 
 
 def test_the_kl_term_is_bounded_as_the_settings_say() -> None:
-    """At a log-ratio of 6 a token costs exp(6) - 7; verl's bounds make that 10, without gradient beyond them."""
+    """At a log-ratio of 6 a token costs exp(6) - 7; verl's bounds make that 10, without gradient
+    beyond them.
+    """
     reference = torch.tensor([-1.0, -1.0, -1.0, -30.0])
 
     def terms(**estimator: str) -> tuple[list[float], list[float]]:
@@ -150,7 +173,9 @@ def test_kl_shares_the_correction_weight_and_entropy_does_not() -> None:
     old, behaviour, reference = torch.tensor([-1.0]), torch.tensor([-1.5]), torch.tensor([-1.2])
     settings = PpoLoss(kl_coef=0.5, entropy_coef=0.1)
     entropy = torch.tensor([2.0])
-    result = policy_loss(old.clone(), old, behaviour, torch.ones(1), settings, reference=reference, entropy=entropy)
+    result = policy_loss(
+        old.clone(), old, behaviour, torch.ones(1), settings, reference=reference, entropy=entropy
+    )
     kl = math.exp(-0.2) + 0.2 - 1
     assert result.loss.item() == pytest.approx(math.exp(0.5) * (-1 + 0.5 * kl) - 0.1 * 2.0)
     metrics = result.metrics.finalize()
@@ -169,18 +194,27 @@ def test_aggregations_by_hand() -> None:
     loss, segment = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0, 0, 0, 1])
     expected = {"token-mean": 2.5, "seq-mean-token-sum": 5.0, "seq-mean-token-mean": 3.0, 50: 0.2}
     for aggregation, value in expected.items():
-        weights = token_weights(segment, settings_for(aggregation), Denominator(tokens=4, sequences=2))
+        weights = token_weights(
+            segment, settings_for(aggregation), Denominator(tokens=4, sequences=2)
+        )
         assert (weights * loss).sum().item() == pytest.approx(value)
     groups = torch.tensor([3, 3, 3, 1])
-    weights = token_weights(segment, settings_for("prompt-mean"), Denominator(4, 2, prompts=2), groups)
+    weights = token_weights(
+        segment, settings_for("prompt-mean"), Denominator(4, 2, prompts=2), groups
+    )
     assert (weights * loss).sum().item() == pytest.approx((2 + 4) / 2)
     with pytest.raises(ValueError, match="0 tokens"):
         token_weights(segment, PLAIN, Denominator(tokens=0, sequences=2))
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.lists(st.integers(0, 3), min_size=6, max_size=6))
-def test_one_denominator_however_trajectories_are_split(aggregation: str, lengths: list[int], parts: list[int]) -> None:
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=6),
+    st.lists(st.integers(0, 3), min_size=6, max_size=6),
+)
+def test_one_denominator_however_trajectories_are_split(
+    aggregation: str, lengths: list[int], parts: list[int]
+) -> None:
     settings, denominator = settings_for(aggregation), Denominator(sum(lengths), len(lengths))
     segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     loss = torch.randn(len(segment), generator=torch.Generator().manual_seed(0))
@@ -217,7 +251,12 @@ def test_metrics_by_hand() -> None:
     lag = torch.tensor([0, 0, 1, 5])
     values = policy_loss(current, old, behaviour, advantage, PpoLoss(), lag=lag).metrics.finalize()
     assert values["ratio_max"] == pytest.approx(4.0)
-    assert (values["clip_low"], values["clip_high"], values["clip_dual"], values["capped"]) == (0.25, 0.25, 0.25, 0.25)
+    assert (values["clip_low"], values["clip_high"], values["clip_dual"], values["capped"]) == (
+        0.25,
+        0.25,
+        0.25,
+        0.25,
+    )
     assert values["effective_sample_size"] == pytest.approx(7**2 / (4 * 19))
     assert values["logprob_mismatch_mean"] == pytest.approx(math.log(4) / 4)
     assert values["logprob_mismatch_mean/lag_0"] == pytest.approx(math.log(4) / 2)
@@ -230,6 +269,8 @@ def test_no_tokens_give_no_metrics_and_broken_ones_stay_finite() -> None:
     empty = torch.zeros(0)
     result = policy_loss(empty, empty, empty, empty, PpoLoss())
     assert result.metrics.finalize() == {}
-    far = policy_loss(torch.tensor([0.0]), torch.tensor([0.0]), torch.tensor([-900.0]), torch.ones(1), PpoLoss())
+    far = policy_loss(
+        torch.tensor([0.0]), torch.tensor([0.0]), torch.tensor([-900.0]), torch.ones(1), PpoLoss()
+    )
     assert all(math.isfinite(value) for value in far.metrics.finalize().values())
     assert far.loss.item() == -2.0

@@ -1,4 +1,6 @@
-"""Every entry of the menu against tests/oracles on random updates: ``pytest -s`` prints the largest differences."""
+"""Every entry of the menu against tests/oracles on random updates: ``pytest -s`` prints the largest
+differences.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,15 @@ from rayloop.engines.training.fsdp import FsdpEngine
 from rayloop.engines.training.updates import count_denominators
 from rayloop.grpo.advantage import build_advantage, over_step, with_advantages
 from rayloop.grpo.losses.policy import STREAMS, Denominator, PolicyLoss, entropy_bound
-from rayloop.grpo.losses.settings import Aggregation, Correction, Estimator, KlTerm, LossChoice, LossSettings, OwnLoss
+from rayloop.grpo.losses.settings import (
+    Aggregation,
+    Correction,
+    Estimator,
+    KlTerm,
+    LossChoice,
+    LossSettings,
+    OwnLoss,
+)
 from rayloop.grpo.settings import AdvantageChoice
 from tests.oracles import advantages as advantage_oracle
 from tests.oracles import losses as oracle
@@ -57,13 +67,21 @@ LOSSES: dict[str, Callable[[int], Settings]] = {
         }
         for kind in oracle.SURROGATES
     },
-    "kind: ppo, dual_clip off": lambda seed: {"clip_high": 0.28, "dual_clip": None, "correction": "none"},
+    "kind: ppo, dual_clip off": lambda seed: {
+        "clip_high": 0.28,
+        "dual_clip": None,
+        "correction": "none",
+    },
     "kind: gspo, wide": lambda seed: {"kind": "gspo", "clip_low": 0.2, "clip_high": 0.3},
-    **{f"aggregation: {how}": lambda seed, how=how: {"aggregation": how, **KL} for how in AGGREGATIONS},
+    **{
+        f"aggregation: {how}": lambda seed, how=how: {"aggregation": how, **KL}
+        for how in AGGREGATIONS
+    },
     **{f"correction: {name}": lambda seed, name=name: {"correction": name} for name in CORRECTIONS},
     **{
         f"correction: {level}, {action}": lambda seed, rule={"level": level, **(MASK if action == "mask" else {"high": 1.3})}: {
-            "correction": rule, **KL,
+            "correction": rule,
+            **KL,
         }
         for level in ("token", "sequence", "geometric")
         for action in ("truncate", "mask")
@@ -72,12 +90,18 @@ LOSSES: dict[str, Callable[[int], Settings]] = {
     "correction: off_policy": lambda seed: {"correction": {"off_policy": 0.05}},
     "correction: bypass, mask": lambda seed: {"correction": {**MASK, "bypass": True}},
     **{
-        f"kl: {estimator} in {where}": lambda seed, kl={"estimator": estimator, "in": where}: {"kl": kl, **KL}
+        f"kl: {estimator} in {where}": lambda seed, kl={"estimator": estimator, "in": where}: {
+            "kl": kl,
+            **KL,
+        }
         for estimator in ("k1", "k2", "k3", "k3+", "low_var_kl")
         for where in ("loss", "reward")
     },
     **{
-        f"kl: {estimator}, unbiased": lambda seed, kl={"estimator": estimator, "unbiased": True}: {"kl": kl, **KL}
+        f"kl: {estimator}, unbiased": lambda seed, kl={"estimator": estimator, "unbiased": True}: {
+            "kl": kl,
+            **KL,
+        }
         for estimator in ("k1", "k3")
     },
     "kl_coef: adaptive": lambda seed: {"kl_coef": {"start": 0.1, "target": 0.05, "horizon": 100.0}},
@@ -85,19 +109,42 @@ LOSSES: dict[str, Callable[[int], Settings]] = {
     "entropy_coef: adaptive": lambda seed: {"entropy_coef": {"start": 0.01, "target": 1.0}},
     "top_entropy_quantile": lambda seed: {"top_entropy_quantile": 0.4},
     "streams: rl, ref_kl, ce": lambda seed: {"aggregation": AGGREGATIONS[seed % 5], **KL},
-}  # fmt: skip
+}
 
 
 def offered() -> set[str]:
     """What the settings offer, by the names of ``LOSSES``."""
-    assert {f.name for f in fields(Correction)} == {"level", "action", "low", "high", "veto", "off_policy", "bypass"}
+    assert {f.name for f in fields(Correction)} == {
+        "level",
+        "action",
+        "low",
+        "high",
+        "veto",
+        "off_policy",
+        "bypass",
+    }
     assert {f.name for f in fields(KlTerm)} == {"estimator", "where", "unbiased"}
-    levels, actions = (TypeAdapter(Correction).json_schema()["properties"][name]["enum"] for name in ("level", "action"))
+    levels, actions = (
+        TypeAdapter(Correction).json_schema()["properties"][name]["enum"]
+        for name in ("level", "action")
+    )
     places = TypeAdapter(KlTerm).json_schema()["properties"]["in"]["enum"]
-    chosen = [name for one in members(LossSettings.model_fields["correction"].annotation) for name in get_args(one)]
+    chosen = [
+        name
+        for one in members(LossSettings.model_fields["correction"].annotation)
+        for name in get_args(one)
+    ]
     return {
-        *(f"kind: {loss.model_fields['kind'].default}" for loss in models(LossChoice) if loss is not OwnLoss),
-        *(f"aggregation: {how}" for one in members(Aggregation) for how in get_args(one) or (50.0,)),
+        *(
+            f"kind: {loss.model_fields['kind'].default}"
+            for loss in models(LossChoice)
+            if loss is not OwnLoss
+        ),
+        *(
+            f"aggregation: {how}"
+            for one in members(Aggregation)
+            for how in get_args(one) or (50.0,)
+        ),
         *(f"correction: {name}" for name in chosen),
         *(f"correction: {level}, {action}" for level in levels for action in actions),
         *(f"kl: {estimator} in {where}" for estimator in get_args(Estimator) for where in places),
@@ -108,15 +155,22 @@ def offered() -> set[str]:
 def test_every_entry_of_the_menu_has_an_oracle() -> None:
     assert offered() - set(LOSSES) == set()
     (kinds,) = members(AdvantageChoice.model_fields["kind"].annotation)
-    assert set(get_args(kinds)) == {*advantage_oracle.PER_GROUP, *advantage_oracle.OVER_STEP, "permuted"}
+    assert set(get_args(kinds)) == {
+        *advantage_oracle.PER_GROUP,
+        *advantage_oracle.OVER_STEP,
+        "permuted",
+    }
     assert [field.name for field in fields(Streams)] == list(STREAMS)
 
 
-# Losses ------------------------------------------------------------------------------------------------------------------------
+# Losses
+# ------------------------------------------------------------------------------------------------------------------------
 
 
 def random_update(seed: int, dtype: torch.dtype, *, streams: bool) -> Values:
-    """Log-probs, advantages and entropies [N] of an update; one trajectory in four has an advantage of 0."""
+    """Log-probs, advantages and entropies [N] of an update; one trajectory in four has an advantage
+    of 0.
+    """
     generator = torch.Generator().manual_seed(seed)
     segment = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     noise = torch.randn(5, len(segment), generator=generator, dtype=torch.float64)
@@ -125,16 +179,27 @@ def random_update(seed: int, dtype: torch.dtype, *, streams: bool) -> Values:
     advantage[::4] = 0
     per_turn = advantage[segment] + 0.5 * (torch.arange(len(segment)) % 2) * (segment % 2)
     values = {
-        "old": old, "current": old + 0.4 * noise[0], "behaviour": old + 0.4 * noise[1], "reference": old + 1.2 * noise[2],
-        "entropy": (2 * noise[3].abs()).round(decimals=1) + 0.1, "advantage": per_turn,
-    }  # fmt: skip
+        "old": old,
+        "current": old + 0.4 * noise[0],
+        "behaviour": old + 0.4 * noise[1],
+        "reference": old + 1.2 * noise[2],
+        "entropy": (2 * noise[3].abs()).round(decimals=1) + 0.1,
+        "advantage": per_turn,
+    }
     weights = WEIGHTS if streams else (Streams(),) * len(LENGTHS)
-    values |= {name: torch.tensor([getattr(one, name) for one in weights], dtype=torch.float64)[segment] for name in STREAMS}
-    whole = torch.tensor([sum(n for n, g in zip(LENGTHS, GROUPS, strict=True) if g == group) for group in GROUPS])
+    values |= {
+        name: torch.tensor([getattr(one, name) for one in weights], dtype=torch.float64)[segment]
+        for name in STREAMS
+    }
+    whole = torch.tensor(
+        [sum(n for n, g in zip(LENGTHS, GROUPS, strict=True) if g == group) for group in GROUPS]
+    )
     lengths = torch.bincount(segment)[segment]
     return {name: value.to(dtype) for name, value in values.items()} | {
-        "segment": segment, "group_tokens": whole[segment], "trajectory_tokens": lengths,
-    }  # fmt: skip
+        "segment": segment,
+        "group_tokens": whole[segment],
+        "trajectory_tokens": lengths,
+    }
 
 
 def with_chosen(values: Values, settings: LossSettings) -> Values:
@@ -142,7 +207,9 @@ def with_chosen(values: Values, settings: LossSettings) -> Values:
     if settings.top_entropy_quantile == 1:
         return values
     learning = values["entropy"][values["rl"] != 0]
-    return values | {"chosen": values["entropy"] >= entropy_bound(learning, settings.top_entropy_quantile)}
+    return values | {
+        "chosen": values["entropy"] >= entropy_bound(learning, settings.top_entropy_quantile)
+    }
 
 
 def denominators(values: Values) -> dict[str, Denominator]:
@@ -152,23 +219,35 @@ def denominators(values: Values) -> dict[str, Denominator]:
         here = (values["segment"] == number).nonzero()[:, 0]
         streams = Streams(*(float(values[name][here[0]]) for name in STREAMS))
         group_tokens = int(values["group_tokens"][here[0]])
-        samples.append(SimpleNamespace(predict=here, streams=streams, group_tokens=group_tokens, share=1.0))
+        samples.append(
+            SimpleNamespace(predict=here, streams=streams, group_tokens=group_tokens, share=1.0)
+        )
     return count_denominators(samples, 1, torch.device("cpu"))  # type: ignore[arg-type]
 
 
-def ours(values: Values, loss: PolicyLoss, settings: LossSettings, update: dict[str, Denominator]) -> tuple[float, Tensor]:
+def ours(
+    values: Values, loss: PolicyLoss, settings: LossSettings, update: dict[str, Denominator]
+) -> tuple[float, Tensor]:
     """The trainer's loss of these tokens, and the gradient of their log-probs and entropies [2, N]."""
     current, entropy = (values[name].clone().requires_grad_() for name in ("current", "entropy"))
     engine: Any = SimpleNamespace(
-        _scorer=lambda batch, entropy: (current, batch.entropies), _policy_loss=loss, _loss_settings=settings
+        _scorer=lambda batch, entropy: (current, batch.entropies),
+        _policy_loss=loss,
+        _loss_settings=settings,
     )
     batch: Any = SimpleNamespace(
-        **{"chosen": None, "elsewhere": None} | {name: of for name, of in values.items() if name not in ("current", "entropy")},
-        entropies=entropy, on_policy=torch.zeros(len(current), dtype=torch.bool), lag=torch.zeros(len(current), dtype=torch.int64),
-    )  # fmt: skip
+        **{"chosen": None, "elsewhere": None}
+        | {name: of for name, of in values.items() if name not in ("current", "entropy")},
+        entropies=entropy,
+        on_policy=torch.zeros(len(current), dtype=torch.bool),
+        lag=torch.zeros(len(current), dtype=torch.int64),
+    )
     total, *_ = FsdpEngine._loss(engine, batch, update)
     gradients = torch.autograd.grad(total, (current, entropy), allow_unused=True)
-    return total.item(), torch.stack([torch.zeros_like(current) if g is None else g for g in gradients]).double()
+    return (
+        total.item(),
+        torch.stack([torch.zeros_like(current) if g is None else g for g in gradients]).double(),
+    )
 
 
 def theirs(values: Values, given: Settings) -> tuple[float, Tensor]:
@@ -176,34 +255,54 @@ def theirs(values: Values, given: Settings) -> tuple[float, Tensor]:
     rows = []
     for number, group in enumerate(GROUPS):
         here = (values["segment"] == number).nonzero()[:, 0].tolist()
-        old, behaviour, reference = ([values[n][i].double() for i in here] for n in ("old", "behaviour", "reference"))
+        old, behaviour, reference = (
+            [values[n][i].double() for i in here] for n in ("old", "behaviour", "reference")
+        )
         rows.append(
             oracle.One(
-                [current[i] for i in here], old, behaviour, reference, [entropy[i] for i in here],
-                [float(values["advantage"][i]) for i in here], group, *(float(values[n][here[0]]) for n in STREAMS),
+                [current[i] for i in here],
+                old,
+                behaviour,
+                reference,
+                [entropy[i] for i in here],
+                [float(values["advantage"][i]) for i in here],
+                group,
+                *(float(values[n][here[0]]) for n in STREAMS),
             )
-        )  # fmt: skip
-    total = oracle.update(rows, **{"kl_term" if key == "kl" else key: value for key, value in given.items()})
+        )
+    total = oracle.update(
+        rows, **{"kl_term" if key == "kl" else key: value for key, value in given.items()}
+    )
     gradients = torch.autograd.grad(total, (current, entropy), allow_unused=True)
-    return total.item(), torch.stack([torch.zeros_like(current) if g is None else g for g in gradients])
+    return total.item(), torch.stack(
+        [torch.zeros_like(current) if g is None else g for g in gradients]
+    )
 
 
 def after_some_steps(loss: PolicyLoss, given: Settings, seed: int) -> Settings:
-    """Adapts the coefficients over steps, and returns the settings with the numbers that the oracle has for them."""
+    """Adapts the coefficients over steps, and returns the settings with the numbers that the oracle
+    has for them.
+    """
     steps = [(random.Random(seed + i).uniform(0.0, 0.2), 4 + i) for i in range(5)]
     for measured, n in steps:
         loss.coefficients.after({"kl": measured, "entropy": 10 * measured}, n)
     if isinstance(rule := given.get("kl_coef"), dict):
-        return given | {"kl_coef": oracle.adaptive_kl(rule["start"], rule["target"], rule["horizon"], steps)}
+        return given | {
+            "kl_coef": oracle.adaptive_kl(rule["start"], rule["target"], rule["horizon"], steps)
+        }
     if isinstance(rule := given.get("entropy_coef"), dict):
-        applied = oracle.adaptive_entropy(rule["start"], rule["target"], 0.005, [10 * measured for measured, _ in steps])
+        applied = oracle.adaptive_entropy(
+            rule["start"], rule["target"], 0.005, [10 * measured for measured, _ in steps]
+        )
         return given | {"entropy_coef": applied}
     return given
 
 
 @dataclass
 class Row:
-    """The largest differences of one entry, by type: of values and of gradients, relative where they are above 1."""
+    """The largest differences of one entry, by type: of values and of gradients, relative where
+    they are above 1.
+    """
 
     values: dict[torch.dtype, float]
     gradients: dict[torch.dtype, float]
@@ -226,23 +325,39 @@ def measured(name: str) -> Row:
         loss = PolicyLoss(settings)
         expected_by = after_some_steps(loss, given, seed)
         for dtype in TYPES if seed < 3 else TYPES[:1]:
-            tokens = with_chosen(random_update(seed, dtype, streams=name.startswith("streams")), settings)
+            tokens = with_chosen(
+                random_update(seed, dtype, streams=name.startswith("streams")), settings
+            )
             update = denominators(tokens)
             value, gradient = ours(tokens, loss, settings, update)
             expected, pull = theirs(tokens, expected_by)
-            row.values[dtype] = max(row.values[dtype], abs(value - expected) / max(1.0, abs(expected)))
-            row.gradients[dtype] = max(row.gradients[dtype], ((gradient - pull).abs() / pull.abs().clamp(min=1.0)).max().item())
+            row.values[dtype] = max(
+                row.values[dtype], abs(value - expected) / max(1.0, abs(expected))
+            )
+            row.gradients[dtype] = max(
+                row.gradients[dtype],
+                ((gradient - pull).abs() / pull.abs().clamp(min=1.0)).max().item(),
+            )
             if dtype == torch.float64:
                 row.found += [value, gradient.abs().sum().item()]
             if dtype == torch.float64 and seed < 2:
-                row.packing = max(row.packing, apart(tokens, loss, settings, update, value, gradient))
+                row.packing = max(
+                    row.packing, apart(tokens, loss, settings, update, value, gradient)
+                )
     return row
 
 
 def apart(
-    tokens: Values, loss: PolicyLoss, settings: LossSettings, update: dict[str, Denominator], whole: float, pull: Tensor
+    tokens: Values,
+    loss: PolicyLoss,
+    settings: LossSettings,
+    update: dict[str, Denominator],
+    whole: float,
+    pull: Tensor,
 ) -> float:
-    """How far the sum over micro-batches of one or two trajectories, of any ranks, is from the whole."""
+    """How far the sum over micro-batches of one or two trajectories, of any ranks, is from the
+    whole.
+    """
     total, furthest = 0.0, 0.0
     for numbers in ((6, 0), (3,), (5, 1), (4,), (2,)):
         here = torch.cat([(tokens["segment"] == number).nonzero()[:, 0] for number in numbers])
@@ -262,18 +377,27 @@ def _alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-# Advantages --------------------------------------------------------------------------------------------------------------------
+# Advantages
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def random_step(seed: int) -> list[list[advantage_oracle.One]]:
-    """Groups of 2 to 6 trajectories of 1 to 5 turns, of which many saw the same; one group has equal rewards and components."""
+    """Groups of 2 to 6 trajectories of 1 to 5 turns, of which many saw the same; one group has
+    equal rewards and components.
+    """
     chance, step = random.Random(seed), []
     for number in range(4):
         group = []
         for _ in range(chance.randint(2, 6)):
-            reward, n = (0.5, 2) if number == 3 else (chance.randint(0, 8) / 4 + chance.random() * (seed % 2), chance.randint(1, 5))
+            reward, n = (
+                (0.5, 2)
+                if number == 3
+                else (chance.randint(0, 8) / 4 + chance.random() * (seed % 2), chance.randint(1, 5))
+            )
             components = (
-                {"iou": 0.5, "format": 1.0} if number == 3 else {"iou": chance.random(), "format": float(chance.randint(0, 1))}
+                {"iou": 0.5, "format": 1.0}
+                if number == 3
+                else {"iou": chance.random(), "format": float(chance.randint(0, 1))}
             )
             paid = [0.0 if seed % 3 == 0 else chance.random() for _ in range(n)]
             states = ["start", *(f"screen {chance.randint(0, 2)}" for _ in range(n - 1))]
@@ -285,16 +409,24 @@ def random_step(seed: int) -> list[list[advantage_oracle.One]]:
 def product_group(number: int, group: Sequence[advantage_oracle.One]) -> Group:
     made: list[Member] = [
         make_member(
-            TrajectoryId(number, i), Scored(one.reward, one.components), turns=len(one.states),
-            turn_rewards=tuple(one.turn_rewards), states=tuple(one.states),
+            TrajectoryId(number, i),
+            Scored(one.reward, one.components),
+            turns=len(one.states),
+            turn_rewards=tuple(one.turn_rewards),
+            states=tuple(one.states),
         )
         for i, one in enumerate(group)
-    ]  # fmt: skip
+    ]
     return Group(number, Task("task", ()), tuple(made))
 
 
 def flat(step: Iterable[Iterable[float | Sequence[float]]]) -> list[float]:
-    return [v for group in step for one in group for v in (one if isinstance(one, (list, tuple)) else [one])]
+    return [
+        v
+        for group in step
+        for one in group
+        for v in (one if isinstance(one, (list, tuple)) else [one])
+    ]
 
 
 def advantage_row(kind: str) -> Row:
@@ -305,36 +437,71 @@ def advantage_row(kind: str) -> Row:
             {"kind": kind, "with": {"weights": advantage_oracle.WEIGHTS} if kind == "gdpo" else {}}
         )
         how = build_advantage(choice)
-        groups = over_step([with_advantages(product_group(i, group), how) for i, group in enumerate(step)], how)
+        groups = over_step(
+            [with_advantages(product_group(i, group), how) for i, group in enumerate(step)], how
+        )
         credits = [[m.credit for m in group.members] for group in groups]
         assert all(credit is not None for group in credits for credit in group)
         found = [[list(c.turns) or c.advantage for c in group] for group in credits]  # type: ignore[union-attr]
         if kind == "permuted":  # whose order is its own
-            found, expected = ([sorted(group) for group in each] for each in (found, map(advantage_oracle.grpo, step)))  # type: ignore[type-var, assignment]
+            found, expected = (
+                [sorted(group) for group in each]
+                for each in (found, map(advantage_oracle.grpo, step))
+            )  # type: ignore[type-var, assignment]
         else:
             per_group = advantage_oracle.PER_GROUP.get(kind)
-            expected = [per_group(group) for group in step] if per_group else advantage_oracle.OVER_STEP[kind](step)  # type: ignore[misc]
+            expected = (
+                [per_group(group) for group in step]
+                if per_group
+                else advantage_oracle.OVER_STEP[kind](step)
+            )  # type: ignore[misc]
         pairs = zip(flat(found), flat(expected), strict=True)  # type: ignore[arg-type]
         row.values[torch.float64] = max(row.values[torch.float64], *(abs(a - b) for a, b in pairs))
     return row
 
 
-# The table ---------------------------------------------------------------------------------------------------------------------
+# The table
+# ---------------------------------------------------------------------------------------------------------------------
 
 BOUNDS = {torch.float64: (1e-6, 1e-6), torch.float32: (1e-6, 1e-6), torch.bfloat16: (0.05, 0.5)}
-"""Of values and gradients. The weights of tokens are float32; in bfloat16, which no trainer has, a token may pass a clip's edge."""
+"""Of values and gradients.
+
+The weights of tokens are float32; in bfloat16, which no trainer has, a token may pass a clip's
+edge.
+"""
 
 
-SAME = {"`kl: k3 in loss`": "`aggregation: token-mean`", "`kl: k3+ in reward`": "`kl: k3 in reward`"}
-"""The same settings, and a difference of gradients alone where there is none. All others do something of their own."""
+SAME = {
+    "`kl: k3 in loss`": "`aggregation: token-mean`",
+    "`kl: k3+ in reward`": "`kl: k3 in reward`",
+}
+"""The same settings, and a difference of gradients alone where there is none.
+
+All others do something of their own.
+"""
 
 
 def table(rows: dict[str, Row]) -> str:
-    heads = [f"{what}, {str(dtype).removeprefix('torch.')}" for dtype in TYPES for what in ("value", "gradient")]
-    lines = ["| entry | " + " | ".join(heads) + " | packed or apart |", "|---" * (len(heads) + 2) + "|"]
+    heads = [
+        f"{what}, {str(dtype).removeprefix('torch.')}"
+        for dtype in TYPES
+        for what in ("value", "gradient")
+    ]
+    lines = [
+        "| entry | " + " | ".join(heads) + " | packed or apart |",
+        "|---" * (len(heads) + 2) + "|",
+    ]
     for name, row in rows.items():
-        cells = [f"{of[dtype]:.0e}" if dtype in of else "" for dtype in TYPES for of in (row.values, row.gradients)]
-        lines.append(f"| {name} | " + " | ".join(cells) + (f" | {row.packing:.0e} |" if row.gradients else " | |"))
+        cells = [
+            f"{of[dtype]:.0e}" if dtype in of else ""
+            for dtype in TYPES
+            for of in (row.values, row.gradients)
+        ]
+        lines.append(
+            f"| {name} | "
+            + " | ".join(cells)
+            + (f" | {row.packing:.0e} |" if row.gradients else " | |")
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -349,7 +516,9 @@ def test_every_entry_is_its_papers(tmp_path: Path) -> None:
     file.write_text(table(rows), encoding="utf-8")
     print(f"\n{file.read_text(encoding='utf-8')}")
     losses = {name: tuple(row.found) for name, row in rows.items() if row.found}
-    assert {name: key for name in losses for key in losses if key < name and losses[key] == losses[name]} == SAME
+    assert {
+        name: key for name in losses for key in losses if key < name and losses[key] == losses[name]
+    } == SAME
     for name, row in rows.items():
         for dtype, (value, gradient) in BOUNDS.items():
             assert row.values.get(dtype, 0.0) <= value, (name, dtype)
@@ -359,7 +528,8 @@ def test_every_entry_is_its_papers(tmp_path: Path) -> None:
             assert row.values[torch.float64] <= 1e-12, name
 
 
-# What the random updates do not reach ----------------------------------------------------------------------------------------
+# What the random updates do not reach
+# ----------------------------------------------------------------------------------------
 
 
 def test_gspos_gradient_is_that_of_the_trajectorys_loss() -> None:
@@ -374,6 +544,13 @@ def test_gspos_gradient_is_that_of_the_trajectorys_loss() -> None:
     expected = torch.stack(losses).mean()
     settings = built({"kind": "gspo", "clip_low": 0.2, "clip_high": 0.3, "correction": "none"})
     update = {"rl": Denominator(sum(LENGTHS), len(LENGTHS), 3)}
-    value, gradient = ours(tokens | {"advantage": torch.full_like(current, 0.7)}, PolicyLoss(settings), settings, update)
+    value, gradient = ours(
+        tokens | {"advantage": torch.full_like(current, 0.7)},
+        PolicyLoss(settings),
+        settings,
+        update,
+    )
     assert value == pytest.approx(expected.item(), abs=1e-6)
-    torch.testing.assert_close(gradient[0], torch.autograd.grad(expected, current)[0], atol=1e-7, rtol=1e-6)
+    torch.testing.assert_close(
+        gradient[0], torch.autograd.grad(expected, current)[0], atol=1e-7, rtol=1e-6
+    )

@@ -10,8 +10,15 @@ from rayloop.grpo.balance import mini_batches
 from rayloop.grpo.settings import UpdateSettings
 
 
-@given(st.lists(st.integers(1, 8), max_size=40), st.integers(1, 4), st.integers(1, 9), st.integers(0, 5))
-def test_every_epoch_is_a_partition_of_nearly_equal_parts(sizes: list[int], epochs: int, parts: int, step: int) -> None:
+@given(
+    st.lists(st.integers(1, 8), max_size=40),
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.integers(0, 5),
+)
+def test_every_epoch_is_a_partition_of_nearly_equal_parts(
+    sizes: list[int], epochs: int, parts: int, step: int
+) -> None:
     update = UpdateSettings(epochs=epochs, mini_batches=parts)
     updates = mini_batches(sizes, update, seed=3, step=step)
     count = min(parts, len(sizes))
@@ -47,6 +54,14 @@ def test_a_smaller_step_gets_fewer_mini_batches_rather_than_tiny_ones() -> None:
 
 def test_seeds_are_stable_and_tell_their_parts_apart() -> None:
     assert derive(0, "sampling", 1) == 5418743932690853519
-    seeds = [derive(0), derive(1), derive(0, 1), derive(0, "1"), derive(0, "a", "b"), derive(0, "ab"), derive(0, "a,b")]
+    seeds = [
+        derive(0),
+        derive(1),
+        derive(0, 1),
+        derive(0, "1"),
+        derive(0, "a", "b"),
+        derive(0, "ab"),
+        derive(0, "a,b"),
+    ]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)

@@ -15,7 +15,9 @@ from tests.unit.groups import make_group
 ON = ReplaySettings(kind="corrected")
 
 
-def buffer_with_success(settings: ReplaySettings = ON, rules: ReplayRules = ReplayRules(), **changes: object) -> ReplayBuffer:
+def buffer_with_success(
+    settings: ReplaySettings = ON, rules: ReplayRules = ReplayRules(), **changes: object
+) -> ReplayBuffer:
     buffer = ReplayBuffer(settings, seed=1, rules=rules)
     buffer.store(make_group(0, [0.0, 1.0, 0.0, 0.0], **changes))
     return buffer
@@ -29,7 +31,9 @@ def test_a_failed_group_gets_one_stored_success_before_the_statistics() -> None:
     assert injection.displaced is not None
     assert injection.displaced.summary.id == TrajectoryId(1, 0)
     assert injection.displaced.status == Status(TrajectoryState.SURPLUS, "replaced_by_replay")
-    advantages = [m.advantage for m in with_advantages(injection.group, AdvantageSettings()).members]
+    advantages = [
+        m.advantage for m in with_advantages(injection.group, AdvantageSettings()).members
+    ]
     assert [round(a, 3) for a in advantages] == [2.475] + [-0.354] * 7
 
 
@@ -53,10 +57,17 @@ def test_other_groups_and_other_tasks_are_left_alone() -> None:
 
 
 def test_results_are_compared_as_they_are_written() -> None:
-    """0.05 and 0.15 lie exactly 0.05 around their mean, 0.1 and 0.3 exactly around 0.2; as binary fractions they would not."""
+    """0.05 and 0.15 lie exactly 0.05 around their mean, 0.1 and 0.3 exactly around 0.2; as binary
+    fractions they would not.
+    """
     buffer = buffer_with_success()
     assert buffer.inject(make_group(1, [0.05, 0.15]), step=1).displaced is None
-    assert buffer_with_success(rules=ReplayRules(max_std=0.2)).inject(make_group(1, [0.1, 0.3]), step=1).displaced is None
+    assert (
+        buffer_with_success(rules=ReplayRules(max_std=0.2))
+        .inject(make_group(1, [0.1, 0.3]), step=1)
+        .displaced
+        is None
+    )
     assert buffer.inject(make_group(1, [0.05, 0.14]), step=1).displaced is not None
 
 
@@ -103,7 +114,9 @@ def test_a_resumed_run_draws_the_same() -> None:
 
 def test_a_stored_sample_forgets_its_groups_statistics() -> None:
     group = make_group(0, [1.0, 0.0])
-    annotated = group.map({0: replace(group.members[0], credit=Credit(0.7), reference="its log-probs")})
+    annotated = group.map(
+        {0: replace(group.members[0], credit=Credit(0.7), reference="its log-probs")}
+    )
     buffer = ReplayBuffer(ON, seed=0)
     buffer.store(annotated)
     (stored,) = buffer.state()["task"]

@@ -1,4 +1,6 @@
-"""Partial dynamic filtering: what filters remove and count, who gets into a step, when refilling ends."""
+"""Partial dynamic filtering: what filters remove and count, who gets into a step, when refilling
+ends.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,27 @@ from rayloop.core.failures import GenerationBudgetSpent
 from rayloop.core.groups import Group, Scored, Status, TrajectoryState
 from rayloop.core.types import EndReason, Task, TrajectoryId, Version
 from rayloop.grpo.advantage import build_advantage, with_advantages
-from rayloop.grpo.filters import EqualRewards, ImagesConsistent, KeepEndReasons, MaxLength, PositiveNegativeAdvantage, ToolImage
+from rayloop.grpo.filters import (
+    EqualRewards,
+    ImagesConsistent,
+    KeepEndReasons,
+    MaxLength,
+    PositiveNegativeAdvantage,
+    ToolImage,
+)
 from rayloop.grpo.selection import apply_filters, enough, select
 from rayloop.grpo.settings import AdvantageChoice, AdvantageSettings, FilteringSettings
 from rayloop.run.records.step_metrics import Collected, step_metrics
 from tests.unit.groups import make_group, make_member
 
-ALL = (EqualRewards(), ToolImage(), ImagesConsistent(), MaxLength(tokens=10), KeepEndReasons(), PositiveNegativeAdvantage())
+ALL = (
+    EqualRewards(),
+    ToolImage(),
+    ImagesConsistent(),
+    MaxLength(tokens=10),
+    KeepEndReasons(),
+    PositiveNegativeAdvantage(),
+)
 
 
 def scored(number: int, rewards: Sequence[float | None], **changes: object) -> Group:
@@ -41,7 +57,9 @@ def groups(draw: st.DrawFn, number: int = 0) -> Group:
         )
         for member in group.members
     ]
-    return group.map({i: replace(group.members[i], summary=summary) for i, summary in enumerate(summaries)})
+    return group.map(
+        {i: replace(group.members[i], summary=summary) for i, summary in enumerate(summaries)}
+    )
 
 
 def reasons(group: Group) -> list[str | None]:
@@ -50,7 +68,12 @@ def reasons(group: Group) -> list[str | None]:
 
 @pytest.mark.parametrize(
     ("rewards", "reason"),
-    [([1.0, 1.0], "all_right"), ([1.2, 1.2], "all_right"), ([0.0, 0.0], "all_wrong"), ([0.5, 0.5], "all_equal")],
+    [
+        ([1.0, 1.0], "all_right"),
+        ([1.2, 1.2], "all_right"),
+        ([0.0, 0.0], "all_wrong"),
+        ([0.5, 0.5], "all_equal"),
+    ],
 )
 def test_equal_rewards_are_counted_by_what_they_are(rewards: list[float], reason: str) -> None:
     assert [m.status for m in apply_filters(scored(0, rewards), (EqualRewards(),)).members] == [
@@ -59,7 +82,10 @@ def test_equal_rewards_are_counted_by_what_they_are(rewards: list[float], reason
 
 
 EQUAL_REWARDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
-    "gdpo": ({"weights": {"a": 1.0, "b": 0.5}}, [{"components": {"a": 1.0, "b": 0.0}}, {"components": {"a": 0.2, "b": 0.8}}]),
+    "gdpo": (
+        {"weights": {"a": 1.0, "b": 0.5}},
+        [{"components": {"a": 1.0, "b": 0.0}}, {"components": {"a": 0.2, "b": 0.8}}],
+    ),
     "gigpo": ({}, [{"turns": 2, "states": ("x", "y")}, {"turns": 3, "states": ("x", "z", "y")}]),
     "turns": ({}, [{"turns": 2}, {"turns": 3}]),
     "distill": ({}, [{}, {}]),
@@ -78,7 +104,8 @@ def test_a_group_of_equal_rewards_stays_where_its_advantage_teaches(kind: str) -
     with_, members = EQUAL_REWARDS[kind]
     how = build_advantage(AdvantageChoice.model_validate({"kind": kind, "with": with_}))
     made = tuple(
-        make_member(TrajectoryId(0, i), Scored(1.0, one.pop("components", {})), **one) for i, one in enumerate(map(dict, members))
+        make_member(TrajectoryId(0, i), Scored(1.0, one.pop("components", {})), **one)
+        for i, one in enumerate(map(dict, members))
     )
     group = with_advantages(Group(0, Task("t", ()), made), how)
     kept = apply_filters(group, (EqualRewards(),)).kept
@@ -101,7 +128,10 @@ def test_turns_that_share_a_state_are_counted_beside_the_first_ones() -> None:
     """Of three and one later turns two share a screen; the first turn of both began at the prompt."""
 
     def shared(*states: tuple[str, ...]) -> dict[str, float]:
-        made = [make_member(TrajectoryId(0, i), Scored(float(i)), turns=len(s), states=s) for i, s in enumerate(states)]
+        made = [
+            make_member(TrajectoryId(0, i), Scored(float(i)), turns=len(s), states=s)
+            for i, s in enumerate(states)
+        ]
         return step_metrics(Collected((), (Group(0, Task("t", ()), tuple(made)),)), target=2)
 
     assert shared(("p", "a", "b", "c"), ("p", "a"))["rollout/shared_states"] == 0.5
@@ -131,7 +161,9 @@ def test_group_filters_see_the_whole_group_wherever_they_stand() -> None:
         ({"end_reason": EndReason.OVER_LENGTH}, "end_reason"),
     ],
 )
-def test_trajectory_filters_leave_a_partial_group_with_its_advantages(change: dict[str, object], reason: str) -> None:
+def test_trajectory_filters_leave_a_partial_group_with_its_advantages(
+    change: dict[str, object], reason: str
+) -> None:
     group = scored(0, [1.0, 0.0, 0.0])
     odd = replace(group.members[1], summary=replace(group.members[1].summary, **change))
     filtered = apply_filters(group.map({1: odd}), ALL)
@@ -155,8 +187,12 @@ def test_filters_only_remove_and_change_nothing_else(group: Group, filters: list
     filtered = apply_filters(group, filters)
     for before, after in zip(group.members, filtered.members, strict=True):
         assert replace(after, status=before.status) == before
-        assert after.status == before.status or (before.kept and after.status.state == TrajectoryState.FILTERED)
-    assert apply_filters(filtered, [f for f in filters if not isinstance(f, EqualRewards)]) == filtered
+        assert after.status == before.status or (
+            before.kept and after.status.state == TrajectoryState.FILTERED
+        )
+    assert (
+        apply_filters(filtered, [f for f in filters if not isinstance(f, EqualRewards)]) == filtered
+    )
 
 
 ready_groups = st.lists(st.integers(0, 30), unique=True, max_size=8).flatmap(
@@ -177,7 +213,10 @@ def test_select_takes_the_target_and_ignores_the_order_of_its_input(
     assert issues == sorted(issues)
     whole = {group.number: group for group in ready}
     assert all(whole[group.number] == group for group in selection.left_over)
-    assert {g.number for g in ready if g.kept} == {*issues, *(g.number for g in selection.left_over)}
+    assert {g.number for g in ready if g.kept} == {
+        *issues,
+        *(g.number for g in selection.left_over),
+    }
     shuffled = list(ready)
     random.shuffle(shuffled)
     assert select(shuffled, target, settings) == selection
@@ -189,7 +228,9 @@ def test_the_largest_spread_trains_first_and_the_cut_is_surplus() -> None:
     selection = select([rest, wide, plain], 4, FilteringSettings())
     assert [group.number for group in selection.train] == [3, 7]
     assert selection.train[1] == wide
-    assert [m.status for m in selection.train[0].members] == [None] + [Status(TrajectoryState.SURPLUS, "cut")] * 3
+    assert [m.status for m in selection.train[0].members] == [None] + [
+        Status(TrajectoryState.SURPLUS, "cut")
+    ] * 3
     assert selection.train[0].kept[0].summary.id == TrajectoryId(3, 0)
     assert selection.left_over == (rest,)
 
@@ -200,12 +241,17 @@ def test_a_group_of_equal_rewards_ranks_by_what_its_advantages_differ(kind: str)
     with_, members = EQUAL_REWARDS[kind]
     how = build_advantage(AdvantageChoice.model_validate({"kind": kind, "with": with_}))
     outcomes = [Scored(1.0, one.get("components", {})) for one in members]
-    summaries = [{name: value for name, value in one.items() if name != "components"} for one in members]
+    summaries = [
+        {name: value for name, value in one.items() if name != "components"} for one in members
+    ]
     alike = [(outcomes[0], summaries[0])] * 3
     other = (outcomes[1], summaries[1])
 
     def made(number: int, played: Sequence[tuple[Scored, dict[str, Any]]]) -> Group:
-        rows = tuple(make_member(TrajectoryId(number, i), outcome, **summary) for i, (outcome, summary) in enumerate(played))
+        rows = tuple(
+            make_member(TrajectoryId(number, i), outcome, **summary)
+            for i, (outcome, summary) in enumerate(played)
+        )
         return with_advantages(Group(number, Task("t", ()), rows), how)
 
     flat, differing = made(1, alike), made(2, [*alike[:2], other])
@@ -221,18 +267,33 @@ def test_issue_order_ignores_the_spread_and_ranking_needs_one() -> None:
 
 
 def test_where_groups_are_carried_over_none_is_passed_over_until_it_is_stale() -> None:
-    old = [scored(4, [0.5, 0.0], first_version=Version(0, 1)), scored(5, [0.6, 0.0], first_version=Version(0, 1))]
+    old = [
+        scored(4, [0.5, 0.0], first_version=Version(0, 1)),
+        scored(5, [0.6, 0.0], first_version=Version(0, 1)),
+    ]
     new = scored(3, [9.0, 0.0], first_version=Version(0, 2))
     chosen = select([new, *old], 4, FilteringSettings(), oldest_first=True)
     assert [group.number for group in chosen.train] == [4, 5]
     chosen = select([new, *old], 2, FilteringSettings(), oldest_first=True)
     assert [group.number for group in chosen.train] == [5], "of one version, the largest spread"
     replayed = new.map({i: replace(member, replayed=True) for i, member in enumerate(new.members)})
-    assert select([replayed, *old], 4, FilteringSettings(), oldest_first=True).left_over == (replayed,)
-    partial = new.map({0: replace(new.members[0], summary=replace(new.members[0].summary, first_version=Version(0, 0)))})
+    assert select([replayed, *old], 4, FilteringSettings(), oldest_first=True).left_over == (
+        replayed,
+    )
+    partial = new.map(
+        {
+            0: replace(
+                new.members[0], summary=replace(new.members[0].summary, first_version=Version(0, 0))
+            )
+        }
+    )
     assert select([partial, *old], 2, FilteringSettings(), oldest_first=True).train == (partial,)
-    without = partial.map({0: replace(partial.members[0], status=Status(TrajectoryState.FILTERED, "max_length"))})
-    assert select([without, *old], 4, FilteringSettings(), oldest_first=True).left_over == (without,)
+    without = partial.map(
+        {0: replace(partial.members[0], status=Status(TrajectoryState.FILTERED, "max_length"))}
+    )
+    assert select([without, *old], 4, FilteringSettings(), oldest_first=True).left_over == (
+        without,
+    )
 
 
 def test_refilling_goes_on_within_the_budget_then_trains_less_or_stops_with_counts() -> None:
@@ -240,7 +301,9 @@ def test_refilling_goes_on_within_the_budget_then_trains_less_or_stops_with_coun
     assert enough(8, 8, 1, settings, {})
     assert not enough(0, 8, 2, settings, {})
     assert enough(4, 8, 3, settings, {})
-    with pytest.raises(GenerationBudgetSpent, match=r"3 of 8 .* 3 generation batches.*filtered\[all_wrong\] 21"):
+    with pytest.raises(
+        GenerationBudgetSpent, match=r"3 of 8 .* 3 generation batches.*filtered\[all_wrong\] 21"
+    ):
         enough(3, 8, 3, settings, {"filtered[all_wrong]": 21})
 
 
@@ -252,7 +315,9 @@ def test_a_budget_that_cut_answers_spent_is_not_blamed_on_the_tasks() -> None:
     assert "choose tasks" not in str(all_cut.value)
     with pytest.raises(GenerationBudgetSpent, match="200 of these 256 answers were cut"):
         enough(0, 8, 3, settings, counts, cut=200)
-    with pytest.raises(GenerationBudgetSpent, match="choose tasks that the policy sometimes solves"):
+    with pytest.raises(
+        GenerationBudgetSpent, match="choose tasks that the policy sometimes solves"
+    ):
         enough(0, 8, 3, settings, counts, cut=20)
 
 

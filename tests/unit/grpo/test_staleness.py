@@ -37,8 +37,16 @@ def test_due_is_what_the_present_version_is_the_last_to_train_on() -> None:
     assert is_due(Version(0, 3), Version(1, 5), 2, inherited={0: 4})
 
 
-@given(st.integers(0, 3), st.integers(1, 64), st.integers(0, 300), st.integers(0, 300), st.floats(0.05, 1))
-def test_what_starts_stays_within_the_bound(max_staleness: int, target: int, ready: int, in_flight: int, acceptance: float) -> None:
+@given(
+    st.integers(0, 3),
+    st.integers(1, 64),
+    st.integers(0, 300),
+    st.integers(0, 300),
+    st.floats(0.05, 1),
+)
+def test_what_starts_stays_within_the_bound(
+    max_staleness: int, target: int, ready: int, in_flight: int, acceptance: float
+) -> None:
     slots = open_slots(max_staleness, target, ready, in_flight, acceptance)
     bound = (max_staleness + 1) * target
     assert 0 <= slots <= bound

@@ -1,4 +1,6 @@
-"""``judge check`` on a judge that is not ready: one line with every condition that a person must mend."""
+"""``judge check`` on a judge that is not ready: one line with every condition that a person must
+mend.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ import pytest
 from rayloop.cli import main
 
 FAILING = {
-    "model": f"InfrastructureFailure: http://model.example:8000/v1: ConnectError: {'no route to host ' * 12}",
+    "model": (
+        "InfrastructureFailure: http://model.example:8000/v1: ConnectError:"
+        f" {'no route to host ' * 12}"
+    ),
     "canary": "was not judged yet",
     "queue": "512 items are held, the limit is 512",
 }
@@ -26,7 +31,9 @@ class NotReady(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
-def test_each_failing_condition_is_named_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_failing_condition_is_named_with_its_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), NotReady) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         assert main(["judge", "check", f"http://127.0.0.1:{server.server_address[1]}"]) == 1

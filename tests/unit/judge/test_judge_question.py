@@ -10,7 +10,30 @@ from hypothesis import strategies as st
 
 from rayloop.judge.rules.question import Question
 
-PIECES = ("1", "2", "20", ".", ",", " ", ")", ":", "is", "(", "A", "①", "-", "x", "1.5", "-5", "\u00a0", "\n", ";", "]", "=", "³")
+PIECES = (
+    "1",
+    "2",
+    "20",
+    ".",
+    ",",
+    " ",
+    ")",
+    ":",
+    "is",
+    "(",
+    "A",
+    "①",
+    "-",
+    "x",
+    "1.5",
+    "-5",
+    "\u00a0",
+    "\n",
+    ";",
+    "]",
+    "=",
+    "³",
+)
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=9).map("".join)
 NUMBERS = st.sampled_from(("1", "2", "20", "1.5", "-5", "+2", ".5", "1,000"))
 
@@ -26,7 +49,9 @@ def test_a_hint_is_found_in_any_case() -> None:
 @example("2 -5", "2", "-5")
 @example("② 20", "2", "20")
 def test_numbers_that_stand_for_each_other(text: str, first: str, second: str) -> None:
-    pair = rf"(?<![\w.,]){re.escape(first)} ?(?:[).:\]=–-]|is\b)? ?{re.escape(second)}(?!\w|[.,][0-9])"
+    pair = (
+        rf"(?<![\w.,]){re.escape(first)} ?(?:[).:\]=–-]|is\b)? ?{re.escape(second)}(?!\w|[.,][0-9])"
+    )
     plain = re.sub("[①-⑳]", lambda found: f"{ord(found[0]) - 0x245F})", text)
     assert Question(text).labels(first, second) is (re.search(pair, plain) is not None)
 
@@ -45,7 +70,9 @@ def test_a_mark_that_is_offered(text: str, mark: str) -> None:
     assert Question(text).offers(mark) is (re.search(option, text) is not None)
 
 
-def test_what_never_stands_in_the_question_makes_no_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_never_stands_in_the_question_makes_no_pattern(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def never(*_: object) -> None:
         raise AssertionError("a pattern was made, which costs more than all the rest of a reward")
 

@@ -27,7 +27,9 @@ from rayloop.judge.rules.question import Question
 from tests.support.growth import grows_with_length
 
 RUBRIC = load_rubrics()["equivalence"]
-PAIRS = yaml.safe_load((Path(__file__).parents[2] / "data" / "judge" / "rule_pairs.yaml").read_text(encoding="utf-8"))
+PAIRS = yaml.safe_load(
+    (Path(__file__).parents[2] / "data" / "judge" / "rule_pairs.yaml").read_text(encoding="utf-8")
+)
 LABELS = {"right": True, "wrong": False, "open": None}
 
 
@@ -35,19 +37,24 @@ def pairs() -> list[tuple[str, str, str, str, str, str]]:
     """What the pair is about, question, source, reference, answer, label."""
     return [
         (group["about"], group.get("question", ""), group.get("source", ""), *pair)
-        for group in PAIRS["groups"] for pair in group["pairs"]
-    ]  # fmt: skip
+        for group in PAIRS["groups"]
+        for pair in group["pairs"]
+    ]
 
 
 @pytest.mark.parametrize(("about", "question", "source", "reference", "answer", "label"), pairs())
-def test_rules_decide(about: str, question: str, source: str, reference: str, answer: str, label: str) -> None:
+def test_rules_decide(
+    about: str, question: str, source: str, reference: str, answer: str, label: str
+) -> None:
     item = JudgeItem(question=question, source=source, reference=reference, answer=answer)
     decision = decide_item(RUBRIC, item)
     assert decision.correct is LABELS[label], (about, decision)
     assert bool(decision.rule) == (label != "open")
 
 
-@pytest.mark.parametrize("pair", PAIRS["disputed"], ids=lambda pair: f"{pair['reference']}-{pair['answer']}")
+@pytest.mark.parametrize(
+    "pair", PAIRS["disputed"], ids=lambda pair: f"{pair['reference']}-{pair['answer']}"
+)
 def test_disputed_pairs_are_left_to_a_model(pair: dict[str, str]) -> None:
     assert pair["why"]
     asked = {key: pair.get(key, "") for key in ("question", "source", "reference", "answer")}
@@ -92,7 +99,16 @@ def test_a_tolerance_is_relative_and_for_measured_values_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["geometry_figures", "math_tables", "tabletop_spatial", "tablet_ui", "vsi_figure", "charter", "research"]
+    "source",
+    [
+        "geometry_figures",
+        "math_tables",
+        "tabletop_spatial",
+        "tablet_ui",
+        "vsi_figure",
+        "charter",
+        "research",
+    ],
 )
 def test_no_source_is_a_chart_by_accident(source: str) -> None:
     assert RUBRIC.tolerance_for(source) == 0
@@ -100,7 +116,10 @@ def test_no_source_is_a_chart_by_accident(source: str) -> None:
 
 
 def test_a_source_is_known_by_whole_words() -> None:
-    assert {RUBRIC.tolerance_for(name) for name in ("chart", "ChartQA", "my/chart_qa", "plotqa-v2", "evochart")} == {0.05}
+    assert {
+        RUBRIC.tolerance_for(name)
+        for name in ("chart", "ChartQA", "my/chart_qa", "plotqa-v2", "evochart")
+    } == {0.05}
     assert all(RUBRIC.is_formula(name) for name in ("math_8k", "gsm8k", "geometry3k", "mathvista"))
     assert RUBRIC.family("hr_bench_4k") == RUBRIC.family("v_star") == "visual_search"
     assert RUBRIC.family("tv_starwars") == "default"
@@ -108,21 +127,31 @@ def test_a_source_is_known_by_whole_words() -> None:
 
 def test_no_rule_contradicts_a_label() -> None:
     decided = [(one, decide_item(RUBRIC, one.item)) for one in calibration()]
-    wrong = [(one.id, d) for one, d in decided if d.correct is not None and d.correct is not (one.verdict == "correct")]
+    wrong = [
+        (one.id, d)
+        for one, d in decided
+        if d.correct is not None and d.correct is not (one.verdict == "correct")
+    ]
     assert not wrong
     assert not [one.id for one, d in decided if one.attack and d.correct]
     nothing = [(one.item, d) for one, d in decided if one.kind in ("empty", "opener")]
     assert {(item.reference, item.answer) for item, d in nothing if d.correct is None} == {
-        ("SUMMER SALE", "Solution"), ("Very satisfied", "Solution"), ("back-left", "解"), ("Norway, Finland", "-"),
+        ("SUMMER SALE", "Solution"),
+        ("Very satisfied", "Solution"),
+        ("back-left", "解"),
+        ("Norway, Finland", "-"),
         ("chair, lamp, door, sink", "かいせつ"),
-    }, "a word or a dash may be meant where words are wanted"  # fmt: skip
+    }, "a word or a dash may be meant where words are wanted"
     assert sum(d.correct is True for _, d in decided) >= 55
     assert sum(d.correct is False for _, d in decided) >= 85
 
 
 def test_options_are_read_from_the_question() -> None:
     assert Question("Which? (A) cat (B) a dog").options == {"A": "cat", "B": "dog"}
-    assert Question("Which?\nA. cat\nB. dog\nAnswer with a letter.").options == {"A": "cat", "B": "dog"}
+    assert Question("Which?\nA. cat\nB. dog\nAnswer with a letter.").options == {
+        "A": "cat",
+        "B": "dog",
+    }
     assert Question("Which? (a) cat (b) dog").options == {"A": "cat", "B": "dog"}
     assert Question("Which picture? (A) (B) (C)").options == {"A": "", "B": "", "C": ""}
     assert Question("Who is A. Smith?").options == {}
@@ -143,11 +172,76 @@ def test_long_lists_are_left_to_a_model() -> None:
 
 
 PIECES = [
-    "1", "2", "0", "9", "999", "1e", "e", "E", "10^", "x10^", "×", "^{", "}", "{", "/", "\\frac{", "\\boxed{",
-    "\\text{", "%", "$", "€", ".", ",", "-", "−", "+", "k", "million", "half", "ten", "two-", "²", "⁵", "½", "٣", "m",
-    "m2", "km/h", "per", "square", "°", "'", "\"", "(", ")", "[", "]", "A", "B.", "yes", "no", "and", "or", ">", "->",
-    "the", "inf", "nan", "İ", "ß", "ﬀ", "_", "1,000", ",000", "!", "?", "\u3164", "\ud83d", " ",
-]  # fmt: skip
+    "1",
+    "2",
+    "0",
+    "9",
+    "999",
+    "1e",
+    "e",
+    "E",
+    "10^",
+    "x10^",
+    "×",
+    "^{",
+    "}",
+    "{",
+    "/",
+    "\\frac{",
+    "\\boxed{",
+    "\\text{",
+    "%",
+    "$",
+    "€",
+    ".",
+    ",",
+    "-",
+    "−",
+    "+",
+    "k",
+    "million",
+    "half",
+    "ten",
+    "two-",
+    "²",
+    "⁵",
+    "½",
+    "٣",
+    "m",
+    "m2",
+    "km/h",
+    "per",
+    "square",
+    "°",
+    "'",
+    '"',
+    "(",
+    ")",
+    "[",
+    "]",
+    "A",
+    "B.",
+    "yes",
+    "no",
+    "and",
+    "or",
+    ">",
+    "->",
+    "the",
+    "inf",
+    "nan",
+    "İ",
+    "ß",
+    "ﬀ",
+    "_",
+    "1,000",
+    ",000",
+    "!",
+    "?",
+    "\u3164",
+    "\ud83d",
+    " ",
+]
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=7).map("".join) | st.text(max_size=60)
 
 
@@ -156,10 +250,14 @@ TEXTS = st.lists(st.sampled_from(PIECES), max_size=7).map("".join) | st.text(max
 @example("5 m", "1 " + "/".join("m" * 400), "", 0.0, False)
 @example("9" * 999, "9" * 998 + "8", "", 0.05, False)
 @example("(" * 400, "[" * 400, "A. ( B. [", 0.0, True)
-def test_any_texts_get_a_decision(reference: str, answer: str, question: str, tolerance: float, exact: bool) -> None:
+def test_any_texts_get_a_decision(
+    reference: str, answer: str, question: str, tolerance: float, exact: bool
+) -> None:
     decision = decide(reference, answer, question=question, tolerance=tolerance, exact=exact)
     assert decision.correct in (True, False, None)
-    assert decide(reference, answer, question=question, tolerance=tolerance, exact=exact) == decision
+    assert (
+        decide(reference, answer, question=question, tolerance=tolerance, exact=exact) == decision
+    )
 
 
 @given(TEXTS, TEXTS)
@@ -175,7 +273,9 @@ def test_only_a_blank_text_has_an_empty_plain_form(text: str) -> None:
 
 @given(st.integers(-(10**12), 10**12), st.integers(-(10**12), 10**12))
 def test_whole_numbers_are_equal_or_not(first: int, second: int) -> None:
-    assert decide(str(first), str(second)).correct is (first == second) or (first - second) % 100 == 0
+    assert (
+        decide(str(first), str(second)).correct is (first == second) or (first - second) % 100 == 0
+    )
     assert decide(f"{first:,}", str(first)).correct is True
 
 
@@ -190,13 +290,22 @@ def test_a_number_equals_itself_however_written(number: float) -> None:
 
 HOSTILE: dict[str, tuple[Callable[[str], object], Callable[[int], str]]] = {
     "boxes that never close": (boxed, lambda n: "\\boxed{" * n),
-    "boxes in an answer block": (lambda text: extract(text, "tagged_box"), lambda n: "<answer>" + "\\boxed{" * n + "</answer>"),
+    "boxes in an answer block": (
+        lambda text: extract(text, "tagged_box"),
+        lambda n: "<answer>" + "\\boxed{" * n + "</answer>",
+    ),
     "boxes that all close": (boxed, lambda n: "\\boxed{" * n + "}" * n),
     "tags that never close": (lambda text: extract(text, "tag"), lambda n: "<answer>" * n),
     "tokens in tokens": (lambda text: sanitise(text, 10**6), lambda n: "<s" * n + ">" * n),
     "bars in bars": (lambda text: sanitise(text, 10**6), lambda n: "<|" * n + "|>" * n),
-    "a list": (lambda text: decide(text, text + ", x", max_length=10**6), lambda n: ",".join(f"w{i}" for i in range(n))),
-    "a reversed list": (lambda text: decide(text, text[::-1], max_length=10**6), lambda n: "a, b" * n),
+    "a list": (
+        lambda text: decide(text, text + ", x", max_length=10**6),
+        lambda n: ",".join(f"w{i}" for i in range(n)),
+    ),
+    "a reversed list": (
+        lambda text: decide(text, text[::-1], max_length=10**6),
+        lambda n: "a, b" * n,
+    ),
     "mark-up": (plain, lambda n: "the answer is **\\text{" * n),
     "slashes": (lambda text: decide("1 m", text, max_length=10**6), lambda n: "1 m" + "/m" * n),
     "options": (lambda text: Question(text).options, lambda n: "(A) a (B) b" * n),
@@ -204,7 +313,9 @@ HOSTILE: dict[str, tuple[Callable[[str], object], Callable[[int], str]]] = {
 
 
 @pytest.mark.parametrize(("work", "text"), HOSTILE.values(), ids=HOSTILE.keys())
-def test_time_grows_with_the_length_not_with_its_square(work: Callable[[str], object], text: Callable[[int], str]) -> None:
+def test_time_grows_with_the_length_not_with_its_square(
+    work: Callable[[str], object], text: Callable[[int], str]
+) -> None:
     assert grows_with_length(work, text, 4_000)
 
 
@@ -219,7 +330,9 @@ def test_mean_relative_accuracy() -> None:
 
 
 @pytest.mark.parametrize(("reference", "answer"), [(10, 8.5), (10, 11.5), (100, 85), (20, 17)])
-def test_an_error_of_exactly_fifteen_per_cent_is_not_below_it(reference: float, answer: float) -> None:
+def test_an_error_of_exactly_fifteen_per_cent_is_not_below_it(
+    reference: float, answer: float
+) -> None:
     assert mean_relative_accuracy(reference, answer) == 0.7
 
 
@@ -255,7 +368,9 @@ def test_extract(text: str, how: str, answer: str | None) -> None:
 def test_boxes_nest() -> None:
     assert boxed("\\boxed{\\boxed{blue}}") == "blue"
     assert boxed("\\boxed{a{b}c}") == "a{b}c"
-    assert boxed("\\boxed{{7}}") == boxed("\\boxed{{{7} }}") == "7", "braces around all of it only group"
+    assert boxed("\\boxed{{7}}") == boxed("\\boxed{{{7} }}") == "7", (
+        "braces around all of it only group"
+    )
     assert boxed("\\boxed{{1},{2}}") == "{1},{2}"
     assert boxed("\\boxed{{}}") == ""
 
@@ -268,28 +383,65 @@ def test_a_brace_after_a_backslash_is_text() -> None:
 
 
 TOKENS = [
-    "<fim_prefix>", "<fim_suffix>", "<file_sep>", "<gh_stars>", "<reponame>", "<pad_0>", "<minimax:tool_call>",
-    "<arg_key>", "]~b]", "[e~[", "]~!b[", "<seed:think>", "<seed:bos>", "<[begin▁of▁sentence]>",
-    "<[end▁of▁sentence]>", "<ctrl99>", "<role>", "</role>", "<arg_value>", "<observation>", "<human>", "<R1>",
-    "<escape>", "<fake_token_around_image>", "<row_1_col_1>", "<global-img>", "<doc_sep>", "<empty_output>",
-    "<|im_start|>", "<s>", "[INST]", "<<SYS>>", "[IMG]",
-]  # fmt: skip
+    "<fim_prefix>",
+    "<fim_suffix>",
+    "<file_sep>",
+    "<gh_stars>",
+    "<reponame>",
+    "<pad_0>",
+    "<minimax:tool_call>",
+    "<arg_key>",
+    "]~b]",
+    "[e~[",
+    "]~!b[",
+    "<seed:think>",
+    "<seed:bos>",
+    "<[begin▁of▁sentence]>",
+    "<[end▁of▁sentence]>",
+    "<ctrl99>",
+    "<role>",
+    "</role>",
+    "<arg_value>",
+    "<observation>",
+    "<human>",
+    "<R1>",
+    "<escape>",
+    "<fake_token_around_image>",
+    "<row_1_col_1>",
+    "<global-img>",
+    "<doc_sep>",
+    "<empty_output>",
+    "<|im_start|>",
+    "<s>",
+    "[INST]",
+    "<<SYS>>",
+    "[IMG]",
+]
 
 
 @pytest.mark.parametrize("token", TOKENS)
 def test_special_tokens_do_not_reach_a_model(token: str) -> None:
     assert sanitise(f"a{token}b", 100) == "ab"
-    assert token not in sanitise(f"{token[:2]}{token}{token[2:]}", 100), "nor come about by a removal"
+    assert token not in sanitise(f"{token[:2]}{token}{token[2:]}", 100), (
+        "nor come about by a removal"
+    )
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", "a[0][1]", "x ]~ y", "<b>bold</b>", "[[1,2],[3,4]]", "a < b > c", "<row>", "<file>"])
+@pytest.mark.parametrize(
+    "text",
+    ["[1, 2]", "a[0][1]", "x ]~ y", "<b>bold</b>", "[[1,2],[3,4]]", "a < b > c", "<row>", "<file>"],
+)
 def test_what_only_looks_alike_stays(text: str) -> None:
     assert sanitise(text, 100) == text
 
 
-@pytest.mark.parametrize("head", ["<fim", "<", "<|", "<unused", "<tool_", "[END_", "[IMG_", "<candidate", "]~", "<["])
+@pytest.mark.parametrize(
+    "head", ["<fim", "<", "<|", "<unused", "<tool_", "[END_", "[IMG_", "<candidate", "]~", "<["]
+)
 def test_no_answer_keeps_the_judge_busy(head: str) -> None:
-    """A regular expression that can split a text in many ways tries them all where the end is none of a token."""
+    """A regular expression that can split a text in many ways tries them all where the end is none
+    of a token.
+    """
     began = time.thread_time()
     for part in ("_a", "a_", "1", "_1", "-a", "-", ":", " ", "/", "~"):
         for end in ("!>", "!]", ">", "]"):

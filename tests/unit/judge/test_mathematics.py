@@ -33,7 +33,9 @@ def verifier() -> Iterator[MathVerifier]:
         ("3", "x" * 1000, False),
     ],
 )
-def test_it_is_about_meaning(verifier: MathVerifier, reference: str, answer: str, same: bool | None) -> None:
+def test_it_is_about_meaning(
+    verifier: MathVerifier, reference: str, answer: str, same: bool | None
+) -> None:
     assert verifier.same(reference, answer) is same
 
 

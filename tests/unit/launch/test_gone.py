@@ -1,4 +1,6 @@
-"""When a node takes its head for gone, on a clock that a test moves: an entry that cannot be read, a network that is away."""
+"""When a node takes its head for gone, on a clock that a test moves: an entry that cannot be read,
+a network that is away.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ import pytest
 from rayloop.core.failures import AGAIN
 from rayloop.core.signals import StopSignals
 from rayloop.launch import node, rendezvous, restarts, slurm_job
-from rayloop.launch.rendezvous import SILENCE, UNPUBLISHED, Gone, Head, NoHead, Rendezvous, Unpublished
+from rayloop.launch.rendezvous import (
+    SILENCE,
+    UNPUBLISHED,
+    Gone,
+    Head,
+    NoHead,
+    Rendezvous,
+    Unpublished,
+)
 
 
 class Stage:
@@ -46,7 +56,9 @@ class Stage:
 @pytest.fixture
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     made = Stage(tmp_path)
-    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=lambda: made.now, sleep=made.sleep))
+    monkeypatch.setattr(
+        rendezvous, "time", SimpleNamespace(monotonic=lambda: made.now, sleep=made.sleep)
+    )
     monkeypatch.setattr(rendezvous, "accepts", lambda _: made.listens)
     return made
 
@@ -78,7 +90,13 @@ def failing(number: int) -> Callable[[Stage, pytest.MonkeyPatch], None]:
     return fail
 
 
-SPOILED = [unlinked, empty, partial, of_another_time, *map(failing, (errno.EIO, errno.ESTALE, errno.EACCES))]
+SPOILED = [
+    unlinked,
+    empty,
+    partial,
+    of_another_time,
+    *map(failing, (errno.EIO, errno.ESTALE, errno.EACCES)),
+]
 
 
 @pytest.mark.parametrize("spoil", SPOILED)
@@ -118,7 +136,10 @@ def test_a_head_that_cannot_be_reached_is_waited_for_45_s_and_not_for_ever(
         spoil(stage, None)
     stage.listens = False
     assert stage.after(look, 45) is None
-    assert capsys.readouterr().out == "node: 10.0.0.1:20001 accepts no connection: waiting, 60 s at most\n"
+    assert (
+        capsys.readouterr().out
+        == "node: 10.0.0.1:20001 accepts no connection: waiting, 60 s at most\n"
+    )
     stage.listens = True
     assert not look(), "the time counts anew"
     stage.listens = False
@@ -133,7 +154,9 @@ def test_another_head_counts_at_once(stage: Stage) -> None:
     assert look.replaced()
 
 
-def test_when_a_head_begins_to_leave_programs_save_and_workers_stay_while_it_listens(stage: Stage) -> None:
+def test_when_a_head_begins_to_leave_programs_save_and_workers_stay_while_it_listens(
+    stage: Stage,
+) -> None:
     worker, program = (Gone(stage.place, stage.head, saves) for saves in (False, True))
     stage.place.withdraw(stage.head, left=True)
     assert program()
@@ -143,7 +166,9 @@ def test_when_a_head_begins_to_leave_programs_save_and_workers_stay_while_it_lis
     assert worker()
 
 
-def test_a_worker_that_waits_says_what_it_cannot_read(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_waits_says_what_it_cannot_read(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rendezvous, "POLL", 0.01)
     partial(stage, monkeypatch)
     with pytest.raises(NoHead, match=r"within 0\.05 s: .*head\.json cannot be read: ") as error:
@@ -173,21 +198,28 @@ def test_a_head_without_its_folder_goes_on_for_a_documented_time(stage: Stage) -
 
 def test_a_head_ends_for_another_one(stage: Stage) -> None:
     look = Unpublished(stage.place, stage.head)
-    stage.place.publish(Head("10.0.0.2:20001", "http://10.0.0.2:20002", None, "other", None, 0, 2.0))
+    stage.place.publish(
+        Head("10.0.0.2:20001", "http://10.0.0.2:20002", None, "other", None, 0, 2.0)
+    )
     assert look()
     assert "has another head's entry, that of 10.0.0.2:20001 on other" in look.why
 
 
-# A head whose Ray ends -------------------------------------------------------------------------------------------------
+# A head whose Ray ends
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def led(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, list[int]]]:
-    """``node head`` over attempts of which each ends so; returns its code, and the port of each attempt."""
+    """``node head`` over attempts of which each ends so; returns its code, and the port of each
+    attempt.
+    """
     now = [0.0]
     monkeypatch.setattr(node, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
-    def run(ends: list[object], signals: StopSignals | None = None, seconds: float = 1.0) -> tuple[int, list[int]]:
+    def run(
+        ends: list[object], signals: StopSignals | None = None, seconds: float = 1.0
+    ) -> tuple[int, list[int]]:
         ports: list[int] = []
 
         def lead(*given: object) -> int:
@@ -215,32 +247,44 @@ def test_a_head_starts_ray_again_in_place(led: Callable[..., tuple[int, list[int
     assert len(ports) == 3
 
 
-def test_a_head_whose_ray_ends_again_and_again_gives_up_with_a_rate(led: Callable[..., tuple[int, list[int]]]) -> None:
+def test_a_head_whose_ray_ends_again_and_again_gives_up_with_a_rate(
+    led: Callable[..., tuple[int, list[int]]],
+) -> None:
     ends: list[object] = [node.RayEnded("Ray ended")] * 20
     with pytest.raises(node.RayEnded):
         led(ends)
     assert len(ends) == 20 - node.RESTARTS - 1
-    assert led([node.RayEnded("Ray ended")] * 20 + [0], seconds=700.0)[0] == 0, "one in ten minutes comes back"
+    assert led([node.RayEnded("Ray ended")] * 20 + [0], seconds=700.0)[0] == 0, (
+        "one in ten minutes comes back"
+    )
 
 
-def test_a_head_that_never_was_is_not_started_again(led: Callable[..., tuple[int, list[int]]]) -> None:
+def test_a_head_that_never_was_is_not_started_again(
+    led: Callable[..., tuple[int, list[int]]],
+) -> None:
     with pytest.raises(node.NodeFailed, match="did not open"):
         led([node.NodeFailed("ray start did not open"), 0])
 
 
-def test_a_head_in_whose_place_is_another_one_is_not_started_again(led: Callable[..., tuple[int, list[int]]]) -> None:
+def test_a_head_in_whose_place_is_another_one_is_not_started_again(
+    led: Callable[..., tuple[int, list[int]]],
+) -> None:
     with pytest.raises(node.Displaced):
         led([node.RayEnded("Ray ended"), node.Displaced("another head's entry"), 0])
 
 
-def test_a_head_that_was_asked_to_end_is_not_started_again(led: Callable[..., tuple[int, list[int]]]) -> None:
+def test_a_head_that_was_asked_to_end_is_not_started_again(
+    led: Callable[..., tuple[int, list[int]]],
+) -> None:
     signals = StopSignals()
     signals(15, None)
     with pytest.raises(node.RayEnded):
         led([node.RayEnded("Ray ended"), 0], signals)
 
 
-def test_without_slurm_a_program_that_the_machines_failed_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_slurm_a_program_that_the_machines_failed_is_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now, ends = [0.0], [69, node.NodeFailed("Ray ended"), 69, 0]
 
     def role(*_: object) -> int:
@@ -255,7 +299,14 @@ def test_without_slurm_a_program_that_the_machines_failed_is_begun_again(tmp_pat
     monkeypatch.setattr(restarts, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     monkeypatch.setattr(node, "adopt_orphans", lambda: None)
     monkeypatch.setattr(slurm_job, "job", lambda: None)
-    asks = argparse.Namespace(rendezvous=tmp_path, cluster="mine", role=role, program=["train"], requeue=3, ports="20000-29999")
+    asks = argparse.Namespace(
+        rendezvous=tmp_path,
+        cluster="mine",
+        role=role,
+        program=["train"],
+        requeue=3,
+        ports="20000-29999",
+    )
     assert node.run_node(asks) == 0
     assert now[0] == pytest.approx(15 + 30 + 60, abs=1)
     ends[:] = [69] * 5

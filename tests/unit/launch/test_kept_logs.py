@@ -24,19 +24,26 @@ def test_the_newest_bytes_are_kept(tmp_path: Path) -> None:
     write(logs, "gcs_server.out", b"newest", 3)
     write(logs, "empty.log", b"", 4)
     assert keep(logs, target, most=10) == 2
-    assert {str(f.relative_to(target)): f.read_bytes() for f in target.rglob("*") if f.is_file()} == {
-        "gcs_server.out": b"newest", "old/worker.err": b"6789",
-    }  # fmt: skip
+    assert {
+        str(f.relative_to(target)): f.read_bytes() for f in target.rglob("*") if f.is_file()
+    } == {
+        "gcs_server.out": b"newest",
+        "old/worker.err": b"6789",
+    }
     assert keep(logs, tmp_path / "others", but="worker*") == 2
     assert keep(logs, target) == 3
     assert (target / "raylet.out").read_bytes() == b"old" * 10
 
 
-def test_a_node_that_fails_keeps_its_logs_and_a_few_of_those_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_fails_keeps_its_logs_and_a_few_of_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ray_process, "ENDS", 2)
     for number in range(4):
         temporary = tmp_path / f"ray-{number}"
-        monkeypatch.setattr(ray_process.time, "strftime", lambda form, number=number: f"2026-{number}")
+        monkeypatch.setattr(
+            ray_process.time, "strftime", lambda form, number=number: f"2026-{number}"
+        )
         write(temporary / LOGS, "raylet.err", b"why", number)
         with pytest.raises(RuntimeError), ray_process.kept_logs(temporary, tmp_path / "rendezvous"):
             raise RuntimeError("Ray ended")

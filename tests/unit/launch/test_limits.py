@@ -50,7 +50,9 @@ def test_version_1(tmp_path: Path) -> None:
     memory = write(tmp_path / "groups" / "memory", memory__limit_in_bytes=2**63 - 4096)
     write(memory / "slurm" / "job_7", memory__limit_in_bytes=GIB, memory__usage_in_bytes=7)
     own = "12:cpu,cpuacct:/\n9:memory:/slurm/job_7\n0::/system.slice\n"
-    assert found(tmp_path, own) == MemoryLimit(GIB, 7, f"the control group {memory / 'slurm/job_7'}")
+    assert found(tmp_path, own) == MemoryLimit(
+        GIB, 7, f"the control group {memory / 'slurm/job_7'}"
+    )
     assert found(tmp_path, "9:memory:/\n") is None, "a number that stands for none"
 
 
@@ -63,7 +65,9 @@ def test_version_1(tmp_path: Path) -> None:
         ({"SLURM_MEM_PER_CPU": "512"}, None),
     ],
 )
-def test_what_a_slurm_job_asked_for(tmp_path: Path, environment: dict[str, str], most: int | None) -> None:
+def test_what_a_slurm_job_asked_for(
+    tmp_path: Path, environment: dict[str, str], most: int | None
+) -> None:
     limit = found(tmp_path, "", **environment)
     assert (limit and limit.most) == most
 
@@ -73,7 +77,10 @@ def test_ray_is_given_what_it_cannot_see(tmp_path: Path) -> None:
     given = ray_memory(None, limit)
     assert given["--object-store-memory"] <= 0.3 * GIB
     assert given["--memory"] + given["--object-store-memory"] == GIB
-    assert ray_memory(None, MemoryLimit(GIB // 8, None, "a small one"))["--object-store-memory"] == 75 * 2**20, "Ray takes no less"
+    assert (
+        ray_memory(None, MemoryLimit(GIB // 8, None, "a small one"))["--object-store-memory"]
+        == 75 * 2**20
+    ), "Ray takes no less"
     assert ray_memory(5, limit) == {"--object-store-memory": 5, "--memory": GIB - 5}
     assert ray_memory(None, None) == {}
     assert ray_memory(5, None) == {"--object-store-memory": 5}

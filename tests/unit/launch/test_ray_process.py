@@ -1,4 +1,6 @@
-"""The child processes of a node: they end with it, and nothing of our process runs between fork and exec."""
+"""The child processes of a node: they end with it, and nothing of our process runs between fork and
+exec.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,20 @@ RUN = "from rayloop.launch.ray_process import child; import os, sys\n"
 
 
 def test_a_child_starts_although_a_library_crashes_after_a_fork() -> None:
-    code = "os.register_at_fork(after_in_child=os.abort); sys.exit(child(['true'], os.environ).wait(30))"
-    assert subprocess.run([sys.executable, "-c", RUN + code], check=False, timeout=60).returncode == 0
+    code = (
+        "os.register_at_fork(after_in_child=os.abort); sys.exit(child(['true'],"
+        " os.environ).wait(30))"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", RUN + code], check=False, timeout=60).returncode == 0
+    )
 
 
 def test_a_child_ends_when_its_parent_is_killed() -> None:
     code = "one = child(['sleep', '300'], os.environ); print(one.pid, flush=True); sys.stdin.read()"
-    parent = subprocess.Popen([sys.executable, "-c", RUN + code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", RUN + code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert parent.stdout is not None
     process = psutil.Process(int(parent.stdout.readline()))
     until = time.monotonic() + 30
@@ -39,7 +48,9 @@ def test_a_child_ends_when_its_parent_is_killed() -> None:
 def test_a_program_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as log:
         assert child(["no-such-program"], os.environ, log).wait(30) == 127
-    assert (tmp_path / "log").read_text(encoding="utf-8") == "no-such-program: No such file or directory\n"
+    assert (tmp_path / "log").read_text(
+        encoding="utf-8"
+    ) == "no-such-program: No such file or directory\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -78,7 +89,13 @@ ray.kill()
 
 
 def test_a_node_waits_for_what_it_adopted_and_leaves_exit_codes_to_their_owners() -> None:
-    done = subprocess.run([sys.executable, "-c", RUN + ADOPTED], check=False, timeout=120, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN + ADOPTED],
+        check=False,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout == "GONE [] 0 None\n", done.stderr
 
 
@@ -91,4 +108,6 @@ os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
 reap()
 sys.exit(one.poll())
 """
-    assert subprocess.run([sys.executable, "-c", RUN + code], check=False, timeout=60).returncode == 7
+    assert (
+        subprocess.run([sys.executable, "-c", RUN + code], check=False, timeout=60).returncode == 7
+    )

@@ -22,12 +22,19 @@ def test_a_folder_that_is_too_long_for_sockets_is_refused_before_ray_starts(
     deep = tmp_path / ("long" * 12)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    with pytest.raises(ConfigError, match=r"too long paths\. Set TMPDIR to a folder of at most \d+ characters"), private_cluster():
+    with (
+        pytest.raises(
+            ConfigError, match=r"too long paths\. Set TMPDIR to a folder of at most \d+ characters"
+        ),
+        private_cluster(),
+    ):
         pass
     assert not any(deep.iterdir())
 
 
-def test_a_sweep_leaves_a_folder_alone_that_is_being_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_leaves_a_folder_alone_that_is_being_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another process starts a cluster when the lock's file is there, and not locked yet."""
     lock_file = ray_variables.lock_file
 
@@ -53,9 +60,13 @@ with temporary_folder():
 """
 
 
-def test_a_sweep_removes_the_folder_of_a_process_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_removes_the_folder_of_a_process_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    subprocess.run([sys.executable, "-c", KILLED], env={**os.environ, "TMPDIR": str(tmp_path)}, check=True)
+    subprocess.run(
+        [sys.executable, "-c", KILLED], env={**os.environ, "TMPDIR": str(tmp_path)}, check=True
+    )
     assert len(list(tmp_path.iterdir())) == 1
     sweep()
     assert not any(tmp_path.iterdir())

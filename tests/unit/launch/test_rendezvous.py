@@ -1,4 +1,6 @@
-"""The folder in which nodes find each other, and the blocks of ports: what is stale, what is replaced, what times out."""
+"""The folder in which nodes find each other, and the blocks of ports: what is stale, what is
+replaced, what times out.
+"""
 
 from __future__ import annotations
 
@@ -52,23 +54,34 @@ def nobody() -> str:
 def test_a_published_head_is_found(place: Rendezvous, listening: str) -> None:
     head = published(place, listening)
     assert place.wait(1) == head
-    assert [file.name for file in place.folder.iterdir() if file.name.startswith(".")] == [], "written aside and renamed"
+    assert [file.name for file in place.folder.iterdir() if file.name.startswith(".")] == [], (
+        "written aside and renamed"
+    )
 
 
-def test_the_token_is_private_and_only_its_path_is_published(place: Rendezvous, listening: str) -> None:
+def test_the_token_is_private_and_only_its_path_is_published(
+    place: Rendezvous, listening: str
+) -> None:
     token = place.open(insecure=False)
     assert token is not None
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     assert stat.S_IMODE(place.folder.stat().st_mode) == 0o700
     assert place.open(insecure=False) == token, "the same cluster keeps its token"
     place.publish(Head(listening, "http://127.0.0.1:1", str(token), "node", None, 0, time.time()))
-    assert token.read_text(encoding="utf-8") not in (place.folder / "head.json").read_text(encoding="utf-8")
+    assert token.read_text(encoding="utf-8") not in (place.folder / "head.json").read_text(
+        encoding="utf-8"
+    )
     assert Rendezvous(place.folder.parent, "open").open(insecure=True) is None
 
 
 def test_a_head_that_does_not_answer_is_stale(place: Rendezvous) -> None:
     published(place, nobody())
-    with pytest.raises(NoHead, match=r"the cluster mine within 0\.1 s: the entry in .* is stale: 127.* accepts no connection"):
+    with pytest.raises(
+        NoHead,
+        match=(
+            r"the cluster mine within 0\.1 s: the entry in .* is stale: 127.* accepts no connection"
+        ),
+    ):
         place.wait(0.1)
 
 
@@ -131,11 +144,17 @@ def test_a_cluster_s_name_is_that_of_a_folder(tmp_path: Path, name: str) -> None
 
 def test_an_entry_is_plain_json(place: Rendezvous, listening: str) -> None:
     published(place, listening, job="3")
-    assert json.loads((place.folder / "head.json").read_text(encoding="utf-8"))["address"] == listening
+    assert (
+        json.loads((place.folder / "head.json").read_text(encoding="utf-8"))["address"] == listening
+    )
 
 
 def test_nodes_on_one_machine_have_disjoint_ports() -> None:
-    with block(13_000, 13_199, ["a", "b"]) as small, pytest.raises(NoFreePorts), block(13_000, 13_199, ["a", "b"]):
+    with (
+        block(13_000, 13_199, ["a", "b"]) as small,
+        pytest.raises(NoFreePorts),
+        block(13_000, 13_199, ["a", "b"]),
+    ):
         pass
     assert small["b"] == small["a"] + 1
     assert small.workers == (13_003, 13_199)
@@ -161,14 +180,23 @@ def test_a_wrong_range_of_ports_is_refused(text: str) -> None:
 
 
 def test_a_range_without_room_for_workers_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a node needs 3 ports"), block(13_000, 13_004, ["a", "b"]):
+    with (
+        pytest.raises(ConfigError, match="a node needs 3 ports"),
+        block(13_000, 13_004, ["a", "b"]),
+    ):
         pass
 
 
-def test_a_worker_whose_ray_fails_tries_again_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_whose_ray_fails_tries_again_a_few_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments = argparse.Namespace(wait=1.0, program=[])
     monkeypatch.setattr(Rendezvous, "wait", lambda *_: "a head")
-    ends: list[Any] = [node.NodeFailed("too slow"), node.NodeFailed("too slow"), (node.End.SIGNAL, 0)]
+    ends: list[Any] = [
+        node.NodeFailed("too slow"),
+        node.NodeFailed("too slow"),
+        (node.End.SIGNAL, 0),
+    ]
 
     def join(*_: Any) -> Any:
         end = ends.pop(0)
@@ -178,7 +206,9 @@ def test_a_worker_whose_ray_fails_tries_again_a_few_times(tmp_path: Path, monkey
 
     pauses = list[float]()
     monkeypatch.setattr(node, "_join", join)
-    monkeypatch.setattr(node, "backed_off", lambda _, before: pauses.append(min(BACKOFF * 2**before, LONGEST)))
+    monkeypatch.setattr(
+        node, "backed_off", lambda _, before: pauses.append(min(BACKOFF * 2**before, LONGEST))
+    )
     assert node.worker(arguments, Rendezvous(tmp_path, "mine"), StopSignals()) == 0
     pauses.clear()
     ends[:] = [node.NodeFailed("too slow")] * node.ATTEMPTS
@@ -188,8 +218,12 @@ def test_a_worker_whose_ray_fails_tries_again_a_few_times(tmp_path: Path, monkey
     assert sum(pauses) >= 200, "its patience is one of seconds"
 
 
-def test_a_node_that_requeues_its_job_outlives_the_signal_that_this_brings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm ends the job's processes when it takes a job back, and the node's own exit code is still wanted."""
+def test_a_node_that_requeues_its_job_outlives_the_signal_that_this_brings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm ends the job's processes when it takes a job back, and the node's own exit code is
+    still wanted.
+    """
     asked, missed = list[int](), list[int]()
 
     def requeue() -> None:
@@ -206,7 +240,14 @@ def test_a_node_that_requeues_its_job_outlives_the_signal_that_this_brings(tmp_p
     monkeypatch.setattr(slurm_job, "requeue", requeue)
     monkeypatch.setattr(Rendezvous, "register", lambda *_, **__: None)
     monkeypatch.setattr(node, "adopt_orphans", lambda: None)
-    asks = argparse.Namespace(rendezvous=tmp_path, cluster="mine", role=role, program=["train"], requeue=3, ports="20000-29999")
+    asks = argparse.Namespace(
+        rendezvous=tmp_path,
+        cluster="mine",
+        role=role,
+        program=["train"],
+        requeue=3,
+        ports="20000-29999",
+    )
     with handling(lambda number, _: missed.append(number), signal.SIGTERM, signal.SIGUSR1):
         assert node.run_node(asks) == 75
     assert (asked, missed) == ([1], [])
@@ -230,9 +271,14 @@ def test_a_node_that_requeues_its_job_outlives_the_signal_that_this_brings(tmp_p
     ids=str,
 )
 def test_a_job_that_the_machines_ended_is_requeued_after_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Any, before: int, sent: int | None, waits: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ends: Any,
+    before: int,
+    sent: int | None,
+    waits: float,
     requeued: bool,
-) -> None:  # fmt: skip
+) -> None:
     """``sent``: a signal that comes while it waits."""
     now, asked = [0.0], list[int]()
 
@@ -253,7 +299,14 @@ def test_a_job_that_the_machines_ended_is_requeued_after_a_while(
     monkeypatch.setattr(slurm_job, "requeue", lambda: asked.append(1))
     monkeypatch.setattr(Rendezvous, "register", lambda *_, **__: None)
     monkeypatch.setattr(node, "adopt_orphans", lambda: None)
-    asks = argparse.Namespace(rendezvous=tmp_path, cluster="mine", role=role, program=["train"], requeue=10, ports="20000-29999")
+    asks = argparse.Namespace(
+        rendezvous=tmp_path,
+        cluster="mine",
+        role=role,
+        program=["train"],
+        requeue=10,
+        ports="20000-29999",
+    )
     assert node.run_node(asks) == (69 if isinstance(ends, Exception) else ends)
     assert len(asked) == requeued
     assert now[0] == pytest.approx(waits if sent is None else 0.5, abs=0.5)

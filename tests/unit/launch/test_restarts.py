@@ -1,4 +1,6 @@
-"""A program that the machines failed is started again, one that was stopped is not, and signals reach it."""
+"""A program that the machines failed is started again, one that was stopped is not, and signals
+reach it.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,17 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("codes", "ends", "left"),
-    [("0 5", 0, "5"), ("69 69 0 5", 0, "5"), ("69 69 69 5", 69, "5"), ("69 1 5", 1, "5"), ("75 5", 75, "5")],
+    [
+        ("0 5", 0, "5"),
+        ("69 69 0 5", 0, "5"),
+        ("69 69 69 5", 69, "5"),
+        ("69 1 5", 1, "5"),
+        ("75 5", 75, "5"),
+    ],
 )
-def test_what_the_machines_failed_is_started_again_and_not_for_ever(tmp_path: Path, codes: str, ends: int, left: str) -> None:
+def test_what_the_machines_failed_is_started_again_and_not_for_ever(
+    tmp_path: Path, codes: str, ends: int, left: str
+) -> None:
     (tmp_path / "codes").write_text(codes, encoding="utf-8")
     assert supervised([sys.executable, "-S", "-c", COUNTS, str(tmp_path / "codes")], 2) == ends
     assert (tmp_path / "codes").read_text(encoding="utf-8") == left

@@ -1,4 +1,6 @@
-"""``slurm``: what would be submitted, and its life on a Slurm of shell scripts (``make test-slurm`` has a real one)."""
+"""``slurm``: what would be submitted, and its life on a Slurm of shell scripts (``make test-slurm``
+has a real one).
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,15 @@ from rayloop.launch.slurm import SCRIPTS, SITE, SiteSettings, plan
 from tests.support.runs import ROOT
 
 FAKE = {
-    "sbatch": """echo "$@" >> $HERE/submitted; n=$(wc -l < $HERE/submitted); echo $n >> $HERE/active; echo "$n;cluster" """,
-    "squeue": """[ -s $HERE/active ] && sed 's/.*/& & RUNNING & name RUNNING 0:01 node/' $HERE/active; exit 0""",
-    "scancel": """echo "$@" >> $HERE/cancelled; [ "$1" = --batch ] && sed -i "/$3/d" $HERE/active || : > $HERE/active""",
+    "sbatch": (
+        """echo "$@" >> $HERE/submitted; n=$(wc -l < $HERE/submitted); echo $n >> $HERE/active; echo "$n;cluster" """
+    ),
+    "squeue": (
+        """[ -s $HERE/active ] && sed 's/.*/& & RUNNING & name RUNNING 0:01 node/' $HERE/active; exit 0"""
+    ),
+    "scancel": (
+        """echo "$@" >> $HERE/cancelled; [ "$1" = --batch ] && sed -i "/$3/d" $HERE/active || : > $HERE/active"""
+    ),
 }
 
 
@@ -35,7 +43,12 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_text(f"#!/bin/bash\nHERE={tmp_path}\n{body}\n", encoding="utf-8")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    site = {"cluster": "mine", "rendezvous": str(tmp_path / "shared"), "logs": str(tmp_path / "logs"), "worker": {"count": 3}}
+    site = {
+        "cluster": "mine",
+        "rendezvous": str(tmp_path / "shared"),
+        "logs": str(tmp_path / "logs"),
+        "worker": {"count": 3},
+    }
     (tmp_path / "site.yaml").write_text(yaml.safe_dump(site), encoding="utf-8")
     return tmp_path
 
@@ -52,22 +65,32 @@ def test_the_shipped_site_is_valid_and_its_scripts_exist() -> None:
 
 
 def test_jobs_of_a_cluster() -> None:
-    site = SiteSettings(cluster="mine", sbatch=("--account=a",), worker={"count": 3, "gres": "gpu:8", "node": ["--resource=r=1"]})
+    site = SiteSettings(
+        cluster="mine",
+        sbatch=("--account=a",),
+        worker={"count": 3, "gres": "gpu:8", "node": ["--resource=r=1"]},
+    )
     head, worker, train = plan(site, ["run.yaml", "steps=3"])
     assert not [option for option in head.command("17") if option.startswith("--dependency")]
-    assert {"--array=1-3", "--gres=gpu:8", "--account=a", "--dependency=after:17"} <= set(worker.command("17"))
+    assert {"--array=1-3", "--gres=gpu:8", "--account=a", "--dependency=after:17"} <= set(
+        worker.command("17")
+    )
     assert worker.arguments[1:] == ("mine", "--resource=r=1")
     assert train.arguments[1:] == ("mine", "run.yaml", "steps=3")
     assert len(plan(site, [])) == 2, "without a run, nothing trains"
 
 
-def test_render_prints_a_script_that_submits_the_same(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_render_prints_a_script_that_submits_the_same(
+    fake: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert slurm(fake, "render") == 0
     subprocess.run(["bash", "-eu", "-c", capsys.readouterr().out], check=True)
     rendered = (fake / "submitted").read_text(encoding="utf-8")
     (fake / "submitted").unlink()
     assert slurm(fake, "up") == 0
-    assert (fake / "submitted").read_text(encoding="utf-8") == rendered.replace("after:1;cluster", "after:1")
+    assert (fake / "submitted").read_text(encoding="utf-8") == rendered.replace(
+        "after:1;cluster", "after:1"
+    )
 
 
 def test_up_status_down(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,18 +106,23 @@ def test_up_status_down(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (fake / "active").open("a", encoding="utf-8") as file:
         file.write("9\n")
     assert slurm(fake, "down") == 0
-    assert (fake / "cancelled").read_text(encoding="utf-8").splitlines() == ["--batch --signal=INT 9", "1 2"], (
-        "who may save comes first"
-    )
+    assert (fake / "cancelled").read_text(encoding="utf-8").splitlines() == [
+        "--batch --signal=INT 9",
+        "1 2",
+    ], "who may save comes first"
     assert not place.folder.exists()
     assert slurm(fake, "down") == 0, "nothing is there, and that is what was asked for"
 
 
-def test_what_cannot_work_is_refused_before_anything_is_submitted(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_work_is_refused_before_anything_is_submitted(
+    fake: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert slurm(fake, "up", "--set", "worker.count=0") == 2
     assert slurm(fake, "up", str(SCRIPTS / "site.yaml")) == 2, "not the configuration of a run"
     assert not (fake / "submitted").exists()
-    (fake / "sbatch").write_text("#!/bin/bash\necho 'sbatch: error: invalid partition' >&2; exit 1", encoding="utf-8")
+    (fake / "sbatch").write_text(
+        "#!/bin/bash\necho 'sbatch: error: invalid partition' >&2; exit 1", encoding="utf-8"
+    )
     assert slurm(fake, "up") == 1
     assert "invalid partition" in capsys.readouterr().err
 
@@ -122,7 +150,9 @@ def test_a_node_knows_its_job(fake: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def knows(fake: Path, address: str) -> None:
     """Slurm's word for where this node is."""
-    (fake / "scontrol").write_text(f"#!/bin/bash\necho NodeName=gpu1 NodeAddr={address} NodeHostName=gpu1", encoding="utf-8")
+    (fake / "scontrol").write_text(
+        f"#!/bin/bash\necho NodeName=gpu1 NodeAddr={address} NodeHostName=gpu1", encoding="utf-8"
+    )
     (fake / "scontrol").chmod(0o755)
 
 
@@ -135,12 +165,16 @@ def outward(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("named", ["127.0.1.1", "127.0.0.1", "localhost"])
-def test_an_address_that_others_cannot_reach_is_not_published(fake: Path, outward: str, named: str) -> None:
+def test_an_address_that_others_cannot_reach_is_not_published(
+    fake: Path, outward: str, named: str
+) -> None:
     knows(fake, named)
     assert slurm_job.node_address() == outward
 
 
-def test_a_name_that_only_the_controller_knows_is_not_published(fake: Path, outward: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_only_the_controller_knows_is_not_published(
+    fake: Path, outward: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def unknown(name: str) -> str:
         raise OSError(f"{name}: Name or service not known")
 
@@ -149,7 +183,9 @@ def test_a_name_that_only_the_controller_knows_is_not_published(fake: Path, outw
     assert slurm_job.node_address() == outward
 
 
-def test_without_scontrol_the_route_tells_the_address(monkeypatch: pytest.MonkeyPatch, outward: str) -> None:
+def test_without_scontrol_the_route_tells_the_address(
+    monkeypatch: pytest.MonkeyPatch, outward: str
+) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert slurm_job.node_address() == outward
 
@@ -190,7 +226,18 @@ def test_a_job_that_cannot_requeue_itself_says_so_before_ray_starts(
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     seen: list[int] = []
-    words = ["node", "worker", "--cluster", "c", "--rendezvous", str(tmp_path), "--requeue", "3", "--", "true"]
+    words = [
+        "node",
+        "worker",
+        "--cluster",
+        "c",
+        "--rendezvous",
+        str(tmp_path),
+        "--requeue",
+        "3",
+        "--",
+        "true",
+    ]
     arguments = parsed(words)
 
     def role(a: argparse.Namespace, *_: Any) -> int:
@@ -203,11 +250,15 @@ def test_a_job_that_cannot_requeue_itself_says_so_before_ray_starts(
     text = capsys.readouterr().out
     assert "--requeue does nothing without scontrol" in text
     low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split()
-    assert f"open between the nodes: 20000-29999 (Ray), and {low}-{high} (the policy's ranks" in text, "before anything hangs"
+    assert (
+        f"open between the nodes: 20000-29999 (Ray), and {low}-{high} (the policy's ranks" in text
+    ), "before anything hangs"
 
 
 def test_a_site_has_a_place_for_modules_a_container_and_a_network(tmp_path: Path) -> None:
-    site = SiteSettings(setup=str(tmp_path / "setup.sh"), container="apptainer exec --nv image.sif", interface="ib0")
+    site = SiteSettings(
+        setup=str(tmp_path / "setup.sh"), container="apptainer exec --nv image.sif", interface="ib0"
+    )
     head = plan(site, [])[0]
     (export,) = (option for option in head.options if option.startswith("--export="))
     assert export.endswith(
@@ -219,20 +270,32 @@ def test_a_site_has_a_place_for_modules_a_container_and_a_network(tmp_path: Path
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.sbatch")), ids=lambda path: path.stem)
-def test_scripts_read_the_setup_and_run_python_in_the_container(script: Path, tmp_path: Path) -> None:
+def test_scripts_read_the_setup_and_run_python_in_the_container(
+    script: Path, tmp_path: Path
+) -> None:
     (tmp_path / "setup.sh").write_text("loaded=yes; export loaded", encoding="utf-8")
     (tmp_path / "srun").write_text("#!/bin/bash\nexit 0", encoding="utf-8")
     (tmp_path / "contain").write_text('#!/bin/bash\necho "$loaded $@"', encoding="utf-8")
     for name in ("srun", "contain"):
         (tmp_path / name).chmod(0o755)
     variables = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}", "RAYLOOP_SETUP": str(tmp_path / "setup.sh"),
-        "RAYLOOP_CONTAINER": "contain --nv", "RAYLOOP_PYTHON": "python", "SLURM_JOB_NUM_NODES": "2",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "RAYLOOP_SETUP": str(tmp_path / "setup.sh"),
+        "RAYLOOP_CONTAINER": "contain --nv",
+        "RAYLOOP_PYTHON": "python",
+        "SLURM_JOB_NUM_NODES": "2",
         "SLURM_ARRAY_TASK_ID": "0",
-    }  # fmt: skip
-    done = subprocess.run(["bash", "-x", str(script), "mine", "run.yaml"], env=variables, capture_output=True, text=True)
+    }
+    done = subprocess.run(
+        ["bash", "-x", str(script), "mine", "run.yaml"],
+        env=variables,
+        capture_output=True,
+        text=True,
+    )
     fixed = script.name == "fixed_size.sbatch"
-    said = done.stderr if fixed else done.stdout  # of that script the container's output is read by the shell
+    said = (
+        done.stderr if fixed else done.stdout
+    )  # of that script the container's output is read by the shell
     starts = {"fixed_size": ".launch.fixed_size", "eval": " eval "}.get(script.stem, " node ")
     assert f"yes --nv python -m rayloop{starts}" in said
 
@@ -240,53 +303,82 @@ def test_scripts_read_the_setup_and_run_python_in_the_container(script: Path, tm
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.sbatch")), ids=lambda path: path.stem)
 def test_scripts_are_thin_and_hold_no_address(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)
-    lines = [line for line in script.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+    lines = [
+        line
+        for line in script.read_text(encoding="utf-8").splitlines()
+        if line and not line.startswith("#")
+    ]
     assert len(lines) < (14 if script.name == "fixed_size.sbatch" else 12)
-    starts = {"fixed_size": "ray.scripts.scripts symmetric-run", "eval": "-m rayloop eval"}.get(script.stem, "-m rayloop node")
+    starts = {"fixed_size": "ray.scripts.scripts symmetric-run", "eval": "-m rayloop eval"}.get(
+        script.stem, "-m rayloop node"
+    )
     assert starts in script.read_text(encoding="utf-8")
 
 
-def evaluated(folder: Path, number: int, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def evaluated(
+    folder: Path, number: int, *arguments: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """What element ``number`` of the array runs; ``python`` prints its arguments."""
     (folder / "python").write_text('#!/bin/bash\nprintf "%s\\n" "$@"', encoding="utf-8")
     (folder / "python").chmod(0o755)
-    known = {"PATH": "/usr/bin:/bin", "RAYLOOP_PYTHON": str(folder / "python"), "SLURM_ARRAY_TASK_ID": str(number), **variables}
-    return subprocess.run(["bash", SCRIPTS / "eval.sbatch", *arguments], env=known, capture_output=True, text=True)
+    known = {
+        "PATH": "/usr/bin:/bin",
+        "RAYLOOP_PYTHON": str(folder / "python"),
+        "SLURM_ARRAY_TASK_ID": str(number),
+        **variables,
+    }
+    return subprocess.run(
+        ["bash", SCRIPTS / "eval.sbatch", *arguments], env=known, capture_output=True, text=True
+    )
 
 
 def test_an_array_evaluates_a_checkpoint_on_each_chart_benchmark(tmp_path: Path) -> None:
     text = (SCRIPTS / "eval.sbatch").read_text(encoding="utf-8")
     asked = [
-        evaluated(tmp_path, number, "run.yaml", "runs/mine", "--samples=2", "model.min_pixels=376320").stdout.splitlines()
+        evaluated(
+            tmp_path, number, "run.yaml", "runs/mine", "--samples=2", "model.min_pixels=376320"
+        ).stdout.splitlines()
         for number in range(6)
     ]
     assert "--array=0-5" in text
     found = [parsed(words[2:]) for words in asked]
     assert all(words[:2] == ["-m", "rayloop"] for words in asked)
-    assert sorted(one.benchmark for one in found) == sorted(path.stem for path in (ROOT / "recipes/chart_rvr/benchmarks").iterdir())
-    assert {(str(one.config), str(one.checkpoint), one.samples, *one.overrides) for one in found} == {
-        ("run.yaml", "runs/mine", 2, "model.min_pixels=376320")
-    }
+    assert sorted(one.benchmark for one in found) == sorted(
+        path.stem for path in (ROOT / "recipes/chart_rvr/benchmarks").iterdir()
+    )
+    assert {
+        (str(one.config), str(one.checkpoint), one.samples, *one.overrides) for one in found
+    } == {("run.yaml", "runs/mine", 2, "model.min_pixels=376320")}
 
 
 def test_an_array_of_other_benchmarks_has_an_element_for_each(tmp_path: Path) -> None:
     named = {"RAYLOOP_BENCHMARKS": "screenspot chartqa"}
-    assert "--benchmark\nchartqa\n" in evaluated(tmp_path, 1, "run.yaml", "runs/mine", **named).stdout
+    assert (
+        "--benchmark\nchartqa\n" in evaluated(tmp_path, 1, "run.yaml", "runs/mine", **named).stdout
+    )
     beyond = evaluated(tmp_path, 2, "run.yaml", "runs/mine", **named)
     assert beyond.returncode
     assert "no benchmark has the number 2: --array=0-1" in beyond.stderr
-    assert "usage: sbatch eval.sbatch CONFIG CHECKPOINT" in evaluated(tmp_path, 0, "run.yaml").stderr
+    assert (
+        "usage: sbatch eval.sbatch CONFIG CHECKPOINT" in evaluated(tmp_path, 0, "run.yaml").stderr
+    )
 
 
-def test_a_fixed_size_job_gets_a_token_and_the_variables_of_our_own_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fixed_size_job_gets_a_token_and_the_variables_of_our_own_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ray reads them at its start, and ``ray symmetric-run`` sets none."""
-    monkeypatch.setattr(slurm_job, "node_address", {None: "10.0.0.1", "ib0": "10.1.0.1"}.__getitem__)
+    monkeypatch.setattr(
+        slurm_job, "node_address", {None: "10.0.0.1", "ib0": "10.1.0.1"}.__getitem__
+    )
     asked = {"SLURM_JOB_ID": "70017", "RAYLOOP_RENDEZVOUS": str(tmp_path)}
     found = fixed_size.variables(asked)
     token = Path(found["RAY_AUTH_TOKEN_PATH"])
     assert token.stat().st_mode & 0o077 == 0
     assert node_settings(token, runs_jobs=True).items() <= found.items()
-    assert found[SUBREAPER] == "false", "else symmetric-run would read the exit code of every run as 0"
+    assert found[SUBREAPER] == "false", (
+        "else symmetric-run would read the exit code of every run as 0"
+    )
     assert found["RAYLOOP_HEAD"] == "10.0.0.1:20017"
     assert "10.0.0.1" in found["NO_PROXY"].split(",")
     assert "NCCL_SOCKET_IFNAME" not in found
@@ -300,13 +392,22 @@ def test_a_fixed_size_job_gets_a_token_and_the_variables_of_our_own_nodes(tmp_pa
 
 @pytest.mark.parametrize(
     ("code", "restarts", "signalled", "requeued"),
-    [(75, 0, True, True), (75, 19, False, True), (75, 20, False, False), (0, 0, False, False), (1, 0, False, False)],
+    [
+        (75, 0, True, True),
+        (75, 19, False, True),
+        (75, 20, False, False),
+        (0, 0, False, False),
+        (1, 0, False, False),
+    ],
 )
 def test_a_fixed_size_job_is_requeued_when_its_run_has_saved(
     tmp_path: Path, code: int, restarts: int, signalled: bool, requeued: bool
 ) -> None:
     """``srun`` and ``scontrol`` are scripts; of the real ones tests/deploy/slurm has a test."""
-    warned = f"trap 'exit {code}' TERM; echo $$ >/tmp/rayloop-$SLURM_JOB_ID.pid; kill -USR1 $PPID; sleep 20 & wait"
+    warned = (
+        f"trap 'exit {code}' TERM; echo $$ >/tmp/rayloop-$SLURM_JOB_ID.pid; kill -USR1 $PPID; sleep"
+        " 20 & wait"
+    )
     for name, body in {
         "srun": f'echo "$@" >{tmp_path}/srun.txt; {warned if signalled else f"exit {code}"}',
         "scontrol": f'echo "$@" >{tmp_path}/scontrol.txt',
@@ -316,10 +417,16 @@ def test_a_fixed_size_job_is_requeued_when_its_run_has_saved(
         (tmp_path / name).chmod(0o755)
     job = f"4{os.getpid()}"
     environment = {
-        "PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": job, "SLURM_CPUS_ON_NODE": "8", "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_RESTART_COUNT": str(restarts), "RAYLOOP_PYTHON": str(tmp_path / "python"),
-    }  # fmt: skip
-    done = subprocess.run(["bash", SCRIPTS / "fixed_size.sbatch", "run.yaml", "steps=3"], env=environment, timeout=30)
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "SLURM_JOB_ID": job,
+        "SLURM_CPUS_ON_NODE": "8",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_RESTART_COUNT": str(restarts),
+        "RAYLOOP_PYTHON": str(tmp_path / "python"),
+    }
+    done = subprocess.run(
+        ["bash", SCRIPTS / "fixed_size.sbatch", "run.yaml", "steps=3"], env=environment, timeout=30
+    )
     Path(f"/tmp/rayloop-{job}.pid").unlink(missing_ok=True)
     assert done.returncode == code
     asked = (tmp_path / "srun.txt").read_text(encoding="utf-8")

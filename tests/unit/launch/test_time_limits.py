@@ -1,5 +1,7 @@
-"""Slurm's warning of the time limit reaches head, worker and training in every order: the run is saved while all it needs is there,
-and each job is requeued. Ray is made up: of a node's Ray there are open ports and a file."""
+"""Slurm's warning of the time limit reaches head, worker and training in every order: the run is
+saved while all it needs is there, and each job is requeued. Ray is made up: of a node's Ray there
+are open ports and a file.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ GAP = 0.2
 
 
 def listening(address: str, port: int) -> socket.socket:
-    """A child that another thread starts holds what was open then until it runs its program: also a port that was only tried."""
+    """A child that another thread starts holds what was open then until it runs its program: also a
+    port that was only tried.
+    """
     for left in reversed(range(200)):
         try:
             return socket.create_server((address, port))
@@ -67,9 +71,20 @@ class Site:
     def start(self, name: str, role: Any, *program: str) -> None:
         ports = self.ports + 30 * len(self.asked)
         asked = argparse.Namespace(
-            cluster="mine", insecure=True, ports=f"{ports}-{ports + 29}", interface=None, temp_dir=Path("/tmp"), num_cpus=0,
-            num_gpus=0, resource=[], object_store_memory=None, grace=4.0, wait=30.0, requeue=3, program=list(program),
-        )  # fmt: skip
+            cluster="mine",
+            insecure=True,
+            ports=f"{ports}-{ports + 29}",
+            interface=None,
+            temp_dir=Path("/tmp"),
+            num_cpus=0,
+            num_gpus=0,
+            resource=[],
+            object_store_memory=None,
+            grace=4.0,
+            wait=30.0,
+            requeue=3,
+            program=list(program),
+        )
 
         def be() -> None:
             self.codes[name] = role(asked, self.place, self.signals[name])
@@ -102,10 +117,16 @@ class Site:
 def sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Site]:
     """One for each order, all at once: they wait more than they compute."""
     orders = list(permutations(("head", "worker", "train")))
-    first = 11_000 + os.getpid() % 30 * 600  # below what the kernel gives away; another clone's tests have others
-    made = [Site(tmp_path / "-".join(order), order, first + 100 * at) for at, order in enumerate(orders)]
+    first = (
+        11_000 + os.getpid() % 30 * 600
+    )  # below what the kernel gives away; another clone's tests have others
+    made = [
+        Site(tmp_path / "-".join(order), order, first + 100 * at) for at, order in enumerate(orders)
+    ]
 
-    def ray_node(options: object, address: str, ports: Ports, folder: object, settings: object) -> Any:
+    def ray_node(
+        options: object, address: str, ports: Ports, folder: object, settings: object
+    ) -> Any:
         (mine,) = (site for site in made if threading.current_thread() in site.threads)
         return mine.ray(address, ports)
 
@@ -134,5 +155,8 @@ def test_a_run_is_saved_whoever_is_warned_first(sites: list[Site]) -> None:
         for thread in site.threads:
             thread.join(30)
         assert site.codes == {"head": 0, "worker": 0, "train": 75}, site.order
-        assert all(node._again(site.asked[name], site.signals[name], code, 0) for name, code in site.codes.items())
+        assert all(
+            node._again(site.asked[name], site.signals[name], code, 0)
+            for name, code in site.codes.items()
+        )
         assert list(site.there.iterdir()) == []

@@ -39,5 +39,7 @@ def test_a_step_logs_it_where_answers_state_a_confidence() -> None:
     group = make_group(0, [1.0, 0.0])
     sure = {"confidence": 0.9, "right": 1.0}
     said = group.map({0: replace(group.members[0], outcome=Scored(1.0, sure))})
-    assert step_metrics(Collected((said,), (said,)), 2)["reward/calibration_error"] == pytest.approx(0.1)
+    assert step_metrics(Collected((said,), (said,)), 2)[
+        "reward/calibration_error"
+    ] == pytest.approx(0.1)
     assert "reward/calibration_error" not in step_metrics(Collected((group,), (group,)), 2)

@@ -8,7 +8,19 @@ from math import comb
 
 import pytest
 
-from rayloop.measure.controls import BLIND, OTHER, RIGHT, SAME, SAMPLED, Item, by_column, pass_rates, solved_tasks, summarise, table
+from rayloop.measure.controls import (
+    BLIND,
+    OTHER,
+    RIGHT,
+    SAME,
+    SAMPLED,
+    Item,
+    by_column,
+    pass_rates,
+    solved_tasks,
+    summarise,
+    table,
+)
 from rayloop.measure.intervals import pass_at
 
 
@@ -30,11 +42,19 @@ def test_what_makes_no_sense_is_refused(n: int, right: int, k: int) -> None:
 
 
 def items(task: str, clicks: list[float], arm: str = SAMPLED) -> list[Item]:
-    return [Item(arm, task, "s", n, reward=0.3, components={"click": click}) for n, click in enumerate(clicks)]
+    return [
+        Item(arm, task, "s", n, reward=0.3, components={"click": click})
+        for n, click in enumerate(clicks)
+    ]
 
 
 def test_rates_are_over_tasks_and_of_the_sampled_answers() -> None:
-    made = [*items("a", [1, 0, 0, 0, 0]), *items("b", [0, 0, 0, 0]), *items("c", [1] * 4), *items("b", [1], RIGHT)]
+    made = [
+        *items("a", [1, 0, 0, 0, 0]),
+        *items("b", [0, 0, 0, 0]),
+        *items("c", [1] * 4),
+        *items("b", [1], RIGHT),
+    ]
     rates = pass_rates(made, "click", 1.0)
     assert list(rates) == [1, 2, 4]
     assert rates[1][0] == pytest.approx((0.2 + 0 + 1) / 3)
@@ -49,16 +69,34 @@ def test_rates_are_over_tasks_and_of_the_sampled_answers() -> None:
 
 @pytest.mark.parametrize("arm", [SAME, OTHER, BLIND])
 def test_a_task_is_not_solved_without_its_own_image(arm: str) -> None:
-    made = [*items("a", [1], arm), *items("b", [1], arm), *items("b", [0], RIGHT), *items("b", [1, 0])]
+    made = [
+        *items("a", [1], arm),
+        *items("b", [1], arm),
+        *items("b", [0], RIGHT),
+        *items("b", [1, 0]),
+    ]
     assert solved_tasks(made, "click", 1.0) == {"b": (1, 3)}
 
 
 def test_means_by_a_column_are_of_the_right_image() -> None:
-    made = [*items("a", [1], RIGHT), *items("b", [0], RIGHT), *items("c", [1], RIGHT), *items("a", [0], "same source")]
+    made = [
+        *items("a", [1], RIGHT),
+        *items("b", [0], RIGHT),
+        *items("c", [1], RIGHT),
+        *items("a", [0], "same source"),
+    ]
     rows = by_column(made, {"a": "web", "b": "web", "c": "mobile"})
-    assert {kind: scores["click"][0] for kind, scores in rows.items()} == {"mobile": 1.0, "web": 0.5}
+    assert {kind: scores["click"][0] for kind, scores in rows.items()} == {
+        "mobile": 1.0,
+        "web": 0.5,
+    }
     summary = summarise([made[0], replace(made[1], source="t"), *made[2:]], 0)
-    asked = {"by": {"platform": rows}, "pass_at": {1: (0.25, None, None)}, "cut": 2, "solved": "click >= 1"}
+    asked = {
+        "by": {"platform": rows},
+        "pass_at": {1: (0.25, None, None)},
+        "cut": 2,
+        "solved": "click >= 1",
+    }
     text = "\n".join(table(summary | asked))
     assert "by platform, right image:" in text
     assert "by source" not in text, "the columns that are asked for stand in its place"

@@ -1,4 +1,6 @@
-"""Arc Vision as published: what its own code paid (tests/data/originals), its prompt, its tools and the gate by confidence."""
+"""Arc Vision as published: what its own code paid (tests/data/originals), its prompt, its tools and
+the gate by confidence.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,21 @@ from tests.originals.test_arc_vision import FILE, differing, played
 from tests.support.runs import ROOT
 
 RECORDED = json.loads(FILE.read_text(encoding="utf-8"))
-ZOOM = '<tool_call>\n{"name": "zoom_ui_element", "arguments": {"region": [0.0, 0.0, 0.5, 0.5]}}\n</tool_call>'
-INSPECT = (
-    '<tool_call>\n{"name": "inspect_element", "arguments": {"region": [0.0, 0.0, 0.5, 0.5], "type": "properties"}}\n</tool_call>'
+ZOOM = (
+    '<tool_call>\n{"name": "zoom_ui_element", "arguments": {"region": [0.0, 0.0, 0.5,'
+    " 0.5]}}\n</tool_call>"
 )
-ROW = {"id": "a", "image": "screen.png", "instruction": "close {width}", "bbox": [0.1, 0.1, 0.2, 0.2], "platform": "web"}
+INSPECT = (
+    '<tool_call>\n{"name": "inspect_element", "arguments": {"region": [0.0, 0.0, 0.5, 0.5], "type":'
+    ' "properties"}}\n</tool_call>'
+)
+ROW = {
+    "id": "a",
+    "image": "screen.png",
+    "instruction": "close {width}",
+    "bbox": [0.1, 0.1, 0.2, 0.2],
+    "platform": "web",
+}
 
 
 @pytest.fixture
@@ -36,7 +48,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def task(folder: Path, row: dict[str, Any] = ROW, **settings: Any) -> Task:
-    return GroundingRows(GroundingRows.Settings.model_validate(settings)).task(row, "rows:1", folder)
+    return GroundingRows(GroundingRows.Settings.model_validate(settings)).task(
+        row, "rows:1", folder
+    )
 
 
 def tools(folder: Path, **settings: Any) -> ArcVisionTools:
@@ -47,12 +61,19 @@ def tools(folder: Path, **settings: Any) -> ArcVisionTools:
 
 def texts(step: StepResult) -> list[str]:
     assert step.observation is not None
-    return ["".join(part for part in message.parts if isinstance(part, str)) for message in step.observation.messages]
+    return [
+        "".join(part for part in message.parts if isinstance(part, str))
+        for message in step.observation.messages
+    ]
 
 
 def images(step: StepResult) -> int:
     assert step.observation is not None
-    return sum(isinstance(part, ImageSource) for message in step.observation.messages for part in message.parts)
+    return sum(
+        isinstance(part, ImageSource)
+        for message in step.observation.messages
+        for part in message.parts
+    )
 
 
 def test_recorded_scores_are_reproduced() -> None:
@@ -62,7 +83,11 @@ def test_recorded_scores_are_reproduced() -> None:
 
 
 def test_recorded_results_of_tools_are_reproduced() -> None:
-    assert [one for one in RECORDED["episodes"] if played([(n, g) for n, g in one["calls"]]) != one["results"]] == []
+    assert [
+        one
+        for one in RECORDED["episodes"]
+        if played([(n, g) for n, g in one["calls"]]) != one["results"]
+    ] == []
 
 
 def test_the_originals_prompt_is_written_behind_the_image(folder: Path) -> None:
@@ -108,7 +133,14 @@ def test_all_calls_of_a_turn_are_answered_in_the_originals_words(folder: Path) -
     assert "gain: 0.24" in texts(tools(folder, results="simulated").step(ZOOM + ZOOM))[1]
 
 
-@pytest.mark.parametrize("text", ["<use_tool>zoom_ui_element</use_tool>", "<tool_call>zoom</tool_call>", "<bbox>[0,0,1,1]</bbox>"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<use_tool>zoom_ui_element</use_tool>",
+        "<tool_call>zoom</tool_call>",
+        "<bbox>[0,0,1,1]</bbox>",
+    ],
+)
 def test_what_the_originals_engine_does_not_parse_ends_the_episode(folder: Path, text: str) -> None:
     assert tools(folder, results="simulated").step(text).done
 
@@ -120,7 +152,11 @@ def test_arguments_of_another_kind_are_an_error_the_policy_sees(folder: Path) ->
 
 
 def test_real_results_have_the_originals_names_and_arguments(folder: Path) -> None:
-    assert [tool["name"] for tool in described()] == ["zoom_ui_element", "wait_for_ui", "inspect_element"]
+    assert [tool["name"] for tool in described()] == [
+        "zoom_ui_element",
+        "wait_for_ui",
+        "inspect_element",
+    ]
     assert described() is described()  # read once, not in each episode
     environment = tools(folder)
     zoomed = environment.step(ZOOM.replace("0.5]", '0.5], "zoom_factor": 1.5'))
@@ -131,7 +167,11 @@ def test_real_results_have_the_originals_names_and_arguments(folder: Path) -> No
     assert images(inspected) == 1
     assert (
         "0.1 seconds later"
-        in texts(environment.step('<tool_call>{"name": "wait_for_ui", "arguments": {"duration": 0.1}}</tool_call>'))[0]
+        in texts(
+            environment.step(
+                '<tool_call>{"name": "wait_for_ui", "arguments": {"duration": 0.1}}</tool_call>'
+            )
+        )[0]
     )
     assert environment.step(INSPECT.replace("properties", "colour")).error
     assert environment.step(ZOOM.replace("zoom_ui_element", "crop")).error
@@ -169,20 +209,40 @@ def test_the_originals_read_the_results_of_tools_too() -> None:
     assert reward.transcript
     assert not ArcVisionReward(ArcVisionReward.Settings()).transcript
     said = "<tool_call>zoom</tool_call>"
-    whole = f"{said}<|im_end|>\n<|im_start|>tool\nZoomed into region [0.1, 0.1, 0.2, 0.2] with factor 2.0.<|im_end|>"
+    whole = (
+        f"{said}<|im_end|>\n<|im_start|>tool\nZoomed into region [0.1, 0.1, 0.2, 0.2] with factor"
+        " 2.0.<|im_end|>"
+    )
     for transcript, iou in ((whole, 1.0), (None, 0.0)):
-        scored = reward.score(PLAYED, Task("t", (), [0.1, 0.1, 0.2, 0.2]), ScoreContext(0, [said], transcript=transcript))
+        scored = reward.score(
+            PLAYED,
+            Task("t", (), [0.1, 0.1, 0.2, 0.2]),
+            ScoreContext(0, [said], transcript=transcript),
+        )
         assert isinstance(scored, Scored)
         assert scored.components["iou"] == pytest.approx(iou)
 
 
 def test_quickstart_original_asks_as_the_shipped_model_was_trained() -> None:
-    """Behind the published prompt it writes nothing that can be read, so that no reward would be above 0."""
-    mine, theirs = (read(ROOT / f"recipes/arc_vision/{name}.yaml", []) for name in ("quickstart", "quickstart_original"))
+    """Behind the published prompt it writes nothing that can be read, so that no reward would be
+    above 0.
+    """
+    mine, theirs = (
+        read(ROOT / f"recipes/arc_vision/{name}.yaml", [])
+        for name in ("quickstart", "quickstart_original")
+    )
     assert theirs.data == mine.data
-    assert (theirs.model, theirs.policy, theirs.algorithm) == (mine.model, mine.policy, mine.algorithm)
-    assert theirs.rollout.sampling.max_tokens > 4 * mine.rollout.sampling.max_tokens, "room for a call"
+    assert (theirs.model, theirs.policy, theirs.algorithm) == (
+        mine.model,
+        mine.policy,
+        mine.algorithm,
+    )
+    assert theirs.rollout.sampling.max_tokens > 4 * mine.rollout.sampling.max_tokens, (
+        "room for a call"
+    )
     task = Task("t", (), [0.0125, 0.6571, 0.3066, 0.7571])
-    outcome = theirs.reward.source.build().score(PLAYED, task, ScoreContext(0, ["<bbox>[0.00,0.58,0.40,0.82]</bbox>"]))
+    outcome = theirs.reward.source.build().score(
+        PLAYED, task, ScoreContext(0, ["<bbox>[0.00,0.58,0.40,0.82]</bbox>"])
+    )
     assert isinstance(outcome, Scored)
     assert outcome.value == pytest.approx(0.153812, abs=1e-6)

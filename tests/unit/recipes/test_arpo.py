@@ -45,13 +45,17 @@ def played(result: float | None) -> Trajectory:
 def test_the_reward_is_the_result_and_half_a_point_for_the_last_turn(
     result: float, texts: list[str], value: float, flags: tuple[str, ...]
 ) -> None:
-    scored = ArpoReward(ArpoReward.Settings()).score(played(result), Task("t", ()), ScoreContext(1, texts))
+    scored = ArpoReward(ArpoReward.Settings()).score(
+        played(result), Task("t", ()), ScoreContext(1, texts)
+    )
     format_score = -1.0 if flags else 0.0
     assert scored == Scored(value, {"success": result, "format": format_score}, flags)
 
 
 def test_an_episode_without_a_result_is_no_failure_of_the_policy() -> None:
-    outcome = ArpoReward(ArpoReward.Settings()).score(played(None), Task("t", ()), ScoreContext(1, [ACTION]))
+    outcome = ArpoReward(ArpoReward.Settings()).score(
+        played(None), Task("t", ()), ScoreContext(1, [ACTION])
+    )
     assert isinstance(outcome, Unscored)
 
 
@@ -62,14 +66,28 @@ def test_the_weight_of_the_format_can_be_set() -> None:
     assert outcome.value == 1.0
 
 
-SHORT = ["--train", "160", "--val", "48", "--pages", "click-dialog-2", "click-tab", "focus-text", "focus-text-2"]
+SHORT = [
+    "--train",
+    "160",
+    "--val",
+    "48",
+    "--pages",
+    "click-dialog-2",
+    "click-tab",
+    "focus-text",
+    "focus-text-2",
+]
 
 
 @pytest.mark.parametrize(("folder", "asked"), [("tasks", []), ("tasks/short", SHORT)])
-def test_the_shipped_tasks_are_those_that_prepare_writes(folder: str, asked: list[str], tmp_path: Path) -> None:
+def test_the_shipped_tasks_are_those_that_prepare_writes(
+    folder: str, asked: list[str], tmp_path: Path
+) -> None:
     assert main(["--out", str(tmp_path), *asked]) == 0
     for split in ROWS:
-        assert (tmp_path / f"{split}.jsonl").read_bytes() == (RECIPE / folder / f"{split}.jsonl").read_bytes()
+        assert (tmp_path / f"{split}.jsonl").read_bytes() == (
+            RECIPE / folder / f"{split}.jsonl"
+        ).read_bytes()
 
 
 @pytest.mark.parametrize("recipe", ["quickstart.yaml", "short.yaml"])
@@ -87,8 +105,15 @@ def test_the_short_run_says_how_its_rows_are_made() -> None:
 
 
 def test_splits_share_pages_and_no_seed() -> None:
-    made = {split: [json.loads(line) for line in (RECIPE / f"tasks/{split}.jsonl").open(encoding="utf-8")] for split in ROWS}
-    assert {row["page"] for row in made["train"]} == {row["page"] for row in made["val"]} == set(PAGES)
+    made = {
+        split: [
+            json.loads(line) for line in (RECIPE / f"tasks/{split}.jsonl").open(encoding="utf-8")
+        ]
+        for split in ROWS
+    }
+    assert (
+        {row["page"] for row in made["train"]} == {row["page"] for row in made["val"]} == set(PAGES)
+    )
     seeds = [row["seed"] for split in made.values() for row in split]
     assert len(set(seeds)) == len(seeds) == sum(ROWS.values())
 
@@ -99,7 +124,12 @@ def test_the_prompt_for_ui_tars_shows_actions_that_can_be_read(prompt: str) -> N
     assert ("call_user()" in prompt) is (prompt is UI_TARS_OR_FAIL)
     space = prompt.split("## Action Space\n")[1].split("\n\n## Note")[0]
     for line in space.splitlines():
-        call = line.split(" #")[0].replace("x1,y1", "1,2").replace("x3,y3", "3,4").replace("down or up or right or left", "down")
+        call = (
+            line.split(" #")[0]
+            .replace("x1,y1", "1,2")
+            .replace("x3,y3", "3,4")
+            .replace("down or up or right or left", "down")
+        )
         assert isinstance(read(f"Action: {call}"), Actions), call
 
 
@@ -122,7 +152,10 @@ def test_an_action_is_four_tokens_of_the_shipped_model() -> None:
 def test_every_page_of_the_demonstrations_has_a_rule() -> None:
     rules = (ROOT / "benchmarks/makers/arpo/targets.js").read_text(encoding="utf-8")
     assert all(f"'{page}'" in rules for page in WARM_PAGES)
-    assert [row["seed"] for row in rows("warm", 2)] == ["warm-click-button-0", "warm-click-button-sequence-0"]
+    assert [row["seed"] for row in rows("warm", 2)] == [
+        "warm-click-button-0",
+        "warm-click-button-sequence-0",
+    ]
 
 
 def test_the_configurations_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,11 +165,16 @@ def test_the_configurations_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
         check_components(config)
         pointing = config.environment.episode.environment.with_["pointing"]
         if pointing["coordinates"] == "absolute":
-            assert (pointing["min_pixels"], pointing["max_pixels"]) == (config.model.min_pixels, config.model.max_pixels)
+            assert (pointing["min_pixels"], pointing["max_pixels"]) == (
+                config.model.min_pixels,
+                config.model.max_pixels,
+            )
     warm = load(ROOT / "benchmarks/makers/arpo/warm.yaml", [], SftConfig)
     check_components(warm)
 
 
 def test_replay_is_one_switch() -> None:
-    on, off = (load(RECIPE / "quickstart.yaml", o, RunConfig) for o in ([], ["algorithm.replay.kind=none"]))
+    on, off = (
+        load(RECIPE / "quickstart.yaml", o, RunConfig) for o in ([], ["algorithm.replay.kind=none"])
+    )
     assert (on.algorithm.replay.kind, off.algorithm.replay.kind) == ("corrected", "none")

@@ -24,10 +24,16 @@ def last(text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("call", "line"),
     [
-        ("left_double(start_box='(966,546)')", "pyautogui.doubleClick(960.0, 540.0, button='left')"),
+        (
+            "left_double(start_box='(966,546)')",
+            "pyautogui.doubleClick(960.0, 540.0, button='left')",
+        ),
         ("right_single(start_box='(0,0)')", "pyautogui.click(0.0, 0.0, button='right')"),
         ("hover(start_box='(966,546,1932,1092)')", "pyautogui.moveTo(1440.0, 810.0)"),
-        ("drag(start_box='(0,0)', end_box='(966,546)')", "pyautogui.dragTo(960.0, 540.0, duration=1.0)"),
+        (
+            "drag(start_box='(0,0)', end_box='(966,546)')",
+            "pyautogui.dragTo(960.0, 540.0, duration=1.0)",
+        ),
         ("select(start_box='(0,0)')", "'''"),
         ("scroll(direction='down')", "pyautogui.scroll(-5)"),
         ("scroll(start_box='(966,546)', direction='up')", "pyautogui.scroll(5, x=960.0, y=540.0)"),
@@ -105,22 +111,38 @@ def test_no_text_raises_anything_else(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "made"),
     [
-        ("Action: drag(start_box='(1,2)', end_box='(3,4)')",
-         "Action: drag(start_box='<|box_start|>(1,2)<|box_end|>', end_box='<|box_start|>(3,4)<|box_end|>')"),
+        (
+            "Action: drag(start_box='(1,2)', end_box='(3,4)')",
+            (
+                "Action: drag(start_box='<|box_start|>(1,2)<|box_end|>',"
+                " end_box='<|box_start|>(3,4)<|box_end|>')"
+            ),
+        ),
         ("Action: click(start_box='(1, 2)')", "Action: click(start_box='(1, 2)')"),
         ("click(start_box='(1,2)')", "click(start_box='(1,2)')"),
         ("Action: wait()\n", "Action: wait()\n"),
-        ("t\nAction: a\nAction: click(start_box='(1,2)') ", "t\nAction: a\n\nclick(start_box='<|box_start|>(1,2)<|box_end|>')"),
+        (
+            "t\nAction: a\nAction: click(start_box='(1,2)') ",
+            "t\nAction: a\n\nclick(start_box='<|box_start|>(1,2)<|box_end|>')",
+        ),
     ],
-)  # fmt: skip
+)
 def test_box_tokens_are_put_back_where_there_is_no_blank(text: str, made: str) -> None:
     assert add_box_token(text) == made
 
 
 @pytest.mark.parametrize(
-    ("size", "made"), [((1080, 1920), (1092, 1932)), ((720, 1280), (728, 1288)), ((2160, 3840), (1064, 1932)), ((20, 20), (56, 56))]
+    ("size", "made"),
+    [
+        ((1080, 1920), (1092, 1932)),
+        ((720, 1280), (728, 1288)),
+        ((2160, 3840), (1064, 1932)),
+        ((20, 20), (56, 56)),
+    ],
 )
-def test_a_screen_is_resized_within_the_originals_limits(size: tuple[int, int], made: tuple[int, int]) -> None:
+def test_a_screen_is_resized_within_the_originals_limits(
+    size: tuple[int, int], made: tuple[int, int]
+) -> None:
     assert resized(*size) == made
 
 
@@ -133,11 +155,17 @@ def score(variant: str, result: float | None, text: str) -> object:
 def test_the_variants_differ_where_the_original_is_wrong() -> None:
     press = "Action: press(key='enter')"
     assert score("corrected", 1.0, press) == Scored(1.0, {"success": 1.0, "format": 0.0})
-    assert score("original", 1.0, press) == Scored(0.5, {"success": 1.0, "format": -1.0}, ("unparsable", "UnboundLocalError"))
+    assert score("original", 1.0, press) == Scored(
+        0.5, {"success": 1.0, "format": -1.0}, ("unparsable", "UnboundLocalError")
+    )
     tokens = "Action: click(start_box='<|box_start|>(1,2)<|box_end|>')"
-    assert score("original", 0.0, tokens) == Scored(-0.5, {"success": 0.0, "format": -1.0}, ("unparsable", "ValueError"))
+    assert score("original", 0.0, tokens) == Scored(
+        -0.5, {"success": 0.0, "format": -1.0}, ("unparsable", "ValueError")
+    )
     assert score("corrected", 0.0, tokens) == Scored(0.0, {"success": 0.0, "format": 0.0})
-    assert score("original", None, "Action: wait()") == Scored(0.0, {"success": 0.0, "format": 0.0}, ("no_result",))
+    assert score("original", None, "Action: wait()") == Scored(
+        0.0, {"success": 0.0, "format": 0.0}, ("no_result",)
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,14 +188,28 @@ def test_the_thought_is_what_stands_before_the_action(text: str, thought: str | 
 
 @pytest.mark.parametrize("name", ["type", "finished"])
 @pytest.mark.parametrize("tail", ["", "\n')", "\n" * 9 + "')"])
-def test_calls_that_are_never_closed_take_time_that_grows_with_the_text(name: str, tail: str) -> None:
+def test_calls_that_are_never_closed_take_time_that_grows_with_the_text(
+    name: str, tail: str
+) -> None:
     began = time.thread_time()
     with suppress(Broken):
         parsed("Thought: t\nAction: " + f"{name}(content='" * 20_000 + tail)
     assert time.thread_time() - began < 5
 
 
-PIECES = ["type(content='", "finished(content='", "')", "'", "\n", "type(content=", "type", "\\'", ")", "a", "\r"]
+PIECES = [
+    "type(content='",
+    "finished(content='",
+    "')",
+    "'",
+    "\n",
+    "type(content=",
+    "type",
+    "\\'",
+    ")",
+    "a",
+    "\r",
+]
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=14).map("".join))

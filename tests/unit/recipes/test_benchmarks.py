@@ -1,4 +1,6 @@
-"""What ``eval --benchmark`` lays over a configuration: every file makes a valid run of any recipe, and its measure counts right."""
+"""What ``eval --benchmark`` lays over a configuration: every file makes a valid run of any recipe,
+and its measure counts right.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +34,25 @@ QUICKSTART = ROOT / "recipes/arc_vision/quickstart.yaml"
 
 def test_every_recipe_has_its_data_its_scores_and_its_quickstart() -> None:
     folders = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/__init__.py"))
-    assert recipes.having("prepare") == [name for name in folders if name != "arc_vision"]  # whose rows are shipped
-    trained = [name for name in folders if name != "desktop"]  # whose rows are an environment's, and no policy's yet
+    assert recipes.having("prepare") == [
+        name for name in folders if name != "arc_vision"
+    ]  # whose rows are shipped
+    trained = [
+        name for name in folders if name != "desktop"
+    ]  # whose rows are an environment's, and no policy's yet
     assert recipes.having("score") == trained
-    assert all((ROOT / "recipes" / name / file).is_file() for name in trained for file in ("README.md", "quickstart.yaml"))
+    assert all(
+        (ROOT / "recipes" / name / file).is_file()
+        for name in trained
+        for file in ("README.md", "quickstart.yaml")
+    )
     assert recipes.having("nothing") == []
 
 
 def test_the_benchmarks_of_the_recipes_are_there() -> None:
-    assert {"screenspot", "vstar", "hr_bench_4k", "hr_bench_8k", "miniwob", "osworld"} <= set(recipes.benchmarks())
+    assert {"screenspot", "vstar", "hr_bench_4k", "hr_bench_8k", "miniwob", "osworld"} <= set(
+        recipes.benchmarks()
+    )
 
 
 @pytest.mark.parametrize("name", recipes.benchmarks())
@@ -54,39 +66,70 @@ def test_a_benchmark_is_laid_over_any_configuration(name: str) -> None:
     assert config.data.eval != read(QUICKSTART, []).data.eval
     first = path.read_text(encoding="utf-8").splitlines()[:3]
     shipped = not config.data.eval.startswith("runs/")
-    assert (ROOT / config.data.eval).is_file() if shipped else f"data prepare {name}" in " ".join(first), "how its rows are made"
+    assert (
+        (ROOT / config.data.eval).is_file()
+        if shipped
+        else f"data prepare {name}" in " ".join(first)
+    ), "how its rows are made"
     assert evaluation_folder(config, None, name).name == f"quickstart-{name}"
 
 
 def test_screenspot_reads_qwens_own_boxes_and_has_a_cell_of_each_platform_and_element() -> None:
-    config = read(ROOT / "recipes/arc_vision/arc_vision.yaml", [], [recipes.benchmarks()["screenspot"]])
+    config = read(
+        ROOT / "recipes/arc_vision/arc_vision.yaml", [], [recipes.benchmarks()["screenspot"]]
+    )
     kinds = {"platform": "web", "element": "icon", "image_size": [100, 100]}
-    tasks = [Task("a", (), [0.2, 0.2, 0.4, 0.4], extra=kinds), Task("b", (), [0, 0, 1, 1], extra=kinds | {"element": "text"})]
-    outcome = config.reward.source.build().score(PLAYED, tasks[0], ScoreContext(0, ['{"bbox_2d": [20, 20, 40, 40], "label": "x"}']))
+    tasks = [
+        Task("a", (), [0.2, 0.2, 0.4, 0.4], extra=kinds),
+        Task("b", (), [0, 0, 1, 1], extra=kinds | {"element": "text"}),
+    ]
+    outcome = config.reward.source.build().score(
+        PLAYED, tasks[0], ScoreContext(0, ['{"bbox_2d": [20, 20, 40, 40], "label": "x"}'])
+    )
     assert isinstance(outcome, Scored)
     assert (outcome.value, outcome.components["click"]) == (pytest.approx(1.0), 1.0)
-    cells = _more(config, tasks, [Item(RIGHT, task.id, "", 0, 1.0, {"click": 1.0}) for task in tasks])["by"]
+    cells = _more(
+        config, tasks, [Item(RIGHT, task.id, "", 0, 1.0, {"click": 1.0}) for task in tasks]
+    )["by"]
     assert set(cells["platform+element"]) == {"web icon", "web text"}
 
 
 def test_a_question_of_vstar_fits_into_pyvisions_quickstart(tmp_path: Path) -> None:
     (tmp_path / "page.png").write_bytes(picture(896, 672))
     choices = "(A) rubber\n(B) cotton\n(C) kevlar\n(D) leather"
-    asked = f"What is the material of the glove?\n{choices}\nAnswer with the option's letter from the given choices directly."
+    asked = (
+        f"What is the material of the glove?\n{choices}\nAnswer with the option's letter from the"
+        " given choices directly."
+    )
     row = {"id": "1", "image": "page.png", "question": asked, "answer": "B"}
     (tmp_path / "test.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    given = [f"model.path={ROOT}/recipes/pyvision/tiny", "model.max_pixels=12544", "environment.episode.max_prompt_tokens=256"]
+    given = [
+        f"model.path={ROOT}/recipes/pyvision/tiny",
+        "model.max_pixels=12544",
+        "environment.episode.max_prompt_tokens=256",
+    ]
     config = read(ROOT / "recipes/pyvision/quickstart.yaml", given, [recipes.benchmarks()["vstar"]])
     (task,) = Dataset(str(tmp_path / "test.jsonl"), config.data.reader.build(), True, print)
     length = len(Renderer(config.model).prompt(task.messages).token_ids)
-    assert 96 < length < config.environment.episode.max_prompt_tokens - 32, "room for what the environment puts around an image"
+    assert 96 < length < config.environment.episode.max_prompt_tokens - 32, (
+        "room for what the environment puts around an image"
+    )
 
 
-OPTIONS = "What is the material of the glove?\n(A) rubber\n(B) cotton\n(C) kevlar\n(D) leather\nAnswer with the option's letter."
+OPTIONS = (
+    "What is the material of the glove?\n(A) rubber\n(B) cotton\n(C) kevlar\n(D) leather\nAnswer"
+    " with the option's letter."
+)
 MADE: dict[str, dict[str, Any]] = {
-    "arc_vision": {"instruction": "open the settings of the notifications", "bbox": [0.1, 0.2, 0.3, 0.4], "page": "windows"},
+    "arc_vision": {
+        "instruction": "open the settings of the notifications",
+        "bbox": [0.1, 0.2, 0.3, 0.4],
+        "page": "windows",
+    },
     "chart_rvr": {
-        "query": "In which year did the share of the largest of the three countries first exceed 12.5 %?",
+        "query": (
+            "In which year did the share of the largest of the three countries first exceed 12.5 %?"
+        ),
         "label": "2010",
     },
     "pyvision": {"question": OPTIONS, "answer": "A", "kind": "direct_attributes"},
@@ -95,21 +138,33 @@ MADE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", recipes.benchmarks())
-def test_a_row_of_each_benchmark_fits_into_the_quickstart_of_its_recipe(name: str, tmp_path: Path) -> None:
+def test_a_row_of_each_benchmark_fits_into_the_quickstart_of_its_recipe(
+    name: str, tmp_path: Path
+) -> None:
     path = recipes.benchmarks()[name]
     recipe = path.parent.parent
-    written = yaml.safe_load((recipe / "quickstart.yaml").read_text(encoding="utf-8"))["model"]["path"]
-    config = read(recipe / "quickstart.yaml", [f"model.path={ROOT / written}"], [path]).in_evaluation
+    written = yaml.safe_load((recipe / "quickstart.yaml").read_text(encoding="utf-8"))["model"][
+        "path"
+    ]
+    config = read(
+        recipe / "quickstart.yaml", [f"model.path={ROOT / written}"], [path]
+    ).in_evaluation
     (tmp_path / "page.png").write_bytes(picture(896, 672))
     row = {"id": "1", "image": "page.png"} | MADE.get(recipe.name, {})
     if recipe.name == "arpo":
-        row = json.loads((ROOT / "recipes/arpo/tasks/val.jsonl").read_text(encoding="utf-8").splitlines()[0])
+        row = json.loads(
+            (ROOT / "recipes/arpo/tasks/val.jsonl").read_text(encoding="utf-8").splitlines()[0]
+        )
     (tmp_path / "test.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     (task,) = Dataset(str(tmp_path / "test.jsonl"), config.data.reader.build(), True, print)
     rendered = Renderer(config.model).prompt(task.messages)
     episode = config.environment.episode
-    assert bool(rendered.images) == (recipe.name != "arpo"), "whose images are screenshots of the environment"
-    assert len(rendered.token_ids) <= episode.max_prompt_tokens - 64, "room for what the environment puts around it"
+    assert bool(rendered.images) == (recipe.name != "arpo"), (
+        "whose images are screenshots of the environment"
+    )
+    assert len(rendered.token_ids) <= episode.max_prompt_tokens - 64, (
+        "room for what the environment puts around it"
+    )
     assert episode.max_prompt_tokens + config.rollout.sampling.max_tokens <= episode.max_tokens
 
 
@@ -132,7 +187,11 @@ def test_a_judge_decides_where_no_option_is_found() -> None:
     extra: dict[str, Any] = {"question": "Which colour?\nA. red\nB. blue"}
     judge = {"use": "tests.originals.test_pyvision:Always"}
     reward = OptionReward(OptionReward.Settings.model_validate({"judge": judge}))
-    for said, accuracy in (("<answer>navy</answer>", 1.0), ("<answer>A</answer>", 0.0), ("<answer>B</answer>", 1.0)):
+    for said, accuracy in (
+        ("<answer>navy</answer>", 1.0),
+        ("<answer>A</answer>", 0.0),
+        ("<answer>B</answer>", 1.0),
+    ):
         outcome = reward.score(PLAYED, Task("t", (), "B", extra=extra), ScoreContext(0, [said]))
         assert isinstance(outcome, Scored)
         assert (outcome.value, outcome.components["accuracy"]) == (accuracy, accuracy)
@@ -155,16 +214,40 @@ def test_rows_that_are_not_there_are_named_with_how_they_are_made(
 
 @pytest.mark.parametrize(
     ("said", "accuracy", "format"),
-    [("<answer>\n\\boxed{B}\n</answer>", 1.0, 1.0), ("<answer>(B) blue</answer>", 1.0, 1.0), ("I think so.\nB", 1.0, 0.0),
-     ("<answer>A</answer>", 0.0, 1.0), ("B<answer>A</answer>", 0.0, 1.0), ("<answer>blue</answer>", 1.0, 1.0), ("", 0.0, 0.0),
-     ("<answer>C</answer>", 0.0, 1.0), ("The correct option is (B) blue.", 1.0, 0.0), ("It is blue (B).", 1.0, 0.0),
-     ("I think the car is blue, so B.", 1.0, 0.0), ("B\n\nThe car is blue as can be seen.", 1.0, 0.0), ("B blue", 1.0, 0.0),
-     ("The car is blue.", 1.0, 0.0), ("A car that is blue", 1.0, 0.0), ("A blue car is the answer", 1.0, 0.0),
-     ("The car is not blue.", 0.0, 0.0), ("A or B", 0.0, 0.0), ("It isn't red.", 0.0, 0.0), ("red or blue", 0.0, 0.0),
-     ("The car is red, so B.", 0.0, 0.0), ("bluebird", 0.0, 0.0)],
-)  # fmt: skip
-def test_the_right_option_is_found_by_letter_or_words(said: str, accuracy: float, format: float) -> None:
-    extra: dict[str, Any] = {"question": "Which colour?\nA. red\nB. blue\nC. green\nAnswer with the option's letter."}
+    [
+        ("<answer>\n\\boxed{B}\n</answer>", 1.0, 1.0),
+        ("<answer>(B) blue</answer>", 1.0, 1.0),
+        ("I think so.\nB", 1.0, 0.0),
+        ("<answer>A</answer>", 0.0, 1.0),
+        ("B<answer>A</answer>", 0.0, 1.0),
+        ("<answer>blue</answer>", 1.0, 1.0),
+        ("", 0.0, 0.0),
+        ("<answer>C</answer>", 0.0, 1.0),
+        ("The correct option is (B) blue.", 1.0, 0.0),
+        ("It is blue (B).", 1.0, 0.0),
+        ("I think the car is blue, so B.", 1.0, 0.0),
+        ("B\n\nThe car is blue as can be seen.", 1.0, 0.0),
+        ("B blue", 1.0, 0.0),
+        ("The car is blue.", 1.0, 0.0),
+        ("A car that is blue", 1.0, 0.0),
+        ("A blue car is the answer", 1.0, 0.0),
+        ("The car is not blue.", 0.0, 0.0),
+        ("A or B", 0.0, 0.0),
+        ("It isn't red.", 0.0, 0.0),
+        ("red or blue", 0.0, 0.0),
+        ("The car is red, so B.", 0.0, 0.0),
+        ("bluebird", 0.0, 0.0),
+    ],
+)
+def test_the_right_option_is_found_by_letter_or_words(
+    said: str, accuracy: float, format: float
+) -> None:
+    extra: dict[str, Any] = {
+        "question": "Which colour?\nA. red\nB. blue\nC. green\nAnswer with the option's letter."
+    }
     outcome = OptionReward().score(PLAYED, Task("t", (), "B", extra=extra), ScoreContext(0, [said]))
     assert isinstance(outcome, Scored)
-    assert (outcome.value, outcome.components) == (accuracy, {"accuracy": accuracy, "format": format})
+    assert (outcome.value, outcome.components) == (
+        accuracy,
+        {"accuracy": accuracy, "format": format},
+    )

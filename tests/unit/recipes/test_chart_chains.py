@@ -1,4 +1,6 @@
-"""Chains of a teacher: a local server with the OpenAI interface answers, and what it wrote becomes rows to train on."""
+"""Chains of a teacher: a local server with the OpenAI interface answers, and what it wrote becomes
+rows to train on.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ GOOD = (
 
 @contextmanager
 def teacher(*replies: tuple[int, str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Answers with each (status, text) in turn, with the last one from then on; yields its url and what was asked."""
+    """Answers with each (status, text) in turn, with the last one from then on; yields its url and
+    what was asked.
+    """
     asked, left = list[dict[str, Any]](), list(replies)
 
     class Handler(BaseHTTPRequestHandler):
@@ -59,8 +63,13 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(chains.time, "sleep", lambda _: None)
     (tmp_path / "in/images").mkdir(parents=True)
     (tmp_path / "in/images/a.png").write_bytes(png())
-    made = [{"id": f"r{i}", "image": "images/a.png", "query": f"Sales {i}?", "label": "10"} for i in range(3)]
-    (tmp_path / "in/rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
+    made = [
+        {"id": f"r{i}", "image": "images/a.png", "query": f"Sales {i}?", "label": "10"}
+        for i in range(3)
+    ]
+    (tmp_path / "in/rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in made), encoding="utf-8"
+    )
     return tmp_path
 
 
@@ -80,7 +89,9 @@ def made(folder: Path, url: str, *options: str) -> int:
     return main(["data", "prepare", "chart_chains", *given, *options])
 
 
-def test_chains_become_rows_with_a_supervised_answer(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chains_become_rows_with_a_supervised_answer(
+    rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with teacher((503, ""), (200, GOOD), (200, "### Type\nbar"), (200, GOOD)) as (url, asked):
         assert made(rows, url) == 0
         assert "left out: 1 x the teacher wrote no numbered steps" in capsys.readouterr().out
@@ -88,11 +99,18 @@ def test_chains_become_rows_with_a_supervised_answer(rows: Path, capsys: pytest.
         assert asked[0]["messages"][1]["content"][1]["text"] == "Question: Sales 0?\nAnswer: 10"
         assert made(rows, url) == 0, "what was left out is asked again, the rest is not"
         assert len(asked) == 5
-    tasks = list(Dataset(rows / "out/train.jsonl", ChartRows(ChartRows.Settings()), True, lambda failure: None))
+    tasks = list(
+        Dataset(
+            rows / "out/train.jsonl", ChartRows(ChartRows.Settings()), True, lambda failure: None
+        )
+    )
     assert sorted(task.id for task in tasks) == ["r0", "r1", "r2"]
     assert Path(str(tasks[0].images[0].path)).read_bytes() == png()
     answer = ChartAnswers().answer(tasks[0], random.Random(0))
-    assert '<type>bar</type>\n<table>{"columns": ["Year", "Sales"], "rows": [["2019", "10"]]}</table>\n<step-1>: read 10' in answer
+    assert (
+        '<type>bar</type>\n<table>{"columns": ["Year", "Sales"], "rows": [["2019",'
+        ' "10"]]}</table>\n<step-1>: read 10' in answer
+    )
 
 
 def test_rows_of_several_data_sets_become_one_file(rows: Path) -> None:
@@ -101,14 +119,24 @@ def test_rows_of_several_data_sets_become_one_file(rows: Path) -> None:
     text = file.read_text(encoding="utf-8")
     with teacher((200, GOOD)) as (url, asked):
         for source in ("chartqa", "plotqa", "plotqa"):
-            file.write_text(text.replace('"label"', f'"data_source": "{source}", "label"'), encoding="utf-8")
+            file.write_text(
+                text.replace('"label"', f'"data_source": "{source}", "label"'), encoding="utf-8"
+            )
             assert made(rows, url) == 0
         assert len(asked) == 6
-    tasks = list(Dataset(rows / "out/train.jsonl", ChartRows(ChartRows.Settings()), True, lambda failure: None))
-    assert sorted(task.id for task in tasks) == [f"{source}-r{n}" for source in ("chartqa", "plotqa") for n in range(3)]
+    tasks = list(
+        Dataset(
+            rows / "out/train.jsonl", ChartRows(ChartRows.Settings()), True, lambda failure: None
+        )
+    )
+    assert sorted(task.id for task in tasks) == [
+        f"{source}-r{n}" for source in ("chartqa", "plotqa") for n in range(3)
+    ]
 
 
-def test_a_teacher_that_is_gone_ends_the_command_and_keeps_what_there_is(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_teacher_that_is_gone_ends_the_command_and_keeps_what_there_is(
+    rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with teacher((200, GOOD), (500, "")) as (url, asked):
         assert made(rows, url) != 0
         assert "gave no answer (500" in capsys.readouterr().err
@@ -140,20 +168,30 @@ def test_the_lines_that_a_teacher_was_paid_for_survive_a_full_disk(tmp_path: Pat
     assert file.read_text(encoding="utf-8") == '{"id": "r0"}\n'
 
 
-def test_no_row_at_all_fails_with_the_reasons(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_row_at_all_fails_with_the_reasons(
+    rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with teacher((200, "no")) as (url, _):
         assert made(rows, url) == 2
     assert "has no row: the teacher wrote no numbered steps" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", [("--url", "teacher:8000"), ("--api-key-env", "NOT_SET"), ("--rows", "none.jsonl")])
-def test_mistakes_are_named(rows: Path, options: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "options", [("--url", "teacher:8000"), ("--api-key-env", "NOT_SET"), ("--rows", "none.jsonl")]
+)
+def test_mistakes_are_named(
+    rows: Path, options: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert made(rows, "http://127.0.0.1:9/v1", *options) == 2
     assert f"{options[0]} {options[1]}" in capsys.readouterr().err
 
 
 def test_what_cannot_be_read_is_left_out_and_a_chart_without_table_is_kept() -> None:
     assert chains.parsed("## Reasoning:\n<step-1> a\n## Type: Stacked Bar")["table"] is None
-    for text in ("", "### Reasoning\nno steps\n### Type\nbar", "### Reasoning\n<step-1>: a\n### Type\nradar"):
+    for text in (
+        "",
+        "### Reasoning\nno steps\n### Type\nbar",
+        "### Reasoning\n<step-1>: a\n### Type\nradar",
+    ):
         with pytest.raises(DataFailure):
             chains.parsed(text)

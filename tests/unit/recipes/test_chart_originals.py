@@ -1,4 +1,6 @@
-"""What the published functions of Chart-RVR and its fork pay for fixed random completions, as their own code paid it."""
+"""What the published functions of Chart-RVR and its fork pay for fixed random completions, as their
+own code paid it.
+"""
 
 from __future__ import annotations
 

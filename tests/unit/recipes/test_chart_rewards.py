@@ -1,4 +1,6 @@
-"""Chart-RVR's rewards: what the mended and the paper's variant pay, batches, and an embedder that is slow, missing or wrong."""
+"""Chart-RVR's rewards: what the mended and the paper's variant pay, batches, and an embedder that
+is slow, missing or wrong.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId, Turn
 from rayloop.recipes.chart_rvr.rewards import embedders
-from rayloop.recipes.chart_rvr.rewards.embedders import OpenAiEmbedder, Similarity, Unavailable, checked
+from rayloop.recipes.chart_rvr.rewards.embedders import (
+    OpenAiEmbedder,
+    Similarity,
+    Unavailable,
+    checked,
+)
 from rayloop.recipes.chart_rvr.rewards.original import process_text
 from rayloop.recipes.chart_rvr.rewards.reward import ChartReward
 
@@ -29,8 +36,8 @@ PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DON
 WORDS = {"use": "rayloop.recipes.chart_rvr.rewards.embedders:WordEmbedder"}
 TABLE = {"columns": ["Year", "Sales"], "rows": [["2019", "10"], ["2020", "20"]]}
 GOOD = (
-    f"<think>\n<type>bar</type>\n<table>{json.dumps(TABLE)}</table>\n<step-1>: read data\n<step-2>: 20-10=10\n</think>\n"
-    "<answer>\n10\n</answer>"
+    f"<think>\n<type>bar</type>\n<table>{json.dumps(TABLE)}</table>\n<step-1>: read data\n<step-2>:"
+    " 20-10=10\n</think>\n<answer>\n10\n</answer>"
 )
 
 
@@ -59,15 +66,29 @@ def scored(found: Any) -> Scored:
 def test_the_mended_rewards_and_the_papers_are_what_was_worked_out_by_hand(number: int) -> None:
     vector = VECTORS[number]
     task = Task("t", (), vector["label"], extra=vector)
-    outcome = scored(reward(variant=vector["variant"]).score(PLAYED, task, ScoreContext(0, [vector["completion"]])))
+    outcome = scored(
+        reward(variant=vector["variant"]).score(
+            PLAYED, task, ScoreContext(0, [vector["completion"]])
+        )
+    )
     found = {name: outcome.components[name] for name in vector["expected"]}
     assert found == pytest.approx(vector["expected"]), vector.get("note")
 
 
 def test_the_value_is_the_weighted_sum_of_the_seven() -> None:
-    weights = {"format": 1, "accuracy": 10, "length": 0, "tags": 0.5, "type": 2, "table": 4, "process": 3}
+    weights = {
+        "format": 1,
+        "accuracy": 10,
+        "length": 0,
+        "tags": 0.5,
+        "type": 2,
+        "table": 4,
+        "process": 3,
+    }
     task = row(chart_type="bar", table=TABLE, reasoning=process_text(GOOD))
-    outcome = scored(reward(weights=weights, embedder=WORDS).score(PLAYED, task, ScoreContext(0, [GOOD])))
+    outcome = scored(
+        reward(weights=weights, embedder=WORDS).score(PLAYED, task, ScoreContext(0, [GOOD]))
+    )
     assert outcome.components["process"] == pytest.approx(1.0)
     assert outcome.value == pytest.approx(2 + 10 + 0.5 * 2 + 2 + 4 * 2.25 + 3)
     assert outcome.flags == ()
@@ -82,7 +103,9 @@ def test_samples_of_a_batch_do_not_touch_each_other_but_in_the_original() -> Non
         assert isinstance(group, Sequence)
         assert scored(group[1]).components["table"] == second
         assert ("stale_table" in scored(group[1]).flags) == (variant in ("original", "fork"))
-        alone = scored(reward(variant=variant).score(PLAYED, row(table=TABLE), ScoreContext(0, [broken])))
+        alone = scored(
+            reward(variant=variant).score(PLAYED, row(table=TABLE), ScoreContext(0, [broken]))
+        )
         assert alone.components["table"] == 0.0
         assert "unparsable_table" in alone.flags
 
@@ -97,7 +120,11 @@ def test_a_true_table_is_left_as_it_is() -> None:
 
 def test_what_made_the_original_raise_pays_nothing_and_is_flagged() -> None:
     longer = GOOD.replace('["2020", "20"]', '["2020", "20"], ["2021", "30"]')
-    outcome = scored(reward(variant="original", embedder=WORDS).score(PLAYED, row(table=TABLE), ScoreContext(0, [longer])))
+    outcome = scored(
+        reward(variant="original", embedder=WORDS).score(
+            PLAYED, row(table=TABLE), ScoreContext(0, [longer])
+        )
+    )
     assert outcome.components["table"] == 0.75
     assert outcome.components["process"] == 0.0
     assert outcome.flags == ("comparison_failed", "process_raised")
@@ -105,8 +132,13 @@ def test_what_made_the_original_raise_pays_nothing_and_is_flagged() -> None:
 
 @pytest.mark.parametrize(
     ("columns", "why"),
-    [({"label": None}, "no label"), ({"label": " "}, "no label"), ({"table": [1]}, "table must be"), ({"table": "{}"}, "table")],
-)  # fmt: skip
+    [
+        ({"label": None}, "no label"),
+        ({"label": " "}, "no label"),
+        ({"table": [1]}, "table must be"),
+        ({"table": "{}"}, "table"),
+    ],
+)
 def test_a_row_that_cannot_be_scored_is_bad_data(columns: dict[str, Any], why: str) -> None:
     for variant in ("corrected", "paper"):
         with pytest.raises(DataFailure, match=why):
@@ -126,7 +158,9 @@ def test_the_papers_length_is_the_number_of_sampled_tokens_where_it_is_known() -
     def length(tokens: int) -> float:
         turn = Turn("assistant", tuple(range(tokens)), logprobs=(0.0,) * tokens)
         played = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (turn,), Sampling(), EndReason.DONE)
-        return scored(reward(variant="paper").score(played, row(), ScoreContext(0, [GOOD]))).components["length"]
+        return scored(
+            reward(variant="paper").score(played, row(), ScoreContext(0, [GOOD]))
+        ).components["length"]
 
     assert [length(n) for n in (49, 50, 400, 401)] == [0.0, 1.0, 1.0, 0.0]
 
@@ -134,19 +168,28 @@ def test_the_papers_length_is_the_number_of_sampled_tokens_where_it_is_known() -
 def test_the_papers_process_compares_steps_one_by_one_and_the_rest() -> None:
     def process(reasoning: str) -> float:
         task = row(reasoning=reasoning)
-        return scored(reward(variant="paper", embedder=WORDS).score(PLAYED, task, ScoreContext(0, [GOOD]))).components["process"]
+        return scored(
+            reward(variant="paper", embedder=WORDS).score(PLAYED, task, ScoreContext(0, [GOOD]))
+        ).components["process"]
 
     assert process("<step-1>: read data <step-2>: 20-10=10") == pytest.approx(2.0)
     assert process("<step-1>: read data <step-2>: 20-10=10 <step-3>: verify") == pytest.approx(1.0)
-    assert process("<step-1>: read data <step-2>: utterly different") == pytest.approx((1 + 0.5) / 2 + 1)
+    assert process("<step-1>: read data <step-2>: utterly different") == pytest.approx(
+        (1 + 0.5) / 2 + 1
+    )
     assert process("<step-1>: read data") == pytest.approx(1 / 2 + 1)
     assert process("no steps at all") == 0.0
 
 
 def test_a_process_reward_without_embedder_is_refused_with_what_to_do() -> None:
-    with pytest.raises(ValidationError, match=r"none is configured.*\n.*OpenAiEmbedder.*\n.*TextEmbedder.*\n.*weights.process: 0"):
+    with pytest.raises(
+        ValidationError,
+        match=r"none is configured.*\n.*OpenAiEmbedder.*\n.*TextEmbedder.*\n.*weights.process: 0",
+    ):
         ChartReward.Settings()
-    assert "process" not in scored(reward().score(PLAYED, row(), ScoreContext(0, [GOOD]))).components
+    assert (
+        "process" not in scored(reward().score(PLAYED, row(), ScoreContext(0, [GOOD]))).components
+    )
 
 
 class Counting:
@@ -168,7 +211,9 @@ def test_texts_that_are_scored_together_are_embedded_together_and_each_once() ->
     similarity = Similarity(embedder, batch=64, wait=0.05, timeout=10)
 
     async def many() -> list[list[float]]:
-        return await asyncio.gather(*(similarity.cosines([(f"text {i % 4}", "the true one")]) for i in range(20)))
+        return await asyncio.gather(
+            *(similarity.cosines([(f"text {i % 4}", "the true one")]) for i in range(20))
+        )
 
     found = asyncio.run(many())
     assert embedder.calls == [5]
@@ -180,20 +225,36 @@ def test_texts_that_are_scored_together_are_embedded_together_and_each_once() ->
 
 def test_an_empty_text_is_embedded_where_the_original_does(monkeypatch: pytest.MonkeyPatch) -> None:
     similarity = Similarity(Counting(), batch=64, wait=0.0, timeout=10)
-    assert asyncio.run(similarity.cosines([("", "true"), ("", "")], empty=True)) == pytest.approx([17**-0.5, 1.0])
-    monkeypatch.setattr(embedders.WordEmbedder, "embed", lambda _, texts: [[float(len(text)), 1.0] for text in texts])
-    task, silent = row(table=TABLE, reasoning="true"), ScoreContext(0, ["<think><table></table></think>"])
-    paid = {v: scored(reward(variant=v, embedder=WORDS).score(PLAYED, task, silent)) for v in ("original", "fork", "corrected")}
+    assert asyncio.run(similarity.cosines([("", "true"), ("", "")], empty=True)) == pytest.approx(
+        [17**-0.5, 1.0]
+    )
+    monkeypatch.setattr(
+        embedders.WordEmbedder,
+        "embed",
+        lambda _, texts: [[float(len(text)), 1.0] for text in texts],
+    )
+    task, silent = (
+        row(table=TABLE, reasoning="true"),
+        ScoreContext(0, ["<think><table></table></think>"]),
+    )
+    paid = {
+        v: scored(reward(variant=v, embedder=WORDS).score(PLAYED, task, silent))
+        for v in ("original", "fork", "corrected")
+    }
     assert {variant: one.components["process"] for variant, one in paid.items()} == {
-        "original": pytest.approx(17**-0.5), "fork": pytest.approx(17**-0.5), "corrected": 0.0,
-    }  # fmt: skip
+        "original": pytest.approx(17**-0.5),
+        "fork": pytest.approx(17**-0.5),
+        "corrected": 0.0,
+    }
 
 
 def test_one_who_gives_up_takes_no_vector_from_another() -> None:
     similarity = Similarity(Counting(), batch=64, wait=0.2, timeout=10)
 
     async def two() -> list[float]:
-        first, second = (asyncio.ensure_future(similarity.cosines([("said", "true")])) for _ in range(2))
+        first, second = (
+            asyncio.ensure_future(similarity.cosines([("said", "true")])) for _ in range(2)
+        )
         await asyncio.sleep(0.05)
         first.cancel()
         return await second
@@ -218,8 +279,13 @@ class Server(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.asked.append({"path": self.path, "key": self.headers.get("Authorization"), **body})
-        data = [{"index": i, "embedding": [float(len(text)), 1.0]} for i, text in enumerate(body["input"])]
-        answer = json.dumps({"data": data[::-1]} if body["model"] == "mini" else {"error": "no such model"}).encode()
+        data = [
+            {"index": i, "embedding": [float(len(text)), 1.0]}
+            for i, text in enumerate(body["input"])
+        ]
+        answer = json.dumps(
+            {"data": data[::-1]} if body["model"] == "mini" else {"error": "no such model"}
+        ).encode()
         self.send_response(200 if body["model"] != "broken" else 500)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
@@ -228,7 +294,9 @@ class Server(BaseHTTPRequestHandler):
     def log_message(self, *arguments: Any) -> None: ...
 
 
-def test_a_server_with_the_openai_interface_is_asked_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_with_the_openai_interface_is_asked_over_http(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("EMBEDDING_KEY", "k")
     server = HTTPServer(("127.0.0.1", 0), Server)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -242,8 +310,11 @@ def test_a_server_with_the_openai_interface_is_asked_over_http(monkeypatch: pyte
         outcome = scored(reward(embedder=use).score(PLAYED, task, ScoreContext(0, [GOOD])))
         assert outcome.components["process"] == pytest.approx(1.0)
         assert Server.asked[0] | {"input": None} == {
-            "path": "/v1/embeddings", "key": "Bearer k", "model": "mini", "input": None
-        }  # fmt: skip
+            "path": "/v1/embeddings",
+            "key": "Bearer k",
+            "model": "mini",
+            "input": None,
+        }
         vectors = OpenAiEmbedder(OpenAiEmbedder.Settings(url=url, model="mini")).embed(["a", "bbb"])
         assert vectors == [[1.0, 1.0], [3.0, 1.0]]
         for model in ("other", "broken"):

@@ -1,4 +1,6 @@
-"""The quickstart of Chart-RVR: small charts, what the tiny model was taught, the blind prior, and the configurations."""
+"""The quickstart of Chart-RVR: small charts, what the tiny model was taught, the blind prior, and
+the configurations.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,17 @@ from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset
 from rayloop.recipes.chart_rvr.data import ChartRows
 from rayloop.recipes.chart_rvr.measure import PLAYED, BlindChart
-from rayloop.recipes.chart_rvr.prepare import COLOURS, COLUMN, KINDS, PAGE, SIDE, UNIT, drawn, main, small
+from rayloop.recipes.chart_rvr.prepare import (
+    COLOURS,
+    COLUMN,
+    KINDS,
+    PAGE,
+    SIDE,
+    UNIT,
+    drawn,
+    main,
+    small,
+)
 from rayloop.recipes.chart_rvr.rewards.reward import ChartReward
 from rayloop.run.config import RunConfig, read
 from rayloop.sft.stage import SftConfig
@@ -36,7 +48,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Task]:
     out = tmp_path_factory.mktemp("small")
     assert main(["--out", str(out), "--train", "80", "--val", "0", "--test", "20"]) == 0
     assert sorted(path.name for path in out.glob("*.jsonl")) == ["test.jsonl", "train.jsonl"]
-    return list(Dataset(out / "train.jsonl", ChartRows(ChartRows.Settings()), True, lambda failure: None))
+    return list(
+        Dataset(out / "train.jsonl", ChartRows(ChartRows.Settings()), True, lambda failure: None)
+    )
 
 
 @pytest.mark.parametrize("index", range(10))
@@ -59,7 +73,10 @@ def test_answers_follow_from_the_table() -> None:
         by_item = {item: int(value) for item, value in made.rows}
         word = made.question.rstrip("?").split()[-1]
         asked[word if word in ("highest", "lowest") else "value"] += 1
-        wanted = {"highest": max(by_item, key=by_item.__getitem__), "lowest": min(by_item, key=by_item.__getitem__)}
+        wanted = {
+            "highest": max(by_item, key=by_item.__getitem__),
+            "lowest": min(by_item, key=by_item.__getitem__),
+        }
         assert made.answer == wanted.get(word, str(by_item.get(word)))
         assert made.steps[0] == f"The question asks for {word}."
         assert made.answer in made.steps[1]
@@ -87,8 +104,12 @@ def test_what_is_taught_without_slips_earns_everything(rows: list[Task]) -> None
         assert found.flags == ()
 
 
-@pytest.mark.parametrize(("slip", "spoiled"), [("misread", "table"), ("first", "accuracy"), ("skip", "format")])
-def test_each_slip_costs_its_component_as_often_as_it_is_set(rows: list[Task], slip: str, spoiled: str) -> None:
+@pytest.mark.parametrize(
+    ("slip", "spoiled"), [("misread", "table"), ("first", "accuracy"), ("skip", "format")]
+)
+def test_each_slip_costs_its_component_as_often_as_it_is_set(
+    rows: list[Task], slip: str, spoiled: str
+) -> None:
     answers = HastyAnswers(HastyAnswers.Settings(**{slip: 0.5}))
     rng = random.Random(0)
     outcomes = [paid(task, answers.answer(task, rng)) for task in rows]
@@ -103,7 +124,9 @@ def test_each_slip_costs_its_component_as_often_as_it_is_set(rows: list[Task], s
 
 def test_the_tokens_of_the_tiny_model_are_in_what_it_is_taught(rows: list[Task]) -> None:
     answers = HastyAnswers(HastyAnswers.Settings())
-    reported = "".join(answers.answer(task, random.Random(0)) + task.extra["query"] for task in rows)
+    reported = "".join(
+        answers.answer(task, random.Random(0)) + task.extra["query"] for task in rows
+    )
     assert [token for token in answers.tokens if token not in reported] == []
 
 
@@ -133,18 +156,26 @@ def test_the_shipped_configurations_are_valid(monkeypatch: pytest.MonkeyPatch) -
         assert one.reward.source.with_["variant"] == variant
         check_components(one)
     assert (Path(config.model.path) / "model.safetensors").stat().st_size < 1_500_000
-    stages = [load(RECIPE.parents[1] / f"benchmarks/makers/chart_rvr/{name}.yaml", [], SftConfig) for name in ("warm", "loosen")]
+    stages = [
+        load(RECIPE.parents[1] / f"benchmarks/makers/chart_rvr/{name}.yaml", [], SftConfig)
+        for name in ("warm", "loosen")
+    ]
     for stage in stages:
         check_components(stage)
         assert stage.data.reader == config.data.reader
-        assert (stage.model.min_pixels, stage.model.position_tint) == (config.model.min_pixels, config.model.position_tint)
+        assert (stage.model.min_pixels, stage.model.position_tint) == (
+            config.model.min_pixels,
+            config.model.position_tint,
+        )
 
 
 def test_a_group_is_paid_where_no_event_loop_runs(rows: list[Task]) -> None:
     """As the reward's actor calls it: in a thread, and what it returns is awaited elsewhere."""
     source: ChartReward = reward()
     text = HastyAnswers(HastyAnswers.Settings()).answer(rows[0], random.Random(0))
-    found = source.score_group([PLAYED] * 2, rows[0], [ScoreContext(0, [text]), ScoreContext(0, ["nothing"])])
+    found = source.score_group(
+        [PLAYED] * 2, rows[0], [ScoreContext(0, [text]), ScoreContext(0, ["nothing"])]
+    )
 
     async def awaited() -> Any:
         return await found  # type: ignore[misc]
@@ -154,9 +185,21 @@ def test_a_group_is_paid_where_no_event_loop_runs(rows: list[Task]) -> None:
 
 
 def test_rows_have_the_columns_of_the_recipe(tmp_path: Path) -> None:
-    assert main(["--out", str(tmp_path), "--train", "2", "--val", "0", "--test", "0", "--warm", "1"]) == 0
+    assert (
+        main(["--out", str(tmp_path), "--train", "2", "--val", "0", "--test", "0", "--warm", "1"])
+        == 0
+    )
     first = json.loads((tmp_path / "train.jsonl").read_text(encoding="utf-8").splitlines()[0])
-    assert set(first) == {"id", "image", "query", "label", "table", "chart_type", "reasoning", "data_source"}
+    assert set(first) == {
+        "id",
+        "image",
+        "query",
+        "label",
+        "table",
+        "chart_type",
+        "reasoning",
+        "data_source",
+    }
     assert (tmp_path / "warm.jsonl").exists()
     with Image.open(tmp_path / first["image"]) as image:
         assert image.size == (SIDE, SIDE)
@@ -165,7 +208,10 @@ def test_rows_have_the_columns_of_the_recipe(tmp_path: Path) -> None:
 def test_the_commands_for_gpus_are_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(RECIPE.parents[1])
     page = (RECIPE / "README.md").read_text(encoding="utf-8")
-    commands = [shlex.split(found) for found in re.findall(r"\| `python -m rayloop ((?:train|submit) [^`]+)` \|", page)]
+    commands = [
+        shlex.split(found)
+        for found in re.findall(r"\| `python -m rayloop ((?:train|submit) [^`]+)` \|", page)
+    ]
     assert len(commands) == 5
     for _, file, *words in commands:
         overrides = [word for word in words if "=" in word]

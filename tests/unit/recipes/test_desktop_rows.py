@@ -14,15 +14,23 @@ from rayloop.recipes.desktop.prepare import main
 
 def test_each_task_is_in_one_split(tmp_path: Path) -> None:
     assert main(["--out", str(tmp_path), "--prompt", "ui-tars"]) == 0
-    train, val = ([json.loads(line) for line in (tmp_path / f"{name}.jsonl").open(encoding="utf-8")] for name in ("train", "val"))
+    train, val = (
+        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").open(encoding="utf-8")]
+        for name in ("train", "val")
+    )
     assert (len(train), len(val)) == (12, 4)
     assert sorted(row["desktop"] for row in train + val) == sorted(task_file(SHIPPED).tasks)
-    assert all("## Action Space" in row["prompt"] and row["prompt"].endswith("{instruction}") for row in train)
+    assert all(
+        "## Action Space" in row["prompt"] and row["prompt"].endswith("{instruction}")
+        for row in train
+    )
 
 
 def test_a_file_of_ones_own_is_checked(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text("- {id: a, instruction: Do it., checks: [{path: x, is: file}]}", encoding="utf-8")
+    file.write_text(
+        "- {id: a, instruction: Do it., checks: [{path: x, is: file}]}", encoding="utf-8"
+    )
     assert main(["--out", str(tmp_path), "--tasks", str(file)]) == 0
     assert (tmp_path / "train.jsonl").read_text(encoding="utf-8").count("\n") == 1
     wrong = tmp_path / "wrong.yaml"

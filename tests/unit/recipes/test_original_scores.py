@@ -1,4 +1,6 @@
-"""What PyVision-RL's and DeepEyes' own functions paid for 400 texts each (tests/originals), which ``variant: original`` pays."""
+"""What PyVision-RL's and DeepEyes' own functions paid for 400 texts each (tests/originals), which
+``variant: original`` pays.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from benchmarks.makers.rendered_pages import (
     differences,
     digest,
     read_parquet,
-)  # fmt: skip
+)
 from rayloop.cli import main
 from rayloop.core.failures import ConfigError
 from rayloop.data.dataset import Dataset
@@ -71,7 +71,9 @@ def test_the_instruction_alone_does_not_give_the_box(splits: dict[str, list[Page
 
 
 def test_every_shipped_row_becomes_a_task() -> None:
-    dataset = Dataset(SHIPPED / "val.parquet", GroundingRows(GroundingRows.Settings()), True, lambda failure: None)
+    dataset = Dataset(
+        SHIPPED / "val.parquet", GroundingRows(GroundingRows.Settings()), True, lambda failure: None
+    )
     image = dataset[0].messages[0].parts[1]
     assert len(dataset) == ROWS["val"]
     assert {task.source for task in dataset} == set(PAGES)
@@ -83,10 +85,16 @@ def test_validate_accepts_the_shipped_set(capsys: pytest.CaptureFixture[str]) ->
     assert "150 rows" in capsys.readouterr().out
 
 
-def test_validate_names_bad_rows_by_file_and_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_names_bad_rows_by_file_and_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "broken.png").write_bytes(b"\x89PNG nothing")
     good = {"id": "a", "image": "broken.png", "instruction": "Click.", "bbox": [0.1, 0.1, 0.2, 0.2]}
-    rows = [good, {**good, "id": "b", "bbox": [10, 10, 20, 20]}, {**good, "id": "c", "image": "absent.png"}]
+    rows = [
+        good,
+        {**good, "id": "b", "bbox": [10, 10, 20, 20]},
+        {**good, "id": "c", "image": "absent.png"},
+    ]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     assert main(["data", "validate", str(file), "--reader", READER]) == 1
@@ -98,7 +106,10 @@ def test_validate_names_bad_rows_by_file_and_row(tmp_path: Path, capsys: pytest.
 
 def test_differences_name_row_and_field(splits: dict[str, list[PageRow]]) -> None:
     shipped = splits["val"][:3]
-    ours = [dataclasses.replace(shipped[0], png=shipped[1].png), dataclasses.replace(shipped[1], box=(0.0, 0.0, 0.5, 0.5))]
+    ours = [
+        dataclasses.replace(shipped[0], png=shipped[1].png),
+        dataclasses.replace(shipped[1], box=(0.0, 0.0, 0.5, 0.5)),
+    ]
     found = sorted(differences(ours, shipped))
     assert len(found) == 3
     assert any(shipped[0].id in line and "pixels differ" in line for line in found)
@@ -114,7 +125,9 @@ def test_an_unknown_split_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.browser
 def test_pages_render_as_they_were_shipped(tmp_path: Path) -> None:
-    pytest.importorskip("playwright", reason="playwright is not installed: pip install -e .[browser]")
+    pytest.importorskip(
+        "playwright", reason="playwright is not installed: pip install -e .[browser]"
+    )
     pytest.importorskip("miniwob", reason="miniwob is not installed: pip install -e .[browser]")
     try:
         browser = miniwob.find_browser(None)
@@ -130,15 +143,20 @@ def test_pages_render_as_they_were_shipped(tmp_path: Path) -> None:
         assert "pixels" not in compared(tmp_path, "val")
 
 
-def test_validate_reads_a_configuration_with_its_own_reader_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_reads_a_configuration_with_its_own_reader_and_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = {
-        "name": "run", "steps": 1, "model": {"path": "nowhere"},
+        "name": "run",
+        "steps": 1,
+        "model": {"path": "nowhere"},
         "data": {
-            "train": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "eval.jsonl"),
+            "train": str(tmp_path / "train.jsonl"),
+            "eval": str(tmp_path / "eval.jsonl"),
             "reader": {"use": "rayloop.data.dataset:ChatRows", "with": {"prompt": "question"}},
         },
         "reward": {"source": {"use": "rayloop.recipes.digits.data:SortReward"}},
-    }  # fmt: skip
+    }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run), encoding="utf-8")
     (tmp_path / "train.jsonl").write_text('{"question": "a", "answer": "b"}\n', encoding="utf-8")
     (tmp_path / "eval.jsonl").write_text('{"question": "a"}\n{"prompt": "a"}\n', encoding="utf-8")
@@ -147,5 +165,10 @@ def test_validate_reads_a_configuration_with_its_own_reader_and_files(tmp_path: 
     assert "train.jsonl: 1 row read by rayloop.data.dataset:ChatRows, 0 problems" in out
     assert "eval.jsonl:2: no column 'question'" in out
     assert "warning: none of the 1 rows of" in out
-    assert main(["data", "validate", str(tmp_path / "run.yaml"), "data.reader.with.prompt=prompt"]) == 2
-    assert "train.jsonl:1: no column 'prompt'; the row's: question, answer" in capsys.readouterr().out
+    assert (
+        main(["data", "validate", str(tmp_path / "run.yaml"), "data.reader.with.prompt=prompt"])
+        == 2
+    )
+    assert (
+        "train.jsonl:1: no column 'prompt'; the row's: question, answer" in capsys.readouterr().out
+    )

@@ -30,8 +30,15 @@ from tests.unit.groups import make_group, make_member
 
 PAGE = (ROOT / "docs/papers.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
-FOUND = {paper: re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) for paper, text in SECTIONS.items()}
-BLOCKS = {paper if not i else f"{paper} {i + 1}": block for paper, blocks in FOUND.items() for i, block in enumerate(blocks)}
+FOUND = {
+    paper: re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    for paper, text in SECTIONS.items()
+}
+BLOCKS = {
+    paper if not i else f"{paper} {i + 1}": block
+    for paper, blocks in FOUND.items()
+    for i, block in enumerate(blocks)
+}
 CHOICES = {
     "Other losses and advantages": "gspo, cispo, sapo, dppo",
     "Other losses and advantages 2": "gigpo, rloo, reinforce_pp, batch_std, maxrl, turns",
@@ -45,7 +52,11 @@ def test_each_paper_has_a_block() -> None:
 
 def loaded(paper: str, tmp_path: Path) -> RunConfig:
     file = tmp_path / "run.yaml"
-    own = "" if "\nreward:" in BLOCKS[paper] else 'reward: {source: {use: "rayloop.recipes.arc_vision.reward:IoUReward"}}\n'
+    own = (
+        ""
+        if "\nreward:" in BLOCKS[paper]
+        else 'reward: {source: {use: "rayloop.recipes.arc_vision.reward:IoUReward"}}\n'
+    )
     base = "name: paper\nsteps: 10\nmodel: {path: model}\ndata: {train: rows.jsonl}\n" + own
     file.write_text(base + BLOCKS[paper], encoding="utf-8")
     (tmp_path / "rows.jsonl").write_text("{}\n", encoding="utf-8")
@@ -67,7 +78,8 @@ def test_dapo_leaves_out_answers_that_were_cut(tmp_path: Path) -> None:
     assert [member.kept for member in filtered.members] == [True, False, True]
 
 
-# Whether a block's method acts ---------------------------------------------------------------------------------------------------
+# Whether a block's method acts
+# ---------------------------------------------------------------------------------------------------
 
 
 def kinds() -> list[tuple[str, str, str]]:
@@ -76,7 +88,8 @@ def kinds() -> list[tuple[str, str, str]]:
     for paper, block in BLOCKS.items():
         first, *others = CHOICES.get(paper, "").split(", ")
         made += [
-            (paper, block.replace(f"kind: {first}}}", f"kind: {kind}}}") if kind else block, kind) for kind in (first, *others)
+            (paper, block.replace(f"kind: {first}}}", f"kind: {kind}}}") if kind else block, kind)
+            for kind in (first, *others)
         ]
     return made
 
@@ -84,9 +97,17 @@ def kinds() -> list[tuple[str, str, str]]:
 VARIANTS = kinds()
 
 
-@pytest.mark.parametrize(("paper", "block", "kind"), VARIANTS, ids=[f"{paper} {kind}".strip() for paper, _, kind in VARIANTS])
-def test_a_blocks_method_acts(paper: str, block: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of its settings changes the gradients or advantages, beside its others; those that are defaults are the base."""
+@pytest.mark.parametrize(
+    ("paper", "block", "kind"),
+    VARIANTS,
+    ids=[f"{paper} {kind}".strip() for paper, _, kind in VARIANTS],
+)
+def test_a_blocks_method_acts(
+    paper: str, block: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its settings changes the gradients or advantages, beside its others; those that are
+    defaults are the base.
+    """
     monkeypatch.setitem(BLOCKS, paper, block)
     config = loaded(paper, tmp_path)
     assert kind in ("", config.policy.loss.model_dump()["kind"], config.algorithm.advantage.kind)
@@ -94,8 +115,12 @@ def test_a_blocks_method_acts(paper: str, block: str, kind: str, tmp_path: Path,
     assert idle(config.policy.loss, config.algorithm, config.policy.update, situation) == []
     given = yaml.safe_load(block)
     advantage = given.get("algorithm", {}).get("advantage")
-    whole: dict[str, Any] = {f"loss.{key}": value for key, value in given.get("policy", {}).get("loss", {}).items()}
-    whole |= {f"update.{key}": value for key, value in given.get("policy", {}).get("update", {}).items()}
+    whole: dict[str, Any] = {
+        f"loss.{key}": value for key, value in given.get("policy", {}).get("loss", {}).items()
+    }
+    whole |= {
+        f"update.{key}": value for key, value in given.get("policy", {}).get("update", {}).items()
+    }
     whole |= {"algorithm.advantage": advantage} if advantage else {}
     for key in whole:
         rest = {name: value for name, value in whole.items() if name != key}
@@ -116,24 +141,39 @@ def credits_of(advantage: dict[str, Any]) -> list[tuple[float, ...]]:
     groups = []
     for number, rewards in enumerate(([1.0, 0.0, 0.5, 0.25], [1.0, 1.0, 0.0, 2.0])):
         members = tuple(
-            make_member(TrajectoryId(number, i), Scored(reward), turns=2 + i, states=("p", "a", *"bcde"[:i]), turn_rewards=())
+            make_member(
+                TrajectoryId(number, i),
+                Scored(reward),
+                turns=2 + i,
+                states=("p", "a", *"bcde"[:i]),
+                turn_rewards=(),
+            )
             for i, reward in enumerate(rewards)
         )
         groups.append(with_advantages(Group(number, Task("t", ()), members), how))
     gone = {0: replace(groups[1].members[0], status=Status(TrajectoryState.FILTERED, "x"))}
     step = over_step([groups[0], groups[1].map(gone)], how)
-    return [(*m.credit.turns, m.credit.advantage, m.credit.streams.rl) for g in step for m in g.kept if m.credit is not None]
+    return [
+        (*m.credit.turns, m.credit.advantage, m.credit.streams.rl)
+        for g in step
+        for m in g.kept
+        if m.credit is not None
+    ]
 
 
 def test_scalerls_weights_and_advantages_are_the_papers(tmp_path: Path) -> None:
-    """arXiv:2510.13786: min(pi / pi_gen, 5) times the advantage over the deviation of all advantages."""
+    """arXiv:2510.13786: min(pi / pi_gen, 5) times the advantage over the deviation of all
+    advantages.
+    """
     config = loaded("ScaleRL's parts", tmp_path)
     loss = config.policy.loss
     for gap in (0.3, 1.0, 1.5, 2.0):
         current = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
         ones, zero = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
         out = PolicyLoss(loss)(current, current.detach(), current.detach() - gap, ones, zero)
-        assert torch.autograd.grad(-out.rl.sum(), current)[0].item() == pytest.approx(min(math.exp(gap), 5.0))
+        assert torch.autograd.grad(-out.rl.sum(), current)[0].item() == pytest.approx(
+            min(math.exp(gap), 5.0)
+        )
     assert config.algorithm.advantage.kind == "batch_std"
 
 

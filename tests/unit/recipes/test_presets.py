@@ -1,4 +1,6 @@
-"""The presets that users copy: each is a valid run, asks for the GPUs that its name says, and fits into them by the arithmetic."""
+"""The presets that users copy: each is a valid run, asks for the GPUs that its name says, and fits
+into them by the arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ GPU = 80e9
 
 
 @pytest.fixture(params=PRESETS)
-def preset(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, RunConfig]:
+def preset(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, RunConfig]:
     monkeypatch.chdir(ROOT)
     return request.param, read(ROOT / f"recipes/presets/{request.param}.yaml", [])
 
@@ -36,7 +40,9 @@ def test_what_can_be_checked_before_a_start_is_fine(
 ) -> None:
     """The model's text files are those that are shipped, in the Hub's cache."""
     _, config = preset
-    snapshot = tmp_path / f"models--{config.model.path.replace('/', '--')}" / "snapshots" / ("0" * 40)
+    snapshot = (
+        tmp_path / f"models--{config.model.path.replace('/', '--')}" / "snapshots" / ("0" * 40)
+    )
     shutil.copytree(ROOT / "recipes/arc_vision/tiny", snapshot)
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("0" * 40, encoding="utf-8")
@@ -61,7 +67,9 @@ def test_steps_divide_evenly(preset: tuple[str, RunConfig]) -> None:
 
 
 def test_the_trainer_fits(preset: tuple[str, RunConfig]) -> None:
-    """Weights, gradients and Adam in float32 over the ranks, or the frozen weights, take half; the rest computes."""
+    """Weights, gradients and Adam in float32 over the ranks, or the frozen weights, take half; the
+    rest computes.
+    """
     _, config = preset
     each = 4 if config.policy.engine.lora else 16
     static = each * PARAMETERS[config.model.path] / config.policy.ranks
@@ -71,18 +79,27 @@ def test_the_trainer_fits(preset: tuple[str, RunConfig]) -> None:
 
 
 def test_the_engine_fits(preset: tuple[str, RunConfig]) -> None:
-    """Its share holds the weights with room for a cache; on a GPU that it shares it asks for no more than its part."""
+    """Its share holds the weights with room for a cache; on a GPU that it shares it asks for no
+    more than its part.
+    """
     _, config = preset
     engine, share = config.engine, config.rollout.placement.num_gpus
     assert isinstance(engine, VllmEngineSettings)
-    assert 2 * PARAMETERS[config.model.path] / engine.tensor_parallel <= 0.6 * engine.memory_fraction * GPU
+    assert (
+        2 * PARAMETERS[config.model.path] / engine.tensor_parallel
+        <= 0.6 * engine.memory_fraction * GPU
+    )
     assert engine.memory_fraction <= min(share, 0.9)
     if share < 1:
-        assert engine.kv_cache_bytes is not None, "what vLLM finds free on a shared GPU is the trainer's"
+        assert engine.kv_cache_bytes is not None, (
+            "what vLLM finds free on a shared GPU is the trainer's"
+        )
         cache_and_weights = engine.kv_cache_bytes + 2 * PARAMETERS[config.model.path]
         assert cache_and_weights <= engine.memory_fraction * GPU
     in_flight = (1 + config.algorithm.staleness.max_staleness) * config.algorithm.target
-    assert engine.max_sequences * config.rollout.actors >= in_flight, "or a step is decoded in two rounds"
+    assert engine.max_sequences * config.rollout.actors >= in_flight, (
+        "or a step is decoded in two rounds"
+    )
 
 
 def test_every_preset_says_what_it_has_been_run_on() -> None:
@@ -95,9 +112,17 @@ def test_every_preset_says_what_it_has_been_run_on() -> None:
 
 def test_they_are_of_the_kind_that_their_names_say() -> None:
     made = {name: read(ROOT / f"recipes/presets/{name}.yaml", []) for name in PRESETS}
-    assert {name for name, config in made.items() if config.algorithm.staleness.max_staleness} == {"asynchronous"}
-    assert {name for name, config in made.items() if config.reference_kind == "adapter_off"} == {"lora_kl"}
-    assert {n for n, c in made.items() if c.weight_sync.transport.kind == "collective"} == {"gpu_8", "nodes_2", "asynchronous"}
+    assert {name for name, config in made.items() if config.algorithm.staleness.max_staleness} == {
+        "asynchronous"
+    }
+    assert {name for name, config in made.items() if config.reference_kind == "adapter_off"} == {
+        "lora_kl"
+    }
+    assert {n for n, c in made.items() if c.weight_sync.transport.kind == "collective"} == {
+        "gpu_8",
+        "nodes_2",
+        "asynchronous",
+    }
     assert Path(made["nodes_2"].output).is_absolute(), "on a file system that both see"
 
 

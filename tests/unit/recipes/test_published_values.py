@@ -1,4 +1,6 @@
-"""Each recipe's published.yaml: what is published is what the faithful preset sets, and what is ours what the default sets."""
+"""Each recipe's published.yaml: what is published is what the faithful preset sets, and what is
+ours what the default sets.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ ALLOWED = {
     "values": ({"what", "published"}, {"key", "ours", "reason"}),
     "differences": ({"what", "original", "corrected", "why", "run"}, set()),
     "prompts": ({"from", "sha256"}, {"file", "why"}),
-}  # fmt: skip
+}
 """Section -> what each of its entries must have, and what it may."""
 
 COMPARED = ("algorithm", "policy.loss", "policy.update", "policy.optimizer", "evaluation")
@@ -47,9 +49,13 @@ OURS_ALONE = {
     "evaluation.controls": False,
     "evaluation.blind": None,
 }
-"""Key that an original may lack -> the value with which it changes nothing of what the original does."""
+"""Key that an original may lack -> the value with which it changes nothing of what the original
+does.
+"""
 SWITCHES = {"algorithm.filtering.filters": [], "evaluation.every": 0}
-"""Key -> the value with which its neighbours do nothing; without filters these only make up for what failed."""
+"""Key -> the value with which its neighbours do nothing; without filters these only make up for
+what failed.
+"""
 
 
 def data(path: Path) -> dict[str, Any]:
@@ -72,7 +78,9 @@ def same(found: Any, said: Any) -> bool:
 
 
 def leaves(config: Mapping[str, Any]) -> set[str]:
-    """The keys below ``COMPARED``, each as deep as the settings are: an empty mapping, or one of ``over``, is a value."""
+    """The keys below ``COMPARED``, each as deep as the settings are: an empty mapping, or one of
+    ``over``, is a value.
+    """
     found = set()
     for part in COMPARED:
         settings = value_at(config, part)
@@ -95,7 +103,9 @@ def test_its_form(path: Path) -> None:
         for entry in found.get(section) or ():
             assert must <= set(entry) <= must | may, entry
     for entry in found["values"]:
-        assert entry.get("reason") or ("key" in entry and "ours" not in entry), f"{entry['what']}: a reason is needed"
+        assert entry.get("reason") or ("key" in entry and "ours" not in entry), (
+            f"{entry['what']}: a reason is needed"
+        )
 
 
 @pytest.mark.parametrize("path", FILES, ids=named)
@@ -103,11 +113,17 @@ def test_the_faithful_preset_has_what_is_published_and_the_default_what_is_ours(
     default, faithful = configurations(path)
     wrong = []
     for entry in (entry for entry in data(path)["values"] if "key" in entry):
-        said = {"faithful": (faithful, entry["published"]), "default": (default, entry.get("ours", entry["published"]))}
+        said = {
+            "faithful": (faithful, entry["published"]),
+            "default": (default, entry.get("ours", entry["published"])),
+        }
         for which, (config, value) in said.items():
             found = value_at(config, entry["key"])
             if not same(None if found is ABSENT else found, value):
-                wrong.append(f"{entry['what']}: {entry['key']} is {found!r} in the {which} configuration, not {value!r}")
+                wrong.append(
+                    f"{entry['what']}: {entry['key']} is {found!r} in the {which} configuration,"
+                    f" not {value!r}"
+                )
     assert wrong == []
 
 
@@ -118,19 +134,25 @@ def test_no_key_of_the_algorithm_is_left_to_a_default(path: Path) -> None:
     compared = {entry["key"] for entry in data(path)["values"] if "key" in entry}
     assert OURS_ALONE.keys() <= leaves(faithful), "the list names keys that are gone"
     off = [
-        key.rpartition(".")[0] + "." for key, value in SWITCHES.items() if key in compared and same(value_at(faithful, key), value)
+        key.rpartition(".")[0] + "."
+        for key, value in SWITCHES.items()
+        if key in compared and same(value_at(faithful, key), value)
     ]
     missing = {}
     for key in sorted(leaves(faithful) - compared):
         found = value_at(faithful, key)
-        if not (key in OURS_ALONE and same(found, OURS_ALONE[key])) and not any(key.startswith(part) for part in off):
+        if not (key in OURS_ALONE and same(found, OURS_ALONE[key])) and not any(
+            key.startswith(part) for part in off
+        ):
             missing[key] = found
     assert missing == {}, f"{path.name} does not say what the original has"
 
 
 @pytest.mark.parametrize("path", FILES, ids=named)
 def test_a_value_that_differs_is_another_one(path: Path) -> None:
-    assert [e["what"] for e in data(path)["values"] if "ours" in e and same(e["ours"], e["published"])] == []
+    assert [
+        e["what"] for e in data(path)["values"] if "ours" in e and same(e["ours"], e["published"])
+    ] == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=named)
@@ -141,7 +163,11 @@ def test_prompts_that_are_shipped_have_their_hash(path: Path) -> None:
             assert hashlib.sha256(text).hexdigest() == prompt["sha256"], prompt["file"]
         else:
             assert prompt.get("why"), f"{prompt['from']}: why is it not shipped?"
-    listed = [prompt.get("file") for one in path.parent.glob("published*.yaml") for prompt in data(one).get("prompts") or ()]
+    listed = [
+        prompt.get("file")
+        for one in path.parent.glob("published*.yaml")
+        for prompt in data(one).get("prompts") or ()
+    ]
     assert [
         file.name
         for file in path.parent.glob("prompts/*")
@@ -156,21 +182,42 @@ def test_prompts_of_others_lie_beside_their_licence(path: Path) -> None:
 
 
 TRL = {
-    "learning rate, original: full training": 1e-6, "clip below": 0.2, "dual clip": None, "aggregation (dapo)": "token-mean",
-    "passes over a step (num_iterations)": 1, "advantage": "grpo", "term beside the deviation": 1e-4, "temperature": 1.0,
-    "generation": "transformers in the trainer", "first rows of a subset": "those of the file, shuffled",
-}  # fmt: skip
-"""trl/trainer/grpo_config.py and grpo_trainer.py at 8c26b7d (v0.26.2): learning_rate, epsilon (epsilon_high is None), delta,
-loss_type, num_iterations, scale_rewards, the advantage's divisor, temperature, use_vllm, shuffle_dataset."""
+    "learning rate, original: full training": 1e-6,
+    "clip below": 0.2,
+    "dual clip": None,
+    "aggregation (dapo)": "token-mean",
+    "passes over a step (num_iterations)": 1,
+    "advantage": "grpo",
+    "term beside the deviation": 1e-4,
+    "temperature": 1.0,
+    "generation": "transformers in the trainer",
+    "first rows of a subset": "those of the file, shuffled",
+}
+"""trl/trainer/grpo_config.py and grpo_trainer.py at 8c26b7d (v0.26.2): learning_rate, epsilon
+(epsilon_high is None), delta, loss_type, num_iterations, scale_rewards, the advantage's divisor,
+temperature, use_vllm, shuffle_dataset.
+"""
 TRANSFORMERS = {
-    "schedule": "linear", "warm-up": 0, "optimizer": "adamw_torch", "AdamW's betas": [0.9, 0.999], "weight decay": 0.0,
-    "gradient norm": 1.0, "seed of order and answers": 42, "saves": 500, "checkpoints kept": "all",
-}  # fmt: skip
-"""transformers/training_args.py 4.57.3; ``optim`` is fused from torch 2.8 on, and the fork has 2.6.0."""
+    "schedule": "linear",
+    "warm-up": 0,
+    "optimizer": "adamw_torch",
+    "AdamW's betas": [0.9, 0.999],
+    "weight decay": 0.0,
+    "gradient norm": 1.0,
+    "seed of order and answers": 42,
+    "saves": 500,
+    "checkpoints kept": "all",
+}
+"""transformers/training_args.py 4.57.3; ``optim`` is fused from torch 2.8 on, and the fork has
+2.6.0.
+"""
 
 
 def test_values_that_chart_rvr_leaves_to_its_libraries_are_theirs() -> None:
-    found = {one["what"]: one["published"] for one in data(ROOT / "recipes/chart_rvr/published.yaml")["values"]}
+    found = {
+        one["what"]: one["published"]
+        for one in data(ROOT / "recipes/chart_rvr/published.yaml")["values"]
+    }
     assert {name: found.get(name, ABSENT) for name in TRL | TRANSFORMERS} == TRL | TRANSFORMERS
 
 
@@ -187,15 +234,20 @@ def role(name: str, gpus: float, gib: float, spare: float = 0.0) -> RoleMemory:
 
 
 def test_a_preset_is_held_against_the_published_cards() -> None:
-    """A GPU of 20 + 1 + 1 GiB, and one that two processes share, of 8 + 1 + 1 GiB each without the cache to spare."""
+    """A GPU of 20 + 1 + 1 GiB, and one that two processes share, of 8 + 1 + 1 GiB each without the
+    cache to spare.
+    """
     roles = [role("policy", 1, 20), role("rollout", 0.5, 8, spare=2)]
     assert list(of_roles(roles)) == [
         ["policy", "2 x 1", "22.0", "weights 20.0, cache 1.0, CUDA 1.0", "24 GB"],
         [
-            "rollout", "2 x 0.5", "10.0", "weights 8.0, cache 1.0, CUDA 1.0; 2.0 more for all sequences at once",
+            "rollout",
+            "2 x 0.5",
+            "10.0",
+            "weights 8.0, cache 1.0, CUDA 1.0; 2.0 more for all sequences at once",
             "24 GB for all that share it",
         ],
-    ]  # fmt: skip
+    ]
 
     def held(gpus: int | None, gb: int | None) -> list[str]:
         (row,) = of_cards(roles, [{"gpus": gpus, "gb": gb, "from": "a page"}])
@@ -207,7 +259,11 @@ def test_a_preset_is_held_against_the_published_cards() -> None:
     assert held(None, None) == ["? x ? (a page)", "unknown: no number and no card is named", ""]
     roles.append(role("reference", 0.5, 10))
     why = "4 GPUs are asked for; reference needs 24.0 GiB of 23.5"
-    assert held(3, 24) == ["3 x 24 GB (a page)", "no", why], "four halves are more than a GPU: each has no more than its half"
+    assert held(3, 24) == [
+        "3 x 24 GB (a page)",
+        "no",
+        why,
+    ], "four halves are more than a GPU: each has no more than its half"
 
 
 def test_the_page_is_generated() -> None:
@@ -215,7 +271,10 @@ def test_the_page_is_generated() -> None:
 
 
 def test_a_place_is_found_with_the_defaults_of_components() -> None:
-    reward = {"use": "rayloop.recipes.chart_rvr.rewards.reward:ChartReward", "with": {"weights": {"process": 0}}}
+    reward = {
+        "use": "rayloop.recipes.chart_rvr.rewards.reward:ChartReward",
+        "with": {"weights": {"process": 0}},
+    }
     config = {"reward": {"source": reward}, "over": {"a.b": 1}, "none": None}
     assert value_at(config, "reward.source.with.weights.process") == 0
     assert value_at(config, "reward.source.with.weights.format") == 1.0

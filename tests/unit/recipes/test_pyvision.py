@@ -25,7 +25,9 @@ SHOWN = 112
 @pytest.mark.parametrize("seed", range(20))
 def test_the_code_of_an_expert_finds_the_answer(seed: int) -> None:
     made = scene("count", seed)
-    (found,) = re.findall(r"^<code>\n```python\n(.*)\n```\n</code>$", code("count", made.box), re.DOTALL)
+    (found,) = re.findall(
+        r"^<code>\n```python\n(.*)\n```\n</code>$", code("count", made.box), re.DOTALL
+    )
     said: list[Any] = []
     exec(found, {"image_clue_0": made.image, "print": said.append})
     assert [str(value) for value in said] == [made.answer]
@@ -44,39 +46,71 @@ def test_scenes_are_those_of_their_seed_and_too_small_to_read() -> None:
 
 
 def test_rows_of_pyvision_and_flat_ones_give_the_same_task(tmp_path: Path) -> None:
-    flat = {"id": "7", "image": "a.png", "question": "How many?", "answer": 3, "kind": "de_visual_search"}
+    flat = {
+        "id": "7",
+        "image": "a.png",
+        "question": "How many?",
+        "answer": 3,
+        "kind": "de_visual_search",
+    }
     original = {
-        "prompt": [{"role": "user", "content": "<image>How many?"}], "data_source": "de_visual_search",
-        "reward_model": {"ground_truth": 3, "style": "model"}, "extra_info": {"index": 7, "question": "How many?"},
+        "prompt": [{"role": "user", "content": "<image>How many?"}],
+        "data_source": "de_visual_search",
+        "reward_model": {"ground_truth": 3, "style": "model"},
+        "extra_info": {"index": 7, "question": "How many?"},
         "mm_hint": {"hint_path": "a.png", "hint_type": "image"},
-    }  # fmt: skip
+    }
     reader = QuestionRows(QuestionRows.Settings())
     first, second = (reader.task(row, "rows:1", tmp_path) for row in (flat, original))
-    assert (first.id, first.messages, first.ground_truth, first.source) == ("7", second.messages, "3", second.source)
+    assert (first.id, first.messages, first.ground_truth, first.source) == (
+        "7",
+        second.messages,
+        "3",
+        second.source,
+    )
     assert first.messages == (Message("user", (ImageSource(str(tmp_path / "a.png")), "How many?")),)
     with pytest.raises(DataFailure, match="only hints that are images"):
-        reader.task({**original, "mm_hint": {"hint_path": "a.mp4", "hint_type": "video"}}, "rows:1", tmp_path)
+        reader.task(
+            {**original, "mm_hint": {"hint_path": "a.mp4", "hint_type": "video"}},
+            "rows:1",
+            tmp_path,
+        )
 
 
 def demonstration(folder: Path) -> Task:
     for name, side in (("page", 56), ("seen", 84)):
         Image.new("RGB", (side, 56), "red").save(folder / f"{name}.png")
     row = {
-        "id": "d", "image": "page.png", "question": "How many dots?", "answer": "4", "kind": "count",
+        "id": "d",
+        "image": "page.png",
+        "question": "How many dots?",
+        "answer": "4",
+        "kind": "count",
         "code": "<code>\n```python\nlook()\n```\n</code>",
-        "seen": {"role": "user", "parts": ["Text Result:\n4", {"image": "seen.png"}, "that is all"]},
-    }  # fmt: skip
+        "seen": {
+            "role": "user",
+            "parts": ["Text Result:\n4", {"image": "seen.png"}, "that is all"],
+        },
+    }
     return CluedRows(CluedRows.Settings()).task(row, "rows:1", folder)
 
 
 def examples(vision_folder: Path, **settings: Any) -> Examples:
     use = {"use": "benchmarks.makers.code_demonstrations:CodeDemonstrations", "with": settings}
     rows = {"train": "x.jsonl", "reader": {"use": "rayloop.recipes.pyvision.data:QuestionRows"}}
-    given = {"output": "x", "steps": 1, "model": {"path": str(vision_folder)}, "data": rows, "answers": use}
+    given = {
+        "output": "x",
+        "steps": 1,
+        "model": {"path": str(vision_folder)},
+        "data": rows,
+        "answers": use,
+    }
     return Examples(SftConfig.model_validate(given))
 
 
-def test_a_demonstration_is_trained_where_the_policy_speaks(vision_folder: Path, tmp_path: Path) -> None:
+def test_a_demonstration_is_trained_where_the_policy_speaks(
+    vision_folder: Path, tmp_path: Path
+) -> None:
     made = examples(vision_folder, hesitant=0)
     trajectory = made.item(demonstration(tmp_path), random.Random(0)).trajectory
     assert [turn.sampled for turn in trajectory.turns] == [False, True, False, True]
@@ -92,7 +126,10 @@ def test_a_demonstration_is_trained_where_the_policy_speaks(vision_folder: Path,
 
 def test_who_hesitates_guesses(vision_folder: Path, tmp_path: Path) -> None:
     task = demonstration(tmp_path)
-    guesses = {examples(vision_folder, hesitant=1, unsure=1).answers.answer(task, random.Random(s)) for s in range(50)}
+    guesses = {
+        examples(vision_folder, hesitant=1, unsure=1).answers.answer(task, random.Random(s))
+        for s in range(50)
+    }
     assert guesses == {answered(str(number)) for number in range(1, 6)}
     answers = CodeDemonstrations(CodeDemonstrations.Settings(hesitant=0.25))
     direct = [isinstance(answers.answer(task, random.Random(seed)), str) for seed in range(400)]

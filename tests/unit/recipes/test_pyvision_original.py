@@ -1,4 +1,6 @@
-"""PyVision and DeepEyes as published: prompts, rows' own prompts, tools under their names, and what the interpreter says."""
+"""PyVision and DeepEyes as published: prompts, rows' own prompts, tools under their names, and what
+the interpreter says.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +50,17 @@ def page(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("file", ["published.yaml", "published_deepeyes.yaml"])
 def test_the_shipped_texts_have_the_published_hashes(file: str) -> None:
     prompts = yaml.safe_load((RECIPE / file).read_text(encoding="utf-8"))["prompts"]
-    assert all(hashlib.sha256((RECIPE / one["file"]).read_bytes()).hexdigest() == one["sha256"] for one in prompts)
+    assert all(
+        hashlib.sha256((RECIPE / one["file"]).read_bytes()).hexdigest() == one["sha256"]
+        for one in prompts
+    )
 
 
 def test_every_text_is_listed() -> None:
     listed = {
-        one["file"] for f in RECIPE.glob("published*.yaml") for one in yaml.safe_load(f.read_text(encoding="utf-8"))["prompts"]
+        one["file"]
+        for f in RECIPE.glob("published*.yaml")
+        for one in yaml.safe_load(f.read_text(encoding="utf-8"))["prompts"]
     }
     assert listed == {f"prompts/{file.name}" for file in (RECIPE / "prompts").iterdir()}
 
@@ -63,10 +70,16 @@ def test_a_row_is_asked_as_pyvision_asks(page: Path) -> None:
     (message,) = reader(published="vistool_with_img_info_v2").task(row, "rows:1", page).messages
     whole = said(message)
     assert message.role == "user"
-    assert whole.startswith("<image>\nYou are an agent - please keep going until the user\u2019s query")
+    assert whole.startswith(
+        "<image>\nYou are an agent - please keep going until the user\u2019s query"
+    )
     assert "\nImage Width: 96; Image Height: 64\n\n*user question:*\n" in whole
     assert "in the format of \\boxed{answer}\n\nWhich {x}?\n\nRemember" in whole
-    (hidden,) = reader(published="vis_tool_with_img_info_wo_init_image_v2").task(row, "rows:1", page).messages
+    (hidden,) = (
+        reader(published="vis_tool_with_img_info_wo_init_image_v2")
+        .task(row, "rows:1", page)
+        .messages
+    )
     assert "Image Width: 96; Image Height: 64\nThe original image hint" in said(hidden)
     assert len(hidden.images) == 1, "which the interpreter has, and the environment hides"
 
@@ -81,21 +94,36 @@ def test_a_row_is_asked_as_deepeyes_asks(page: Path) -> None:
 def test_a_film_is_asked_about_with_its_size_and_rate(page: Path) -> None:
     row = {"id": "1", "videos": [["a.png", "a.png"]], "fps": 2, "question": "Which?", "answer": "A"}
     task = reader(published="vis_tool_with_img_info_video_v4").task(row, "rows:1", page)
-    assert "Frame Width: 96; Frame Height: 64;\nVideo Length: 2; Sample FPS: 2.00\nThe original video" in said(task.messages[0])
+    assert (
+        "Frame Width: 96; Frame Height: 64;\nVideo Length: 2; Sample FPS: 2.00\nThe original video"
+        in said(task.messages[0])
+    )
     assert not task.images
     two = {**row, "videos": [["a.png", "a.png"], ["a.png"]], "fps": [4.0, 8.0]}
     task = reader(published="vis_tool_with_img_info_video_v4").task(two, "rows:1", page)
     assert "Sample FPS: 4.00\n" in said(task.messages[0]), "the first film's"
     with pytest.raises(DataFailure, match="no videos"):
-        reader(published="vis_tool_with_img_info_video_v4").task({**row, "videos": [], "image": "a.png"}, "rows:1", page)
+        reader(published="vis_tool_with_img_info_video_v4").task(
+            {**row, "videos": [], "image": "a.png"}, "rows:1", page
+        )
 
 
 @pytest.mark.parametrize("kind", ["direct_attributes", "relative_position", "single", "cross"])
 @pytest.mark.parametrize(("letter", "value"), [("A", 1.0), ("B", 0.0)])
-def test_rows_of_the_benchmarks_are_judged_as_the_originals(kind: str, letter: str, value: float, page: Path) -> None:
-    """``data prepare`` keeps the published categories as sources; the original's rows say vstar and hrbench-4k."""
+def test_rows_of_the_benchmarks_are_judged_as_the_originals(
+    kind: str, letter: str, value: float, page: Path
+) -> None:
+    """``data prepare`` keeps the published categories as sources; the original's rows say vstar and
+    hrbench-4k.
+    """
     config = read(RECIPE / "presets/faithful.yaml", ["reward.source.with.accuracy=null"])
-    row = {"id": "1", "image": "a.png", "question": "Which?\n(A) red\n(B) blue", "answer": "A", "kind": kind}
+    row = {
+        "id": "1",
+        "image": "a.png",
+        "question": "Which?\n(A) red\n(B) blue",
+        "answer": "A",
+        "kind": kind,
+    }
     asked = config.data.reader.build().task(row, "rows:1", page)
     outcome = config.reward.source.build().score(PLAYED, asked, ScoreContext(0, [answered(letter)]))
     assert isinstance(outcome, Scored)
@@ -106,26 +134,46 @@ def test_rows_of_the_benchmarks_are_judged_as_the_originals(kind: str, letter: s
 def test_a_rows_own_prompt_goes_first(published: Published, page: Path) -> None:
     own = [{"role": "system", "content": "S"}, {"role": "user", "content": "<image>\nMine"}]
     row = {"id": "1", "image": "a.png", "question": "Which?", "answer": "A", "prompt": own}
-    assert [(m.role, said(m)) for m in reader(published=published).task(row, "rows:1", page).messages] == [
-        ("system", "S"), ("user", "<image>\nMine")
-    ]  # fmt: skip
+    assert [
+        (m.role, said(m)) for m in reader(published=published).task(row, "rows:1", page).messages
+    ] == [("system", "S"), ("user", "<image>\nMine")]
     assert said(reader().task(row, "rows:1", page).messages[0]) == "<image>Which?"
 
 
 def test_rows_are_read_as_their_authors_publish_them(page: Path) -> None:
     own = [{"role": "system", "content": "S"}, {"role": "user", "content": "<image>\nMine"}]
-    verl: dict[str, Any] = {"prompt": own, "data_source": "vstar", "reward_model": {"ground_truth": "A", "style": "model"}}
+    verl: dict[str, Any] = {
+        "prompt": own,
+        "data_source": "vstar",
+        "reward_model": {"ground_truth": "A", "style": "model"},
+    }
     verl["extra_info"] = {"answer": "A", "index": "0", "question": "Which?", "split": "train"}
     data = (page / "a.png").read_bytes()
-    shown = {**verl, "env_name": "visual_toolbox_v2", "images": [{"bytes": data, "path": None}], "mm_hint": None}
+    shown = {
+        **verl,
+        "env_name": "visual_toolbox_v2",
+        "images": [{"bytes": data, "path": None}],
+        "mm_hint": None,
+    }
     made = reader(published="deepeyes").task(shown, "data/rows.parquet:3", page)
     assert [said(message) for message in made.messages] == ["S", "<image>\nMine"]
     assert made.messages[1].images == [ImageSource(data=data)]
-    assert (made.id, made.ground_truth, made.source, made.environment) == ("rows.parquet:3", "A", "vstar", "visual_toolbox_v2")
+    assert (made.id, made.ground_truth, made.source, made.environment) == (
+        "rows.parquet:3",
+        "A",
+        "vstar",
+        "visual_toolbox_v2",
+    )
     assert made.extra["question"] == "Which?"
     assert not {"image", "images"} & set(made.extra), "which would travel twice"
-    plain = reader().task({"question": "Which?", "answer": "A", "image_path": "a.png"}, "data/rows.json:2", page)
-    assert (plain.id, plain.ground_truth, plain.messages[0].images) == ("rows.json:2", "A", [ImageSource(str(page / "a.png"))])
+    plain = reader().task(
+        {"question": "Which?", "answer": "A", "image_path": "a.png"}, "data/rows.json:2", page
+    )
+    assert (plain.id, plain.ground_truth, plain.messages[0].images) == (
+        "rows.json:2",
+        "A",
+        [ImageSource(str(page / "a.png"))],
+    )
     with pytest.raises(DataFailure, match="'images' is missing"):
         reader().task(verl, "rows:1", page)
 
@@ -136,7 +184,8 @@ def test_a_prompt_of_ones_own_may_name_columns_and_the_images_size(page: Path) -
     assert said(made.messages[0]) == "<image>96x64 k {other}: Which {kind}?"
 
 
-# Tools ---------------------------------------------------------------------------------------------------------------
+# Tools
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def task(width: int = 400, height: int = 120) -> Task:
@@ -161,8 +210,16 @@ def test_a_published_call_works(environment: str) -> None:
         assert isinstance(made, ImageTools)
         made.reset(task())
     for name, arguments, size in (
-        ("image_zoom_in_tool", '{"bbox_2d": [10, 20, 100, 200], "label": "the apple on the desk"}', (90, 100)),
-        ("image_rotate_tool", '{"angle": 90}', (400, 120) if environment == "original" else (120, 400)),
+        (
+            "image_zoom_in_tool",
+            '{"bbox_2d": [10, 20, 100, 200], "label": "the apple on the desk"}',
+            (90, 100),
+        ),
+        (
+            "image_rotate_tool",
+            '{"angle": 90}',
+            (400, 120) if environment == "original" else (120, 400),
+        ),
     ):
         step = made.step(CALL % (name, arguments))
         assert step.observation is not None
@@ -176,10 +233,19 @@ def test_a_published_call_works(environment: str) -> None:
     ("turn", "shown"),
     [
         (CALL % ("image_zoom_in_tool", '{"box": [1, 2, 3, 4]}'), "Error: 'bbox_2d'"),
-        (CALL % ("image_zoom_in_tool", '{"bbox_2d": [0, 0, 30, 90]}'), "Error: ZOOM IN ARGUMENTS ARE INVALID"),
-        (CALL % ("image_zoom_in_tool", '{"bbox_2d": [0, 0, 31, 90]}'), "<tool_response><image>\nThink first, call **image_zoom"),
+        (
+            CALL % ("image_zoom_in_tool", '{"bbox_2d": [0, 0, 30, 90]}'),
+            "Error: ZOOM IN ARGUMENTS ARE INVALID",
+        ),
+        (
+            CALL % ("image_zoom_in_tool", '{"bbox_2d": [0, 0, 31, 90]}'),
+            "<tool_response><image>\nThink first, call **image_zoom",
+        ),
         (CALL % ("crop", "{}"), "Error: Unknown tool name: crop"),
-        ("<tool_call>x</tool_call>", "Error: Invalid tool call format: x. Error: Expecting value: line 1 column 1 (char 0)"),
+        (
+            "<tool_call>x</tool_call>",
+            "Error: Invalid tool call format: x. Error: Expecting value: line 1 column 1 (char 0)",
+        ),
         ("<answer>B</answer>" + CALL % ("crop", "{}"), None),
         ("I think.", None),
     ],
@@ -197,7 +263,8 @@ def test_a_task_without_an_image_has_nothing_to_look_at() -> None:
         VisualToolBoxV2().reset(Task("t", (Message("user", ("Which?",)),)))
 
 
-# The interpreter's wording -------------------------------------------------------------------------------------------
+# The interpreter's wording
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -213,7 +280,9 @@ def test_a_task_without_an_image_has_nothing_to_look_at() -> None:
         ("<answer>a</answer><answer></answer>", None, None),
     ],
 )
-def test_turns_are_read_as_pyvision_reads_them(turn: str, code: str | None, answer: str | None) -> None:
+def test_turns_are_read_as_pyvision_reads_them(
+    turn: str, code: str | None, answer: str | None
+) -> None:
     assert (text.published_code(turn), text.published_answer(turn)) == (code, answer)
 
 
@@ -226,8 +295,13 @@ def test_the_code_behind_a_long_turn_is_found(piece: str) -> None:
 
 
 def test_quickstart_original_differs_only_where_it_says() -> None:
-    mine, theirs = (read(RECIPE / f"{name}.yaml", []) for name in ("quickstart", "quickstart_original"))
+    mine, theirs = (
+        read(RECIPE / f"{name}.yaml", []) for name in ("quickstart", "quickstart_original")
+    )
     assert theirs.model.model_copy(update={"path": mine.model.path}) == mine.model
     assert theirs.policy == mine.policy
     assert theirs.reward.source.build().transcript
-    assert json.loads(mine.model_dump_json())["evaluation"] == json.loads(theirs.model_dump_json())["evaluation"]
+    assert (
+        json.loads(mine.model_dump_json())["evaluation"]
+        == json.loads(theirs.model_dump_json())["evaluation"]
+    )

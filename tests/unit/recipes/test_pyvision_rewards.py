@@ -1,4 +1,6 @@
-"""PyVision's and DeepEyes' rewards: what ``corrected`` pays, by hand, and what ``original`` does besides the published vectors."""
+"""PyVision's and DeepEyes' rewards: what ``corrected`` pays, by hand, and what ``original`` does
+besides the published vectors.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ from rayloop.config.settings import Component, check_components, load
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
-from rayloop.core.types import EndReason, ImageRef, Message, Sampling, Task, Trajectory, TrajectoryId, Turn
+from rayloop.core.types import (
+    EndReason,
+    ImageRef,
+    Message,
+    Sampling,
+    Task,
+    Trajectory,
+    TrajectoryId,
+    Turn,
+)
 from rayloop.recipes.pyvision.data import answered
 from rayloop.recipes.pyvision.deepeyes import DeepEyesReward
 from rayloop.recipes.pyvision.reward import PyVisionReward
@@ -69,7 +80,9 @@ def use(judge: Any) -> dict[str, Any]:
 
 
 def episode(*executed: bool | None, images: int = 0) -> Trajectory:
-    """Turns whose code ran, failed, or that held an answer; ``images`` of the turns are followed by a picture."""
+    """Turns whose code ran, failed, or that held an answer; ``images`` of the turns are followed by
+    a picture.
+    """
     turns = [Turn("prompt", (1,), (IMAGE,))]
     for i, one in enumerate(executed):
         turns.append(Turn("assistant", (2,), logprobs=(0.0,), executed=one))
@@ -79,7 +92,12 @@ def episode(*executed: bool | None, images: int = 0) -> Trajectory:
 
 
 def outcome(
-    reward: Any, texts: list[str], played: Trajectory, truth: Any = "blue", source: str = "vstar", transcript: str | None = None
+    reward: Any,
+    texts: list[str],
+    played: Trajectory,
+    truth: Any = "blue",
+    source: str = "vstar",
+    transcript: str | None = None,
 ) -> Any:
     task = Task("t", (Message("user", ("What colour is it?",)),), truth, source)
     found = reward.score(played, task, ScoreContext(0, texts, transcript=transcript))
@@ -98,7 +116,8 @@ def deepeyes(**settings: Any) -> DeepEyesReward:
     return DeepEyesReward(DeepEyesReward.Settings.model_validate(settings))
 
 
-# PyVision, corrected -------------------------------------------------------------------------------------------------
+# PyVision, corrected
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -126,7 +145,9 @@ def test_what_code_prints_is_never_graded() -> None:
     printed = f"{CODE}<interpreter>{answered('blue')}</interpreter>{answered('red')}"
     played, texts = episode(True, None), [CODE, answered("red")]
     assert outcome(pyvision(), texts, played, transcript=printed).value == 0.0
-    original = outcome(pyvision(variant="original", accuracy=use(Right)), texts, played, transcript=printed)
+    original = outcome(
+        pyvision(variant="original", accuracy=use(Right)), texts, played, transcript=printed
+    )
     assert original.value == pytest.approx(1.1)
 
 
@@ -134,7 +155,9 @@ def test_an_overlong_answer_earns_neither_accuracy_nor_bonus() -> None:
     texts = [CODE, answered("x" * 1000)]
     corrected = outcome(pyvision(accuracy=use(Right)), texts, episode(True, None))
     assert (corrected.value, corrected.flags) == (0.0, ("too_long",))
-    original = outcome(pyvision(variant="original", accuracy=use(Right)), texts, episode(True, None))
+    original = outcome(
+        pyvision(variant="original", accuracy=use(Right)), texts, episode(True, None)
+    )
     assert original.value == pytest.approx(0.1)
 
 
@@ -168,7 +191,9 @@ def test_a_judges_share_is_the_accuracy_and_its_failure_no_reward() -> None:
         ("rules", "5", "7", 0.0, ()),
     ],
 )
-def test_a_source_has_its_rule(kind: str, truth: Any, answer: str, accuracy: float, flags: tuple[str, ...]) -> None:
+def test_a_source_has_its_rule(
+    kind: str, truth: Any, answer: str, accuracy: float, flags: tuple[str, ...]
+) -> None:
     reward = pyvision(verifiers={"my_*": kind}, accuracy=use(Down))
     scored = outcome(reward, [answered(answer)], episode(None), truth, "my_source")
     assert (scored.components["accuracy"], scored.flags) == (pytest.approx(accuracy), flags)
@@ -184,7 +209,8 @@ def test_the_published_sources_of_numbers_are_compared_by_rule() -> None:
         outcome(reward, [answered("9.7")], episode(None), "10", "vstar")
 
 
-# PyVision, original --------------------------------------------------------------------------------------------------
+# PyVision, original
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -195,7 +221,9 @@ def test_the_published_sources_of_numbers_are_compared_by_rule() -> None:
         ((True, None), [CODE + "<answer>no</answer>", answered("blue")], 0),
     ],
 )
-def test_the_original_counts_code_that_raised(executed: tuple[bool | None, ...], texts: list[str], calls: float) -> None:
+def test_the_original_counts_code_that_raised(
+    executed: tuple[bool | None, ...], texts: list[str], calls: float
+) -> None:
     reward = pyvision(variant="original", accuracy=use(Right))
     scored = outcome(reward, texts, episode(*executed), transcript=answered("blue"))
     assert (scored.value, scored.components["calls"]) == (pytest.approx(1 + 0.1 * calls), calls)
@@ -204,8 +232,14 @@ def test_the_original_counts_code_that_raised(executed: tuple[bool | None, ...],
 def test_where_the_original_raised_the_value_is_0_with_a_flag() -> None:
     original = pyvision(variant="original", accuracy=use(Right))
     for source, name in (("chart", "UnboundLocalError"), ("xince", "NameError")):
-        assert outcome(original, [answered("blue")], episode(None), source=source).flags == ("raised", name)
-    assert outcome(original, ["none"], episode(None), "3", "vsi_numerical").flags == ("raised", "TypeError")
+        assert outcome(original, [answered("blue")], episode(None), source=source).flags == (
+            "raised",
+            name,
+        )
+    assert outcome(original, ["none"], episode(None), "3", "vsi_numerical").flags == (
+        "raised",
+        "TypeError",
+    )
     assert outcome(original, ["none"], episode(None), "0", "vsi_numerical") == Scored(
         0.0, {"accuracy": 0.0, "calls": 0.0, "right": 0.0, "format": 0.0}
     ), "of a truth of 0 it only asks whether the answer is 0"
@@ -214,7 +248,9 @@ def test_where_the_original_raised_the_value_is_0_with_a_flag() -> None:
 
 
 @pytest.mark.parametrize(("characters", "accuracy"), [(999, 1.0), (1000, 0.0)])
-def test_the_general_verifier_pays_no_accuracy_for_a_long_answer(characters: int, accuracy: float) -> None:
+def test_the_general_verifier_pays_no_accuracy_for_a_long_answer(
+    characters: int, accuracy: float
+) -> None:
     reward = pyvision(variant="original", published="general_verifier", accuracy=use(Right))
     scored = outcome(reward, [answered("x" * characters)], episode(None))
     assert scored.components["accuracy"] == accuracy
@@ -227,7 +263,8 @@ def test_the_general_verifier_calls_an_outage_wrong() -> None:
         assert (scored.value, scored.flags[0]) == (0.0, "judge_failed")
 
 
-# DeepEyes ------------------------------------------------------------------------------------------------------------
+# DeepEyes
+# ------------------------------------------------------------------------------------------------------------
 
 GOOD = "<think>t</think><answer>navy</answer>"
 
@@ -241,13 +278,25 @@ GOOD = "<think>t</think><answer>navy</answer>"
         (Wrong, [ZOOM, GOOD], (True, None), 1, 0.0, ()),
         (Right, ["<think>t" + GOOD[16:]], (None,), 0, 0.6, ("ill_formed",)),
         (Right, ["<think>t" + ZOOM, GOOD], (True, None), 1, 1.8, ("ill_formed",)),
-        (Right, ["<answer>" + "x" * 1000 + "</answer>"], (None,), 0, -0.2, ("unparsable", "ill_formed")),
+        (
+            Right,
+            ["<answer>" + "x" * 1000 + "</answer>"],
+            (None,),
+            0,
+            -0.2,
+            ("unparsable", "ill_formed"),
+        ),
         (Right, ["navy"], (None,), 0, 0.0, ("unparsable",)),
         (Right, [GOOD, ZOOM], (True, True), 1, 0.0, ("unparsable",)),
     ],
 )
 def test_deepeyes_pays_answer_form_and_looking(
-    judge: Any, texts: list[str], executed: tuple[bool | None, ...], images: int, value: float, flags: tuple[str, ...]
+    judge: Any,
+    texts: list[str],
+    executed: tuple[bool | None, ...],
+    images: int,
+    value: float,
+    flags: tuple[str, ...],
 ) -> None:
     scored = outcome(deepeyes(accuracy=use(judge)), texts, episode(*executed, images=images))
     assert (scored.value, scored.flags) == (pytest.approx(value), flags)
@@ -258,11 +307,17 @@ def test_deepeyes_original_reads_the_whole_transcript() -> None:
     looked = "<|vision_start|><|image_pad|><|vision_end|>"
     original = deepeyes(variant="original", accuracy=use(Right))
     said = [GOOD]
-    assert outcome(original, said, episode(None), transcript=looked + GOOD).value == pytest.approx(2.0)
-    assert outcome(original, said, episode(None), transcript=looked[:-10] + GOOD).value == pytest.approx(1.8)
+    assert outcome(original, said, episode(None), transcript=looked + GOOD).value == pytest.approx(
+        2.0
+    )
+    assert outcome(
+        original, said, episode(None), transcript=looked[:-10] + GOOD
+    ).value == pytest.approx(1.8)
     assert outcome(original, ["navy"], episode(None)).value == pytest.approx(0.8)
     assert outcome(original, ["x" * 1000], episode(None)).value == pytest.approx(-0.2)
-    assert outcome(original, ["<answer>a" + "<answer>b</answer>"], episode(None)).value == pytest.approx(0.6)
+    assert outcome(
+        original, ["<answer>a" + "<answer>b</answer>"], episode(None)
+    ).value == pytest.approx(0.6)
 
 
 def test_deepeyes_never_pays_for_a_judge_that_failed() -> None:
@@ -303,11 +358,19 @@ def test_mathematics_is_verified_by_rule_and_then_by_the_judge(
     variant: str, judge: Any, said: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rayloop.recipes.pyvision.verifiers.MathVerifier", Same)
-    scored = outcome(deepeyes(variant=variant, accuracy=use(judge)), [said], episode(None), "2", "thinklite_eureka")
+    scored = outcome(
+        deepeyes(variant=variant, accuracy=use(judge)),
+        [said],
+        episode(None),
+        "2",
+        "thinklite_eureka",
+    )
     assert scored.value == pytest.approx(value)
 
 
-def test_an_answer_that_math_verify_does_not_decide_is_the_judges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_math_verify_does_not_decide_is_the_judges(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("rayloop.recipes.pyvision.verifiers.MathVerifier", Same)
     alone = pyvision(verifiers={"m": "math"})
     scored = outcome(alone, [answered("slow")], episode(None), "2", "m")
@@ -315,7 +378,9 @@ def test_an_answer_that_math_verify_does_not_decide_is_the_judges(monkeypatch: p
     assert outcome(alone, [answered("2")], episode(None), "2", "m").value == 1.0
     judged = pyvision(verifiers={"m": "math"}, accuracy=use(Right))
     assert outcome(judged, [answered("slow")], episode(None), "2", "m").value == 1.0
-    assert outcome(judged, [answered("x + 1")], episode(None), "x + 2", "m").value == 0.0, "decided, so the judge is not asked"
+    assert outcome(judged, [answered("x + 1")], episode(None), "x + 2", "m").value == 0.0, (
+        "decided, so the judge is not asked"
+    )
 
 
 def test_the_rules_refuse_before_mathematics_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,13 +389,18 @@ def test_the_rules_refuse_before_mathematics_is_asked(monkeypatch: pytest.Monkey
             return True
 
     monkeypatch.setattr("rayloop.recipes.pyvision.verifiers.MathVerifier", SaysYes)
-    assert outcome(pyvision(verifiers={"m": "math"}), [answered("25")], episode(None), "24", "m").value == 0.0
-    assert outcome(deepeyes(variant="original"), ["\\boxed{25}"], episode(None), "24", "thinklite_eureka").value == pytest.approx(
-        1.2
+    assert (
+        outcome(pyvision(verifiers={"m": "math"}), [answered("25")], episode(None), "24", "m").value
+        == 0.0
     )
+    assert outcome(
+        deepeyes(variant="original"), ["\\boxed{25}"], episode(None), "24", "thinklite_eureka"
+    ).value == pytest.approx(1.2)
 
 
-def test_math_verify_is_asked_for_at_the_start_where_a_source_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_math_verify_is_asked_for_at_the_start_where_a_source_needs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("rayloop.judge.mathematics.find_spec", lambda name: None)
     for made in (pyvision, deepeyes):
         made()

@@ -32,7 +32,9 @@ PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DON
 
 
 def grounding(split: str, **settings: Any) -> Dataset:
-    reader = Component.model_validate({"use": "rayloop.recipes.arc_vision.data:GroundingRows", "with": settings}).build()
+    reader = Component.model_validate(
+        {"use": "rayloop.recipes.arc_vision.data:GroundingRows", "with": settings}
+    ).build()
     return Dataset(GROUNDING / f"{split}.jsonl", reader, True, lambda failure: None)
 
 
@@ -66,9 +68,17 @@ def test_the_prompt_is_a_setting() -> None:
 
 @pytest.mark.parametrize(
     "bbox",
-    [None, [0.1, 0.2, 0.3], [0.1, 0.2, 0.1, 0.4], [0.3, 0.2, 0.1, 0.4], [10, 20, 300, 400], "0.1,0.2,0.3,0.4",
-     [0.1, 0.2, 0.3, float("nan")], [False, 0.2, True, 0.4]],
-)  # fmt: skip
+    [
+        None,
+        [0.1, 0.2, 0.3],
+        [0.1, 0.2, 0.1, 0.4],
+        [0.3, 0.2, 0.1, 0.4],
+        [10, 20, 300, 400],
+        "0.1,0.2,0.3,0.4",
+        [0.1, 0.2, 0.3, float("nan")],
+        [False, 0.2, True, 0.4],
+    ],
+)
 def test_a_row_without_a_proper_box_is_refused(bbox: Any) -> None:
     row = {"id": "a", "image": "a.png", "instruction": "Click.", "bbox": bbox}
     with pytest.raises(DataFailure, match="rows:1"):
@@ -80,7 +90,9 @@ TRUTH: Box = (0.2, 0.2, 0.6, 0.6)
 
 def graded(text: str) -> Outcome:
     task = Task("t", (), ground_truth=TRUTH)
-    return IoUReward().score(PLAYED, task, ScoreContext(0, ["<bbox>[0.2,0.2,0.6,0.6]</bbox>", text]))
+    return IoUReward().score(
+        PLAYED, task, ScoreContext(0, ["<bbox>[0.2,0.2,0.6,0.6]</bbox>", text])
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,26 +111,43 @@ def test_a_box_is_paid_its_overlap(text: str, value: float, click: float) -> Non
     outcome = graded(text)
     assert isinstance(outcome, Scored)
     assert outcome.value == outcome.components["iou"] == pytest.approx(value)
-    assert (outcome.components["click"], outcome.components["format"], outcome.flags) == (click, 1.0, ())
+    assert (outcome.components["click"], outcome.components["format"], outcome.flags) == (
+        click,
+        1.0,
+        (),
+    )
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "0.2,0.2,0.6,0.6", "<bbox>[0.2,0.2,0.6]</bbox>", "<bbox>[20,20,60,60]</bbox>", "<bbox>[0.6,0.2,0.2,0.6]</bbox>",
-     "<bbox>[0.2,0.2,0.2,0.6]</bbox>", "<bbox>[0.2,0.2,0.6,0.6", "<bbox>[-0.2,0.2,0.6,0.6]</bbox>", "<bbox>[nan,0,1,1]</bbox>"],
-)  # fmt: skip
+    [
+        "",
+        "0.2,0.2,0.6,0.6",
+        "<bbox>[0.2,0.2,0.6]</bbox>",
+        "<bbox>[20,20,60,60]</bbox>",
+        "<bbox>[0.6,0.2,0.2,0.6]</bbox>",
+        "<bbox>[0.2,0.2,0.2,0.6]</bbox>",
+        "<bbox>[0.2,0.2,0.6,0.6",
+        "<bbox>[-0.2,0.2,0.6,0.6]</bbox>",
+        "<bbox>[nan,0,1,1]</bbox>",
+    ],
+)
 def test_an_answer_without_a_box_scores_nothing(text: str) -> None:
     assert graded(text) == Scored(0.0, {"iou": 0.0, "click": 0.0, "format": 0.0}, ("unparsable",))
 
 
 def boxes() -> st.SearchStrategy[Box]:
     edges = st.lists(st.integers(0, 100), min_size=2, max_size=2, unique=True).map(sorted)
-    return st.tuples(edges, edges).map(lambda e: (e[0][0] / 100, e[1][0] / 100, e[0][1] / 100, e[1][1] / 100))
+    return st.tuples(edges, edges).map(
+        lambda e: (e[0][0] / 100, e[1][0] / 100, e[0][1] / 100, e[1][1] / 100)
+    )
 
 
 @pytest.mark.parametrize("loose", [0.0, 0.4])
 def test_the_boxes_of_a_hasty_annotator_lie_outside_the_true_one_and_vary(loose: float) -> None:
-    answers = Component.model_validate({"use": "rayloop.recipes.arc_vision.data:BoxAnswers", "with": {"loose": loose}}).build()
+    answers = Component.model_validate(
+        {"use": "rayloop.recipes.arc_vision.data:BoxAnswers", "with": {"loose": loose}}
+    ).build()
     for task in grounding("test"):
         x1, y1, x2, y2 = task.ground_truth
         said = [parse_box(answers.answer(task, random.Random(seed))) for seed in range(20)]
@@ -127,7 +156,10 @@ def test_the_boxes_of_a_hasty_annotator_lie_outside_the_true_one_and_vary(loose:
             assert box is not None
             outside = (x1 - box[0], y1 - box[1], box[2] - x2, box[3] - y2)
             sides = (x2 - x1, y2 - y1) * 2
-            assert all(-0.0051 <= out <= loose * side + 0.0051 for out, side in zip(outside, sides, strict=True))
+            assert all(
+                -0.0051 <= out <= loose * side + 0.0051
+                for out, side in zip(outside, sides, strict=True)
+            )
 
 
 @given(a=boxes(), b=boxes())
@@ -146,9 +178,16 @@ def sorted_digits(text: str) -> Outcome:
 
 @pytest.mark.parametrize(
     ("text", "value", "exact"),
-    [("1 2 3 3", 1.0, 1.0), (" 1,2,3,3\n", 1.0, 1.0), ("1233", 1.0, 1.0), ("1 3 2 3", 0.5, 0.0), ("1 2", 0.5, 0.0),
-     ("1 2 3 3 3 3 3 3", 0.5, 0.0), ("9", 0.0, 0.0)],
-)  # fmt: skip
+    [
+        ("1 2 3 3", 1.0, 1.0),
+        (" 1,2,3,3\n", 1.0, 1.0),
+        ("1233", 1.0, 1.0),
+        ("1 3 2 3", 0.5, 0.0),
+        ("1 2", 0.5, 0.0),
+        ("1 2 3 3 3 3 3 3", 0.5, 0.0),
+        ("9", 0.0, 0.0),
+    ],
+)
 def test_sorting_is_paid_by_right_positions(text: str, value: float, exact: float) -> None:
     assert sorted_digits(text) == Scored(value, {"exact": exact, "format": 1.0})
 

@@ -1,4 +1,6 @@
-"""Rewards that are given the answers of a group together: what they see, and whose fault a failing grader is."""
+"""Rewards that are given the answers of a group together: what they see, and whose fault a failing
+grader is.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Ranking:
     def __init__(self, settings: Ranking.Settings) -> None:
         del settings
 
-    def score_group(self, trajectories: list[Trajectory], task: Task, contexts: list[ScoreContext]) -> Any:
+    def score_group(
+        self, trajectories: list[Trajectory], task: Task, contexts: list[ScoreContext]
+    ) -> Any:
         Ranking.asked.append(([t.id.sample for t in trajectories], [c.texts[-1] for c in contexts]))
         if Ranking.answers:
             answer = Ranking.answers.pop(0)
@@ -70,7 +74,9 @@ def longest(trajectories: Sequence[Trajectory], contexts: Sequence[ScoreContext]
     return [len(text) == max(map(len, texts)) for text in texts]
 
 
-def share(prompts: Any, completions: Any, level: Any, log_metric: Any, **columns: Any) -> list[float | None]:
+def share(
+    prompts: Any, completions: Any, level: Any, log_metric: Any, **columns: Any
+) -> list[float | None]:
     """TRL's form: sees all completions of a group."""
     assert len(prompts) == len(completions) == len(level) == len(columns["completion_ids"])
     log_metric("size", len(completions))
@@ -92,10 +98,14 @@ def trajectory(folder: Path, sample: int, text: str, end: EndReason = EndReason.
     return Trajectory(TrajectoryId(0, sample), 0, "t1", 0, turns, Sampling(), end)
 
 
-def judge(folder: Path, use: str, texts: Sequence[str], answers: Sequence[Any] = (), **settings: Any) -> list[Outcome]:
+def judge(
+    folder: Path, use: str, texts: Sequence[str], answers: Sequence[Any] = (), **settings: Any
+) -> list[Outcome]:
     Ranking.answers, Ranking.asked = list(answers), []
     source = Component(use=f"{__name__}:{use}")
-    actor = RewardActor(ModelSettings(path=str(folder)), RewardSettings(source=source, per="group", **settings))
+    actor = RewardActor(
+        ModelSettings(path=str(folder)), RewardSettings(source=source, per="group", **settings)
+    )
     trajectories = [trajectory(folder, i, text) for i, text in enumerate(texts)]
     outcomes = asyncio.run(actor.judge(trajectories, TASK, 5))
     assert actor.health() == 0
@@ -122,20 +132,31 @@ def test_each_outcome_is_looked_at_by_itself(text_folder: Path, use: str) -> Non
 
 
 @kinds
-@pytest.mark.parametrize("given", [[1.0, 2.0], [1.0] * 4, 1.0, None, {"a": 1.0}, "abc", iter([1.0] * 3), {1.0, 2.0, 3.0}])
-def test_another_number_of_outcomes_is_the_graders_error(text_folder: Path, use: str, given: Any) -> None:
+@pytest.mark.parametrize(
+    "given", [[1.0, 2.0], [1.0] * 4, 1.0, None, {"a": 1.0}, "abc", iter([1.0] * 3), {1.0, 2.0, 3.0}]
+)
+def test_another_number_of_outcomes_is_the_graders_error(
+    text_folder: Path, use: str, given: Any
+) -> None:
     outcomes = judge(text_folder, use, TEXTS, [given, given])
     assert [type(o) for o in outcomes] == [Unscored] * 3
     assert {o.kind for o in outcomes if isinstance(o, Unscored)} == {UnscoredKind.GRADER_ERROR}
     assert len(Ranking.asked) == 2, "it is asked once more"
-    assert judge(text_folder, use, TEXTS, [given, given], on_error=0.0) == [Scored(0.0, {}, ("grader_error",))] * 3
+    assert (
+        judge(text_folder, use, TEXTS, [given, given], on_error=0.0)
+        == [Scored(0.0, {}, ("grader_error",))] * 3
+    )
 
 
 @kinds
 def test_what_it_raises_concerns_all_of_them(text_folder: Path, use: str) -> None:
     [reason] = {o.reason for o in judge(text_folder, use, TEXTS, [KeyError("x"), KeyError("x")])}  # type: ignore[union-attr]
     assert reason == f"{__name__}:{use}: KeyError: 'x'"
-    assert judge(text_folder, use, TEXTS, [KeyError("x"), [1, 2, 3]]) == [Scored(1.0), Scored(2.0), Scored(3.0)]
+    assert judge(text_folder, use, TEXTS, [KeyError("x"), [1, 2, 3]]) == [
+        Scored(1.0),
+        Scored(2.0),
+        Scored(3.0),
+    ]
     bad = judge(text_folder, use, TEXTS, [DataFailure("rows.jsonl:3", "no truth")])
     assert bad == [Unscored(UnscoredKind.BAD_DATA, "rows.jsonl:3: no truth")] * 3
     with pytest.raises(RewardLost):
@@ -143,10 +164,19 @@ def test_what_it_raises_concerns_all_of_them(text_folder: Path, use: str) -> Non
 
 
 @pytest.mark.parametrize("on_error", ["exclude", 0.0])
-def test_a_source_may_name_the_exceptions_that_are_infrastructure(text_folder: Path, on_error: Any) -> None:
-    for error in (ConnectionResetError("x"), ZeroDivisionError("x"), OSError("x"), MemoryError("x")):
+def test_a_source_may_name_the_exceptions_that_are_infrastructure(
+    text_folder: Path, on_error: Any
+) -> None:
+    for error in (
+        ConnectionResetError("x"),
+        ZeroDivisionError("x"),
+        OSError("x"),
+        MemoryError("x"),
+    ):
         outcomes = judge(text_folder, "Client", TEXTS, [error, error], on_error=on_error)
-        assert {o.kind for o in outcomes if isinstance(o, Unscored)} == {UnscoredKind.REWARD_UNAVAILABLE}
+        assert {o.kind for o in outcomes if isinstance(o, Unscored)} == {
+            UnscoredKind.REWARD_UNAVAILABLE
+        }
     own = judge(text_folder, "Client", TEXTS, [KeyError("x")] * 2, on_error=on_error)
     if on_error == 0.0:
         assert own == [Scored(0.0, {}, ("grader_error",))] * 3
@@ -168,7 +198,9 @@ def test_one_that_hung_a_tool_is_not_shown(text_folder: Path) -> None:
     assert len(Ranking.asked) == 1, "nobody is asked about nothing"
 
 
-def test_an_answer_that_is_alone_is_scored_by_itself_where_the_source_can(text_folder: Path) -> None:
+def test_an_answer_that_is_alone_is_scored_by_itself_where_the_source_can(
+    text_folder: Path,
+) -> None:
     assert judge(text_folder, "Both", TEXTS[:1]) == [Scored(0.5, {"alone": 1.0})]
     assert judge(text_folder, "Both", TEXTS[:2]) == [Scored(1.0), Scored(0.0)]
     assert judge(text_folder, "Ranking", TEXTS[:1]) == [Scored(0.0)]
@@ -195,12 +227,29 @@ class Undeclared(Both):
     ("use", "per", "message"),
     [
         ("Ranking", "trajectory", "has score_group and no score: set reward.per: group"),
-        ("longest", "trajectory", "function of all trajectories of a group needs reward.per: group"),
-        ("verl", "group", r"a function of \(solution_str, ground_truth\), which is no reward with per: group. Write score_group"),
-        ("Undeclared", "group", "infrastructure must be True or a tuple of exception types, not 'httpx'"),
+        (
+            "longest",
+            "trajectory",
+            "function of all trajectories of a group needs reward.per: group",
+        ),
+        (
+            "verl",
+            "group",
+            (
+                r"a function of \(solution_str, ground_truth\), which is no reward with per: group."
+                r" Write score_group"
+            ),
+        ),
+        (
+            "Undeclared",
+            "group",
+            "infrastructure must be True or a tuple of exception types, not 'httpx'",
+        ),
     ],
-)  # fmt: skip
-def test_what_does_not_fit_is_refused_with_the_remedy(tmp_path: Path, use: str, per: str, message: str) -> None:
+)
+def test_what_does_not_fit_is_refused_with_the_remedy(
+    tmp_path: Path, use: str, per: str, message: str
+) -> None:
     path = tmp_path / "reward.yaml"
     path.write_text(f"per: {per}\nsource: {{use: '{__name__}:{use}'}}\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=rf"(?s)reward\.yaml:2: source: .*{message}"):

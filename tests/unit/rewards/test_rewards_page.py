@@ -34,7 +34,10 @@ CASES: dict[str, list[tuple[str, dict[str, Any], str, Task, Outcome]]] = {
         ("score", {}, "3", TASK, Scored(1.1, {"exact": 1.0, "brief": 1.0})),
         ("score", {}, "4", TASK, Scored(0.1, {"exact": 0.0, "brief": 1.0})),
     ],
-    "own_class": [("Length", {}, "1234", TASK, Scored(-1.0)), ("Length", {"target": 4}, "1234", TASK, Scored(0.0))],
+    "own_class": [
+        ("Length", {}, "1234", TASK, Scored(-1.0)),
+        ("Length", {"target": 4}, "1234", TASK, Scored(0.0)),
+    ],
     "trl": [
         ("format_reward", {}, GOOD, TASK, Scored(1.0)),
         ("format_reward", {}, "3", TASK, Scored(0.0)),
@@ -73,7 +76,14 @@ def test_the_example_of_a_group_pays_what_others_did_not_say(tmp_path: Path) -> 
 
 def test_the_configuration_of_the_page_is_one() -> None:
     (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    lines = [line.replace("# source", "  source", 1) if line.startswith("# source") else line for line in block.splitlines()]
+    lines = [
+        line.replace("# source", "  source", 1) if line.startswith("# source") else line
+        for line in block.splitlines()
+    ]
     head, *sources = lines
     uses = [yaml.safe_load(f"{head}\n{source}")["reward"]["source"] for source in sources]
-    assert [Component.model_validate(use).use for use in uses] == ["my_reward:score", "path/to/file.py:score", "my_reward:score"]
+    assert [Component.model_validate(use).use for use in uses] == [
+        "my_reward:score",
+        "path/to/file.py:score",
+        "my_reward:score",
+    ]

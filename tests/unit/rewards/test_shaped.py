@@ -29,16 +29,28 @@ def answer(tokens: int) -> Trajectory:
 
 def scored(texts: Sequence[str], lengths: Sequence[int], **settings: object) -> list[Outcome]:
     source = {"use": "tests.unit.rewards.test_shaped:by_text"}
-    reward = ShapedReward(ShapedReward.Settings.model_validate({"source": source, "max_tokens": 100, **settings}))
+    reward = ShapedReward(
+        ShapedReward.Settings.model_validate({"source": source, "max_tokens": 100, **settings})
+    )
     contexts = [ScoreContext(0, [text]) for text in texts]
     return asyncio.run(reward.score_group([answer(n) for n in lengths], TASK, contexts))
 
 
 def test_the_soft_punishment_falls_from_0_to_minus_1_over_the_last_tokens() -> None:
-    assert [overlong(n, 100, 20) for n in (1, 80, 85, 90, 100, 101)] == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+    assert [overlong(n, 100, 20) for n in (1, 80, 85, 90, 100, 101)] == [
+        0.0,
+        0.0,
+        -0.25,
+        -0.5,
+        -1.0,
+        -1.0,
+    ]
     (outcome,) = scored(["1"], [90], overlong=20)
     assert isinstance(outcome, Scored)
-    assert (outcome.value, outcome.components) == (0.5, {"word": 1.0, "unshaped": 1.0, "overlong": -0.5})
+    assert (outcome.value, outcome.components) == (
+        0.5,
+        {"word": 1.0, "unshaped": 1.0, "overlong": -0.5},
+    )
 
 
 def test_repetition_counts_word_n_grams_that_occurred_before() -> None:
@@ -59,7 +71,11 @@ def test_length_costs_its_share_of_the_groups_longest_times_its_mean_reward() ->
 
 def test_length_is_never_paid_for() -> None:
     """A group whose mean reward is below 0 would otherwise be paid by the token."""
-    values = [outcome.value for outcome in scored(["-1", "-1"], [100, 200], length=0.5) if isinstance(outcome, Scored)]
+    values = [
+        outcome.value
+        for outcome in scored(["-1", "-1"], [100, 200], length=0.5)
+        if isinstance(outcome, Scored)
+    ]
     assert values == [-1.0, -1.0]
 
 

@@ -1,4 +1,6 @@
-"""Alert rules and the dashboard of a run ask for metrics that are served, and promtool finds that the rules do what they say."""
+"""Alert rules and the dashboard of a run ask for metrics that are served, and promtool finds that
+the rules do what they say.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,25 @@ ALERTS = DEPLOY / "prometheus/alerts.yaml"
 DCGM = {"DCGM_FI_DEV_XID_ERRORS"}
 """Of NVIDIA's dcgm-exporter, whose names are in its own documentation."""
 LABELS = {"run", "role", "reason", "source", "instance", "ip"}
-WORDS = {"sum", "max", "min", "by", "or", "and", "increase", "label_values", "policy", "driver", "h"}
+WORDS = {
+    "sum",
+    "max",
+    "min",
+    "by",
+    "or",
+    "and",
+    "increase",
+    "label_values",
+    "policy",
+    "driver",
+    "h",
+}
 
 
 def served() -> set[str]:
-    """Names at Prometheus: the run's and the judge's client's from their tables, Ray's from the file that registers them."""
+    """Names at Prometheus: the run's and the judge's client's from their tables, Ray's from the
+    file that registers them.
+    """
     assert judge_metrics.BREAKER
     ours = {f"ray_{metric.prometheus}" for metric in METRICS}
     client = {metric.name for metric in prometheus_client.REGISTRY.collect()}
@@ -40,7 +56,11 @@ def _of_ray() -> Iterator[str]:
     assert found is not None
     assert found.origin is not None
     for node in ast.walk(ast.parse(Path(found.origin).read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Gauge" and isinstance(node.args[0], ast.Constant):
+        if (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "id", "") == "Gauge"
+            and isinstance(node.args[0], ast.Constant)
+        ):
             yield str(node.args[0].value)
 
 
@@ -85,30 +105,55 @@ def test_every_panel_of_a_run_draws_what_is_served() -> None:
 
 
 def test_every_recovery_metric_is_drawn() -> None:
-    drawn = set().union(*(asked(t["expr"]) for panel in dashboard()["panels"] for t in panel.get("targets", ())))
+    drawn = set().union(
+        *(asked(t["expr"]) for panel in dashboard()["panels"] for t in panel.get("targets", ()))
+    )
     assert {f"ray_{m.prometheus}" for m in METRICS if m.name.startswith("recovery/")} <= drawn
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: apt install prometheus)")
-@pytest.mark.parametrize("arguments", [["check", "rules", "alerts.yaml"], ["test", "rules", "alerts_test.yaml"]])
+@pytest.mark.skipif(
+    shutil.which("promtool") is None,
+    reason="promtool is not installed (Debian: apt install prometheus)",
+)
+@pytest.mark.parametrize(
+    "arguments", [["check", "rules", "alerts.yaml"], ["test", "rules", "alerts_test.yaml"]]
+)
 def test_promtool_accepts_the_rules_and_each_fires_when_it_should(arguments: list[str]) -> None:
-    done = subprocess.run(["promtool", *arguments], cwd=ALERTS.parent, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["promtool", *arguments], cwd=ALERTS.parent, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_made_up_series_try_every_alert() -> None:
     """Quiet in the first test, firing in the second."""
-    quiet, firing = yaml.safe_load((ALERTS.parent / "alerts_test.yaml").read_text(encoding="utf-8"))["tests"]
+    quiet, firing = yaml.safe_load(
+        (ALERTS.parent / "alerts_test.yaml").read_text(encoding="utf-8")
+    )["tests"]
     names = {rule["alert"] for rule in rules()}
     assert {entry["alertname"] for entry in quiet["alert_rule_test"]} == names
     samples = firing["promql_expr_test"][0]["exp_samples"]
     assert {sample["labels"].split('"')[1] for sample in samples} == names
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: apt install prometheus)")
+@pytest.mark.skipif(
+    shutil.which("promtool") is None,
+    reason="promtool is not installed (Debian: apt install prometheus)",
+)
 def test_promtool_reads_the_queries_of_the_dashboard(tmp_path: Path) -> None:
-    queries = [t["expr"].replace("$run", ".*") for panel in dashboard()["panels"] for t in panel.get("targets", ())]
+    queries = [
+        t["expr"].replace("$run", ".*")
+        for panel in dashboard()["panels"]
+        for t in panel.get("targets", ())
+    ]
     recorded = [{"record": f"panel:q{n}", "expr": query} for n, query in enumerate(queries)]
-    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": recorded}]}), encoding="utf-8")
-    done = subprocess.run(["promtool", "check", "rules", str(tmp_path / "rules.yaml")], capture_output=True, text=True, timeout=60)
+    (tmp_path / "rules.yaml").write_text(
+        yaml.safe_dump({"groups": [{"name": "panels", "rules": recorded}]}), encoding="utf-8"
+    )
+    done = subprocess.run(
+        ["promtool", "check", "rules", str(tmp_path / "rules.yaml")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,6 @@
-"""What a run asks of a cluster: the object store holds the weight updates that exist at once, as far as the memory goes."""
+"""What a run asks of a cluster: the object store holds the weight updates that exist at once, as
+far as the memory goes.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,15 @@ from tests.support.runs import settings
 
 GIB = 2**30
 PARAMETERS = 3_750_000_000
-"""Of Qwen2.5-VL-3B, which one step published into 512 MiB before: Ray wrote it to a disk and read it again."""
+"""Of Qwen2.5-VL-3B, which one step published into 512 MiB before: Ray wrote it to a disk and read
+it again.
+"""
 
 
 def config(folder: Path, **changes: Any) -> RunConfig:
-    return RunConfig.model_validate(settings(folder, folder, policy__engine__dtype="bfloat16", **changes))
+    return RunConfig.model_validate(
+        settings(folder, folder, policy__engine__dtype="bfloat16", **changes)
+    )
 
 
 @pytest.fixture
@@ -30,7 +36,9 @@ def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return usage
 
 
-def test_the_store_has_room_for_two_weight_updates_and_a_half(tmp_path: Path, free: SimpleNamespace) -> None:
+def test_the_store_has_room_for_two_weight_updates_and_a_half(
+    tmp_path: Path, free: SimpleNamespace
+) -> None:
     assert store(config(tmp_path), PARAMETERS, tmp_path) == OBJECT_STORE + 5 * PARAMETERS
 
 

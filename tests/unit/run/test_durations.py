@@ -1,4 +1,6 @@
-"""The order of all durations of a run: it holds by default, and a configuration that breaks it is refused with keys and values."""
+"""The order of all durations of a run: it holds by default, and a configuration that breaks it is
+refused with keys and values.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +31,37 @@ def test_the_order_holds_by_default(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"recovery__stall_timeout": 3600.0},
-         r"recovery\.stall_timeout \(3600 s\) must be longer than environment\.episode_timeout \(3600 s\), "
-         r"policy\.step_timeout \(3600 s\), which it waits for. Raise it, or lower what is named"),
-        ({"policy__step_timeout": 7200.0}, r"stall_timeout \(4500 s\) must be longer than policy\.step_timeout \(7200 s\)"),
-        ({"reward__timeout": 2400.0}, r"stall_timeout \(4500 s\) must be longer than 2 x reward\.timeout \(4800 s\)"),
-        ({"environment__episode__step_timeout": 4000.0},
-         r"environment\.episode_timeout \(3600 s\) must be longer than 2 x environment\.episode\.step_timeout \(8000 s\)"),
-        ({"recovery__start_timeout": 4500.0}, r"recovery\.stall_timeout \(4500 s\) .* recovery\.start_timeout \(4500 s\)"),
+        (
+            {"recovery__stall_timeout": 3600.0},
+            r"recovery\.stall_timeout \(3600 s\) must be longer than environment\.episode_timeout"
+            r" \(3600 s\), "
+            r"policy\.step_timeout \(3600 s\), which it waits for. Raise it, or lower what is"
+            r" named",
+        ),
+        (
+            {"policy__step_timeout": 7200.0},
+            r"stall_timeout \(4500 s\) must be longer than policy\.step_timeout \(7200 s\)",
+        ),
+        (
+            {"reward__timeout": 2400.0},
+            r"stall_timeout \(4500 s\) must be longer than 2 x reward\.timeout \(4800 s\)",
+        ),
+        (
+            {"environment__episode__step_timeout": 4000.0},
+            (
+                r"environment\.episode_timeout \(3600 s\) must be longer than 2 x"
+                r" environment\.episode\.step_timeout \(8000 s\)"
+            ),
+        ),
+        (
+            {"recovery__start_timeout": 4500.0},
+            r"recovery\.stall_timeout \(4500 s\) .* recovery\.start_timeout \(4500 s\)",
+        ),
     ],
-)  # fmt: skip
-def test_a_wait_that_would_give_up_first_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+)
+def test_a_wait_that_would_give_up_first_is_refused(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         check_durations(config(tmp_path, **changes))
 
@@ -59,7 +81,10 @@ def seconds() -> set[str]:
         for path, model in walk(RunConfig)
         for key in keys(model)
         if (model.model_fields.get(key) or model.model_fields[f"{key}_"]).annotation is float
-        and re.match(r"Seconds\b", (model.model_fields.get(key) or model.model_fields[f"{key}_"]).description or "")
+        and re.match(
+            r"Seconds\b",
+            (model.model_fields.get(key) or model.model_fields[f"{key}_"]).description or "",
+        )
     }
 
 
@@ -75,8 +100,14 @@ def test_the_table_names_keys_that_exist(tmp_path: Path) -> None:
 
 def test_the_page_has_the_order() -> None:
     page = (ROOT / "docs/choosing_settings.md").read_text(encoding="utf-8")
-    order = [line for line in page.splitlines() if line.startswith("- ") and "`recovery.stall_timeout`" in line and " < " in line]
+    order = [
+        line
+        for line in page.splitlines()
+        if line.startswith("- ") and "`recovery.stall_timeout`" in line and " < " in line
+    ]
     for each in DURATIONS:
         if each.within:
-            (line,) = [one for one in order if f"`{each.key}`" in one.rpartition(f"`{each.within}`")[0]]
+            (line,) = [
+                one for one in order if f"`{each.key}`" in one.rpartition(f"`{each.within}`")[0]
+            ]
             assert ("twice" in line.partition(f"`{each.key}`")[0][-6:]) == (each.times == 2)

@@ -15,12 +15,18 @@ from rayloop.run.config import RunConfig, read
 from rayloop.run.held_out import plays
 from tests.support.runs import settings
 
-OVER = {"environment.episode.max_turns": 30, "environment.episode.max_tokens": 9000, "rollout.sampling.temperature": 0.5}
+OVER = {
+    "environment.episode.max_turns": 30,
+    "environment.episode.max_tokens": 9000,
+    "rollout.sampling.temperature": 0.5,
+}
 TASKS = [Task("a", (Message("user", ("?",)),))]
 
 
 def config(folder: Path, **evaluation: object) -> RunConfig:
-    return RunConfig.model_validate(settings(folder, folder, evaluation={"greedy": False, "samples": 1, **evaluation}))
+    return RunConfig.model_validate(
+        settings(folder, folder, evaluation={"greedy": False, "samples": 1, **evaluation})
+    )
 
 
 def test_an_evaluation_is_played_with_its_own_values(tmp_path: Path) -> None:
@@ -34,7 +40,10 @@ def test_an_evaluation_is_played_with_its_own_values(tmp_path: Path) -> None:
     assert (changed.max_turns, changed.max_images) == (30, episode.max_images)
     assert made.in_evaluation.environment.episode == changed
     assert made.longest == 9000, "the engine has room for both"
-    assert (made.rollout.sampling.temperature, made.environment.episode.max_turns) == (1.0, 1), "training keeps its own"
+    assert (made.rollout.sampling.temperature, made.environment.episode.max_turns) == (
+        1.0,
+        1,
+    ), "training keeps its own"
     plain = config(tmp_path)
     assert (plain.in_evaluation, _request(plain, asked, TrajectoryId(-1, 0)).episode) == (plain, {})
 
@@ -42,15 +51,27 @@ def test_an_evaluation_is_played_with_its_own_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("over", "message"),
     [
-        ("{environment.episode.max_turn: 30}", r"'environment\.episode\.max_turn' is no key that an evaluation can change"),
-        ("{environment.episode.environment: {use: x}}", r"is no key that an evaluation can change.*max_turns.*temperature"),
+        (
+            "{environment.episode.max_turn: 30}",
+            r"'environment\.episode\.max_turn' is no key that an evaluation can change",
+        ),
+        (
+            "{environment.episode.environment: {use: x}}",
+            r"is no key that an evaluation can change.*max_turns.*temperature",
+        ),
         ("{policy.optimizer.lr: 1.0}", r"'policy\.optimizer\.lr' is no key"),
         (
             "{environment: {episode: {max_turns: 30}}}",
             r"'environment' is no key .*evaluation\.over=\{environment\.episode\.max_turns: 3\}",
         ),
-        ("{environment.episode.max_turns: many}", r"environment\.episode\.max_turns: got 'many': Input should be a valid integer"),
-        ("{rollout.sampling.temperature: 5}", r"rollout\.sampling\.temperature: got 5: Input should be less than or equal to 2"),
+        (
+            "{environment.episode.max_turns: many}",
+            r"environment\.episode\.max_turns: got 'many': Input should be a valid integer",
+        ),
+        (
+            "{rollout.sampling.temperature: 5}",
+            r"rollout\.sampling\.temperature: got 5: Input should be less than or equal to 2",
+        ),
     ],
 )
 def test_a_wrong_value_is_named_with_its_line(tmp_path: Path, over: str, message: str) -> None:
@@ -63,25 +84,38 @@ def test_a_wrong_value_is_named_with_its_line(tmp_path: Path, over: str, message
 
 
 def test_what_does_not_fit_together_in_an_evaluation_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"tokens in evaluations \(evaluation\.over\), above episode\.max_tokens"):
+    with pytest.raises(
+        ValueError, match=r"tokens in evaluations \(evaluation\.over\), above episode\.max_tokens"
+    ):
         config(tmp_path, over={"rollout.sampling.max_tokens": 100_000})
     file = tmp_path / "run.yaml"
     over = {"environment.episode.step_timeout": 4000.0}
-    file.write_text(yaml.safe_dump(settings(tmp_path, tmp_path, evaluation={"over": over})), encoding="utf-8")
+    file.write_text(
+        yaml.safe_dump(settings(tmp_path, tmp_path, evaluation={"over": over})), encoding="utf-8"
+    )
     message = (
-        r"longer than 2 x environment\.episode\.step_timeout \(8000 s\), which it waits for in evaluations \(evaluation\.over\)\."
+        r"longer than 2 x environment\.episode\.step_timeout \(8000 s\), which it waits for in"
+        r" evaluations \(evaluation\.over\)\."
     )
     with pytest.raises(ConfigError, match=message):
         read(file, [])
 
 
-@pytest.mark.parametrize("changes", [{"greedy": False}, {"samples": 2}, {"over": {"rollout.sampling.max_tokens": 5}}])
+@pytest.mark.parametrize(
+    "changes", [{"greedy": False}, {"samples": 2}, {"over": {"rollout.sampling.max_tokens": 5}}]
+)
 @pytest.mark.parametrize(("key", "value"), [("temperature", 0.5), ("top_p", 0.5), ("top_k", 5)])
 def test_a_temperature_that_no_answer_is_sampled_with_is_refused(
     tmp_path: Path, changes: dict[str, object], key: str, value: float
 ) -> None:
-    only: dict[str, object] = {"greedy": True, "samples": 0, "over": {f"rollout.sampling.{key}": value}}
-    with pytest.raises(ValueError, match=rf"rollout\.sampling\.{key} has no effect.*greedy: false, or samples"):
+    only: dict[str, object] = {
+        "greedy": True,
+        "samples": 0,
+        "over": {f"rollout.sampling.{key}": value},
+    }
+    with pytest.raises(
+        ValueError, match=rf"rollout\.sampling\.{key} has no effect.*greedy: false, or samples"
+    ):
         config(tmp_path, **only)
     config(tmp_path, **{**only, **changes})
 
@@ -91,7 +125,12 @@ def test_the_trainings_own_durations_are_checked_beside_an_evaluations(tmp_path:
     values["evaluation"] = {"over": {"environment.episode.step_timeout": 10.0}}
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(values), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"longer than 2 x environment\.episode\.step_timeout \(8000 s\), which it waits for\."):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"longer than 2 x environment\.episode\.step_timeout \(8000 s\), which it waits for\."
+        ),
+    ):
         read(file, [])
 
 

@@ -1,4 +1,6 @@
-"""The table of events: every kind is emitted where it says, what is recorded fits it, and docs/events.md says the same."""
+"""The table of events: every kind is emitted where it says, what is recorded fits it, and
+docs/events.md says the same.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def constructed() -> dict[str, set[str]]:
     for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             match node:
-                case ast.Call(func=ast.Attribute(value=ast.Name(id=module), attr=name)) if module in MODULES:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id=module), attr=name)) if (
+                    module in MODULES
+                ):
                     found[name].add(str(path.relative_to(ROOT)))
     return found
 
@@ -53,13 +57,20 @@ def test_every_kind_is_reported_by_the_file_that_it_names_and_by_no_other() -> N
 
 
 def test_every_kind_and_every_field_says_what_it_means() -> None:
-    silent = [kind for kind, cls in KINDS.items() if not (cls.__doc__ or "").endswith(".") or cls.__doc__ == "."]
+    silent = [
+        kind
+        for kind, cls in KINDS.items()
+        if not (cls.__doc__ or "").endswith(".") or cls.__doc__ == "."
+    ]
     silent += [f"{cls.__name__}.{name}" for cls in KINDS.values() for name in unexplained(cls)]
     assert not silent
 
 
 def unexplained(cls: type[events.Event]) -> set[str]:
-    """Fields without a docstring that are not common ones. Only the fields are annotated in such a class."""
+    """Fields without a docstring that are not common ones.
+
+    Only the fields are annotated in such a class.
+    """
     (body,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(body, ast.ClassDef)
     found = set()
@@ -76,9 +87,15 @@ def unexplained(cls: type[events.Event]) -> set[str]:
     [
         ({"event": "worker_last"}, "worker_last is no event"),
         ({"event": "policy_lost", "step": 1}, "policy_lost: why: Field required"),
-        ({"event": "policy_lost", "why": "x", "rank": 1}, "policy_lost: rank: Unexpected keyword argument"),
+        (
+            {"event": "policy_lost", "why": "x", "rank": 1},
+            "policy_lost: rank: Unexpected keyword argument",
+        ),
         ({"event": "policy_lost", "why": 1}, "policy_lost: why: Input should be a valid string"),
-        ({"event": "evaluated", "step": 0, "val/reward/maen": 1.0, "score": 1.0}, "evaluated: score is no metric"),
+        (
+            {"event": "evaluated", "step": 0, "val/reward/maen": 1.0, "score": 1.0},
+            "evaluated: score is no metric",
+        ),
     ],
 )
 def test_a_record_that_does_not_fit_is_found(record: dict[str, object], problem: str) -> None:
@@ -102,20 +119,31 @@ def test_what_is_written_fits_and_reads_back(tmp_path: Path) -> None:
 
 
 def test_the_reporter_dates_events_and_keeps_bad_rows_out_of_the_file(tmp_path: Path) -> None:
-    reporter = Reporter(RunConfig.model_validate(settings(tmp_path, tmp_path)), tmp_path, open_logger)
+    reporter = Reporter(
+        RunConfig.model_validate(settings(tmp_path, tmp_path)), tmp_path, open_logger
+    )
     reporter.event(incidents.WarningEvent("seldom meant"))
     reporter.event(events.CheckpointEvent("step_000002", 0.1), 2)
     reporter.bad_row(DataFailure("a.jsonl:3", "bad"))
     assert [record["step"] for record in reporter.folder.events] == [0, 2]
     assert validate(reporter.folder.events) == ()
-    assert [record["event"] for _, record in reporter.updates] == ["warning", "checkpoint", "quarantined"]
+    assert [record["event"] for _, record in reporter.updates] == [
+        "warning",
+        "checkpoint",
+        "quarantined",
+    ]
     assert validate(record for _, record in reporter.updates) == ()
 
 
 def test_many_rows_left_out_for_one_reason_are_shown_once_and_counted(tmp_path: Path) -> None:
-    rows = [{"id": str(number), "prompt" if number > 9_000 else "question": "1 + 1", "answer": "2"} for number in range(9_100)]
+    rows = [
+        {"id": str(number), "prompt" if number > 9_000 else "question": "1 + 1", "answer": "2"}
+        for number in range(9_100)
+    ]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    config = RunConfig.model_validate(settings(tmp_path, tmp_path, data={"train": str(tmp_path / "rows.jsonl")}))
+    config = RunConfig.model_validate(
+        settings(tmp_path, tmp_path, data={"train": str(tmp_path / "rows.jsonl")})
+    )
     reporter = Reporter(config, tmp_path, open_logger)
     assert len(training_rows(config, reporter)) == 99
     assert len([*reporter.folder.quarantine]) == 9_001
@@ -125,7 +153,9 @@ def test_many_rows_left_out_for_one_reason_are_shown_once_and_counted(tmp_path: 
 
 
 def test_a_grace_that_an_update_and_a_checkpoint_outlast_is_reported_once(tmp_path: Path) -> None:
-    def reported(grace: float, saves: Sequence[float], updates: Sequence[float]) -> list[dict[str, object]]:
+    def reported(
+        grace: float, saves: Sequence[float], updates: Sequence[float]
+    ) -> list[dict[str, object]]:
         given = settings(tmp_path, tmp_path, preemption={"grace": grace})
         folder = tmp_path / f"{grace:g}-{len(saves)}"
         folder.mkdir()
@@ -138,7 +168,9 @@ def test_a_grace_that_an_update_and_a_checkpoint_outlast_is_reported_once(tmp_pa
         return [record for record in reporter.folder.events if record["event"] == "grace_too_short"]
 
     assert reported(120.0, [30.0, 50.0], [60.0, 40.0]) == []
-    assert reported(120.0, [], [500.0]) == [], "nothing was ever saved: how long it takes is not known"
+    assert reported(120.0, [], [500.0]) == [], (
+        "nothing was ever saved: how long it takes is not known"
+    )
     (once,) = reported(100.0, [30.0, 50.0, 60.0], [60.0])
     assert (once["seconds"], once["grace"]) == (110.0, 100.0)
 
@@ -150,22 +182,36 @@ def test_what_the_storage_refuses_is_reported_once_until_it_is_well(tmp_path: Pa
     reporter.event(incidents.WorkerLostEvent("reward", 1, why="it died"))
     reporter.event(incidents.WorkerReplaced("reward", 1, seconds=1.0))
     assert [record.get("file", record["event"]) for _, record in reporter.updates] == [
-        "worker_lost", "events.jsonl", "worker_replaced",
-    ]  # fmt: skip
+        "worker_lost",
+        "events.jsonl",
+        "worker_replaced",
+    ]
     folder.mkdir()
     (folder / "rollouts").touch()  # no step's file can be written there
     reporter.rollouts(1, [], {})
     reporter.rollouts(2, [], {})
     assert [record["event"] for record in reporter.folder.events] == [
-        "worker_lost", "not_written", "worker_replaced", "not_written",
-    ]  # fmt: skip
+        "worker_lost",
+        "not_written",
+        "worker_replaced",
+        "not_written",
+    ]
     assert validate(reporter.folder.events) == ()
-    assert [record["file"] for record in reporter.folder.events if "file" in record] == ["events.jsonl", "rollouts"]
+    assert [record["file"] for record in reporter.folder.events if "file" in record] == [
+        "events.jsonl",
+        "rollouts",
+    ]
 
 
-def test_a_resumed_run_ends_with_its_gain_over_the_first_evaluation_of_an_earlier_start(tmp_path: Path) -> None:
+def test_a_resumed_run_ends_with_its_gain_over_the_first_evaluation_of_an_earlier_start(
+    tmp_path: Path,
+) -> None:
     def answers(reward: float) -> list[Item]:
-        return [Item(arm, f"t{n}", "page", reward=reward + n / 100) for arm in (RIGHT, SAMPLED) for n in range(10)]
+        return [
+            Item(arm, f"t{n}", "page", reward=reward + n / 100)
+            for arm in (RIGHT, SAMPLED)
+            for n in range(10)
+        ]
 
     config = RunConfig.model_validate(settings(tmp_path, tmp_path))
     first = Reporter(config, tmp_path, open_logger)
@@ -175,14 +221,20 @@ def test_a_resumed_run_ends_with_its_gain_over_the_first_evaluation_of_an_earlie
     resumed = Reporter(config, tmp_path, open_logger)
     resumed.begin(2, 2, None)  # restored at step 2: what was recorded of step 4 is moved aside
     resumed.close(2, {})
-    assert not [record for record in resumed.folder.events if record["event"] == "gain"], "nothing was evaluated since"
+    assert not [record for record in resumed.folder.events if record["event"] == "gain"], (
+        "nothing was evaluated since"
+    )
     resumed.evaluated(4, answers(0.3), {})
     resumed.close(4, {})
     (gain,) = (record for record in resumed.folder.events if record["event"] == "gain")
     assert validate([gain]) == ()
     assert (gain["step"], gain["since"]) == (4, 0)
     for pair in gain["rewards"].values():
-        assert (pair["tasks"], pair["before"], pair["after"]) == (10, pytest.approx(0.245), pytest.approx(0.345))
+        assert (pair["tasks"], pair["before"], pair["after"]) == (
+            10,
+            pytest.approx(0.245),
+            pytest.approx(0.345),
+        )
         assert pair["gain"] == pytest.approx([0.1, 0.1, 0.1])
     assert list(gain["rewards"]) == ["sampled", "greedy"]
 
@@ -199,10 +251,14 @@ def test_updates_hold_a_window_and_number_what_is_gone() -> None:
 
 
 def test_a_resumed_run_that_cannot_go_on_quotes_what_the_first_attempt_did(tmp_path: Path) -> None:
-    reporter = Reporter(RunConfig.model_validate(settings(tmp_path, tmp_path)), tmp_path, open_logger)
+    reporter = Reporter(
+        RunConfig.model_validate(settings(tmp_path, tmp_path)), tmp_path, open_logger
+    )
     assert reporter.quoted_before(EXAMPLE) == ""
     why = "0 of 8 survived. For example task a, truth 3, was answered 4: reward 0."
     reporter.event(events.Failed("GenerationBudgetSpent", why, {}), 3)
-    assert reporter.quoted_before(EXAMPLE) == "For example task a, truth 3, was answered 4: reward 0."
+    assert (
+        reporter.quoted_before(EXAMPLE) == "For example task a, truth 3, was answered 4: reward 0."
+    )
     reporter.event(events.Failed("DiskFull", "no space", {}), 3)
     assert reporter.quoted_before(EXAMPLE) == ""

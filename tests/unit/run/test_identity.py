@@ -1,4 +1,6 @@
-"""Which checkpoints a run may continue from: what does not fit is refused in one sentence, before anything is touched."""
+"""Which checkpoints a run may continue from: what does not fit is refused in one sentence, before
+anything is touched.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ MODEL = ROOT / "recipes/arc_vision/tiny"
 
 
 class Run:
-    """A run folder whose newest checkpoint, of step 13, was made by this code; ``values`` are what its next start says."""
+    """A run folder whose newest checkpoint, of step 13, was made by this code; ``values`` are what
+    its next start says.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.model = folder / "model"
@@ -37,7 +41,9 @@ class Run:
         self.folder = folder / "run"
         self.store = CheckpointStore(self._made("checkpoints"), keep=2)
         self.store.next_lineage()
-        asyncio.run(self.store.save(13, {"step": 13}, self._trainer, about(self.config, self.hashes, 24)))
+        asyncio.run(
+            self.store.save(13, {"step": 13}, self._trainer, about(self.config, self.hashes, 24))
+        )
         (self.folder / "config.yaml").write_text("steps: 20\n", encoding="utf-8")
         (self.folder / "events.jsonl").write_text("{}\n", encoding="utf-8")
 
@@ -68,7 +74,11 @@ class Run:
         return main(["train", str(path)])
 
     def contents(self) -> dict[str, bytes]:
-        return {str(p.relative_to(self.folder)): p.read_bytes() for p in self.folder.rglob("*") if p.is_file()}
+        return {
+            str(p.relative_to(self.folder)): p.read_bytes()
+            for p in self.folder.rglob("*")
+            if p.is_file()
+        }
 
 
 @pytest.fixture
@@ -100,7 +110,9 @@ def weights(run: Run) -> None:
 
 def rows(run: Run) -> None:
     path = Path(run.values["data"]["train"])
-    path.write_text("".join(path.read_text(encoding="utf-8").splitlines(keepends=True)[:-1]), encoding="utf-8")
+    path.write_text(
+        "".join(path.read_text(encoding="utf-8").splitlines(keepends=True)[:-1]), encoding="utf-8"
+    )
 
 
 class Fewer(DigitRows):
@@ -116,14 +128,23 @@ def older(run: Run) -> None:
     """As checkpoints were before they had a schema."""
     marker = run.checkpoint.folder / MARKER
     old = json.loads(marker.read_text(encoding="utf-8"))
-    marker.write_text(json.dumps({name: old[name] for name in ("step", "lineage", "files")}), encoding="utf-8")
+    marker.write_text(
+        json.dumps({name: old[name] for name in ("step", "lineage", "files")}), encoding="utf-8"
+    )
 
 
 def schema(number: int) -> Callable[[Run], None]:
     def change(run: Run) -> None:
         marker = run.checkpoint.folder / MARKER
         marker.write_text(
-            json.dumps({**json.loads(marker.read_text(encoding="utf-8")), "schema": number, "own_crc32": None}), encoding="utf-8"
+            json.dumps(
+                {
+                    **json.loads(marker.read_text(encoding="utf-8")),
+                    "schema": number,
+                    "own_crc32": None,
+                }
+            ),
+            encoding="utf-8",
         )
 
     return change
@@ -133,23 +154,51 @@ CARRIED = "python -m rayloop export CHECKPOINT FOLDER, then model.path=FOLDER in
 
 
 UNFIT = {
-    "architecture": (longer("config.json"), ["model whose architecture differs from that of model.path", "Name that model"]),
+    "architecture": (
+        longer("config.json"),
+        ["model whose architecture differs from that of model.path", "Name that model"],
+    ),
     "weights": (weights, ["model whose weights differ from those of model.path"]),
     "tokenizer": (longer("tokenizer.json"), ["model whose tokenizer differs"]),
-    "template": (longer("chat_template.jinja", "{# other #}"), ["model whose chat template differs"]),
+    "template": (
+        longer("chat_template.jinja", "{# other #}"),
+        ["model whose chat template differs"],
+    ),
     "processor": (longer("preprocessor_config.json"), ["model whose image processor differs"]),
-    "pixels": (setting("model.max_pixels", 78400), ["model.max_pixels was 1003520 and is 78400. Set it back"]),
-    "rank": (setting("policy.engine.lora.rank", 4), ["policy.engine.lora.rank was 8 and is 4. Set it back"]),
+    "pixels": (
+        setting("model.max_pixels", 78400),
+        ["model.max_pixels was 1003520 and is 78400. Set it back"],
+    ),
+    "rank": (
+        setting("policy.engine.lora.rank", 4),
+        ["policy.engine.lora.rank was 8 and is 4. Set it back"],
+    ),
     "no lora": (setting("policy.engine.lora", None), ["policy.engine.lora"]),
-    "frozen": (setting("policy.engine.train_vision", False), ["policy.engine.train_vision was None and is False"]),
+    "frozen": (
+        setting("policy.engine.train_vision", False),
+        ["policy.engine.train_vision was None and is False"],
+    ),
     "seed": (setting("seed", 5), ["seed was 0 and is 5"]),
     "order": (setting("data.order", "file"), ["data.order was None and is file"]),
     "rows": (rows, ["data.train had 24 usable rows and has 23", "Name the same rows"]),
-    "reader": (setting("data.reader.use", "tests.unit.run.test_identity:Fewer"), ["data.train had 24 usable rows and has 23"]),
-    "older": (older, ["its schema is older than 1 and this version of rayloop reads 2 and 3", "version that began it", CARRIED]),
+    "reader": (
+        setting("data.reader.use", "tests.unit.run.test_identity:Fewer"),
+        ["data.train had 24 usable rows and has 23"],
+    ),
+    "older": (
+        older,
+        [
+            "its schema is older than 1 and this version of rayloop reads 2 and 3",
+            "version that began it",
+            CARRIED,
+        ],
+    ),
     "pickled": (schema(1), ["its schema is 1 and this version of rayloop reads 2 and 3", CARRIED]),
-    "newer": (schema(99), ["its schema is 99, of a newer version of rayloop; this one reads 2 and 3. Update rayloop"]),
-}  # fmt: skip
+    "newer": (
+        schema(99),
+        ["its schema is 99, of a newer version of rayloop; this one reads 2 and 3. Update rayloop"],
+    ),
+}
 
 
 @pytest.mark.parametrize(("change", "says"), UNFIT.values(), ids=UNFIT)
@@ -160,7 +209,9 @@ def test_a_resume_that_does_not_fit_is_refused_and_touches_nothing(
     before = made.contents()
     assert made.start() == 2
     message = capsys.readouterr().err
-    assert message.startswith(f"rayloop: ResumeRefused: {made.checkpoint.folder} cannot be continued: ")
+    assert message.startswith(
+        f"rayloop: ResumeRefused: {made.checkpoint.folder} cannot be continued: "
+    )
     assert message.strip().endswith("or start afresh with another name=...")
     assert len(message.strip().splitlines()) == 1
     assert [part for part in says if part not in message] == []
@@ -171,8 +222,14 @@ def test_a_resume_that_does_not_fit_is_refused_and_touches_nothing(
     assert not ray.is_initialized()
 
 
-def test_a_named_checkpoint_of_another_run_must_fit_too(made: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    made.values |= {"name": "other", "checkpoint": {"resume": str(made.checkpoint.folder)}, "seed": 3}
+def test_a_named_checkpoint_of_another_run_must_fit_too(
+    made: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made.values |= {
+        "name": "other",
+        "checkpoint": {"resume": str(made.checkpoint.folder)},
+        "seed": 3,
+    }
     assert made.start() == 2
     assert "seed was 0 and is 3" in capsys.readouterr().err
 
@@ -182,15 +239,31 @@ FINE = {
     "learning rate": (setting("policy.optimizer.lr", 1e-5), {"policy.optimizer.lr": (1e-3, 1e-5)}),
     "group size": (setting("algorithm.group_size", 8), {"algorithm.group_size": (4, 8)}),
     "ranks": (setting("policy.ranks", 2), {"policy.ranks": (1, 2)}),
-    "a list": (setting("environment.episode.environment.with", {"marks": "m"}),
-               {"environment.episode.environment.with": ({}, None), "environment.episode.environment.with.marks": (None, "m")}),
-    "a kind of environment": (setting("environment.kinds", {"web": {"use": "a:B", "isolation": "process"}}),
-               {"environment.kinds": ({}, None), "environment.kinds.web.use": (None, "a:B"),
-                "environment.kinds.web.with": (None, {}), "environment.kinds.web.isolation": (None, "process")}),
+    "a list": (
+        setting("environment.episode.environment.with", {"marks": "m"}),
+        {
+            "environment.episode.environment.with": ({}, None),
+            "environment.episode.environment.with.marks": (None, "m"),
+        },
+    ),
+    "a kind of environment": (
+        setting("environment.kinds", {"web": {"use": "a:B", "isolation": "process"}}),
+        {
+            "environment.kinds": ({}, None),
+            "environment.kinds.web.use": (None, "a:B"),
+            "environment.kinds.web.with": (None, {}),
+            "environment.kinds.web.isolation": (None, "process"),
+        },
+    ),
     "how to resume": (setting("checkpoint.resume", "somewhere"), {}),
-    "moved model": (lambda run: run.model.rename(run.model.with_name("moved")) and set_key(run.values, "model.path",
-                    str(run.model.with_name("moved"))), {"model.path": ("model", "moved")}),
-}  # fmt: skip
+    "moved model": (
+        lambda run: (
+            run.model.rename(run.model.with_name("moved"))
+            and set_key(run.values, "model.path", str(run.model.with_name("moved")))
+        ),
+        {"model.path": ("model", "moved")},
+    ),
+}
 
 
 @pytest.mark.parametrize(("change", "reported"), FINE.values(), ids=FINE)
@@ -217,9 +290,11 @@ def test_a_checkpoint_with_keys_that_are_none_or_free_is_continued(made: Run) ->
     marker.write_text(json.dumps(written), encoding="utf-8")
     check(made.checkpoint, made.config, made.hashes)
     assert changes(made.checkpoint, made.config, made.hashes) == {
-        "policy.engine.lora.targets": (["q_proj"], None), "policy.engine.lora.dropout": (0.1, 0.0),
-        "policy.engine.lora.vision": (False, None), "alarms.least": (20, None),
-    }  # fmt: skip
+        "policy.engine.lora.targets": (["q_proj"], None),
+        "policy.engine.lora.dropout": (0.1, 0.0),
+        "policy.engine.lora.vision": (False, None),
+        "alarms.least": (20, None),
+    }
 
 
 def test_edited_rows_of_the_same_number_are_reported(made: Run) -> None:
@@ -248,27 +323,41 @@ def test_a_run_folder_of_another_version_is_refused_with_key_and_file(made: Run)
 
 
 def test_a_date_in_the_prompts_is_that_of_the_runs_beginning(tmp_path: Path) -> None:
-    """In its folder, for each start; in a checkpoint, for a run that begins from one; none where the template shows none."""
+    """In its folder, for each start; in a checkpoint, for a run that begins from one; none where
+    the template shows none.
+    """
     run = Run(tmp_path / "a")
     assert dated(run.config.model, run.folder) == run.config.model
     template = run.model / "chat_template.jinja"
-    template.write_text("{{ strftime_now('%d %b %Y') }}" + template.read_text(encoding="utf-8"), encoding="utf-8")
+    template.write_text(
+        "{{ strftime_now('%d %b %Y') }}" + template.read_text(encoding="utf-8"), encoding="utf-8"
+    )
     began = dated(run.config.model, run.folder).chat_template_kwargs["strftime_now"]
     (run.folder / TEMPLATE_TIME).write_text("2026-01-31T23:59:00\n", encoding="utf-8")
     again = dated(run.config.model, run.folder)
-    assert (began == "2026-01-31T23:59:00", again.chat_template_kwargs) == (False, {"strftime_now": "2026-01-31T23:59:00"})
+    assert (began == "2026-01-31T23:59:00", again.chat_template_kwargs) == (
+        False,
+        {"strftime_now": "2026-01-31T23:59:00"},
+    )
     then = {"chat_template_kwargs": {"strftime_now": "2025-12-24"}}
     other = tmp_path / "b"
     other.mkdir()
-    assert dated(run.config.model, other, then).chat_template_kwargs == {"strftime_now": "2025-12-24"}
+    assert dated(run.config.model, other, then).chat_template_kwargs == {
+        "strftime_now": "2025-12-24"
+    }
     assert (other / TEMPLATE_TIME).read_text(encoding="utf-8") == "2025-12-24\n"
-    chosen = run.config.model.model_copy(update={"chat_template_kwargs": {"strftime_now": "2024-02-29"}})
+    chosen = run.config.model.model_copy(
+        update={"chat_template_kwargs": {"strftime_now": "2024-02-29"}}
+    )
     assert dated(chosen, run.folder) == chosen
 
 
 def test_the_templates_variables_do_not_change_within_a_run(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    run.values["model"] = {**run.values["model"], "chat_template_kwargs": {"enable_thinking": False}}
+    run.values["model"] = {
+        **run.values["model"],
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
     with pytest.raises(ConfigError, match=r"model\.chat_template_kwargs.* was .*Set it back"):
         check(run.checkpoint, run.config, run.hashes)
 

@@ -1,4 +1,6 @@
-"""The lock of a run folder between hosts: suspended holders, dead ones, file systems that fail or know no flock."""
+"""The lock of a run folder between hosts: suspended holders, dead ones, file systems that fail or
+know no flock.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,13 @@ class Hosts:
 
 @pytest.fixture
 def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
-    for name, seconds in (("HEARTBEAT", 0.05), ("SILENCE", 1.0), ("AGAIN", 0.02), ("POLL", 0.01), ("JUDGING", 0.3)):
+    for name, seconds in (
+        ("HEARTBEAT", 0.05),
+        ("SILENCE", 1.0),
+        ("AGAIN", 0.02),
+        ("POLL", 0.01),
+        ("JUDGING", 0.3),
+    ):
         monkeypatch.setattr(lock, name, seconds)
     made = Hosts(tmp_path / "run.lock", monkeypatch)
     yield made
@@ -75,7 +83,9 @@ def test_a_holder_that_was_suspended_notices_that_it_was_replaced(hosts: Hosts) 
     second.fence.check()
 
 
-def test_a_driver_that_was_suspended_is_refused_when_another_one_writes_for_the_same_holder(hosts: Hosts) -> None:
+def test_a_driver_that_was_suspended_is_refused_when_another_one_writes_for_the_same_holder(
+    hosts: Hosts,
+) -> None:
     held = hosts.take("a")
     former = held.fence
     held.renew()
@@ -107,7 +117,11 @@ def test_a_replaced_holder_saves_nothing(hosts: Hosts, tmp_path: Path) -> None:
         asyncio.run(store.save(2, {}, while_replaced))
     with pytest.raises(RunTaken):
         asyncio.run(store.save(2, {}, write))
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_000001", theirs.name]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "latest",
+        "step_000001",
+        theirs.name,
+    ]
     with pytest.raises(RunTaken):
         Origin(tmp_path / "checkpoints", "auto", 0, first.fence).check()
     Origin(tmp_path / "checkpoints", "auto", 0).check()
@@ -124,9 +138,14 @@ def test_a_dead_holder_of_another_host_is_waited_out_and_a_live_one_refused(host
     live.fence.check()
 
 
-def test_a_live_holder_in_another_container_of_the_host_is_refused_and_a_dead_one_waited_out(hosts: Hosts) -> None:
+def test_a_live_holder_in_another_container_of_the_host_is_refused_and_a_dead_one_waited_out(
+    hosts: Hosts,
+) -> None:
     first = hosts.take("a", "pid:[1]")
-    with pytest.raises(RunNameInUse, match=rf"belongs to a live run \(process {os.getpid()} on a, in another container\)"):
+    with pytest.raises(
+        RunNameInUse,
+        match=rf"belongs to a live run \(process {os.getpid()} on a, in another container\)",
+    ):
         hosts.take("a", "pid:[2]")
     first.fence.check()
     hosts.suspend(first)
@@ -136,7 +155,9 @@ def test_a_live_holder_in_another_container_of_the_host_is_refused_and_a_dead_on
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
-def test_without_flock_only_one_wins(hosts: Hosts, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_without_flock_only_one_wins(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     def flock(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -155,17 +176,23 @@ def test_without_flock_only_one_wins(hosts: Hosts, monkeypatch: pytest.MonkeyPat
     assert hosts.take("b").fence.number == 2
 
 
-def test_a_lock_that_somebody_judges_for_ever_is_a_typed_error(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_somebody_judges_for_ever_is_a_typed_error(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def flock(*_: object) -> None:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr(files.fcntl, "flock", flock)
-    with pytest.raises(ConfigError, match=r"run\.lock is held by a process that judges it, for more than 0\.6 s"):
+    with pytest.raises(
+        ConfigError, match=r"run\.lock is held by a process that judges it, for more than 0\.6 s"
+    ):
         hosts.take("a")
     monkeypatch.undo()
 
 
-def test_a_fence_holds_wherever_it_is_looked_at_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fence_holds_wherever_it_is_looked_at_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``output`` is relative by default, and the driver has another working directory."""
     monkeypatch.chdir(tmp_path)
     held = RunLock(Path("run.lock"))
@@ -178,7 +205,9 @@ def test_a_fence_holds_wherever_it_is_looked_at_from(tmp_path: Path, monkeypatch
 
 
 def test_a_number_that_is_not_there_for_a_while_is_no_loss(hosts: Hosts) -> None:
-    """An output that was unmounted: nobody has taken the run, and its heart goes on when it is back."""
+    """An output that was unmounted: nobody has taken the run, and its heart goes on when it is
+    back.
+    """
     held = hosts.take("a")
     away = held.fence.path.with_suffix(".away")
     held.fence.path.rename(away)

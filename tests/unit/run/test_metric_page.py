@@ -1,4 +1,6 @@
-"""docs/bring_your_own/metric.md: a component is a metric by itself, and the patch of the page adds another."""
+"""docs/bring_your_own/metric.md: a component is a metric by itself, and the patch of the page adds
+another.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,17 @@ ADDED = "rollout/turns/max"
 STALE = "docs/bring_your_own/metric.md quotes these lines: adapt its patch"
 
 
-def test_a_component_and_a_flag_are_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_component_and_a_flag_are_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(write_snippets(PAGE, tmp_path)))
     score = importlib.import_module("words").score
     task = Task("t", (Message("user", ("?",)),), "yes")
     given = [score(task, ScoreContext(0, [text])) for text in ("oh yes", "")]
     group = make_group(0, [0.0, 0.0])
-    group = group.map({i: replace(group.members[i], outcome=outcome) for i, outcome in enumerate(given)})
+    group = group.map(
+        {i: replace(group.members[i], outcome=outcome) for i, outcome in enumerate(given)}
+    )
     assert given[0] == Scored(1.0, {"words": 2.0})
     found = step_metrics(Collected((group,), (group,)), 2)
     assert (found["reward/component/words/mean"], found["flag/silent"]) == (1.0, 0.5)
@@ -41,27 +47,35 @@ def test_a_component_and_a_flag_are_metrics(tmp_path: Path, monkeypatch: pytest.
 
 def test_the_patch_of_the_page_adds_a_metric(tmp_path: Path) -> None:
     """Onto copies of the files: one line where it is computed, one row in the table."""
-    assert validate([ADDED]) == (ADDED,), f"{ADDED} exists by now, and the page adds it: give its patch another metric"
+    assert validate([ADDED]) == (ADDED,), (
+        f"{ADDED} exists by now, and the page adds it: give its patch another metric"
+    )
     write_snippets(PAGE, tmp_path)
     (tmp_path / RECORDS).mkdir(parents=True)
     for name in ("step_metrics.py", "metrics.py", "metrics.yaml"):
         shutil.copy(ROOT / RECORDS / name, tmp_path / RECORDS / name)
     done = subprocess.run(
-        ["git", "apply", "--unidiff-zero", "longest.patch"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        ["git", "apply", "--unidiff-zero", "longest.patch"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, f"{STALE}\n{done.stderr}"
     program = (
-        "import rayloop, rayloop.run.records; rayloop.run.records.__path__.insert(0, 'rayloop/run/records')\n"
-        "from rayloop.run.records.step_metrics import Collected, step_metrics\n"
-        "from rayloop.run.records.metrics import validate\n"
-        "from tests.unit.groups import make_group\n"
-        "group = make_group(0, [0.0, 1.0], turns=7)\n"
-        "found = step_metrics(Collected((group,), (group,)), 2)\n"
-        f"assert found['{ADDED}'] == 7.0\n"
-        "assert validate(found) == ()\n"
+        "import rayloop, rayloop.run.records; rayloop.run.records.__path__.insert(0,"
+        " 'rayloop/run/records')\nfrom rayloop.run.records.step_metrics import Collected,"
+        " step_metrics\nfrom rayloop.run.records.metrics import validate\nfrom tests.unit.groups"
+        " import make_group\ngroup = make_group(0, [0.0, 1.0], turns=7)\nfound ="
+        f" step_metrics(Collected((group,), (group,)), 2)\nassert found['{ADDED}'] == 7.0\nassert"
+        " validate(found) == ()\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
         timeout=120,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, f"{STALE}\n{done.stderr}"

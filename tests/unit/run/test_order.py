@@ -1,4 +1,6 @@
-"""A curriculum: the first epoch goes by tiers, later ones are mixed, and a resume goes on in the same order."""
+"""A curriculum: the first epoch goes by tiers, later ones are mixed, and a resume goes on in the
+same order.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,12 @@ def boxes(*truths: Sequence[float]) -> list[int]:
 
 
 def test_large_boxes_come_first() -> None:
-    assert boxes([0, 0, 0.5, 0.5], [0, 0, 0.2, 0.2], [0, 0, 0.1, 0.1], [0, 0, 0.5, 0.1]) == [0, 1, 2, 1]
+    assert boxes([0, 0, 0.5, 0.5], [0, 0, 0.2, 0.2], [0, 0, 0.1, 0.1], [0, 0, 0.5, 0.1]) == [
+        0,
+        1,
+        2,
+        1,
+    ]
 
 
 def rates(folder: Path, **answers: list[float | None]) -> Path:
@@ -73,7 +80,13 @@ def rates(folder: Path, **answers: list[float | None]) -> Path:
 def test_rows_that_are_sometimes_solved_come_first(tmp_path: Path) -> None:
     file = rates(tmp_path, never=[0.0, 0.5], always=[1.0, 1.0], sometimes=[0.0, 1.0], lost=[None])
     order = BySolveRate(BySolveRate.Settings(rates=str(file)))
-    assert [order.tier(Task(id, ())) for id in ("sometimes", "lost", "new", "never", "always")] == [0, 1, 1, 2, 2]
+    assert [order.tier(Task(id, ())) for id in ("sometimes", "lost", "new", "never", "always")] == [
+        0,
+        1,
+        1,
+        2,
+        2,
+    ]
     file.write_text("", encoding="utf-8")
     with pytest.raises(ConfigError, match="has no scored answer"):
         BySolveRate(BySolveRate.Settings(rates=str(file)))
@@ -94,10 +107,24 @@ def kept(task: str, reward: float | None, *, replayed: bool = False) -> RolloutR
 def test_an_earlier_run_s_own_trajectories_count_too(tmp_path: Path) -> None:
     rollouts = RunFolder.at(tmp_path).rollouts
     rollouts.path.mkdir()
-    rollouts.write(1, [kept("sometimes", 0.0), kept("never", 0.0), kept("never", 1.0, replayed=True), kept("lost", None)], {})
+    rollouts.write(
+        1,
+        [
+            kept("sometimes", 0.0),
+            kept("never", 0.0),
+            kept("never", 1.0, replayed=True),
+            kept("lost", None),
+        ],
+        {},
+    )
     rollouts.write(2, [kept("sometimes", 1.0), kept("always", 1.0)], {})
     order = BySolveRate(BySolveRate.Settings(rates=str(tmp_path)))
-    assert [order.tier(Task(id, ())) for id in ("sometimes", "lost", "never", "always")] == [0, 1, 2, 2]
+    assert [order.tier(Task(id, ())) for id in ("sometimes", "lost", "never", "always")] == [
+        0,
+        1,
+        2,
+        2,
+    ]
     for file in rollouts.files().values():
         file.unlink()
     with pytest.raises(ConfigError, match="a run that had keep_rollouts above 0"):
@@ -111,5 +138,7 @@ def test_a_run_visits_its_rows_in_that_order(tmp_path: Path) -> None:
     file = rates(tmp_path, **{id: [0.0, 1.0] for id in ids[10:13]})
     config["data"]["order"] = {"use": "rayloop.run.order:BySolveRate", "with": {"rates": str(file)}}
     made = RunConfig.model_validate(config)
-    scheduler = RolloutManager(made, Ledger(), training_rows(made, Quiet()), Quiet(), FailureHistory(made.environment)).scheduler
+    scheduler = RolloutManager(
+        made, Ledger(), training_rows(made, Quiet()), Quiet(), FailureHistory(made.environment)
+    ).scheduler
     assert sorted(visited(scheduler.cursor, 3)) == [10, 11, 12]

@@ -1,4 +1,6 @@
-"""The episodes of a run as OpenTelemetry spans, in a collector of this test that speaks OTLP over HTTP."""
+"""The episodes of a run as OpenTelemetry spans, in a collector of this test that speaks OTLP over
+HTTP.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,20 @@ TURNS = (
     RolloutTurn("assistant", "42", True, tokens=2, times=(102.0, 103.0, 103.25)),
 )
 RECORD = RolloutRecord(
-    3, 1, 0, "train-5", "digits", "How many?", (), TURNS, "done", 0.5, advantage=-1.25, length=41, sampled_tokens=11
-)  # fmt: skip
+    3,
+    1,
+    0,
+    "train-5",
+    "digits",
+    "How many?",
+    (),
+    TURNS,
+    "done",
+    0.5,
+    advantage=-1.25,
+    length=41,
+    sampled_tokens=11,
+)
 
 
 class Collector(BaseHTTPRequestHandler):
@@ -36,7 +50,12 @@ class Collector(BaseHTTPRequestHandler):
         if self.headers.get("Content-Encoding") == "gzip":
             body = gzip.decompress(body)
         request = ExportTraceServiceRequest.FromString(body)
-        self.got += [span for part in request.resource_spans for scope in part.scope_spans for span in scope.spans]
+        self.got += [
+            span
+            for part in request.resource_spans
+            for scope in part.scope_spans
+            for span in scope.spans
+        ]
         self.send_response(self.status)
         self.send_header("Content-Length", "0")
         self.end_headers()
@@ -59,37 +78,70 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Collector]]:
 
 def opened(tmp_path: Path) -> Any:
     chosen = Component.model_validate({"use": "rayloop.run.otel:Episodes"})
-    return open_logger(chosen, "named", {"model": {"path": "models/tiny"}}, RunFolder.at(tmp_path / "run"))
+    return open_logger(
+        chosen, "named", {"model": {"path": "models/tiny"}}, RunFolder.at(tmp_path / "run")
+    )
 
 
 def about(span: Any) -> dict[str, Any]:
-    return {one.key: getattr(one.value, str(one.value.WhichOneof("value"))) for one in span.attributes}
+    return {
+        one.key: getattr(one.value, str(one.value.WhichOneof("value"))) for one in span.attributes
+    }
 
 
-def test_an_episode_is_an_agent_with_chats_and_tools(tmp_path: Path, collector: type[Collector]) -> None:
+def test_an_episode_is_an_agent_with_chats_and_tools(
+    tmp_path: Path, collector: type[Collector]
+) -> None:
     logger = opened(tmp_path)
     logger.rollouts(7, [RECORD])
     logger.close()
-    spans = {span.name: span for span in sorted(collector.got, key=lambda span: -span.start_time_unix_nano)}
+    spans = {
+        span.name: span
+        for span in sorted(collector.got, key=lambda span: -span.start_time_unix_nano)
+    }
     assert sorted(span.name for span in collector.got) == [
-        "chat models/tiny", "chat models/tiny", "execute_tool zoom", "invoke_agent named",
-    ]  # fmt: skip
-    agent, first, tool = spans["invoke_agent named"], spans["chat models/tiny"], spans["execute_tool zoom"]
-    assert (agent.start_time_unix_nano, agent.end_time_unix_nano) == (100_000_000_000, 103_250_000_000)
+        "chat models/tiny",
+        "chat models/tiny",
+        "execute_tool zoom",
+        "invoke_agent named",
+    ]
+    agent, first, tool = (
+        spans["invoke_agent named"],
+        spans["chat models/tiny"],
+        spans["execute_tool zoom"],
+    )
+    assert (agent.start_time_unix_nano, agent.end_time_unix_nano) == (
+        100_000_000_000,
+        103_250_000_000,
+    )
     assert {span.parent_span_id for span in collector.got} == {b"", agent.span_id}
     assert len({span.trace_id for span in collector.got}) == 1
-    assert about(agent) | {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "named"} == about(agent)
-    assert (about(agent)["rayloop.reward"], about(agent)["gen_ai.conversation.id"]) == (0.5, "named/7/3/1")
+    assert about(agent) | {
+        "gen_ai.operation.name": "invoke_agent",
+        "gen_ai.agent.name": "named",
+    } == about(agent)
+    assert (about(agent)["rayloop.reward"], about(agent)["gen_ai.conversation.id"]) == (
+        0.5,
+        "named/7/3/1",
+    )
     said = about(first)
     assert (said["gen_ai.request.model"], said["gen_ai.operation.name"]) == ("models/tiny", "chat")
     assert (said["gen_ai.usage.input_tokens"], said["gen_ai.usage.output_tokens"]) == (10, 9)
     assert "How many?" in said["gen_ai.input.messages"]
-    assert (first.start_time_unix_nano, first.end_time_unix_nano) == (100_000_000_000, 101_500_000_000)
-    [second] = [about(s) for s in collector.got if s.name.startswith("chat") and s.span_id != first.span_id]
+    assert (first.start_time_unix_nano, first.end_time_unix_nano) == (
+        100_000_000_000,
+        101_500_000_000,
+    )
+    [second] = [
+        about(s) for s in collector.got if s.name.startswith("chat") and s.span_id != first.span_id
+    ]
     assert (second["gen_ai.usage.input_tokens"], second["gen_ai.usage.output_tokens"]) == (39, 2)
     assert about(tool)["gen_ai.tool.name"] == "zoom"
     assert about(tool)["gen_ai.tool.call.result"] == "an image"
-    assert (tool.start_time_unix_nano, tool.end_time_unix_nano) == (101_500_000_000, 102_000_000_000)
+    assert (tool.start_time_unix_nano, tool.end_time_unix_nano) == (
+        101_500_000_000,
+        102_000_000_000,
+    )
 
 
 def test_spans_that_are_refused_are_counted(tmp_path: Path, collector: type[Collector]) -> None:

@@ -1,4 +1,6 @@
-"""Early stopping and the best checkpoint go by the held-out reward that the reporter has seen, also after a resume."""
+"""Early stopping and the best checkpoint go by the held-out reward that the reporter has seen, also
+after a resume.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def test_the_run_is_given_up_after_so_many_evaluations_without_a_better_one(tmp_
     assert not made.is_best(4)
     evaluate(made, 0.4, first=5)
     assert made.given_up
-    assert [event for event in reported if isinstance(event, EarlyStop)] == [EarlyStop(2, {"reward": 0.4, "step": 3})]
+    assert [event for event in reported if isinstance(event, EarlyStop)] == [
+        EarlyStop(2, {"reward": 0.4, "step": 3})
+    ]
 
 
 def test_without_patience_a_run_goes_on_and_nothing_measured_counts_nothing(tmp_path: Path) -> None:
@@ -79,8 +83,13 @@ def test_a_resume_counts_on_and_the_evaluation_that_it_repeats_once(tmp_path: Pa
 
 
 @pytest.mark.parametrize("key", [("evaluation", "patience", 3)])
-def test_what_goes_by_held_out_rewards_needs_them(key: tuple[str, str, Any], tmp_path: Path) -> None:
+def test_what_goes_by_held_out_rewards_needs_them(
+    key: tuple[str, str, Any], tmp_path: Path
+) -> None:
     config = settings(tmp_path, tmp_path)
     config.setdefault(key[0], {})[key[1]] = key[2]
-    with pytest.raises(ValidationError, match=rf"{key[0]}\.{key[1]} goes by the held-out reward, which this run never"):
+    with pytest.raises(
+        ValidationError,
+        match=rf"{key[0]}\.{key[1]} goes by the held-out reward, which this run never",
+    ):
         RunConfig.model_validate(config)

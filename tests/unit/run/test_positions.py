@@ -1,4 +1,6 @@
-"""Episodes that may be longer than the model has positions are said of, and refused where positions are a table."""
+"""Episodes that may be longer than the model has positions are said of, and refused where positions
+are a table.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +31,44 @@ MODEL = ROOT / "recipes/arc_vision/tiny"
         ({"max_position_embeddings": 4096}, 4096),
         ({"n_positions": 1024}, 1024),
         ({"max_position_embeddings": 32768, "rope_scaling": None}, 32768),
-        ({"max_position_embeddings": 32768, "rope_scaling": {"type": "mrope", "mrope_section": [1]}}, 32768),
         (
-            {"max_position_embeddings": 32768,
-             "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
+            {
+                "max_position_embeddings": 32768,
+                "rope_scaling": {"type": "mrope", "mrope_section": [1]},
+            },
+            32768,
+        ),
+        (
+            {
+                "max_position_embeddings": 32768,
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32768,
+                },
+            },
             131072,
         ),
         (
-            {"max_position_embeddings": 131072,
-             "rope_parameters": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}},
+            {
+                "max_position_embeddings": 131072,
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 8192,
+                },
+            },
             131072,
         ),
-        ({"max_position_embeddings": 2048, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 4096),
+        (
+            {
+                "max_position_embeddings": 2048,
+                "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+            },
+            4096,
+        ),
     ],
-)  # fmt: skip
+)
 def test_how_many_positions_a_model_has(text: dict[str, Any], found: int | None) -> None:
     assert positions(text) == found
 
@@ -50,12 +76,15 @@ def test_how_many_positions_a_model_has(text: dict[str, Any], found: int | None)
 @pytest.mark.parametrize(
     ("name", "is_table"),
     [
-        ("transformer.wpe.weight", True), ("model.decoder.embed_positions.weight", True),
-        ("bert.embeddings.position_embeddings.weight", True), ("model.embed_tokens.weight", False),
-        ("vision_tower.embeddings.position_embeddings", False), ("visual.pos_embed.weight", False),
+        ("transformer.wpe.weight", True),
+        ("model.decoder.embed_positions.weight", True),
+        ("bert.embeddings.position_embeddings.weight", True),
+        ("model.embed_tokens.weight", False),
+        ("vision_tower.embeddings.position_embeddings", False),
+        ("visual.pos_embed.weight", False),
         ("model.layers.0.self_attn.q_proj.weight", False),
     ],
-)  # fmt: skip
+)
 def test_which_tensors_are_tables_of_positions(name: str, is_table: bool) -> None:
     assert learned_positions([name]) is is_table
 
@@ -66,11 +95,16 @@ def run_of(folder: Path, limit: int, **changes: Any) -> RunConfig:
     described = json.loads((model / "config.json").read_text(encoding="utf-8"))
     (described.get("text_config") or described)["max_position_embeddings"] = limit
     (model / "config.json").write_text(json.dumps(described), encoding="utf-8")
-    (folder / "rows.jsonl").write_text(json.dumps({"prompt": "How many?", "answer": "3"}) + "\n", encoding="utf-8")
+    (folder / "rows.jsonl").write_text(
+        json.dumps({"prompt": "How many?", "answer": "3"}) + "\n", encoding="utf-8"
+    )
     values: dict[str, Any] = {
-        "name": "run", "steps": 1, "model": {"path": str(model)}, "data": {"train": str(folder / "rows.jsonl")},
+        "name": "run",
+        "steps": 1,
+        "model": {"path": str(model)},
+        "data": {"train": str(folder / "rows.jsonl")},
         "reward": {"source": {"use": "rayloop.recipes.digits.data:SortReward"}},
-    }  # fmt: skip
+    }
     return RunConfig.model_validate(values | changes)
 
 
@@ -92,7 +126,10 @@ def test_longer_episodes_are_said_of_before_and_at_the_start(
 ) -> None:
     run = run_of(tmp_path, 128, **changes)
     said = beyond_positions(run)
-    assert f"has 128 positions (max_position_embeddings), and an episode may have {longest} tokens" in said
+    assert (
+        f"has 128 positions (max_position_embeddings), and an episode may have {longest} tokens"
+        in said
+    )
     preflight(run)
     [warning] = [finding for finding in configuration(run) if finding.level == "warning"]
     assert "128 positions" in warning.found
@@ -118,7 +155,13 @@ def test_held_out_episodes_may_be_the_longer_ones(tmp_path: Path) -> None:
 def test_a_table_of_positions_that_ends_too_early_is_an_error(tmp_path: Path) -> None:
     run = run_of(tmp_path, 128)
     file = tmp_path / "model/model.safetensors"
-    save_file({**load_file(file), "model.embed_positions.weight": torch.zeros(128, 4)}, file, {"format": "pt"})
-    with pytest.raises(ConfigError, match=r"has 128 positions .* Set environment.episode.max_tokens"):
+    save_file(
+        {**load_file(file), "model.embed_positions.weight": torch.zeros(128, 4)},
+        file,
+        {"format": "pt"},
+    )
+    with pytest.raises(
+        ConfigError, match=r"has 128 positions .* Set environment.episode.max_tokens"
+    ):
         preflight(run)
     assert configuration(run)[0].level == "error"

@@ -1,4 +1,6 @@
-"""Where the reference comes from (``reference``): what is refused, and whether a teacher fits the policy."""
+"""Where the reference comes from (``reference``): what is refused, and whether a teacher fits the
+policy.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,12 @@ SERVER = "http://teacher:8000/v1"
 
 def config(**changes: Any) -> RunConfig:
     values: dict[str, Any] = {
-        "name": "run", "steps": 1, "model": {"path": str(MODEL)}, "data": {"train": "rows.jsonl"},
+        "name": "run",
+        "steps": 1,
+        "model": {"path": str(MODEL)},
+        "data": {"train": "rows.jsonl"},
         "reward": {"source": {"use": "rayloop.recipes.digits.data:SortReward"}},
-    }  # fmt: skip
+    }
     return RunConfig.model_validate(values | changes)
 
 
@@ -40,27 +45,60 @@ def config(**changes: Any) -> RunConfig:
         (KL, SERVER, "actor"),
     ],
 )
-def test_a_model_of_its_own_is_held_by_actors(policy: dict[str, Any], path: str | None, kind: str) -> None:
+def test_a_model_of_its_own_is_held_by_actors(
+    policy: dict[str, Any], path: str | None, kind: str
+) -> None:
     assert config(policy=policy, reference={"path": path}).reference_kind == kind
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"reference": {"path": "teacher"}}, "reference.path is of use to the KL term alone: set policy.loss.kl_coef above 0"),
-        ({"reference": {"refresh_every": 2}}, "refresh_every renews copies of the model, and no KL term reads the reference"),
-        ({"reference": {"refresh_every": 2}, "policy": KL | LORA}, "lora leaves the policy without its adapter for the ref"),
-        ({"reference": {"refresh_every": 2, "path": SERVER}, "policy": KL}, "refresh_every would replace http://teacher"),
+        (
+            {"reference": {"path": "teacher"}},
+            "reference.path is of use to the KL term alone: set policy.loss.kl_coef above 0",
+        ),
+        (
+            {"reference": {"refresh_every": 2}},
+            "refresh_every renews copies of the model, and no KL term reads the reference",
+        ),
+        (
+            {"reference": {"refresh_every": 2}, "policy": KL | LORA},
+            "lora leaves the policy without its adapter for the ref",
+        ),
+        (
+            {"reference": {"refresh_every": 2, "path": SERVER}, "policy": KL},
+            "refresh_every would replace http://teacher",
+        ),
         ({"reference": {"refresh_every": 0}, "policy": KL}, "greater than or equal to 1"),
         (
-            {"reference": {"path": SERVER}, "policy": KL, "rollout": {"sampling": {"temperature": 0.9}}},
-            "set rollout.sampling.temperature and top_p to 1, min_tokens to 0 and top_k to null, or name a folder",
+            {
+                "reference": {"path": SERVER},
+                "policy": KL,
+                "rollout": {"sampling": {"temperature": 0.9}},
+            },
+            (
+                "set rollout.sampling.temperature and top_p to 1, min_tokens to 0 and top_k to"
+                " null, or name a folder"
+            ),
         ),
-        ({"reference": {"path": SERVER}, "policy": KL, "rollout": {"sampling": {"min_tokens": 2}}}, "min_tokens to 0"),
-        ({"reference": {"path": SERVER}, "policy": KL, "rollout": {"sampling": {"top_p": 0.8}}}, "top_p to 1"),
+        (
+            {
+                "reference": {"path": SERVER},
+                "policy": KL,
+                "rollout": {"sampling": {"min_tokens": 2}},
+            },
+            "min_tokens to 0",
+        ),
+        (
+            {"reference": {"path": SERVER}, "policy": KL, "rollout": {"sampling": {"top_p": 0.8}}},
+            "top_p to 1",
+        ),
     ],
-)  # fmt: skip
-def test_what_cannot_be_is_refused_with_key_and_remedy(changes: dict[str, Any], message: str) -> None:
+)
+def test_what_cannot_be_is_refused_with_key_and_remedy(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValidationError, match=message.replace(".", r"\.")):
         config(**changes)
 
@@ -94,7 +132,10 @@ def test_another_tokenizer_is_refused_with_the_first_token_that_differs(tmp_path
 
     changed(path / "tokenizer.json", swap)
     with pytest.raises(
-        ConfigError, match=r"^reference\.path: .*teacher has another tokenizer than model\.path .*tiny: 300 is \("
+        ConfigError,
+        match=(
+            r"^reference\.path: .*teacher has another tokenizer than model\.path .*tiny: 300 is \("
+        ),
     ) as found:
         check(path)
     assert "\n" not in str(found.value)
@@ -102,7 +143,9 @@ def test_another_tokenizer_is_refused_with_the_first_token_that_differs(tmp_path
 
 def test_a_special_token_that_is_plain_there_is_refused(tmp_path: Path) -> None:
     path = teacher(tmp_path)
-    changed(path / "tokenizer.json", lambda content: content["added_tokens"][1].update(special=False))
+    changed(
+        path / "tokenizer.json", lambda content: content["added_tokens"][1].update(special=False)
+    )
     with pytest.raises(ConfigError, match=r"\('.*', False\) there and \('.*', True\) here"):
         check(path)
 
@@ -110,8 +153,13 @@ def test_a_special_token_that_is_plain_there_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["patch_size", "spatial_merge_size", "image_token_id"])
 def test_another_cut_of_images_is_refused(tmp_path: Path, key: str) -> None:
     path = teacher(tmp_path)
-    changed(path / "config.json", lambda content: (content if key in content else content["vision_config"]).update({key: 7}))
-    with pytest.raises(ConfigError, match=rf"another cut of images than .*: {key} is 7 there and \d+ here"):
+    changed(
+        path / "config.json",
+        lambda content: (content if key in content else content["vision_config"]).update({key: 7}),
+    )
+    with pytest.raises(
+        ConfigError, match=rf"another cut of images than .*: {key} is 7 there and \d+ here"
+    ):
         check(path)
 
 
@@ -124,4 +172,9 @@ def test_memory_is_that_of_the_model_that_the_actors_hold() -> None:
     own = read_shape(str(MODEL))
     assert of_reference(config(policy=KL), own) == own.parameters
     assert of_reference(config(policy=KL, reference={"path": SERVER}), own) == 0
-    assert of_reference(config(policy=KL, reference={"path": str(MODEL)}, model={"path": "other"}), own) == own.parameters
+    assert (
+        of_reference(
+            config(policy=KL, reference={"path": str(MODEL)}, model={"path": "other"}), own
+        )
+        == own.parameters
+    )

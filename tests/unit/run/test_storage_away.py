@@ -1,4 +1,6 @@
-"""The storage of a run goes away and leaves an empty mount point: the run names it, and makes nothing there."""
+"""The storage of a run goes away and leaves an empty mount point: the run names it, and makes
+nothing there.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def run(tmp_path: Path) -> RunFolder:
 
 
 @pytest.mark.parametrize("goes", GONE, ids=lambda goes: goes.__name__)
-def test_a_save_names_the_mount_and_the_next_one_works_when_it_is_back(run: RunFolder, goes: Callable[[RunFolder], None]) -> None:
+def test_a_save_names_the_mount_and_the_next_one_works_when_it_is_back(
+    run: RunFolder, goes: Callable[[RunFolder], None]
+) -> None:
     with run.acquired():
         pass
     with run.acquired():  # the second start: the number of an older copy is another one
@@ -66,7 +70,9 @@ def test_a_save_names_the_mount_and_the_next_one_works_when_it_is_back(run: RunF
         store.next_lineage()
         asyncio.run(store.save(1, {}, trainer))
         goes(run)
-        with pytest.raises(CheckpointStorageFailed, match=f"is its storage mounted at {mount_of(run.path)}") as why:
+        with pytest.raises(
+            CheckpointStorageFailed, match=f"is its storage mounted at {mount_of(run.path)}"
+        ) as why:
             asyncio.run(store.save(2, {}, trainer))
         assert why.value.exit_code == AGAIN
         with pytest.raises(StorageFailed):
@@ -77,7 +83,9 @@ def test_a_save_names_the_mount_and_the_next_one_works_when_it_is_back(run: RunF
 
 
 @pytest.mark.parametrize("goes", [away, emptied], ids=lambda goes: goes.__name__)
-def test_nothing_is_made_below_an_empty_mount_point(run: RunFolder, tmp_path: Path, goes: Callable[[RunFolder], None]) -> None:
+def test_nothing_is_made_below_an_empty_mount_point(
+    run: RunFolder, tmp_path: Path, goes: Callable[[RunFolder], None]
+) -> None:
     (tmp_path / "ray" / LOGS).mkdir(parents=True)
     (tmp_path / "ray" / LOGS / "raylet.out").write_text("said", encoding="utf-8")
     record = RolloutRecord(1, 0, 0, "task", "", "", (), (), "done", 1.0)
@@ -103,7 +111,11 @@ def test_nothing_is_made_below_an_empty_mount_point(run: RunFolder, tmp_path: Pa
     back(run)
     assert [record["step"] for record in run.metrics] == [1]
     run.metrics.append({"step": 3})
-    assert [record["step"] for record in run.metrics] == [1, 2, 3], "what was held is written when it is back"
+    assert [record["step"] for record in run.metrics] == [
+        1,
+        2,
+        3,
+    ], "what was held is written when it is back"
 
 
 def test_a_mount_that_came_back_with_another_device_is_the_same(run: RunFolder) -> None:
@@ -134,7 +146,9 @@ def test_a_start_after_a_power_loss_takes_the_lock(run: RunFolder, content: byte
 
 
 @pytest.mark.parametrize("why", ["nothing", "again", "slurm"])
-def test_a_restart_that_finds_no_run_refuses(run: RunFolder, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+def test_a_restart_that_finds_no_run_refuses(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
     monkeypatch.delenv(restarts.RESTARTED, raising=False)
     if why == "again":
@@ -152,7 +166,9 @@ def test_a_restart_that_finds_no_run_refuses(run: RunFolder, monkeypatch: pytest
         run.begun_before()
 
 
-def test_a_program_that_is_started_again_knows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_is_started_again_knows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(restarts, "BACKOFF", 0.0)
     file = tmp_path / "starts"
     script = f'echo "${restarts.RESTARTED}" >> {file}; exit {AGAIN}'

@@ -54,18 +54,24 @@ def ends() -> Iterator[tuple[frames.Channel, socket.socket]]:
         yield frames.Channel(ours, BOUNDS), theirs
 
 
-def test_calls_are_answered_and_what_a_handler_raises_is_a_refusal(ends: tuple[frames.Channel, socket.socket]) -> None:
+def test_calls_are_answered_and_what_a_handler_raises_is_a_refusal(
+    ends: tuple[frames.Channel, socket.socket],
+) -> None:
     channel, theirs = ends
 
     def handler(header: frames.Header, blobs: list[bytes]) -> tuple[frames.Header, list[bytes]]:
         return {"twice": 2 * frames.arguments(header)["number"]}, [blob[::-1] for blob in blobs]
 
-    threading.Thread(target=frames.Channel(theirs, BOUNDS).serve, args=(handler,), daemon=True).start()
+    threading.Thread(
+        target=frames.Channel(theirs, BOUNDS).serve, args=(handler,), daemon=True
+    ).start()
     header, blobs = channel.ask("double", 5.0, [b"ab", b""], number=4)
     assert (header["twice"], blobs) == (8, [b"ba", b""])
     with pytest.raises(frames.Refused, match="KeyError: 'number'"):
         channel.ask("double", 5.0)
-    assert channel.ask("double", 5.0, number=1)[0]["twice"] == 2, "the channel is of use after a refusal"
+    assert channel.ask("double", 5.0, number=1)[0]["twice"] == 2, (
+        "the channel is of use after a refusal"
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,14 +89,18 @@ def test_calls_are_answered_and_what_a_handler_raises_is_a_refusal(ends: tuple[f
         ({"call": 1, "blobs": [], "text": "x" * 200}, "a header of 2.. bytes"),
     ],
 )
-def test_an_answer_beyond_the_bounds_is_refused_unread(ends: tuple[frames.Channel, socket.socket], answer: Any, why: str) -> None:
+def test_an_answer_beyond_the_bounds_is_refused_unread(
+    ends: tuple[frames.Channel, socket.socket], answer: Any, why: str
+) -> None:
     channel, theirs = ends
     theirs.sendall(written(answer))
     with pytest.raises(frames.Malformed, match=why):
         channel.ask("run", 5.0)
 
 
-def test_a_call_ends_at_its_deadline_and_at_the_connections_end(ends: tuple[frames.Channel, socket.socket]) -> None:
+def test_a_call_ends_at_its_deadline_and_at_the_connections_end(
+    ends: tuple[frames.Channel, socket.socket],
+) -> None:
     channel, theirs = ends
     began = time.monotonic()
     with pytest.raises(TimeoutError, match=r"no answer within 0\.2 seconds"):

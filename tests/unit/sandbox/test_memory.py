@@ -21,24 +21,37 @@ FILL = "for k in range(0, n, len(page)): m[k:k + len(page)] = page\n"
 WAYS = {
     "private": "m = bytearray(n)\n" + FILL,
     "shared": "m = mmap.mmap(-1, n)\n" + FILL,
-    "a memfd that is written": "f = os.memfd_create('x')\nfor k in range(0, n, len(page)): os.write(f, page)\n",
-    "a memfd that is mapped": "f = os.memfd_create('x'); os.ftruncate(f, n); m = mmap.mmap(f, n)\n" + FILL,
-    "a file in memory": "f = os.open('/dev/shm', os.O_TMPFILE | os.O_RDWR); os.ftruncate(f, n); m = mmap.mmap(f, n)\n" + FILL,
-    "System V": "import ctypes; L = ctypes.CDLL(None); L.shmat.restype = ctypes.c_void_p\n"
-    "i = L.shmget(0, ctypes.c_size_t(n), 0o1600)\n"
-    "a = L.shmat(i, None, 0); L.shmctl(i, 0, None)\nfor k in range(0, n, len(page)): ctypes.memmove(a + k, page, len(page))\n",
+    "a memfd that is written": (
+        "f = os.memfd_create('x')\nfor k in range(0, n, len(page)): os.write(f, page)\n"
+    ),
+    "a memfd that is mapped": (
+        "f = os.memfd_create('x'); os.ftruncate(f, n); m = mmap.mmap(f, n)\n" + FILL
+    ),
+    "a file in memory": (
+        "f = os.open('/dev/shm', os.O_TMPFILE | os.O_RDWR); os.ftruncate(f, n); m = mmap.mmap(f,"
+        " n)\n" + FILL
+    ),
+    "System V": (
+        "import ctypes; L = ctypes.CDLL(None); L.shmat.restype = ctypes.c_void_p\ni = L.shmget(0,"
+        " ctypes.c_size_t(n), 0o1600)\na = L.shmat(i, None, 0); L.shmctl(i, 0, None)\nfor k in"
+        " range(0, n, len(page)): ctypes.memmove(a + k, page, len(page))\n"
+    ),
     "a child of a child": "m = bytearray(n)\n" + FILL + "os.fork() == 0 and time.sleep(60)\n",
 }
 SAY = "print('full', flush=True)\ntime.sleep(60)\n"
 FIRST_THREAD_ENDS = (
-    "m = bytearray(n)\n" + FILL + "def stay():\n    time.sleep(0.3); print('full', flush=True); time.sleep(60)\n"
+    "m = bytearray(n)\n"
+    + FILL
+    + "def stay():\n    time.sleep(0.3); print('full', flush=True); time.sleep(60)\n"
     "import ctypes; threading.Thread(target=stay).start(); ctypes.CDLL(None).syscall(60, 0)\n"
 )
 
 
 @contextmanager
 def running(code: str, *line: str) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen([*line, sys.executable, "-c", BEGIN + code], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*line, sys.executable, "-c", BEGIN + code], stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             yield process
@@ -59,7 +72,9 @@ def test_it_is_counted(way: str) -> None:
 
 
 def test_pages_that_a_fork_shares_count_once_for_the_limit() -> None:
-    with running(WAYS["private"] + "for _ in range(3): os.fork() == 0 and time.sleep(60)\n" + SAY) as process:
+    with running(
+        WAYS["private"] + "for _ in range(3): os.fork() == 0 and time.sleep(60)\n" + SAY
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "full\n"
         pids = memory.tree(process.pid)
@@ -111,8 +126,22 @@ OOM = "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n"
     [
         ({"memory.events": "low 0\nhigh 0\nmax 40\noom 2\noom_kill 1\n"}, True),
         ({"memory.events": "low 0\nhigh 0\nmax 40\noom 0\noom_kill 1\n"}, False),
-        ({"memory.oom_control": OOM, "memory.max_usage_in_bytes": "104857600", "memory.limit_in_bytes": "104857600"}, True),
-        ({"memory.oom_control": OOM, "memory.max_usage_in_bytes": "52428800", "memory.limit_in_bytes": "104857600"}, False),
+        (
+            {
+                "memory.oom_control": OOM,
+                "memory.max_usage_in_bytes": "104857600",
+                "memory.limit_in_bytes": "104857600",
+            },
+            True,
+        ),
+        (
+            {
+                "memory.oom_control": OOM,
+                "memory.max_usage_in_bytes": "52428800",
+                "memory.limit_in_bytes": "104857600",
+            },
+            False,
+        ),
     ],
 )
 def test_a_process_that_the_kernel_ended_was_at_its_limit_or_the_machine_was_short(
@@ -125,7 +154,9 @@ def test_a_process_that_the_kernel_ended_was_at_its_limit_or_the_machine_was_sho
     assert memory.machine_was_short(str(tmp_path), 0) is not refused
 
 
-def test_what_the_kernel_ended_elsewhere_does_not_concern_a_cgroup_of_which_it_ended_none(tmp_path: Path) -> None:
+def test_what_the_kernel_ended_elsewhere_does_not_concern_a_cgroup_of_which_it_ended_none(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "memory.events").write_text("oom 0\noom_kill 0\n", encoding="utf-8")
     before = memory.kernel_kills() - 1
     assert not memory.machine_was_short(str(tmp_path), before)

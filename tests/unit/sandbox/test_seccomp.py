@@ -11,13 +11,24 @@ ALLOW, KILL, ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 
-def verdict(machine: str, number: int, *arguments: int, pid: int = 7, threads: bool = True, writing: bool = True) -> int:
+def verdict(
+    machine: str,
+    number: int,
+    *arguments: int,
+    pid: int = 7,
+    threads: bool = True,
+    writing: bool = True,
+) -> int:
     """What the kernel would make of a call."""
-    return run(seccomp.program(pid, threads, writing, machine), number, ARCHITECTURES[machine], *arguments)
+    return run(
+        seccomp.program(pid, threads, writing, machine), number, ARCHITECTURES[machine], *arguments
+    )
 
 
 def run(rows: list[seccomp.Row], number: int, architecture: int, *arguments: int) -> int:
-    data = struct.pack("<IIQ6Q", number, architecture, 0, *(arguments + (0,) * (6 - len(arguments))))
+    data = struct.pack(
+        "<IIQ6Q", number, architecture, 0, *(arguments + (0,) * (6 - len(arguments)))
+    )
     at = value = 0
     while True:
         code, true, false, operand = rows[at]
@@ -29,17 +40,23 @@ def run(rows: list[seccomp.Row], number: int, architecture: int, *arguments: int
         elif code == 0x06:
             return operand
         else:
-            holds = {0x15: value == operand, 0x35: value >= operand, 0x45: bool(value & operand)}[code]
+            holds = {0x15: value == operand, 0x35: value >= operand, 0x45: bool(value & operand)}[
+                code
+            ]
             at += true if holds else false
 
 
 @pytest.mark.parametrize("machine", ARCHITECTURES)
 def test_only_what_is_listed_passes(machine: str) -> None:
     column = list(ARCHITECTURES).index(machine)
-    listed = {numbers[column] for table in (calls.ALWAYS, calls.WRITING) for numbers in table.values()}
+    listed = {
+        numbers[column] for table in (calls.ALWAYS, calls.WRITING) for numbers in table.values()
+    }
     conditional = {numbers[column] for numbers in calls.CONDITIONAL.values()}
     for number in set(range(600)) - conditional:
-        expected = ALLOW if number in listed else ERROR | (errno.ENOSYS if number >= 462 else errno.EPERM)
+        expected = (
+            ALLOW if number in listed else ERROR | (errno.ENOSYS if number >= 462 else errno.EPERM)
+        )
         assert verdict(machine, number) == expected, number
 
 
@@ -99,7 +116,13 @@ def test_programs_of_a_desktop_have_all_calls_but_those_of_administrators(machin
         return run(rows, number, ARCHITECTURES[machine], *arguments)
 
     for number in set(range(600)) - {clone, clone3, socket}:
-        expected = ERROR | errno.EPERM if number in refused else ERROR | errno.ENOSYS if number >= 462 else ALLOW
+        expected = (
+            ERROR | errno.EPERM
+            if number in refused
+            else ERROR | errno.ENOSYS
+            if number >= 462
+            else ALLOW
+        )
         assert said(number) == expected, number
     assert said(clone, 0x01200011) == said(clone, 0x3D0F00) == ALLOW
     for flag in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):
@@ -118,4 +141,6 @@ def test_without_a_folder_nothing_is_renamed_or_removed() -> None:
 
 def test_numbers_of_other_machines_end_the_process() -> None:
     assert verdict("x86_64", 0x40000000) == KILL
-    assert run(seccomp.program(7, True, True, "x86_64"), 11, 0x40000003) == KILL  # 32 bit: munmap is 11 elsewhere
+    assert (
+        run(seccomp.program(7, True, True, "x86_64"), 11, 0x40000003) == KILL
+    )  # 32 bit: munmap is 11 elsewhere

@@ -60,7 +60,9 @@ class Lingers:
     """A process that counts as alive after its kill."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
+        )
         self.pid = self._process.pid
 
     def wait(self, seconds: float) -> int:
@@ -99,7 +101,9 @@ def interpreter(user: User) -> None:
     ours, theirs = socket.socketpair()
     theirs.close()
     # This process is the one that does not end: the test holds the signal back.
-    made = host.Interpreter(ours, os.pidfd_open(os.getpid()), user, SimpleNamespace(alive=lambda: True))  # type: ignore[arg-type]
+    made = host.Interpreter(
+        ours, os.pidfd_open(os.getpid()), user, SimpleNamespace(alive=lambda: True)
+    )  # type: ignore[arg-type]
     made.close()
 
 
@@ -128,9 +132,14 @@ def as_root(monkeypatch: pytest.MonkeyPatch) -> Callable[[User], None]:
     return given
 
 
-@pytest.mark.parametrize("closes", [desktop, program, browser, fork_server, interpreter, spawned_late, lent])
+@pytest.mark.parametrize(
+    "closes", [desktop, program, browser, fork_server, interpreter, spawned_late, lent]
+)
 def test_a_user_whose_processes_live_is_not_given_back(
-    closes: Callable[[User], None], kept: list[User], as_root: Callable[[User], None], monkeypatch: pytest.MonkeyPatch
+    closes: Callable[[User], None],
+    kept: list[User],
+    as_root: Callable[[User], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     user, stands = claimed(os.geteuid())  # this process has that number
     as_root(user)
@@ -153,7 +162,9 @@ def test_a_user_without_processes_is_given_back(
     assert kept == []
 
 
-def test_a_user_is_given_back_after_its_last_process(monkeypatch: pytest.MonkeyPatch, kept: list[User]) -> None:
+def test_a_user_is_given_back_after_its_last_process(
+    monkeypatch: pytest.MonkeyPatch, kept: list[User]
+) -> None:
     user, stands = claimed(UNUSED)
     looks = [True, True, False]
 

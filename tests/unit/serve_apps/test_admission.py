@@ -1,4 +1,6 @@
-"""Who is answered at all: hosts of the web that lead here, tokens in outputs, and requests that never end."""
+"""Who is answered at all: hosts of the web that lead here, tokens in outputs, and requests that
+never end.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,15 @@ from tests.support.consoles import opened
 from tests.unit.view.test_trajectory_page import evaluated as evaluated
 from tests.unit.view.test_trajectory_page import folder as folder
 
-FOREIGN = ("evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.1.evil.example", "[::1", "1", "0x7f000001")
+FOREIGN = (
+    "evil.example",
+    "evil.example:80",
+    "localhost.evil.example",
+    "127.0.0.1.evil.example",
+    "[::1",
+    "1",
+    "0x7f000001",
+)
 OWN = ("127.0.0.1", "127.0.0.1:8000", "localhost:1", "LOCALHOST", "[::1]:5", "10.1.2.3:8000")
 
 
@@ -49,7 +59,9 @@ def test_without_a_key_a_service_answers_to_its_address_only(path: str) -> None:
             assert client.get(path, headers={"Host": host}).text == "data", host
     with TestClient(application("key")) as client:
         known = {"Host": "judge.example", "Authorization": "Bearer key"}
-        assert client.get("/", headers=known).status_code == 200, "who shows a key may come by a name"
+        assert client.get("/", headers=known).status_code == 200, (
+            "who shows a key may come by a name"
+        )
 
 
 def test_a_console_without_a_token_answers_to_its_address_only(evaluated: RunFolder) -> None:
@@ -58,7 +70,10 @@ def test_a_console_without_a_token_answers_to_its_address_only(evaluated: RunFol
             answer = client.get("/", headers={"Host": host})
             assert answer.status_code == 421, host
             assert "step 3" not in answer.text
-            assert answer.headers["content-security-policy"] == console.HEADERS["Content-Security-Policy"]
+            assert (
+                answer.headers["content-security-policy"]
+                == console.HEADERS["Content-Security-Policy"]
+            )
         for host in OWN:
             assert client.get("/", headers={"Host": host}).status_code == 200, host
 
@@ -100,7 +115,9 @@ def test_the_token_of_a_run_that_cannot_be_written_is_beside_ones_own_places(
     assert str(tmp_path / "own") in said
 
 
-def test_a_secret_is_never_readable_by_others_not_even_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_is_never_readable_by_others_not_even_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen, fchmod = list[int](), os.fchmod
 
     def looked(handle: int, mode: int) -> None:

@@ -1,4 +1,6 @@
-"""The run console: who is admitted, what each page shows, and that nothing of a run becomes markup or leads out of its folder."""
+"""The run console: who is admitted, what each page shows, and that nothing of a run becomes markup
+or leads out of its folder.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ TOKEN = "a token of the test"
 
 @contextmanager
 def served(of: RunFolder, token: str = "") -> Iterator[TestClient]:
-    with TestClient(web(of, token), "http://testserver" if token else "http://localhost", follow_redirects=False) as client:
+    with TestClient(
+        web(of, token), "http://testserver" if token else "http://localhost", follow_redirects=False
+    ) as client:
         yield client
 
 
@@ -44,12 +48,22 @@ def said(html: str) -> str:
 
 
 def addresses(html: str) -> set[str]:
-    return {value for name in ("href", "src", "action") for value in re.findall(rf'{name}="([^"#]+)', html)}
+    return {
+        value
+        for name in ("href", "src", "action")
+        for value in re.findall(rf'{name}="([^"#]+)', html)
+    }
 
 
 def test_who_has_no_token_sees_nothing(folder: RunFolder) -> None:
     with served(folder, TOKEN) as client:
-        for path in ("/", "/rollouts?token=wrong", "/file/console.js", "/picture/0/rollouts/images/x.png", "/nowhere"):
+        for path in (
+            "/",
+            "/rollouts?token=wrong",
+            "/file/console.js",
+            "/picture/0/rollouts/images/x.png",
+            "/nowhere",
+        ):
             answer = client.get(path)
             assert answer.status_code == 401, path
             assert "wrong" not in answer.text
@@ -61,7 +75,10 @@ def test_who_has_no_token_sees_nothing(folder: RunFolder) -> None:
 def test_the_token_is_shown_once_and_kept_as_a_cookie(folder: RunFolder) -> None:
     with served(folder, TOKEN) as client:
         first = client.get("/rollouts", params={"token": TOKEN, "view": "episodes"})
-        assert (first.status_code, first.headers["location"]) == (303, "http://testserver/rollouts?view=episodes")
+        assert (first.status_code, first.headers["location"]) == (
+            303,
+            "http://testserver/rollouts?view=episodes",
+        )
         assert "HttpOnly" in first.headers["set-cookie"]
         assert client.get("/rollouts").status_code == 200
         elsewhere = client.get(f"http://testserver//example.org/?token={TOKEN.replace(' ', '%20')}")
@@ -76,7 +93,10 @@ def test_every_page_allows_its_own_files_only(evaluated: RunFolder) -> None:
             answer = client.get(path)
             assert answer.status_code == 200, path
             policy = answer.headers["content-security-policy"]
-            assert policy.startswith("default-src 'none'; img-src 'self'; style-src 'self'; script-src 'self'; connect-src 'self'")
+            assert policy.startswith(
+                "default-src 'none'; img-src 'self'; style-src 'self'; script-src 'self';"
+                " connect-src 'self'"
+            )
             assert "unsafe" not in policy
             assert all(address.startswith(("/", "?")) for address in addresses(answer.text)), path
             assert " style=" not in answer.text
@@ -84,12 +104,25 @@ def test_every_page_allows_its_own_files_only(evaluated: RunFolder) -> None:
 
 
 def test_all_links_of_a_console_below_another_address_lead_to_it(evaluated: RunFolder) -> None:
-    with TestClient(web(evaluated, ""), "http://localhost", root_path="/console/run", follow_redirects=False) as client:
-        for path in ("/", "/rollouts?view=episodes", "/step/1", "/step/1/group/2", "/step/1/group/2/sample/1", "/evaluations"):
+    with TestClient(
+        web(evaluated, ""), "http://localhost", root_path="/console/run", follow_redirects=False
+    ) as client:
+        for path in (
+            "/",
+            "/rollouts?view=episodes",
+            "/step/1",
+            "/step/1/group/2",
+            "/step/1/group/2/sample/1",
+            "/evaluations",
+        ):
             page = client.get(f"/console/run{path}")
             assert page.status_code == 200
-            assert {a for a in addresses(page.text) if not a.startswith(("/console/run/", "?"))} == set(), path
-    with TestClient(web(evaluated, TOKEN), root_path="/console/run", follow_redirects=False) as client:
+            assert {
+                a for a in addresses(page.text) if not a.startswith(("/console/run/", "?"))
+            } == set(), path
+    with TestClient(
+        web(evaluated, TOKEN), root_path="/console/run", follow_redirects=False
+    ) as client:
         first = client.get("/console/run/", params={"token": TOKEN})
         assert first.headers["location"] == "http://testserver/console/run/"
 
@@ -100,15 +133,26 @@ def every_page(client: TestClient) -> list[str]:
     while ahead:
         known.add(path := ahead.pop())
         found = {address.replace("&amp;", "&") for address in addresses(client.get(path).text)}
-        ahead += [new for new in sorted(found) if new not in {*known, *ahead} and not new.startswith(("/file/", "/picture/"))]
+        ahead += [
+            new
+            for new in sorted(found)
+            if new not in {*known, *ahead} and not new.startswith(("/file/", "/picture/"))
+        ]
     return sorted(known)
 
 
 def test_every_step_group_episode_and_task_has_an_address(evaluated: RunFolder) -> None:
     with served(evaluated) as client:
         pages = every_page(client)
-    assert {"/step/1/group/2/sample/1", "/step/2/group/5", "/step/2", "/evaluations/0/3?task=held-out-7"} <= set(pages)
-    assert {re.sub(r"\d+", "N", page.partition("?")[0]) for page in pages} == {re.sub(r"{\w+:int}", "N", path) for path in PAGES}
+    assert {
+        "/step/1/group/2/sample/1",
+        "/step/2/group/5",
+        "/step/2",
+        "/evaluations/0/3?task=held-out-7",
+    } <= set(pages)
+    assert {re.sub(r"\d+", "N", page.partition("?")[0]) for page in pages} == {
+        re.sub(r"{\w+:int}", "N", path) for path in PAGES
+    }
 
 
 def test_pages_show_what_is_on_record(evaluated: RunFolder) -> None:
@@ -117,23 +161,31 @@ def test_pages_show_what_is_on_record(evaluated: RunFolder) -> None:
         for fact in ("runs it", "step 3 of 3", "trained 8 (80 %)", "gain 0.400", "worker_lost"):
             assert fact in overview
         assert "group 1 : task-1 ( pages )" in said(client.get("/step/1").text)
-        assert "mean reward 0.5, standard deviation 0.707; kept, replayed" in said(client.get("/step/1/group/2").text)
+        assert "mean reward 0.5, standard deviation 0.707; kept, replayed" in said(
+            client.get("/step/1/group/2").text
+        )
         episode = said(client.get("/step/1/group/1/sample/0").text)
         assert "task-1 : reward 0, kept , ended: done" in episode
         assert "Controls at step 3" in said(client.get("/evaluations").text)
         assert "held-out-0 0.000 0.750 0.750" in said(client.get("/evaluations").text)
         assert 'model.path "some/model"' in said(client.get("/configuration").text)
         assert client.get("/step/9").status_code == client.get("/step/1/group/9").status_code == 404
-        assert "group 9 of step 1 is on record (keep_rollouts)" in said(client.get("/step/1/group/9").text)
+        assert "group 9 of step 1 is on record (keep_rollouts)" in said(
+            client.get("/step/1/group/9").text
+        )
         assert client.get("/rollouts?start=many").status_code == 400
 
 
 def classes(html: str, tag: str) -> set[str]:
-    return {name for found in re.findall(rf'<{tag}[^>]*class="([^"]*)"', html) for name in found.split()}
+    return {
+        name for found in re.findall(rf'<{tag}[^>]*class="([^"]*)"', html) for name in found.split()
+    }
 
 
 def test_rows_of_events_carry_no_class_that_a_style_could_hit(folder: RunFolder) -> None:
-    """An event's kind is a word like ``controls`` or ``gain``, which the stylesheet uses for other things."""
+    """An event's kind is a word like ``controls`` or ``gain``, which the stylesheet uses for other
+    things.
+    """
     with served(folder) as client:
         for path in ("/events", "/step/3", "/"):
             html = client.get(path).text
@@ -142,11 +194,18 @@ def test_rows_of_events_carry_no_class_that_a_style_could_hit(folder: RunFolder)
 
 
 @pytest.mark.parametrize("judged", [False, True])
-def test_the_page_of_rewards_speaks_of_verdicts_where_a_judge_gives_them(folder: RunFolder, judged: bool) -> None:
+def test_the_page_of_rewards_speaks_of_verdicts_where_a_judge_gives_them(
+    folder: RunFolder, judged: bool
+) -> None:
     source: dict[str, object] = {"use": "mine:reward"}
     if judged:
-        source = {"use": "rayloop.judge.reward:JudgeReward", "with": {"judge": {"url": "http://127.0.0.1:9"}}}
-    (folder.path / "config.yaml").write_text(yaml.safe_dump({"steps": 3, "reward": {"source": source}}), encoding="utf-8")
+        source = {
+            "use": "rayloop.judge.reward:JudgeReward",
+            "with": {"judge": {"url": "http://127.0.0.1:9"}},
+        }
+    (folder.path / "config.yaml").write_text(
+        yaml.safe_dump({"steps": 3, "reward": {"source": source}}), encoding="utf-8"
+    )
     with served(folder) as client:
         html = client.get("/judge").text
     assert '<a href="/judge" aria-current="page">Rewards</a>' in html
@@ -184,7 +243,9 @@ def test_the_configuration_begins_with_what_differs_from_the_defaults(folder: Ru
         html = client.get("/configuration").text
     rows = re.findall(r"<tr( class=\"differs\")?><td>([^<]*)</td>", html)
     assert {key for marked, key in rows if marked} >= {"model.path", "model.position_tint"}
-    assert [bool(marked) for marked, _ in rows] == sorted((bool(marked) for marked, _ in rows), reverse=True)
+    assert [bool(marked) for marked, _ in rows] == sorted(
+        (bool(marked) for marked, _ in rows), reverse=True
+    )
 
 
 def test_numbers_of_pages_stand_apart(folder: RunFolder) -> None:
@@ -196,11 +257,19 @@ def test_numbers_of_pages_stand_apart(folder: RunFolder) -> None:
 
 @pytest.mark.parametrize(
     ("query", "rows"),
-    [("", "1 to 5 of 5"), ("step=1", "1 to 2 of 2"), ("status=filtered: all_wrong", "1 to 1 of 1"), ("least=0.6", "1 to 2 of 2"),
-     ("most=0.2&view=episodes", "1 to 4 of 4"), ("source=elsewhere", "none"), ("text=bbox 0.3", "1 to 2 of 2"),
-     ("text=task-4 where&end_reason=done", "1 to 1 of 1"), ("text=\"'; DROP TABLE episodes --", "none"),
-     ("least=x", "1 to 5 of 5")],
-)  # fmt: skip
+    [
+        ("", "1 to 5 of 5"),
+        ("step=1", "1 to 2 of 2"),
+        ("status=filtered: all_wrong", "1 to 1 of 1"),
+        ("least=0.6", "1 to 2 of 2"),
+        ("most=0.2&view=episodes", "1 to 4 of 4"),
+        ("source=elsewhere", "none"),
+        ("text=bbox 0.3", "1 to 2 of 2"),
+        ("text=task-4 where&end_reason=done", "1 to 1 of 1"),
+        ("text=\"'; DROP TABLE episodes --", "none"),
+        ("least=x", "1 to 5 of 5"),
+    ],
+)
 def test_rollouts_are_filtered(evaluated: RunFolder, query: str, rows: str) -> None:
     with served(evaluated) as client:
         assert rows in said(client.get(f"/rollouts?{query}").text)
@@ -209,7 +278,11 @@ def test_rollouts_are_filtered(evaluated: RunFolder, query: str, rows: str) -> N
 def test_the_highest_and_the_lowest_rewards_come_first(evaluated: RunFolder) -> None:
     with served(evaluated) as client:
         lowest = "/step/2/group/3/sample/0"
-        for order, first in (("highest", "/step/1/group/1/sample/1"), ("lowest", lowest), ("", lowest)):
+        for order, first in (
+            ("highest", "/step/1/group/1/sample/1"),
+            ("lowest", lowest),
+            ("", lowest),
+        ):
             html = client.get(f"/rollouts?view=episodes&order={order}").text
             assert re.findall(r"/step/\d+/group/\d+/sample/\d+", html)[0] == first, order
 
@@ -221,12 +294,20 @@ def test_a_page_that_has_not_changed_is_not_made_again(folder: RunFolder) -> Non
             stamp = client.get(path).headers["etag"]
             same = client.get(path, headers={"If-None-Match": stamp})
             assert (same.status_code, same.content) == (304, b"")
-        times = {"timing_s/step": 9.0, "timing_s/gen": 6.0, "rollout/seconds/mean": 4.5, "rollout/seconds/engine": 3.25,
-                 "rollout/seconds/environment": 1.0}  # fmt: skip
+        times = {
+            "timing_s/step": 9.0,
+            "timing_s/gen": 6.0,
+            "rollout/seconds/mean": 4.5,
+            "rollout/seconds/engine": 3.25,
+            "rollout/seconds/environment": 1.0,
+        }
         folder.metrics.append({"step": 4, "reward/mean": 0.8, **times})
         overview = said(client.get("/", headers={"If-None-Match": stamp}).text)
         assert "step 4" in overview
-        assert "An episode of step 4 took 4.5 s on average: its engine 3.25 s, its environment 1 s." in overview
+        assert (
+            "An episode of step 4 took 4.5 s on average: its engine 3.25 s, its environment 1 s."
+            in overview
+        )
 
 
 METRICS = """# HELP judge_requests_total Requests by how they ended.
@@ -246,7 +327,13 @@ judge_client_breaker_state 2.0
 # TYPE python_info gauge
 python_info 1.0
 """
-VERSION = {"version": "1", "fingerprint": "rule-<b>1</b>", "backend": "rule", "model": "", "rubrics": {}}
+VERSION = {
+    "version": "1",
+    "fingerprint": "rule-<b>1</b>",
+    "backend": "rule",
+    "model": "",
+    "rubrics": {},
+}
 
 
 @contextmanager
@@ -276,18 +363,40 @@ def own_live_run(root: Path) -> Iterator[RunFolder]:
         yield live
 
 
-@pytest.mark.parametrize("ready", [(200, "{}"), (503, json.dumps({"ready": False, "failing": {"canary": "<i>judged wrong</i>"}}))])
+@pytest.mark.parametrize(
+    "ready",
+    [
+        (200, "{}"),
+        (503, json.dumps({"ready": False, "failing": {"canary": "<i>judged wrong</i>"}})),
+    ],
+)
 def test_the_judge_of_a_live_run_is_asked_how_it_is(tmp_path: Path, ready: tuple[int, str]) -> None:
     answers = {"/version": (200, json.dumps(VERSION)), "/metrics": (200, METRICS), "/readyz": ready}
     with answering(answers) as url, own_live_run(tmp_path) as live, served(live) as client:
-        settings = {"judge": {"url": url, "breaker_failures": 3}, "metrics_port": int(url.rpartition(":")[2])}
-        live.write_config(yaml.safe_dump({"reward": {"source": {"use": "rayloop.judge.reward:JudgeReward", "with": settings}}}))
+        settings = {
+            "judge": {"url": url, "breaker_failures": 3},
+            "metrics_port": int(url.rpartition(":")[2]),
+        }
+        live.write_config(
+            yaml.safe_dump(
+                {
+                    "reward": {
+                        "source": {"use": "rayloop.judge.reward:JudgeReward", "with": settings}
+                    }
+                }
+            )
+        )
         html = client.get("/judge").text
         page = said(html)
         assert ("ready rule (no model) , fingerprint rule-<b>1</b>" in page) == (ready[0] == 200)
-        assert ("not ready" in page and '"canary": "<i>judged wrong</i>"' in page) == (ready[0] == 503)
+        assert ("not ready" in page and '"canary": "<i>judged wrong</i>"' in page) == (
+            ready[0] == 503
+        )
         assert "<i>judged" not in html
-        assert "Requests by how they ended. judge, ok 12" in page or "Requests by how they ended. ok, judge 12" in page
+        assert (
+            "Requests by how they ended. judge, ok 12" in page
+            or "Requests by how they ended. ok, judge 12" in page
+        )
         assert "From the parsed request to the answer. judge 0.5" in page
         assert "0 closed, 1 half open, 2 open. 2" in page
         assert "Of no interest" not in page
@@ -300,7 +409,9 @@ def test_a_judge_that_is_gone_or_set_wrongly_is_no_fault_of_the_page(tmp_path: P
             ({"url": "nonsense"}, "url"),
             ({"key_file": "gone"}, ""),
         ):
-            live.write_config(yaml.safe_dump({"reward": {"source": {"use": "a:B", "with": {"judge": judge}}}}))
+            live.write_config(
+                yaml.safe_dump({"reward": {"source": {"use": "a:B", "with": {"judge": judge}}}})
+            )
             page = client.get("/judge")
             assert page.status_code == 200
             assert "not ready" in said(page.text)
@@ -316,9 +427,15 @@ def test_no_text_of_a_run_becomes_markup(hostile: RunFolder) -> None:
         for path in pages:
             answer, tags = client.get(path), Tags()
             tags.feed(answer.text)
-            assert [a for tag, a in tags.found if tag == "script"] == [{"src": "/file/console.js", "defer": None}], path
-            assert not [tag for tag, _ in tags.found if tag in ("img", "iframe", "object", "embed", "base")]
-            assert not [name for _, attributes in tags.found for name in attributes if name.startswith("on")]
+            assert [a for tag, a in tags.found if tag == "script"] == [
+                {"src": "/file/console.js", "defer": None}
+            ], path
+            assert not [
+                tag for tag, _ in tags.found if tag in ("img", "iframe", "object", "embed", "base")
+            ]
+            assert not [
+                name for _, attributes in tags.found for name in attributes if name.startswith("on")
+            ]
             assert len(answer.content) < 200_000
         episode = client.get("/step/1/group/1/sample/0").text
         assert "picture not shown" in episode
@@ -339,10 +456,20 @@ def test_pictures_are_those_of_the_run_without_the_tint(run: RunFolder) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["0/../secret.png", "0/%2e%2e/secret.png", "0//etc/passwd", "0/config.yaml", "0/rollouts/step_000001.jsonl", "9/a.png",
-     "-1/a.png",
-     "0/%00", "0/link.png", "x/a.png", "0/" + "a" * 5000],
-)  # fmt: skip
+    [
+        "0/../secret.png",
+        "0/%2e%2e/secret.png",
+        "0//etc/passwd",
+        "0/config.yaml",
+        "0/rollouts/step_000001.jsonl",
+        "9/a.png",
+        "-1/a.png",
+        "0/%00",
+        "0/link.png",
+        "x/a.png",
+        "0/" + "a" * 5000,
+    ],
+)
 def test_nothing_but_pictures_below_the_folder_is_served(run: RunFolder, path: str) -> None:
     secret, link = run.path.parent / "secret.png", run.path / "link.png"
     secret.write_bytes(picture(4, 4))
@@ -364,17 +491,28 @@ def test_a_picture_beside_the_data_is_shown_and_one_elsewhere_is_not(tmp_path: P
         made.write_config(f"data: {{train: {tmp_path}/data/rows.jsonl}}\n")
         records = [member(0), member(1), member(2)]
         for record, name in zip(records, ("data/a.png", "b.png", "data/c.png"), strict=True):
-            sha256 = "0" * 64 if name == "data/c.png" else hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
+            sha256 = (
+                "0" * 64
+                if name == "data/c.png"
+                else hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
+            )
             image = {"sha256": sha256, "width": 60, "height": 40, "path": str(tmp_path / name)}
             object.__setattr__(record, "images", (image,))
         made.rollouts.write(1, records, {})
     with served(made) as client:
         assert client.get("/picture/1/c.png").status_code == 404, "no page has shown it"
-        shown, hidden, other = (client.get(f"/step/1/group/1/sample/{sample}").text for sample in (0, 1, 2))
-        assert client.get(re.findall(r'href="(/picture/[^"]+)"', shown)[0]).headers["content-type"] == "image/png"
+        shown, hidden, other = (
+            client.get(f"/step/1/group/1/sample/{sample}").text for sample in (0, 1, 2)
+        )
+        assert (
+            client.get(re.findall(r'href="(/picture/[^"]+)"', shown)[0]).headers["content-type"]
+            == "image/png"
+        )
         assert client.get("/picture/1/c.png").status_code == 404
     assert "lies neither in the run&#39;s folder nor beside its data" in hidden
-    assert "is not the picture that the run showed" in other, "who made the folder does not know what is in it"
+    assert "is not the picture that the run showed" in other, (
+        "who made the folder does not know what is in it"
+    )
 
 
 def test_two_runs_are_compared_and_no_file_elsewhere_is_read(folder: RunFolder) -> None:
@@ -405,16 +543,36 @@ def test_an_event_of_another_version_is_shown_with_its_fields(folder: RunFolder)
 
 
 def test_the_newest_calibration_is_shown_with_what_rules_decide_otherwise(tmp_path: Path) -> None:
-    family = {"name": "chart", "count": 40, "accuracy": 0.9, "kappa": math.nan, "false_positives": 0.1, "false_negatives": 0.0}
-    differs = {"item": "c7", "question": "How <b>many</b>?", "reference": "3", "answer": "3.0", "label": "correct"}
+    family = {
+        "name": "chart",
+        "count": 40,
+        "accuracy": 0.9,
+        "kappa": math.nan,
+        "false_positives": 0.1,
+        "false_negatives": 0.0,
+    }
+    differs = {
+        "item": "c7",
+        "question": "How <b>many</b>?",
+        "reference": "3",
+        "answer": "3.0",
+        "label": "correct",
+    }
     found = {
-        "time": 0.0, "url": "http://judge:8000", "fingerprint": "f1", "asked": 9,
+        "time": 0.0,
+        "url": "http://judge:8000",
+        "fingerprint": "f1",
+        "asked": 9,
         "problems": ["accuracy 0.600, at least 0.85 wanted"],
         "scores": [{**family, "attacks": 4, "attack_rate": 0.25, "unscored": 2}],
-        "disputed": [{**differs, "rules": "correct", "model": "incorrect", "reason": "another text"}],
-    }  # fmt: skip
+        "disputed": [
+            {**differs, "rules": "correct", "model": "incorrect", "reason": "another text"}
+        ],
+    }
     with RunFolder(tmp_path, "run").acquired() as run, served(run) as client:
-        run.write_config(yaml.safe_dump({"reward": {"source": {"use": "rayloop.judge.reward:JudgeReward"}}}))
+        run.write_config(
+            yaml.safe_dump({"reward": {"source": {"use": "rayloop.judge.reward:JudgeReward"}}})
+        )
         assert "Calibration" not in said(client.get("/judge").text)
         for broken in ("{", "7", "[1]"):
             (tmp_path / CALIBRATION).write_text(broken, encoding="utf-8")

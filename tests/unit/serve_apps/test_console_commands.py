@@ -25,32 +25,53 @@ def ended(root: Path, name: str, reward: float) -> RunFolder:
         run.write_config(f"steps: {STEPS}\n")
         run.events.emit(events.Evaluated({"val/reward/mean": reward / 2}), 0)
         for step in range(1, STEPS + 1):
-            run.metrics.append({"step": step, "reward/mean": reward, "timing_s/step": 2.0, "actor/entropy": None})
+            run.metrics.append(
+                {"step": step, "reward/mean": reward, "timing_s/step": 2.0, "actor/entropy": None}
+            )
         run.events.emit(events.Evaluated({"val/reward/mean": reward}), STEPS)
         run.events.emit(events.FinishedEvent({"issued": 2, "trained": 2}), STEPS)
     return run
 
 
-def test_runs_are_compared_in_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folders = [str(ended(tmp_path, name, reward).path) for name, reward in (("one", 0.25), ("[bold]two", 0.75))]
+def test_runs_are_compared_in_a_table_and_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [
+        str(ended(tmp_path, name, reward).path)
+        for name, reward in (("one", 0.25), ("[bold]two", 0.75))
+    ]
     assert main(["compare", *folders, "--out", str(tmp_path / "both.png")]) == 0
-    rows = {line.split("  ")[0].strip(): line.split() for line in capsys.readouterr().out.splitlines()}
+    rows = {
+        line.split("  ")[0].strip(): line.split() for line in capsys.readouterr().out.splitlines()
+    }
     assert rows["reward/mean"] == ["reward/mean", "0.25", "0.75"]
-    assert rows["val/reward/mean"] == ["val/reward/mean", "0.125", "->", "0.25", "0.375", "->", "0.75"]
+    assert rows["val/reward/mean"] == [
+        "val/reward/mean",
+        "0.125",
+        "->",
+        "0.25",
+        "0.375",
+        "->",
+        "0.75",
+    ]
     assert rows["run"][1:] == ["ended:", "finished", "ended:", "finished"]
     assert "[bold]two" in str(rows)
     assert Image.open(tmp_path / "both.png").size[0] > 500
     assert main(["compare", str(tmp_path / "nowhere")]) == 2
 
 
-def test_an_ended_run_is_watched_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_ended_run_is_watched_to_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["watch", str(ended(tmp_path, "run", 0.25).path)]) == 0
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first.startswith("step 1/3  reward 0.250")
     assert last == "ended: finished"
 
 
-def test_steps_of_a_live_run_are_shown_as_they_come(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_of_a_live_run_are_shown_as_they_come(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = ended(tmp_path, "run", 0.25)
     with run.acquired():
         watching = threading.Thread(target=main, args=(["watch", str(run.path)],), daemon=True)
@@ -68,7 +89,9 @@ def test_steps_of_a_live_run_are_shown_as_they_come(tmp_path: Path, capsys: pyte
     assert (watching.is_alive(), said.count("step 3/3"), said.count("step 4/3")) == (False, 1, 1)
 
 
-def test_a_console_without_a_token_is_for_loopback_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_console_without_a_token_is_for_loopback_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = ended(tmp_path, "run", 0.25)
     assert main(["console", str(run.path), "--insecure", "--host", "0.0.0.0"]) == 2
     assert "without a token only loopback is served" in capsys.readouterr().err

@@ -46,7 +46,9 @@ class Model:
             raise self.root
         return {"root": self.root}
 
-    async def reply(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any]) -> Reply:
+    async def reply(
+        self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any]
+    ) -> Reply:
         self.asked.append(messages)
         await asyncio.sleep(self.seconds)
         answer = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
@@ -56,7 +58,9 @@ class Model:
 
 
 def item(answer: str = "a crimson car", **more: Any) -> JudgeItem:
-    return JudgeItem(**{"question": "What is it?", "reference": "a red car", "answer": answer, **more})
+    return JudgeItem(
+        **{"question": "What is it?", "reference": "a red car", "answer": answer, **more}
+    )
 
 
 def judge(grader: Grader, *items: JudgeItem) -> Sequence[JudgeVerdict | JudgeUnscored]:
@@ -72,7 +76,11 @@ def test_a_model_is_asked_what_rules_cannot_decide() -> None:
     by_model, by_rule = judge(grader(model), item(), item("a red car"))
     assert isinstance(by_model, JudgeVerdict)
     assert isinstance(by_rule, JudgeVerdict)
-    assert (by_model.decided_by, by_model.verdict, by_model.probability) == ("model", "correct", 0.9)
+    assert (by_model.decided_by, by_model.verdict, by_model.probability) == (
+        "model",
+        "correct",
+        0.9,
+    )
     assert (by_rule.decided_by, by_rule.verdict, by_rule.probability) == ("rules", "correct", None)
     assert len(model.asked) == 1
 
@@ -105,7 +113,9 @@ FAILURES = {
 
 
 @pytest.mark.parametrize(("failure", "kind"), FAILURES.values(), ids=FAILURES.keys())
-def test_failures_have_a_kind_and_are_not_remembered(failure: str | Exception, kind: NoVerdict) -> None:
+def test_failures_have_a_kind_and_are_not_remembered(
+    failure: str | Exception, kind: NoVerdict
+) -> None:
     judged = grader(Model(failure, RIGHT))
     (first,) = judge(judged, item())
     (second,) = judge(judged, item())
@@ -118,14 +128,18 @@ def test_failures_have_a_kind_and_are_not_remembered(failure: str | Exception, k
 class Surprising(Model):
     """Raises what nobody foresaw, for one answer only."""
 
-    async def reply(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any]) -> Reply:
+    async def reply(
+        self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any]
+    ) -> Reply:
         if "poison" in messages[-1]["content"]:
             raise RecursionError("maximum recursion depth exceeded")
         return await super().reply(messages, schema)
 
 
 def test_what_fails_for_one_item_fails_no_other() -> None:
-    good, bad, also = judge(grader(Surprising(RIGHT)), item(), item("poison"), item("a scarlet car"))
+    good, bad, also = judge(
+        grader(Surprising(RIGHT)), item(), item("poison"), item("a scarlet car")
+    )
     assert isinstance(good, JudgeVerdict)
     assert isinstance(also, JudgeVerdict)
     assert isinstance(bad, JudgeUnscored)
@@ -173,8 +187,8 @@ def test_the_fingerprint_is_of_all_that_matters() -> None:
 
 
 def test_another_model_behind_the_same_name_is_another_judge() -> None:
-    """Nothing is judged before the model has said what it is; what it says later changes the fingerprint, and no verdict is
-    taken from the cache of the old one.
+    """Nothing is judged before the model has said what it is; what it says later changes the
+    fingerprint, and no verdict is taken from the cache of the old one.
     """
     model = Model(RIGHT)
     judged = grader(model)
@@ -196,20 +210,38 @@ def test_another_model_behind_the_same_name_is_another_judge() -> None:
 
 
 INVALID = [
-    "10/10 wrong", "Judgement: 1", "1", "correct", "", "null", "[]", '"correct"', "{}", '{"verdict": "correct"}',
-    '{"reason": "x", "verdict": "Correct"}', '{"reason": "x", "verdict": 1}', '{"reason": "x", "verdict": true}',
-    '{"reason": "x", "verdict": "correct", "score": 1}', '{"reason": "x", "verdict": "correct"} and more',
+    "10/10 wrong",
+    "Judgement: 1",
+    "1",
+    "correct",
+    "",
+    "null",
+    "[]",
+    '"correct"',
+    "{}",
+    '{"verdict": "correct"}',
+    '{"reason": "x", "verdict": "Correct"}',
+    '{"reason": "x", "verdict": 1}',
+    '{"reason": "x", "verdict": true}',
+    '{"reason": "x", "verdict": "correct", "score": 1}',
+    '{"reason": "x", "verdict": "correct"} and more',
     'Sure: {"reason": "x", "verdict": "correct"}',
-    '{"reason": "x", "verdict": "incorrect", "verdict": "correct"}', "[" * 100_000,
-]  # fmt: skip
+    '{"reason": "x", "verdict": "incorrect", "verdict": "correct"}',
+    "[" * 100_000,
+]
 
 
-@pytest.mark.parametrize("opening", ["```json\n", "```\n", "```JSON ", " \n```json\r\n", "~~~\n", "````json\n", "```"])
+@pytest.mark.parametrize(
+    "opening", ["```json\n", "```\n", "```JSON ", " \n```json\r\n", "~~~\n", "````json\n", "```"]
+)
 def test_a_code_fence_around_the_whole_object_is_taken_off(opening: str) -> None:
     closing = opening.strip().rstrip("jsonJSON")
     assert parse(f"{opening}{RIGHT}\n{closing}", "binary").score == 1
     assert parse(f"{opening}{RIGHT}{closing} \n", "binary").score == 1
-    assert parse(f'{opening}{{"reason": "it says ```", "score": 0.25}}\n{closing}', "scored").score == 0.25
+    assert (
+        parse(f'{opening}{{"reason": "it says ```", "score": 0.25}}\n{closing}', "scored").score
+        == 0.25
+    )
 
 
 WRONG = '{"reason": "x", "verdict": "incorrect"}'
@@ -235,10 +267,15 @@ def test_what_stands_around_the_object_is_named(text: str, why: str) -> None:
 
 
 def test_thoughts_in_parts_of_their_own_are_left_out() -> None:
-    parts = [{"type": "thinking", "thinking": [{"type": "text", "text": WRONG}]}, {"type": "text", "text": RIGHT}]
+    parts = [
+        {"type": "thinking", "thinking": [{"type": "text", "text": WRONG}]},
+        {"type": "text", "text": RIGHT},
+    ]
     body = {"choices": [{"message": {"content": parts}, "finish_reason": "stop"}]}
     transport = httpx.MockTransport(lambda request: httpx.Response(200, json=body))
-    model = OpenAIModel(OpenAIBackendSettings(kind="openai", url="http://127.0.0.1:9/v1", model="judge"), transport)
+    model = OpenAIModel(
+        OpenAIBackendSettings(kind="openai", url="http://127.0.0.1:9/v1", model="judge"), transport
+    )
     assert asyncio.run(model.reply([], {})).text == RIGHT
 
 
@@ -248,7 +285,9 @@ def test_only_the_schema_is_a_verdict(text: str) -> None:
         parse(text, "binary")
 
 
-@pytest.mark.parametrize("score", ["7", "NaN", "Infinity", "-1", "0.7", '"1"', "true", "null", "1e999"])
+@pytest.mark.parametrize(
+    "score", ["7", "NaN", "Infinity", "-1", "0.7", '"1"', "true", "null", "1e999"]
+)
 def test_a_score_outside_its_scale_is_no_verdict(score: str) -> None:
     with pytest.raises(InvalidVerdict):
         parse(f'{{"reason": "x", "score": {score}}}', "scored")
@@ -257,7 +296,9 @@ def test_a_score_outside_its_scale_is_no_verdict(score: str) -> None:
 def test_verdicts_are_read() -> None:
     assert parse(f" {RIGHT}\n", "binary").score == 1
     assert parse('{"verdict": "incorrect", "reason": "no"}', "binary").score == 0
-    assert [parse(f'{{"reason": "x", "score": {s}}}', "scored").score for s in ("0", "0.25", "1", "1.0")] == [0, 0.25, 1, 1]
+    assert [
+        parse(f'{{"reason": "x", "score": {s}}}', "scored").score for s in ("0", "0.25", "1", "1.0")
+    ] == [0, 0.25, 1, 1]
 
 
 @given(st.text(max_size=80))
@@ -291,14 +332,60 @@ def test_the_candidate_cannot_leave_its_fence(attack: str) -> None:
 
 
 SPECIAL = [
-    "<|im_start|>", "<|endoftext|>", "<|fim_prefix|>", "<|START_OF_TURN_TOKEN|>", "<｜User｜>", "<s>", "</s>",
-    "<<SYS>>", "<</SYS>>", "[INST]", "[/INST]", "<bos>", "<eos>", "<pad>", "<unk>", "<mask>", "<start_of_turn>",
-    "<end_of_image>", "<start_of_image>", "<unused0>", "<img>", "</img>", "<image>", "<IMG_CONTEXT>", "<ref>",
-    "<quad>", "<sop>", "<eop>", "<BOS_TOKEN>", "<0x0A>", "<reserved_1>", "<extra_id_12>", "<think>", "</think>",
-    "<tool_call>", "</tool_response>", "<answer>", "<answer >", "</ answer>", "</candidate-x >", "[IMG]", "[IMG_END]",
-    "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/SYSTEM_PROMPT]", "[gMASK]", "[CLS]", "[SEP]", "[THINK]",
-    "<|im_<|im_start|>start|>", "<s<s>>", "<<S<s>YS>>", "[IN<s>ST]",
-]  # fmt: skip
+    "<|im_start|>",
+    "<|endoftext|>",
+    "<|fim_prefix|>",
+    "<|START_OF_TURN_TOKEN|>",
+    "<｜User｜>",
+    "<s>",
+    "</s>",
+    "<<SYS>>",
+    "<</SYS>>",
+    "[INST]",
+    "[/INST]",
+    "<bos>",
+    "<eos>",
+    "<pad>",
+    "<unk>",
+    "<mask>",
+    "<start_of_turn>",
+    "<end_of_image>",
+    "<start_of_image>",
+    "<unused0>",
+    "<img>",
+    "</img>",
+    "<image>",
+    "<IMG_CONTEXT>",
+    "<ref>",
+    "<quad>",
+    "<sop>",
+    "<eop>",
+    "<BOS_TOKEN>",
+    "<0x0A>",
+    "<reserved_1>",
+    "<extra_id_12>",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_response>",
+    "<answer>",
+    "<answer >",
+    "</ answer>",
+    "</candidate-x >",
+    "[IMG]",
+    "[IMG_END]",
+    "[TOOL_CALLS]",
+    "[AVAILABLE_TOOLS]",
+    "[/SYSTEM_PROMPT]",
+    "[gMASK]",
+    "[CLS]",
+    "[SEP]",
+    "[THINK]",
+    "<|im_<|im_start|>start|>",
+    "<s<s>>",
+    "<<S<s>YS>>",
+    "[IN<s>ST]",
+]
 
 
 @pytest.mark.parametrize("token", SPECIAL)
@@ -306,13 +393,18 @@ def test_special_tokens_of_any_family_are_taken_out(token: str) -> None:
     assert sanitise(f"a{token}b", 100) == "ab"
 
 
-@pytest.mark.parametrize("text", ["[A]", "[0, 1)", "a < b > c", "x<s and s>y", "<h1>", "[Sep]", "[1] [2]", "5 <= 6", "<", "]"])
+@pytest.mark.parametrize(
+    "text",
+    ["[A]", "[0, 1)", "a < b > c", "x<s and s>y", "<h1>", "[Sep]", "[1] [2]", "5 <= 6", "<", "]"],
+)
 def test_what_only_looks_like_a_token_stays(text: str) -> None:
     assert sanitise(text, 100) == text
 
 
 def test_what_is_left_out_of_a_question_is_said() -> None:
-    asked = messages(RUBRICS["equivalence"], item("x", question="long " * 2000, reference="y" * 8000))[-1]["content"]
+    asked = messages(
+        RUBRICS["equivalence"], item("x", question="long " * 2000, reference="y" * 8000)
+    )[-1]["content"]
     assert "[the text goes on: 5903 more characters]" in asked
     assert "y" * 8000 in asked
 
@@ -326,7 +418,10 @@ def test_sanitising_is_final(text: str, limit: int) -> None:
 
 def test_the_prompt_shares_its_beginning_and_has_a_new_fence() -> None:
     rubric = RUBRICS["equivalence"]
-    first, second = messages(rubric, item("x", source="chartqa")), messages(rubric, item("y", source="plotqa"))
+    first, second = (
+        messages(rubric, item("x", source="chartqa")),
+        messages(rubric, item("y", source="plotqa")),
+    )
     assert first[:-1] == second[:-1]
     assert first[-1]["content"].splitlines()[-1] != second[-1]["content"].splitlines()[-1]
     assert len(messages(rubric, item("x" * 5000))[-1]["content"]) < 1500
@@ -338,15 +433,25 @@ def test_examples_follow_the_schema() -> None:
         for source in ("", *rubric.examples):
             for message in messages(rubric, item(rubric=rubric.name, source=source)):
                 if message["role"] == "assistant":
-                    assert list(json.loads(message["content"])) == list(schema(rubric)["properties"])
+                    assert list(json.loads(message["content"])) == list(
+                        schema(rubric)["properties"]
+                    )
                     parse(message["content"], rubric.kind)
 
 
 def test_data_sources_choose_the_examples() -> None:
     rubric = RUBRICS["equivalence"]
-    names = {"vstar": "visual_search", "chartqa": "chart", "vsi_numerical": "spatial", "mathverse": "math", "barc": "default"}
+    names = {
+        "vstar": "visual_search",
+        "chartqa": "chart",
+        "vsi_numerical": "spatial",
+        "mathverse": "math",
+        "barc": "default",
+    }
     assert {name: rubric.family(name) for name in names} == names
-    assert {one: rubric.family(one) for one in rubric.examples} == {one: one for one in rubric.examples}
+    assert {one: rubric.family(one) for one in rubric.examples} == {
+        one: one for one in rubric.examples
+    }
 
 
 def test_images_are_shown_only_by_a_rubric_that_looks(tmp_path: Path) -> None:
@@ -392,7 +497,9 @@ def test_a_rubric_that_is_none_is_refused(tmp_path: Path) -> None:
     shutil.copy(FOLDER / "equivalence.yaml", tmp_path / "other.yaml")
     with pytest.raises(ConfigError, match="calls itself 'equivalence'"):
         load_rubrics(tmp_path)
-    (tmp_path / "other.yaml").write_text("name: other\nversion: 1\nkind: scored\ninstructions: x\nexamples: {}\n", encoding="utf-8")
+    (tmp_path / "other.yaml").write_text(
+        "name: other\nversion: 1\nkind: scored\ninstructions: x\nexamples: {}\n", encoding="utf-8"
+    )
     with pytest.raises(ConfigError, match="no set named default"):
         load_rubrics(tmp_path)
     (tmp_path / "other.yaml").unlink()
@@ -400,7 +507,10 @@ def test_a_rubric_that_is_none_is_refused(tmp_path: Path) -> None:
         load_rubrics(tmp_path)
 
 
-@pytest.mark.parametrize(("one", "other"), [("5²", "52"), ("10³", "103"), ("x\ny", "x y"), ("ﬁ", "fi"), ("½", "1⁄2"), ("A", "a")])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("5²", "52"), ("10³", "103"), ("x\ny", "x y"), ("ﬁ", "fi"), ("½", "1⁄2"), ("A", "a")],
+)
 def test_different_answers_have_different_keys(one: str, other: str) -> None:
     assert cache_key(item(one), "f") != cache_key(item(other), "f")
     assert cache_key(item(one), "f") == cache_key(item(f" {one}\n"), "f")

@@ -11,7 +11,9 @@ PAGE = Path(__file__).parents[3] / "docs/policy_endpoint.md"
 
 
 def test_traces_become_trajectories_as_the_page_says() -> None:
-    (code,) = re.findall(r"```python title=to_trajectories.py\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (code,) = re.findall(
+        r"```python title=to_trajectories.py\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL
+    )
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(code, "to_trajectories.py", "exec"), {})

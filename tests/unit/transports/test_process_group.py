@@ -1,4 +1,7 @@
-"""The constructor of NCCL's groups, which is told here what NCCL does not agree upon by itself. Nothing of NCCL runs."""
+"""The constructor of NCCL's groups, which is told here what NCCL does not agree upon by itself.
+
+Nothing of NCCL runs.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str | None]]:
     found: list[dict[str, str | None]] = []
     names = (*RAISING, *PINNED)
     monkeypatch.setattr(
-        dist, "ProcessGroupNCCL", lambda *_: found.append({name: os.environ.get(name) for name in names}), raising=False
+        dist,
+        "ProcessGroupNCCL",
+        lambda *_: found.append({name: os.environ.get(name) for name in names}),
+        raising=False,
     )
     return found
 

@@ -43,22 +43,35 @@ def test_agrees_with_the_original_or_says_why_not(name: str, number: int) -> Non
     (path,) = (path for path in FILES if path.stem == name)
     file = read(str(path))
     verdict = check(file[number], file)
-    assert verdict.ok or verdict.why, f"{verdict.entry.reward}: expected {verdict.entry.expected}, got {verdict.got}"
+    assert verdict.ok or verdict.why, (
+        f"{verdict.entry.reward}: expected {verdict.entry.expected}, got {verdict.got}"
+    )
 
 
 def test_the_runner_succeeds_on_the_committed_files(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--strict", *map(str, FILES)]) == 0
-    deliberate = 1 + 3  # ARPO's replay: a result of exactly 0.1; what PyVision's environment shows of a failure
-    summary = f"{len(CASES) - deliberate} agree, 0 mismatch, 0 unknown, {deliberate} deviate on purpose"
+    deliberate = (
+        1 + 3
+    )  # ARPO's replay: a result of exactly 0.1; what PyVision's environment shows of a failure
+    summary = (
+        f"{len(CASES) - deliberate} agree, 0 mismatch, 0 unknown, {deliberate} deviate on purpose"
+    )
     assert summary in capsys.readouterr().out
 
 
 def estimate(expected: float, logp: float = -15.0) -> dict[str, Any]:
     """Of the KL term of one token, which verl caps at 10."""
-    return entry(recipe="all", reward="low_var_kl", inputs={"logp": [logp], "ref_logp": [0.0]}, expected=[expected])
+    return entry(
+        recipe="all",
+        reward="low_var_kl",
+        inputs={"logp": [logp], "ref_logp": [0.0]},
+        expected=[expected],
+    )
 
 
-def test_a_deliberate_deviation_is_printed_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_deliberate_deviation_is_printed_with_its_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(tmp_path, [estimate(10.0)], "--strict") == 0
     out = capsys.readouterr().out
     assert "DEVIATES all: low_var_kl" in out
@@ -70,15 +83,20 @@ def test_a_deviation_is_none_when_the_settings_of_the_original_disagree(tmp_path
     assert run(tmp_path, [estimate(9.9)]) == 1
 
 
-def test_a_reason_excuses_only_the_entries_it_is_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reason_excuses_only_the_entries_it_is_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(tmp_path, [estimate(math.exp(1) - 2, -1.0)]) == 0
     assert "1 agree, 0 mismatch, 0 unknown\n" in capsys.readouterr().out
     assert run(tmp_path, [estimate(10.0, -1.0)]) == 1
 
 
 @pytest.mark.parametrize("name", [path.stem for path in FILES])
-def test_a_changed_number_does_not_agree(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every entry alone, each number moved by a thousandth, each string and each expected error replaced.
+def test_a_changed_number_does_not_agree(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every entry alone, each number moved by a thousandth, each string and each expected error
+    replaced.
 
     What our code answers otherwise on purpose, and no settings express, then still does.
     """
@@ -94,7 +112,10 @@ def test_a_changed_number_does_not_agree(name: str, tmp_path: Path, capsys: pyte
     for row in json.loads(path.read_text(encoding="utf-8")):
         raises = isinstance(row["expected"], dict) and "raises" in row["expected"]
         wrong = 12.5 if raises or row["expected"] is None else change(row["expected"])
-        assert run(tmp_path, [row | {"expected": wrong}]) == 1 or "1 deviate on purpose" in capsys.readouterr().out, row
+        assert (
+            run(tmp_path, [row | {"expected": wrong}]) == 1
+            or "1 deviate on purpose" in capsys.readouterr().out
+        ), row
 
 
 def test_a_wrong_vector_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,11 +128,19 @@ def test_a_wrong_vector_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_an_error_that_does_not_come_or_comes_unexpectedly_is_a_mismatch(tmp_path: Path) -> None:
     assert run(tmp_path, [entry(expected={"raises": "AssertionError"})]) == 1
     assert run(tmp_path, [entry(inputs={"group_rewards": [1]}, expected=[0.0])]) == 1
-    assert run(tmp_path, [entry(inputs={"group_rewards": [1]}, expected={"raises": "AssertionError"})]) == 0
+    assert (
+        run(tmp_path, [entry(inputs={"group_rewards": [1]}, expected={"raises": "AssertionError"})])
+        == 0
+    )
 
 
-def test_unknown_entries_are_listed_and_fail_only_when_strict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for odd in (entry(reward="somebody's score"), entry(inputs={"group_rewards": [1, 0], "temperature": 2})):
+def test_unknown_entries_are_listed_and_fail_only_when_strict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for odd in (
+        entry(reward="somebody's score"),
+        entry(inputs={"group_rewards": [1, 0], "temperature": 2}),
+    ):
         assert run(tmp_path, [odd]) == 0
         assert "UNKNOWN" in capsys.readouterr().out
         assert run(tmp_path, [odd], "--strict") == 1
@@ -147,7 +176,11 @@ def test_matching_knows_kinds() -> None:
 
 def mismatches() -> int:
     files = [read(str(path)) for path in FILES]
-    return sum(v.ok is False and not v.why for file in files for v in (check(entry, file) for entry in file))
+    return sum(
+        v.ok is False and not v.why
+        for file in files
+        for v in (check(entry, file) for entry in file)
+    )
 
 
 def never(*arguments: Any) -> Any:
@@ -159,18 +192,28 @@ BROKEN: dict[str, tuple[Any, str, Any]] = {
     "no true box is one": (reward, "true_box", never),
     "every reply is a no": (pyvision.original, "verdict", lambda reply: False),
     "every answer reads XXX": (pyvision.original, "answer", lambda text: "XXX"),
-    "no number is near another": (paid, "mean_relative_accuracy", lambda wanted, got: float(wanted == got)),
+    "no number is near another": (
+        paid,
+        "mean_relative_accuracy",
+        lambda wanted, got: float(wanted == got),
+    ),
     "the KL term is tripled": (
-        algorithm, "policy_loss", lambda *a, **k: replace(policy_loss(*a, **k), loss=3 * policy_loss(*a, **k).loss)
+        algorithm,
+        "policy_loss",
+        lambda *a, **k: replace(policy_loss(*a, **k), loss=3 * policy_loss(*a, **k).loss),
     ),
     "advantages are halved": (
-        advantages, "advantages", lambda *a: replace(group(*a), values=tuple(v / 2 for v in group(*a).values))
+        advantages,
+        "advantages",
+        lambda *a: replace(group(*a), values=tuple(v / 2 for v in group(*a).values)),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_function_is_a_mismatch_and_no_deviation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_function_is_a_mismatch_and_no_deviation(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     holder, attribute, broken = BROKEN[name]
     if isinstance(holder, dict):
         monkeypatch.setitem(holder, attribute, broken)
@@ -181,5 +224,7 @@ def test_a_broken_function_is_a_mismatch_and_no_deviation(name: str, monkeypatch
 
 def test_the_default_kl_term_alone_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
     right = algorithm._kl_term
-    monkeypatch.setattr(algorithm, "_kl_term", lambda c, r, s: right(c, r, s) * (3 if s.kl == "k3" else 1))
+    monkeypatch.setattr(
+        algorithm, "_kl_term", lambda c, r, s: right(c, r, s) * (3 if s.kl == "k3" else 1)
+    )
     assert mismatches() > 0

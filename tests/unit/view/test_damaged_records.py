@@ -1,5 +1,6 @@
-"""Lines of a run's records that a power loss, a network file system or another program has damaged: every reader leaves them out
-and says how many they are."""
+"""Lines of a run's records that a power loss, a network file system or another program has damaged:
+every reader leaves them out and says how many they are.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +24,19 @@ from rayloop.view.reader import Tail
 from tests.unit.view.test_trajectory_page import evaluated as evaluated
 from tests.unit.view.test_trajectory_page import folder as folder
 
-OTHER_JSON = ("[]", "42", "null", '"text"', "{}", '{"a": 1}', '{"time": 1.0, "step": "x", "event": "begin"}', '{"step": NaN}',
-              '{"step": 1e999, "time": 1.0}', "[" * 100_000, "9" * 5_000)  # fmt: skip
+OTHER_JSON = (
+    "[]",
+    "42",
+    "null",
+    '"text"',
+    "{}",
+    '{"a": 1}',
+    '{"time": 1.0, "step": "x", "event": "begin"}',
+    '{"step": NaN}',
+    '{"step": 1e999, "time": 1.0}',
+    "[" * 100_000,
+    "9" * 5_000,
+)
 """Lines that are JSON, or look like it, and no record of any of the files."""
 
 
@@ -54,9 +66,19 @@ def other(line: str) -> Callable[[bytes], bytes]:
     return insert
 
 
-DAMAGES = {"zeros": zeros, "half": half, "joined": joined, "latin-1": other("\xe9\xff"),
-           **{line[:40]: other(line) for line in OTHER_JSON}}  # fmt: skip
-FILES = ("metrics.jsonl", "events.jsonl", "rollouts/step_000001.jsonl", "evaluations/step_000003.jsonl")
+DAMAGES = {
+    "zeros": zeros,
+    "half": half,
+    "joined": joined,
+    "latin-1": other("\xe9\xff"),
+    **{line[:40]: other(line) for line in OTHER_JSON},
+}
+FILES = (
+    "metrics.jsonl",
+    "events.jsonl",
+    "rollouts/step_000001.jsonl",
+    "evaluations/step_000003.jsonl",
+)
 PAGES = ("/", "/curves", "/step/1", "/rollouts", "/evaluations", "/events", "/judge")
 
 
@@ -98,7 +120,11 @@ def test_every_command_and_page_shows_the_rest(
 ) -> None:
     run, name = str(evaluated.path), file.partition("/")[0]
     with damaged(evaluated, file, damage):
-        for words in (["status", run], ["report", run, "--out", str(tmp_path / "x.html"), "--files"], ["compare", run]):
+        for words in (
+            ["status", run],
+            ["report", run, "--out", str(tmp_path / "x.html"), "--files"],
+            ["compare", run],
+        ):
             assert main(words) == 0, words
         told = capsys.readouterr().out + (tmp_path / "x.html").read_text(encoding="utf-8")
         assert f" of {name}" in told
@@ -115,7 +141,9 @@ def test_every_command_and_page_shows_the_rest(
             assert 8 <= len(read_items(evaluated.path / file)) < 13
 
 
-def test_status_names_the_file_and_the_number(evaluated: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_names_the_file_and_the_number(
+    evaluated: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     with damaged(evaluated, "events.jsonl", "null"):
         main(["status", str(evaluated.path)])
         assert "damaged lines are left out: 1 of events.jsonl" in capsys.readouterr().out
@@ -123,7 +151,9 @@ def test_status_names_the_file_and_the_number(evaluated: RunFolder, capsys: pyte
     assert "damaged" not in capsys.readouterr().out
 
 
-def test_an_event_of_another_version_is_shown_with_its_fields(evaluated: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_event_of_another_version_is_shown_with_its_fields(
+    evaluated: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     with evaluated.events.path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"event": "silent", "time": 5.0, "who": "rollout 1"}) + "\n")
     assert main(["status", str(evaluated.path)]) == 0
@@ -152,7 +182,9 @@ class FewBytes(FileIO):
         return super().write(data[:5])
 
 
-def test_a_line_that_the_storage_takes_in_parts_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_the_storage_takes_in_parts_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(jsonl, "FileIO", FewBytes)
     records = JsonLines(tmp_path / "events.jsonl")
     for step in range(3):

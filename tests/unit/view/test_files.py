@@ -17,27 +17,45 @@ TURN = RolloutTurn("assistant", "<answer>3</answer>", True)
 
 
 def trained(task: str, reward: float | None, sample: int = 0) -> RolloutRecord:
-    return RolloutRecord(1, sample, 0, task, "dots", "count", (), (TURN,), "done", reward, {"accuracy": 1.0})
+    return RolloutRecord(
+        1, sample, 0, task, "dots", "count", (), (TURN,), "done", reward, {"accuracy": 1.0}
+    )
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     folder = RunFolder.at(tmp_path)
     folder.rollouts.path.mkdir()
-    steps = ({"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": None, "val/reward/mean": 0.75})
+    steps = (
+        {"step": 1, "reward/mean": 0.5},
+        {"step": 2, "reward/mean": None, "val/reward/mean": 0.75},
+    )
     folder.metrics.path.write_text(
-        "".join(json.dumps({"schema_version": 1, "time": 1.0, **step}) + "\n" for step in steps), encoding="utf-8"
+        "".join(json.dumps({"schema_version": 1, "time": 1.0, **step}) + "\n" for step in steps),
+        encoding="utf-8",
     )
     folder.rollouts.write(1, [trained("a/b", 0.5), trained("c", None, sample=1)], {})
     folder.rollouts.write(2, [trained("a/b", 1.0)], {})
-    held_out = {"schema_version": 1, "step": 2, "arm": "right", "task": "val-1", "source": "dots", "reward": 0.75}
+    held_out = {
+        "schema_version": 1,
+        "step": 2,
+        "arm": "right",
+        "task": "val-1",
+        "source": "dots",
+        "reward": 0.75,
+    }
     folder.evaluations.path.mkdir(parents=True, exist_ok=True)
-    folder.evaluations.file(2).write_text(json.dumps({**held_out, "text": "long"}) + "\n", encoding="utf-8")
+    folder.evaluations.file(2).write_text(
+        json.dumps({**held_out, "text": "long"}) + "\n", encoding="utf-8"
+    )
     return tmp_path
 
 
 def results(run: Path) -> dict[str, Any]:
-    return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in (run / "task_results").iterdir()}
+    return {
+        path.name: json.loads(path.read_text(encoding="utf-8"))
+        for path in (run / "task_results").iterdir()
+    }
 
 
 def test_metrics_are_lists_over_the_steps(run: Path) -> None:
@@ -53,7 +71,10 @@ def test_a_task_has_its_answers_and_trajectories(run: Path) -> None:
     found = results(run)
     assert set(found) == {"a%2Fb.json", "c.json", "val-1.json"}
     assert found["a%2Fb.json"]["task"] == "a/b"
-    assert [(one["step"], one["reward"]) for one in found["a%2Fb.json"]["training"]] == [(1, 0.5), (2, 1.0)]
+    assert [(one["step"], one["reward"]) for one in found["a%2Fb.json"]["training"]] == [
+        (1, 0.5),
+        (2, 1.0),
+    ]
     assert found["c.json"]["training"][0]["reward"] is None
     assert found["val-1.json"]["evaluations"] == [{"step": 2, "arm": "right", "reward": 0.75}]
     assert found["val-1.json"]["training"] == []
@@ -68,7 +89,9 @@ def test_tasks_of_an_earlier_call_and_long_names_do_not_mix(run: Path) -> None:
     assert len(results(run)) == 3
 
 
-def test_the_command_writes_them_beside_the_page(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_them_beside_the_page(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["report", str(run)]) == 0
     assert not (run / "task_results").exists()
     assert main(["report", str(run), "--files"]) == 0

@@ -1,4 +1,6 @@
-"""The index of episodes: files are read once, what a restore set aside is forgotten, and a folder may be read-only."""
+"""The index of episodes: files are read once, what a restore set aside is forgotten, and a folder
+may be read-only.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def test_a_file_that_is_replaced_or_set_aside_is_forgotten(folder: RunFolder) ->
     before = found(index, text="bbox")
     folder.rollouts.set_aside_after(1)
     index.update()
-    assert {step for step, _, _ in found(index, text="bbox")} == {1} < {step for step, _, _ in before}
+    assert (
+        {step for step, _, _ in found(index, text="bbox")} == {1} < {step for step, _, _ in before}
+    )
     lines = folder.rollouts.file(1).read_bytes().splitlines(keepends=True)
     folder.rollouts.file(1).write_bytes(lines[0])
     index.update()
@@ -57,7 +61,10 @@ def test_a_file_that_cannot_be_read_is_named_and_the_others_are_found(folder: Ru
     folder.rollouts.file(8).write_text("no JSON\n", encoding="utf-8")
     index = EpisodeIndex(folder)
     index.update()
-    assert index.state()["broken"] == {7: "damaged lines are left out: 1", 8: "damaged lines are left out: 1"}
+    assert index.state()["broken"] == {
+        7: "damaged lines are left out: 1",
+        8: "damaged lines are left out: 1",
+    }
     assert len(found(index)) == 10
 
 
@@ -80,7 +87,9 @@ def test_a_damaged_index_or_one_of_another_version_is_made_anew(folder: RunFolde
     assert len(found(again)) == 10
 
 
-def test_a_read_only_folder_has_its_index_in_the_cache(folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_folder_has_its_index_in_the_cache(
+    folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     index = EpisodeIndex(folder)
@@ -109,6 +118,9 @@ def test_a_growing_file_is_parsed_once_and_a_replaced_one_anew(tmp_path: Path) -
     assert tail.records() is first, "a line that is not whole yet"
     with lines.path.open("ab") as file:
         file.write(b'"}\n')
-    assert [(record["step"], record.get("text")) for record in tail.records()] == [(1, None), (2, "\ufffd")]
+    assert [(record["step"], record.get("text")) for record in tail.records()] == [
+        (1, None),
+        (2, "\ufffd"),
+    ]
     lines.split(lambda record: record["step"] <= 1, tmp_path / "aside")
     assert [record["step"] for record in tail.records()] == [1]

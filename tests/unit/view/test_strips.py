@@ -1,4 +1,6 @@
-"""Film strips: what a group of episodes with many turns becomes in the report, and what hostile texts do there: nothing."""
+"""Film strips: what a group of episodes with many turns becomes in the report, and what hostile
+texts do there: nothing.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ from tests.support.pictures import picture
 
 SIZE = 200, 100
 TASK = Task("paint-1", (Message("user", ("{instruction}",)),), source="canvas")
-NASTY = "</script><script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\">"
+NASTY = (
+    "</script><script>document.title = 'owned'</script><img src=x"
+    " onerror=\"document.title='owned'\">"
+)
 
 
 class Canvas(ScreenEnvironment):
@@ -68,14 +73,26 @@ def click(x: int, y: int) -> str:
     return f"Thought: there\nAction: click(start_box='({x},{y})')"
 
 
-SAME, DRAG, END = click(500, 500), "Action: drag(start_box='(0,0)', end_box='(1000,500)')", "Action: finished()"
+SAME, DRAG, END = (
+    click(500, 500),
+    "Action: drag(start_box='(0,0)', end_box='(1000,500)')",
+    "Action: finished()",
+)
 SAID = ((SAME, click(100, 200), END), (SAME, DRAG, END), (SAME, "no action", END))
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     root = tmp_path_factory.mktemp("run")
-    return recorded(root, "canvas", Canvas, TASK, SAID, "the judge liked it", pointing={"coordinates": "relative"})
+    return recorded(
+        root,
+        "canvas",
+        Canvas,
+        TASK,
+        SAID,
+        "the judge liked it",
+        pointing={"coordinates": "relative"},
+    )
 
 
 def group(run: RunFolder) -> Any:
@@ -92,7 +109,9 @@ def test_clicks_and_drags_are_marked_in_pixels_of_the_picture_that_was_seen(run:
     first, second, third = (member["cells"] for member in group(run)["members"])
     assert [mark["at"] for mark in first[0]["marks"]] == [[100, 50]]
     assert [mark["at"] for mark in first[1]["marks"]] == [[20, 20]]
-    assert [(mark["kind"], mark["at"]) for mark in second[1]["marks"]] == [("drag", [0, 0, 199, 50])]
+    assert [(mark["kind"], mark["at"]) for mark in second[1]["marks"]] == [
+        ("drag", [0, 0, 199, 50])
+    ]
     assert (third[1]["marks"], third[1]["executed"]) == ([], False)
     assert first[1]["on"] == first[1]["images"][0] != first[0]["on"]
     assert "Painted." in first[1]["said"]
@@ -137,7 +156,9 @@ def test_every_token_has_its_log_prob_and_unlikely_ones_are_shaded(run: RunFolde
     record = next(iter(run.rollouts))
     turn = record["turns"][0]
     assert len(turn["logprobs"]) > 5
-    assert [logprob for _, logprob in turn["logprobs"]] == [-float(n) for n in range(len(turn["logprobs"]))]
+    assert [logprob for _, logprob in turn["logprobs"]] == [
+        -float(n) for n in range(len(turn["logprobs"]))
+    ]
     assert turn["logprobs"][-1][0] == len(turn["text"])
     runs = group(run)["members"][0]["cells"][0]["runs"]
     assert "".join(part["text"] for part in runs) == turn["text"] == SAME
@@ -152,29 +173,49 @@ def test_the_end_has_the_reward_its_parts_and_the_judges_reason(run: RunFolder) 
 
 
 def member(sample: int, *turns: RolloutTurn, task: str = "t", image: str = "") -> RolloutRecord:
-    images = ({"sha256": image, "width": 60, "height": 40, "file": f"images/{image}.png"},) if image else ()
+    images = (
+        ({"sha256": image, "width": 60, "height": 40, "file": f"images/{image}.png"},)
+        if image
+        else ()
+    )
     return RolloutRecord(1, sample, 0, task, "tools", "look", images, turns, "done", 1.0)
 
 
 def test_the_box_of_a_tool_call_is_drawn_on_the_image_that_it_names(tmp_path: Path) -> None:
     def call(**arguments: Any) -> RolloutTurn:
-        return RolloutTurn("assistant", f"<tool_call>{json.dumps({'name': 'crop', 'arguments': arguments})}</tool_call>", True)
+        return RolloutTurn(
+            "assistant",
+            f"<tool_call>{json.dumps({'name': 'crop', 'arguments': arguments})}</tool_call>",
+            True,
+        )
 
     cropped = ({"sha256": "bb" * 32, "width": 30, "height": 10, "file": f"images/{'bb' * 32}.png"},)
     output = RolloutTurn("tool", "image 1: 30x10 pixels", False, cropped)
-    turns = call(box=[0.0, 0.5, 0.5, 1.0]), output, call(bbox_2d=[3, 2, 12, 8], image=1), output, call(box="no"), output
+    turns = (
+        call(box=[0.0, 0.5, 0.5, 1.0]),
+        output,
+        call(bbox_2d=[3, 2, 12, 8], image=1),
+        output,
+        call(box="no"),
+        output,
+    )
     with RunFolder(tmp_path, "run").acquired() as run:
         images = {"aa" * 32: picture(60, 40), "bb" * 32: picture(30, 10, "blue")}
         run.rollouts.write(1, [member(0, *turns, image="aa" * 32)], images)
     cells = group(run)["members"][0]["cells"]
     assert [(cell["on"][:2], [mark["at"] for mark in cell["marks"]]) for cell in cells] == [
-        ("aa", [(0.0, 20.0, 30.0, 20.0)]), ("bb", [(3, 2, 9, 6)]), ("", []), ("", []),
-    ]  # fmt: skip
+        ("aa", [(0.0, 20.0, 30.0, 20.0)]),
+        ("bb", [(3, 2, 9, 6)]),
+        ("", []),
+        ("", []),
+    ]
     assert cells[1]["said"] == "image 1: 30x10 pixels"
     assert cells[3]["text"] is None
 
 
-def test_the_gap_of_engine_and_trainer_stands_below_each_turn_that_was_trained(tmp_path: Path) -> None:
+def test_the_gap_of_engine_and_trainer_stands_below_each_turn_that_was_trained(
+    tmp_path: Path,
+) -> None:
     turns = [RolloutTurn("assistant", f"turn {number}", True) for number in range(3)]
     with RunFolder(tmp_path, "run").acquired() as run:
         run.write_config("{}\n")
@@ -192,7 +233,9 @@ def test_the_advantage_of_each_turn_stands_below_it_where_turns_differ(tmp_path:
     turns = [RolloutTurn("assistant", f"turn {number}", True) for number in range(3)]
     with RunFolder(tmp_path, "run").acquired() as run:
         run.write_config("{}\n")
-        run.rollouts.write(1, [replace(member(0, *turns), advantages=(0.5, -1.25, 2.0)), member(1, *turns)], {})
+        run.rollouts.write(
+            1, [replace(member(0, *turns), advantages=(0.5, -1.25, 2.0)), member(1, *turns)], {}
+        )
     by_turn, whole = (one["cells"] for one in group(run)["members"])
     assert [cell["advantage"] for cell in by_turn] == [0.5, -1.25, 2.0]
     assert [cell["advantage"] for cell in whole] == [None] * 3
@@ -213,20 +256,51 @@ class Tags(HTMLParser):
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> RunFolder:
-    """Markup, a megabyte, right-to-left text, broken UTF-8, half a surrogate, a picture that is gone, quotes in names."""
-    says = (NASTY, "long " * 210_000, "\u202eright to left \u05e9\u05dc\u05d5\u05dd", "BROKEN", "HALF", "nul \x00 and bell \x07")
-    turns = [part for text in says for part in (RolloutTurn("assistant", text, True), RolloutTurn("user", NASTY, False))]
+    """Markup, a megabyte, right-to-left text, broken UTF-8, half a surrogate, a picture that is
+    gone, quotes in names.
+    """
+    says = (
+        NASTY,
+        "long " * 210_000,
+        "\u202eright to left \u05e9\u05dc\u05d5\u05dd",
+        "BROKEN",
+        "HALF",
+        "nul \x00 and bell \x07",
+    )
+    turns = [
+        part
+        for text in says
+        for part in (RolloutTurn("assistant", text, True), RolloutTurn("user", NASTY, False))
+    ]
     quoted = "a\"b'c<d>&" + NASTY
     with RunFolder(tmp_path, "run").acquired() as run:
         run.write_config("steps: 1\n")
         run.metrics.append({"step": 1, f"reward/component/{quoted.replace('/', '')}/mean": 0.5})
         one = RolloutRecord(
-            1, 0, 0, quoted, quoted, NASTY, member(0, image="cc" * 32).images, tuple(turns), NASTY, 1.0, {quoted: 1.0}, (quoted,),
-            status=NASTY, versions=(NASTY, NASTY), truth={quoted: NASTY}, reason=NASTY,
-        )  # fmt: skip
+            1,
+            0,
+            0,
+            quoted,
+            quoted,
+            NASTY,
+            member(0, image="cc" * 32).images,
+            tuple(turns),
+            NASTY,
+            1.0,
+            {quoted: 1.0},
+            (quoted,),
+            status=NASTY,
+            versions=(NASTY, NASTY),
+            truth={quoted: NASTY},
+            reason=NASTY,
+        )
         run.rollouts.write(1, [one], {})
         file = run.rollouts.file(1)
-        file.write_bytes(file.read_bytes().replace(b"BROKEN", b"\xff\xfe broken \xc3").replace(b"HALF", b"\\ud800 half"))
+        file.write_bytes(
+            file.read_bytes()
+            .replace(b"BROKEN", b"\xff\xfe broken \xc3")
+            .replace(b"HALF", b"\\ud800 half")
+        )
     return run
 
 
@@ -234,9 +308,13 @@ def test_no_text_of_a_run_becomes_markup(hostile: RunFolder) -> None:
     html = write_page(hostile.path, None, groups=10).read_text(encoding="utf-8")
     tags = Tags()
     tags.feed(html)
-    assert [attributes for tag, attributes in tags.found if tag == "script"] == [{}], "the page's own"
+    assert [attributes for tag, attributes in tags.found if tag == "script"] == [{}], (
+        "the page's own"
+    )
     assert not [tag for tag, _ in tags.found if tag in ("img", "iframe", "object", "embed")]
-    assert not [name for _, attributes in tags.found for name in attributes if name.startswith("on")]
+    assert not [
+        name for _, attributes in tags.found for name in attributes if name.startswith("on")
+    ]
     assert "picture not shown" in html
     assert "\ufffd\ufffd broken" in html
     assert "? half" in html
@@ -249,9 +327,21 @@ def test_held_out_episodes_before_and_after_are_strips_too(run: RunFolder, tmp_p
     with RunFolder(tmp_path, "run").acquired() as other:
         other.write_config("steps: 4\n")
         for step, episode in ((0, episodes[2]), (4, episodes[0])):
-            images = [{**image, "file": str(run.rollouts.path / image["file"])} for image in episode["images"]]
-            item = Item("right", "paint-1", "", reward=float(step), turns=tuple(episode["turns"]), images=tuple(images))
-            other.evaluations.write(step, [item, replace(item, task=f"only-{step}"), replace(item, arm="sampled")], {})
+            images = [
+                {**image, "file": str(run.rollouts.path / image["file"])}
+                for image in episode["images"]
+            ]
+            item = Item(
+                "right",
+                "paint-1",
+                "",
+                reward=float(step),
+                turns=tuple(episode["turns"]),
+                images=tuple(images),
+            )
+            other.evaluations.write(
+                step, [item, replace(item, task=f"only-{step}"), replace(item, arm="sampled")], {}
+            )
     (pair,) = content(other, groups=0)["compared"]
     assert [(one["sample"], one["reward"], len(one["cells"])) for one in pair["members"]] == [
         ("step 0", 0.0, 3),
@@ -260,26 +350,51 @@ def test_held_out_episodes_before_and_after_are_strips_too(run: RunFolder, tmp_p
     assert pair["members"][1]["cells"][0]["marks"]
 
 
-def test_the_pairs_go_from_the_largest_gain_to_the_largest_loss_and_the_first_is_open(tmp_path: Path) -> None:
+def test_the_pairs_go_from_the_largest_gain_to_the_largest_loss_and_the_first_is_open(
+    tmp_path: Path,
+) -> None:
     with RunFolder(tmp_path, "run").acquired() as run:
         run.write_config("steps: 4\n")
         for step, rewards in ((0, (0.0, 1.0, 0.0, None)), (4, (0.0, 0.0, 1.0, 0.5))):
-            run.evaluations.write(step, [Item("right", f"t{n}", "", reward=reward) for n, reward in enumerate(rewards)], {})
+            run.evaluations.write(
+                step,
+                [Item("right", f"t{n}", "", reward=reward) for n, reward in enumerate(rewards)],
+                {},
+            )
     assert [pair["task"] for pair in content(run, groups=0)["compared"]] == ["t2", "t3", "t0", "t1"]
     html = page(content(run, groups=0))
-    assert html.index('<details class="group panel" open>') < html.index("t2") < html.index('<details class="group panel">')
+    assert (
+        html.index('<details class="group panel" open>')
+        < html.index("t2")
+        < html.index('<details class="group panel">')
+    )
 
 
 def test_another_writer_of_older_runs_is_read_too(tmp_path: Path) -> None:
     """Neither log-probs nor states nor reasons: nothing is shaded, and nobody parts."""
     with RunFolder(tmp_path, "run").acquired() as run:
         run.write_config("steps: 1\n")
-        run.rollouts.write(1, [member(s, RolloutTurn("assistant", f"says {s}", True)) for s in (0, 1)], {})
+        run.rollouts.write(
+            1, [member(s, RolloutTurn("assistant", f"says {s}", True)) for s in (0, 1)], {}
+        )
         new, lines = ("states", "reason", "logprobs"), []
         for record in run.rollouts:
-            turns = [{key: value for key, value in turn.items() if key not in new} for turn in record["turns"]]
-            lines.append(json.dumps({**{key: value for key, value in record.items() if key not in new}, "turns": turns}))
+            turns = [
+                {key: value for key, value in turn.items() if key not in new}
+                for turn in record["turns"]
+            ]
+            lines.append(
+                json.dumps(
+                    {
+                        **{key: value for key, value in record.items() if key not in new},
+                        "turns": turns,
+                    }
+                )
+            )
         RolloutDump(run.rollouts.path).file(1).write_text("\n".join(lines) + "\n", encoding="utf-8")
     found = group(run)
-    assert (found["parts"], found["members"][1]["cells"][0]["runs"]) == (None, [{"text": "says 1", "shade": 0, "least": None}])
+    assert (found["parts"], found["members"][1]["cells"][0]["runs"]) == (
+        None,
+        [{"text": "says 1", "shade": 0, "least": None}],
+    )
     assert "says 1" in write_page(run.path, None, groups=10).read_text(encoding="utf-8")

@@ -23,18 +23,31 @@ from rayloop.view.pictures import blocks, colours
         ({}, True, None),
     ],
 )
-def test_a_picture_is_shown_only_where_there_are_colours(environment: dict[str, str], terminal: bool, expected: str | None) -> None:
+def test_a_picture_is_shown_only_where_there_are_colours(
+    environment: dict[str, str], terminal: bool, expected: str | None
+) -> None:
     assert colours(environment, terminal) == expected
 
 
 def test_a_character_shows_two_pixels() -> None:
     picture = Image.new("RGB", (2, 2), "red")
     picture.putpixel((1, 1), (0, 0, 255))
-    assert blocks(picture, 80) == "\x1b[38;2;255;0;0;48;2;255;0;0m▀\x1b[0m\x1b[38;2;255;0;0;48;2;0;0;255m▀\x1b[0m"
-    assert blocks(picture, 80, "256") == "\x1b[38;5;196;48;5;196m▀\x1b[0m\x1b[38;5;196;48;5;21m▀\x1b[0m"
+    assert (
+        blocks(picture, 80)
+        == "\x1b[38;2;255;0;0;48;2;255;0;0m▀\x1b[0m\x1b[38;2;255;0;0;48;2;0;0;255m▀\x1b[0m"
+    )
+    assert (
+        blocks(picture, 80, "256")
+        == "\x1b[38;5;196;48;5;196m▀\x1b[0m\x1b[38;5;196;48;5;21m▀\x1b[0m"
+    )
 
 
-@pytest.mark.parametrize(("size", "columns", "shown"), [((160, 210), 80, (80, 52)), ((20, 10), 80, (20, 5)), ((900, 1), 9, (9, 1))])
-def test_a_picture_fits_and_keeps_its_shape(size: tuple[int, int], columns: int, shown: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("size", "columns", "shown"),
+    [((160, 210), 80, (80, 52)), ((20, 10), 80, (20, 5)), ((900, 1), 9, (9, 1))],
+)
+def test_a_picture_fits_and_keeps_its_shape(
+    size: tuple[int, int], columns: int, shown: tuple[int, int]
+) -> None:
     lines = re.sub(r"\x1b\[[\d;]*m", "", blocks(Image.new("RGB", size), columns)).split("\n")
     assert (len(lines[0]), len(lines)) == shown

@@ -19,8 +19,11 @@ from rayloop.view.vitals import HOUR, Vitals
 
 ACTORS = {"rollout": 3, "environment": 2, "policy": 2}
 BEGUN: tuple[Event, ...] = (
-    events.Start("c0ffee", {}), events.Starting(ACTORS), events.Started(1.0), events.Begin(1, None, 0, None),
-)  # fmt: skip
+    events.Start("c0ffee", {}),
+    events.Starting(ACTORS),
+    events.Started(1.0),
+    events.Begin(1, None, 0, None),
+)
 
 
 @pytest.fixture
@@ -30,7 +33,9 @@ def folder(tmp_path: Path) -> RunFolder:
     return made
 
 
-def reported(folder: RunFolder, *happened: tuple[Event, int | None], replacements: int = 4) -> Vitals:
+def reported(
+    folder: RunFolder, *happened: tuple[Event, int | None], replacements: int = 4
+) -> Vitals:
     for event, step in happened:
         folder.events.emit(event, step)
     settings = {"recovery": {"replacements": replacements}, "checkpoint": {"every": 5}}
@@ -44,22 +49,44 @@ def begun(*more: Event) -> list[tuple[Event, int | None]]:
 
 
 def test_a_lost_actor_is_out_of_service_until_its_replacement_serves(folder: RunFolder) -> None:
-    lost = begun(incidents.WorkerLostEvent("rollout", 2, why="killed"), incidents.ReplacementFailed("rollout", 2, why="no"))
+    lost = begun(
+        incidents.WorkerLostEvent("rollout", 2, why="killed"),
+        incidents.ReplacementFailed("rollout", 2, why="no"),
+    )
     found = reported(folder, *lost).metrics()
-    assert (found["recovery/in_service/rollout"], found["recovery/wanted/rollout"], found["recovery/lost/rollout"]) == (2, 3, 1)
+    assert (
+        found["recovery/in_service/rollout"],
+        found["recovery/wanted/rollout"],
+        found["recovery/lost/rollout"],
+    ) == (2, 3, 1)
     assert found["recovery/in_service/environment"] == 2
     replaced = reported(folder, (incidents.WorkerReplaced("rollout", 2, seconds=1.0), 0)).metrics()
     assert (replaced["recovery/in_service/rollout"], replaced["recovery/lost/rollout"]) == (3, 1)
 
 
-def test_actors_on_a_lost_node_are_out_of_service_for_a_unit_of_each_budget(folder: RunFolder) -> None:
+def test_actors_on_a_lost_node_are_out_of_service_for_a_unit_of_each_budget(
+    folder: RunFolder,
+) -> None:
     """One of them was reported before the node, and is not in its ``workers``."""
-    gone = incidents.NodeLost("host-a", "a", {"rollout": 3, "environment": 1, "policy": 2}, {"rollout": [1, 3], "environment": [2]})
-    found = reported(folder, *begun(incidents.WorkerLostEvent("rollout", 2, why="gone"), gone)).metrics()
-    assert [found[f"recovery/in_service/{role}"] for role in ACTORS] == [0, 1, 2], "the policy reports its own"
+    gone = incidents.NodeLost(
+        "host-a",
+        "a",
+        {"rollout": 3, "environment": 1, "policy": 2},
+        {"rollout": [1, 3], "environment": [2]},
+    )
+    found = reported(
+        folder, *begun(incidents.WorkerLostEvent("rollout", 2, why="gone"), gone)
+    ).metrics()
+    assert [found[f"recovery/in_service/{role}"] for role in ACTORS] == [
+        0,
+        1,
+        2,
+    ], "the policy reports its own"
     assert [found[f"recovery/lost/{role}"] for role in ACTORS] == [3, 1, 0]
     assert [found[f"recovery/budget_left/{role}"] for role in ACTORS] == [4 * 3 - 2, 4 * 2 - 1, 2]
-    back = reported(folder, *((incidents.WorkerReplaced("rollout", n, seconds=1.0), 0) for n in (1, 2, 3))).metrics()
+    back = reported(
+        folder, *((incidents.WorkerReplaced("rollout", n, seconds=1.0), 0) for n in (1, 2, 3))
+    ).metrics()
     assert (back["recovery/in_service/rollout"], back["recovery/lost/rollout"]) == (3, 3)
 
 
@@ -73,13 +100,23 @@ def test_budgets_are_of_the_last_hour_and_of_all_slots_of_a_role(folder: RunFold
 
 def test_the_ranks_of_the_policy_are_lost_and_rebuilt_together(folder: RunFolder) -> None:
     lost = reported(folder, *begun(incidents.PolicyLostEvent(why="a rank died"))).metrics()
-    assert (lost["recovery/in_service/policy"], lost["recovery/lost/policy"], lost["recovery/budget_left/policy"]) == (0, 1, 1)
+    assert (
+        lost["recovery/in_service/policy"],
+        lost["recovery/lost/policy"],
+        lost["recovery/budget_left/policy"],
+    ) == (0, 1, 1)
     rebuilt = reported(folder, (incidents.PolicyRebuilt(seconds=2.0), 0)).metrics()
     assert rebuilt["recovery/in_service/policy"] == 2
 
 
 def test_a_lost_driver_takes_all_actors_along(folder: RunFolder) -> None:
-    vitals = reported(folder, *begun(incidents.WorkerLostEvent("rollout", 1, why="x"), incidents.DriverLostEvent(0, why="killed")))
+    vitals = reported(
+        folder,
+        *begun(
+            incidents.WorkerLostEvent("rollout", 1, why="x"),
+            incidents.DriverLostEvent(0, why="killed"),
+        ),
+    )
     found = vitals.metrics()
     assert {found[f"recovery/in_service/{role}"] for role in ACTORS} == {0}
     assert (found["recovery/lost/driver"], found["recovery/budget_left/driver"]) == (1, 0)
@@ -97,14 +134,20 @@ def test_checkpoints_and_progress_have_an_age(folder: RunFolder) -> None:
     folder.events.emit(incidents.WarningEvent(why="odd"), 9)
     vitals.update()
     found = vitals.metrics(time.time() + 60)
-    assert (vitals.step, found["recovery/steps_since_checkpoint"], found["recovery/checkpoint_every"]) == (9, 2, 5)
+    assert (
+        vitals.step,
+        found["recovery/steps_since_checkpoint"],
+        found["recovery/checkpoint_every"],
+    ) == (9, 2, 5)
     assert 59 < found["recovery/checkpoint_age"] < 70
     assert 59 < found["recovery/progress_age"] < 70
     assert [record["event"] for record in vitals.incidents] == ["warning"]
 
 
 def test_a_restore_goes_back_to_its_checkpoint(folder: RunFolder) -> None:
-    vitals = reported(folder, *begun(), (events.Trained({}), 9), (events.Begin(2, "step_000007", 2, None), 7))
+    vitals = reported(
+        folder, *begun(), (events.Trained({}), 9), (events.Begin(2, "step_000007", 2, None), 7)
+    )
     assert (vitals.step, vitals.metrics()["recovery/steps_since_checkpoint"]) == (7, 0)
 
 
@@ -127,7 +170,9 @@ def test_the_lock_tells_when_its_holder_last_gave_a_sign(folder: RunFolder) -> N
 def test_every_figure_is_in_the_table_of_metrics(folder: RunFolder) -> None:
     folder.events.emit(events.CheckpointEvent("step_000001", 0.1), 1)
     with folder.acquired():
-        found = reported(folder, *begun(), (events.CheckpointEvent("step_000001", 0.1), 1)).metrics()
+        found = reported(
+            folder, *begun(), (events.CheckpointEvent("step_000001", 0.1), 1)
+        ).metrics()
     assert validate(found) == ()
     assert {"recovery/lock_age", "recovery/progress_age", "recovery/checkpoint_age"} <= found.keys()
 

@@ -1,1 +1,3 @@
-"""What runs inside a desktop's sandbox: nothing else of rayloop is visible there, least of all the tasks' checks."""
+"""What runs inside a desktop's sandbox: nothing else of rayloop is visible there, least of all the
+tasks' checks.
+"""

@@ -1,4 +1,6 @@
-"""The first process inside a desktop's sandbox: starts a window manager and programs, acts through XTEST, grabs the screen."""
+"""The first process inside a desktop's sandbox: starts a window manager and programs, acts through
+XTEST, grabs the screen.
+"""
 
 import ctypes
 import json
@@ -57,7 +59,8 @@ class Desk:
         self._manager = self._spawn([MANAGER])
         self._display = Display(os.environ["DISPLAY"])
         self._root = self._display.screen().root
-        # openbox announces itself before it takes windows: one that is mapped in between is lost (5 of 40 starts)
+        # openbox announces itself before it takes windows: one that is mapped in between is lost (5
+        # of 40 starts)
         self._until(lambda: bool(self._property("_NET_WORKAREA")), START, "the window manager")
         self._keyboard = Keyboard(self._display)
         self._memory_mb = settings["total_mb"]
@@ -77,7 +80,8 @@ class Desk:
         answer, content = found if isinstance(found, tuple) else (found or {}, None)
         return answer, [] if content is None else [content]
 
-    # What the host asks for ---------------------------------------------------------------------------------------------
+    # What the host asks for
+    # ---------------------------------------------------------------------------------------------
 
     def do_put(self, content: bytes, path: str, mode: int) -> None:
         """Write a file of the home."""
@@ -101,7 +105,9 @@ class Desk:
         self._until(shown, within, f"a window of {command[0]}")
 
     def do_screenshot(self, react: float, settle: float) -> tuple[Header, bytes]:
-        """Rows of 4 bytes a pixel (BGRX), after at most ``react`` seconds for a change and ``settle`` for two equal looks."""
+        """Rows of 4 bytes a pixel (BGRX), after at most ``react`` seconds for a change and
+        ``settle`` for two equal looks.
+        """
         end = time.monotonic() + react
         pixels = self._grab()
         while pixels == self._last and time.monotonic() < end:
@@ -163,12 +169,18 @@ class Desk:
         """Programs that were started in here and live."""
         return {"running": sorted(self.running.values())}
 
-    # The display --------------------------------------------------------------------------------------------------------
+    # The display
+    # --------------------------------------------------------------------------------------------------------
 
     def _wait_for_server(self, reading: int) -> None:
-        """Until it has written the number of its display. Raises TimeoutError, ChildProcessError."""
+        """Until it has written the number of its display.
+
+        Raises TimeoutError, ChildProcessError.
+        """
         said = b""
-        while not said.endswith(b"\n"):  # it writes the number and the line's end apart, and dies when nobody reads the second
+        while not said.endswith(
+            b"\n"
+        ):  # it writes the number and the line's end apart, and dies when nobody reads the second
             if not select.select([reading], [], [], START)[0]:
                 raise TimeoutError(f"the X server did not start within {START:g} seconds")
             if not (part := os.read(reading, 16)):
@@ -178,12 +190,21 @@ class Desk:
         os.environ["DISPLAY"] = f":{said.decode().strip()}"
 
     def _blamed(self) -> Exception:
-        """The error for the end of the window manager or of X: Spoiled when programs in here caused it."""
+        """The error for the end of the window manager or of X: Spoiled when programs in here caused
+        it.
+        """
         if self._memory.filled:
             filled = self._memory.filled >> 20
-            return Spoiled(f"the programs filled {filled} MiB together, of at most {self._memory_mb}, and were ended")
+            return Spoiled(
+                f"the programs filled {filled} MiB together, of at most {self._memory_mb}, and were"
+                " ended"
+            )
         if not self._ended(self._server):
-            broken = "the window manager" if self._manager in self._signals else "the driver's connection to the screen"
+            broken = (
+                "the window manager"
+                if self._manager in self._signals
+                else "the driver's connection to the screen"
+            )
             return Spoiled(f"{broken} was ended")
         if not self._apart and self._ended(self._manager) and self._signals[self._manager]:
             return Spoiled("all programs were ended by a signal, and the X server with them")
@@ -198,7 +219,9 @@ class Desk:
         return pid in self._signals
 
     def _grab(self) -> bytes:
-        return bytes(self._root.get_image(0, 0, self._width, self._height, X.ZPixmap, 0xFFFFFFFF).data)
+        return bytes(
+            self._root.get_image(0, 0, self._width, self._height, X.ZPixmap, 0xFFFFFFFF).data
+        )
 
     def _button(self, number: int, down: bool) -> None:
         xtest.fake_input(self._display, X.ButtonPress if down else X.ButtonRelease, number)
@@ -214,11 +237,14 @@ class Desk:
                 raise TimeoutError(f"{what} did not come within {seconds:g} seconds")
             time.sleep(0.005)
 
-    # Processes ----------------------------------------------------------------------------------------------------------
+    # Processes
+    # ----------------------------------------------------------------------------------------------------------
 
     def _spawn(self, command: list[str]) -> int:
         nothing = [(os.POSIX_SPAWN_OPEN, number, "/dev/null", os.O_RDWR, 0) for number in (0, 1, 2)]
-        pid = os.posix_spawnp(command[0], command, dict(os.environ), file_actions=nothing, setsid=True)
+        pid = os.posix_spawnp(
+            command[0], command, dict(os.environ), file_actions=nothing, setsid=True
+        )
         self.running[pid] = command[0]
         return pid
 
@@ -247,17 +273,23 @@ def confine(settings: dict[str, Any]) -> None:
         resource.setrlimit(which, (limit, limit))
     for name in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):
-            os.set_inheritable(name, False)  # else every program could answer the host in the driver's place
+            os.set_inheritable(
+                name, False
+            )  # else every program could answer the host in the driver's place
     prctl = ctypes.CDLL(None).prctl
     prctl(SET_DUMPABLE, 0, 0, 0, 0)  # else they could write into its memory, as the same user
-    prctl(SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # an ordinary user's; root's bwrap may not signal another user
+    prctl(
+        SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0
+    )  # an ordinary user's; root's bwrap may not signal another user
     os.umask(0o022)
     os.chdir(os.environ["HOME"])
 
 
 def end_with_the_host(connection: socket.socket) -> None:
-    """End the whole namespace when the host's end is closed, also while X does not answer. As root, bwrap may not signal other
-    users' processes, so no signal comes for a parent's death."""
+    """End the whole namespace when the host's end is closed, also while X does not answer.
+
+    As root, bwrap may not signal other users' processes, so no signal comes for a parent's death.
+    """
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     poll.poll()
@@ -265,7 +297,9 @@ def end_with_the_host(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    """Confine this process, start the desktop at the first call ("begin"), and answer calls until the host is gone."""
+    """Confine this process, start the desktop at the first call ("begin"), and answer calls until
+    the host is gone.
+    """
     connection = socket.socket(fileno=int(sys.argv[1]))
     threading.Thread(target=end_with_the_host, args=(connection,), daemon=True).start()
     settings = json.loads(sys.argv[2])
@@ -288,11 +322,17 @@ SKIPPED = {".cache", ".config", ".local", ".dbus"}
 MOST_FILES = 2_000
 MOST_BYTES = 8 << 20
 MOST_OF_ONE = 1 << 20
-"""What is returned of a home: entries, bytes of all files and of one. The rest is there without content."""
+"""What is returned of a home: entries, bytes of all files and of one.
+
+The rest is there without content.
+"""
 
 
 def put_file(home: str, path: str, content: bytes, mode: int) -> None:
-    """Write a file and the folders above it. Raises ValueError for a path that is not below ``home``."""
+    """Write a file and the folders above it.
+
+    Raises ValueError for a path that is not below ``home``.
+    """
     whole = os.path.normpath(os.path.join(home, path))
     if not whole.startswith(home + os.sep):
         raise ValueError(f"{path} is not below the home")
@@ -303,7 +343,9 @@ def put_file(home: str, path: str, content: bytes, mode: int) -> None:
 
 
 def home_contents(home: str) -> tuple[list[dict[str, Any]], bytes]:
-    """The entries of the home (``path``, ``kind``, ``size`` of returned files), and the contents one after the other."""
+    """The entries of the home (``path``, ``kind``, ``size`` of returned files), and the contents
+    one after the other.
+    """
     entries: list[dict[str, Any]] = []
     found: list[bytes] = []
     room = MOST_BYTES
@@ -315,7 +357,10 @@ def home_contents(home: str) -> tuple[list[dict[str, Any]], bytes]:
                 return entries, b"".join(found)
             whole = os.path.join(folder, name)
             entry: dict[str, Any] = {"path": os.path.relpath(whole, home), "kind": _kind(whole)}
-            if entry["kind"] == "file" and (content := _read(whole, min(room, MOST_OF_ONE))) is not None:
+            if (
+                entry["kind"] == "file"
+                and (content := _read(whole, min(room, MOST_OF_ONE))) is not None
+            ):
                 entry["size"] = len(content)
                 found.append(content)
                 room -= len(content)

@@ -1,4 +1,6 @@
-"""Exact typing by XTEST: every character arrives, also those that the keyboard layout lacks, and a new line is Return."""
+"""Exact typing by XTEST: every character arrives, also those that the keyboard layout lacks, and a
+new line is Return.
+"""
 
 import time
 from collections.abc import Sequence
@@ -8,26 +10,49 @@ from Xlib.display import Display
 from Xlib.ext import xtest
 
 NAMES = {
-    "ctrl": "Control_L", "shift": "Shift_L", "alt": "Alt_L", "meta": "Super_L", "enter": "Return", "tab": "Tab",
-    "space": "space", "backspace": "BackSpace", "delete": "Delete", "insert": "Insert", "esc": "Escape", "up": "Up",
-    "down": "Down", "left": "Left", "right": "Right", "home": "Home", "end": "End", "pageup": "Prior", "pagedown": "Next",
+    "ctrl": "Control_L",
+    "shift": "Shift_L",
+    "alt": "Alt_L",
+    "meta": "Super_L",
+    "enter": "Return",
+    "tab": "Tab",
+    "space": "space",
+    "backspace": "BackSpace",
+    "delete": "Delete",
+    "insert": "Insert",
+    "esc": "Escape",
+    "up": "Up",
+    "down": "Down",
+    "left": "Left",
+    "right": "Right",
+    "home": "Home",
+    "end": "End",
+    "pageup": "Prior",
+    "pagedown": "Next",
     **{f"f{number}": f"F{number}" for number in range(1, 13)},
-}  # fmt: skip
+}
 """The grammar's names of keys that write nothing (rayloop/envs/grammar/calls.py) -> X's."""
 CONTROL = {"\n": 0xFF0D, "\r": 0xFF0D, "\t": 0xFF09, "\b": 0xFF08}
 NOTICED = 0.5
-"""Seconds in which programs have read keys typed before, or a changed keyboard map; on two busy cores 0.15 was too short."""
+"""Seconds in which programs have read keys typed before, or a changed keyboard map; on two busy
+cores 0.15 was too short.
+"""
 
 
 class Keyboard:
-    """The keyboard of a display. Characters that its layout lacks are put on keycodes that mean nothing."""
+    """The keyboard of a display.
+
+    Characters that its layout lacks are put on keycodes that mean nothing.
+    """
 
     def __init__(self, display: Display) -> None:
         self._display = display
         info = display.display.info
         self._first, self._count = info.min_keycode, info.max_keycode - info.min_keycode + 1
         mapping = display.get_keyboard_mapping(self._first, self._count)
-        self._free = [self._first + index for index, symbols in enumerate(mapping) if not any(symbols)][::-1]
+        self._free = [
+            self._first + index for index, symbols in enumerate(mapping) if not any(symbols)
+        ][::-1]
         self._shift = self._key("shift")
 
     def press(self, keys: Sequence[str]) -> None:
@@ -45,9 +70,14 @@ class Keyboard:
         self._display.sync()
 
     def type(self, text: str, delay: float) -> None:
-        """``delay``: seconds after each character. Raises ValueError for a character that is no text, such as a NUL."""
+        """``delay``: seconds after each character.
+
+        Raises ValueError for a character that is no text, such as a NUL.
+        """
         text = text.replace("\r\n", "\n")
-        if wrong := [character for character in text if not (character.isprintable() or character in CONTROL)]:
+        if wrong := [
+            character for character in text if not (character.isprintable() or character in CONTROL)
+        ]:
             raise ValueError(f"{wrong[0]!r} cannot be typed")
         while text:
             length = self._teach(text)
@@ -57,7 +87,9 @@ class Keyboard:
             text = text[length:]
 
     def _teach(self, text: str) -> int:
-        """Make the layout know the characters of ``text``; how many of the first ones it then knows."""
+        """Make the layout know the characters of ``text``; how many of the first ones it then
+        knows.
+        """
         missing: list[str] = []
         length = len(text)
         for index, character in enumerate(text):
@@ -100,7 +132,13 @@ class Keyboard:
         return None
 
     def _key(self, name: str) -> int:
-        symbol = XK.string_to_keysym(NAMES[name]) if name in NAMES else _symbol(name) if len(name) == 1 else 0
+        symbol = (
+            XK.string_to_keysym(NAMES[name])
+            if name in NAMES
+            else _symbol(name)
+            if len(name) == 1
+            else 0
+        )
         if not symbol or not (code := self._display.keysym_to_keycode(symbol)):
             raise ValueError(f"there is no key {name!r}")
         return int(code)

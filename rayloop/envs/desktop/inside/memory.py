@@ -1,4 +1,6 @@
-"""Sums the memory of all processes of a desktop from /proc, as its first process, and ends them when it is too much."""
+"""Sums the memory of all processes of a desktop from /proc, as its first process, and ends them
+when it is too much.
+"""
 
 import os
 import signal
@@ -13,7 +15,9 @@ CALM, ALERT = 0.5, 0.05
 
 
 class Watch:
-    """Ends every process but this one when they fill more than ``limit`` bytes together; ``filled`` is then how many they did."""
+    """Ends every process but this one when they fill more than ``limit`` bytes together; ``filled``
+    is then how many they did.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit, self.filled = limit, 0

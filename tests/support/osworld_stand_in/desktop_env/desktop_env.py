@@ -1,4 +1,6 @@
-"""A stand-in for OSWorld's DesktopEnv 1.0.2, with its signatures and, when a task's ``stand_in`` asks for it, its ways to fail."""
+"""A stand-in for OSWorld's DesktopEnv 1.0.2, with its signatures and, when a task's ``stand_in``
+asks for it, its ways to fail.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class DesktopEnv:
         self.stand_in: dict[str, Any] = {}
         self._note("booted")
 
-    def reset(self, task_config: Any = None, seed: Any = None, options: Any = None) -> dict[str, Any]:
+    def reset(
+        self, task_config: Any = None, seed: Any = None, options: Any = None
+    ) -> dict[str, Any]:
         self.stand_in, self.typed, self.last = task_config.get("stand_in", {}), 0, ""
         self._note("reset")
         resets = sum(line["what"] == "reset" for line in _notes(self.machine.parent))
@@ -54,7 +58,9 @@ class DesktopEnv:
                 break
         return self._seen()  # also when no setup succeeded, as upstream
 
-    def step(self, action: str, pause: float = 2) -> tuple[dict[str, Any], float, bool, dict[str, Any]]:
+    def step(
+        self, action: str, pause: float = 2
+    ) -> tuple[dict[str, Any], float, bool, dict[str, Any]]:
         self._note("step", action=action)
         self.last = action
         if self.stand_in.get("step") == "hangs":
@@ -79,16 +85,34 @@ class DesktopEnv:
         self._note("closed")
 
     def _seen(self) -> dict[str, Any]:
-        if self.stand_in.get("screenshot") == "none" or (self.stand_in.get("screenshot") == "none later" and self.last):
-            return {"screenshot": None, "accessibility_tree": None, "terminal": None, "instruction": ""}
+        if self.stand_in.get("screenshot") == "none" or (
+            self.stand_in.get("screenshot") == "none later" and self.last
+        ):
+            return {
+                "screenshot": None,
+                "accessibility_tree": None,
+                "terminal": None,
+                "instruction": "",
+            }
         encoded = io.BytesIO()
         Image.new("RGB", self.size, "navy").save(encoded, "PNG", compress_level=1)
-        return {"screenshot": encoded.getvalue(), "accessibility_tree": None, "terminal": None, "instruction": ""}
+        return {
+            "screenshot": encoded.getvalue(),
+            "accessibility_tree": None,
+            "terminal": None,
+            "instruction": "",
+        }
 
     def _note(self, what: str, **more: Any) -> None:
         with open(self.machine.parent / "notes.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps({"what": what, "machine": self.machine.name, "at": time.time(), **more}) + "\n")
+            file.write(
+                json.dumps({"what": what, "machine": self.machine.name, "at": time.time(), **more})
+                + "\n"
+            )
 
 
 def _notes(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "notes.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / "notes.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
