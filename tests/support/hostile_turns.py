@@ -67,6 +67,18 @@ NAMES = (
     "'",
     '"',
     "x" * HUGE,
+    "state",
+    "screen",
+    "text",
+    "image",
+    "None",
+    "lambda",
+    "__dict__",
+    "__proto__",
+    "\ud800",
+    "\u202e",
+    "\x1b[2J",
+    "\ufeff",
 )
 """Of arguments: parameters of Python's own and of ours, keywords, and what no identifier is."""
 FRAGMENTS = (
@@ -186,6 +198,81 @@ def values() -> Iterator[Any]:
     )
 
 
+DEEP = 10_000
+"""Levels of what is nested too deeply for any reader."""
+WIDE = 1_000
+"""Elements of lists that are longer than any tool needs."""
+CONTROLS = "".join(map(chr, (*range(32), 127, *range(128, 160)))) + "\u200f\u202e\u2066\ufeff\u2028"
+"""Control characters, and marks that change the direction of a text."""
+
+
+def written_values() -> list[str]:
+    """JSON of arguments that ``json.dumps`` does not write, or that is too large for ``values``,
+    which every argument gets.
+    """
+    return [
+        "1" * 5000,
+        "-" + "1" * 5000,
+        f"0.{'0' * 5000}1",
+        f"{'1' * 5000}.5",
+        "1e99999",
+        "-1E+400",
+        "[" * DEEP + "]" * DEEP,
+        '{"a":' * DEEP + "1" + "}" * DEEP,
+        f"[{'0.5,' * WIDE}1]",
+        f"[{','.join(['[0,0,1,1]'] * 4)}]",
+        '["\\ud800", "\\udc00", 1, 1]',
+        '{"__class__": {"__init__": 1}, "__class__": null, "\\ud83d": 1}',
+        '[{"x": 0}, {"y": 0}, 1, 1]',
+        "[true, false, true, true]",
+        "[0, 0, -0.0, 5e-324]",
+        json.dumps(CONTROLS),
+        json.dumps("\u202e" * 1000),
+        '"\\u0000\\ud800"',
+    ]
+
+
+def written_calls(name: str, usual: str, first: str) -> list[str]:
+    """Calls that ``json.dumps`` does not write: of the tool ``name`` with the JSON ``usual``, and
+    its argument ``first``.
+    """
+    key = json.dumps(first)
+    named = json.dumps(name)
+    bodies = [
+        *(f'{{"name": {named}, "arguments": {{{key}: {value}}}}}' for value in written_values()),
+        *(f'{{"name": {named}, "arguments": {value}}}' for value in written_values()),
+        f'{{"name": {named}, "name": null, "arguments": {usual}}}',
+        f'{{"name": null, "name": {named}, "arguments": {usual}, "arguments": {usual}}}',
+        f'{{"name": {named}, "arguments": {{{key}: null, {key}: 1, {key}: [0, 0, 1, 1]}}}}',
+        (
+            f'{{"name": {named}, "arguments":'
+            f" {{{', '.join(f'{chr(34)}{n}{chr(34)}: {n}' for n in range(WIDE))}}}}}"
+        ),
+        f'{{"name": {json.dumps(name + chr(10))}, "arguments": {usual}}}',
+        f'{{"name": {json.dumps(chr(10).join(name))}, "arguments": {usual}}}',
+        f'{{"name": {json.dumps(chr(0x202E) + name)}, "arguments": {usual}}}',
+        f'{{"name": "\\ud800{name}", "arguments": {usual}}}',
+        f'\ufeff{{"name": {named}, "arguments": {usual}}}',
+        f'{{"name": {named}, "arguments": {usual}}} {{"name": {named}}}',
+        f'[{{"name": {named}, "arguments": {usual}}}]',
+        f'{{"name": [{named}], "arguments": {usual}}}',
+        f'{{"name": {{"name": {named}}}, "arguments": {usual}}}',
+        f'{{"name": {named}, "arguments": {json.dumps(json.dumps(usual))}}}',
+        f'{{"name": {named}, "arguments": {json.dumps("{" * DEEP)}}}',
+        (
+            f'{{"name": {named}, "arguments":'
+            f" {json.dumps(' {' + chr(34) + 'a' + chr(34) + ':' + '[' * DEEP + ']' * DEEP + '}')}}}"
+        ),
+        f'<tool_call>{{"name": {named}, "arguments": {usual}}}',
+        f"{{name: {named}}}",
+        json.dumps(CONTROLS),
+        CONTROLS,
+        "null",
+        '""',
+    ]
+    return [f"<tool_call>{body}</tool_call>" for body in bodies]
+
+
 def calls(tools: Sequence[Mapping[str, Any]]) -> list[str]:
     """Calls of ``tools`` (schemas as chat templates take them), and calls that are none."""
     found = []
@@ -219,6 +306,7 @@ def calls(tools: Sequence[Mapping[str, Any]]) -> list[str]:
         found += [
             call(name, value) for value in (None, 1, "x", [usual], '{"a": NaN}', '"{}"', True)
         ]
+        found += written_calls(name, written, known[0] if known else "a")
     odd_names: tuple[Any, ...] = (None, 1, [], {}, "", "sub", "__class__", "x" * HUGE)
     return (
         found
@@ -256,6 +344,46 @@ def moves() -> list[str]:
         f"Action: scroll(start_box='(1,1)', direction='{way}')"
         for way in ("up", "UP", "", "in", "left" * 99)
     ]
+    odd = (
+        "1" * 5000,
+        "[0,0,1,1]",
+        "(" * 500,
+        "1,1,1",
+        "1 1",
+        "\uff11,\uff12",
+        "\u202e1,1",
+        "-0.0,1e-400",
+        "0.5," * 20_000,
+    )
+    found += [f"Action: click(start_box='{one}')" for one in odd]
+    found += [
+        f"Action: type(content='{text}')"
+        for text in (CONTROLS.replace("'", ""), "\u202eabc\u202c", "\x1b[2J", "e\u0301" * 99)
+    ]
+    found += [
+        "Action: (start_box='(1,1)')",
+        "Action: click\n(start_box='(1,1)')",
+        "Action: __class__(point='(1,1)')",
+    ]
+    found += [
+        "Action: click(self='(1,1)')",
+        "Action: click(start_box='(1,1)', start_box='(2,2)')",
+        "Action: click(**{})",
+    ]
+    found += [
+        "Action: click(start_box=None)",
+        "Action: click({'start_box': '(1,1)'})",
+        f"Action: {'click(' * 2000}",
+    ]
+    found += [
+        "{" * 10 + "}" * 10,
+        '{"by": null}',
+        '{"by": 1, "by": "x"}',
+        '{"by": "\\ud800"}',
+        '{"\\ud800": 1}',
+        '{"__class__": 1}',
+    ]
+    found += [f'{{"by": {value}}}' for value in written_values()]
     found += screen_calls()
     return [
         *found,
@@ -338,4 +466,35 @@ def texts(mixtures: int = 60) -> list[str]:
         f"<answer>\\boxed{{{number}}}</answer>" for number in NUMBERS
     ]
     boxes = [f"<bbox>[{number}, 0, {number}, 1]</bbox>" for number in NUMBERS]
-    return [*plain, *tagged, *boxes, *mixed]
+    return [*plain, *tagged, *boxes, *grown(), *mixed]
+
+
+def grown() -> list[str]:
+    """Answers that grow in whatever reads them: nested, long, or powers of powers."""
+    inside = [
+        "9**9**9**9",
+        "9^{9^{9^{9}}}",
+        "2^{-99999999999}",
+        "99999999!",
+        "\\frac{1}{" * 1000 + "0" + "}" * 1000,
+        "\\sqrt[99999999]{2}",
+        "(" * DEEP + ")" * DEEP,
+        "-" * DEEP + "1",
+        "1e1000000000",
+        "1," * WIDE,
+        f"[{'0.5,' * WIDE}1]",
+        "\\begin{pmatrix}" + "1 & " * 5000 + "\\end{pmatrix}",
+        "\\text{" * 2000,
+        '{"a":' * DEEP + "1" + "}" * DEEP,
+        "１２３",
+        "一千",
+        "²",
+        "\u202e5",
+        CONTROLS,
+        "e\u0301" * 5000,
+    ]
+    return [
+        *(f"<answer>{one}</answer>" for one in inside),
+        *(f"\\boxed{{{one}}}" for one in inside),
+        *inside,
+    ]
