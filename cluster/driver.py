@@ -563,8 +563,7 @@ class Driver:
             SavedStep(self.version, state, ours, best, last, patience), self.services.policy
         )
 
-    # The driver's part of a checkpoint (docs/algorithm.md, section 12)
-    # ---------------------------------------------
+    # The driver's part of a checkpoint (docs/algorithm.md, section 12) ----------------------------
 
     def state(self) -> dict[str, Any]:
         """The present state as plain values, with ``HeldValue`` for payloads, so that rollouts go

@@ -34,8 +34,7 @@ def shown(result: StepResult) -> tuple[str, list[tuple[int, int]]]:
     return "".join(texts), [decode(image.data or b"").size for image in message.images]
 
 
-# Gymnasium
-# ---------------------------------------------------------------------------------------------------------
+# Gymnasium ----------------------------------------------------------------------------------------
 
 
 def test_a_rendered_environment_is_played_with_pictures_and_numbers() -> None:
@@ -116,8 +115,7 @@ def test_what_is_missing_or_wrong_is_said_before_anything_is_played(
             picture(wrong)
 
 
-# OpenEnv
-# -----------------------------------------------------------------------------------------------------------
+# OpenEnv ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("error::DeprecationWarning")

@@ -33,8 +33,7 @@ from tests.support.stand_ins import (
     hangs,
 )
 
-# Bad data
-# --------------------------------------------------------------------------------------------------------------------
+# Bad data -----------------------------------------------------------------------------------------
 
 
 def test_an_actor_without_the_data_is_replaced_and_no_task_is_held_responsible(world: Make) -> None:
@@ -134,8 +133,7 @@ def test_bad_data_is_what_two_actors_say(
     assert made.named("worker_lost") == []
 
 
-# Probes
-# ----------------------------------------------------------------------------------------------------------------------
+# Probes -------------------------------------------------------------------------------------------
 
 
 async def probe(made: World, purpose: str = "log-prob check") -> list[Any]:
@@ -208,8 +206,7 @@ def test_the_proof_fails_when_no_task_can_be_played(world: Make) -> None:
         asyncio.run(probe(made))
 
 
-# What is played outside of groups, under numbers of its own, again and again
-# ---------------------------------------------------
+# What is played outside of groups, under numbers of its own, again and again ----------------------
 
 
 def test_an_item_that_hung_in_one_evaluation_is_played_in_the_next(world: Make) -> None:

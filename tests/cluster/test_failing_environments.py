@@ -302,8 +302,7 @@ def test_an_actor_full_of_hung_tools_is_replaced_for_nothing(world: Make) -> Non
     assert made.ledger.counts()["trained"] == 5 * 16
 
 
-# The grader's surroundings
-# ---------------------------------------------------------------------------------------------------
+# The grader's surroundings ------------------------------------------------------------------------
 
 
 def with_full_disk(made: World, slots: set[int]) -> list[int]:
@@ -360,8 +359,7 @@ def well(made: World) -> Behave:
     return behave
 
 
-# Leases
-# ----------------------------------------------------------------------------------------------------------------------
+# Leases -------------------------------------------------------------------------------------------
 
 
 def pool(world: World, size: int, nodes: Any = None) -> Pool:

@@ -134,8 +134,7 @@ def test_another_slot_is_asked_when_something_around_the_grader_fails(world: Mak
     assert made.ledger.counts()["trained"] == 16, "the other slot's word counts"
 
 
-# Evaluations
-# -----------------------------------------------------------------------------------------------------------
+# Evaluations --------------------------------------------------------------------------------------
 
 TASKS = [Task(name, ()) for name in "abc"]
 
@@ -282,8 +281,7 @@ def test_what_is_scored_together_is_played_again_together(tmp_path: Path) -> Non
     assert missing["group"] == [("b", 0), ("c", 0), ("b", 1), ("c", 1)]
 
 
-# A real run
-# ------------------------------------------------------------------------------------------------------------
+# A real run ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow_faults

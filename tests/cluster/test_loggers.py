@@ -214,8 +214,7 @@ def test_more_records_than_may_wait_drop_the_logger(monkeypatch: pytest.MonkeyPa
     assert failed == [("wandb", "3 records wait for it")]
 
 
-# Configuration
-# ---------------------------------------------------------------------------------------------------------
+# Configuration ------------------------------------------------------------------------------------
 
 
 def test_a_missing_package_is_refused_before_anything_starts(
@@ -246,8 +245,7 @@ def test_a_kind_may_be_chosen_once(tmp_path: Path) -> None:
         config(tmp_path, loggers=[{"kind": "tensorboard"}, {"kind": "tensorboard"}])
 
 
-# The loggers themselves
-# ------------------------------------------------------------------------------------------------
+# The loggers themselves ---------------------------------------------------------------------------
 
 
 def logged(chosen: AnySettings, folder: RunFolder, *steps: tuple[int, float]) -> None:

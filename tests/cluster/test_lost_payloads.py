@@ -155,8 +155,7 @@ def ids(groups: Any) -> set[TrajectoryId]:
     return {member.summary.id for group in groups for member in group.kept}
 
 
-# What Ray says
-# ---------------------------------------------------------------------------------------------------------
+# What Ray says ------------------------------------------------------------------------------------
 
 
 def test_a_lost_object_is_distinguished_from_a_lost_worker() -> None:
@@ -173,8 +172,7 @@ def test_a_lost_object_is_distinguished_from_a_lost_worker() -> None:
     assert not object_lost(worker.value)
 
 
-# Training
-# --------------------------------------------------------------------------------------------------------------
+# Training -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -230,8 +228,7 @@ def test_probes_that_are_all_lost_compare_to_nothing(tmp_path: Path, digits_mode
         asyncio.run(policy.compare(["a", "b"]))
 
 
-# Rewards of groups
-# -----------------------------------------------------------------------------------------------------
+# Rewards of groups --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("per", ["trajectory", "group"])
@@ -267,8 +264,7 @@ def test_a_group_is_scored_without_the_payloads_that_are_lost(
     assert [type(outcome) for outcome in rest] == [Scored, Scored, Unscored, Scored]
 
 
-# The reference
-# ---------------------------------------------------------------------------------------------------------
+# The reference ------------------------------------------------------------------------------------
 
 
 def test_the_reference_annotates_the_rest(tmp_path: Path, digits_model: Path) -> None:
@@ -348,8 +344,7 @@ def test_what_a_run_without_a_reference_left_ready_is_annotated_when_it_goes_on_
     assert driver.ledger.counts()["excluded[payload_lost]"] == 1
 
 
-# The checkpoint
-# --------------------------------------------------------------------------------------------------------
+# The checkpoint -----------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_leaves_out_what_is_lost(tmp_path: Path, digits_model: Path) -> None:

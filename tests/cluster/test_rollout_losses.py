@@ -66,8 +66,7 @@ def test_one_task_whose_grader_raises_does_not_end_a_resumed_run(tmp_path: Path)
     ledger_closes(loop.ledger.counts())
 
 
-# Payloads that are gone
-# -------------------------------------------------------------------------------------------------
+# Payloads that are gone ---------------------------------------------------------------------------
 
 
 def loses(
@@ -150,8 +149,7 @@ def test_losses_without_end_are_made_up_for_once_and_blamed_on_no_filter(tmp_pat
     ledger_closes(loop.ledger.counts())
 
 
-# Another bound on staleness
-# ---------------------------------------------------------------------------------------------
+# Another bound on staleness -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stale", [1, 2, 4])

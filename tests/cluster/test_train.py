@@ -231,8 +231,7 @@ def test_a_full_disk_costs_checkpoints_until_it_is_too_much(
     assert made.named("failed")[0]["error"] == "CheckpointStorageFailed"
 
 
-# What needs no run
-# ---------------------------------------------------------------------------------------------------
+# What needs no run --------------------------------------------------------------------------------
 
 
 def written(folder: Path, model: Path, **changes: Any) -> str:

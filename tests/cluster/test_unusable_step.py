@@ -181,8 +181,7 @@ def test_trained_and_dropped_groups_are_recorded_in_turn(tmp_path: Path) -> None
     assert recorded == [2, 1, 4, 3, 9]
 
 
-# A step that changed nothing, and what its groups were trained with
-# ----------------------------------------------------------
+# A step that changed nothing, and what its groups were trained with -------------------------------
 
 
 def at_step(folder: Path, step: int, **changes: Any) -> Driver:

@@ -154,8 +154,7 @@ def act(
     return asyncio.run(main())
 
 
-# Honest
-# ------------------------------------------------------------------------------------------------------------
+# Honest -------------------------------------------------------------------------------------------
 
 
 def test_an_honest_run_passes(tmp_path: Path, picture_model: Path) -> None:
@@ -180,8 +179,7 @@ def test_after_the_self_test_the_engine_holds_the_weights_of_the_start(
     assert [name for name in start if not torch.equal(served[name], start[name])] == []
 
 
-# Log-probs that disagree
-# -------------------------------------------------------------------------------------------
+# Log-probs that disagree --------------------------------------------------------------------------
 
 
 class OtherImages(RolloutActor):
@@ -236,8 +234,7 @@ def test_a_model_that_sees_no_pixels_is_noticed(tmp_path: Path, picture_model: P
         act(configuration(tmp_path, tmp_path / "blind"))
 
 
-# Weights that do not arrive
-# ----------------------------------------------------------------------------------------
+# Weights that do not arrive -----------------------------------------------------------------------
 
 
 class Forgetful(PolicyRank):
@@ -385,8 +382,7 @@ def test_rounding_in_bfloat16_is_no_failure_of_the_self_test(
         weight_sync._judge("language", moved, dataclasses.replace(follows, mean=0.31))
 
 
-# Warnings
-# ----------------------------------------------------------------------------------------------------------
+# Warnings -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -408,8 +404,7 @@ def test_a_warning_lets_the_run_go_on_with_the_weights_of_the_start(
     act(config, go_on, rollout=rollout)
 
 
-# Later, when the steps train on nothing fresh
-# ----------------------------------------------------------------------
+# Later, when the steps train on nothing fresh -----------------------------------------------------
 
 
 async def observe(stage: Stage) -> None:

@@ -256,8 +256,7 @@ def test_a_group_that_is_too_small_is_excluded(kind: str) -> None:
         assert [m.status.reason for m in lone.members if m.status] == ["min_group"]
 
 
-# Answers that are none
-# -----------------------------------------------------------------------------------------------------------
+# Answers that are none ----------------------------------------------------------------------------
 
 
 def few(members: Sequence[Member]) -> list[float]:
@@ -362,8 +361,7 @@ def test_gdpo_leaves_out_a_component_that_is_equal() -> None:
     assert both[0] == [pytest.approx(one, abs=1e-5) for one in alone[0]]
 
 
-# From the credit to the tokens
-# ---------------------------------------------------------------------------------------------------
+# From the credit to the tokens --------------------------------------------------------------------
 
 
 def played(lengths: Sequence[int], restarts: Sequence[int] = ()) -> Trajectory:
@@ -424,8 +422,7 @@ def test_a_turn_alone_may_teach_where_the_mean_is_zero() -> None:
     ).teaches
 
 
-# The page
-# ------------------------------------------------------------------------------------------------------------------------
+# The page -----------------------------------------------------------------------------------------
 
 
 def test_thepages_configuration_is_one(page: Path) -> None:

@@ -215,8 +215,7 @@ def looks(folder: Path) -> list[TokenPrompt]:
     ]
 
 
-# The model's own tokens and log-probs
-# ------------------------------------------------------------------------------
+# The model's own tokens and log-probs -------------------------------------------------------------
 
 
 def test_greedy_text_equals_generate(text: Served) -> None:
@@ -354,8 +353,7 @@ def test_banned_tokens_are_never_sampled(text: Served) -> None:
     close(text.folder, base, done[0], sampling)
 
 
-# Where a turn ends
-# -------------------------------------------------------------------------------------------------
+# Where a turn ends --------------------------------------------------------------------------------
 
 
 def test_end_tokens_end_a_turn_but_not_before_min_tokens(text: Served) -> None:
@@ -384,8 +382,7 @@ def test_a_stop_string_ends_a_turn_with_the_token_that_completes_it(text: Served
     assert stopped.finish is FinishReason.STOP_STRING
 
 
-# Weights
-# -----------------------------------------------------------------------------------------------------------
+# Weights ------------------------------------------------------------------------------------------
 
 
 def test_new_weights_answer_as_the_new_model(text: Served, tmp_path: Path) -> None:
@@ -520,8 +517,7 @@ def test_a_failed_load_serves_nothing_until_a_good_one(
     agree(text, text.folder, [prompt(text.folder, "What")], GREEDY)
 
 
-# Requests
-# ----------------------------------------------------------------------------------------------------------
+# Requests -----------------------------------------------------------------------------------------
 
 
 class Hosted(RolloutActor):
@@ -596,8 +592,7 @@ def test_prompts_that_cannot_be_used_fail_alone(pictures: Served, text: Served) 
         text.many((dataclasses.replace(prompt(text.folder, "x"), images=(image(56, 56),)), GREEDY))
 
 
-# One of your own
-# ---------------------------------------------------------------------------------------------------
+# One of your own ----------------------------------------------------------------------------------
 
 
 def test_the_page_s_configuration_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,8 +129,7 @@ def with_one(
     return asyncio.run(run())
 
 
-# What every implementation does
-# ---------------------------------------------------------------------------------------------
+# What every implementation does -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -215,8 +214,7 @@ def alive() -> set[tuple[str, int | None]]:
     return children | {("thread", thread.ident) for thread in threading.enumerate()}
 
 
-# One owner
-# ------------------------------------------------------------------------------------------------------------------
+# One owner ----------------------------------------------------------------------------------------
 
 
 @isolated
@@ -306,8 +304,7 @@ def test_a_message_that_cannot_be_sent_leaves_no_process() -> None:
     asyncio.run(run())
 
 
-# On the event loop itself
-# ----------------------------------------------------------------------------------------------------
+# On the event loop itself -------------------------------------------------------------------------
 
 
 def test_what_is_immediate_is_called_by_the_event_loop_and_needs_no_thread() -> None:
@@ -358,8 +355,7 @@ def test_who_says_that_it_is_immediate_has_plain_methods(
     assert not (kind.immediate and any(map(inspect.iscoroutinefunction, methods)))
 
 
-# What goes wrong
-# ------------------------------------------------------------------------------------------------------------
+# What goes wrong ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -431,8 +427,7 @@ def test_every_call_has_a_deadline(isolation: str, at: str) -> None:
     asyncio.run(run())
 
 
-# A process of its own
-# -------------------------------------------------------------------------------------------------------
+# A process of its own -----------------------------------------------------------------------------
 
 
 def gone(pid: int) -> bool:

@@ -148,8 +148,7 @@ def test_each_kind_has_a_name_of_its_own_and_can_be_configured() -> None:
     assert list(read.filters) == DEFAULTS
 
 
-# One's own
-# ---------------------------------------------------------------------------------------------------------------
+# One's own ----------------------------------------------------------------------------------------
 
 
 def raising(group: Group) -> dict[int, str]:

@@ -464,8 +464,7 @@ def test_an_episode_without_a_score_is_seen(text: str, said: str) -> None:
         played(case, {}, ["fine", text, "good"])
 
 
-# Everything that is shipped
-# -------------------------------------------------------------------------------------------------
+# Everything that is shipped -----------------------------------------------------------------------
 
 
 ABSTRACT = {"rayloop.envs.browser.page:PageEnvironment"}
@@ -534,8 +533,7 @@ def test_everything_that_is_shipped_has_a_case() -> None:
         )
 
 
-# Rewards
-# --------------------------------------------------------------------------------------------------------------------
+# Rewards ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -578,8 +576,7 @@ def refusing(trajectory: Trajectory, task: Task, context: Any) -> float:
     raise AssertionError("it was asked")
 
 
-# Agents
-# ---------------------------------------------------------------------------------------------------------------------
+# Agents -------------------------------------------------------------------------------------------
 
 AGENTS = {
     "as people write them": (
@@ -647,8 +644,7 @@ def test_an_agent_that_an_answer_breaks_is_scored(style: str, tmp_path: Path) ->
     assert set(broken) == {-1.0}
 
 
-# OSWorld, with a stand-in for its machines
-# -----------------------------------------------------------------------------------
+# OSWorld, with a stand-in for its machines --------------------------------------------------------
 
 
 OSWORLD_ENDS = {

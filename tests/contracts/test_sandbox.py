@@ -342,8 +342,7 @@ def test_concurrent_calls(make: Make) -> None:
     assert sh(shared, "ls").stdout == b"f0\nf1\nf2\n"
 
 
-# What is no program's doing
-# -------------------------------------------------------------------------------------------------
+# What is no program's doing -----------------------------------------------------------------------
 
 FINE: dict[str, Any] = {
     "status": "Success",
@@ -417,8 +416,7 @@ def test_a_machine_without_an_engine_or_an_image_is_infrastructure(
             kind.build().exec(("true",), timeout=5)
 
 
-# The tool
-# -------------------------------------------------------------------------------------------------------------------
+# The tool -----------------------------------------------------------------------------------------
 
 
 class Own:

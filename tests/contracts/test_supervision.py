@@ -113,8 +113,7 @@ def case(
 
 
 CASES = [
-    # an episode of a group
-    # -------------------------------------------------------------------------------------------
+    # an episode of a group ------------------------------------------------------------------------
     case("nothing fails"),
     case(
         "one episode, once: environment raised",
@@ -298,8 +297,7 @@ CASES = [
         tries=1,
         environment__episodes_per_call=1,
     ),
-    # a task, or an actor, that fails always
-    # --------------------------------------------------------------------------
+    # a task, or an actor, that fails always -------------------------------------------------------
     case(
         "a task whose every episode fails: environment raised",
         Fault("episode", "environment raised", tasks=BAD),
@@ -462,8 +460,7 @@ CASES = [
         why="0 of 8 trajectories survived 4 generation batches, fewer than mi",
         step=1,
     ),
-    # a call of an environment actor
-    # ----------------------------------------------------------------------------------
+    # a call of an environment actor ---------------------------------------------------------------
     case("a call of a group: died", once("play", "died"), events=SHARED, tries=1),
     case("a call of a group: unavailable", once("play", "unavailable"), events=SHARED, tries=1),
     case("a call of a group: out of memory", once("play", "out of memory"), events=SHARED, tries=1),
@@ -500,8 +497,7 @@ CASES = [
         why="ActorPlacementGroupRemoved: The placement group corresponding to",
         step=1,
     ),
-    # replacements
-    # ----------------------------------------------------------------------------------------------------
+    # replacements ---------------------------------------------------------------------------------
     case(
         "environments die for ever",
         Fault("episode", "died"),
@@ -588,8 +584,7 @@ CASES = [
         recovery__replacements=0,
         recovery__start_timeout=60,
     ),
-    # engines
-    # ---------------------------------------------------------------------------------------------------------
+    # engines --------------------------------------------------------------------------------------
     case("a request: died", once("generate", "died"), events=REPLACED),
     case("a request: silent", once("generate", "silent"), events=REPLACED),
     case("a request: unavailable", once("generate", "unavailable"), events=REPLACED),
@@ -638,8 +633,7 @@ CASES = [
         step=1,
         recovery__health_every=1.0,
     ),
-    # rewards
-    # ---------------------------------------------------------------------------------------------------------
+    # rewards --------------------------------------------------------------------------------------
     case("a call of a reward: died", once("score", "died"), events=REPLACED),
     case("a call of a reward: unavailable", once("score", "unavailable"), events=REPLACED),
     case("a call of a reward: silent", once("score", "silent"), events=REPLACED),
@@ -745,8 +739,7 @@ CASES = [
         why="0 of 8 trajectories survived 4 generation batches, fewer than mi",
         step=0,
     ),
-    # the reference
-    # ---------------------------------------------------------------------------------------------------
+    # the reference --------------------------------------------------------------------------------
     case(
         "a call of the reference: died",
         once("annotate", "died"),
@@ -794,8 +787,7 @@ CASES = [
         reference__kind="actor",
         policy__loss={"kl_coef": 0.1},
     ),
-    # the policy's ranks
-    # ----------------------------------------------------------------------------------------------
+    # the policy's ranks ---------------------------------------------------------------------------
     case("train of a rank: died", once("train", "died", role="policy"), events=REBUILT),
     case("train of a rank: silent", once("train", "silent", role="policy"), events=REBUILT),
     case(
@@ -909,8 +901,7 @@ CASES = [
         events=REBUILT,
         checkpoint__every=10,
     ),
-    # weights
-    # ---------------------------------------------------------------------------------------------------------
+    # weights --------------------------------------------------------------------------------------
     case("load of an engine: died", once("load", "died", role="rollout"), events=REPLACED),
     case(
         "load of an engine: silent",
@@ -944,8 +935,7 @@ CASES = [
         Fault("load", "object lost", role="rollout", serials=(3,), times=1),
         events={"worker_lost": 1, "worker_replaced": 1, "weights_lost": 1},
     ),
-    # checkpoints
-    # -----------------------------------------------------------------------------------------------------
+    # checkpoints ----------------------------------------------------------------------------------
     case(
         "no room for a checkpoint, 1 times",
         once("save", "no room for a checkpoint"),
@@ -1007,8 +997,7 @@ CASES = [
         why="cannot be restored: trainer/rank-0: its text is not the one that",
         step=2,
     ),
-    # nodes
-    # -----------------------------------------------------------------------------------------------------------
+    # nodes ----------------------------------------------------------------------------------------
     case(
         "a node with half of the actors",
         once("play", "node lost", nodes=("b",)),
@@ -1081,8 +1070,7 @@ CASES = [
         nodes=N3,
         homes=SPREAD,
     ),
-    # stops
-    # -----------------------------------------------------------------------------------------------------------
+    # stops ----------------------------------------------------------------------------------------
     case(
         "a stop while groups are played",
         once("episode", "stop"),
@@ -1163,8 +1151,7 @@ CASES = [
         step=1,
         algorithm__staleness={"max_staleness": 1},
     ),
-    # stalls and starts
-    # -----------------------------------------------------------------------------------------------
+    # stalls and starts ----------------------------------------------------------------------------
     case(
         "nothing moves",
         once("train", "silent"),

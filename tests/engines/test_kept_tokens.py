@@ -203,8 +203,7 @@ def test_a_position_without_kept_tokens_is_refused() -> None:
         Kept.of([[4], []])
 
 
-# Against the engines
-# ---------------------------------------------------------------------------------------------------
+# Against the engines ------------------------------------------------------------------------------
 
 
 @pytest.fixture(

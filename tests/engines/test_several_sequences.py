@@ -191,8 +191,7 @@ def test_a_trajectory_counts_once_in_what_adapts(tiny_vlm: Path) -> None:
     )
 
 
-# The tokens with the most entropy
-# ----------------------------------------------------------------------------------------------
+# The tokens with the most entropy -----------------------------------------------------------------
 
 
 def test_the_entropy_from_which_tokens_count_is_the_batchs() -> None:

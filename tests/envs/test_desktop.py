@@ -95,8 +95,7 @@ def in_terminal(of: Desktop, command: str, wait_for: str, seconds: float = 15) -
     return found.decode()
 
 
-# Tasks
-# ----------------------------------------------------------------------------------------------------------------------
+# Tasks --------------------------------------------------------------------------------------------
 
 
 def test_every_shipped_task_is_solved_and_not_by_doing_nothing() -> None:
@@ -166,8 +165,7 @@ def test_coordinates_are_those_that_the_model_sees() -> None:
             assert environment.evaluate() == result
 
 
-# Typing
-# ---------------------------------------------------------------------------------------------------------------------
+# Typing -------------------------------------------------------------------------------------------
 
 ASCII = "".join(map(chr, range(32, 127)))
 TEXTS = {
@@ -198,8 +196,7 @@ def test_typing_is_exact(delay: float) -> None:
             assert found == text, name
 
 
-# Starts and ends
-# ------------------------------------------------------------------------------------------------------------
+# Starts and ends ----------------------------------------------------------------------------------
 
 
 def test_forty_starts_with_a_window_each() -> None:
@@ -273,8 +270,7 @@ def test_a_killed_host_leaves_nothing(how: signal.Signals) -> None:
         eventually(gone(left), "the desktop's end", 10)
 
 
-# What the policy can do to it
-# -----------------------------------------------------------------------------------------------
+# What the policy can do to it ---------------------------------------------------------------------
 
 
 def test_a_link_in_the_home_leads_nowhere() -> None:
@@ -393,8 +389,7 @@ def test_programs_cannot_reach_the_x_server() -> None:
         one.screenshot()
 
 
-# Many at once
-# ---------------------------------------------------------------------------------------------------------------
+# Many at once -------------------------------------------------------------------------------------
 
 
 def pss(process: psutil.Process) -> float:

@@ -35,8 +35,7 @@ class One:
     ce: float = 0.0
 
 
-# Surrogates
-# ------------------------------------------------------------------------------------------------------------------
+# Surrogates ---------------------------------------------------------------------------------------
 
 
 def _clipped(r: Tensor, a: float, low: float, high: float) -> Tensor:
@@ -134,8 +133,7 @@ OVER_TRAJECTORIES = ("gspo", "sapo")
 """Kinds whose papers average over the trajectories' means."""
 
 
-# The gap between engine and trainer
-# ------------------------------------------------------------------------------------------
+# The gap between engine and trainer ---------------------------------------------------------------
 
 
 def weights(
@@ -173,8 +171,7 @@ def weights(
     return [0.0] * n if vetoed or dropped else found
 
 
-# KL to the reference (joschu.net/blog/kl-approx.html)
-# ------------------------------------------------------------------------
+# KL to the reference (joschu.net/blog/kl-approx.html) ---------------------------------------------
 
 
 def kl(c: Tensor, f: Tensor, estimator: str) -> Tensor:
@@ -204,8 +201,7 @@ def bound_of_top(entropy: Sequence[float], share: float) -> float:
     return sorted(entropy, reverse=True)[math.ceil(share * len(entropy)) - 1]
 
 
-# Aggregation
-# -----------------------------------------------------------------------------------------------------------------
+# Aggregation --------------------------------------------------------------------------------------
 
 
 def aggregate(
@@ -238,8 +234,7 @@ def aggregate(
     return sum(s for s, _, _ in here) / float(how)
 
 
-# All of it
-# -------------------------------------------------------------------------------------------------------------------
+# All of it ----------------------------------------------------------------------------------------
 
 
 def _rule(correction: str | Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, bool]:
@@ -314,8 +309,7 @@ def with_kl_reward(one: One, coef: float, estimator: str) -> One:
     return One(**{**vars(one), "advantages": advantages})
 
 
-# Coefficients that change from step to step
-# ----------------------------------------------------------------------------------
+# Coefficients that change from step to step -------------------------------------------------------
 
 
 def adaptive_kl(

@@ -288,8 +288,7 @@ def _same(first: Any, second: Any) -> bool:
     return first == second if RAISED in (first, second) else abs(first - second) < 1e-9
 
 
-# Turns and results
-# ---------------------------------------------------------------------------------------------------
+# Turns and results --------------------------------------------------------------------------------
 
 TOOLS = {
     "pyvision_gym_w_image_hint": (
@@ -438,8 +437,7 @@ def test_deepeyes_tools_are_the_published_ones() -> None:
             assert shown.tobytes() == observed["multi_modal_data"]["image"][0].tobytes(), turn
 
 
-# Prompts
-# -------------------------------------------------------------------------------------------------------------
+# Prompts ------------------------------------------------------------------------------------------
 
 
 def function_of(path: str, name: str, given: dict[str, Any]) -> Any:

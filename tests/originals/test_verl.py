@@ -115,8 +115,7 @@ def verl() -> Iterator[SimpleNamespace]:
         )
 
 
-# Packed rows and padded ones
-# ----------------------------------------------------------------------------------------------------
+# Packed rows and padded ones ----------------------------------------------------------------------
 
 LENGTHS = (5, 1, 9, 3, 1, 7, 2)
 SEGMENT = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
@@ -252,8 +251,7 @@ def test_a_number_is_verls_norm_times_the_trajectories(verl: SimpleNamespace) ->
     )
 
 
-# KL
-# ------------------------------------------------------------------------------------------------------------------------------
+# KL -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -309,8 +307,7 @@ def test_the_adaptive_coefficient_is_verls(verl: SimpleNamespace) -> None:
         assert made.kl == pytest.approx(control.value, rel=1e-12)
 
 
-# Advantages
-# ----------------------------------------------------------------------------------------------------------------------
+# Advantages ---------------------------------------------------------------------------------------
 
 REWARDS = ((1.0, 0.0, 0.25, 0.5), (0.5, 0.5, 0.5), (0.0, 2.0, 1.0))
 FORMAT = ((1.0, 0.0, 1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 1.0, 1.0))
@@ -399,8 +396,7 @@ def test_a_scale_over_the_step_is_verls_but_for_its_tokens(
     assert our_advantages(kind, **with_) == pytest.approx(expected, abs=1e-5)
 
 
-# The gap between engine and trainer
-# ----------------------------------------------------------------------------------------------
+# The gap between engine and trainer ---------------------------------------------------------------
 
 
 def our_weights(given: dict[str, Tensor], rule: Correction) -> Tensor:

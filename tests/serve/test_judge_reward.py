@@ -516,8 +516,7 @@ def test_metrics_are_served_by_the_first_process(
     assert "are not served" in caplog.text
 
 
-# Calibration
-# -----------------------------------------------------------------------------------------------------------
+# Calibration --------------------------------------------------------------------------------------
 
 
 def test_the_calibration_set_covers_what_it_should() -> None:

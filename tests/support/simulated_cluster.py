@@ -239,8 +239,7 @@ class Actor:
         result = getattr(self, f"do_{name}")(*resolved, **kwargs)
         return await result if inspect.isawaitable(result) else result
 
-    # All
-    # -----------------------------------------------------------------------------------------------------------
+    # All ------------------------------------------------------------------------------------------
 
     def do_health(self) -> Any:
         return EngineHealth(self.version, 0, 0) if self.role == "rollout" else None
@@ -254,8 +253,7 @@ class Actor:
     def do_stacks(self) -> str:
         return "stacks"
 
-    # Environments
-    # --------------------------------------------------------------------------------------------------
+    # Environments ---------------------------------------------------------------------------------
 
     async def do_play(self, requests: Sequence[RolloutRequest], lease: Any, driver: Any) -> Any:
         self.cluster.calls.append((self.slot, [request.id.sample for request in requests]))
@@ -280,8 +278,7 @@ class Actor:
         finally:
             engine.leave()
 
-    # Engines
-    # -------------------------------------------------------------------------------------------------------
+    # Engines --------------------------------------------------------------------------------------
 
     def do_generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         return Completion((4, 5), (-0.5, -0.5), FinishReason.END_TOKEN, self.version)
@@ -292,8 +289,7 @@ class Actor:
         if self.role == "rollout":
             self.version = what.version
 
-    # Rewards and references
-    # ----------------------------------------------------------------------------------------
+    # Rewards and references -----------------------------------------------------------------------
 
     def do_score(self, task: Any, step: int, *payloads: Trajectory) -> list[Any]:
         return [self.cluster.outcome(self, payload) for payload in payloads]
@@ -313,8 +309,7 @@ class Actor:
             None if one.lost else [0.0, 0.0] for one in payloads
         )
 
-    # Ranks
-    # ---------------------------------------------------------------------------------------------------------
+    # Ranks ----------------------------------------------------------------------------------------
 
     def do_address(self) -> tuple[str, int] | None:
         return None if self.slot else ("10.0.0.1", 1)

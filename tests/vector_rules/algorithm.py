@@ -35,8 +35,7 @@ from tests.unit.groups import make_group, make_member
 from tests.vector_rules.advantages import NUMBER, blocks_of, group_advantage, number
 from tests.vector_rules.entries import Deviation, Entry, Rule, Unknown, refusals
 
-# Filtering
-# ---------------------------------------------------------------------------------------------------------
+# Filtering ----------------------------------------------------------------------------------------
 
 END_REASONS = {
     "DONE": EndReason.DONE,
@@ -137,8 +136,7 @@ def ranking(entry: Entry, file: Sequence[Entry]) -> list[int]:
     return chosen
 
 
-# Replay
-# ------------------------------------------------------------------------------------------------------------
+# Replay -------------------------------------------------------------------------------------------
 
 
 def _step_number(entry: Entry) -> int:
@@ -234,8 +232,7 @@ def _replayed(entry: Entry, file: Sequence[Entry], rules: ReplayRules) -> dict[s
     }
 
 
-# Loss
-# --------------------------------------------------------------------------------------------------------------
+# Loss ---------------------------------------------------------------------------------------------
 
 
 def _aggregation(name: str, row_length: int) -> LossSettings:

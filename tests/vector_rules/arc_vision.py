@@ -22,8 +22,7 @@ TRAINED = ArcVisionReward.Settings(variant="original")
 LIBRARY = ArcVisionReward.Settings(variant="library")
 PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
 
-# Rules
-# ---------------------------------------------------------------------------------------------------------------
+# Rules --------------------------------------------------------------------------------------------
 
 
 def _score(entry: Entry, settings: ArcVisionReward.Settings) -> Any:

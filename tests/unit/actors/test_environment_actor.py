@@ -417,8 +417,7 @@ def test_a_member_beyond_the_deadline_of_an_episode_does_not_take_the_others_ans
     assert Unscored.of(slow).reason == "the episode did not end within 6 s"
 
 
-# The first prompt of a group
-# --------------------------------------------------------------------------------------------
+# The first prompt of a group ----------------------------------------------------------------------
 
 
 class Counted:
@@ -502,8 +501,7 @@ def test_a_coroutine_of_what_is_immediate_is_a_bug_of_the_environment(text_folde
     )
 
 
-# The first turn of a group
-# ---------------------------------------------------------------------------------------------
+# The first turn of a group ------------------------------------------------------------------------
 
 
 def single_turn(folder: Path, **more: Any) -> EnvironmentActor:

@@ -349,8 +349,7 @@ def test_a_folder_without_tokenizer_is_a_config_error(tmp_path: Path) -> None:
         Renderer(ModelSettings(path=str(tmp_path)), LIMIT)
 
 
-# Tools
-# ----------------------------------------------------------------------------------------------------------------------
+# Tools --------------------------------------------------------------------------------------------
 
 TOOL_TEMPLATE = """\
 {%- if tools %}<|im_start|>system

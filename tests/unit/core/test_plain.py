@@ -190,8 +190,7 @@ def test_a_group_comes_back_as_it_was(tmp_path: Path) -> None:
     assert traces == ["Traceback", "Traceback"]
 
 
-# Files
-# -----------------------------------------------------------------------------------------------------------------
+# Files --------------------------------------------------------------------------------------------
 
 
 def test_reading_runs_no_code(tmp_path: Path) -> None:
@@ -228,8 +227,7 @@ def test_equal_bytes_are_written_once(tmp_path: Path) -> None:
     assert plain_files.read(tmp_path / "a.json", tensors) == [{"image": picture}] * 4
 
 
-# The parts of the loop
-# -------------------------------------------------------------------------------------------------
+# The parts of the loop ----------------------------------------------------------------------------
 
 
 class Quiet:
@@ -439,8 +437,7 @@ class Silent:
     def close(self) -> None: ...
 
 
-# What was saved once
-# -----------------------------------------------------------------------------------------------------
+# What was saved once ------------------------------------------------------------------------------
 
 
 def test_what_was_saved_once_is_read_for_ever(tmp_path: Path) -> None:

@@ -744,8 +744,7 @@ def test_a_call_that_cannot_be_carried_out_is_answered(
     assert ended.end_reason is EndReason.ACTION_ERROR
 
 
-# What the policy broke
-# --------------------------------------------------------------------------------------------------------
+# What the policy broke ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["step", "evaluate"])

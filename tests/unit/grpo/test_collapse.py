@@ -209,8 +209,7 @@ def test_states_that_no_turn_shares_are_an_alarm_where_they_are_compared() -> No
             assert "gigpo has nothing to compare there. A clock" in text
 
 
-# The shares of groups
-# -------------------------------------------------------------------------------------------------
+# The shares of groups -----------------------------------------------------------------------------
 
 
 def group(*outcomes: Outcome, replayed: bool = False) -> Group:

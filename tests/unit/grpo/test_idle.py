@@ -85,8 +85,7 @@ def test_a_default_is_never_said() -> None:
         assert idle(*built(spelled), facts) == [], changes
 
 
-# What is computed from a configuration
-# ---------------------------------------------------------------------------------------
+# What is computed from a configuration ------------------------------------------------------------
 
 
 def run(folder: Path, text: str) -> RunConfig:

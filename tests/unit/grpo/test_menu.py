@@ -163,8 +163,7 @@ def test_every_entry_of_the_menu_has_an_oracle() -> None:
     assert [field.name for field in fields(Streams)] == list(STREAMS)
 
 
-# Losses
-# ------------------------------------------------------------------------------------------------------------------------
+# Losses -------------------------------------------------------------------------------------------
 
 
 def random_update(seed: int, dtype: torch.dtype, *, streams: bool) -> Values:
@@ -377,8 +376,7 @@ def _alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-# Advantages
-# --------------------------------------------------------------------------------------------------------------------
+# Advantages ---------------------------------------------------------------------------------------
 
 
 def random_step(seed: int) -> list[list[advantage_oracle.One]]:
@@ -460,8 +458,7 @@ def advantage_row(kind: str) -> Row:
     return row
 
 
-# The table
-# ---------------------------------------------------------------------------------------------------------------------
+# The table ----------------------------------------------------------------------------------------
 
 BOUNDS = {torch.float64: (1e-6, 1e-6), torch.float32: (1e-6, 1e-6), torch.bfloat16: (0.05, 0.5)}
 """Of values and gradients.
@@ -528,8 +525,7 @@ def test_every_entry_is_its_papers(tmp_path: Path) -> None:
             assert row.values[torch.float64] <= 1e-12, name
 
 
-# What the random updates do not reach
-# ----------------------------------------------------------------------------------------
+# What the random updates do not reach -------------------------------------------------------------
 
 
 def test_gspos_gradient_is_that_of_the_trajectorys_loss() -> None:

@@ -205,8 +205,7 @@ def test_a_head_ends_for_another_one(stage: Stage) -> None:
     assert "has another head's entry, that of 10.0.0.2:20001 on other" in look.why
 
 
-# A head whose Ray ends
-# -------------------------------------------------------------------------------------------------
+# A head whose Ray ends ----------------------------------------------------------------------------
 
 
 @pytest.fixture

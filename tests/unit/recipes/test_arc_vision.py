@@ -263,8 +263,7 @@ def test_a_broken_ground_truth_blames_the_data(
         reward.score(PLAYED, Task("t", (), ground_truth=truth), ScoreContext(0, [said(LARGE)]))
 
 
-# What ``corrected`` mends
-# --------------------------------------------------------------------------------------------
+# What ``corrected`` mends -------------------------------------------------------------------------
 
 QWEN = '```json\n[{"bbox_2d": [384, 216, 896, 504], "label": "button"}]\n```'
 
@@ -429,8 +428,7 @@ def test_the_reader_gives_the_rows_weights_to_the_reward(tmp_path: Path) -> None
     )
 
 
-# The preset
-# --------------------------------------------------------------------------------------------------------
+# The preset ---------------------------------------------------------------------------------------
 
 
 def test_what_the_preset_teaches_is_carried_out_and_paid(tmp_path: Path) -> None:

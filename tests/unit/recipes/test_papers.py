@@ -78,8 +78,7 @@ def test_dapo_leaves_out_answers_that_were_cut(tmp_path: Path) -> None:
     assert [member.kept for member in filtered.members] == [True, False, True]
 
 
-# Whether a block's method acts
-# ---------------------------------------------------------------------------------------------------
+# Whether a block's method acts --------------------------------------------------------------------
 
 
 def kinds() -> list[tuple[str, str, str]]:

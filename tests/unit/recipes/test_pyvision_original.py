@@ -184,8 +184,7 @@ def test_a_prompt_of_ones_own_may_name_columns_and_the_images_size(page: Path) -
     assert said(made.messages[0]) == "<image>96x64 k {other}: Which {kind}?"
 
 
-# Tools
-# ---------------------------------------------------------------------------------------------------------------
+# Tools --------------------------------------------------------------------------------------------
 
 
 def task(width: int = 400, height: int = 120) -> Task:
@@ -263,8 +262,7 @@ def test_a_task_without_an_image_has_nothing_to_look_at() -> None:
         VisualToolBoxV2().reset(Task("t", (Message("user", ("Which?",)),)))
 
 
-# The interpreter's wording
-# -------------------------------------------------------------------------------------------
+# The interpreter's wording ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

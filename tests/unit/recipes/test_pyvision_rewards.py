@@ -116,8 +116,7 @@ def deepeyes(**settings: Any) -> DeepEyesReward:
     return DeepEyesReward(DeepEyesReward.Settings.model_validate(settings))
 
 
-# PyVision, corrected
-# -------------------------------------------------------------------------------------------------
+# PyVision, corrected ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -209,8 +208,7 @@ def test_the_published_sources_of_numbers_are_compared_by_rule() -> None:
         outcome(reward, [answered("9.7")], episode(None), "10", "vstar")
 
 
-# PyVision, original
-# --------------------------------------------------------------------------------------------------
+# PyVision, original -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -263,8 +261,7 @@ def test_the_general_verifier_calls_an_outage_wrong() -> None:
         assert (scored.value, scored.flags[0]) == (0.0, "judge_failed")
 
 
-# DeepEyes
-# ------------------------------------------------------------------------------------------------------------
+# DeepEyes -----------------------------------------------------------------------------------------
 
 GOOD = "<think>t</think><answer>navy</answer>"
 

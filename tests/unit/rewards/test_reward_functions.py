@@ -61,8 +61,7 @@ def outcome(function: Any, *texts: str, task: Task = TASK) -> Outcome:
     return as_outcome(result)
 
 
-# rayloop's own
-# --------------------------------------------------------------------------------------------------------------
+# rayloop's own ------------------------------------------------------------------------------------
 
 
 def test_the_own_form_may_take_what_it_needs() -> None:
@@ -88,8 +87,7 @@ def with_options(
     return bonus
 
 
-# TRL's
-# ----------------------------------------------------------------------------------------------------------------------
+# TRL's --------------------------------------------------------------------------------------------
 
 
 def reward_by_length(completions, **kwargs):  # type: ignore[no-untyped-def]
@@ -290,8 +288,7 @@ def test_a_missing_column_is_named() -> None:
         outcome(wants_another_column, "x")
 
 
-# verl's
-# ---------------------------------------------------------------------------------------------------------------------
+# verl's -------------------------------------------------------------------------------------------
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):  # type: ignore[no-untyped-def]
@@ -326,8 +323,7 @@ def test_a_dict_without_a_score_is_reported() -> None:
     )
 
 
-# What the configuration refuses
-# ---------------------------------------------------------------------------------------------
+# What the configuration refuses -------------------------------------------------------------------
 
 
 class NoScore:

@@ -80,8 +80,7 @@ class Desk:
         answer, content = found if isinstance(found, tuple) else (found or {}, None)
         return answer, [] if content is None else [content]
 
-    # What the host asks for
-    # ---------------------------------------------------------------------------------------------
+    # What the host asks for -----------------------------------------------------------------------
 
     def do_put(self, content: bytes, path: str, mode: int) -> None:
         """Write a file of the home."""
@@ -169,8 +168,7 @@ class Desk:
         """Programs that were started in here and live."""
         return {"running": sorted(self.running.values())}
 
-    # The display
-    # --------------------------------------------------------------------------------------------------------
+    # The display ----------------------------------------------------------------------------------
 
     def _wait_for_server(self, reading: int) -> None:
         """Until it has written the number of its display.
@@ -237,8 +235,7 @@ class Desk:
                 raise TimeoutError(f"{what} did not come within {seconds:g} seconds")
             time.sleep(0.005)
 
-    # Processes
-    # ----------------------------------------------------------------------------------------------------------
+    # Processes ------------------------------------------------------------------------------------
 
     def _spawn(self, command: list[str]) -> int:
         nothing = [(os.POSIX_SPAWN_OPEN, number, "/dev/null", os.O_RDWR, 0) for number in (0, 1, 2)]
