@@ -170,7 +170,7 @@ class GuiServices(OwnEngines):
 
 
 class GuiDriver(Driver):
-    """The driver itself, but for what needs weights; it lets so many ``environments`` play at once."""
+    """The driver itself, without what needs weights; at most ``environments`` play at once."""
 
     services: GuiServices
     environments: int

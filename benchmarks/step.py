@@ -269,7 +269,7 @@ def _parameters(model: Path) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    """Run the peer and ours in turn, ``rounds`` times, and print the ratios of their median times."""
+    """Run the peer and ours in turn, ``rounds`` times. Prints the ratios of their median times."""
     shape = Shape.of(arguments)
     with tempfile.TemporaryDirectory() as temporary:
         rows = Path(temporary) / "rows.jsonl"

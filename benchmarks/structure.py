@@ -55,7 +55,7 @@ class Module:
 
 
 class Checkout:
-    """The modules of a checkout's packages: top-level folders with an ``__init__.py``, tests aside."""
+    """The modules of a checkout's packages: top-level folders with an ``__init__.py``, no tests."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()

@@ -85,8 +85,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    import torch
-
     from rayloop.engines.training.fsdp import FsdpEngine
 
     wanted = arguments.micro_batch_tokens
@@ -123,35 +121,41 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.profile:
         _profile(lambda: trainer.train([batch]), arguments.profile)
     trainer.close()
-    tokens, update = (
-        sum(len(item.trajectory.flatten().token_ids) for item in batch),
-        median(seconds[1:]),
-    )
-    gpu = torch.cuda.is_available()
-    print(
-        json.dumps(
-            {
-                **{
-                    name: value
-                    for name, value in vars(arguments).items()
-                    if name not in ("command", "model", "config", "run")
-                },
-                "model": model.path,
-                "update_s": significant(update),
-                "update_cpu_s": significant(median(processor[1:])),
-                "tokens_per_s": significant(tokens / update),
-                **(_rate(arguments, update, median(ceilings[1:])) if arguments.model else {}),
-                "torch_threads": torch.get_num_threads(),
-                "peak_gpu_gib": (
-                    round(torch.cuda.max_memory_allocated() / 2**30, 2) if gpu else None
-                ),
-                "device": torch.cuda.get_device_name() if gpu else "cpu",
-                "torch": torch.__version__,
-                "machine": machine(),
-            }
-        )
-    )
+    tokens = sum(len(item.trajectory.flatten().token_ids) for item in batch)
+    update = median(seconds[1:])
+    rate = _rate(arguments, update, median(ceilings[1:])) if arguments.model else {}
+    result = {
+        **_asked_for(arguments),
+        "model": model.path,
+        "update_s": significant(update),
+        "update_cpu_s": significant(median(processor[1:])),
+        "tokens_per_s": significant(tokens / update),
+        **rate,
+        **_machine_of_the_update(),
+    }
+    print(json.dumps(result))
     return 0
+
+
+def _asked_for(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of the command, without its parts that are not numbers or names."""
+    left_out = ("command", "model", "config", "run")
+    return {name: value for name, value in vars(arguments).items() if name not in left_out}
+
+
+def _machine_of_the_update() -> dict[str, Any]:
+    """The device, the library and the machine that computed it, with the peak of GPU memory."""
+    import torch
+
+    gpu = torch.cuda.is_available()
+    peak = round(torch.cuda.max_memory_allocated() / 2**30, 2) if gpu else None
+    return {
+        "torch_threads": torch.get_num_threads(),
+        "peak_gpu_gib": peak,
+        "device": torch.cuda.get_device_name() if gpu else "cpu",
+        "torch": torch.__version__,
+        "machine": machine(),
+    }
 
 
 def _rate(arguments: argparse.Namespace, update: float, most: float) -> dict[str, float]:

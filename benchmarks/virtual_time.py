@@ -1,4 +1,4 @@
-"""An event loop whose clock is not the machine's: sleeping costs nothing, so days pass in a moment."""
+"""An event loop with its own clock: sleeping costs nothing, so days pass in a moment."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ def did_nothing(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[
 
 
 def table(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
-    """Markdown: means over seeds, the gain with its t interval, of the entries that did something."""
+    """Markdown: means over seeds, gains with t intervals, of the entries that did something."""
     lines = [
         "|entry|held-out before|after|gain|entropy|KL|clipped|",
         "|---|---|---|---|---|---|---|",

@@ -68,7 +68,7 @@ def graphs(place: Place) -> Found:
 
 
 def tests(arguments: Sequence[str], variables: Mapping[str, str]) -> dict[str, Any]:
-    """How many tests passed, failed and were skipped, and the names and ends of those that failed."""
+    """How many tests passed, failed and were skipped, and the names and ends of failed tests."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         command = [

@@ -146,7 +146,7 @@ def _flops(folder: Path, items: list[TrainItem]) -> float:
 
 
 def _waits(folder: Path, items: list[TrainItem]) -> dict[str, int]:
-    """How often each of ``WAITS`` is called in one update whose samples fit a single micro-batch."""
+    """Calls of each of ``WAITS`` in one update whose samples fit a single micro-batch."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 

@@ -96,7 +96,7 @@ def demonstrated(row: Mapping[str, Any], haste: float) -> tuple[list[dict[str, A
 
 
 def hasty(box: Box, size: tuple[int, int], haste: float, rng: random.Random) -> Click:
-    """A click somewhere in the box, widened to ``haste`` times its sides, as the model writes it."""
+    """A click in the box, widened to ``haste`` times its sides, as the model writes it."""
     (left, top, right, bottom), (width, height) = box, size
     x = (left + right) / 2 + (rng.random() - 0.5) * haste * (right - left)
     y = (top + bottom) / 2 + (rng.random() - 0.5) * haste * (bottom - top)

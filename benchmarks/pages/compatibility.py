@@ -8,8 +8,9 @@ from benchmarks.pages.compatible import pictures, rows, templates, tokenizers
 
 HEADER = """# What works with published models
 
-Made by `python -m benchmarks.pages.compatibility`; do not edit. Each line was tried as this page was made, on a CPU: ✓ equal, – the
-artefact itself does not have it. `tests/published` has the artefacts and says where they come from.
+Made by `python -m benchmarks.pages.compatibility`; do not edit. Each line was tried as this page
+was made, on a CPU: ✓ equal, – the artefact itself does not have it. `tests/published` has the
+artefacts and says where they come from.
 """
 SECTIONS = (templates.section, tokenizers.section, rows.section, pictures.section)
 """Each gives the lines of one section."""

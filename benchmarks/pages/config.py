@@ -24,11 +24,12 @@ HEADER = """# Configuration
 
 Made by `python -m benchmarks.pages.config {target}`; do not edit. {count} keys.
 
-A file may begin with `extends: other.yaml` (relative to the file): mappings merge key by key, lists are replaced, and a
-new `kind` or `use` starts its mapping afresh. `key.sub=value` on the command line comes last. Paths of files are
-relative to the current directory, with `~` for the home folder. Where a component has a default, its `with` can be set
-without its `use`. Which values to choose: [choosing_settings.md](choosing_settings.md); what `use` can name:
-[components.md](components.md), [own_task.md](own_task.md).
+A file may begin with `extends: other.yaml` (relative to the file): mappings merge key by key, lists
+are replaced, and a new `kind` or `use` starts its mapping afresh. `key.sub=value` on the command
+line comes last. Paths of files are relative to the current directory, with `~` for the home folder.
+Where a component has a default, its `with` can be set without its `use`. Which values to choose:
+[choosing_settings.md](choosing_settings.md); what `use` can name: [components.md](components.md),
+[own_task.md](own_task.md).
 
 """
 
@@ -119,12 +120,14 @@ COMPONENTS = {
 
 COMPONENTS_HEADER = """# Components that are shipped
 
-Made by `python -m benchmarks.pages.config components`; do not edit. A component is named with `use` and set with `with`:
+Made by `python -m benchmarks.pages.config components`; do not edit. A component is named with `use`
+and set with `with`:
 
     reward:
       source: {use: "rayloop.judge.reward:JudgeReward", with: {answer: whole}}
 
-One of your own, a class or often a plain function, is named in the same way: [own_task.md](own_task.md).
+One of your own, a class or often a plain function, is named in the same way:
+[own_task.md](own_task.md).
 
 """
 
@@ -212,7 +215,7 @@ def _table(model: type[BaseModel]) -> list[str]:
     for name, info in model.model_fields.items():
         if _tag(model, name):
             continue  # it stands in the heading
-        meaning = _linked((info.description or "").replace("\n", " ").replace("``", "`"))
+        meaning = _linked(" ".join((info.description or "").split()).replace("``", "`"))
         cells = (f"`{info.alias or name}`", _type(info), _default(info), meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return lines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 
 from pydantic import TypeAdapter
@@ -29,10 +28,11 @@ COMMON = {
 HEADER = """# Events
 
 Made by `python -m benchmarks.pages.events` from the classes in `rayloop/core/events.py` and
-`rayloop/core/incidents.py`; do not edit.
-One record per event is in `events.jsonl` (see [run_folder.md](run_folder.md)): `event` (its name), `step` (the last finished step;
-absent while there is no driver), `time` (Unix seconds), and all the fields of its kind. Durations are in seconds. `python -m
-rayloop eval` writes an `events.jsonl` of the same kinds into its own folder. The last column names the code that emits it.
+`rayloop/core/incidents.py`; do not edit. One record per event is in `events.jsonl` (see
+[run_folder.md](run_folder.md)): `event` (its name), `step` (the last finished step; absent while
+there is no driver), `time` (Unix seconds), and all the fields of its kind. Durations are in
+seconds. `python -m rayloop eval` writes an `events.jsonl` of the same kinds into its own folder.
+The last column names the code that emits it.
 
 """
 
@@ -58,9 +58,8 @@ def _part(title: str, module: str) -> str:
 
 
 def _row(kind: type[Event]) -> str:
-    happened, _, remedy = (
-        inspect.cleandoc(kind.__doc__ or "").replace("\n", " ").partition(" To do: ")
-    )
+    about = " ".join((kind.__doc__ or "").split())
+    happened, _, remedy = about.partition(" To do: ")
     cells = (
         f"`{kind.kind}`",
         " ".join([happened, *_fields(kind)]),

@@ -16,12 +16,14 @@ from rayloop.grpo.settings import AlgorithmSettings, UpdateSettings
 
 HEADER = """# Settings that do nothing
 
-Made by `python -m benchmarks.pages.idle`; do not edit. A run says before it starts which settings of its algorithm do nothing
-beside its others, with the reason, as events `warning`; so do `doctor CONFIG` and, below the YAML, `train CONFIG --print-config`. A
-test computes the gradients of each cell.
+Made by `python -m benchmarks.pages.idle`; do not edit. A run says before it starts which settings
+of its algorithm do nothing beside its others, with the reason, as events `warning`; so do `doctor
+CONFIG` and, below the YAML, `train CONFIG --print-config`. A test computes the gradients of each
+cell.
 
-*acts*: the gradients differ from those without the entry. *nothing*: they are the same up to rounding. Empty: the two exclude each
-other. *Exact engine*: `engine.kind: transformers` in float32, without staleness.
+*acts*: the gradients differ from those without the entry. *nothing*: they are the same up to
+rounding. Empty: the two exclude each other. *Exact engine*: `engine.kind: transformers` in float32,
+without staleness.
 
 """
 

@@ -18,10 +18,11 @@ from rayloop.run.config import read
 ROOT = Path(__file__).parents[2]
 HEADER = """# Published values, and ours
 
-Made by `python -m benchmarks.pages.published`; do not edit. Of each published system: every value of its scripts beside ours,
-what differs in behaviour, and its prompts by the SHA-256 of their text. A value without a key has its reason. The first
-configuration is the default, the second repeats the original. Memory is what `estimate` computes for the second, with the longest
-trajectories that it allows; no GPU has measured it.
+Made by `python -m benchmarks.pages.published`; do not edit. Of each published system: every value
+of its scripts beside ours, what differs in behaviour, and its prompts by the SHA-256 of their text.
+A value without a key has its reason. The first configuration is the default, the second repeats the
+original. Memory is what `estimate` computes for the second, with the longest trajectories that it
+allows; no GPU has measured it.
 """
 ABSENT = object()
 """A configuration has nothing at this place."""

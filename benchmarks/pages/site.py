@@ -81,7 +81,7 @@ def sections() -> Iterator[tuple[str, list[tuple[str, str]]]]:
 
 
 def navigation() -> list[dict[str, Any]]:
-    """The same order as docs/README.md; pages that it reaches through another page come after it."""
+    """The order of docs/README.md; pages that it reaches through another page come after it."""
     named = {path for _, entries in sections() for paths, _ in entries for path in paths.split()}
     rest = [str(page) for page in pages() if str(page) not in named]
     tabs: list[dict[str, Any]] = [{"Start": ["README.md"]}]

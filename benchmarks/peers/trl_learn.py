@@ -125,7 +125,7 @@ class HeldOut(TrainerCallback):
         self._began = time.perf_counter()
 
 
-def main() -> None:
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "--train", type=Path, required=True, help="JSON lines {task, seed, index, size, config}"
@@ -146,7 +146,11 @@ def main() -> None:
     ):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--lr", type=float, required=True)
-    shape = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    shape = _arguments()
     torch.set_num_threads(shape.threads)
     tokenizer = AutoTokenizer.from_pretrained(shape.model, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

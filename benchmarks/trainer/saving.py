@@ -63,32 +63,13 @@ def _saving(arguments: argparse.Namespace) -> int:
             seed=0,
         )
         batch = [train_item((n, 0), (70,) * 32, 32, Sampling()) for n in range(arguments.sequences)]
-        found: dict[str, list[float]] = {}
-
-        def clock(name: str, act: Any) -> Any:
-            began = time.perf_counter()
-            answer = act()
-            found.setdefault(name, []).append(time.perf_counter() - began)
-            return answer
-
+        seconds: dict[str, list[float]] = {}
         for number in range(arguments.rounds + 1):
-            clock("update_s", lambda: trainer.train([batch]))
-            clock("held_waiting_s", lambda: trainer.save(str(folder / "waiting")))
-            trainer.train([batch])
-            began = time.perf_counter()
-            written = clock("held_beside_s", lambda: trainer.begin_save(str(folder / "beside")))
-            clock("update_beside_s", lambda: trainer.train([batch]))
-            written.result(600)
-            found.setdefault("written_beside_s", []).append(time.perf_counter() - began)
-            size = sum(file.stat().st_size for file in (folder / "beside").iterdir())
-            shutil.rmtree(folder / "waiting")
-            shutil.rmtree(folder / "beside")
-            print(
-                f"round {number}: { {name: round(each[-1], 3) for name, each in found.items()} }",
-                file=sys.stderr,
-            )
+            size = _round(trainer, batch, folder, seconds)
+            newest = {name: round(each[-1], 3) for name, each in seconds.items()}
+            print(f"round {number}: {newest}", file=sys.stderr)
         trainer.close()
-    medians = {name: round(median(each[1:]), 4) for name, each in found.items()}
+    medians = {name: round(median(each[1:]), 4) for name, each in seconds.items()}
     print(
         json.dumps(
             {
@@ -101,3 +82,29 @@ def _saving(arguments: argparse.Namespace) -> int:
         )
     )
     return 0
+
+
+def _round(trainer: Any, batch: list[Any], folder: Path, seconds: dict[str, list[float]]) -> int:
+    """Save once while training waits and once beside it. Returns the size of a checkpoint.
+
+    ``seconds`` gets a value for each part.
+    """
+
+    def clock(name: str, act: Any) -> Any:
+        began = time.perf_counter()
+        answer = act()
+        seconds.setdefault(name, []).append(time.perf_counter() - began)
+        return answer
+
+    clock("update_s", lambda: trainer.train([batch]))
+    clock("held_waiting_s", lambda: trainer.save(str(folder / "waiting")))
+    trainer.train([batch])
+    began = time.perf_counter()
+    saving = clock("held_beside_s", lambda: trainer.begin_save(str(folder / "beside")))
+    clock("update_beside_s", lambda: trainer.train([batch]))
+    saving.result(600)
+    seconds.setdefault("written_beside_s", []).append(time.perf_counter() - began)
+    size = sum(file.stat().st_size for file in (folder / "beside").iterdir())
+    shutil.rmtree(folder / "waiting")
+    shutil.rmtree(folder / "beside")
+    return size

@@ -174,7 +174,7 @@ def test_killed_engines_are_replaced_before_any_traffic_and_leave_nothing(
             (core,), (worker,) = engine_cores(actor), engine_workers(actor)
             (core if number == 1 else actor).kill()
             made.until(
-                lambda: len(made.named("worker_replaced", role="rollout")) == number,
+                lambda: len(made.named("worker_replaced", role="rollout")) == number,  # noqa: B023
                 "a replacement",
                 START,
             )

@@ -7,7 +7,6 @@ write there), ``port`` (TCP on loopback), ``abstract`` and ``named`` (unix socke
 ``canary`` (pids: of the host, and of a process of the same user).
 """
 
-# ruff: noqa: E501 (what is tried is short programs, one a line)
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -5,7 +5,6 @@ answers, channels between episodes.
 that is rarely read.
 """
 
-
 from __future__ import annotations
 
 from collections.abc import Mapping

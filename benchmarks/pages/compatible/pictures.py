@@ -18,7 +18,7 @@ GREY, COLOUR, PALETTE, GREY_ALPHA, COLOUR_ALPHA = 0, 2, 3, 4, 6
 def png_of(
     depth: int, kind: int, row: bytes, width: int, transparent: bytes = b"", palette: bytes = b""
 ) -> bytes:
-    """A PNG of one row of pixels, chunk by chunk: PIL writes only some of the forms that it reads."""
+    """A PNG of one row of pixels, by chunks: PIL writes only some of the forms that it reads."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return (
@@ -82,8 +82,9 @@ PNGS = {
 
 HEADER = """## Pictures
 
-Each form in which a PNG keeps its pixels: the colours that the policy is shown, one after the other. Transparent ones stand on
-white, as vLLM and qwen-vl-utils show them; 16 bits become the nearest of 8.
+Each form in which a PNG keeps its pixels: the colours that the policy is shown, one after the
+other. Transparent ones stand on white, as vLLM and qwen-vl-utils show them; 16 bits become the
+nearest of 8.
 
 | PNG | colours shown |
 |---|---|"""

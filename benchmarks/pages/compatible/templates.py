@@ -59,15 +59,17 @@ CONVERSATIONS: dict[str, Sequence[Sequence[dict[str, Any]]]] = {
 COLUMNS = ("prompts", "tools", "calls", "answers", "next user", "tool results")
 HEADER = """## Chat templates
 
-Each template as its models are published with it, on a tokenizer of their form with their special tokens.
+Each template as its models are published with it, on a tokenizer of their form with their special
+tokens.
 
-- prompts: the tokens of a question, of one behind a system message, and of one behind an answer equal transformers'
+- prompts: the tokens of a question, of one behind a system message, and of one behind an answer
+  equal transformers'
 - tools, calls: so do those of a prompt with tools, and with a call and its result in the history
-- answers: a supervised answer has the tokens that it has in the whole conversation; *same text* where its first characters would
-  be one token with the header's last ones, which a policy that is asked cannot sample
-- next user, tool results: what is appended to a sampled answer is what the template writes behind one. Where results of tools
-  are refused, `role: user` of `ToolCalls` shows them
-"""
+- answers: a supervised answer has the tokens that it has in the whole conversation; *same text*
+  where its first characters would be one token with the header's last ones, which a policy that is
+  asked cannot sample
+- next user, tool results: what is appended to a sampled answer is what the template writes behind
+  one. Where results of tools are refused, `role: user` of `ToolCalls` shows them """
 
 
 def section() -> Iterator[str]:

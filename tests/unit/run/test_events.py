@@ -60,7 +60,7 @@ def test_every_kind_and_every_field_says_what_it_means() -> None:
     silent = [
         kind
         for kind, cls in KINDS.items()
-        if not (cls.__doc__ or "").endswith(".") or cls.__doc__ == "."
+        if not (cls.__doc__ or "").rstrip().endswith(".") or cls.__doc__ == "."
     ]
     silent += [f"{cls.__name__}.{name}" for cls in KINDS.values() for name in unexplained(cls)]
     assert not silent
