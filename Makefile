@@ -10,9 +10,9 @@ VENV_ADAPTERS ?= .venv-adapters
 # Tests that start real runs wait more than they compute: three at a time keep two cores busy.
 WORKERS ?= 3
 BIN := $(VENV)/bin
-PROSE := README.md AGENTS.md CONTRIBUTING.md CHANGELOG.md docs deploy rayloop judge recipes actors cluster serve_apps benchmarks
+PROSE := README.md AGENTS.md CONTRIBUTING.md CHANGELOG.md docs deploy rayloop judge recipes actors cluster serve_apps benchmarks tools examples
 PAGES = $(shell find *.md docs deploy recipes -name "*.md")
-PACKAGES := rayloop judge recipes actors cluster serve_apps benchmarks tests
+PACKAGES := rayloop judge recipes actors cluster serve_apps benchmarks tools examples tests
 SPEC := pyproject.toml constraints.txt
 
 .PHONY: fast test test-adapters test-alerts test-commands test-env test-faults test-gpu-fake test-judge test-k8s test-nodes test-slurm test-stranger test-vllm lint quickstart digits docs site
@@ -89,18 +89,18 @@ runs/models/digits-warm/config.json: runs/data/digits/train.jsonl | $(VENV)/.run
 
 # The pages as a site with search, in build/site.
 site: $(VENV)/.site
-	$(BIN)/python -m benchmarks.pages.site build/site
+	$(BIN)/python -m tools.pages.site build/site
 
 docs: $(VENV)/.run
-	$(BIN)/python -m benchmarks.pages.metrics > docs/metrics.md
-	$(BIN)/python -m benchmarks.pages.events > docs/events.md
-	$(BIN)/python -m benchmarks.pages.config rayloop.run.config:RunConfig > docs/config.md
-	$(BIN)/python -m benchmarks.pages.config rayloop.sft.stage:SftConfig > docs/sft.md
-	$(BIN)/python -m benchmarks.pages.config components > docs/components.md
-	$(BIN)/python -m benchmarks.pages.doctor > docs/doctor.md
-	$(BIN)/python -m benchmarks.pages.published > docs/published_values.md
-	$(BIN)/python -m benchmarks.pages.idle > docs/idle_settings.md
-	$(BIN)/python -m benchmarks.pages.compatibility > docs/compatibility.md
+	$(BIN)/python -m tools.pages.metrics > docs/metrics.md
+	$(BIN)/python -m tools.pages.events > docs/events.md
+	$(BIN)/python -m tools.pages.config rayloop.run.config:RunConfig > docs/config.md
+	$(BIN)/python -m tools.pages.config rayloop.sft.stage:SftConfig > docs/sft.md
+	$(BIN)/python -m tools.pages.config components > docs/components.md
+	$(BIN)/python -m tools.pages.doctor > docs/doctor.md
+	$(BIN)/python -m tools.pages.published > docs/published_values.md
+	$(BIN)/python -m tools.pages.idle > docs/idle_settings.md
+	$(BIN)/python -m tools.pages.compatibility > docs/compatibility.md
 
 # What pip says may be long: the last line says what to do. What is installed is kept.
 FAILED = { echo "rayloop: pip failed, see above: a network that is gone, a full disk, or a package without a wheel for this Python and" \

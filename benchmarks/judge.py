@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -161,9 +162,8 @@ async def _single_calls(stub: str, calls: int, number: int) -> dict[str, float]:
         for block in range(10):
             items = [_item(n, f"single {number}.{block}") for n in range(part)]
             bodies = [JudgeRequest(items=(item,)).model_dump(mode="json") for item in items]
-            bare += await _times(
-                lambda n, bodies=bodies: http.post("/v1/judge", json=bodies[n]), part
-            )  # type: ignore[misc]
+            post = partial(http.post, "/v1/judge")
+            bare += await _times(lambda n, bodies=bodies, post=post: post(json=bodies[n]), part)  # type: ignore[misc]
             ours += await _times(lambda n, items=items: client.judge(items[n], PATIENCE), part)  # type: ignore[misc]
             known += await _times(lambda n, items=items: client.judge(items[n], PATIENCE), part)  # type: ignore[misc]
     await client.close()

@@ -158,7 +158,7 @@ EXPERIMENTS = {
         by_source=True,
         needs=(
             "python -m rayloop data prepare reasoning --out runs/data/reasoning;"
-            " benchmarks/makers/smollm2.py"
+            " tools/makers/smollm2.py"
         ),
         training=(
             "reward/mean",
@@ -271,9 +271,9 @@ EXPERIMENTS = {
         "evaluation.every=4",
         needs=(
             "python -m rayloop data prepare pyvision --out runs/data/pyvision; python -m"
-            " benchmarks.makers.code_demonstrations runs/data/pyvision_original --rows 400 --config"
+            " tools.makers.code_demonstrations runs/data/pyvision_original --rows 400 --config"
             " recipes/pyvision/quickstart_original.yaml; python -m rayloop sft"
-            " benchmarks/makers/pyvision/original.yaml"
+            " tools/makers/pyvision/original.yaml"
         ),
     ),
     "variants_chart_rvr": _variants(

@@ -4,7 +4,7 @@ with intervals over seeds.
     python -m benchmarks.evidence menu      continues benchmarks/evidence/menu.json and prints the
     table
 
-Each entry trains the policy of benchmarks/trainer/one_file.py to point at elements of web pages,
+Each entry trains the policy of examples/grpo_in_one_file.py to point at elements of web pages,
 STEPS steps of 8 groups of 8 answers and two updates, at its paper's defaults, with the trainer of a
 run (``FsdpEngine``) in one process. Before and after, the policy answers the held-out pages:
 greedily, and sampled as in training.
@@ -26,7 +26,7 @@ import torch
 from pydantic import TypeAdapter
 
 from benchmarks.evidence.costs import T_975
-from benchmarks.trainer import one_file
+from examples import grpo_in_one_file as one_file
 from rayloop.core.groups import Credit, Group, Scored
 from rayloop.core.protocols import ScoreContext, TrainItem
 from rayloop.core.types import Sampling, TokenPrompt, Version, derive
@@ -97,7 +97,7 @@ BEFORE: dict[int, dict[str, float]] = {}
 
 
 class Trained(one_file.OneFile):
-    """benchmarks/trainer/one_file.py with any loss and advantage."""
+    """examples/grpo_in_one_file.py with any loss and advantage."""
 
     def __init__(
         self, seed: int, loss: LossSettings, advantage: AdvantageChoice, meeting: str

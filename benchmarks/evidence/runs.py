@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence.experiments import SUPERVISED, Experiment
-from benchmarks.makers.random_clicks import play
 from benchmarks.measure import BenchFailed, machine
 from benchmarks.processes import EVERY, Tree
 from rayloop.config.settings import load
@@ -22,6 +21,7 @@ from rayloop.measure.controls import RIGHT, SAMPLED, Item, gains, means, summari
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder
 from rayloop.run.held_out import read_items
+from tools.makers.random_clicks import play
 
 RUNS = Path("runs/evidence")
 PLACES = 4

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -62,10 +63,8 @@ def probe(place: Place) -> Found:
                 f"update, micro-batches of {tokens} tokens, checkpointing"
                 f" {'on' if checkpointing else 'off'}"
             )
-            yield (
-                name,
-                attempt(lambda n=tokens, c=checkpointing: _update(folder, items, most, n, c)),
-            )  # type: ignore[misc]
+            update = partial(_update, folder, items, most, tokens, checkpointing)
+            yield name, attempt(update)
     if torch.cuda.is_available():  # on a CPU it does not train
         os.environ["RAYLOOP_ATTENTION"] = "flex"
         name = "update with FlexAttention, micro-batches of 16384 tokens, checkpointing on"

@@ -25,7 +25,6 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from safetensors.numpy import save_file
 
-from benchmarks.pages.doctor import page
 from rayloop.doctor import checks, machine, network, software
 from rayloop.doctor.finding import Finding, size
 from rayloop.envs.browser.containment import Confinement
@@ -36,6 +35,7 @@ from rayloop.run.demand import bundles, total
 from rayloop.sandbox.levels import ATTACKS, Reached
 from rayloop.sandbox.options import Level
 from tests.support.heads import free_ports
+from tools.pages.doctor import page
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30

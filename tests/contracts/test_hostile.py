@@ -25,7 +25,6 @@ import pytest
 
 import rayloop.envs
 import rayloop.recipes
-from benchmarks.pages.config import COMPONENTS
 from rayloop.actors.reward import RewardActor
 from rayloop.config.settings import Component, SettingsModel
 from rayloop.core import failures
@@ -53,6 +52,7 @@ from tests.support.reward_cases import RewardCase, judged
 from tests.support.reward_cases import stub as stub
 from tests.support.runs import ROOT
 from tests.support.spiteful import serving
+from tools.pages.config import COMPONENTS
 
 HERE = __name__
 TURNS = 6

@@ -1,7 +1,7 @@
 """What every reader keeps to: the shipped ones and that of the documentation, on rows of JSONL and
 of parquet.
 
-A new reader: a line in ``benchmarks/pages/config.py``, and two of its rows here.
+A new reader: a line in ``tools/pages/config.py``, and two of its rows here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import pytest
 import yaml
 from PIL import Image
 
-from benchmarks.pages.config import COMPONENTS
 from rayloop.cli import main
 from rayloop.config.settings import Component
 from rayloop.core.failures import DataFailure
@@ -28,6 +27,7 @@ from rayloop.data.dataset import Dataset
 from rayloop.run.config import DataSettings
 from tests.support.packages import package_marks
 from tests.support.pages import write_snippets
+from tools.pages.config import COMPONENTS
 
 Row = dict[str, Any]
 CHAT: list[Row] = [

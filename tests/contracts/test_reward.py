@@ -1,7 +1,7 @@
 """What every reward source keeps to: the shipped ones, functions of each form, plain and coroutine,
 alone and per group.
 
-A new source: a line in ``benchmarks/pages/config.py`` and a case in
+A new source: a line in ``tools/pages/config.py`` and a case in
 ``tests/support/reward_cases.py``.
 """
 
@@ -15,7 +15,6 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.pages.config import COMPONENTS
 from rayloop.config.settings import check_components, load
 from rayloop.core.groups import Scored, Unscored
 from rayloop.rewards.functions import around
@@ -25,6 +24,7 @@ from tests.support.packages import package_marks
 from tests.support.pages import write_snippets
 from tests.support.reward_cases import CASES, RewardCase, judged, outcomes, values
 from tests.support.reward_cases import stub as stub
+from tools.pages.config import COMPONENTS
 
 ODD = [
     "",

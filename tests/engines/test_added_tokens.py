@@ -9,9 +9,9 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForImageTextToText
 
-from benchmarks.makers.added_tokens import add_tokens
 from rayloop.core.failures import ConfigError
 from rayloop.engines.tiny_vlm import write_tiny_vlm
+from tools.makers.added_tokens import add_tokens
 
 
 def test_new_tokens_begin_with_what_others_know(tmp_path: Path) -> None:

@@ -13,13 +13,13 @@ from tests.envs.programs import needs
 
 pytest.importorskip("playwright", reason="make test-env installs playwright")
 
-from benchmarks.makers.browser_clicks import TURNS, WARM_PAGES, demonstrated, record
-from benchmarks.makers.random_clicks import ARM, play
 from rayloop.envs.grammar.actions import Actions
 from rayloop.envs.grammar.scanner import read
 from rayloop.recipes.arpo.prepare import PAGES, rows
 from rayloop.run.folder import RunFolder
 from tests.support.runs import ledger_closes
+from tools.makers.browser_clicks import TURNS, WARM_PAGES, demonstrated, record
+from tools.makers.random_clicks import ARM, play
 
 pytestmark = [pytest.mark.env, needs("chromium-headless-shell", "bwrap")]
 

@@ -23,7 +23,6 @@ import psutil
 import pytest
 from PIL import Image
 
-from benchmarks.makers.action_text import write
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.envs.desktop.environment import DesktopTasks
@@ -33,6 +32,7 @@ from rayloop.envs.grammar.actions import Actions, Click, Hotkey, Point
 from rayloop.envs.grammar.screens import Pointing
 from tests.envs.desktop_solutions import SOLUTIONS, key, typed
 from tests.support.runs import eventually
+from tools.makers.action_text import write
 
 LACKS = missing()
 pytestmark = [pytest.mark.env, pytest.mark.skipif(bool(LACKS), reason=f"missing here: {LACKS}")]

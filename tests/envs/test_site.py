@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.pages import site
 from tests.envs.programs import needs
+from tools.pages import site
 
 pytest.importorskip("playwright", reason="make test-env installs playwright")
 pytest.importorskip("mkdocs", reason="make test-env installs mkdocs-material")

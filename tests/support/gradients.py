@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.pages.idle import Changes, built
 from rayloop.grpo.idle import Situation
 from rayloop.grpo.losses.policy import Denominator, PolicyLoss, entropy_bound, token_weights
+from tools.pages.idle import Changes, built
 
 LENGTHS = (*range(6, 18), *range(6, 18), 12, 12)
 

@@ -9,7 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("rayloop", "judge", "recipes", "actors", "cluster", "serve_apps", "benchmarks")
+PACKAGES = (
+    "rayloop",
+    "judge",
+    "recipes",
+    "actors",
+    "cluster",
+    "serve_apps",
+    "benchmarks",
+    "tools",
+    "examples",
+)
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 FILE_LINES = 500
 FUNCTION_LINES = 60
@@ -21,7 +31,11 @@ def module_name(path: Path) -> str:
     linked there.
     """
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    return name if name.split(".")[0] in ("rayloop", "benchmarks") else f"rayloop.{name}"
+    return (
+        name
+        if name.split(".")[0] in ("rayloop", "benchmarks", "tools", "examples")
+        else f"rayloop.{name}"
+    )
 
 
 def modules_below(*names: str) -> list[str]:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.pages.config import count_fields
 from rayloop.run.config import RunConfig
 from tests.support.runs import ROOT
+from tools.pages.config import count_fields
 
 KEYS = 121
 TOKENS = 415_000

@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("rayloop", "judge", "recipes", "actors", "cluster", "serve_apps", "benchmarks")
+PACKAGES = (
+    "rayloop",
+    "judge",
+    "recipes",
+    "actors",
+    "cluster",
+    "serve_apps",
+    "benchmarks",
+    "tools",
+    "examples",
+)
 INTERNAL = ("vllm.v1", "vllm.distributed", "vllm.model_executor", "transformers.integrations")
 """Modules without an underscore whose contents their libraries do not promise either."""
 BINDINGS = ("ProcessGroupGloo", "ProcessGroupNCCL")
@@ -42,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
         "vllm.model_executor.layers.utils",
         "vllm.model_executor.layers.vocab_parallel_embedding",
     },
-    "benchmarks/trainer/one_file.py": {"_foreach_mul_"},
+    "examples/grpo_in_one_file.py": {"_foreach_mul_"},
     "rayloop/engines/profiling.py": {
         "torch._C._profiler",
         "_ExperimentalConfig",

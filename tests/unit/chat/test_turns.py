@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.pages.compatible.artefacts import FORMS, PUBLISHED, Published, folder_of
 from rayloop.chat import template as module
 from rayloop.chat.rendering import Renderer
 from rayloop.config.model import ModelSettings
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.types import Message
+from tools.pages.compatible.artefacts import FORMS, PUBLISHED, Published, folder_of
 
 BY_NAME = {one.name: one for one in PUBLISHED}
 HI, NEXT = Message("user", ("hi",)), Message("user", ("next",))

@@ -19,7 +19,6 @@ import pytest
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from benchmarks.pages.config import COMPONENTS, components_page, count_fields, describe, page
 from rayloop.config.explain import kind_of, models, walk
 from rayloop.config.settings import (
     Component,
@@ -36,6 +35,7 @@ from rayloop.run.lifetime import RecoverySettings
 from rayloop.serve_apps.settings import ServeFile
 from rayloop.sft.stage import SftConfig
 from tests.support.runs import set_key, settings
+from tools.pages.config import COMPONENTS, components_page, count_fields, describe, page
 
 Write = Callable[..., Path]
 

@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from benchmarks.pages.config import COMPONENTS
 from rayloop.config.explain import keys, short, walk
 from rayloop.config.settings import Component, SettingsModel, check_components, dump, load
 from rayloop.core.failures import ConfigError
@@ -24,6 +23,7 @@ from rayloop.run.config import RunConfig
 from rayloop.run.records.jsonl import encode
 from rayloop.serve_apps.settings import ServeFile
 from rayloop.sft.stage import SftConfig
+from tools.pages.config import COMPONENTS
 
 INFINITE = {("Correction", "high"), ("Correction", "veto")}
 """No upper bound of a correction is one: the only numbers that may be infinite."""

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.pages.compatible.pictures import PNGS, WHITE
 from rayloop.core.failures import DataFailure
 from rayloop.data.images import decode, portable
 from rayloop.data.published.prepare import Pictures
 from rayloop.sandbox.cells import Video
 from rayloop.sandbox.pictures import rgb
+from tools.pages.compatible.pictures import PNGS, WHITE
 
 
 def saved(image: Image.Image, kind: str, **options: object) -> bytes:

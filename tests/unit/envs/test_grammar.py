@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.makers.action_text import Spelling, write, written
 from rayloop.envs.grammar.actions import (
     Action,
     Actions,
@@ -36,6 +35,7 @@ from rayloop.envs.grammar.calls import FUNCTIONS, KEYS, NAMED
 from rayloop.envs.grammar.scanner import read
 from rayloop.envs.grammar.screens import Pointing
 from tests.support.growth import grows_with_length
+from tools.makers.action_text import Spelling, write, written
 
 AT = Point(966, 546)
 SPELLINGS: tuple[Spelling, ...] = ("box", "box_tokens", "point")

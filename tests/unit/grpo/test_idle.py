@@ -12,7 +12,6 @@ import pytest
 import torch
 import yaml
 
-from benchmarks.pages.idle import ENTRIES, SITUATIONS, Changes, baseline, built, cell, idles, page
 from rayloop.core.groups import Group, Scored
 from rayloop.core.types import EndReason, Task, TrajectoryId
 from rayloop.doctor import checks
@@ -24,6 +23,7 @@ from rayloop.run.preflight import idle_settings
 from tests.support.gradients import apart
 from tests.support.runs import ROOT
 from tests.unit.groups import make_member
+from tools.pages.idle import ENTRIES, SITUATIONS, Changes, baseline, built, cell, idles, page
 
 torch.set_num_threads(1)
 CELLS = [
@@ -69,7 +69,7 @@ def test_what_is_said_to_do_nothing_does_nothing_and_all_else_acts(
 
 def test_the_page_is_the_menus() -> None:
     assert (ROOT / "docs/idle_settings.md").read_text(encoding="utf-8") == page(), (
-        "python -m benchmarks.pages.idle"
+        "python -m tools.pages.idle"
     )
 
 

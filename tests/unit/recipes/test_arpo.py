@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks.makers.browser_clicks import STEP, WARM_PAGES, DemonstratedClicks, beginnings, hasty
 from rayloop.cli import main as cli
 from rayloop.config.settings import check_components, load
 from rayloop.core.groups import Scored, Unscored
@@ -22,6 +21,7 @@ from rayloop.recipes.arpo.prepare import PAGES, ROWS, main, rows
 from rayloop.recipes.arpo.reward import ArpoReward
 from rayloop.run.config import RunConfig
 from rayloop.sft.stage import SftConfig
+from tools.makers.browser_clicks import STEP, WARM_PAGES, DemonstratedClicks, beginnings, hasty
 
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "recipes/arpo"
@@ -150,7 +150,7 @@ def test_an_action_is_four_tokens_of_the_shipped_model() -> None:
 
 
 def test_every_page_of_the_demonstrations_has_a_rule() -> None:
-    rules = (ROOT / "benchmarks/makers/arpo/targets.js").read_text(encoding="utf-8")
+    rules = (ROOT / "tools/makers/arpo/targets.js").read_text(encoding="utf-8")
     assert all(f"'{page}'" in rules for page in WARM_PAGES)
     assert [row["seed"] for row in rows("warm", 2)] == [
         "warm-click-button-0",
@@ -169,7 +169,7 @@ def test_the_configurations_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
                 config.model.min_pixels,
                 config.model.max_pixels,
             )
-    warm = load(ROOT / "benchmarks/makers/arpo/warm.yaml", [], SftConfig)
+    warm = load(ROOT / "tools/makers/arpo/warm.yaml", [], SftConfig)
     check_components(warm)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from benchmarks.makers.drawn_charts import HEIGHT, KINDS, MADE, WIDTH, chart, figure, main
 from rayloop.config.settings import check_components
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.groups import Scored
@@ -25,6 +24,7 @@ from rayloop.recipes.chart_rvr.data import ChartAnswers, ChartRows
 from rayloop.recipes.chart_rvr.prepare import charts
 from rayloop.recipes.chart_rvr.rewards.reward import ChartReward
 from rayloop.run.config import read
+from tools.makers.drawn_charts import HEIGHT, KINDS, MADE, WIDTH, chart, figure, main
 
 RECIPE = Path(__file__).parents[3] / "recipes/chart_rvr"
 PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from benchmarks.makers.hasty_charts import HastyAnswers
 from rayloop.config.settings import check_components, load
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
@@ -38,6 +37,7 @@ from rayloop.recipes.chart_rvr.prepare import (
 from rayloop.recipes.chart_rvr.rewards.reward import ChartReward
 from rayloop.run.config import RunConfig, read
 from rayloop.sft.stage import SftConfig
+from tools.makers.hasty_charts import HastyAnswers
 
 RECIPE = Path(__file__).parents[3] / "recipes/chart_rvr"
 QUICKSTART = RECIPE / "quickstart.yaml"
@@ -157,7 +157,7 @@ def test_the_shipped_configurations_are_valid(monkeypatch: pytest.MonkeyPatch) -
         check_components(one)
     assert (Path(config.model.path) / "model.safetensors").stat().st_size < 1_500_000
     stages = [
-        load(RECIPE.parents[1] / f"benchmarks/makers/chart_rvr/{name}.yaml", [], SftConfig)
+        load(RECIPE.parents[1] / f"tools/makers/chart_rvr/{name}.yaml", [], SftConfig)
         for name in ("warm", "loosen")
     ]
     for stage in stages:

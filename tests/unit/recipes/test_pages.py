@@ -10,8 +10,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.makers import rendered_pages as miniwob
-from benchmarks.makers.rendered_pages import (
+from rayloop.cli import main
+from rayloop.core.failures import ConfigError
+from rayloop.data.dataset import Dataset
+from rayloop.data.images import decode
+from rayloop.recipes.arc_vision.data import GroundingRows
+from tools.makers import rendered_pages as miniwob
+from tools.makers.rendered_pages import (
     OOD_PAGES,
     PAGES,
     ROWS,
@@ -22,11 +27,6 @@ from benchmarks.makers.rendered_pages import (
     digest,
     read_parquet,
 )
-from rayloop.cli import main
-from rayloop.core.failures import ConfigError
-from rayloop.data.dataset import Dataset
-from rayloop.data.images import decode
-from rayloop.recipes.arc_vision.data import GroundingRows
 
 MANIFEST = json.loads((SHIPPED / "manifest.json").read_text(encoding="utf-8"))
 READER = "rayloop.recipes.arc_vision.data:GroundingRows"

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.pages.fits import SEVEN, THREE, of_cards, of_roles
-from benchmarks.pages.published import ABSENT, configurations, files, page, value_at
 from rayloop.engines.settings import FsdpSettings
 from rayloop.estimate.memory import GIB, RoleMemory
 from tests.support.runs import ROOT
+from tools.pages.fits import SEVEN, THREE, of_cards, of_roles
+from tools.pages.published import ABSENT, configurations, files, page, value_at
 
 FILES = files()
 SECTIONS = {"source", "default", "faithful", "cards", "values", "differences", "prompts"}

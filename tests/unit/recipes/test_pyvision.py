@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.makers.code_demonstrations import CluedRows, CodeDemonstrations, code
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.recipes.pyvision.data import QuestionRows, answered
 from rayloop.recipes.pyvision.prepare import CARDS, COLOURED, COUNTED, DOTS, SIDE, scene
 from rayloop.sft.stage import Examples, SftConfig
+from tools.makers.code_demonstrations import CluedRows, CodeDemonstrations, code
 
 SHOWN = 112
 """Pixels of a page's side as the tiny model sees it."""
@@ -96,7 +96,7 @@ def demonstration(folder: Path) -> Task:
 
 
 def examples(vision_folder: Path, **settings: Any) -> Examples:
-    use = {"use": "benchmarks.makers.code_demonstrations:CodeDemonstrations", "with": settings}
+    use = {"use": "tools.makers.code_demonstrations:CodeDemonstrations", "with": settings}
     rows = {"train": "x.jsonl", "reader": {"use": "rayloop.recipes.pyvision.data:QuestionRows"}}
     given = {
         "output": "x",

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.pages.events import COMMON, reference
 from rayloop.cluster.loop.loggers import open_logger
 from rayloop.core import events, incidents
 from rayloop.core.failures import DataFailure
@@ -27,6 +26,7 @@ from rayloop.run.reporter import Reporter, Updates
 from rayloop.view.words import EXAMPLE
 from tests.support.event_records import validate
 from tests.support.runs import settings
+from tools.pages.events import COMMON, reference
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("rayloop", "judge", "recipes", "actors", "cluster", "serve_apps", "benchmarks")
@@ -48,7 +48,7 @@ def constructed() -> dict[str, set[str]]:
 
 def test_the_page_is_made_from_the_table() -> None:
     assert (ROOT / "docs/events.md").read_text(encoding="utf-8") == reference(), (
-        "run: python -m benchmarks.pages.events > docs/events.md"
+        "run: python -m tools.pages.events > docs/events.md"
     )
 
 

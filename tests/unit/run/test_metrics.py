@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.pages.metrics import reference
 from rayloop.cluster.loop.loggers import open_logger
 from rayloop.core.groups import (
     Credit,
@@ -29,13 +28,14 @@ from rayloop.run.records.step_metrics import Collected, step_metrics
 from rayloop.run.reporter import Reporter
 from tests.support.runs import settings
 from tests.unit.groups import make_group, make_member
+from tools.pages.metrics import reference
 
 DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
 
 
 def test_the_page_is_made_from_the_table() -> None:
     assert DOCS.read_text(encoding="utf-8") == reference(), (
-        "run: python -m benchmarks.pages.metrics > docs/metrics.md"
+        "run: python -m tools.pages.metrics > docs/metrics.md"
     )
 
 

@@ -1,0 +1,71 @@
+"""docs/compatibility.md: what it says is tried here, artefact by artefact."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import ROOT
+from tools.pages.compatible import pictures, rows, templates, tokenizers
+from tools.pages.compatible.artefacts import FORMS, PUBLISHED, Published
+
+PAGE = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")
+
+
+def cells(first: str) -> list[str]:
+    """The cells behind the first one of a line of the page."""
+    (line,) = (line for line in PAGE.splitlines() if line.startswith(f"| {first} |"))
+    return [cell.strip() for cell in line.strip("|").split("|")][1:]
+
+
+@pytest.mark.parametrize("one", PUBLISHED, ids=lambda one: one.name)
+def test_a_published_template_is_asked_and_continued_as_transformers_renders_it(
+    one: Published,
+) -> None:
+    found = list(templates.tried(one).values())
+    assert templates.DIFFERS not in found
+    assert (found[0], found[4]) == (
+        templates.EQUAL,
+        templates.EQUAL,
+    ), "prompts, and a user who goes on"
+    assert cells(one.name)[2:] == found, "make docs"
+
+
+def test_every_family_of_text_that_the_readme_names_has_a_published_template() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| load: text \|(.*)\|$", readme, re.MULTILINE)
+    tried = {kind for one in PUBLISHED for kind in one.kinds}
+    assert {*re.findall(r"`(\w+)`", row)} - tried == {
+        "smollm3",
+        "glm4",
+    }, "run with tiny weights and another template"
+
+
+def test_each_template_is_in_the_table_and_has_a_source() -> None:
+    folder: Path = ROOT / "tests/published"
+    assert {file.stem for file in folder.glob("*.jinja")} == {one.name for one in PUBLISHED}
+    assert "Apache-2.0" in (folder / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_of_tokenizer_has_transformers_tokens_and_keeps_typed_markup_text(
+    form: str,
+) -> None:
+    assert tokenizers.tried(form) == (True, True, True)
+    assert cells(form)[1:] == [templates.EQUAL] * 3
+
+
+def test_each_layout_of_rows_is_read_as_the_page_says() -> None:
+    lines = list(rows.section())
+    assert [line for line in lines if line not in PAGE] == [], "make docs"
+    refused = [line for line in lines if "refused" in line]
+    assert len(refused) == 2, "films, and a prompt that is a number"
+
+
+@pytest.mark.parametrize("name", pictures.PNGS)
+def test_each_form_of_picture_is_shown_as_the_page_says(name: str) -> None:
+    data, colours = pictures.PNGS[name]
+    assert pictures.shown(data) == ["#" + bytes(colour).hex() for colour in colours]
+    assert cells(name) == [", ".join(pictures.shown(data))], "make docs"
