@@ -27,7 +27,6 @@ TOPS = (
     "serve_apps",
     "benchmarks",
     "tools",
-    "examples",
     "tests",
     "docs",
     "deploy",
