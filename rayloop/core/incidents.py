@@ -20,7 +20,7 @@ class WaitingForResources(Event, by="cluster/services.py"):
     """How long it is waited for (`recovery.start_timeout`)."""
 
 
-class Changed(Event, by="cluster/driver.py"):
+class Changed(Event, by="cluster/loop/restoring.py"):
     """The run continues from its checkpoint with other values. To do: check that you meant it."""
 
     values: Mapping[str, tuple[Any, Any]]
@@ -46,7 +46,7 @@ class WarningEvent(Event, by="cluster/driver.py"):
     why: str
 
 
-class UpdatesSkipped(Event, by="cluster/driver.py"):
+class UpdatesSkipped(Event, by="cluster/loop/recording.py"):
     """The gradient of updates was not finite: they changed nothing, and their trajectories are
     spent. A run whose last step is one of these ends as diverged. To do: lower
     `policy.optimizer.lr`; look at `actor/loss` and at the rewards of the step.
@@ -78,7 +78,7 @@ class Quarantined(Event, by="rayloop/run/reporter.py"):
     """What is wrong with it."""
 
 
-class QuarantineCleared(Event, by="cluster/driver.py"):
+class QuarantineCleared(Event, by="cluster/loop/restoring.py"):
     """A run that resumes plays tasks again that were quarantined (`checkpoint.resume` names a
     checkpoint). To do: leave the key out from the next start on, or the run begins there again.
     """
@@ -147,7 +147,7 @@ class WeightsLost(Event, by="cluster/loop/weight_sync.py"):
     why: str
 
 
-class EvaluationStopped(Event, by="cluster/driver.py"):
+class EvaluationStopped(Event, by="cluster/loop/evaluating.py"):
     """A stop ended an evaluation; the run that continues begins with it."""
 
 
@@ -356,7 +356,7 @@ class WorkerReplaced(Event, by="cluster/supervision/pool.py"):
     node: str = ""
 
 
-class PolicyLostEvent(Event, by="cluster/driver.py"):
+class PolicyLostEvent(Event, by="cluster/loop/rebuilding.py"):
     """A rank of the policy died or hangs: all ranks are replaced, and the run goes on from its
     newest checkpoint. To do: the second time, read `why` and the ranks' files in `logs/`.
     """
@@ -366,7 +366,7 @@ class PolicyLostEvent(Event, by="cluster/driver.py"):
     """Host names and addresses of the nodes whose ranks failed, as far as they are known."""
 
 
-class PolicyRebuilt(Event, by="cluster/driver.py"):
+class PolicyRebuilt(Event, by="cluster/loop/rebuilding.py"):
     """All ranks of the policy are new."""
 
     seconds: float

@@ -133,14 +133,14 @@ def test_a_policy_that_collapsed_ends_with_an_alarm_a_reason_and_an_evaluation(
         played.append(step)
         return []
 
-    monkeypatch.setattr("rayloop.cluster.driver.play", play)
+    monkeypatch.setattr("rayloop.cluster.loop.evaluating.play", play)
     values = settings(tmp_path, tmp_path, keep_rollouts=0, steps=20)
     values["data"]["eval"] = values["data"]["train"]
     values["evaluation"] = {"every": 3}
     monkeypatch.setattr(
         "rayloop.cluster.driver.held_out_rows", lambda *_: [SimpleNamespace(id="t", source="")]
     )
-    monkeypatch.setattr("rayloop.cluster.driver.plays", lambda *_, **__: [])
+    monkeypatch.setattr("rayloop.cluster.loop.evaluating.plays", lambda *_, **__: [])
     (tmp_path / "evaluations").mkdir()
     driver = made_driver(RunConfig.model_validate(values), tmp_path)
     rollouts = RolloutManager()
