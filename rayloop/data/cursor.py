@@ -1,4 +1,4 @@
-"""The order in which a run visits the tasks of its dataset, and which of them stand for all."""
+"""The order in which a run visits the tasks of its dataset, and a subset that represents them."""
 
 import random
 from collections import defaultdict
@@ -10,26 +10,30 @@ from rayloop.core.types import Task, derive
 
 
 def evenly(tasks: Sequence[Task], limit: int | None) -> list[Task]:
-    """``limit`` of the tasks (None: all), in their order: as many of each data source where
-    possible, evenly spread.
+    """``limit`` of the tasks (None: all) in their order, evenly spread over the dataset.
+
+    Each data source has the same number of tasks where possible.
     """
     if limit is None or limit >= len(tasks):
         return list(tasks)
     sources: dict[str, list[int]] = defaultdict(list)
     for index, task in enumerate(tasks):
         sources[task.source].append(index)
-    chosen, left = list[int](), limit
+    selection: list[int] = []
+    remaining = limit
+    # Small sources come first, so that the larger ones get the tasks that a small one lacks.
     ascending = sorted(sources.values(), key=len)
-    for position, rows in enumerate(ascending):  # what a small source lacks, the larger ones get
-        share = min(len(rows), left // (len(ascending) - position))
-        chosen += [rows[n * len(rows) // share] for n in range(share)]
-        left -= share
-    return [tasks[index] for index in sorted(chosen)]
+    for position, rows in enumerate(ascending):
+        share = min(len(rows), remaining // (len(ascending) - position))
+        selection += [rows[n * len(rows) // share] for n in range(share)]
+        remaining -= share
+    return [tasks[index] for index in sorted(selection)]
 
 
 class TaskCursor:
-    """The next task: each epoch is a permutation from seed and epoch; with ``tiers`` [count] the
-    first visits the lowest first.
+    """Yields the next task: each epoch is a permutation that seed and epoch determine.
+
+    With ``tiers`` [count] the first epoch visits the lowest tier first.
     """
 
     def __init__(
@@ -37,7 +41,9 @@ class TaskCursor:
     ) -> None:
         if count < 1:
             raise ValueError(f"a cursor needs at least one task, not {count}")
-        self._count, self._seed, self._shuffle = count, seed, shuffle
+        self._count = count
+        self._seed = seed
+        self._shuffle = shuffle
         self._tiers = tuple(tiers)
         self._begin(0, 0)
 
@@ -68,20 +74,22 @@ class TaskCursor:
 
         Raises CheckpointError when data, seed, shuffling or tiers have changed.
         """
-        state = {"order": "", **state}  # older checkpoints have none
-        here = self.state()
-        fixed = [
-            name for name in ("count", "seed", "shuffle", "order") if state[name] != here[name]
+        state = {"order": "", **state}  # older checkpoints have no order
+        current = self.state()
+        differences = [
+            f"{name}: {state[name]} then, {current[name]} now"
+            for name in ("count", "seed", "shuffle", "order")
+            if state[name] != current[name]
         ]
-        changed = [f"{name}: {state[name]} then, {here[name]} now" for name in fixed]
-        if changed:
+        if differences:
             raise CheckpointError(
-                f"the checkpoint visits other tasks than this run ({'; '.join(changed)})"
+                f"the checkpoint visits other tasks than this run ({'; '.join(differences)})"
             )
         self._begin(int(state["epoch"]), int(state["position"]))
 
     def _begin(self, epoch: int, position: int) -> None:
-        self._epoch, self._position = epoch, position
+        self._epoch = epoch
+        self._position = position
         self._order = list(range(self._count))
         if self._shuffle:
             random.Random(derive(self._seed, "epoch", epoch)).shuffle(self._order)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from rayloop.config.explain import short
 from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import ConfigError, DataFailure
-from rayloop.core.types import ImageSource, Task
+from rayloop.core.types import ImageSource, Message, Task
 from rayloop.data.messages import (
     ENCODED,
     blank,
@@ -37,8 +37,9 @@ TRUTHS = (
 )
 """Columns in which datasets keep the answer; the first that a row has counts."""
 PROMPTS = ("prompt", "messages", "problem")
-"""Columns in which datasets keep the question; the first that a row has counts, unless another is
-named.
+"""Columns in which datasets keep the question.
+
+The first that a row has counts, unless the settings name another.
 """
 _FROM_PARQUET = re.compile(r"\.parquet:\d+$")
 _MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF")
@@ -48,8 +49,8 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
 class Reader(Protocol):
     """Turns one row into a task.
 
-    ``where`` is the row's file:line; relative image paths start at ``root``. A task whose
-    ``environment`` is empty gets the text in the row's column of that name. Raises DataFailure.
+    ``where`` is the row's file:line; relative image paths start at ``root``. A task with an empty
+    ``environment`` gets the text in the row's column of that name. Raises DataFailure.
     """
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
@@ -60,9 +61,10 @@ class Dataset:
     """The tasks of one file, without images.
 
     ``quarantine`` receives each bad row; with ``strict`` the first raises DataFailure. A row may
-    name files of its own folder only, links followed, unless they may lie ``anywhere``: it may be a
-    stranger's, who would have any file of this machine shown to the policy. Raises ConfigError when
-    no row is left, ids are equal, or a row names an environment outside ``kinds``.
+    name files of its own folder only, links followed, unless they may be ``anywhere``: the author
+    of the rows may be a stranger, who could have any file of this machine shown to the policy.
+    Raises ConfigError when no row is left, ids are equal, or a row names an environment outside
+    ``kinds``.
     """
 
     def __init__(
@@ -79,35 +81,34 @@ class Dataset:
         root = self.path.resolve().parent
         tasks: dict[str, Task] = {}
         lines: dict[str, str] = {}
-        read = 0
-        first = ""  # why the first row was left out
+        row_count = 0
+        first_failure = ""
         for where, row in rows(self.path):
-            read += 1
+            row_count += 1
             try:
                 task = _task(reader, row, where, root)
                 if not anywhere:
-                    _below(root, task, where)
+                    _check_files_below(root, task, where)
             except DataFailure as failure:
                 if strict:
                     raise
                 quarantine(failure)
-                first = first or str(failure)
+                first_failure = first_failure or str(failure)
                 continue
             if task.id in tasks:
                 raise ConfigError(
                     f"{where}: the id {task.id!r} is that of {lines[task.id]} too; ids must be"
                     " unique"
                 )
-            if kinds and task.environment and task.environment not in kinds:
-                known = ", ".join(kinds)
-                raise ConfigError(
-                    f"{where}: the row names the environment {task.environment!r}, and"
-                    f" environment.kinds has {known}. Add it there, or correct the row"
-                )
-            tasks[task.id], lines[task.id] = task, where
+            _check_environment(task, kinds, where)
+            tasks[task.id] = task
+            lines[task.id] = where
+        if not row_count:
+            raise ConfigError(f"{self.path} holds no rows")
         if not tasks:
-            why = f"no usable row among {read}. The first: {first}" if read else "no rows"
-            raise ConfigError(f"{self.path} holds {why}")
+            raise ConfigError(
+                f"{self.path} holds no usable row among {row_count}. The first: {first_failure}"
+            )
         self._tasks = tuple(tasks.values())
         self._lines = lines
 
@@ -121,26 +122,26 @@ class Dataset:
         return iter(self._tasks)
 
     def where(self, task: Task) -> str:
-        """file:line of a task of this dataset; the id of one that is not."""
+        """file:line of a task of this dataset; the id of a task of another one."""
         return self._lines.get(task.id, task.id)
 
     def warning(self, compares: bool = True) -> str:
-        """What may be wrong though every row can be read; empty when nothing is.
+        """A likely mistake in rows that can all be read; empty when nothing looks wrong.
 
         ``compares``: the reward reads answers of rows.
         """
-        return ". ".join(
-            filter(None, (self._without_truth() if compares else "", self._without_images()))
-        )
+        warnings = [self._without_truth() if compares else "", self._without_images()]
+        return ". ".join(filter(None, warnings))
 
     def _without_truth(self) -> str:
-        bare = [task for task in self._tasks if task.ground_truth is None]
-        if not bare:
+        """A warning when rows have no answer."""
+        unanswered = [task for task in self._tasks if task.ground_truth is None]
+        if not unanswered:
             return ""
-        if len(bare) < len(self):
+        if len(unanswered) < len(self):
             return (
-                f"{len(bare)} of the {len(self)} rows of {self.path} have no answer, the first at"
-                f" {self.where(bare[0])}"
+                f"{len(unanswered)} of the {len(self)} rows of {self.path} have no answer, the"
+                f" first at {self.where(unanswered[0])}"
             )
         columns = ", ".join(name for name in self._tasks[0].extra if name != "prompt") or "none"
         return (
@@ -151,28 +152,28 @@ class Dataset:
         )
 
     def _without_images(self) -> str:
-        """Columns that look like images when the policy is shown none."""
+        """A warning about columns that look like images when the policy is shown none."""
         if any(task.images for task in self._tasks):
             return ""
-        found = dict.fromkeys(
-            name for task in self._tasks for name, value in task.extra.items() if like_images(value)
-        )
-        if not found:
+        columns: dict[str, None] = {}
+        for task in self._tasks:
+            columns |= dict.fromkeys(name for name, v in task.extra.items() if like_images(v))
+        if not columns:
             return ""
         return (
             f"none of the {len(self)} rows of {self.path} shows the policy an image, though these"
-            f" columns look like images: {', '.join(found)}. Name the right one with"
+            f" columns look like images: {', '.join(columns)}. Name the right one with"
             " data.reader.with.images"
         )
 
 
 def like_images(value: Any) -> bool:
-    """Whether a column's value is what datasets keep images as, in a list or by itself."""
+    """Whether a column's value, or one in its list, has a form in which datasets store images."""
     match value:
         case list() | tuple():
             return any(map(like_images, value))
         case Mapping():
-            return any(map(like_images, (value.get("bytes"), value.get("path"))))
+            return like_images(value.get("bytes")) or like_images(value.get("path"))
         case str():
             return value.startswith(("data:image/", *ENCODED)) or value.lower().endswith(_SUFFIXES)
     return isinstance(value, bytes) and value.startswith(_MAGIC)
@@ -185,8 +186,10 @@ def _task(reader: Reader, row: Any, where: str, root: Path) -> Task:
         raise DataFailure(where, f"expected an object, found {type(row).__name__}")
     try:
         task = reader.task(row, where, root)
-        named = row.get("environment")
-        environment = named if isinstance(named, str) and not task.environment else task.environment
+        environment = task.environment
+        column = row.get("environment")
+        if isinstance(column, str) and not environment:
+            environment = column
         return dataclasses.replace(task, id=str(task.id), environment=environment)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise DataFailure(
@@ -194,30 +197,39 @@ def _task(reader: Reader, row: Any, where: str, root: Path) -> Task:
         ) from error
 
 
-def _below(root: Path, task: Task, where: str) -> None:
+def _check_environment(task: Task, kinds: Collection[str], where: str) -> None:
+    """Raises ConfigError when the row names an environment outside ``kinds``."""
+    if kinds and task.environment and task.environment not in kinds:
+        raise ConfigError(
+            f"{where}: the row names the environment {task.environment!r}, and"
+            f" environment.kinds has {', '.join(kinds)}. Add it there, or correct the row"
+        )
+
+
+def _check_files_below(root: Path, task: Task, where: str) -> None:
     """Raises DataFailure when the task names a file outside of ``root``."""
     paths = [image.path for image in task.images if image.path]
-    for video in _several(task.extra.get("videos")):
-        paths += [path for path in _several(video) if isinstance(path, str)]
+    for video in _as_sequence(task.extra.get("videos")):
+        paths += [path for path in _as_sequence(video) if isinstance(path, str)]
     for path in paths:
         # Links are followed first: one in the folder could lead to any file.
         if not Path(os.path.realpath(path)).is_relative_to(root):
-            why = (
+            raise DataFailure(
+                where,
                 f"{path} lies outside the folder of its data; data.anywhere=true allows it, for"
-                " rows that you trust"
+                " rows that you trust",
             )
-            raise DataFailure(where, why)
 
 
-def _several(value: Any) -> Sequence[Any]:
+def _as_sequence(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else (value,)
 
 
 class ChatRows:
     """Reads rows ``{prompt, images, answer, ...}``: the columns of verl, TRL and the Hub.
 
-    ``prompt`` is a text, or a list of {role, content} (or its JSON) that may have calls of tools.
-    ``tools`` has schemas, for environments without tools of their own. The k-th ``<image>`` (or
+    ``prompt`` is a text, or a list of {role, content} (or its JSON) that may have tool calls.
+    ``tools`` has schemas, for environments that have no tools themselves. The k-th ``<image>`` (or
     image part) is the row's k-th image; without any, images come first. The id is ``id``,
     ``extra_info``'s id or data_source/split/index, or file:line. ``extra`` has the keys of
     ``extra_info`` and every column except pictures that the row itself holds.
@@ -225,18 +237,21 @@ class ChatRows:
 
     class Settings(SettingsModel):
         prompt: str = "prompt"
-        """Column of the messages; by default ``messages`` (whose last answer is the row's) and
-        ``problem`` will do too. Set it when yours is called otherwise, for example ``question``.
+        """Column of the messages.
+
+        By default ``messages`` (with the row's answer as its last message) and ``problem`` are read
+        too. Set it when your column has another name, for example ``question``.
         """
         images: str = "images"
-        """Column of the images, a list or one alone; may be absent or empty.
+        """Column of the images, a list or a single one; may be absent or empty.
 
-        By default ``image`` will do too.
+        By default ``image`` is read too.
         """
         truth: str | None = None
-        """Column of the answer (``a.b``: key ``b`` of column ``a``), which every row must then
-        have. None: the first that a row has of reward_model.ground_truth, ground_truth, answer,
-        answers, solution, label, target; it may have none.
+        """Column of the answer (``a.b``: key ``b`` of column ``a``), which every row then needs.
+
+        None: the first that a row has of reward_model.ground_truth, ground_truth, answer, answers,
+        solution, label, target; it may have none.
         """
 
     def __init__(self, settings: Settings) -> None:
@@ -244,52 +259,53 @@ class ChatRows:
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
         """The row as a task. Raises DataFailure."""
-        prompt = self._prompt(row, where)
-        value = field(row, prompt, where)
-        listed = _listed(value, where)
-        plain = {"prompt": value} if isinstance(value, str) and listed is None else {}
-        said = [{"role": "user", "content": value}] if listed is None else listed
+        prompt_column = self._prompt_column(row, where)
+        prompt = field(row, prompt_column, where)
+        listed = _listed(prompt, where)
+        conversation = [{"role": "user", "content": prompt}] if listed is None else listed
         tools = parsed(row.get("tools"))
         if _FROM_PARQUET.search(where):
-            said = without_nulls(said)
+            conversation = without_nulls(conversation)
             tools = without_nulls(tools)
         answer = None
-        if prompt == "messages":
-            said, answer = _asked(said)
-        _without_films(row, said, where)
+        if prompt_column == "messages":
+            conversation, answer = _split_answer(conversation)
+        _check_only_images(row, conversation, where)
         images = self._images(row, where, root)
         info = _mapping(row, "extra_info", where)
-        shown = messages(said, images, where, root)
-        apart = {"prompt"}
-        if any(image.data is not None for message in shown for image in message.images):
-            # The task has these pictures; beside it they would cost their size once more.
-            apart.add(self._image_column(row))
+        prompt_messages = messages(conversation, images, where, root)
+        dropped = {"prompt"}
+        if any(_holds_picture(message) for message in prompt_messages):
+            # The task has these pictures; as columns they would cost their size once more.
+            dropped.add(self._image_column(row))
             if listed is not None:
-                apart.add(prompt)
-        columns = {name: value for name, value in row.items() if name not in apart}
+                dropped.add(prompt_column)
+        extra = {name: value for name, value in row.items() if name not in dropped}
+        if isinstance(prompt, str) and listed is None:
+            extra["prompt"] = prompt
         truth = self._truth(row, where)
         return Task(
             _identity(row, info, where),
-            shown,
+            prompt_messages,
             answer if truth is None else truth,
             str(row.get("data_source") or ""),
-            {**columns, **plain, **info},
+            {**extra, **info},
             tools=offered(tools),
         )
 
-    def _prompt(self, row: Mapping[str, Any], where: str) -> str:
+    def _prompt_column(self, row: Mapping[str, Any], where: str) -> str:
         """The column of the messages. Raises DataFailure for a row that has none."""
         prompt = self._settings.prompt
-        usual = PROMPTS if prompt == ChatRows.Settings().prompt else (prompt,)
-        found = next((name for name in usual if name in row), None)
-        if found is None:
-            present = ", ".join(list(row)[:20]) or "none"
-            raise DataFailure(
-                where,
-                f"no column {prompt!r}; the row's: {present}. Name the right one with"
-                " data.reader.with.prompt",
-            )
-        return found
+        candidates = PROMPTS if prompt == ChatRows.Settings().prompt else (prompt,)
+        for name in candidates:
+            if name in row:
+                return name
+        present = ", ".join(list(row)[:20]) or "none"
+        raise DataFailure(
+            where,
+            f"no column {prompt!r}; the row's: {present}. Name the right one with"
+            " data.reader.with.prompt",
+        )
 
     def _image_column(self, row: Mapping[str, Any]) -> str:
         column = self._settings.images
@@ -307,35 +323,43 @@ class ChatRows:
         name = self._settings.truth
         if name is not None:
             return field({name: _at(row, name, where)}, name, where)
-        for known in TRUTHS:
-            value = _at(row, known, where)
+        for column in TRUTHS:
+            value = _at(row, column, where)
             if not blank(value):
                 return value
         return None
 
 
-def _asked(listed: Sequence[Any]) -> tuple[Sequence[Any], Any]:
-    """The messages before a last answer, and that answer: a column ``messages`` has whole
-    conversations.
+def _holds_picture(message: Message) -> bool:
+    """Whether a message has the bytes of a picture, not its path."""
+    return any(image.data is not None for image in message.images)
+
+
+def _split_answer(listed: Sequence[Any]) -> tuple[Sequence[Any], Any]:
+    """The messages before a last answer, and that answer.
+
+    A column ``messages`` has whole conversations.
     """
     last = listed[-1] if len(listed) > 1 else None
     if not (isinstance(last, Mapping) and last.get("role") == "assistant"):
         return listed, None
-    said = last.get("content")
-    if isinstance(said, list | tuple):
-        said = "".join(str(part.get("text") or "") for part in said if isinstance(part, Mapping))
-    return listed[:-1], said
+    answer = last.get("content")
+    if isinstance(answer, list | tuple):
+        texts = [str(part.get("text") or "") for part in answer if isinstance(part, Mapping)]
+        answer = "".join(texts)
+    return listed[:-1], answer
 
 
-def _without_films(row: Mapping[str, Any], listed: Sequence[Any], where: str) -> None:
-    """Raises DataFailure for a text that has a place for a film or a sound of the row, of which the
-    policy is shown nothing.
+def _check_only_images(row: Mapping[str, Any], listed: Sequence[Any], where: str) -> None:
+    """Raises DataFailure for a text with a place for a film or a sound of the row.
+
+    The policy is shown neither.
     """
     contents = [message.get("content") for message in listed if isinstance(message, Mapping)]
     texts = [content for content in contents if isinstance(content, str)]
     for kind in ("video", "audio"):
-        has_one = row.get(kind) or row.get(f"{kind}s")
-        if has_one and any(f"<{kind}>" in text for text in texts):
+        in_row = row.get(kind) or row.get(f"{kind}s")
+        if in_row and any(f"<{kind}>" in text for text in texts):
             raise DataFailure(
                 where,
                 f"<{kind}> in a text: the policy is shown no {kind}. Give frames as images, or"
@@ -359,7 +383,7 @@ def _listed(prompt: Any, where: str) -> Any:
     if not prompt.lstrip().startswith("["):
         return None
     try:
-        found = json.loads(prompt)
+        value = json.loads(prompt)
     except (ValueError, RecursionError) as error:
         # A question may begin with a bracket; only what looks like messages is an error.
         if re.match(r"\s*\[\s*\{\s*['\"]role['\"]", prompt):
@@ -367,18 +391,16 @@ def _listed(prompt: Any, where: str) -> Any:
                 where, f"the prompt begins like a list of messages, but it is not JSON: {error}"
             ) from error
         return None
-    messages = (
-        isinstance(found, list)
-        and found
-        and all(isinstance(m, Mapping) and "role" in m for m in found)
-    )
-    return found if messages else None
+    if not isinstance(value, list) or not value:
+        return None
+    are_messages = all(isinstance(message, Mapping) and "role" in message for message in value)
+    return value if are_messages else None
 
 
 def _mapping(row: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
-    """A column of keys and values; empty when there is none.
+    """A column of keys and values; empty when the row lacks it.
 
-    Raises DataFailure for one that is something else.
+    Raises DataFailure for a column that is not an object.
     """
     value = row.get(name) or {}
     if not isinstance(value, Mapping):

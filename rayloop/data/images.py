@@ -1,5 +1,6 @@
-"""Images: checking a file before it is decoded, the processor's resize rule, and references by
-content. PIL and numpy only.
+"""Images: the check of a file before it is decoded, a model's geometry, references by content.
+
+Only PIL and numpy are used.
 """
 
 import base64
@@ -23,18 +24,29 @@ from rayloop.core.files import NO_CONTENT, content
 from rayloop.core.model_families import family
 from rayloop.core.threads import Cache
 from rayloop.core.types import ImageRef, ImageSource, PromptImage
+from rayloop.data.resizing import best_tiles, smart_resize
 from rayloop.sandbox.pictures import rgb
 
 FORMATS = ("PNG", "JPEG", "WEBP")
-"""The formats that are read. Pillow knows others, some of which start programs (EPS)."""
+"""The formats that are read.
+
+Pillow knows others, some of which start programs (EPS).
+"""
 ANIMATED = ("GIF",)
 """Formats that are read besides ``FORMATS`` where one file may be a whole video."""
 FOREIGN = ("GIF", "BMP", "TIFF")
 """Formats that are read besides ``FORMATS`` where a data set is prepared."""
-_OTHERS = {b"GI": "GIF", b"BM": "BMP", b"II": "TIFF", b"MM": "TIFF", b"%P": "PDF", b"<s": "SVG"}
-"""What files of other formats begin with -> the format.
+_OTHER_FORMATS = {
+    b"GI": "GIF",
+    b"BM": "BMP",
+    b"II": "TIFF",
+    b"MM": "TIFF",
+    b"%P": "PDF",
+    b"<s": "SVG",
+}
+"""First bytes of files of other formats -> the format.
 
-PIL's own message names the buffer that it read.
+PIL's message names only the buffer that it read.
 """
 MAX_ASPECT = 200
 """Qwen2-VL's processor refuses images with a side longer than this many times the other."""
@@ -49,14 +61,17 @@ A larger one is refused before it is decoded (image bombs): 50 million pixels ta
 """
 
 MOST_BYTES = 4 * MAX_PIXELS
-"""The most bytes of an image's file: a picture of ``MAX_PIXELS`` has fewer in each format that is
-read.
+"""The most bytes of an image's file.
+
+A picture of ``MAX_PIXELS`` has fewer in each format that is read.
 """
 
 
 def encoding(data: bytes) -> str:
     """``png``, ``webp`` or ``jpeg``: how the bytes of an image are encoded."""
-    return "png" if data.startswith(b"\x89PNG") else "webp" if data[8:12] == b"WEBP" else "jpeg"
+    if data.startswith(b"\x89PNG"):
+        return "png"
+    return "webp" if data[8:12] == b"WEBP" else "jpeg"
 
 
 def data_url(data: bytes) -> str:
@@ -78,17 +93,18 @@ _FILE_AT_FAULT = (
 
 @dataclass(frozen=True, slots=True)
 class ImageGeometry:
-    """How a model cuts images: ``patch`` pixels per patch side, ``merge`` x ``merge`` patches per
-    image token. ``tile``: pixels of the side of the squares that it cuts an image into, 0: none.
-    ``enlarges``: it first enlarges sides below an image token's.
-    """
+    """How a model cuts images into patches, image tokens and tiles."""
 
     patch: int
+    """Pixels of the side of a patch."""
     merge: int
+    """``merge`` x ``merge`` patches are an image token."""
     min_pixels: int
     max_pixels: int
     tile: int = 0
+    """Pixels of the side of the squares that an image is cut into; 0: none."""
     enlarges: bool = False
+    """Whether an image with a side below an image token's is enlarged first."""
 
     @property
     def factor(self) -> int:
@@ -101,32 +117,37 @@ class ImageGeometry:
         return max(1, self.max_pixels // max(1, self.tile**2))
 
     def grid(self, height: int, width: int) -> tuple[int, int, int]:
-        """(t, h, w) in patches of an image of this size in pixels; t is the number of squares, or
-        1.
+        """(t, h, w) of an image of this size in pixels: h and w are patches, t counts squares.
+
+        t is 1 for an image that is not cut into squares.
         """
         if self.tile:
             squares = best_tiles(height, width, self.tile, self.tiles)
-            return squares + (squares > 1), self.tile // self.patch, self.tile // self.patch
-        if self.enlarges and (scale := self.factor / min(height, width)) > 1:
-            height, width = int(height * scale), int(width * scale)
+            side = self.tile // self.patch
+            # An image of several squares has a thumbnail too.
+            return squares + (squares > 1), side, side
+        if self.enlarges:
+            scale = max(1.0, self.factor / min(height, width))
+            height = int(height * scale)
+            width = int(width * scale)
         rows, columns = smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
         return 1, rows // self.patch, columns // self.patch
 
 
 def image_geometry(config: Mapping[str, Any], min_pixels: int, max_pixels: int) -> ImageGeometry:
-    """Of a model by its config.json. Raises KeyError for a setting that is missing."""
-    vision, known = config["vision_config"], family(config.get("model_type", ""))
-    if known.images == "tiles":
+    """The geometry of a model by its config.json. Raises KeyError for a missing setting."""
+    vision = config["vision_config"]
+    model_family = family(config.get("model_type", ""))
+    if model_family.images == "tiles":
         patch, tile = (int(np.ravel(vision[name])[0]) for name in ("patch_size", "image_size"))
-        return ImageGeometry(
-            patch, round(1 / config["downsample_ratio"]), min_pixels, max_pixels, tile
-        )
+        merge = round(1 / config["downsample_ratio"])
+        return ImageGeometry(patch, merge, min_pixels, max_pixels, tile)
     return ImageGeometry(
         vision["patch_size"],
         vision["spatial_merge_size"],
         min_pixels,
         max_pixels,
-        enlarges=known.frames > 1,
+        enlarges=model_family.frames > 1,
     )
 
 
@@ -140,24 +161,11 @@ def probe(source: ImageSource, limit_pixels: int = MAX_PIXELS) -> tuple[bytes, i
     data = read(source)
     # ``looked_at`` has decoded it, and these bytes cannot have changed since.
     if source.data is not None and source.size is not None:
-        _fits(name, *source.size, limit_pixels)
+        _check_size(name, *source.size, limit_pixels)
         return data, *source.size
-    try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            width, height = image.size
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ImageRefused(name, f"{error}; the limit is {limit_pixels} pixels") from error
-    except _BROKEN as error:
-        reason = "" if isinstance(error, UnidentifiedImageError) else str(error)
-        other = _OTHERS.get(data[:2])
-        if other is not None:
-            reason = f"it is a {other}; convert it"
-        raise DataFailure(
-            name, f"not a readable {'/'.join(FORMATS)} image" + (f": {reason}" if reason else "")
-        ) from error
-
     # The header is compared before anything is decoded: an image bomb has a small file.
-    _fits(name, width, height, limit_pixels)
+    width, height = _size_in_header(data, name, limit_pixels)
+    _check_size(name, width, height, limit_pixels)
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             # verify() checks what decoding skips, and leaves
@@ -169,8 +177,24 @@ def probe(source: ImageSource, limit_pixels: int = MAX_PIXELS) -> tuple[bytes, i
     return data, width, height
 
 
-def _fits(name: str, width: int, height: int, limit_pixels: int) -> None:
-    """Raises ImageRefused."""
+def _size_in_header(data: bytes, name: str, limit_pixels: int) -> tuple[int, int]:
+    """Width and height by the image's header. Raises ImageRefused, DataFailure."""
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            return image.size
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ImageRefused(name, f"{error}; the limit is {limit_pixels} pixels") from error
+    except _BROKEN as error:
+        reason = "" if isinstance(error, UnidentifiedImageError) else str(error)
+        other_format = _OTHER_FORMATS.get(data[:2])
+        if other_format is not None:
+            reason = f"it is a {other_format}; convert it"
+        suffix = f": {reason}" if reason else ""
+        raise DataFailure(name, f"not a readable {'/'.join(FORMATS)} image{suffix}") from error
+
+
+def _check_size(name: str, width: int, height: int, limit_pixels: int) -> None:
+    """Raises ImageRefused for too many pixels, and for a side much longer than the other."""
     if width * height > limit_pixels:
         raise ImageRefused(name, f"{width}x{height} pixels, the limit is {limit_pixels} pixels")
     if max(width, height) > MAX_ASPECT * min(width, height):
@@ -178,11 +202,12 @@ def _fits(name: str, width: int, height: int, limit_pixels: int) -> None:
 
 
 ANSWERED = 64_000_000
-"""The most that decoding all pictures of one answer to the policy may take, in pixels of 8-bit RGB
-(``decoding``): some seconds of a busy core.
+"""The most that decoding all pictures of one answer to the policy may cost (``decoding``).
+
+The unit is a pixel of 8-bit RGB; this many take some seconds of a busy core.
 """
 NOT_SHOWN = "(image: cannot be shown)"
-"""Stands where a picture would be that is broken, too large, or one too many."""
+"""The text in place of a picture that is broken, too large, or one too many."""
 _CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
 """PNG's colour types -> their channels; a palette (3) has one."""
 
@@ -193,46 +218,48 @@ def looked_at(
     """The pictures that an action of the policy led to.
 
     Each is decoded once, here. None stands for a picture that is broken or has more than ``most``
-    pixels, for one with which all would cost more than ``ANSWERED``, and for those that come after
-    ``until`` on the monotonic clock. Files are left as they are, since the policy cannot make them.
+    pixels, for one with which all would cost more than ``ANSWERED``, and for the ones that come
+    after ``until`` on the monotonic clock. Files are left as they are, since the policy cannot make
+    them.
     """
-    left = ANSWERED
-    found: list[ImageSource | None] = []
+    budget = ANSWERED
+    result: list[ImageSource | None] = []
     for source in sources:
         if not isinstance(source, ImageSource) or source.data is None:
-            found.append(source if isinstance(source, ImageSource) else None)
+            result.append(source if isinstance(source, ImageSource) else None)
             continue
-        costs = decoding(source.data)
-        shown = None
-        if costs is not None and costs <= left and time.monotonic() < until:
-            left -= costs
-            with suppress(Exception):  # whatever a forged one makes of its decoder
+        cost = decoding(source.data)
+        picture = None
+        if cost is not None and cost <= budget and time.monotonic() < until:
+            budget -= cost
+            with suppress(Exception):  # a forged picture may raise anything in its decoder
                 _, width, height = probe(source, most)
-                shown = replace(source, size=(width, height))
-        found.append(shown)
-    return found
+                picture = replace(source, size=(width, height))
+        result.append(picture)
+    return result
 
 
 def pictures(sources: Sequence[ImageSource]) -> list[str | ImageSource]:
     """``looked_at``, with ``NOT_SHOWN`` in the place of a picture that cannot be shown."""
-    return [NOT_SHOWN if shown is None else shown for shown in looked_at(sources)]
+    return [NOT_SHOWN if picture is None else picture for picture in looked_at(sources)]
 
 
 def decoding(data: bytes) -> int | None:
-    """What decoding takes, in pixels of 8-bit RGB, by the header alone: deeper and interlaced PNGs,
-    and JPEGs of many scans, count more. None for bytes that are not an image.
+    """The cost of decoding by the header alone, in pixels of 8-bit RGB.
+
+    Deeper and interlaced PNGs, and JPEGs of many scans, count more. None for bytes that are not an
+    image.
     """
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             pixels = image.width * image.height
-    except Exception:  # whatever a forged one makes of its decoder
+    except Exception:  # a forged picture may raise anything in its decoder
         return None
     if encoding(data) == "png":
-        depth, colour, interlaced = (
-            data[24],
-            data[25],
-            data[28],
-        )  # places in the first chunk, which every PNG has
+        # These are places in the first chunk, which every PNG has.
+        depth = data[24]
+        colour = data[25]
+        interlaced = data[28]
         bits = _CHANNELS.get(colour, 4) * depth
         return max(pixels, pixels * bits // 24) * (2 if interlaced else 1)
     if encoding(data) == "jpeg":
@@ -244,7 +271,7 @@ def decoding(data: bytes) -> int | None:
 
 
 USUAL_SCANS = 10
-"""Scans of a usual progressive JPEG. Each scan goes over the whole picture."""
+"""Scans of a usual progressive JPEG; each scan covers the whole picture."""
 _START_OF_SCAN = b"\xff\xda"
 
 
@@ -269,69 +296,74 @@ def read(source: ImageSource) -> bytes:
 
 
 def frame(source: ImageSource, alone: bool) -> bytes:
-    """The encoded bytes of a picture of a video, by its header; ``alone``: it may be the whole
-    video, as an animated picture. Raises DataFailure for any other file, and as ``read``.
+    """The encoded bytes of a picture of a video, checked by its header.
+
+    ``alone``: it may be the whole video, as an animated picture. Raises DataFailure for any other
+    file, and as ``read``.
     """
     name = source.path or "image bytes"
     data = read(source)
+    formats = (*FORMATS, *ANIMATED) if alone else FORMATS
     try:
-        with Image.open(
-            io.BytesIO(data), formats=(*FORMATS, *ANIMATED) if alone else FORMATS
-        ) as image:
+        with Image.open(io.BytesIO(data), formats=formats) as image:
             width, height = image.size
     except _BROKEN as error:
-        raise DataFailure(name, f"no picture of a video: {error}") from error
+        raise DataFailure(name, f"not a picture of a video: {error}") from error
     if width * height > MAX_PIXELS:
         raise ImageRefused(name, f"{width}x{height} pixels, the limit is {MAX_PIXELS} pixels")
     return data
 
 
 def decode(data: bytes) -> Image.Image:
-    """The image as RGB, EXIF orientation applied: the one way from bytes to pixels for prompt,
-    engine and trainer.
+    """The image as RGB, EXIF orientation applied.
+
+    Prompt, engine and trainer all turn bytes into pixels here.
     """
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-        shown: Image.Image = rgb(image)
-        return shown
+        converted: Image.Image = rgb(image)
+        return converted
 
 
 def portable(data: bytes) -> bytes:
-    """The image for a program that decodes it itself: the bytes, or a PNG where decoders disagree
-    (16 bits, transparency, EXIF).
+    """The image for a program that decodes it itself.
+
+    The bytes are returned as they are, or as PNG where decoders disagree (16 bits, transparency,
+    EXIF).
     """
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-        alike = (
+        decoders_agree = (
             image.mode in ("RGB", "L")
             and not image.has_transparency_data
             and image.getexif().get(ORIENTATION, 1) == 1
         )
-    return data if alike else png(decode(data))
+    return data if decoders_agree else png(decode(data))
 
 
 def tinted(data: bytes, strength: float) -> bytes:
-    """The image as a PNG that shows position: ``1 - strength`` of it, plus red from left to right,
-    blue from top to bottom.
+    """The image as a PNG that shows position.
+
+    It is ``1 - strength`` of the image, plus red from left to right, blue from top to bottom.
     """
     pixels = np.asarray(decode(data), np.float32) * (1 - strength)
-    return png(
-        Image.fromarray(
-            (pixels + _tint(pixels.shape[0], pixels.shape[1], strength)).round().astype(np.uint8)
-        )
-    )
+    height, width, _ = pixels.shape
+    tinted_pixels = pixels + _tint(height, width, strength)
+    return png(Image.fromarray(tinted_pixels.round().astype(np.uint8)))
 
 
 def untinted(image: Image.Image, strength: float) -> Image.Image:
-    """A tinted image as it was before, but for rounding."""
+    """The original of a tinted image, except for rounding."""
     pixels = np.asarray(image, np.float32)
-    before = (pixels - _tint(pixels.shape[0], pixels.shape[1], strength)) / (1 - strength)
-    return Image.fromarray(before.round().clip(0, 255).astype(np.uint8))
+    height, width, _ = pixels.shape
+    original = (pixels - _tint(height, width, strength)) / (1 - strength)
+    return Image.fromarray(original.round().clip(0, 255).astype(np.uint8))
 
 
 def _tint(height: int, width: int, strength: float) -> npt.NDArray[np.float32]:
-    added: npt.NDArray[np.float32] = np.zeros((height, width, 3), np.float32)
-    added[..., 0] = 255 * strength * np.linspace(0, 1, width, dtype=np.float32)
-    added[..., 2] = 255 * strength * np.linspace(0, 1, height, dtype=np.float32)[:, None]
-    return added
+    """The added colour, [height, width, 3]."""
+    tint: npt.NDArray[np.float32] = np.zeros((height, width, 3), np.float32)
+    tint[..., 0] = 255 * strength * np.linspace(0, 1, width, dtype=np.float32)
+    tint[..., 2] = 255 * strength * np.linspace(0, 1, height, dtype=np.float32)[:, None]
+    return tint
 
 
 def png(image: Image.Image) -> bytes:
@@ -341,63 +373,16 @@ def png(image: Image.Image) -> bytes:
     return file.getvalue()
 
 
-def smart_resize(
-    height: int,
-    width: int,
-    factor: int = 28,
-    min_pixels: int = 56 * 56,
-    max_pixels: int = 14 * 14 * 4 * 1280,
-) -> tuple[int, int]:
-    """(height, width) as of transformers' Qwen2-VL: multiples of ``factor``, area in the range.
-
-    A test compares them.
-    """
-    # Python rounds halves to even, as the original does; floor or ceil would give other grids.
-    rows, columns = round(height / factor) * factor, round(width / factor) * factor
-    if rows * columns > max_pixels:
-        scale = math.sqrt(height * width / max_pixels)
-        rows = max(factor, math.floor(height / scale / factor) * factor)
-        columns = max(factor, math.floor(width / scale / factor) * factor)
-    elif rows * columns < min_pixels:
-        scale = math.sqrt(min_pixels / (height * width))
-        rows = math.ceil(height * scale / factor) * factor
-        columns = math.ceil(width * scale / factor) * factor
-    return rows, columns
-
-
-def best_tiles(height: int, width: int, side: int, most: int) -> int:
-    """Into how many squares transformers' InternVL cuts an image: rows x columns of the closest
-    aspect ratio, at most ``most``; of equal ones the last that the image fills by half. A test
-    compares them.
-    """
-    # sorted() is stable and equal areas stay in this order, which decides between equal ratios.
-    shapes = sorted(
-        ((w, h) for w in range(1, most + 1) for h in range(1, most // w + 1)), key=math.prod
-    )
-    best, least = 1, math.inf
-    for columns, rows in shapes:
-        distance = abs(width / height - columns / rows)
-        if distance < least or (
-            distance == least and height * width > side * side * rows * columns / 2
-        ):
-            best, least = rows * columns, distance
-    return best
-
-
 def image_ref(
     data: bytes, width: int, height: int, geometry: ImageGeometry, sha256: str | None = None
 ) -> ImageRef:
-    """The reference of an image of ``width`` x ``height`` pixels: grid in patches, tokens =
-    grid.prod() / merge^2.
+    """The reference of an image of ``width`` x ``height`` pixels.
+
+    Its grid is in patches, and its tokens are grid.prod() / merge^2.
     """
     grid = geometry.grid(height, width)
-    return ImageRef(
-        sha256 or hashlib.sha256(data).hexdigest(),
-        width,
-        height,
-        grid,
-        math.prod(grid) // geometry.merge**2,
-    )
+    tokens = math.prod(grid) // geometry.merge**2
+    return ImageRef(sha256 or hashlib.sha256(data).hexdigest(), width, height, grid, tokens)
 
 
 _BROKEN = (
@@ -409,16 +394,16 @@ _BROKEN = (
     TypeError,
     Image.DecompressionBombError,
 )
-"""What PIL raises on malformed files, depending on where they break."""
+"""The exceptions of PIL for malformed files, depending on where they break."""
 
 
 KEPT = 128 << 20
-"""Bytes of images that are kept: tinted ones, and those of observations that are files.
+"""Bytes of the cached images: tinted ones, and files that observations show.
 
-Of others only the reference is kept.
+The cache has only the reference of any other image.
 """
 NAME = 1 << 10
-"""Bytes that an image without its content is taken to need."""
+"""Bytes that a cached image without its content is taken to need."""
 
 
 _File = tuple[str, int, int, int]
@@ -438,41 +423,48 @@ class PromptImages:
         max_pixels: int = MAX_PIXELS,
         kept: int = KEPT,
     ) -> None:
-        self._geometry, self._tint, self._max_pixels = geometry, tint, max_pixels
-        self._seen: Cache[tuple[_File | str, bool], PromptImage] = Cache(
+        self._geometry = geometry
+        self._tint = tint
+        self._max_pixels = max_pixels
+        self._cache: Cache[tuple[_File | str, bool], PromptImage] = Cache(
             kept, lambda image: NAME + len(image.data or b"")
         )
 
     def of(self, source: ImageSource, *, keep_file: bool) -> PromptImage:
-        """The image; without its bytes for an untinted file that the engine reads itself
-        (``keep_file``). Raises as ``probe``.
+        """The image, without its bytes for an untinted file that the engine reads (``keep_file``).
+
+        Raises as ``probe``.
         """
         keep_file = keep_file and source.data is None and not self._tint
         sha256 = None if source.data is None else hashlib.sha256(source.data).hexdigest()
-        what = sha256 or _file(source.path)
+        key = sha256 or _file(source.path)
 
-        def look() -> PromptImage:
-            return self._look(source, sha256, keep=source.data is None and not keep_file)
+        def load() -> PromptImage:
+            return self._load(source, sha256, keep=source.data is None and not keep_file)
 
-        seen = look() if what is None else self._seen.made((what, keep_file), look)
+        image = load() if key is None else self._cache.made((key, keep_file), load)
         if keep_file:
-            return replace(seen, ref=replace(seen.ref, path=source.path))
-        return seen if seen.data is not None else replace(seen, data=source.data)
+            return replace(image, ref=replace(image.ref, path=source.path))
+        return image if image.data is not None else replace(image, data=source.data)
 
-    def _look(self, source: ImageSource, sha256: str | None, *, keep: bool) -> PromptImage:
-        """``keep`` its bytes too, because nobody else does; nobody has those of a tinted one."""
+    def _load(self, source: ImageSource, sha256: str | None, *, keep: bool) -> PromptImage:
+        """The image, with its bytes where nobody else has them (``keep``) or it is tinted."""
         data, width, height = probe(source, self._max_pixels)
         if self._tint:
-            data, sha256, keep = tinted(data, self._tint), None, True
-        return PromptImage(
-            image_ref(data, width, height, self._geometry, sha256), data if keep else None
-        )
+            data = tinted(data, self._tint)
+            sha256 = None
+            keep = True
+        ref = image_ref(data, width, height, self._geometry, sha256)
+        return PromptImage(ref, data if keep else None)
 
 
 def _file(path: str | None) -> _File | None:
-    """None for what cannot be looked at: ``probe`` says why."""
+    """The identity of a file's content; None where the file cannot be examined.
+
+    ``probe`` raises the reason.
+    """
     try:
-        found = os.stat(path or "")
+        stat = os.stat(path or "")
     except (OSError, ValueError):
         return None
-    return path or "", found.st_ino, found.st_mtime_ns, found.st_size
+    return path or "", stat.st_ino, stat.st_mtime_ns, stat.st_size

@@ -1,11 +1,13 @@
-"""The messages of a row: their texts, images, calls of tools, in the forms of OpenAI, TRL, verl and
-``datasets``.
+"""The messages of a row in the forms of OpenAI, TRL, verl and ``datasets``.
+
+They have texts, images and tool calls.
 """
 
 import base64
 import binascii
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,14 @@ PLACEHOLDER = "<image>"
 ENCODED = ("iVBORw0KGgo", "/9j/", "UklGR")
 """How PNG, JPEG and WebP begin in base64."""
 _LONGEST_PATH = 4096
-"""Characters; Linux has no longer ones."""
+"""The most characters of a path on Linux."""
 
 Pieces = list[str | ImageSource | None]
 """A message's content in reading order; None is a place for the next of the row's images."""
 
 
 def blank(value: Any) -> bool:
-    """Whether a value is there only in form: null, NaN or a text of white space."""
+    """Whether a value has no content: null, NaN or a text of white space."""
     return (
         value is None
         or (isinstance(value, float) and value != value)
@@ -43,17 +45,19 @@ def field(row: Mapping[str, Any], name: str, where: str) -> Any:
 
 
 def image_entry(entry: Any, where: str, root: Path) -> ImageSource:
-    """An image column's entry: a path (relative to ``root`` unless absolute), a data URL, base64 or
-    bytes, also in a mapping as ``image``, ``path`` or ``bytes``. Raises DataFailure for anything
-    else, URLs included: nothing is downloaded.
+    """An image column's entry as an image.
+
+    It is a path (relative to ``root`` unless absolute), a data URL, base64 or bytes, also in a
+    mapping as ``image``, ``path`` or ``bytes``. Raises DataFailure for anything else, URLs
+    included: nothing is downloaded.
     """
     value: Any = entry
     if isinstance(entry, Mapping):
-        if isinstance(entry.get("image"), Mapping):  # as datasets keeps an Image within messages
+        # ``datasets`` stores an Image within messages in this form.
+        if isinstance(entry.get("image"), Mapping):
             return image_entry(entry["image"], where, root)
-        value = next(
-            (entry[key] for key in ("bytes", "image", "path") if entry.get(key) is not None), None
-        )
+        values = (entry.get(key) for key in ("bytes", "image", "path"))
+        value = next((candidate for candidate in values if candidate is not None), None)
         # JSON has no bytes, so that datasets' ``bytes`` become base64 there.
         if isinstance(value, str) and entry.get("bytes") is not None:
             return ImageSource(data=_decoded(value, where))
@@ -62,9 +66,8 @@ def image_entry(entry: Any, where: str, root: Path) -> ImageSource:
     if not isinstance(value, str) or not value:
         expected = "a path, a data URL, {image: path}, {path: ...} or {bytes: ...}"
         raise DataFailure(where, f"an image must be {expected}, found {short(entry)}")
-    if value.startswith("data:") or (
-        value.startswith(ENCODED) and re.fullmatch(r"[\w+/=\s-]{100,}", value)
-    ):
+    is_base64 = value.startswith(ENCODED) and re.fullmatch(r"[\w+/=\s-]{100,}", value)
+    if is_base64 or value.startswith("data:"):
         return ImageSource(data=_decoded(value, where))
     if re.match("https?://", value):
         raise DataFailure(
@@ -91,18 +94,19 @@ def _decoded(text: str, where: str) -> bytes:
 def messages(
     listed: Sequence[Any], images: Sequence[ImageSource], where: str, root: Path
 ) -> tuple[Message, ...]:
-    """The messages, with the row's images at their places and all keys that a chat template may
-    read. Raises DataFailure when places and images differ in number, for an empty question, and for
-    a conversation that ends with the assistant.
+    """The messages with the row's images at their places, and all keys that a chat template reads.
+
+    Raises DataFailure when places and images differ in number, for an empty question, and for a
+    conversation that ends with the assistant.
     """
     for message in listed:
         if not isinstance(message, Mapping):
             raise DataFailure(
                 where, f"cannot read the row: a message must be an object, found {short(message)}"
             )
-    contents = _placed(listed, images, where, root)
+    contents = _contents_with_places(listed, images, where, root)
     remaining = iter(images)
-    made = []
+    result = []
     for message, pieces in zip(listed, contents, strict=True):
         parts = tuple(
             next(remaining) if piece is None else piece for piece in pieces if piece != ""
@@ -114,35 +118,37 @@ def messages(
                 "the field 'content' is missing or empty: a user's message has neither text nor"
                 " image",
             )
-        made.append(Message(message["role"], parts, fields))
-    if made[-1].role == "assistant":
-        why = "the prompt ends with the assistant's turn, which the policy would be shown"
-        raise DataFailure(where, f"{why}: remove the last turn, or use it as the answer")
-    return tuple(made)
+        result.append(Message(message["role"], parts, fields))
+    if result[-1].role == "assistant":
+        raise DataFailure(
+            where,
+            "the prompt ends with the assistant's turn, which the policy would be shown: remove the"
+            " last turn, or use it as the answer",
+        )
+    return tuple(result)
 
 
-def _placed(
+def _contents_with_places(
     listed: Sequence[Mapping[str, Any]], images: Sequence[ImageSource], where: str, root: Path
 ) -> list[Pieces]:
     """The messages' contents, with as many places as there are images.
 
-    In typed parts of text the placeholder is one where an image would have no place without it,
-    else what it says.
+    In a typed part of text the placeholder is a place only where an image would otherwise have
+    none; else it is text.
     """
     numbers: list[int] = []
     # Placeholders are places at first; a text that only
     # mentions one is understood at the second try.
     for literal in (False, True):
         contents = [_content(message, where, root, literal) for message in listed]
-        pieces = [piece for content in contents for piece in content]
-        places = sum(piece is None for piece in pieces)
+        pieces = list(chain.from_iterable(contents))
+        places = pieces.count(None)
         numbers.append(places)
-        if images and all(
-            isinstance(piece, str) for piece in pieces
-        ):  # nothing says where: they come first, as in TRL
+        # Where nothing says the places, the images come first, as in TRL.
+        if images and all(isinstance(piece, str) for piece in pieces):
             roles = [message["role"] for message in listed]
-            asking = contents[roles.index("user")] if "user" in roles else contents[-1]
-            asking[:0] = [None] * len(images)
+            question = contents[roles.index("user")] if "user" in roles else contents[-1]
+            question[:0] = [None] * len(images)
             return contents
         if places == len(images):
             return contents
@@ -180,13 +186,9 @@ def _pieces(content: Any, where: str, root: Path, literal: bool) -> Pieces:
             case {"type": "text" | "input_text", "text": str(text)}:
                 pieces += [text] if literal else _pieces(text, where, root, literal)
             case {"type": "image_url" | "input_image", "image_url": url}:
-                pieces.append(
-                    image_entry(
-                        url["url"] if isinstance(url, Mapping) and "url" in url else url,
-                        where,
-                        root,
-                    )
-                )
+                if isinstance(url, Mapping) and "url" in url:
+                    url = url["url"]
+                pieces.append(image_entry(url, where, root))
             case {"type": "image"}:
                 inline = any(part.get(key) is not None for key in ("image", "path", "bytes", "url"))
                 pieces.append(image_entry(part, where, root) if inline else None)
@@ -199,8 +201,9 @@ def _pieces(content: Any, where: str, root: Path, literal: bool) -> Pieces:
 
 
 def _fields(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The message's other keys that have a value: ``tool_calls``, ``tool_call_id``, ``name``,
-    ``reasoning_content``.
+    """The message's keys, besides role and content, that have a value.
+
+    Such are ``tool_calls``, ``tool_call_id``, ``name`` and ``reasoning_content``.
     """
     fields = {
         key: value
@@ -208,36 +211,45 @@ def _fields(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         if key not in ("role", "content") and value is not None
     }
     calls = parsed(fields.pop("tool_calls", None))
-    if calls:
-        if not (
-            isinstance(calls, list | tuple) and all(isinstance(call, Mapping) for call in calls)
-        ):
-            raise DataFailure(
-                where, f"tool_calls of a message must be a list of objects, found {short(calls)}"
-            )
-        fields["tool_calls"] = list(calls)
-        if message.get("content") is None:
-            # Chat templates recognise a call without text by its null content.
-            fields["content"] = None
+    if not calls:
+        return fields
+    are_objects = isinstance(calls, list | tuple) and all(
+        isinstance(call, Mapping) for call in calls
+    )
+    if not are_objects:
+        raise DataFailure(
+            where, f"tool_calls of a message must be a list of objects, found {short(calls)}"
+        )
+    fields["tool_calls"] = list(calls)
+    if message.get("content") is None:
+        # Chat templates recognise a call without text by its null content.
+        fields["content"] = None
     return fields
 
 
 def offered(value: Any) -> tuple[Mapping[str, Any], ...]:
-    """The tools of a row's column, or of its JSON text, as chat templates take them; empty for what
-    is no list of schemas.
+    """The tools of a row's column, or of its JSON text, as chat templates take them.
+
+    Empty for a value that is not a list of schemas.
     """
-    found = parsed(value)
-    schemas = isinstance(found, list | tuple) and all(
-        isinstance(one, Mapping) and isinstance(one.get("function", one).get("name"), str)
-        for one in found
-    )
-    return tuple(found) if schemas else ()
+    schemas = parsed(value)
+    if isinstance(schemas, list | tuple) and all(map(_is_schema, schemas)):
+        return tuple(schemas)
+    return ()
+
+
+def _is_schema(value: Any) -> bool:
+    """Whether a value is a tool's schema, by itself or under the key ``function``."""
+    return isinstance(value, Mapping) and isinstance(value.get("function", value).get("name"), str)
 
 
 def without_nulls(value: Any) -> Any:
-    """Nested data without the null keys that parquet gives each object which lacks a key of another
-    one.
+    """Nested data without null keys.
+
+    Parquet gives an object every key that another object of the column has.
     """
     if isinstance(value, Mapping):
         return {key: without_nulls(part) for key, part in value.items() if part is not None}
-    return [without_nulls(part) for part in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [without_nulls(part) for part in value]
+    return value

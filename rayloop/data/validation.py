@@ -1,5 +1,7 @@
-"""Checking files of rows before a run reads them: schema, images, repetitions, long prompts,
-held-out rows that are trained on.
+"""Checks of files of rows before a run reads them.
+
+They find wrong schemas, broken images, repeated rows, long prompts, and held-out rows that are
+trained on.
 """
 
 import hashlib
@@ -22,14 +24,14 @@ Length = Callable[[Task], int]
 
 @dataclass
 class Checked:
-    """The problems of a file, and the place of the first row with each content (``rows``) and each
-    image (``images``), by hash.
-    """
+    """The number of a file's problems, and the places of its rows and images."""
 
     path: Path
     problems: int = 0
     rows: dict[str, str] = field(default_factory=dict)
+    """Hash of a content -> file:line of the first row that has it."""
     images: dict[str, str] = field(default_factory=dict)
+    """Hash of an image -> file:line of the first row that has it."""
 
 
 def check(
@@ -42,54 +44,43 @@ def check(
     reads: bool = False,
     anywhere: bool = False,
 ) -> Checked:
-    """Read every row with ``reader``, open its images, and print each bad row; a prompt of more
-    than ``limit`` tokens by ``length`` is bad, and an image outside of the file's folder, unless it
-    may lie ``anywhere``. ``reads``: the environment reads the columns. Raises ConfigError for a bad
-    file or reader, an environment outside ``kinds``.
+    """Read every row with ``reader``, open its images, and print each bad row.
+
+    A prompt of more than ``limit`` tokens by ``length`` is bad, and an image outside of the file's
+    folder, unless images may be ``anywhere``. ``reads``: the environment reads the columns. Raises
+    ConfigError for a bad file or reader, and for an environment outside ``kinds``.
     """
-    found, lengths, repeated = Checked(path), list[int](), list[str]()
+    result = Checked(path)
 
     def report(failure: DataFailure) -> None:
-        found.problems += 1
+        result.problems += 1
         print(failure)
 
     built: Reader = reader.build()
     dataset = Dataset(path, built, strict=False, quarantine=report, kinds=kinds, anywhere=anywhere)
+    lengths: list[int] = []
+    repetitions: list[str] = []
     for task in dataset:
         where = dataset.where(task)
         try:
-            shown = [hashlib.sha256(probe(image)[0]).hexdigest() for image in task.images]
+            image_hashes = [hashlib.sha256(probe(image)[0]).hexdigest() for image in task.images]
             if length is not None:
                 lengths.append(length(task))
-                if lengths[-1] > limit:
-                    raise DataFailure(
-                        where,
-                        f"a prompt of {lengths[-1]} tokens, above max_prompt_tokens ({limit})",
-                    )
+                _check_length(lengths[-1], limit, where)
         except DataFailure as failure:
             # The image's own path says nothing about which row shows it.
             report(failure if failure.path == where else DataFailure(where, str(failure)))
             continue
-        whole = _row(task, shown, reads or bool(task.environment))
-        if whole in found.rows:
-            repeated.append(f"{where} (as {found.rows[whole]})")
-        found.rows.setdefault(whole, where)
-        for image in shown:
-            found.images.setdefault(image, where)
-    if warning := dataset.warning(compares):
-        print(f"warning: {warning}")
-    if offering := sum(bool(task.tools) for task in dataset):
-        print(
-            f"{path}: {offering} rows have tools, which the chat template shows where the"
-            " environment has none of its own"
-        )
-    elif any(task.extra.get("tools") for task in dataset):
-        print(
-            f"warning: the column 'tools' of {path} is no list of schemas, and nothing shows it to"
-            " the policy"
-        )
-    if repeated:
-        print(f"warning: {len(repeated)} rows of {path} repeat another one: {_some(repeated)}")
+        row_hash = _row_hash(task, image_hashes, reads or bool(task.environment))
+        if row_hash in result.rows:
+            repetitions.append(f"{where} (as {result.rows[row_hash]})")
+        result.rows.setdefault(row_hash, where)
+        for image_hash in image_hashes:
+            result.images.setdefault(image_hash, where)
+    _print_warnings(dataset, compares)
+    if repetitions:
+        count = len(repetitions)
+        print(f"warning: {count} rows of {path} repeat another one: {_some(repetitions)}")
     if lengths:
         print(
             f"{path}: prompts of {min(lengths)} to {max(lengths)} tokens, half of them up to"
@@ -97,9 +88,33 @@ def check(
         )
     print(
         f"{path}: {counted(len(dataset), 'row')} read by {reader.use},"
-        f" {counted(found.problems, 'problem')}"
+        f" {counted(result.problems, 'problem')}"
     )
-    return found
+    return result
+
+
+def _check_length(tokens: int, limit: int, where: str) -> None:
+    """Raises DataFailure for a prompt of more than ``limit`` tokens."""
+    if tokens > limit:
+        raise DataFailure(where, f"a prompt of {tokens} tokens, above max_prompt_tokens ({limit})")
+
+
+def _print_warnings(dataset: Dataset, compares: bool) -> None:
+    """Print the dataset's warning, and whether the policy is shown the tools of its rows."""
+    warning = dataset.warning(compares)
+    if warning:
+        print(f"warning: {warning}")
+    rows_with_tools = sum(bool(task.tools) for task in dataset)
+    if rows_with_tools:
+        print(
+            f"{dataset.path}: {rows_with_tools} rows have tools, which the chat template shows"
+            " where the environment has no tools itself"
+        )
+    elif any(task.extra.get("tools") for task in dataset):
+        print(
+            f"warning: the column 'tools' of {dataset.path} is not a list of schemas, and nothing"
+            " shows it to the policy"
+        )
 
 
 def leaks(train: Checked, held_out: Checked) -> int:
@@ -139,24 +154,32 @@ def unusable_images(task: Task, where: str) -> Iterator[DataFailure]:
             yield DataFailure(where, str(failure))
 
 
-def _row(task: Task, images: Sequence[str], reads: bool) -> str:
-    """The hash of what an episode of the task depends on, whatever its id: the question and its
-    images; and the other columns, of which games that begin with the same image differ, where an
-    environment ``reads`` them or there is no image.
+def _row_hash(task: Task, images: Sequence[str], reads: bool) -> str:
+    """The hash of everything that an episode of the task depends on, except its id.
+
+    That is the question with its images. Where an environment ``reads`` the other columns or there
+    is no image, they count too: games that begin with the same image differ in them.
     """
-    texts = [part for message in task.messages for part in message.parts if isinstance(part, str)]
-    texts += [str(value) for message in task.messages for value in message.fields.values()]
-    # The columns are sorted: files of one data set may have them in another order.
-    own = sorted(
-        str((k, v)) for k, v in task.extra.items() if k not in PLACES and not like_images(v)
-    )
-    return hashlib.sha256(
-        repr((texts, images, own if reads or not images else "")).encode()
-    ).hexdigest()
+    texts: list[str] = []
+    fields: list[str] = []
+    for message in task.messages:
+        texts += [part for part in message.parts if isinstance(part, str)]
+        fields += map(str, message.fields.values())
+    columns: list[str] | str = ""
+    if reads or not images:
+        # The columns are sorted: files of one data set may have them in another order.
+        columns = sorted(
+            str((name, value))
+            for name, value in task.extra.items()
+            if name not in PLACES and not like_images(value)
+        )
+    return hashlib.sha256(repr((texts + fields, images, columns)).encode()).hexdigest()
 
 
-def _some(many: Sequence[str], shown: int = 3) -> str:
-    return ", ".join(many[:shown]) + (f" and {len(many) - shown} more" if len(many) > shown else "")
+def _some(texts: Sequence[str], shown: int = 3) -> str:
+    """The first texts, and the number of the others."""
+    others = len(texts) - shown
+    return ", ".join(texts[:shown]) + (f" and {others} more" if others > 0 else "")
 
 
 def first_intact(dataset: Dataset, write: Callable[[str], None], shown: int) -> Task:

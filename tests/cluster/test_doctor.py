@@ -562,7 +562,7 @@ def test_files_that_a_configuration_names_must_be_there(tmp_path: Path) -> None:
     assert levels(checks.configuration(config(tmp_path))) == ["ok"]
     missing = only(checks.configuration(config(tmp_path, data={"train": "/nowhere/rows.jsonl"})))
     assert missing.level == "error"
-    assert missing.found.startswith("data.train: /nowhere/rows.jsonl is no file")
+    assert missing.found.startswith("data.train: /nowhere/rows.jsonl is not a file")
 
 
 def test_a_check_that_hangs_or_fails_is_an_error_and_the_others_are_heard() -> None:

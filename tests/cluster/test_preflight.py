@@ -53,7 +53,7 @@ def test_a_configuration_whose_files_are_there_passes(tmp_path: Path) -> None:
         ({"model": {"path": "/nowhere/model"}}, r"model\.path: /nowhere/model is no folder"),
         (
             {"data": {"train": "/nowhere/rows.jsonl"}},
-            r"data\.train: /nowhere/rows\.jsonl is no file",
+            r"data\.train: /nowhere/rows\.jsonl is not a file",
         ),
         (
             {"checkpoint": {"resume": "/nowhere/step_1"}},
@@ -75,7 +75,7 @@ def test_only_what_a_command_reads_must_be_there(tmp_path: Path) -> None:
         checkpoint={"resume": "/nowhere/step_1"},
     )
     preflight(gone, trains=False, reads=("eval",))
-    with pytest.raises(ConfigError, match=r"data\.train: /nowhere/rows\.jsonl is no file"):
+    with pytest.raises(ConfigError, match=r"data\.train: /nowhere/rows\.jsonl is not a file"):
         preflight(gone, trains=False, reads=("train",))
 
 

@@ -1,3 +1,1 @@
-"""Data sets as they are published: found on the Hub or in a folder, their columns mapped, split,
-and written as rows of ours.
-"""
+"""Published data sets: found on the Hub or in a folder, mapped, split and written as our rows."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rayloop.data.images import smart_resize
+from rayloop.data.resizing import smart_resize
 from rayloop.envs.grammar import calls
 from rayloop.envs.grammar.actions import (
     Action,

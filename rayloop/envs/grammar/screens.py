@@ -12,7 +12,7 @@ from pydantic import Field
 from rayloop.config.settings import SettingsModel
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
-from rayloop.data.images import smart_resize
+from rayloop.data.resizing import smart_resize
 from rayloop.envs.grammar.actions import Action, Mistake, Point, Sleep
 from rayloop.envs.grammar.arpo import Broken, ScreenSize, acts
 from rayloop.envs.grammar.scanner import read

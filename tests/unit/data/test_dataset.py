@@ -320,7 +320,7 @@ def test_parquet_rows_are_read_like_lines(tmp_path: Path) -> None:
 
 
 def test_what_is_no_dataset_is_a_config_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no file"):
+    with pytest.raises(ConfigError, match="is not a file"):
         read(tmp_path / "missing.jsonl")
     with pytest.raises(ConfigError, match="no usable row"):
         read(write(tmp_path / "bad.jsonl", "{"))

@@ -24,9 +24,9 @@ from rayloop.data.images import (
     image_ref,
     looked_at,
     probe,
-    smart_resize,
     tinted,
 )
+from rayloop.data.resizing import smart_resize
 from tests.support.pictures import picture, png_header
 
 LIMIT = 50_000_000

@@ -11,7 +11,7 @@ from PIL import Image
 
 from rayloop.core.failures import DataFailure
 from rayloop.data.images import decode, portable
-from rayloop.data.published.prepare import Pictures
+from rayloop.data.published.pictures import Pictures
 from rayloop.sandbox.cells import Video
 from rayloop.sandbox.pictures import rgb
 from tools.pages.compatible.pictures import PNGS, WHITE

@@ -28,8 +28,9 @@ from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset, Reader
 from rayloop.data.images import probe
 from rayloop.data.published import source
-from rayloop.data.published.prepare import Pictures, in_order, sizes, stratified
+from rayloop.data.published.pictures import Pictures
 from rayloop.data.published.source import ColumnMap, NewSplit, first, fractions
+from rayloop.data.published.splits import in_order, sizes, stratified
 from rayloop.recipes.arc_vision.data import GroundingRows
 from rayloop.recipes.chart_rvr.data import ChartRows
 from rayloop.recipes.pyvision.data import QuestionRows

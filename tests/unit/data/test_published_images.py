@@ -93,7 +93,7 @@ def test_a_root_that_is_no_folder_is_refused(
 ) -> None:
     rows(tmp_path, THERE)
     assert prepared(tmp_path, "--images-root", str(tmp_path / "none")) == 2
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
 
 
 def test_reasons_are_named_by_frequency_and_the_rest_counted() -> None:

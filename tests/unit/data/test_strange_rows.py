@@ -165,7 +165,7 @@ def test_a_video_is_made_of_pictures(videos: Any, tmp_path: Path) -> None:
     (tmp_path / "key").write_text(SECRET, encoding="utf-8")
     picture(tmp_path / "a.png")
     task = Task("t", (Message("user", ("?",)),), extra={"videos": _placed(videos, tmp_path)})
-    with pytest.raises(DataFailure, match="no picture of a video"):
+    with pytest.raises(DataFailure, match="not a picture of a video"):
         _videos(task)
 
 
@@ -178,7 +178,7 @@ def test_a_video_may_be_one_animated_picture_or_frames(tmp_path: Path) -> None:
         extra={"videos": _placed(["a.gif", ["b.webp", "b.webp"]], tmp_path)},
     )
     assert [len(video) for video in _videos(task)] == [1, 2]
-    with pytest.raises(DataFailure, match="no picture of a video"):
+    with pytest.raises(DataFailure, match="not a picture of a video"):
         _videos(Task("t", (), extra={"videos": [_placed(["a.gif", "a.gif"], tmp_path)]}))
 
 

@@ -21,7 +21,7 @@ from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId
 from rayloop.data.dataset import Dataset
-from rayloop.data.images import smart_resize
+from rayloop.data.resizing import smart_resize
 from rayloop.measure.controls import RIGHT, Item
 from rayloop.recipes.pyvision.verifiers import OptionReward
 from rayloop.run.config import read
