@@ -1,7 +1,7 @@
 """Deterministic rules for short answers: the same text, option, yes or no, number, list.
 
-A rule decides only what is the same, or another answer, however the question is meant; the rest is
-left to a model.
+A rule decides only pairs that are the same answer, or different ones, however the question is
+meant. The rest is left to a model.
 """
 
 import re
@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from rayloop.judge.rules.comparison import compare
 from rayloop.judge.rules.plain import is_blank, says_nothing
-from rayloop.judge.rules.quantities import compare, quantity
+from rayloop.judge.rules.quantities import quantity
 from rayloop.judge.rules.question import Question, option
 
-_YES, _NO = frozenset({"yes", "true"}), frozenset({"no", "false"})
+_YES = frozenset({"yes", "true"})
+_NO = frozenset({"no", "false"})
 _OPPOSITES = (frozenset({"yes", "no"}), frozenset({"true", "false"}))
 _WHO = "(?:it|he|she|they|there|this|that|these|those|you|we|i)"
 _VERB = "(?:is|are|was|were|am|do|does|did|could|has|have|had|would)"
@@ -22,7 +24,7 @@ _IN_A_SENTENCE = re.compile(
     r" not|won't)",
     re.IGNORECASE,
 )
-"""Yes or no, and the same said once more: "yes, it is". "Yes, it is not" contradicts itself."""
+"""Yes or no, repeated as a sentence: "yes, it is". "Yes, it is not" contradicts itself."""
 _NOTHING = re.compile(
     r"\W*(?:none|nothing|empty.*|blank|null|zero|0|n/?a|nil|no .*|silence|∅|\\emptyset)?\W*",
     re.IGNORECASE,
@@ -30,8 +32,9 @@ _NOTHING = re.compile(
 _DASH = re.compile(r"\s*(?:[-–—−/]+|_+|\.{2,}|…)\s*")
 _JUNK = re.compile(r"[.:,。：，…*_`#]|\.{2,}|\*+|_+|`+|#+|-{3,}")
 _MARK = re.compile(
-    r"\b(?:mark|symbol|sign|colon|comma|dash|hyphen|dot|period|point|stop|ellips[ie]s|omission|hash|hashtag|pound|sharp|number|asterisk"
-    r"|star|bullet|underscore|underline|line|backtick|accent|separator|punctuation)(?:e?s)?\b",
+    r"\b(?:mark|symbol|sign|colon|comma|dash|hyphen|dot|period|point|stop|ellips[ie]s|omission"
+    r"|hash|hashtag|pound|sharp|number|asterisk|star|bullet|underscore|underline|line|backtick"
+    r"|accent|separator|punctuation)(?:e?s)?\b",
     re.IGNORECASE,
 )
 _WORD_OF_OPENER = (
@@ -50,12 +53,20 @@ _OPENERS = re.compile(
     r"[\s:：,.!…]*",
     re.IGNORECASE,
 )
+_DECIMAL_COMMA = re.compile(r"[-+]?[0-9]+,[0-9]+")
+_BRACKETED = re.compile(r"[\[({].*[\])}]")
+_BRACKET = re.compile(r"[\[\](){}]")
+_THOUSANDS = re.compile(r"(?<![0-9])[0-9]{1,3},[0-9]{3}(?![0-9])")
+_COMMA_BETWEEN_DIGITS = re.compile(r"[0-9],[0-9]")
+_COMMA_WITHOUT_BLANK = re.compile(r",(?! )")
+_WORD_STEM = re.compile(r"[^\W\d_]{4,}")
 _AND = frozenset({"and", ",and", "&"})
 _SEPARATOR = re.compile(r"( ?; ?|,? and | & |, ?)")
 _MAX_ITEMS = 64
-_LONGEST = 8192
-"""Characters of a question or reference that are searched; with a longer one only equal texts and
-empty answers are decided.
+_MAX_CHARACTERS = 8192
+"""Characters of a question or reference that are searched.
+
+With a longer one only equal texts and empty answers are decided.
 """
 
 
@@ -103,221 +114,255 @@ def decide(
         return Decision(True, "exact", "the same text")
     if len(answer) >= max_length:
         return Decision(False, "too_long", f"{max_length} characters or more")
-    if len(reference) > _LONGEST:
+    if len(reference) > _MAX_CHARACTERS:
         return UNDECIDED
-    asked = _question(question[-_LONGEST:], exact)
-    wanted, got = asked.plain(reference), asked.plain(answer)
-    if asked.same_text(wanted, got):
+
+    hints = _question(question[-_MAX_CHARACTERS:], exact)
+    plain_reference = hints.plain(reference)
+    plain_answer = hints.plain(answer)
+    if hints.same_text(plain_reference, plain_answer):
         return Decision(True, "exact", "the same text")
-    if len(question) > _LONGEST:
-        return _nothing(reference, answer, asked)
+    if len(question) > _MAX_CHARACTERS:
+        return _empty(reference, answer, hints)
+
     for decision in (
-        _options(wanted, got, asked),
-        _yes_no(wanted, got, asked),
-        _nothing(reference, answer, asked),
+        _options(plain_reference, plain_answer, hints),
+        _yes_no(plain_reference, plain_answer, hints),
+        _empty(reference, answer, hints),
     ):
         if decision is not UNDECIDED:
             return decision
-    relation = compare(wanted, got, asked, tolerance)
-    if relation != "unclear":
-        same = relation == "same"
-        return Decision(same, "number", "the same quantity" if same else "another quantity")
-    return (
-        Decision(True, "list", "the same items in the same order")
-        if same_list(wanted, got, asked)
-        else UNDECIDED
-    )
+
+    relation = compare(plain_reference, plain_answer, hints, tolerance)
+    if relation == "same":
+        return Decision(True, "number", "the same quantity")
+    if relation == "different":
+        return Decision(False, "number", "another quantity")
+    if _same_list(plain_reference, plain_answer, hints):
+        return Decision(True, "list", "the same items in the same order")
+    return UNDECIDED
 
 
 @lru_cache(maxsize=256)
 def _question(text: str, exact: bool) -> Question:
-    """The question, whose hints are looked for once for all answers of a group."""
+    """The question, whose hints are searched once for all answers of a group."""
     return Question(text, exact)
 
 
-def _nothing(reference: str, answer: str, asked: Question) -> Decision:
-    """An answer without a letter, digit or sign, or with the beginning of a solution alone ("Let's
+def _empty(reference: str, answer: str, question: Question) -> Decision:
+    """Wrong for an answer without content, where something definite is asked for.
+
+    Such an answer has no letter, digit or sign, or has only the beginning of a solution ("Let's
     solve this", "Solution:"). A mark, or a single word, is wrong only where a number, an option,
-    yes or no is wanted; elsewhere it may be what is meant.
+    yes or no is the right answer; elsewhere it may be the answer.
     """
-    wanted = asked.plain(reference)
-    definite = (
-        _letter(wanted) is not None
-        or wanted.casefold() in _YES | _NO
-        or quantity(wanted) is not None
-        or _chosen(wanted, asked) is not None
+    plain_reference = question.plain(reference)
+    is_definite = (
+        _letter(plain_reference) is not None
+        or plain_reference.casefold() in _YES | _NO
+        or quantity(plain_reference) is not None
+        or _option_letter(plain_reference, question) is not None
     )
     if says_nothing(answer):
-        a_dash = _DASH.fullmatch(answer) is not None and _NOTHING.fullmatch(reference) is not None
-        meant = (
-            a_dash
-            or asked.marks
-            or says_nothing(reference)
-            or asked.offers(answer)
-            or _MARK.search(reference) is not None
-        )
-        return _EMPTY if not meant and (definite or _JUNK.fullmatch(answer.strip())) else UNDECIDED
+        is_junk = is_definite or _JUNK.fullmatch(answer.strip()) is not None
+        may_be_meant = _may_be_mark(reference, answer, question)
+        return _EMPTY if is_junk and not may_be_meant else UNDECIDED
+
     text = answer.replace("’", "'").strip(" \t\r\n*#`\"'_")
-    if _OPENERS.fullmatch(text) is None or not _starts(reference).isdisjoint(_starts(answer)):
+    if _OPENERS.fullmatch(text) is None:
+        return UNDECIDED
+    if not _word_stems(reference).isdisjoint(_word_stems(answer)):
         return UNDECIDED
     step = _STEP.fullmatch(text)
     if step and (step.group(1) in reference or option(reference)):
         return UNDECIDED
-    a_step = step is not None and (text[-1] not in ":：" or "step" in asked.text.lower())
-    may_be_meant = a_step or _BARE_OPENER.fullmatch(text) is not None
-    return _EMPTY if definite or not may_be_meant else UNDECIDED
+    names_step = step is not None and (text[-1] not in ":：" or "step" in question.text.lower())
+    may_be_meant = names_step or _BARE_OPENER.fullmatch(text) is not None
+    return _EMPTY if is_definite or not may_be_meant else UNDECIDED
 
 
-def _starts(text: str) -> set[str]:
+def _may_be_mark(reference: str, answer: str, question: Question) -> bool:
+    """Whether an answer without letters and digits may be the mark that is asked for."""
+    dash_for_nothing = _DASH.fullmatch(answer) is not None and _NOTHING.fullmatch(reference)
+    return bool(
+        dash_for_nothing
+        or question.marks
+        or says_nothing(reference)
+        or question.offers(answer)
+        or _MARK.search(reference)
+    )
+
+
+def _word_stems(text: str) -> set[str]:
     """The first four letters of each word, which "analyses" and "analysis" share."""
-    return {word[:4] for word in re.findall(r"[^\W\d_]{4,}", text.lower())}
+    return {word[:4] for word in _WORD_STEM.findall(text.lower())}
 
 
-def _options(wanted: str, got: str, asked: Question) -> Decision:
-    """Both name an option of the question, or both are no more than an option's letter."""
-    if asked.ambiguous:
+def _options(reference: str, answer: str, question: Question) -> Decision:
+    """Decides when both name an option of the question, or are only an option's letter."""
+    if question.ambiguous:
         return UNDECIDED
-    chosen, named = (
-        _chosen(text, asked) if asked.options else _letter(text) for text in (wanted, got)
-    )
-    if not chosen or not named:
+    if question.options:
+        right_letter = _option_letter(reference, question)
+        letter = _option_letter(answer, question)
+    else:
+        right_letter = _letter(reference)
+        letter = _letter(answer)
+    if not right_letter or not letter:
         return UNDECIDED
-    return Decision(
-        chosen == named,
-        "option",
-        f"option {named}" if chosen == named else f"option {named}, not {chosen}",
-    )
+    if letter == right_letter:
+        return Decision(True, "option", f"option {letter}")
+    return Decision(False, "option", f"option {letter}, not {right_letter}")
 
 
 def _letter(text: str) -> str | None:
-    """The letter of an option, A to H, that is all of a text."""
-    found = option(text)
-    return found[0] if found and not found[1] and found[0] in _LETTERS else None
+    """The letter of an option, A to H, if the text has nothing else."""
+    parts = option(text)
+    if parts is None:
+        return None
+    letter, words = parts
+    return letter if not words and letter in _LETTERS else None
 
 
-def _chosen(text: str, asked: Question) -> str | None:
-    """The letter of the one option that a text names by its letter, its words, or both; None when
-    they contradict.
+def _option_letter(text: str, question: Question) -> str | None:
+    """The letter of the one option that a text names by its letter, its words, or both.
+
+    None when the two contradict each other.
     """
-    if found := option(text):
-        letter, words = found[0].upper(), asked.plain(found[1])
-        fits = letter in asked.options and (
-            not words or asked.same_text(words, asked.options[letter])
-        )
+    parts = option(text)
+    if parts:
+        letter = parts[0].upper()
+        words = question.plain(parts[1])
+        if letter not in question.options:
+            return None
+        fits = not words or question.same_text(words, question.options[letter])
         return letter if fits else None
-    same = [
-        letter for letter, words in asked.options.items() if words and asked.same_text(words, text)
+
+    letters = [
+        letter
+        for letter, words in question.options.items()
+        if words and question.same_text(words, text)
     ]
-    return next(
-        (letter for letter in same if len(same) == 1 or asked.options[letter] == text), None
-    )
+    if len(letters) == 1:
+        return letters[0]
+    exact_letters = [letter for letter in letters if question.options[letter] == text]
+    return exact_letters[0] if exact_letters else None
 
 
-def _yes_no(wanted: str, got: str, asked: Question) -> Decision:
-    """Yes and no, true and false.
+def _yes_no(reference: str, answer: str, question: Question) -> Decision:
+    """Decides between yes and no, and between true and false.
 
     Across the two pairs, only agreement counts: "false" may be the answer to a statement.
     """
-    left, right = (_said(text, asked) for text in (wanted, got))
-    if not {left, right} <= _YES | _NO or asked.options or asked.negated:
+    right_word = _yes_or_no(reference, question)
+    word = _yes_or_no(answer, question)
+    if not {right_word, word} <= _YES | _NO or question.options or question.negated:
         return UNDECIDED
-    if {left, right} in _OPPOSITES:
+    if {right_word, word} in _OPPOSITES:
         return Decision(False, "yes_no", "the opposite")
-    agree = (
-        (left in _YES) == (right in _YES)
-        and (asked.blank or asked.asks_yes_or_no)
-        and not asked.wording
-    )
-    return Decision(True, "yes_no", "both say the same") if agree else UNDECIDED
+    same_side = (right_word in _YES) == (word in _YES)
+    asks_side = (question.blank or question.asks_yes_or_no) and not question.wording
+    if same_side and asks_side:
+        return Decision(True, "yes_no", "both say the same")
+    return UNDECIDED
 
 
-def _said(text: str, asked: Question) -> str:
-    """A text in small letters; "yes" or "no" where it says just that in a sentence, to a question
-    that asks for it.
+def _yes_or_no(text: str, question: Question) -> str:
+    """A text in small letters; "yes" or "no" for a sentence that says just that.
+
+    A sentence counts only when the question asks for yes or no.
     """
-    found = _IN_A_SENTENCE.fullmatch(text) if asked.asks_yes_or_no else None
-    return (text if found is None else found.group(1) or found.group(2)).casefold()
+    sentence = _IN_A_SENTENCE.fullmatch(text) if question.asks_yes_or_no else None
+    if sentence is None:
+        return text.casefold()
+    return (sentence.group(1) or sentence.group(2)).casefold()
 
 
 def items(text: str) -> tuple[str, list[str]] | None:
     """A plain text's list: its notation and its parts.
 
-    None for no list, a number, and a comma that may be a decimal's. The notation has the brackets,
-    ``and`` alone between two items, commas that may be a decimal's, and separators of two levels.
+    None for a text that is not a list, a number, and a comma that may be a decimal's. The notation
+    has the brackets, ``and`` alone between two items, commas that may be a decimal's, and
+    separators of two levels.
     """
-    brackets = text[0] + text[-1] if re.fullmatch(r"[\[({].*[\])}]", text) else ""
+    brackets = text[0] + text[-1] if _BRACKETED.fullmatch(text) else ""
     inner = text[1:-1] if brackets else text
-    if quantity(inner) is not None or (not brackets and re.fullmatch(r"[-+]?[0-9]+,[0-9]+", inner)):
+    may_be_number = not brackets and _DECIMAL_COMMA.fullmatch(inner)
+    if may_be_number or quantity(inner) is not None:
         return None
+
     tight = ", " not in inner and ";" not in inner
     if not tight:
         # Where a comma and a blank separate items, a comma alone belongs to one, as in 1,000.
-        inner = re.sub(r",(?! )", "\0", inner)
-    split = _SEPARATOR.split(inner, maxsplit=_MAX_ITEMS)
-    parts, separators = (
-        [part.replace("\0", ",") for part in split[::2]],
-        ["".join(mark.split()) for mark in split[1::2]],
-    )
-    if (
-        not 2 <= len(parts) <= _MAX_ITEMS
-        or not all(parts)
-        or any(re.search(r"[\[\](){}]", part) for part in parts)
-    ):
+        inner = _COMMA_WITHOUT_BLANK.sub("\0", inner)
+    pieces = _SEPARATOR.split(inner, maxsplit=_MAX_ITEMS)
+    parts = [part.replace("\0", ",") for part in pieces[::2]]
+    separators = ["".join(mark.split()) for mark in pieces[1::2]]
+    if not 2 <= len(parts) <= _MAX_ITEMS:
         return None
-    in_thousands = r"(?<![0-9])[0-9]{1,3},[0-9]{3}(?![0-9])"
-    perhaps_decimal = tight and re.search(in_thousands if brackets else r"[0-9],[0-9]", inner)
-    return (
-        brackets + ("tight" if perhaps_decimal else "") + _levels(separators, bool(brackets)),
-        parts,
-    )
+    if not all(parts) or any(_BRACKET.search(part) for part in parts):
+        return None
+
+    ambiguous_comma = _THOUSANDS if brackets else _COMMA_BETWEEN_DIGITS
+    may_be_decimal = tight and ambiguous_comma.search(inner)
+    levels = _levels(separators, bool(brackets))
+    return brackets + ("tight" if may_be_decimal else "") + levels, parts
 
 
 def _levels(separators: list[str], brackets: bool) -> str:
-    """The separators where they mean more than the end of an item: "" for "a, b", "a; b" and "a, b
-    and c".
+    """The separators where they mean more than the end of an item.
+
+    "" for "a, b", "a; b" and "a, b and c".
     """
     if len(separators) == 1 and separators[0] in _AND:
         return "and"
-    first = separators[:-1] if separators[-1] in _AND else separators
-    rows = ";" in first and (brackets or first is not separators)
-    return " ".join(separators) if rows or len(set(first)) > 1 or first[0] in _AND else ""
+    ends_with_and = separators[-1] in _AND
+    first = separators[:-1] if ends_with_and else separators
+    rows = ";" in first and (brackets or ends_with_and)
+    has_levels = rows or len(set(first)) > 1 or first[0] in _AND
+    return " ".join(separators) if has_levels else ""
 
 
-def same_list(wanted: str, got: str, asked: Question) -> bool:
+def _same_list(reference: str, answer: str, question: Question) -> bool:
     """Both are lists in the same notation, of the same items in the same order.
 
-    Another order is the question's matter.
+    Whether another order is right depends on the question.
     """
-    left, right = items(wanted), items(got)
-    if (
-        asked.wording
-        or left is None
-        or right is None
-        or left[0] != right[0]
-        or len(left[1]) != len(right[1])
-    ):
+    reference_list = items(reference)
+    answer_list = items(answer)
+    if question.wording or reference_list is None or answer_list is None:
         return False
-    if any(part.casefold() in _YES | _NO for part in left[1]):
+    notation, reference_items = reference_list
+    answer_notation, answer_items = answer_list
+    if notation != answer_notation or len(reference_items) != len(answer_items):
         return False
-    return all(_same_item(w, g, asked) for w, g in zip(left[1], right[1], strict=True))
+    if any(item.casefold() in _YES | _NO for item in reference_items):
+        return False
+    pairs = zip(reference_items, answer_items, strict=True)
+    return all(_same_item(right_item, item, question) for right_item, item in pairs)
 
 
-def _same_item(wanted: str, got: str, asked: Question) -> bool:
-    first, second = asked.plain(wanted), asked.plain(got)
-    return asked.same_text(first, second) or compare(first, second, asked) == "same"
+def _same_item(reference: str, answer: str, question: Question) -> bool:
+    plain_reference = question.plain(reference)
+    plain_answer = question.plain(answer)
+    if question.same_text(plain_reference, plain_answer):
+        return True
+    return compare(plain_reference, plain_answer, question) == "same"
 
 
 VSI_THRESHOLDS = tuple(0.5 + 0.05 * i for i in range(10))
-"""0.5 to 0.95, rounded as the originals round: 1 - 0.85 is a little above 0.15, and an error of
-exactly 15 % would be below it.
+"""0.5 to 0.95, rounded as the originals round.
+
+1 - 0.85 is a little above 0.15, and an error of exactly 15 % would be below it.
 """
 
 
 def mean_relative_accuracy(
     reference: float, answer: float, thresholds: Sequence[float] = VSI_THRESHOLDS
 ) -> float:
-    """The share of thresholds t with ``|answer - reference| / |reference| < 1 - t`` (VSI-Bench); a
-    reference of 0 must be met.
+    """The share of thresholds t with ``|answer - reference| / |reference| < 1 - t`` (VSI-Bench).
+
+    A reference of 0 must be met exactly.
     """
     if reference == 0:
         return float(answer == 0)

@@ -1,6 +1,8 @@
-"""The answer in a policy's text, and texts without what never changes an answer: mark-up, lead-in,
-blanks, final punctuation. Everything else stays: superscripts (5² is not 52), digits of other
-scripts, brackets, order, the case of short words and units.
+"""The answer in a policy's text, and the plain text of an answer.
+
+A plain text is without the parts that never change an answer: mark-up, lead-in, blanks, final
+punctuation. Everything else stays: superscripts (5² is not 52), digits of other scripts, brackets,
+order, the case of short words and units.
 """
 
 import re
@@ -31,15 +33,19 @@ _ONES = (
     "nineteen",
 )
 _TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
-WORDS = {
-    **{word: i for i, word in enumerate(_ONES)},
-    **{ten: 10 * i for i, ten in enumerate(_TENS, 2)},
-    **{
-        f"{ten}-{one}": 10 * i + j
-        for i, ten in enumerate(_TENS, 2)
-        for j, one in enumerate(_ONES[1:10], 1)
-    },
-}
+
+
+def _number_words() -> dict[str, int]:
+    words = {word: value for value, word in enumerate(_ONES)}
+    for tens, tens_word in enumerate(_TENS, 2):
+        words[tens_word] = 10 * tens
+        for unit, unit_word in enumerate(_ONES[1:10], 1):
+            words[f"{tens_word}-{unit_word}"] = 10 * tens + unit
+    return words
+
+
+WORDS = _number_words()
+"""Words for the numbers from 0 to 99, with their values."""
 MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 """Powers of ten."""
 WHOLE = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6}
@@ -76,7 +82,9 @@ _COMMANDS = {
 }
 _COMMAND = re.compile(rf"\\({'|'.join(sorted(_COMMANDS, key=len, reverse=True))})(?![A-Za-z])")
 _FRACTION = re.compile(
-    r"(?<![\w)}\]])\\[dt]?frac\s*(?:\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}|([0-9])([0-9]))(?![\w^(\[{\\])"
+    r"(?<![\w)}\]])\\[dt]?frac\s*"
+    r"(?:\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}|([0-9])([0-9]))"
+    r"(?![\w^(\[{\\])"
 )
 _TIGHT = re.compile(r" ?([=<>≤≥≠+*/×÷·^|]) ?")
 _PAIRS = (
@@ -100,7 +108,15 @@ _ARTICLE = re.compile(
     r" (?!(?:few|little|lot|bit|couple|or|and|is|half|third|quarter|fourth|fifth|tenth)\b)"
     r"([^\W\d_]{2,}[^\W\d_',.\- ]*)"
 )
+_PLAIN_WORD = re.compile(r"[^\W\d_]{2,}(?:[-'][^\W\d_]+)*[,.]?")
 _WORD = re.compile(r"[^\W\d_]+")
+_EXPONENT = re.compile(r"\^(-?[0-9]+|[A-Za-z°])")
+_BLANK_INSIDE_BRACKET = re.compile(r"(?<=[(\[{]) | (?=[)\]}])")
+_EMPTY_BRACKETS = re.compile(r"\{ *\}|\[ *\]|\( *\)")
+_EXCLAMATION = re.compile(r"(?:no|.*[^\W\d_]{3})!{1,3}", re.IGNORECASE)
+_MAY_BE_FACTORIAL = re.compile(r"[\\0-9]")
+_LATEX_BLANK = re.compile(r"\\[,;: ]")
+_LATEX_ESCAPE = re.compile(r"\\([%$#&{}])")
 _SMALL = {
     "no",
     "on",
@@ -123,8 +139,10 @@ _SMALL = {
     "el",
 }
 _SYMBOLS = re.compile(r"[\\^_=<>≤≥≠{}|~*+]")
-_ROUNDS = 8
+_MAX_LAYERS = 8
 """Layers of mark-up that are taken off; a text with more keeps the rest."""
+_MAX_NESTED_STYLES = 3
+_FINAL_MARKS = ".。;,"
 
 
 @lru_cache(maxsize=256)
@@ -137,59 +155,70 @@ def plain(text: str, *, exact: bool = False, articles: bool = False) -> str:
     text = " ".join(unicodedata.normalize("NFC", text).translate(CHARACTERS).split())
     text = _SUPERSCRIPT.sub(lambda m: f"^{{{m.group().translate(_SUPERSCRIPTS)}}}", text)
     text = _without_latex(text) if "\\" in text else text
-    text = re.sub(r"\^(-?[0-9]+|[A-Za-z°])", r"^{\1}", text)
+    text = _EXPONENT.sub(r"^{\1}", text)
     text = text.replace("^{°}", "°")
-    for _ in range(_ROUNDS):
-        before = text
-        text = _unwrapped(_LEAD.sub("", text, count=1) if _LEAD.match(text) else text)
-        text = _unpunctuated(text, exact)
-        if text == before:
+    for _ in range(_MAX_LAYERS):
+        outer = text
+        if _LEAD.match(text):
+            text = _LEAD.sub("", text, count=1)
+        text = _unpunctuated(_unwrapped(text), exact)
+        if text == outer:
             break
     text = _TIGHT.sub(r"\1", text).replace(" - ", "-")
-    text = re.sub(r"(?<=[(\[{]) | (?=[)\]}])", "", text)
-    found = None if articles else _ARTICLE.match(text)
-    if found and _drops_article(text, found):
-        text = text[found.start(3) :]
+    text = _BLANK_INSIDE_BRACKET.sub("", text)
+    article = None if articles else _ARTICLE.match(text)
+    if article and _drops_article(text, article):
+        text = text[article.start(3) :]
     return text
 
 
 def same_text(first: str, second: str, *, strict: bool = False) -> bool:
     """Whether two plain texts are equal letter by letter, or differ in harmless case.
 
-    Case is harmless in words of four letters and more, and in the first letter of those of three.
-    Beside digits only the first letter of a longer word; beside symbols never. ``strict``
-    (formulas): only the first letter, from three letters on.
+    Case is harmless in words of four letters and more, and in the first letter of words of three.
+    In a text with digits only the first letter of a longer word may differ; in a text with symbols
+    none. ``strict`` (formulas): only the first letter, from three letters on.
     """
     if first == second:
         return True
     if first.lower() != second.lower() or _SYMBOLS.search(first) or _SYMBOLS.search(second):
         return False
-    pairs = list(zip(_WORD.findall(first), _WORD.findall(second), strict=False))
-    if "".join(a for a, _ in pairs) + "".join(b for _, b in pairs) != "".join(
-        _WORD.findall(first) + _WORD.findall(second)
-    ):
+    first_words = _WORD.findall(first)
+    second_words = _WORD.findall(second)
+    if len(first_words) != len(second_words):
         return False
-    digits = any(c.isdigit() for c in first)
-    return all(a == b or _harmless(a, b, digits, strict) for a, b in pairs)
+    digits = any(character.isdigit() for character in first)
+    return all(
+        first_word == second_word or _harmless(first_word, second_word, digits, strict)
+        for first_word, second_word in zip(first_words, second_words, strict=True)
+    )
 
 
 def is_blank(text: str) -> bool:
     """Whether nothing can be seen: only blanks, control characters and fillers.
 
-    A private sign may be a logo.
+    A character for private use may be a logo.
     """
-    return not any(_is_shown(unicodedata.category(c)) and not _is_filler(c) for c in text)
+    return not any(
+        _is_shown(unicodedata.category(character)) and not _is_filler(character)
+        for character in text
+    )
 
 
 def says_nothing(text: str) -> bool:
-    """Whether there is no letter, digit or symbol, as in ``:``, ``...``, ``#``. ∞, →, + and empty
-    brackets are answers.
+    """Whether there is no letter, digit or symbol, as in ``:``, ``...``, ``#``.
+
+    ∞, →, + and empty brackets are answers.
     """
     text = text.strip().strip("#*`_'\"").strip()
-    if re.fullmatch(r"\{ *\}|\[ *\]|\( *\)", text):
+    if _EMPTY_BRACKETS.fullmatch(text):
         return False
-    kinds = (unicodedata.category(c) for c in text if c not in "`^$" and not _is_filler(c))
-    return not any(kind[0] in "LNSC" and _is_shown(kind) for kind in kinds)
+    categories = (
+        unicodedata.category(character)
+        for character in text
+        if character not in "`^$" and not _is_filler(character)
+    )
+    return not any(category[0] in "LNSC" and _is_shown(category) for category in categories)
 
 
 def _is_shown(category: str) -> bool:
@@ -197,87 +226,102 @@ def _is_shown(category: str) -> bool:
 
 
 def _is_filler(character: str) -> bool:
-    """Whether it is a letter or mark without a shape (Unicode's default-ignorable ones), or the
-    empty Braille cell.
+    """Whether it is a letter or mark without a shape, or the empty Braille cell.
+
+    Such letters and marks are Unicode's default-ignorable ones.
     """
     code = ord(character)
-    return code in (0x115F, 0x1160, 0x3164, 0xFFA0, 0x2800, 0x034F, 0x17B4, 0x17B5) or (
-        0x180B <= code <= 0x180F or 0xFE00 <= code <= 0xFE0F or 0xE0100 <= code <= 0xE01EF
-    )
+    if code in (0x115F, 0x1160, 0x3164, 0xFFA0, 0x2800, 0x034F, 0x17B4, 0x17B5):
+        return True
+    return 0x180B <= code <= 0x180F or 0xFE00 <= code <= 0xFE0F or 0xE0100 <= code <= 0xE01EF
 
 
 def _without_latex(text: str) -> str:
-    for _ in range(3):
+    for _ in range(_MAX_NESTED_STYLES):
         text = _STYLED.sub(r"\1", text)
-    text = re.sub(r"\\[,;: ]", " ", text.replace(r"\!", "")).replace("{,}", ",")
-    text = _COMMAND.sub(lambda m: _COMMANDS[m.group(1)], text)
-    text = _FRACTION.sub(lambda m: f"{m.group(1) or m.group(3)}/{m.group(2) or m.group(4)}", text)
-    text = re.sub(r"\\([%$#&{}])", r"\1", text)
+    text = text.replace(r"\!", "")
+    text = _LATEX_BLANK.sub(" ", text).replace("{,}", ",")
+    text = _COMMAND.sub(lambda command: _COMMANDS[command.group(1)], text)
+    text = _FRACTION.sub(_slash_fraction, text)
+    text = _LATEX_ESCAPE.sub(r"\1", text)
     return " ".join(text.replace("^{°}", "°").replace("^°", "°").split())
+
+
+def _slash_fraction(fraction: re.Match[str]) -> str:
+    numerator, denominator, short_numerator, short_denominator = fraction.groups()
+    return f"{numerator or short_numerator}/{denominator or short_denominator}"
 
 
 def _unwrapped(text: str) -> str:
     """The text without one layer of signs around all of it."""
     for left, right in _PAIRS:
         inner = text[len(left) : -len(right)]
-        whole = text.startswith(left) and text.endswith(right) and inner.strip()
-        if (
-            whole
-            and len(text) > len(left) + len(right)
-            and left not in inner
-            and right not in inner
-        ):
+        is_wrapped = text.startswith(left) and text.endswith(right) and inner.strip()
+        has_both_signs = len(text) > len(left) + len(right)
+        if is_wrapped and has_both_signs and left not in inner and right not in inner:
             return inner.strip()
-    if (found := _BOX.match(text)) and text.endswith("}") and text[found.end() : -1].strip():
-        depth = 1
-        for character in text[found.end() : -1]:
-            depth += {"{": 1, "}": -1}.get(character, 0)
-            if depth == 0:
-                return text
-        return text[found.end() : -1].strip()
-    return text
+    box = _BOX.match(text)
+    if box is None or not text.endswith("}"):
+        return text
+    content = text[box.end() : -1]
+    return content.strip() if content.strip() and not _closes_brace(content) else text
+
+
+def _closes_brace(text: str) -> bool:
+    """Whether the text closes a brace that it does not open."""
+    depth = 0
+    for character in text:
+        if character == "{":
+            depth += 1
+        elif character == "}":
+            depth -= 1
+        if depth < 0:
+            return True
+    return False
 
 
 def _unpunctuated(text: str, exact: bool) -> str:
-    """The text without its final mark. An ellipsis stays, and so does what may be a factorial."""
-    if len(text) > 1 and text[-1] in ".。;," and text[-2] not in ".。;,":
+    """The text without its final mark. An ellipsis stays, and so does a possible factorial."""
+    if len(text) > 1 and text[-1] in _FINAL_MARKS and text[-2] not in _FINAL_MARKS:
         return text[:-1].rstrip() or text
-    if exact or not text.endswith("!") or re.search(r"[\\0-9]", text):
+    if exact or not text.endswith("!") or _MAY_BE_FACTORIAL.search(text):
         return text
-    spoken = re.fullmatch(r"(?:no|.*[^\W\d_]{3})!{1,3}", text, re.IGNORECASE) is not None
-    return (
-        text.rstrip("!")
-        if spoken and re.split(r"[\s-]", text.rstrip("!").lower())[-1] not in NUMERALS
-        else text
-    )
+    if _EXCLAMATION.fullmatch(text) is None:
+        return text
+    unmarked = text.rstrip("!")
+    last_word = re.split(r"[\s-]", unmarked.lower())[-1]
+    return text if last_word in NUMERALS else unmarked
 
 
-def _drops_article(text: str, found: re.Match[str]) -> bool:
-    """Whether the article goes: ``the`` before any word but a number; ``a``, which may be a letter,
-    only before plain words.
+def _drops_article(text: str, article: re.Match[str]) -> bool:
+    """Whether the article is left out of the plain text.
+
+    ``the`` is left out before any word but a number; ``a``, which may be a letter, only before
+    plain words.
     """
-    words = text[found.start(3) :].split()
-    if found.group(1):
+    definite, indefinite, _ = article.groups()
+    words = text[article.start(3) :].split()
+    if definite:
         return words[0].lower().partition("-")[0] not in NUMERALS
-    all_plain = all(
-        re.fullmatch(r"[^\W\d_]{2,}(?:[-'][^\W\d_]+)*[,.]?", word) or word == "a" for word in words
-    )
-    return all_plain and (found.group(2).islower() or words[0].islower())
+    all_plain = all(_PLAIN_WORD.fullmatch(word) or word == "a" for word in words)
+    return all_plain and (indefinite.islower() or words[0].islower())
 
 
 def _harmless(first: str, second: str, digits: bool, strict: bool) -> bool:
     """Whether the difference in case between two words changes no meaning (``same_text``)."""
-    length, words = min(len(first), len(second)), (first, second)
+    length = min(len(first), len(second))
+    words = (first, second)
     usual = all(word.islower() or word.istitle() for word in words)
-    if digits or strict:
-        return usual and length >= (4 if digits else 3)
+    if digits:
+        return usual and length >= 4
+    if strict:
+        return usual and length >= 3
     if length <= 2:
         return usual and first.lower() in _SMALL
-    if length < 6:
-        return all(
-            word.islower() or word.istitle() or (length > 3 and word.isupper()) for word in words
-        )
-    return any(word.islower() or word.istitle() or word.isupper() for word in words)
+    if length == 3:
+        return usual
+    usual_or_upper = (word.islower() or word.istitle() or word.isupper() for word in words)
+    return all(usual_or_upper) if length < 6 else any(usual_or_upper)
 
 
 How = Literal["tagged_box", "tag", "box", "last_line", "whole"]
@@ -311,23 +355,39 @@ def extract(text: str, how: How) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""The content of the last ``\boxed{...}`` with balanced braces, in linear time; None without one. ``\{`` and ``\}`` do not
-    count as braces. Braces around all of the content only group, and are left out."""
-    starts = {match.end() for match in _BOX.finditer(text)}
-    if not starts:
+    r"""The content of the last ``\boxed{...}`` with balanced braces; None without one.
+
+    ``\{`` and ``\}`` do not count as braces. Braces around all of the content only group, and are
+    left out. The time is linear in the text's length.
+    """
+    box_starts = {box.end() for box in _BOX.finditer(text)}
+    if not box_starts:
         return None
-    opened: list[int] = []
+    ends = _brace_ends(text)
+    closed_starts = box_starts & ends.keys()
+    if not closed_starts:
+        return None
+    start = max(closed_starts)
+    end = ends[start]
+    while True:
+        group = _GROUP.match(text, start, end)
+        if group is None:
+            break
+        group_end = ends[group.end()]
+        if text[group_end + 1 : end].strip():
+            break
+        start = group.end()
+        end = group_end
+    return text[start:end].strip()
+
+
+def _brace_ends(text: str) -> dict[int, int]:
+    """Where each pair of braces ends, by the position after its opening brace."""
+    open_starts: list[int] = []
     ends: dict[int, int] = {}
     for brace in _BRACE.finditer(text):
         if brace.group() == "{":
-            opened.append(brace.end())
-        elif brace.group() == "}" and opened:
-            ends[opened.pop()] = brace.start()
-    if not (closed := starts & ends.keys()):
-        return None
-    start, end = (last := max(closed)), ends[last]
-    while (group := _GROUP.match(text, start, end)) and not text[
-        ends[group.end()] + 1 : end
-    ].strip():
-        start, end = group.end(), ends[group.end()]
-    return text[start:end].strip()
+            open_starts.append(brace.end())
+        elif brace.group() == "}" and open_starts:
+            ends[open_starts.pop()] = brace.start()
+    return ends

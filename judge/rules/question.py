@@ -1,5 +1,6 @@
-"""What a question's wording means for comparing answers: a code, a year, an option, a percentage, a
-notation, a negation.
+"""Hints in a question's wording for the comparison of answers.
+
+The wording may ask for a code, a year, an option, a percentage or a notation, or be negated.
 """
 
 import re
@@ -13,13 +14,14 @@ _NEAREST = (
     r" )?(?:whole|integer|tens?|tenths?|hundred\w*|thousand\w*|million|cent|dollar|degree|percent)"
 )
 _MEASURE = (
-    "value|price|cost|percentage|percent|share|proportion|rate|revenue|profit|income|average|mean|median|area|volume|length|height"
-    "|width|distance|weight|mass|speed|slope|perimeter|probability|difference"
+    "value|price|cost|percentage|percent|share|proportion|rate|revenue|profit|income|average|mean"
+    "|median|area|volume|length|height|width|distance|weight|mass|speed|slope|perimeter"
+    "|probability|difference"
 )
 _UNITS = (
-    "(?:square |cubic"
-    " )?(?:(?:milli|centi|kilo)?(?:met(?:re|er)|gram|lit(?:re|er))s?|[mck]?m|[mk]?g|m?l|ha|hectares?|seconds?|sec"
-    r"|min(?:ute)?s?|hours?|days?)"
+    "(?:square |cubic )?"
+    "(?:(?:milli|centi|kilo)?(?:met(?:re|er)|gram|lit(?:re|er))s?"
+    "|[mck]?m|[mk]?g|m?l|ha|hectares?|seconds?|sec|min(?:ute)?s?|hours?|days?)"
 )
 _SENTENCE = re.compile(r"[.!?]\s+|\n")
 _ASKS_MONEY = re.compile(
@@ -47,7 +49,8 @@ _CURRENCIES = {
     "£": r"£|\bpounds?\b|\bgbp\b",
     "¥": r"¥|\byen\b|\bjpy\b",
     "others": (
-        r"[₹₩₽₺₫₴₪฿]|\b(?:rupees?|rs|inr|yuan|rmb|cny|francs?|chf|pesos?|won|krw|roubles?|rubles?|lira|kr|reais|rand)\b"
+        r"[₹₩₽₺₫₴₪฿]|\b(?:rupees?|rs|inr|yuan|rmb|cny|francs?|chf|pesos?|won|krw|roubles?|rubles?"
+        r"|lira|kr|reais|rand)\b"
     ),
 }
 _BOTH = re.compile(
@@ -55,8 +58,9 @@ _BOTH = re.compile(
     re.IGNORECASE,
 )
 _NEGATED = re.compile(
-    r"\b(?:not|no|never|none|nothing|nobody|neither|nor|cannot|without|lack\w*|absent|missing|fail\w*|den(?:y|ies|ied)|disagree\w*|false"
-    r"|wrong|incorrect\w*|untrue|invalid|unable|impossible|mistaken|lies?|lying|myth|fake|hoax|contradict\w*|refut\w+|reject\w*)\b"
+    r"\b(?:not|no|never|none|nothing|nobody|neither|nor|cannot|without|lack\w*|absent|missing"
+    r"|fail\w*|den(?:y|ies|ied)|disagree\w*|false|wrong|incorrect\w*|untrue|invalid|unable"
+    r"|impossible|mistaken|lies?|lying|myth|fake|hoax|contradict\w*|refut\w+|reject\w*)\b"
     r"|n['’]t\b",
     re.IGNORECASE,
 )
@@ -67,13 +71,12 @@ _HOW_TO_ANSWER = re.compile(
     r"|letters?(?= ?(?:$|[.?!\n]|only|of the (?:correct|right|option|best|answer))))",
     re.IGNORECASE,
 )
-_FIRST, _SECOND = (
-    re.compile(rf"(?:^|[\s(\[])(?:{number}\s?[).:\]]|{circled})\s*\S")
-    for number, circled in ((1, "①"), (2, "②"))
-)
+_FIRST = re.compile(r"(?:^|[\s(\[])(?:1\s?[).:\]]|①)\s*\S")
+_SECOND = re.compile(r"(?:^|[\s(\[])(?:2\s?[).:\]]|②)\s*\S")
 _CIRCLED = str.maketrans({0x2460 + i: f"{i + 1})" for i in range(20)})
 _MARKER = re.compile(r"(?:^|(?<=[\s(\[,;*]))([A-Ja-j])(?:[).:\]](?![A-Za-z]?\.)|、)")
 _LOOSE_MARKER = re.compile(r"(?:^|(?<=[\s(\[,;*]))([A-Ja-j])(?:[).:\]]|、| is | ?[=–-] )")
+_LAST_SINGLE_CHARACTER = re.compile(r"(?:^|[^\W\d_]\s)(\w)\W*$")
 _OPTION = re.compile(
     r"(?:(?:option|choice)"
     r" )?(?:\(\s?([A-Za-z])\s?\)|\[\s?([A-Za-z])\s?\]|([A-Za-z])(?=\s?[.):]|$))\s?[.):]?\s?(.*)",
@@ -87,11 +90,13 @@ def _matches(pattern: str) -> cached_property[bool]:
     return cached_property(lambda question: compiled.search(question.asked) is not None)
 
 
-def _mentions(*words: str) -> cached_property[bool]:
-    """A property of Question: whether its text has one of these words and phrases, which commas
-    separate.
+def _mentions(*lines: str) -> cached_property[bool]:
+    """A property of Question: whether its text has one of these words and phrases.
+
+    Commas separate them in each line.
     """
-    return _matches(rf"\b(?:{'|'.join(', '.join(words).split(', '))})\b")
+    phrases = ", ".join(lines).split(", ")
+    return _matches(rf"\b(?:{'|'.join(phrases)})\b")
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,10 @@ class Question:
 
     @cached_property
     def asked(self) -> str:
-        """The text without "answer with a single word" and the like, which does not ask for a word."""
+        """The text without "answer with a single word" and the like.
+
+        Such an instruction does not ask for the wording of something.
+        """
         return _HOW_TO_ANSWER.sub(" ", self.text)
 
     @cached_property
@@ -190,30 +198,30 @@ class Question:
     )
     names_points = _matches(r"\bof\s+\$?[0-9]|\bpoints?\b")
     asks_yes_or_no = _matches(
-        r"(?:^\W*|[.!]\s+)(?:is|are|was|were|am|do|does|did|can|could|has|have|had|will|would|should|shall|may|might|must)\b"
+        r"(?:^\W*|[.!]\s+)(?:is|are|was|were|am|do|does|did|can|could|has|have|had|will|would"
+        r"|should|shall|may|might|must)\b"
         r"|\byes\b.{0,12}\bno\b|\btrue\b.{0,12}\bfalse\b"
     )
 
     @cached_property
     def asks_money(self) -> bool:
-        """Asks, in its last sentence, for an amount of money: not for a share of it, nor in
-        thousands or cents.
+        """Asks, in its last sentence, for an amount of money.
+
+        False for a share of an amount, and for an amount in thousands or cents.
         """
-        last = _SENTENCE.split(self.asked.rstrip(" \n\t.?!"))[-1]
-        found = _ASKS_MONEY.search(last)
-        return (
-            found is not None
-            and not _NO_AMOUNT.search(found.group())
-            and not _SCALES.search(self.text)
-        )
+        last_sentence = _SENTENCE.split(self.asked.rstrip(" \n\t.?!"))[-1]
+        demand = _ASKS_MONEY.search(last_sentence)
+        if demand is None or _NO_AMOUNT.search(demand.group()):
+            return False
+        return not _SCALES.search(self.text)
 
     @cached_property
     def currencies(self) -> frozenset[str]:
         """The signs of the currencies that it names ($, €, £, ¥), and "others"."""
         return frozenset(
             sign
-            for sign, names in _CURRENCIES.items()
-            if re.search(names, self.text, re.IGNORECASE)
+            for sign, pattern in _CURRENCIES.items()
+            if re.search(pattern, self.text, re.IGNORECASE)
         )
 
     @cached_property
@@ -230,12 +238,15 @@ class Question:
 
     @cached_property
     def measured(self) -> bool:
-        """Begins by asking for a measure ("what is the price of"), and names no place on a scale."""
+        """Begins by asking for a measure ("what is the price of").
+
+        False when it names a place on a scale.
+        """
         return self.names_measure and not self.codes and not self.names_place
 
     @cached_property
     def negated(self) -> bool:
-        """Is put in the negative, so that yes to it may be a no: 'is "cats can fly" false?'"""
+        """Is negated, so that yes to it may mean no, as in "is it false that cats can fly?"."""
         return _NEGATED.search(_BOTH.sub(" ", self.asked)) is not None
 
     @cached_property
@@ -246,83 +257,75 @@ class Question:
 
     @cached_property
     def options(self) -> dict[str, str]:
-        """The plain texts of the lettered options by letter (upper case); empty unless there are at
-        least A and B. Empty too when they are ambiguous. Every text is "" when two are equal, or
-        when the question goes on behind the last one.
+        """The plain texts of the lettered options by letter (upper case).
+
+        Empty unless there are at least A and B, and when they are ambiguous. Every text is "" when
+        two are equal, or when the question continues after the last one.
         """
-        found, rest = self._offered
-        distinct = len(set(found.values())) == len(found) and all(found.values())
         if self.ambiguous:
             return {}
-        return found if distinct and "?" not in rest else dict.fromkeys(found, "")
+        texts, rest = self._strict_options
+        distinct = len(set(texts.values())) == len(texts) and all(texts.values())
+        return texts if distinct and "?" not in rest else dict.fromkeys(texts, "")
 
     @cached_property
     def ambiguous(self) -> bool:
-        """An option's text is, or ends with, another one's letter, as in "A. B B. A": a letter
-        could mean either.
+        """An option's text is, or ends with, another one's letter, as in "A. B B. A".
+
+        A letter could then mean either.
         """
-        found = self._lettered(_LOOSE_MARKER)[0] | self._offered[0]
-        ends = {
-            letter: re.search(r"(?:^|[^\W\d_]\s)(\w)\W*$", text) for letter, text in found.items()
-        }
-        return any(
-            end is not None and end.group(1).upper() in found.keys() - {letter}
-            for letter, end in ends.items()
-        )
+        loose_texts, _ = self._lettered_options(_LOOSE_MARKER)
+        strict_texts, _ = self._strict_options
+        texts = loose_texts | strict_texts
+        for letter, text in texts.items():
+            last_character = _LAST_SINGLE_CHARACTER.search(text)
+            if last_character and last_character.group(1).upper() in texts.keys() - {letter}:
+                return True
+        return False
 
     @cached_property
-    def _offered(self) -> tuple[dict[str, str], str]:
-        return self._lettered(_MARKER)
+    def _strict_options(self) -> tuple[dict[str, str], str]:
+        return self._lettered_options(_MARKER)
 
-    def _lettered(self, markers: re.Pattern[str]) -> tuple[dict[str, str], str]:
-        """The options' plain texts by letter, and all that follows the last marker."""
+    def _lettered_options(self, pattern: re.Pattern[str]) -> tuple[dict[str, str], str]:
+        """The options' plain texts by letter, and the text after the last marker."""
         question = self.text.translate(CHARACTERS)
-        found: list[re.Match[str]] = []
-        for marker in markers.finditer(question):
-            same_case = not found or marker.group(1).isupper() == found[0].group(1).isupper()
-            if same_case and marker.group(1).upper() == chr(ord("A") + len(found)):
-                found.append(marker)
-        if len(found) < 2:
+        markers = _consecutive_markers(question, pattern)
+        if len(markers) < 2:
             return {}, ""
-        ends = [marker.start() for marker in found[1:]] + [len(question)]
-        cut = [
-            question[m.end() : end].strip().split("\n")[0]
-            for m, end in zip(found, ends, strict=True)
-        ]
-        texts = [self.plain(text.strip(" ([,;*")) for text in cut]
-        return {m.group(1).upper(): text for m, text in zip(found, texts, strict=True)}, question[
-            found[-1].end() :
-        ]
+        ends = [marker.start() for marker in markers[1:]] + [len(question)]
+        texts = {}
+        for marker, end in zip(markers, ends, strict=True):
+            first_line = question[marker.end() : end].strip().split("\n")[0]
+            texts[marker.group(1).upper()] = self.plain(first_line.strip(" ([,;*"))
+        return texts, question[markers[-1].end() :]
 
     def plain(self, text: str) -> str:
         """The plain text of a reference or an answer to this question."""
         return plain(text, exact=self.exact, articles=self.wording)
 
     def same_text(self, first: str, second: str) -> bool:
-        """Whether two plain texts are equal, but for harmless case."""
+        """Whether two plain texts are equal, apart from harmless case."""
         return same_text(first, second, strict=self.exact or self.case)
 
     def offers(self, mark: str) -> bool:
         """Whether a mark is an option's text, as in "(A) : (B) ;"."""
         mark = mark.strip()
-        return (
-            mark in self.text
-            and re.search(rf"[).:\]]\s*{re.escape(mark)}(?!\S)", self.text) is not None
-        )
+        if mark not in self.text:
+            return False
+        return re.search(rf"[).:\]]\s*{re.escape(mark)}(?!\S)", self.text) is not None
 
     def holds(self, number: str) -> bool:
-        """Whether a number stands in the question: an answer that repeats it is perhaps none."""
+        """Whether the question has a number: an answer that repeats it may not be an answer."""
         number = number.lstrip("+-")
-        return (
-            number in self.text
-            and re.search(rf"(?<![0-9.]){re.escape(number)}(?![0-9])", self.text) is not None
-        )
+        if number not in self.text:
+            return False
+        return re.search(rf"(?<![0-9.]){re.escape(number)}(?![0-9])", self.text) is not None
 
     def labels(self, first: str, second: str) -> bool:
-        """Whether one number stands for the other in the question: "2 = 20", "Option 2 is 20", "2:
-        20".
-        """
+        """Whether one number is the label of the other: "2 = 20", "Option 2 is 20", "2: 20"."""
         text = self.text.translate(_CIRCLED)
+        # The search for a text is fast, and rules out most questions.
         if first not in text or second not in text:
             return False
         pair = (
@@ -333,10 +336,23 @@ class Question:
 
 
 def option(text: str) -> tuple[str, str] | None:
-    """The letter as written and the text of ``B``, ``(B)``, ``B. red``, ``option B``; None for
-    anything else. Of a plain text.
+    """The letter as written and the text of an option that is a plain text.
+
+    An option is ``B``, ``(B)``, ``B. red`` or ``option B``; None for anything else.
     """
-    found = _OPTION.fullmatch(text)
-    if found is None:
+    match = _OPTION.fullmatch(text)
+    if match is None:
         return None
-    return next(part for part in found.groups()[:3] if part), found.group(4).strip()
+    in_parentheses, in_brackets, bare, words = match.groups()
+    return in_parentheses or in_brackets or bare, words.strip()
+
+
+def _consecutive_markers(question: str, pattern: re.Pattern[str]) -> list[re.Match[str]]:
+    """The markers of A, B, C, ... in this order, all in the case of the first."""
+    markers: list[re.Match[str]] = []
+    for marker in pattern.finditer(question):
+        letter = marker.group(1)
+        same_case = not markers or letter.isupper() == markers[0].group(1).isupper()
+        if same_case and letter.upper() == chr(ord("A") + len(markers)):
+            markers.append(marker)
+    return markers
