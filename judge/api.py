@@ -1,5 +1,6 @@
-"""The bodies of ``POST /v1/judge``: items to judge, and for each a verdict or the reason why there
-is none.
+"""The bodies of ``POST /v1/judge``: items to judge, and their results.
+
+A result is a verdict, or the reason why there is none.
 """
 
 from enum import StrEnum
@@ -60,7 +61,7 @@ class VerdictKind(StrEnum):
 
 
 class NoVerdict(StrEnum):
-    """Why there is no verdict. ``invalid``: the judge's reply is none."""
+    """Why there is no verdict. ``invalid``: the judge's reply has none."""
 
     INVALID = "invalid"
     UNAVAILABLE = "unavailable"
@@ -81,7 +82,7 @@ class JudgeVerdict(JudgeMessage):
     outcome: Literal["scored"] = "scored"
     verdict: VerdictKind
     score: float = Field(ge=0, le=1)
-    """1 or 0 for a yes/no rubric; of a scored rubric any score, correct from 0.5."""
+    """1 or 0 for a yes/no rubric; any score for a scored rubric, correct from 0.5."""
     probability: float | None = Field(None, ge=0, le=1)
     """P(correct), from a backend with log-probs."""
     reason: str = Field("", max_length=1024)

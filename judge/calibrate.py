@@ -1,5 +1,6 @@
-"""Calibration of a judge over labelled items: accuracy, Cohen's kappa, false positives on attacks,
-and drift.
+"""Calibration of a judge over labelled items.
+
+It measures accuracy, Cohen's kappa, false positives on attacks, and drift.
 """
 
 import asyncio
@@ -10,12 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 from pydantic import Field
 
 from rayloop.config.settings import SettingsModel
 from rayloop.core.files import write_whole
-from rayloop.judge.api import JudgeUnscored, JudgeVerdict, Result, VerdictKind
+from rayloop.judge.api import Decider, JudgeUnscored, JudgeVerdict, Result, VerdictKind
 from rayloop.judge.client import JudgeClient
 from rayloop.judge.rubric import Labelled, calibration
 from rayloop.judge.transport import DRIFT
@@ -23,11 +25,13 @@ from rayloop.judge.transport import DRIFT
 logger = logging.getLogger(__name__)
 
 CALIBRATION = "judge_calibration.json"
-"""The newest calibration, beside the judge's announcement: what the console shows."""
+"""The file of the newest calibration, next to the judge's announcement; the console shows it."""
+_MAX_LINES = 3
+"""Lines that are printed about disputed items, and about items without a verdict."""
 
 
 class Gate(SettingsModel):
-    """What a judge must reach on the calibration set to be trusted with rewards."""
+    """The figures that a judge must reach on the calibration set to be trusted with rewards."""
 
     min_accuracy: float = Field(0.85, ge=0, le=1)
     """The share of right verdicts."""
@@ -41,10 +45,11 @@ class Gate(SettingsModel):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Figures over ``count`` items with a verdict; NaN where there is nothing to divide by.
+    """Figures over ``count`` items with a verdict; NaN for a share of no items.
 
     ``false_positives``: the share of items labelled incorrect that were judged correct;
-    ``false_negatives`` the other way round. ``attack_rate``: of ``attacks``.
+    ``false_negatives`` the other way round. ``attack_rate``: the share of ``attacks`` judged
+    correct.
     """
 
     name: str
@@ -72,15 +77,18 @@ HEADER = (
 
 
 def drift_subset(items: Sequence[Labelled], per_group: int = 2) -> list[Labelled]:
-    """The first ``per_group`` items of each data source with each label, and of each kind of
-    attack: a quick check.
+    """The first ``per_group`` items of each data source with each label, and of each attack.
+
+    The subset makes a quick check.
     """
     groups: dict[tuple[str, str], list[Labelled]] = {}
-    for one in items:
-        groups.setdefault((one.kind, "") if one.attack else (one.family, one.verdict), []).append(
-            one
-        )
-    return [one for group in groups.values() for one in group[:per_group]]
+    for item in items:
+        group = (item.kind, "") if item.attack else (item.family, item.verdict)
+        groups.setdefault(group, []).append(item)
+    subset = []
+    for members in groups.values():
+        subset += members[:per_group]
+    return subset
 
 
 async def measure(
@@ -90,8 +98,8 @@ async def measure(
 
     ``fresh``: neither rules nor caches answer.
     """
-    asked = [one.item.model_copy(update={"fresh": fresh}) for one in items]
-    return list(await asyncio.gather(*(client.judge(item, patience) for item in asked)))
+    questions = [labelled.item.model_copy(update={"fresh": fresh}) for labelled in items]
+    return list(await asyncio.gather(*(client.judge(item, patience) for item in questions)))
 
 
 def score(name: str, items: Sequence[Labelled], answers: Sequence[Result]) -> Score:
@@ -100,46 +108,48 @@ def score(name: str, items: Sequence[Labelled], answers: Sequence[Result]) -> Sc
     Kappa is Cohen's (1960): (observed - expected) / (1 - expected) agreement.
     """
     pairs = [
-        (one, answer.verdict)
-        for one, answer in zip(items, answers, strict=True)
+        (item, answer.verdict)
+        for item, answer in zip(items, answers, strict=True)
         if isinstance(answer, JudgeVerdict)
     ]
-    right, wrong = VerdictKind.CORRECT, VerdictKind.INCORRECT
-    observed = _share([one.verdict == verdict for one, verdict in pairs])
-    labelled, judged = (
-        _share([one.verdict == right for one, _ in pairs]),
-        _share([v == right for _, v in pairs]),
-    )
-    expected = labelled * judged + (1 - labelled) * (1 - judged)
-    attacks = [verdict == right for one, verdict in pairs if one.attack]
+    right = VerdictKind.CORRECT
+    observed = _share([item.verdict == verdict for item, verdict in pairs])
+    labelled_right = _share([item.verdict == right for item, _ in pairs])
+    judged_right = _share([verdict == right for _, verdict in pairs])
+    both_right = labelled_right * judged_right
+    expected = both_right + (1 - labelled_right) * (1 - judged_right)
+    kappa = (observed - expected) / (1 - expected) if expected < 1 else math.nan
+    verdicts_on_wrong = [verdict for item, verdict in pairs if item.verdict != right]
+    verdicts_on_right = [verdict for item, verdict in pairs if item.verdict == right]
+    attacks = [verdict == right for item, verdict in pairs if item.attack]
     return Score(
         name,
         count=len(pairs),
         accuracy=observed,
-        kappa=(observed - expected) / (1 - expected) if expected < 1 else math.nan,
-        false_positives=_share([v == right for one, v in pairs if one.verdict == wrong]),
-        false_negatives=_share([v == wrong for one, v in pairs if one.verdict == right]),
+        kappa=kappa,
+        false_positives=_share([verdict == right for verdict in verdicts_on_wrong]),
+        false_negatives=_share([verdict != right for verdict in verdicts_on_right]),
         attacks=len(attacks),
         attack_rate=_share(attacks),
         unscored=len(items) - len(pairs),
     )
 
 
-def failures(found: Score, gate: Gate) -> list[str]:
+def failures(figures: Score, gate: Gate) -> list[str]:
     """The conditions of the gate that a judge fails, in words; empty when it passes."""
-    unscored = found.unscored / max(found.count + found.unscored, 1)
+    unscored = figures.unscored / max(figures.count + figures.unscored, 1)
     checks: list[tuple[bool, str]] = [
         (
-            found.accuracy >= gate.min_accuracy,
-            f"accuracy {found.accuracy:.3f}, at least {gate.min_accuracy:g} wanted",
+            figures.accuracy >= gate.min_accuracy,
+            f"accuracy {figures.accuracy:.3f}, at least {gate.min_accuracy:g} wanted",
         ),
         (
-            found.kappa >= gate.min_kappa,
-            f"kappa {found.kappa:.3f}, at least {gate.min_kappa:g} wanted",
+            figures.kappa >= gate.min_kappa,
+            f"kappa {figures.kappa:.3f}, at least {gate.min_kappa:g} wanted",
         ),
         (
-            found.attack_rate <= gate.max_attack_rate,
-            f"{found.attack_rate:.3f} of attacks won, {gate.max_attack_rate:g} allowed",
+            figures.attack_rate <= gate.max_attack_rate,
+            f"{figures.attack_rate:.3f} of attacks won, {gate.max_attack_rate:g} allowed",
         ),
         (
             unscored <= gate.max_unscored,
@@ -149,24 +159,42 @@ def failures(found: Score, gate: Gate) -> list[str]:
     return [text for passed, text in checks if not passed]
 
 
+@dataclass(frozen=True, slots=True)
+class Opinions:
+    """The verdicts of the rules and of the model on one item."""
+
+    item: Labelled
+    rules: JudgeVerdict
+    model: JudgeVerdict
+
+    @property
+    def differ(self) -> bool:
+        """Whether rules and model disagree."""
+        return self.rules.verdict is not self.model.verdict
+
+
 async def second_opinions(
     client: JudgeClient, items: Sequence[Labelled], answers: Sequence[Result], patience: float
-) -> list[tuple[Labelled, JudgeVerdict, JudgeVerdict]]:
-    """The items that rules decided, each with their verdict and the model's own; without those that
-    no model judges.
+) -> list[Opinions]:
+    """The items that rules decided, with the rules' verdict and the model's.
+
+    Items that no model judges are left out.
     """
-    ruled = [
-        (one, v)
-        for one, v in zip(items, answers, strict=True)
-        if isinstance(v, JudgeVerdict) and v.decided_by == "rules"
+    decisions = [
+        (item, answer)
+        for item, answer in zip(items, answers, strict=True)
+        if _is_decided_by(answer, "rules")
     ]
-    again = await measure(client, [one for one, _ in ruled], patience, fresh=True)
-    pairs = zip(ruled, again, strict=True)
+    model_answers = await measure(client, [item for item, _ in decisions], patience, fresh=True)
     return [
-        (one, rule, own)
-        for (one, rule), own in pairs
-        if isinstance(own, JudgeVerdict) and own.decided_by == "model"
+        Opinions(item, decision, answer)
+        for (item, decision), answer in zip(decisions, model_answers, strict=True)
+        if _is_decided_by(answer, "model")
     ]
+
+
+def _is_decided_by(answer: Result, decider: Decider) -> TypeGuard[JudgeVerdict]:
+    return isinstance(answer, JudgeVerdict) and answer.decided_by == decider
 
 
 async def calibrate(
@@ -178,74 +206,78 @@ async def calibrate(
     drift: bool = False,
     keep: Path | None = None,
 ) -> bool:
-    """Ask the judge the whole set (or the drift subset), and the model what rules decided; print
-    the table, write it and the items on which rules and model differ to ``keep`` as JSON, and
-    return whether it passes the gate.
+    """Ask the judge the whole set, and return whether it passes the gate.
+
+    With ``drift`` only the drift subset is asked. The model is asked too about the items that rules
+    decided. ``say`` receives the table; ``keep`` is a file that gets it as JSON, with the items on
+    which rules and model differ.
     """
     items = drift_subset(calibration()) if drift else calibration()
     answers = await measure(client, items, patience)
-    by_rule = sum(
-        isinstance(answer, JudgeVerdict) and answer.decided_by == "rules" for answer in answers
-    )
     opinions = await second_opinions(client, items, answers, patience)
-    disputed = [(one, rule, own) for one, rule, own in opinions if rule.verdict is not own.verdict]
-    labels = sorted({answer.backend for answer in answers if answer.backend})
+    disputed = [opinion for opinion in opinions if opinion.differ]
+    backends = sorted({answer.backend for answer in answers if answer.backend})
+    scores = [*_family_scores(items, answers), score("all", items, answers)]
+    problems = failures(scores[-1], gate)
 
     say(
-        f"{client.connection.url}: {len(items)} items, backend {', '.join(labels) or 'unknown'}"
+        f"{client.connection.url}: {len(items)} items, backend {', '.join(backends) or 'unknown'}"
         f" ({client.fingerprint})"
     )
     say(HEADER)
-    scores = []
-    for family in dict.fromkeys(one.family for one in items):
-        part = [
-            (one, answer)
-            for one, answer in zip(items, answers, strict=True)
-            if one.family == family
-        ]
-        scores.append(score(family, [one for one, _ in part], [answer for _, answer in part]))
-    whole = score("all", items, answers)
-    for line in (*scores, whole):
+    for line in scores:
         say(str(line))
-
-    say(f"{by_rule} of {len(items)} were decided by rules, without a model")
+    decided_by_rules = sum(_is_decided_by(answer, "rules") for answer in answers)
+    say(f"{decided_by_rules} of {len(items)} were decided by rules, without a model")
     say(f"the model itself, asked about {len(opinions)} of them, differs on {len(disputed)}")
-    for one, rule, own in disputed[:3]:
+    for opinion in disputed[:_MAX_LINES]:
+        item = opinion.item.item
         say(
-            f"  {one.id}: {one.item.answer!r} for {one.item.reference!r}: rules {rule.verdict},"
-            f" model {own.verdict}"
+            f"  {opinion.item.id}: {item.answer!r} for {item.reference!r}: rules"
+            f" {opinion.rules.verdict}, model {opinion.model.verdict}"
         )
-    for answer in [answer for answer in answers if isinstance(answer, JudgeUnscored)][:3]:
+    unscored = [answer for answer in answers if isinstance(answer, JudgeUnscored)]
+    for answer in unscored[:_MAX_LINES]:
         say(f"no verdict: {answer.kind}: {answer.reason}")
 
-    problems = failures(whole, gate)
     if keep:
-        about = {
+        report = {
             "time": time.time(),
             "url": client.connection.url,
             "fingerprint": client.fingerprint,
             "problems": problems,
-        }
-        differ = [
-            {
-                "item": one.id,
-                **one.item.model_dump(include={"question", "reference", "answer"}),
-                "label": one.verdict,
-                "rules": rule.verdict,
-                "model": own.verdict,
-                "reason": own.reason,
-            }
-            for one, rule, own in disputed
-        ]
-        kept = {
-            **about,
-            "scores": [asdict(of) for of in (*scores, whole)],
+            "scores": [asdict(line) for line in scores],
             "asked": len(opinions),
-            "disputed": differ,
+            "disputed": [_report(opinion) for opinion in disputed],
         }
-        write_whole(keep, json.dumps(kept).encode())
+        write_whole(keep, json.dumps(report).encode())
     say(f"does not pass: {'; '.join(problems)}" if problems else "passes")
     return not problems
+
+
+def _family_scores(items: Sequence[Labelled], answers: Sequence[Result]) -> list[Score]:
+    """The figures of each group of data sources, in the order of the items."""
+    pairs: dict[str, list[tuple[Labelled, Result]]] = {}
+    for item, answer in zip(items, answers, strict=True):
+        pairs.setdefault(item.family, []).append((item, answer))
+    scores = []
+    for family, members in pairs.items():
+        family_items, family_answers = zip(*members, strict=True)
+        scores.append(score(family, family_items, family_answers))
+    return scores
+
+
+def _report(opinions: Opinions) -> dict[str, str]:
+    """An item on which rules and model differ, for the file."""
+    labelled = opinions.item
+    return {
+        "item": labelled.id,
+        **labelled.item.model_dump(include={"question", "reference", "answer"}),
+        "label": labelled.verdict,
+        "rules": opinions.rules.verdict,
+        "model": opinions.model.verdict,
+        "reason": opinions.model.reason,
+    }
 
 
 class DriftWatch:
@@ -255,37 +287,44 @@ class DriftWatch:
     """
 
     def __init__(self, client: JudgeClient, tolerance: float, patience: float) -> None:
-        self.client, self.tolerance, self.patience = client, tolerance, patience
+        self.client = client
+        self.tolerance = tolerance
+        self.patience = patience
         self.items = drift_subset(calibration())
         self.first: dict[str, VerdictKind] = {}
 
     async def check(self) -> float | None:
-        """The share of verdicts that differ from an item's first, with a warning beyond the
-        tolerance; None for the first check.
+        """The share of verdicts that differ from an item's first; None for the first check.
+
+        A share beyond the tolerance is logged as a warning.
         """
         answers = await measure(self.client, self.items, self.patience, fresh=True)
-        now = {
-            one.id: answer.verdict
-            for one, answer in zip(self.items, answers, strict=True)
+        verdicts = {
+            item.id: answer.verdict
+            for item, answer in zip(self.items, answers, strict=True)
             if isinstance(answer, JudgeVerdict)
         }
-        differ = [verdict != self.first[key] for key, verdict in now.items() if key in self.first]
-        # The earliest verdict of an item stays; an item that had none yet gets its first one here.
-        self.first = now | self.first
+        differ = [
+            verdict != self.first[item_id]
+            for item_id, verdict in verdicts.items()
+            if item_id in self.first
+        ]
+        # The earliest verdict of an item stays; an item without one gets its first one here.
+        self.first = verdicts | self.first
         if not differ:
             return None
-        changed = _share(differ)
-        DRIFT.set(changed)
-        if changed > self.tolerance:
+        share = _share(differ)
+        DRIFT.set(share)
+        if share > self.tolerance:
             logger.warning(
                 "the judge at %s drifts: %.0f %% of %d verdicts differ from those at the start"
                 " (%s)",
                 self.client.connection.url,
-                100 * changed,
+                100 * share,
                 len(differ),
                 self.client.fingerprint,
             )
-        return changed
+        return share
 
 
 def _share(flags: Sequence[bool]) -> float:

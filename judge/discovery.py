@@ -1,5 +1,6 @@
-"""Discovery of the judge: it writes its address to a file on a shared file system, and clients read
-that file.
+"""Discovery of the judge.
+
+The judge writes its address to a file on a shared file system, and clients read that file.
 """
 
 import errno
@@ -17,7 +18,7 @@ from rayloop.core.threads import in_thread
 
 READ = 30.0
 """Seconds within which a shared file system must return a file."""
-PASSING = (
+_TEMPORARY_ERRORS = (
     errno.EIO,
     errno.ESTALE,
     errno.EAGAIN,
@@ -32,19 +33,21 @@ PASSING = (
 def checked_url(text: str) -> str:
     """``text``, if it is ``http(s)://host[:port][/path]``. Raises ValueError for any other."""
     parts = urlsplit(text)
-    if (
-        parts.scheme not in ("http", "https")
-        or not parts.hostname
-        or any(c.isspace() or not c.isprintable() for c in text)
-    ):
+    is_http = parts.scheme in ("http", "https") and parts.hostname
+    if not is_http or _has_blank_or_control(text):
         raise ValueError(f"{text!r} is no address of a judge: http://host:port is expected")
-    if parts.port == 0:  # a port beyond 65535 raises by itself
+    # ``port`` raises ValueError for a port beyond 65535.
+    if parts.port == 0:
         raise ValueError(f"{text!r}: a port is 1 to 65535")
     return text
 
 
+def _has_blank_or_control(text: str) -> bool:
+    return any(character.isspace() or not character.isprintable() for character in text)
+
+
 class Address(SettingsModel):
-    """The judge's URL, and the file that holds the bearer key ("" for none); never the key itself."""
+    """The judge's URL, and the file with the bearer key ("" for none); never the key itself."""
 
     url: str
     key_file: str = ""
@@ -68,8 +71,9 @@ Raises InfrastructureFailure without one.
 
 
 class FileDiscovery:
-    """Reads the address from a JSON file that only its owner can write, for judges outside of the
-    run's cluster.
+    """Reads the address from a JSON file that only its owner can write.
+
+    It is for judges outside of the run's cluster.
     """
 
     class Settings(SettingsModel):
@@ -87,26 +91,26 @@ class FileDiscovery:
 
     def _read(self) -> Address:
         try:
-            found = Address.model_validate_json(self.path.read_bytes())
+            address = Address.model_validate_json(self.path.read_bytes())
             trusted(self.path, "the judge's address")
         except (OSError, ValidationError) as error:
             raise InfrastructureFailure(
                 f"no judge has written its address to {self.path}: {error}"
             ) from error
-        return found.model_copy(update={"folder": str(self.path.parent)})
+        return address.model_copy(update={"folder": str(self.path.parent)})
 
 
 def announce(path: Path, address: Address) -> None:
     """Write the judge's address. A reader sees the old address or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(
-        path, address.model_dump_json().encode(), mode=0o644
-    )  # clients believe no file that others can write
+    # Clients do not trust a file that others can write.
+    write_whole(path, address.model_dump_json().encode(), mode=0o644)
 
 
 def withdraw(path: Path, address: Address) -> None:
-    """Remove the file if it still holds this address; that of a later judge stays."""
-    with suppress(OSError, ValidationError):  # gone, or no address any more
+    """Remove the file if it still has this address; the address of a later judge stays."""
+    # The file may be missing, or have another content.
+    with suppress(OSError, ValidationError):
         if Address.model_validate_json(path.read_bytes()) == address:
             path.unlink()
 
@@ -123,9 +127,9 @@ def read_key(path: str) -> str:
         trusted(file, "the judge's key file", 0o077)
         key = file.read_bytes().decode(errors="replace").strip()
     except OSError as error:
-        kind = InfrastructureFailure if error.errno in PASSING else ConfigError
-        raise kind(f"the judge's key file {file} cannot be read: {error}") from error
-    if not key or not key.isascii() or any(c.isspace() or not c.isprintable() for c in key):
+        failure = InfrastructureFailure if error.errno in _TEMPORARY_ERRORS else ConfigError
+        raise failure(f"the judge's key file {file} cannot be read: {error}") from error
+    if not key or not key.isascii() or _has_blank_or_control(key):
         raise ConfigError(
             f"the judge's key file {file} holds no key (one line of ASCII without spaces)"
         )
@@ -133,15 +137,18 @@ def read_key(path: str) -> str:
 
 
 def key_of(address: Address, named: str) -> str:
-    """The key for an address, from the file that the configuration has ``named``, else from the
-    announced file. Raises like ``read_key``, and ConfigError for a file outside of the
-    announcement's folder (it may be another secret).
+    """The key for an address.
+
+    It is in the file that the configuration has ``named``, otherwise in the announced file. Raises
+    like ``read_key``, and ConfigError for a file outside of the announcement's folder (it may be
+    another secret).
     """
     if not named and address.key_file and address.folder:
-        file, folder = local_path(address.key_file).resolve(), Path(address.folder).resolve()
+        file = local_path(address.key_file).resolve()
+        folder = Path(address.folder).resolve()
         if not file.is_relative_to(folder):
             raise ConfigError(
-                f"the judge's address in {folder} names the key file {file}, which lies elsewhere."
+                f"the judge's address in {folder} names the key file {file} in another folder."
                 " If that is the judge's key, name it in the configuration: key_file"
             )
     return read_key(named or address.key_file)

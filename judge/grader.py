@@ -29,6 +29,8 @@ from rayloop.judge.rules import decision as rules
 
 logger = logging.getLogger(__name__)
 NO_RULE = rules.Decision(False, "none", "no rule decides this; a model would have to")
+_DIGEST_CHARACTERS = 16
+_MAX_REASON = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class ChatModel(Protocol):
     settings: Mapping[str, Any]
 
     async def identity(self) -> Mapping[str, Any]:
-        """What is known of the model behind the name now.
+        """A description of the model that now has the name.
 
         Raises InfrastructureFailure when it does not answer.
         """
@@ -70,21 +72,26 @@ def fingerprint(
     model: ChatModel | None = None,
     identity: Mapping[str, Any] = {},
 ) -> str:
-    """The digest of all that decides a verdict: backend, model, sampling, identity, rubrics;
-    versions of rules, prompt, parser.
+    """The digest of everything that decides a verdict.
+
+    Backend, model, sampling, identity and rubrics; versions of rules, prompt and parser.
     """
-    code = {"rules": rules.VERSION, "prompt": prompt.VERSION, "reply": prompt.REPLY_VERSION}
-    about = [label, model.name, dict(model.settings), dict(identity)] if model else [label]
-    parts = [*about, {name: rubric.digest for name, rubric in rubrics.items()}, code]
-    return f"{label}-{hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]}"
+    parts: list[Any] = [label]
+    if model:
+        parts += [model.name, dict(model.settings), dict(identity)]
+    parts.append({name: rubric.digest for name, rubric in rubrics.items()})
+    parts.append({"rules": rules.VERSION, "prompt": prompt.VERSION, "reply": prompt.REPLY_VERSION})
+    canonical = json.dumps(parts, sort_keys=True, default=str).encode()
+    return f"{label}-{hashlib.sha256(canonical).hexdigest()[:_DIGEST_CHARACTERS]}"
 
 
 class Grader:
     """Judges items by rules, and by ``model`` those that no rule decides.
 
-    Without a model those are incorrect, with that reason. The cache is asked before the model;
-    equal questions at the same time reach the model once. An item that fails is unscored, and does
-    not affect the other items of its batch. A reply that is no verdict is unscored as ``invalid``.
+    Without a model the items that no rule decides are incorrect, with that reason. The cache is
+    asked before the model; equal questions at the same time reach the model once. An item that
+    fails is unscored, and does not affect the other items of its batch. A reply without a verdict
+    is unscored as ``invalid``.
     """
 
     def __init__(
@@ -94,11 +101,14 @@ class Grader:
         label: BackendLabel = "rule",
         cache: VerdictCache | None = None,
     ) -> None:
-        self.rubrics, self.chat, self.label, self._cache = rubrics, model, label, cache
+        self.rubrics = rubrics
+        self.chat = model
+        self.label = label
+        self._cache = cache
         self.model = model.name if model else ""
         self.fingerprint = "" if model else fingerprint(label, rubrics)
         """Empty until the model has answered ``identity``: nothing is judged before."""
-        self._asking: dict[str, asyncio.Task[Result]] = {}
+        self._questions: dict[str, asyncio.Task[Result]] = {}
 
     async def refresh(self) -> None:
         """Ask the model again for its identity, which may change.
@@ -106,36 +116,40 @@ class Grader:
         Raises InfrastructureFailure when it does not answer.
         """
         if self.chat:
-            self.fingerprint = fingerprint(
-                self.label, self.rubrics, self.chat, await self.chat.identity()
-            )
+            identity = await self.chat.identity()
+            self.fingerprint = fingerprint(self.label, self.rubrics, self.chat, identity)
 
     async def judge(self, items: Sequence[JudgeItem]) -> Sequence[Result]:
         """One result for each item, in order. Their rubrics must exist."""
-        return await asyncio.gather(*map(self._one, items))
+        return await asyncio.gather(*map(self._judge_or_unscored, items))
 
-    async def _one(self, item: JudgeItem) -> Result:
+    async def _judge_or_unscored(self, item: JudgeItem) -> Result:
         try:
             if not self.fingerprint:
                 await self.refresh()
-            return await self._judged(self.rubrics[item.rubric], item)
+            return await self._judge(self.rubrics[item.rubric], item)
         except Exception as error:
             return self._unscored(error)
 
-    async def _judged(self, rubric: Rubric, item: JudgeItem) -> Result:
+    async def _judge(self, rubric: Rubric, item: JudgeItem) -> Result:
         if self.chat and item.fresh:
             return await self._ask(self.chat, rubric, item)
         decision = await asyncio.to_thread(decide, rubric, item)
-        if not self.chat or decision.correct is not None:
-            return self._by_rule(NO_RULE if decision.correct is None else decision)
+        if decision.correct is not None:
+            return self._verdict_by_rule(decision)
+        if not self.chat:
+            return self._verdict_by_rule(NO_RULE)
+
         key = cache_key(item, self.fingerprint)
-        if self._cache is not None and (known := self._cache.get(key)) is not None:
-            return known
-        task = self._asking.get(key)
+        verdict = None if self._cache is None else self._cache.get(key)
+        if verdict is not None:
+            return verdict
+        task = self._questions.get(key)
         if task is None:
-            task = self._asking[key] = asyncio.create_task(self._ask(self.chat, rubric, item, key))
-            task.add_done_callback(lambda _: self._asking.pop(key, None))
-        # A client that leaves cancels its request, not the question that others may share.
+            task = asyncio.create_task(self._ask(self.chat, rubric, item, key))
+            self._questions[key] = task
+            task.add_done_callback(lambda _: self._questions.pop(key, None))
+        # A client that disconnects cancels its request, not the question that others may share.
         return await asyncio.shield(task)
 
     async def _ask(
@@ -143,37 +157,39 @@ class Grader:
     ) -> Result:
         """Ask the model.
 
-        With ``key`` in a task that outlives the request: the cache has the verdict when the client
-        asks again.
+        With ``key`` this runs in a task that outlives the request: the cache has the verdict when
+        the client asks again.
         """
         try:
-            if (
-                item.images and rubric.sees_images
-            ):  # in a thread: a slow file system delays this item alone
-                asked = await in_thread(prompt.messages, rubric, item, timeout=READ)
-            else:
-                asked = prompt.messages(rubric, item)
-            reply = await model.reply(asked, prompt.schema(rubric))
-            found = prompt.parse(reply.text, rubric.kind)
-            probability = reply.probability if rubric.kind == "binary" else None
-            result = JudgeVerdict(
-                verdict=found.verdict,
-                score=found.score,
-                probability=probability,
-                reason=found.reason,
-                fingerprint=self.fingerprint,
-                backend=self.label,
-                decided_by="model",
-            )
+            verdict = await self._model_verdict(model, rubric, item)
             if key and self._cache is not None:
-                self._cache.put(key, result)
-            return result
-        except (
-            Exception
-        ) as error:  # here too, since this may run in a task that outlives its request
+                self._cache.put(key, verdict)
+            return verdict
+        # Here too, since no caller may be left that awaits this task.
+        except Exception as error:
             return self._unscored(error)
 
-    def _by_rule(self, decision: rules.Decision) -> JudgeVerdict:
+    async def _model_verdict(
+        self, model: ChatModel, rubric: Rubric, item: JudgeItem
+    ) -> JudgeVerdict:
+        if item.images and rubric.sees_images:
+            # In a thread: a slow file system delays this item alone.
+            messages = await in_thread(prompt.messages, rubric, item, timeout=READ)
+        else:
+            messages = prompt.messages(rubric, item)
+        reply = await model.reply(messages, prompt.schema(rubric))
+        judgement = prompt.parse(reply.text, rubric.kind)
+        return JudgeVerdict(
+            verdict=judgement.verdict,
+            score=judgement.score,
+            probability=reply.probability if rubric.kind == "binary" else None,
+            reason=judgement.reason,
+            fingerprint=self.fingerprint,
+            backend=self.label,
+            decided_by="model",
+        )
+
+    def _verdict_by_rule(self, decision: rules.Decision) -> JudgeVerdict:
         kind = VerdictKind.CORRECT if decision.correct else VerdictKind.INCORRECT
         return JudgeVerdict(
             verdict=kind,
@@ -185,8 +201,9 @@ class Grader:
         )
 
     def _unscored(self, error: Exception) -> JudgeUnscored:
-        """Why an item has no verdict: ``invalid`` when a reply or a value cannot be read, else the
-        judge's own failure.
+        """The reason why an item has no verdict.
+
+        It is ``invalid`` when a reply or a value cannot be read, otherwise the judge's own failure.
         """
         match error:
             case DeadlineExceeded() | TimeoutError():
@@ -195,16 +212,17 @@ class Grader:
                 kind = NoVerdict.INVALID
             case _:
                 kind = NoVerdict.UNAVAILABLE
-        reason = (
-            str(error).encode(errors="backslashreplace").decode()[:1024] or type(error).__name__
-        )
+        message = str(error).encode(errors="backslashreplace").decode()[:_MAX_REASON]
         return JudgeUnscored(
-            kind=kind, reason=reason, fingerprint=self.fingerprint, backend=self.label
+            kind=kind,
+            reason=message or type(error).__name__,
+            fingerprint=self.fingerprint,
+            backend=self.label,
         )
 
 
 def decide(rubric: Rubric, item: JudgeItem) -> rules.Decision:
-    """The rules' decision on an item. A rule that raises is logged, and has decided nothing."""
+    """The rules' decision on an item. A rule that raises is logged, and decides nothing."""
     try:
         return rules.decide(
             item.reference,

@@ -1,4 +1,4 @@
-"""Whether the judge is well: a circuit breaker, and the canary, whose right verdicts are known."""
+"""The judge's health: a circuit breaker, and the canary, whose right verdicts are known."""
 
 import asyncio
 import logging
@@ -23,9 +23,10 @@ class BreakerState(IntEnum):
 
 
 class Breaker:
-    """Opens after ``failures`` in a row, until ``probe`` succeeds, which it awaits every
-    ``interval`` seconds. ``probe`` raises RayloopError while the judge is not well; ``on_failure``
-    receives that error.
+    """A circuit breaker that opens after ``failures`` in a row, until ``probe`` succeeds.
+
+    It awaits ``probe`` every ``interval`` seconds. ``probe`` raises RayloopError while the judge is
+    not well; ``on_failure`` receives that error.
     """
 
     def __init__(
@@ -35,10 +36,12 @@ class Breaker:
         probe: Callable[[], Awaitable[None]],
         on_failure: Callable[[Exception], None],
     ) -> None:
-        self.failures, self.interval = failures, interval
+        self.failures = failures
+        self.interval = interval
         self._enter(BreakerState.CLOSED)
-        self._row = 0
-        self._probe, self._on_failure = probe, on_failure
+        self._failures_in_row = 0
+        self._probe = probe
+        self._on_failure = on_failure
         self._closed = asyncio.Event()
         self._closed.set()
         self._probing: asyncio.Task[None] | None = None
@@ -49,16 +52,16 @@ class Breaker:
 
     def succeeded(self) -> None:
         """Count from 0 again: a request succeeded."""
-        self._row = 0
+        self._failures_in_row = 0
 
     def failed(self, error: Exception) -> None:
         """Count one more failure in a row, and open at the limit."""
-        self._row += 1
-        if self._row >= self.failures and self.state is BreakerState.CLOSED:
+        self._failures_in_row += 1
+        if self._failures_in_row >= self.failures and self.state is BreakerState.CLOSED:
             logger.warning("requests to the judge stop until its canary is judged right: %s", error)
             self._closed.clear()
             self._enter(BreakerState.OPEN)
-            self._probing = asyncio.create_task(self._until_well())
+            self._probing = asyncio.create_task(self._probe_until_well())
 
     async def close(self) -> None:
         """End the probing."""
@@ -66,7 +69,7 @@ class Breaker:
             self._probing.cancel()
             await asyncio.gather(self._probing, return_exceptions=True)
 
-    async def _until_well(self) -> None:
+    async def _probe_until_well(self) -> None:
         while True:
             # With jitter, or all clients of a judge would probe it in the same moment.
             await asyncio.sleep(self.interval * random.uniform(0.75, 1.25))
@@ -78,7 +81,7 @@ class Breaker:
                 self._enter(BreakerState.OPEN)
             else:
                 break
-        self._row = 0
+        self._failures_in_row = 0
         self._enter(BreakerState.CLOSED)
         self._closed.set()
         logger.warning("the judge is well again")
@@ -88,14 +91,14 @@ class Breaker:
         BREAKER.set(state)
 
 
-GOOD = 5.0
+_REUSE_S = 5.0
 """Seconds for which ``recent`` reuses the last result."""
 
 
 class Canary:
     """Asks the judge about ``items``.
 
-    Unless ``right``, any verdict will do. ``on_results`` receives the results.
+    Unless ``right``, any verdict is accepted. ``on_results`` receives the results.
     """
 
     def __init__(
@@ -105,62 +108,64 @@ class Canary:
         right: bool,
         on_results: Callable[[Sequence[Result]], None],
     ) -> None:
-        self._items, self._connection, self._right, self._on_results = (
-            items,
-            connection,
-            right,
-            on_results,
-        )
-        self._asking: asyncio.Task[None] | None = None
-        self._ended = 0.0
+        self._items = items
+        self._connection = connection
+        self._right = right
+        self._on_results = on_results
+        self._check: asyncio.Task[None] | None = None
+        self._check_time = 0.0
 
     async def ask(self) -> None:
         """Check the judge, once for all callers.
 
         Raises InfrastructureFailure for wrong verdicts, ConfigError for the key file.
         """
-        if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self._ask())
-            self._asking.add_done_callback(
-                lambda task: task.cancelled() or task.exception()
-            )  # marks it as seen
+        if self._check is None or self._check.done():
+            self._check = asyncio.create_task(self._ask())
+            # Without a reader of the exception asyncio would log it.
+            self._check.add_done_callback(lambda task: task.cancelled() or task.exception())
         # A caller that is cancelled must not end the check for the others.
-        await asyncio.shield(self._asking)
+        await asyncio.shield(self._check)
 
     async def recent(self) -> None:
-        """Like ``ask``, but a result of the last seconds counts: a burst of bad answers causes one
-        check.
+        """Like ``ask``, but a result of the last seconds counts.
+
+        A burst of bad answers causes one check.
         """
-        asked = self._asking
-        if (
-            asked is not None
-            and asked.done()
-            and asyncio.get_running_loop().time() - self._ended < GOOD
-        ):
-            asked.result()
+        check = self._check
+        age = asyncio.get_running_loop().time() - self._check_time
+        if check is not None and check.done() and age < _REUSE_S:
+            check.result()
         else:
             await self.ask()
 
     async def close(self) -> None:
-        """End a check that is under way."""
-        if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.gather(self._asking, return_exceptions=True)
+        """End a check that is running."""
+        if self._check is not None:
+            self._check.cancel()
+            await asyncio.gather(self._check, return_exceptions=True)
 
     async def _ask(self) -> None:
-        right = False
+        is_right = False
         try:
-            results = await self._connection.judge([one.item for one in self._items])
+            results = await self._connection.judge([labelled.item for labelled in self._items])
             self._on_results(results)
-            wrong = [
-                f"{one.id}: {result.verdict if isinstance(result, JudgeVerdict) else result.reason}"
-                for one, result in zip(self._items, results, strict=True)
-                if not isinstance(result, JudgeVerdict) or result.verdict != one.verdict
+            errors = [
+                _error(labelled, result)
+                for labelled, result in zip(self._items, results, strict=True)
+                if not isinstance(result, JudgeVerdict) or result.verdict != labelled.verdict
             ]
-            if wrong and self._right:
-                why = f"{len(wrong)} of {len(self._items)} canaries are judged wrong ({wrong[0]})"
-                raise InfrastructureFailure(f"{self._connection.url}: {why}")
-            right = True
+            if errors and self._right:
+                raise InfrastructureFailure(
+                    f"{self._connection.url}: {len(errors)} of {len(self._items)} canaries are"
+                    f" judged wrong ({errors[0]})"
+                )
+            is_right = True
         finally:
-            CANARY.set(right)
-            self._ended = asyncio.get_running_loop().time()
+            CANARY.set(is_right)
+            self._check_time = asyncio.get_running_loop().time()
+
+
+def _error(labelled: Labelled, result: Result) -> str:
+    verdict = result.verdict if isinstance(result, JudgeVerdict) else result.reason
+    return f"{labelled.id}: {verdict}"

@@ -1,8 +1,8 @@
-"""What the model is asked, and how its reply is read.
+"""The prompt for the model, and the reading of its reply.
 
 The prompt has instructions and examples first (a shared prefix), then the item, with the candidate
-fenced as data. A reply is one JSON object of the rubric's form, alone or in one code fence, or no
-verdict; no part of it counts.
+fenced as data. A reply must be one JSON object of the rubric's form, alone or in one code fence;
+any other reply has no verdict, and no part of it counts.
 """
 
 import json
@@ -22,49 +22,61 @@ from rayloop.judge.rubric import CANARY_IMAGE, Example, Rubric, canary_image
 
 VERSION = 2
 """Part of the judge's fingerprint. Raise it with every change of the prompt."""
-_LONGEST = 80
+_MAX_TOKEN_CHARACTERS = 80
 """Characters of the longest special token that is removed."""
+_MAX_OPEN_BRACKETS = 4
+"""Brackets before a closing one that may begin its special token."""
+_MAX_REASON = 200
 _TOKENS = Path(__file__).with_name("data") / "special_tokens.txt"
 _SPECIAL = re.compile("".join(_TOKENS.read_text(encoding="utf-8").splitlines()), re.IGNORECASE)
-"""Tokens of templates and images: Qwen, Llama, Mistral, Gemma, GLM, DeepSeek, InternVL, BERT,
-Command, StarCoder, MiniMax, Seed.
+"""Special tokens of chat templates and images.
+
+Qwen, Llama, Mistral, Gemma, GLM, DeepSeek, InternVL, BERT, Command, StarCoder, MiniMax, Seed.
 """
 _INVISIBLE = {"Cc", "Cf", "Co", "Cs", "Cn"}
 IMAGES = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
-"""File suffix -> image type, of the images that a model may be shown."""
+"""Image types that a model may be shown, by file suffix."""
 
 
 def sanitise(text: str, limit: int) -> str:
-    """Text without chat-template and vision tokens, control and invisible characters, cut to
-    ``limit`` characters. One pass: a token is taken off where it closes, so tokens that are nested,
-    or come about by a removal, do not survive either.
+    """Text without special tokens, control and invisible characters, cut to ``limit`` characters.
+
+    Special tokens are those of chat templates and vision. One pass: a token is removed where it
+    closes, so nested tokens, and tokens that result from a removal, are removed too.
     """
-    kept: list[str] = []
-    opened: list[int] = []
+    output: list[str] = []
+    open_brackets: list[int] = []
     for character in text:
         if character not in "\n\t" and unicodedata.category(character) in _INVISIBLE:
             continue
         if character in "<[]":
-            opened.append(len(kept))
-        kept.append(character)
+            open_brackets.append(len(output))
+        output.append(character)
         if character in ">][":
-            for start in opened[:-5:-1]:
-                if len(kept) - start <= _LONGEST and _SPECIAL.fullmatch("".join(kept[start:])):
-                    del kept[start:]
-                    while opened and opened[-1] >= start:
-                        opened.pop()
-                    break
-    return "".join(kept)[:limit].strip()
+            _remove_special_token(output, open_brackets)
+    return "".join(output)[:limit].strip()
+
+
+def _remove_special_token(output: list[str], open_brackets: list[int]) -> None:
+    """Remove the special token at the end of the output, if there is one."""
+    nearest_first = open_brackets[: -_MAX_OPEN_BRACKETS - 1 : -1]
+    for start in nearest_first:
+        if len(output) - start > _MAX_TOKEN_CHARACTERS:
+            continue
+        if _SPECIAL.fullmatch("".join(output[start:])):
+            del output[start:]
+            while open_brackets and open_brackets[-1] >= start:
+                open_brackets.pop()
+            return
 
 
 def shortened(text: str, limit: int) -> str:
     """``sanitise``, with a note at the end when the text was cut."""
     clean = sanitise(text, len(text))
-    return (
-        clean
-        if len(clean) <= limit
-        else f"{clean[:limit]} [the text goes on: {len(clean) - limit} more characters]"
-    )
+    rest = len(clean) - limit
+    if rest <= 0:
+        return clean
+    return f"{clean[:limit]} [the text goes on: {rest} more characters]"
 
 
 def schema(rubric: Rubric) -> dict[str, Any]:
@@ -74,7 +86,7 @@ def schema(rubric: Rubric) -> dict[str, Any]:
         "type": "object",
         # Engines write the keys in this order, so the model reasons before it decides.
         "properties": {
-            "reason": {"type": "string", "maxLength": 200},
+            "reason": {"type": "string", "maxLength": _MAX_REASON},
             name: {"enum": list(values)},
         },
         "required": ["reason", name],
@@ -85,30 +97,27 @@ def schema(rubric: Rubric) -> dict[str, Any]:
 def messages(rubric: Rubric, item: JudgeItem, nonce: str | None = None) -> list[Mapping[str, Any]]:
     """Chat messages (OpenAI's form).
 
-    ``nonce`` names the fence of this call's candidate; random unless given. Raises
+    ``nonce`` names the fence of this call's candidate; random by default. Raises
     InfrastructureFailure for an image that cannot be read. The server has checked its type and its
-    place.
+    path.
     """
-    form = (
-        '{"reason": "...", "verdict": "correct"}'
-        if rubric.kind == "binary"
-        else '{"reason": "...", "score": 0.5}'
-    )
-    task = f"{rubric.instructions}\nReply with one JSON object and nothing else: {form}"
-    found: list[Mapping[str, Any]] = [{"role": "system", "content": task}]
+    task = f"{rubric.instructions}\nReply with one JSON object and nothing else: "
+    task += _REPLY_FORMS[rubric.kind]
+    chat: list[Mapping[str, Any]] = [{"role": "system", "content": task}]
     for example in rubric.examples[rubric.family(item.source)]:
-        found.append({"role": "user", "content": _ask(rubric, example, "example")})
-        found.append({"role": "assistant", "content": _reply(example)})
-    text = _ask(rubric, item, nonce or secrets.token_hex(8))
-    if not rubric.sees_images or not item.images:
-        return [*found, {"role": "user", "content": text}]
-    return [
-        *found,
-        {"role": "user", "content": [*map(_image, item.images), {"type": "text", "text": text}]},
-    ]
+        chat.append({"role": "user", "content": _item_text(rubric, example, "example")})
+        chat.append({"role": "assistant", "content": _reply(example)})
+
+    text = _item_text(rubric, item, nonce or secrets.token_hex(8))
+    if rubric.sees_images and item.images:
+        parts = [*map(_image, item.images), {"type": "text", "text": text}]
+        chat.append({"role": "user", "content": parts})
+    else:
+        chat.append({"role": "user", "content": text})
+    return chat
 
 
-def _ask(rubric: Rubric, item: JudgeItem | Example, nonce: str) -> str:
+def _item_text(rubric: Rubric, item: JudgeItem | Example, nonce: str) -> str:
     fence = f"candidate-{nonce}"
     # A candidate that holds the nonce could close its own fence.
     candidate = sanitise(item.answer, rubric.max_answer).replace(nonce, "")
@@ -120,8 +129,12 @@ def _ask(rubric: Rubric, item: JudgeItem | Example, nonce: str) -> str:
 
 
 def _reply(example: Example) -> str:
-    verdict = {"verdict": example.verdict} if example.score is None else {"score": example.score}
-    return json.dumps({"reason": example.reason, **verdict}, ensure_ascii=False)
+    reply: dict[str, Any] = {"reason": example.reason}
+    if example.score is None:
+        reply["verdict"] = example.verdict
+    else:
+        reply["score"] = example.score
+    return json.dumps(reply, ensure_ascii=False)
 
 
 def _image(path: str) -> Mapping[str, Any]:
@@ -141,21 +154,27 @@ FIELDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "binary": ("verdict", ("correct", "incorrect")),
     "scored": ("score", SCORES),
 }
-"""The key of a reply beside ``reason``, and its values, by the rubric's kind."""
+"""The second key of a reply, after ``reason``, and its values, by the rubric's kind."""
+_REPLY_FORMS = {
+    "binary": '{"reason": "...", "verdict": "correct"}',
+    "scored": '{"reason": "...", "score": 0.5}',
+}
 _FENCED = re.compile(r"(`{3,}|~{3,})[\w+.-]*\s*(\{.*\})\s*\1", re.DOTALL)
-"""A code fence of Markdown, with or without a language, around all of a reply: many models write
-one, asked for JSON or not.
+"""A code fence of Markdown, with or without a language, around all of a reply.
+
+Many models write one, whether they are asked for JSON or not.
 """
 
 
 class InvalidVerdict(ValueError):
-    """A reply that is no verdict. The message gives the reason, with the reply's beginning."""
+    """A reply without a verdict. The message gives the reason, with the reply's beginning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A verdict as the model gave it: ``score`` in [0, 1]; for a scored rubric ``verdict`` is
-    correct from 0.5.
+    """A verdict as the model gave it.
+
+    ``score`` is in [0, 1]; for a scored rubric ``verdict`` is correct from 0.5.
     """
 
     verdict: VerdictKind
@@ -164,40 +183,45 @@ class Judgement:
 
 
 def parse(text: str, kind: Literal["binary", "scored"]) -> Judgement:
-    """The verdict of a whole reply.
+    """The verdict of a complete reply.
 
-    Raises InvalidVerdict for anything but the one object of this kind; a fence may be around.
+    Raises InvalidVerdict for anything but the one object of this kind, which may be in a code
+    fence.
     """
-    name, allowed = FIELDS[kind]
-    fenced = _FENCED.fullmatch(text.strip())
-    whole = fenced.group(2) if fenced else text
+    fence = _FENCED.fullmatch(text.strip())
+    json_text = fence.group(2) if fence else text
     try:
-        # strict=False: a grammar with a maxLength lets engines write control characters into the
-        # reason.
-        data = json.loads(
-            whole, strict=False, object_pairs_hook=_unique, parse_constant=_no_constant
-        )
-        if (
-            not isinstance(data, dict)
-            or data.keys() != {"reason", name}
-            or not isinstance(data["reason"], str)
-        ):
-            raise ValueError(f"expected an object of reason and {name}")
-        if isinstance(data[name], bool) or data[name] not in allowed:
-            raise ValueError(f"{name} is none of {', '.join(map(str, allowed))}")
+        value, reason = _fields(json_text, kind)
     except (ValueError, TypeError, RecursionError) as error:
-        why = _around(whole) or str(error)
-        raise InvalidVerdict(f"the judge's reply is no verdict ({why}): {text[:120]!r}") from error
-    score = float(data[name] == "correct") if kind == "binary" else float(data[name])
-    # At most 200 characters, without the lone surrogates that an escape such as \ud83d leaves:
-    # UTF-8 has none.
-    reason = data["reason"][:200].encode(errors="ignore").decode()
-    return Judgement(VerdictKind.CORRECT if score >= 0.5 else VerdictKind.INCORRECT, score, reason)
+        problem = _surrounding_text(json_text) or str(error)
+        raise InvalidVerdict(
+            f"the judge's reply is no verdict ({problem}): {text[:120]!r}"
+        ) from error
+
+    score = float(value == "correct") if kind == "binary" else float(value)
+    verdict = VerdictKind.CORRECT if score >= 0.5 else VerdictKind.INCORRECT
+    # UTF-8 has no lone surrogates, which an escape such as \ud83d leaves.
+    return Judgement(verdict, score, reason[:_MAX_REASON].encode(errors="ignore").decode())
 
 
-def _around(text: str) -> str:
-    """What a reply has beside an object, and what helps; "" where that is not the matter."""
-    first, last = text.find("{"), text.rfind("}")
+def _fields(text: str, kind: Literal["binary", "scored"]) -> tuple[Any, str]:
+    """The value and the reason of a reply. Raises ValueError, TypeError or RecursionError."""
+    name, values = FIELDS[kind]
+    # strict=False: a grammar with a maxLength lets engines write control characters into the
+    # reason.
+    data = json.loads(text, strict=False, object_pairs_hook=_unique, parse_constant=_no_constant)
+    has_fields = isinstance(data, dict) and data.keys() == {"reason", name}
+    if not has_fields or not isinstance(data["reason"], str):
+        raise ValueError(f"expected an object of reason and {name}")
+    if isinstance(data[name], bool) or data[name] not in values:
+        raise ValueError(f"{name} is none of {', '.join(map(str, values))}")
+    return data[name], data["reason"]
+
+
+def _surrounding_text(text: str) -> str:
+    """Which text a reply has around its object, and the remedy; "" when that is not the problem."""
+    first = text.find("{")
+    last = text.rfind("}")
     if "</think>" in text and text[:first].strip():
         return (
             "it begins with the model's reasoning: start the server with its reasoning parser, or"
@@ -220,4 +244,4 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")

@@ -48,23 +48,26 @@ _KINDS = {
     NoVerdict.UNAVAILABLE: UnscoredKind.REWARD_UNAVAILABLE,
     NoVerdict.TIMEOUT: UnscoredKind.TIMEOUT,
 }
-_SHARE = 0.9
+_PATIENCE_SHARE = 0.9
 """The share of the time for scoring that may pass without a verdict."""
-_THERE = 12.0
-"""Seconds in which a judge says what it is when a person waits."""
+_TRIAL_VERSION_TIMEOUT_S = 12.0
+"""Seconds in which a judge must describe itself during a trial, whose user waits."""
+_MAX_REASON = 1024
 
 
 class JudgeReward:
-    """The verdict's score on the answer in the last sampled turn; 0 with the flag ``unparsable``
-    when there is no answer. Components: ``correct`` and ``by_model`` (0 when a rule decided,
-    without a request). ``judge_invalid`` flags an answer that made a judge in good health fail
-    twice, ``judge_changed`` a verdict of another judge than the first of this process.
+    """The verdict's score on the answer in the last sampled turn.
+
+    It is 0 with the flag ``unparsable`` when there is no answer. Components: ``correct`` and
+    ``by_model`` (0 when a rule decided, without a request). ``judge_invalid`` flags an answer that
+    made a judge in good health fail twice, ``judge_changed`` a verdict of another judge than the
+    first of this process.
     """
 
     infrastructure = True
 
     class Settings(SettingsModel):
-        """Which judge pays which answers, and the policy when it does not."""
+        """Which judge's verdicts are rewards, and the policy when there is no verdict."""
 
         judge: ClientSettings = ClientSettings()
         """The judge's address, and how the client asks it."""
@@ -74,57 +77,65 @@ class JudgeReward:
         One with ``sees_images`` is sent the paths of the task's images.
         """
         rubrics: str = ""
-        """A folder in place of judge/rubrics; the judge's own setting of this name must hold the
-        same files.
+        """A folder in place of judge/rubrics.
+
+        The judge's own setting of this name must name the same files.
         """
         answer: How = "tagged_box"
-        """The place of the answer in the last turn. tag: the last ``<answer>...</answer>``. box: the last ``\\boxed{...}``.
-        tagged_box: a box inside that answer block, or the block's text when it has no box; without a block there is no answer, and
-        a bare "3" scores 0 (``unparsable``). last_line, whole: no markup is needed. Choose the one that the prompt asks for."""
-        rules_first: bool = True
-        """Whether rules decide what they can in the run's own process; the judge is asked only the
-        rest.
+        """The place of the answer in the last turn; choose the one that the prompt asks for.
+
+        tag: the last ``<answer>...</answer>``. box: the last ``\\boxed{...}``. tagged_box: a box
+        inside that answer block, or the block's text when it has no box; without a block there is
+        no answer, and a bare "3" scores 0 (``unparsable``). last_line, whole: no markup is needed.
         """
+        rules_first: bool = True
+        """Whether rules in the run's own process decide first, and the judge is asked the rest."""
         on_unavailable: Literal["wait", "exclude", "stop"] = "wait"
-        """No verdict: wait for nine tenths of ``reward.timeout`` and then end the run; or after
-        ``patience`` exclude the trajectory, or end the run. ``try`` does not wait for a judge.
+        """What follows when there is no verdict; ``try`` does not wait for a judge.
+
+        wait: wait for nine tenths of ``reward.timeout``, then end the run. exclude, stop: after
+        ``patience`` exclude the trajectory, or end the run.
         """
         patience: float = Field(60.0, gt=0)
-        """Seconds that ``exclude`` and ``stop`` wait for a verdict; at most nine tenths of
-        ``reward.timeout``.
+        """Seconds that ``exclude`` and ``stop`` wait for a verdict.
+
+        At most nine tenths of ``reward.timeout`` pass.
         """
         max_excluded_fraction: float = Field(0.1, ge=0, le=1)
-        """The share of the last ``window`` trajectories that may be excluded; the run ends beyond
-        it.
+        """The share of the last ``window`` trajectories that may be excluded.
+
+        The run ends when more are excluded.
         """
         window: int = Field(256, ge=1)
         """The number of trajectories for ``max_excluded_fraction``. Raise it for large steps."""
         on_invalid: Literal["exclude", "fail"] = "exclude"
-        """An answer that twice makes a judge in good health reply with something else than a
-        verdict: excluded, within ``max_excluded_fraction``. ``fail`` pays it 0: only for a judge
-        whose every failure you are sure is the answer's.
+        """The reward of an answer that twice makes a judge in good health reply without a verdict.
+
+        exclude: none, within ``max_excluded_fraction``. fail: 0; only for a judge whose failures
+        are certainly all caused by answers.
         """
         accept: tuple[BackendLabel, ...] = Field(("openai", "vllm"), min_length=1)
-        """The judge's backends that may pay.
+        """The judge's backends whose verdicts are rewards.
 
         ``rule`` must be named: it calls incorrect whatever no rule decides.
         """
         fingerprint: str = ""
-        """The fingerprint (``judge check`` prints it) of the only judge that may pay; "" for any.
+        """The fingerprint of the only judge whose verdicts are rewards; "" for any judge.
 
-        With it a run never goes on with another model, rubric or version of the rules.
+        ``judge check`` prints it. With it a run never continues with another model, rubric or
+        version of the rules.
         """
         metrics_port: int = Field(0, ge=0, le=65535)
-        """Port of this machine's loopback where the reward actor serves the client's Prometheus
-        metrics; 0 for none.
+        """Port on loopback where the reward actor serves the client's metrics; 0 for none.
+
+        The metrics are in Prometheus's format.
         """
         drift_every: int = Field(0, ge=0)
-        """Trajectories between two repetitions of the drift subset (judge/calibrate.py); 0 for
-        none.
-        """
+        """Trajectories between two checks of the drift subset (judge/calibrate.py); 0 for none."""
         drift_tolerance: float = Field(0.1, ge=0, le=1)
-        """The share of the subset's verdicts that may differ from those at the start before a
-        warning is logged.
+        """The share of the subset's verdicts that may change before a warning is logged.
+
+        A change is a difference from the verdict at the start.
         """
 
     def __init__(self, settings: Settings) -> None:
@@ -139,13 +150,13 @@ class JudgeReward:
         self._excluded: deque[bool] = deque(maxlen=settings.window)
         self._known_rubrics: set[str] = set()
         """Fingerprints of judges that have the same rubric as this process."""
-        self._asking = asyncio.Lock()
+        self._rubric_lock = asyncio.Lock()
         self.client = JudgeClient(settings.judge, known=canary([self._rubric]))
         if settings.metrics_port:
             _serve_metrics(settings.metrics_port)
         self._drift: DriftWatch | None = None
         self._graded = 0
-        self._checking: asyncio.Task[float | None] | None = None
+        self._drift_check: asyncio.Task[float | None] | None = None
 
     async def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
         """The outcome of a trajectory.
@@ -157,14 +168,13 @@ class JudgeReward:
         answer = extract(context.texts[-1], self.settings.answer) if context.texts else None
         if answer is None:
             return Scored(0.0, {"correct": 0.0}, ("unparsable",))
-        shown = images(task) if self._rubric.sees_images else ()
         return await self.grade(
             question(task),
             reference(task),
             answer,
             task.source,
             context.timeout,
-            shown,
+            images(task) if self._rubric.sees_images else (),
             context.trial,
         )
 
@@ -178,8 +188,11 @@ class JudgeReward:
         images: tuple[str, ...] = (),
         trial: bool = False,
     ) -> Outcome:
-        """The outcome of one answer, within ``timeout`` seconds, for rewards that combine the verdict with more. ``images``:
-        absolute paths. A ``trial`` waits for no judge. Raises RewardLost, ConfigError; after another exception it is excluded.
+        """The outcome of one answer, within ``timeout`` seconds.
+
+        It is public for rewards that combine the verdict with others. ``images``: absolute paths. A
+        ``trial`` waits for no judge. Raises RewardLost, ConfigError; after another exception the
+        answer is excluded.
         """
         try:
             return await self._grade(question, reference, answer, source, timeout, images, trial)
@@ -187,8 +200,9 @@ class JudgeReward:
             raise
         except Exception as error:
             logger.warning("an answer cannot be judged", exc_info=True)
-            why = f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode()
-            return self._exclude(JudgeUnscored(kind=NoVerdict.UNAVAILABLE, reason=why[:1024]))
+            message = f"{type(error).__name__}: {error}"
+            reason = message.encode(errors="backslashreplace").decode()[:_MAX_REASON]
+            return self._exclude(JudgeUnscored(kind=NoVerdict.UNAVAILABLE, reason=reason))
 
     async def _grade(
         self,
@@ -208,31 +222,36 @@ class JudgeReward:
             source=sanitise(source, 128),
             images=images,
         )
-        if (
-            self.settings.rules_first
-            and (known := decide(self._rubric, item)) is not rules.UNDECIDED
-        ):
-            return self._scored(float(bool(known.correct)), 0.0, f"{known.rule}: {known.reason}")
+        if self.settings.rules_first:
+            decision = decide(self._rubric, item)
+            if decision is not rules.UNDECIDED:
+                reason = f"{decision.rule}: {decision.reason}"
+                return self._scored(float(bool(decision.correct)), 0.0, reason)
 
-        if trial and (why := await self._absent()):
-            return Unscored(UnscoredKind.REWARD_UNAVAILABLE, why)
+        if trial:
+            reason = await self._absence()
+            if reason:
+                return Unscored(UnscoredKind.REWARD_UNAVAILABLE, reason)
         self._watch_drift()
 
-        patience = timeout * _SHARE
+        patience = timeout * _PATIENCE_SHARE
         if trial or self.settings.on_unavailable != "wait":
             patience = min(patience, self.settings.patience)
-
         result = await self._ask(item, asyncio.get_running_loop().time() + patience)
+        return self._outcome(result, trial, patience)
+
+    def _outcome(self, result: Result, trial: bool, patience: float) -> Outcome:
+        """The outcome of a result of the judge, by the configured policy when it is no verdict."""
         if isinstance(result, JudgeVerdict):
-            changed = (
-                ("judge_changed",) if result.fingerprint != self.client.fingerprints[0] else ()
-            )
-            return self._scored(
-                result.score, float(result.decided_by == "model"), result.reason, changed
-            )
-        if result.kind is NoVerdict.INVALID and self.settings.on_invalid == "fail":
+            is_first_judge = result.fingerprint == self.client.fingerprints[0]
+            flags = () if is_first_judge else ("judge_changed",)
+            by_model = float(result.decided_by == "model")
+            return self._scored(result.score, by_model, result.reason, flags)
+
+        is_invalid = result.kind is NoVerdict.INVALID
+        if is_invalid and self.settings.on_invalid == "fail":
             return Scored(0.0, {"correct": 0.0}, ("judge_invalid",))
-        if trial or result.kind is NoVerdict.INVALID or self.settings.on_unavailable == "exclude":
+        if trial or is_invalid or self.settings.on_unavailable == "exclude":
             return self._exclude(result)
         policy = self.settings.on_unavailable
         raise RewardLost(
@@ -240,44 +259,44 @@ class JudgeReward:
             f" {result.reason}"
         )
 
-    async def _absent(self) -> str:
-        """Why no judge answers, and how one is started; "" when one says what it is."""
+    async def _absence(self) -> str:
+        """Why no judge answers, and how one is started; "" when one describes itself."""
         try:
-            async with asyncio.timeout(_THERE):
+            async with asyncio.timeout(_TRIAL_VERSION_TIMEOUT_S):
                 await self.client.version()
         except (InfrastructureFailure, TimeoutError) as error:
-            why = str(error) or f"{self.client.connection.url}: nothing within {_THERE:g} s"
+            silence = f"{self.client.connection.url}: nothing within {_TRIAL_VERSION_TIMEOUT_S:g} s"
+            reason = str(error) or silence
             start = "python -m rayloop judge serve serve_apps/judge/configs/judge_openai.yaml"
             return (
-                f"no judge answers ({why}). Start one first: `{start}`, or another of docs/judge.md"
+                f"no judge answers ({reason}). Start one first: `{start}`, or another of"
+                " docs/judge.md"
             )
         return ""
 
     async def _ask(self, item: JudgeItem, deadline: float) -> Result:
-        """Ask, and a second time when the reply is no verdict.
+        """Ask, and a second time when the reply has no verdict.
 
         The answer is the cause only while the canary is judged right.
         """
         loop = asyncio.get_running_loop()
         for _ in range(2):
-            result = await self._accepted(
-                await self.client.judge(item, max(deadline - loop.time(), 0.0)), deadline
-            )
+            remaining = max(deadline - loop.time(), 0.0)
+            reply = await self.client.judge(item, remaining)
+            result = await self._accepted(reply, deadline)
             if isinstance(result, JudgeVerdict) or result.kind is not NoVerdict.INVALID:
                 return result
         try:
             async with asyncio.timeout_at(deadline):
                 await self.client.canary.recent()
         except (InfrastructureFailure, TimeoutError) as error:
-            reason = (
-                f"{result.reason}; the judge is not well:"
-                f" {str(error) or 'its canary took too long'}"
-            )
-            return JudgeUnscored(kind=NoVerdict.UNAVAILABLE, reason=reason[:1024])
+            problem = str(error) or "its canary took too long"
+            reason = f"{result.reason}; the judge is not well: {problem}"
+            return JudgeUnscored(kind=NoVerdict.UNAVAILABLE, reason=reason[:_MAX_REASON])
         return result
 
     async def _accepted(self, result: Result, deadline: float) -> Result:
-        """The result if its judge may pay, unscored while that is unknown.
+        """The result if its judge is accepted, unscored while that is unknown.
 
         Raises ConfigError for another judge than configured.
         """
@@ -291,8 +310,9 @@ class JudgeReward:
                 break
             except (InfrastructureFailure, TimeoutError) as error:
                 if asyncio.get_running_loop().time() + pause > deadline:
-                    why = f"the judge does not say what it is: {str(error) or 'no answer in time'}"
-                    return JudgeUnscored(kind=NoVerdict.UNAVAILABLE, reason=why[:1024])
+                    problem = str(error) or "no answer in time"
+                    reason = f"the judge does not say what it is: {problem}"
+                    return JudgeUnscored(kind=NoVerdict.UNAVAILABLE, reason=reason[:_MAX_REASON])
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, self.settings.judge.backoff_max)
         if self._rubric.kind == "binary" and result.score not in (0, 1):
@@ -302,65 +322,68 @@ class JudgeReward:
         return result
 
     async def _check(self, verdict: JudgeVerdict) -> None:
-        """Raises ConfigError for a verdict of another backend, judge or rubric,
-        InfrastructureFailure while the judge is silent.
+        """Check that the verdict's judge is the configured one.
+
+        Raises ConfigError for another backend, judge or rubric, InfrastructureFailure while the
+        judge is silent.
         """
-        url, accept, wanted = (
-            self.client.connection.url,
-            self.settings.accept,
-            self.settings.fingerprint,
-        )
-        if verdict.backend not in accept:
+        url = self.client.connection.url
+        backends = self.settings.accept
+        if verdict.backend not in backends:
             raise ConfigError(
                 f"the judge at {url} has the backend {verdict.backend}, and this run accepts"
-                f" {', '.join(accept)}. Serve one with a model, or add {verdict.backend} to accept:"
-                " the backend rule calls incorrect whatever no rule decides"
+                f" {', '.join(backends)}. Serve one with a model, or add {verdict.backend} to"
+                " accept: the backend rule calls incorrect whatever no rule decides"
             )
-        if wanted and verdict.fingerprint != wanted:
+        fingerprint = self.settings.fingerprint
+        if fingerprint and verdict.fingerprint != fingerprint:
             raise ConfigError(
-                f"the judge at {url} is {verdict.fingerprint}, and this run accepts {wanted} only"
-                " (fingerprint). `judge check` prints a judge's"
+                f"the judge at {url} is {verdict.fingerprint}, and this run accepts {fingerprint}"
+                " only (fingerprint). `judge check` prints a judge's"
             )
         # One request for the rubrics, however many verdicts come together.
-        async with self._asking:
+        async with self._rubric_lock:
             if verdict.fingerprint in self._known_rubrics:
                 return
-            name, ours = self._rubric.name, self._rubric.digest
-            theirs = (await self.client.version()).rubrics.get(name, "missing")
-            if theirs != ours:
+            name = self._rubric.name
+            digest = self._rubric.digest
+            version = await self.client.version()
+            judge_digest = version.rubrics.get(name, "missing")
+            if judge_digest != digest:
                 raise ConfigError(
-                    f"the rubric {name} is {ours} here and {theirs} at {url}. Give both the same"
-                    " files: rubrics of the reward's settings and of the judge's, and the same"
+                    f"the rubric {name} is {digest} here and {judge_digest} at {url}. Give both the"
+                    " same files: rubrics of the reward's settings and of the judge's, and the same"
                     " version of rayloop"
                 )
             self._known_rubrics.add(verdict.fingerprint)
 
     def _watch_drift(self) -> None:
         """Start a check of the drift in the background when one is due; one at a time."""
-        due = self.settings.drift_every and self._graded % self.settings.drift_every == 0
+        is_due = self.settings.drift_every and self._graded % self.settings.drift_every == 0
         self._graded += 1
-        if due and (self._checking is None or self._checking.done()):
-            self._drift = self._drift or DriftWatch(
+        is_checking = self._drift_check is not None and not self._drift_check.done()
+        if not is_due or is_checking:
+            return
+        if self._drift is None:
+            self._drift = DriftWatch(
                 self.client, self.settings.drift_tolerance, self.settings.patience
             )
-            self._checking = asyncio.create_task(self._drift.check())
-            self._checking.add_done_callback(_report)
+        self._drift_check = asyncio.create_task(self._drift.check())
+        self._drift_check.add_done_callback(_log_failure)
 
     def _scored(
         self, value: float, by_model: float, reason: str, flags: tuple[str, ...] = ()
     ) -> Scored:
         self._excluded.append(False)
-        return Scored(
-            value, {"correct": float(value >= 0.5), "by_model": by_model}, flags, reason=reason
-        )
+        components = {"correct": float(value >= 0.5), "by_model": by_model}
+        return Scored(value, components, flags, reason=reason)
 
     def _exclude(self, result: JudgeUnscored) -> Unscored:
         self._excluded.append(True)
         EXCLUDED.labels(result.kind).inc()
+        count = sum(self._excluded)
         # Compared with the whole window: at the start one failure would be a large share.
-        if (
-            count := sum(self._excluded)
-        ) > self.settings.max_excluded_fraction * self.settings.window:
+        if count > self.settings.max_excluded_fraction * self.settings.window:
             raise RewardLost(
                 f"{count} of the last {len(self._excluded)} trajectories have no verdict,"
                 f" max_excluded_fraction {self.settings.max_excluded_fraction:g} of"
@@ -369,9 +392,12 @@ class JudgeReward:
         return Unscored(_KINDS[result.kind], result.reason)
 
 
-def _report(checking: asyncio.Task[float | None]) -> None:
+def _log_failure(drift_check: asyncio.Task[float | None]) -> None:
     """Log the exception of a drift check, which is not awaited."""
-    if not checking.cancelled() and (error := checking.exception()) is not None:
+    if drift_check.cancelled():
+        return
+    error = drift_check.exception()
+    if error is not None:
         logger.warning(
             "the judge's drift could not be checked: %s: %s", type(error).__name__, error
         )
@@ -399,13 +425,12 @@ def question(task: Task) -> str:
 def reference(task: Task) -> str:
     """The right answer as text. Raises DataFailure when the task has none."""
     truth = task.ground_truth
-    text = (
-        truth
-        if isinstance(truth, str)
-        else ""
-        if truth is None
-        else json.dumps(truth, ensure_ascii=False)
-    )
+    if truth is None:
+        text = ""
+    elif isinstance(truth, str):
+        text = truth
+    else:
+        text = json.dumps(truth, ensure_ascii=False)
     if not sanitise(text, 8_192):
         raise DataFailure(task.id, "the task has no ground truth, so the judge has no reference")
     return text.strip()
@@ -416,11 +441,12 @@ def images(task: Task) -> tuple[str, ...]:
 
     Raises DataFailure when there are too many, or one has no file.
     """
-    found = [image.path for image in task.images]
-    paths = tuple(str(local_path(path)) for path in found if path is not None)
-    if len(paths) < len(found) or len(found) > MAX_IMAGES:
-        what = f"{len(found)} images, {len(paths)} of them with a path"
+    count = len(task.images)
+    paths = tuple(str(local_path(image.path)) for image in task.images if image.path is not None)
+    if len(paths) < count or count > MAX_IMAGES:
         raise DataFailure(
-            task.id, f"{what}: a rubric that sees them is sent paths, of at most {MAX_IMAGES}"
+            task.id,
+            f"{count} images, {len(paths)} of them with a path: a rubric that sees them is sent"
+            f" paths, of at most {MAX_IMAGES}",
         )
     return paths

@@ -1,5 +1,6 @@
-"""Rubrics (judge/rubrics), one versioned YAML file each, and items with a known verdict
-(judge/data).
+"""Rubrics (judge/rubrics), and items with a known verdict (judge/data).
+
+Each rubric is a versioned YAML file.
 """
 
 import hashlib
@@ -20,6 +21,8 @@ from rayloop.judge.api import JudgeItem, JudgeMessage, VerdictKind
 
 FOLDER = Path(__file__).parent / "rubrics"
 DEFAULT = "default"
+_DIGEST_CHARACTERS = 12
+_SIZE_AT_END = re.compile(r"(?<=[a-z])[0-9]+k?$")
 
 
 class Example(SettingsModel):
@@ -37,7 +40,7 @@ class Example(SettingsModel):
 
 
 class Rubric(SettingsModel):
-    """Instructions and examples.
+    """Instructions and examples for the model.
 
     The verdicts of ``binary`` are correct or incorrect, those of ``scored`` one of SCORES.
     """
@@ -49,63 +52,64 @@ class Rubric(SettingsModel):
     kind: Literal["binary", "scored"]
     instructions: str
     sees_images: bool = False
-    """Whether the model is shown the item's images, for judges that can see; otherwise they are
-    left out.
-    """
+    """Whether the model is shown the item's images, for judges that accept images."""
     max_answer: int = Field(1000, ge=1)
-    """Characters; answers of so many or more are wrong without asking."""
+    """Characters from which an answer is wrong without a question to the model."""
     tolerance: float = Field(0.0, ge=0)
     """Relative, for numbers that a rule compares; 0 compares exactly.
 
     Raise it only where answers are read off a scale.
     """
     tolerances: dict[str, float] = {}
-    """Tolerances of single data sources, by a whole word of the source's name; never for counts,
-    years and codes.
+    """Tolerances of single data sources, by a whole word of the source's name.
+
+    They never apply to counts, years and codes.
     """
     formulas: list[str] = []
     """Sets of examples whose answers are formulas: the case of a letter counts there."""
     sources: dict[str, list[str]] = {}
-    """Which data sources a set of examples serves: whole words one of which is in the source's
-    name, "8k" and such aside.
+    """The data sources that a set of examples serves, by whole words of the source's name.
+
+    One of the words must be in the name; a size such as "8k" at the end of a word is ignored.
     """
     examples: dict[str, list[Example]]
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if missing := {DEFAULT, *self.sources, *self.formulas} - set(self.examples):
+        missing = {DEFAULT, *self.sources, *self.formulas} - set(self.examples)
+        if missing:
             raise ValueError(f"examples: no set named {', '.join(sorted(missing))}")
         for name, examples in self.examples.items():
-            scored = self.kind == "scored"
-            if any((e.score is None) == scored or (e.verdict is None) != scored for e in examples):
-                field = "score" if scored else "verdict"
+            if not all(map(self._has_grade, examples)):
+                field = "score" if self.kind == "scored" else "verdict"
                 raise ValueError(
                     f"examples.{name}: a {self.kind} rubric's examples need a {field} and nothing"
                     " else"
                 )
         return self
 
+    def _has_grade(self, example: Example) -> bool:
+        """Whether an example has the grade of this kind of rubric, and no other."""
+        needs_score = self.kind == "scored"
+        has_score = example.score is not None
+        has_verdict = example.verdict is not None
+        return has_score == needs_score and has_verdict != needs_score
+
     def family(self, source: str) -> str:
-        """The name of the set of examples for a data source; ``default`` for one that no set
-        serves.
-        """
+        """The name of the set of examples for a data source; ``default`` without such a set."""
         name = _words(source)
-        return next(
-            (
-                family
-                for family, words in self.sources.items()
-                if any(_words(word) in name for word in words)
-            ),
-            DEFAULT,
-        )
+        for family, words in self.sources.items():
+            if any(_words(word) in name for word in words):
+                return family
+        return DEFAULT
 
     def tolerance_for(self, source: str) -> float:
         """The relative tolerance for numbers of a data source."""
         name = _words(source)
-        return next(
-            (value for word, value in self.tolerances.items() if _words(word) in name),
-            self.tolerance,
-        )
+        for word, tolerance in self.tolerances.items():
+            if _words(word) in name:
+                return tolerance
+        return self.tolerance
 
     def is_formula(self, source: str) -> bool:
         """Whether the answers of a data source are formulas."""
@@ -113,18 +117,21 @@ class Rubric(SettingsModel):
 
     @cached_property
     def digest(self) -> str:
-        """The version and a hash of the whole rubric, which shows a change without a new version."""
-        return f"{self.version}-{hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]}"
+        """The version and a hash of the complete rubric.
+
+        The hash shows a change without a new version.
+        """
+        content_hash = hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+        return f"{self.version}-{content_hash[:_DIGEST_CHARACTERS]}"
 
 
 def _words(name: str) -> str:
-    """A source's words, each between underscores and without a size at its end: ``_math_`` of
-    Math-8k, ``_gsm_`` of gsm8k.
+    """A source's words, each between underscores and without a size at its end.
+
+    ``_math_8k_`` for Math-8k, ``_gsm_`` for gsm8k.
     """
-    return "_" + "".join(
-        f"{re.sub(r'(?<=[a-z])[0-9]+k?$', '', word)}_"
-        for word in re.findall(r"[a-z0-9]+", name.casefold())
-    )
+    words = re.findall(r"[a-z0-9]+", name.casefold())
+    return "_" + "".join(f"{_SIZE_AT_END.sub('', word)}_" for word in words)
 
 
 def load_rubrics(folder: Path = FOLDER) -> dict[str, Rubric]:
@@ -137,7 +144,7 @@ def load_rubrics(folder: Path = FOLDER) -> dict[str, Rubric]:
         try:
             rubric = Rubric.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
         except (ValidationError, yaml.YAMLError) as error:
-            raise ConfigError(f"{path}: no valid rubric: {error}") from error
+            raise ConfigError(f"{path}: not a valid rubric: {error}") from error
         if rubric.name != path.stem:
             raise ConfigError(
                 f"{path}: the rubric calls itself {rubric.name!r}; name file and rubric alike"
@@ -168,9 +175,7 @@ class Labelled(JudgeMessage):
     item: JudgeItem
     verdict: VerdictKind
     kind: str
-    """The class of the item: exact, synonym, unit, order, number, wrong, empty, opener, injection,
-    ...
-    """
+    """The class of the item: exact, synonym, unit, number, wrong, empty, opener, injection, ..."""
     attack: bool = False
 
     @property
@@ -185,25 +190,30 @@ def calibration() -> list[Labelled]:
 
 
 def canary(rubrics: Iterable[Rubric] = ()) -> list[Labelled]:
-    """A few items with a certain verdict, for the model itself; some have an image for each of
-    ``rubrics`` that shows images.
+    """A few items with a certain verdict, for the model itself.
+
+    Each of ``rubrics`` that shows images adds items with an image.
     """
-    found = _shipped("canary.jsonl")
+    items = _shipped("canary.jsonl")
     for rubric in rubrics:
         if rubric.sees_images:
-            for one in _shipped("canary_seeing.jsonl"):
-                item = one.item.model_copy(
-                    update={"rubric": rubric.name, "images": (CANARY_IMAGE,)}
-                )
-                found.append(one.model_copy(update={"id": f"{one.id}-{rubric.name}", "item": item}))
-    return found
+            items += [_with_image(labelled, rubric) for labelled in _shipped("canary_seeing.jsonl")]
+    return items
+
+
+def _with_image(labelled: Labelled, rubric: Rubric) -> Labelled:
+    item = labelled.item.model_copy(update={"rubric": rubric.name, "images": (CANARY_IMAGE,)})
+    return labelled.model_copy(update={"id": f"{labelled.id}-{rubric.name}", "item": item})
 
 
 def _shipped(name: str) -> list[Labelled]:
-    """One JSON object per line; its keys are those of the item beside those of Labelled."""
-    found = []
+    """The items of a shipped file, one JSON object per line.
+
+    An object has the keys of JudgeItem and those of Labelled.
+    """
+    labelled = []
     for line in _DATA.joinpath(name).read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         item = {key: row.pop(key) for key in JudgeItem.model_fields if key in row}
-        found.append(Labelled.model_validate({**row, "item": item}))
-    return found
+        labelled.append(Labelled.model_validate({**row, "item": item}))
+    return labelled

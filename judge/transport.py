@@ -1,10 +1,12 @@
-"""HTTP requests to the judge: its address and key, time limits, the meaning of its answers, and the
-client's Prometheus metrics.
+"""HTTP requests to the judge.
+
+The address and key, time limits, the meaning of answers, and the client's Prometheus metrics.
 """
 
 import asyncio
 import email.utils
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +21,7 @@ from rayloop.core.threads import in_thread
 from rayloop.judge.api import RESULT, JudgeItem, JudgeRequest, JudgeUnscored, NoVerdict, Result
 from rayloop.judge.discovery import READ, Address, Find, checked_url, key_of
 
-REQUESTS = Counter("judge_client_requests", "Requests to the judge by how they ended.", ["outcome"])
+REQUESTS = Counter("judge_client_requests", "Requests to the judge by their outcome.", ["outcome"])
 LATENCY = Histogram(
     "judge_client_latency_seconds",
     "One request to the judge, from sending to the parsed reply.",
@@ -56,10 +58,10 @@ DRIFT = Gauge(
 
 LONGEST_WAIT = 5.0
 """The most seconds of ``Retry-After`` that are honoured: the judge may be well much earlier."""
-PASSING = (404, 408, 425, 429)
+RETRIED_STATUSES = (404, 408, 425, 429)
 """Statuses below 500 that are retried.
 
-Ray Serve answers 404 while the application is not there yet.
+Ray Serve answers 404 until the application exists.
 """
 
 
@@ -69,19 +71,21 @@ class ConnectionSettings(SettingsModel):
     url: str = "auto"
     """``http://host:port`` of the judge, or ``auto``: ``discovery`` finds it."""
     key_file: str = ""
-    """File (mode 0600) with the bearer key; for ``auto`` the judge's own entry names it unless this
-    is set.
+    """File (mode 0600) with the bearer key.
+
+    For ``auto`` the judge's own entry names it unless this is set.
     """
     discovery: Component = Component(use="rayloop.judge.discovery:FileDiscovery")
-    """Finds the judge when ``url`` is ``auto``: an instance is awaited and returns a
-    ``rayloop.judge.discovery.Address``.
+    """Finds the judge when ``url`` is ``auto``.
+
+    An instance is awaited and returns a ``rayloop.judge.discovery.Address``.
     """
     connect_timeout: float = Field(5.0, gt=0)
     """Seconds for the connection alone. Raise it for a judge that is far away."""
     read_timeout: float = Field(120.0, gt=0)
     """Seconds without a byte of the answer. A batch waits in the queue of a busy judge."""
     request_timeout: float = Field(180.0, gt=0)
-    """Seconds for a whole request, including discovery."""
+    """Seconds for a complete request, including discovery."""
 
     @field_validator("url")
     @classmethod
@@ -97,24 +101,28 @@ class Transient(InfrastructureFailure):
 
     def __init__(self, reason: str, message: str, retry_after: float = 0.0) -> None:
         super().__init__(message)
-        self.reason, self.retry_after = reason, retry_after
+        self.reason = reason
+        self.retry_after = retry_after
 
     @property
     def perhaps_an_item(self) -> bool:
-        """Whether a single item can be the cause: the judge answered with an error, with nonsense,
-        or not for this item.
+        """Whether a single item can be the cause.
+
+        It can when the judge answered with an error, with nonsense, or not for this item.
         """
         return self.reason in ("unavailable", "bad_body") or self.reason.startswith("5")
 
 
 class JudgeRefused(InfrastructureFailure):
-    """A request that would fail again: no or wrong key, malformed, too large, or the server is no
-    judge.
+    """A request that would fail again.
+
+    It has no key or a wrong one, is malformed or too large, or the server is not a judge.
     """
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
-        self.status, self.reason = status, f"refused_{status}"
+        self.status = status
+        self.reason = f"refused_{status}"
 
 
 class JudgeConnection:
@@ -125,10 +133,11 @@ class JudgeConnection:
 
     def __init__(self, limits: ConnectionSettings, find: Find | None = None) -> None:
         self.limits = limits
-        self.url = limits.url.rstrip("/")  # "auto" until it is found
-        self._find: Find | None = (
-            (find or limits.discovery.build()) if limits.url == "auto" else None
-        )
+        # "auto" until the judge is found.
+        self.url = limits.url.rstrip("/")
+        self._find: Find | None = None
+        if limits.url == "auto":
+            self._find = find or limits.discovery.build()
         self._address: Address | None = None
         self._headers: Mapping[str, str] = {}
         self._http = httpx.AsyncClient(
@@ -142,19 +151,19 @@ class JudgeConnection:
 
         Raises Transient, JudgeRefused; ConfigError for a key file that is unusable.
         """
-        began = time.perf_counter()
+        start = time.perf_counter()
         with IN_FLIGHT.track_inprogress():
             try:
-                body = await self._request(
-                    "POST", "/v1/judge", JudgeRequest(items=tuple(items)).model_dump_json()
-                )
+                request = JudgeRequest(items=tuple(items)).model_dump_json()
+                body = await self._request("POST", "/v1/judge", request)
                 results = _results(body, len(items), self.url)
             except (Transient, JudgeRefused) as error:
                 REQUESTS.labels(error.reason).inc()
-                self._address = None  # it may have moved, or have another key
+                # The judge may have moved, or have another key.
+                self._address = None
                 raise
         REQUESTS.labels("ok").inc()
-        LATENCY.observe(time.perf_counter() - began)
+        LATENCY.observe(time.perf_counter() - start)
         return results
 
     async def get(self, path: str) -> bytes:
@@ -178,33 +187,35 @@ class JudgeConnection:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             reason = "connect" if isinstance(error, httpx.ConnectError) else "transport"
             raise Transient(reason, f"{self.url}: {type(error).__name__}: {error}") from error
-        except Exception as error:  # whatever it is, the policy's answer is not the cause
+        # Whatever the error is, the policy's answer is not the cause.
+        except Exception as error:
             raise Transient("unexpected", f"{self.url}: {type(error).__name__}: {error}") from error
+
         if response.is_success:
             return response.content
-        message = f"{self.url}{path}: HTTP {response.status_code}: {response.text[:1000]}"
-        if response.status_code in PASSING or response.status_code >= 500:
-            raise Transient(
-                str(response.status_code),
-                message,
-                retry_after(response.headers.get("retry-after", "")),
-            )
-        raise JudgeRefused(response.status_code, message)
+        status = response.status_code
+        message = f"{self.url}{path}: HTTP {status}: {response.text[:1000]}"
+        if status in RETRIED_STATUSES or status >= 500:
+            pause = retry_after(response.headers.get("retry-after", ""))
+            raise Transient(str(status), message, pause)
+        raise JudgeRefused(status, message)
 
     async def _answer(self, method: str, path: str, content: str | None) -> httpx.Response:
-        """The answer.
+        """The judge's answer.
 
-        After a 401 or 403 address and key are read once more, and tried if they changed: the judge
-        may be new.
+        After a 401 or 403 the address and the key are read again, and tried if they changed: the
+        judge may be new.
         """
         await self._locate()
         response = await self._send(method, path, content)
-        if response.status_code in (401, 403):
-            before, self._address = (self.url, self._headers), None
-            await self._locate()
-            if (self.url, self._headers) != before:
-                response = await self._send(method, path, content)
-        return response
+        if response.status_code not in (401, 403):
+            return response
+        refused = (self.url, self._headers)
+        self._address = None
+        await self._locate()
+        if (self.url, self._headers) == refused:
+            return response
+        return await self._send(method, path, content)
 
     async def _send(self, method: str, path: str, content: str | None) -> httpx.Response:
         headers = {"content-type": "application/json", **self._headers}
@@ -215,17 +226,19 @@ class JudgeConnection:
         if self._address is not None:
             return
         try:
-            found = Address(url=self.url) if self._find is None else await self._find()
-            key = await in_thread(key_of, found, self.limits.key_file, timeout=READ)
+            address = Address(url=self.url) if self._find is None else await self._find()
+            key = await in_thread(key_of, address, self.limits.key_file, timeout=READ)
         except InfrastructureFailure as error:
             raise Transient("discovery", str(error)) from error
-        self._address, self.url = found, found.url.rstrip("/")
+        self._address = address
+        self.url = address.url.rstrip("/")
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
 
 
 def retry_after(header: str) -> float:
-    """The seconds from now in a ``Retry-After`` header, a number or a date; 0 without one, at most
-    LONGEST_WAIT.
+    """The seconds from now in a ``Retry-After`` header, which is a number or a date.
+
+    0 without a header, at most LONGEST_WAIT.
     """
     if not header:
         return 0.0
@@ -236,33 +249,34 @@ def retry_after(header: str) -> float:
             seconds = email.utils.parsedate_to_datetime(header).timestamp() - time.time()
         except ValueError:
             return 0.0
-    # ``float`` reads "nan" too, which differs from itself.
-    return min(max(seconds, 0.0), LONGEST_WAIT) if seconds == seconds else 0.0
+    # ``float`` reads "nan" too.
+    if math.isnan(seconds):
+        return 0.0
+    return min(max(seconds, 0.0), LONGEST_WAIT)
 
 
 def _results(body: bytes, count: int, url: str) -> list[Result]:
-    """The results of a body; one that is no verdict is unscored as invalid.
+    """The results of a body; one without a verdict is unscored as invalid.
 
-    Raises Transient when the body is no response.
+    Raises Transient when the body is not a response.
     """
     try:
         raw = json.loads(body)["results"]
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise Transient(
-            "bad_body", f"{url}: the answer is no judge response: {body[:120]!r}"
+            "bad_body", f"{url}: the answer is not a judge's response: {body[:120]!r}"
         ) from error
     if not isinstance(raw, list) or len(raw) != count:
         raise Transient("bad_body", f"{url}: expected {count} results: {body[:120]!r}")
-    return [_result(one) for one in raw]
+    return [_result(element) for element in raw]
 
 
 def _result(raw: Any) -> Result:
     try:
         # As JSON: in strict mode pydantic takes no texts for enums from Python's own values.
         return RESULT.validate_json(json.dumps(raw), strict=True)
-    except (ValueError, RecursionError) as error:  # of which pydantic's is one
-        first = str(error).splitlines()[1:3]
-        return JudgeUnscored(
-            kind=NoVerdict.INVALID,
-            reason=f"no verdict ({' '.join(first)}): {str(raw)[:200]}"[:1024],
-        )
+    # Pydantic's ValidationError is a ValueError.
+    except (ValueError, RecursionError) as error:
+        problem = " ".join(str(error).splitlines()[1:3])
+        reason = f"no verdict ({problem}): {str(raw)[:200]}"
+        return JudgeUnscored(kind=NoVerdict.INVALID, reason=reason[:1024])

@@ -408,7 +408,7 @@ def test_an_announced_key_lies_beside_the_announcement_or_is_named(
     settings = {
         "discovery": {"use": "rayloop.judge.discovery:FileDiscovery", "with": {"path": str(entry)}}
     }
-    with pytest.raises(ConfigError, match="lies elsewhere"):
+    with pytest.raises(ConfigError, match="in another folder"):
         one("auto", **settings)
     assert not stub.requests
     assert isinstance(one("auto", key_file=str(secret), **settings), JudgeVerdict)
