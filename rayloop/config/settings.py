@@ -32,6 +32,7 @@ from pydantic import (
 )
 
 from rayloop.config.explain import explain, take_texts
+from rayloop.config.plugins import place
 from rayloop.config.yaml_source import KeyPath, Source, dotted, read
 from rayloop.core.failures import ConfigError, nearest
 
@@ -171,13 +172,13 @@ class Component(SettingsModel):
     """
 
     use: str
-    """Where it is: ``package.module:Name``, found in the current directory too."""
+    """``package.module:Name``, found in the current directory too, or a plug-in's name."""
     with_: dict[str, Any] = Field(default_factory=dict, alias="with")
     """Its own settings (docs/components.md has those of the shipped ones)."""
 
     def resolve(self) -> Callable[..., Any]:
         """The class or function itself. Raises ConfigError when it does not exist or is neither."""
-        module, _, name = self.use.rpartition(":")
+        module, _, name = place(self.use).rpartition(":")
         if not _imports.get() and (module.endswith(".py") or not module.startswith("rayloop.")):
             raise NotImported(f"use: {self.use!r} is not imported")
         try:
