@@ -30,7 +30,8 @@ from rayloop.actors.reward import RewardActor
 from rayloop.actors.rollout import RolloutActor
 from rayloop.cluster.supervision.nodes import Nodes
 from rayloop.cluster.supervision.policy_group import PolicyGroup
-from rayloop.cluster.supervision.pool import Pool, Pooled
+from rayloop.cluster.supervision.pool import Pool
+from rayloop.cluster.supervision.worker import Pooled
 from rayloop.core import events, incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Emit

@@ -1,5 +1,6 @@
-"""How a run ends before its last step: saved if possible, recorded, and with the step that a resume
-starts from.
+"""How a run ends before its last step.
+
+It is saved if possible, and its end is recorded with the step that a resume starts from.
 """
 
 import asyncio
@@ -35,8 +36,9 @@ from rayloop.run.reporter import Reporter
 logger = logging.getLogger(__name__)
 
 SUSPECT = (Diverged, LedgerError, LogprobMismatch, WeightSyncError, AlarmStopped, RunTaken)
-"""Errors after which weights or counts cannot be trusted, or another process has the run: a resume
-starts from an earlier step.
+"""Errors after which a resume starts from an earlier step.
+
+Weights or counts cannot be trusted, or another process has the run.
 """
 
 
@@ -59,7 +61,7 @@ class Run(Protocol):
     updating: bool
 
     async def checkpoint(self, last: bool = False) -> None:
-        """Save this step, if ``last`` whether it is due or not."""
+        """Save this step when it is due, and in any case when it is the ``last``."""
 
 
 async def ended(run: Run, error: Exception) -> RayloopError:
@@ -81,30 +83,27 @@ async def ended(run: Run, error: Exception) -> RayloopError:
     # Before the version is that of the restored step, a checkpoint would have the version 0.0 and
     # replace the one it came from.
     saves = restored and (stopped or run.step > run.begun)
-    why = await _save(run, end) if saves else ""
+    reason = await _save(run, end) if saves else ""
 
-    # Asked of the disk: a save beside training may have written this step before the end began.
-    saved = run.saving.on_disk(run.version)
-    if saves and not saved and not why:
-        why = f"its checkpoint was written, but {run.origin.folder} does not have it in full now"
+    # The disk decides: an asynchronous save may have written this step before the end began.
+    on_disk = run.saving.on_disk(run.version)
+    if saves and not on_disk and not reason:
+        reason = f"its checkpoint was written, but {run.origin.folder} does not have it in full now"
     if stopped:
         where = f"stopped at step {run.step} of {run.config.steps}"
-        again = run.origin.again()
-        end = (
-            Preempted(f"{where}, saved; {again}")
-            if saved
-            else NotSaved(f"{where}, not saved: {why}; {again}")
-        )
+        resume = run.origin.again()
+        if on_disk:
+            end = Preempted(f"{where}, saved; {resume}")
+        else:
+            end = NotSaved(f"{where}, not saved: {reason}; {resume}")
     elif run.step or end.exit_code == AGAIN:
         if isinstance(end, Unforeseen):
             end.add_note("its traceback is in events.jsonl")
-        outcome = (
-            f"step {run.step} is saved; "
-            if saved
-            else f"step {run.step} is not saved: {why}; "
-            if why
-            else ""
-        )
+        outcome = ""
+        if on_disk:
+            outcome = f"step {run.step} is saved; "
+        elif reason:
+            outcome = f"step {run.step} is not saved: {reason}; "
         end.add_note(outcome + run.origin.again())
 
     return _recorded(run, end, error)
@@ -119,14 +118,13 @@ async def _save(run: Run, end: RayloopError) -> str:
         # One save at a time: the one under way counts against the same grace.
         async with asyncio.timeout(run.config.preemption.grace):
             await run.saving.settle()
-            if why := _unfit(run, end):
-                return why
+            reason = _unfit(run, end)
+            if reason:
+                return reason
             await run.checkpoint(last=True)
     except TimeoutError:
-        return (
-            "the checkpoint was not written within preemption.grace"
-            f" ({run.config.preemption.grace:g} s)"
-        )
+        grace = run.config.preemption.grace
+        return f"the checkpoint was not written within preemption.grace ({grace:g} s)"
     except Exception as error:
         # The run ends because of ``end``; that it could not be saved is only a part of the message.
         return brief(error)
@@ -139,9 +137,12 @@ def _unfit(run: Run, end: RayloopError) -> str:
         return "the policy was lost, and its replacement had not been restored"
     if run.updating:
         return "its update had begun and did not end"
-    if isinstance(end, CheckpointError):  # it has been tried often enough
+    # The save has been tried often enough.
+    if isinstance(end, CheckpointError):
         return "its checkpoint could not be written"
-    return f"it is not to be trusted after {type(end).__name__}" if isinstance(end, SUSPECT) else ""
+    if isinstance(end, SUSPECT):
+        return f"it is not to be trusted after {type(end).__name__}"
+    return ""
 
 
 def _recorded(run: Run, end: RayloopError, error: Exception) -> RayloopError:
@@ -150,10 +151,8 @@ def _recorded(run: Run, end: RayloopError, error: Exception) -> RayloopError:
         if isinstance(end, Preempted):
             run.reporter.event(events.PreemptedEvent(run.ledger.counts()))
         else:
-            trace = (
-                "".join(traceback.format_exception(error))
-                if isinstance(end, Unforeseen | MachineFailed)
-                else ""
-            )
+            trace = ""
+            if isinstance(end, Unforeseen | MachineFailed):
+                trace = "".join(traceback.format_exception(error))
             run.reporter.failed(end, run.ledger.counts(), trace)
     return end

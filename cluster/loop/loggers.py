@@ -1,5 +1,6 @@
-"""The loggers of a run, opened by their settings, and the Prometheus logger, whose gauges are on
-Ray's metrics port.
+"""The loggers of a run, opened by their settings, and the Prometheus logger.
+
+The gauges of the Prometheus logger are on Ray's metrics port.
 """
 
 import threading
@@ -21,22 +22,27 @@ from rayloop.run.folder import RunFolder
 from rayloop.run.records.metrics import prometheus
 from rayloop.view.vitals import Vitals
 
-REPEAT = 3.0
-"""Seconds between two exports of the gauges: Ray drops a gauge that was not set within its report
-period of 10 s.
+REPEAT_EVERY_S = 3.0
+"""Seconds between two exports of the gauges.
+
+Ray drops a gauge that was not set within its report period of 10 s.
 """
 
 
 class Prometheus:
-    """Gauges of ``ray.util.metrics``, named by ``rayloop.run.records.metrics.prometheus``, with the
-    label ``run``. A metric keeps its value until a step has a new one; those of ``vitals`` are as
-    old as the last export.
+    """Gauges of ``ray.util.metrics`` with the label ``run``.
+
+    ``rayloop.run.records.metrics.prometheus`` names them. A metric keeps its value until a step has
+    a new one; the metrics of ``vitals`` are as old as the last export.
     """
 
     def __init__(self, run: str, vitals: Vitals) -> None:
         from ray.util.metrics import Gauge
 
-        self._run, self._make, self._gauges, self._vitals = run, Gauge, dict[str, Any](), vitals
+        self._run = run
+        self._make = Gauge
+        self._gauges: dict[str, Any] = {}
+        self._vitals = vitals
         self._newest: dict[str, float] = {}
         self._closed = threading.Event()
         threading.Thread(target=self._repeat, daemon=True, name="prometheus-repeat").start()
@@ -48,11 +54,11 @@ class Prometheus:
         self._newest = self._newest | dict(metrics)
 
     def close(self) -> None:
-        """End the thread that repeats them."""
+        """End the thread that repeats the exports."""
         self._closed.set()
 
     def _repeat(self) -> None:
-        while not self._closed.wait(REPEAT):
+        while not self._closed.wait(REPEAT_EVERY_S):
             self._export(self._newest | alive(self._vitals))
 
     def _export(self, metrics: Mapping[str, float]) -> None:
@@ -69,11 +75,13 @@ def alive(vitals: Vitals) -> dict[str, float]:
     """The newest metrics of ``recovery/``; the end of a wait of the driver counts as progress."""
     try:
         vitals.update()
-        found = vitals.metrics()
+        metrics = vitals.metrics()
     except (OSError, ValueError):
-        return {}  # the file server restarts
+        # The file server restarts.
+        return {}
     quiet = time.monotonic() - WAITS.moved
-    return {**found, "recovery/progress_age": min(quiet, found.get("recovery/progress_age", quiet))}
+    progress_age = min(quiet, metrics.get("recovery/progress_age", quiet))
+    return {**metrics, "recovery/progress_age": progress_age}
 
 
 def open_logger(
@@ -88,5 +96,5 @@ def open_logger(
         case WandbSettings():
             return Wandb(name, config, folder.wandb)
         case Component():
-            own: Logger = settings.resolve()(settings.options(), name, config, folder.path)
-            return own
+            logger: Logger = settings.resolve()(settings.options(), name, config, folder.path)
+            return logger

@@ -1,6 +1,8 @@
-"""A reference that takes over the policy's weights every so many steps
-(``reference.refresh_every``; TRL's ``sync_ref_model``): model folders ``reference/STEP-LINEAGE/``,
-of which the newest two are kept, and links to the one in use in each checkpoint.
+"""A reference that takes over the policy's weights periodically.
+
+``reference.refresh_every`` is the period in steps (TRL's ``sync_ref_model``). The model folders are
+``reference/STEP-LINEAGE/``, of which the newest two are kept. Each checkpoint has links to the
+folder in use.
 """
 
 import shutil
@@ -16,16 +18,18 @@ NAME = "reference"
 
 
 class RefreshedReference:
-    """``folder``: the model folder of the last refresh; None: the reference is the one of the
-    configuration.
+    """The reference of a run.
+
+    ``folder``: the model folder of the last refresh; None: the reference of the configuration.
     """
 
     def __init__(self, every: int | None, run: Path) -> None:
         self.folder: Path | None = None
-        self._every, self._below = every, run / NAME
+        self._every = every
+        self._below = run / NAME
 
     async def refresh(self, policy: PolicyGroup, version: Version) -> None:
-        """Take over the weights of ``version``, when its step is one for that.
+        """Take over the weights of ``version``, when its step is due for a refresh.
 
         Raises PolicyLost.
         """
@@ -33,12 +37,14 @@ class RefreshedReference:
             return
         # Without parents: on an unmounted storage they would be made below its mount point.
         self._below.mkdir(exist_ok=True)
-        made = self._below / f"{version.step}-{version.lineage}"
-        await policy.all(PolicyRank.write_model, str(made), version)
-        before, self.folder = self.folder, made
-        for old in self._below.iterdir():
-            if old not in (made, before):  # a call that is under way may still load the one before
-                shutil.rmtree(old, ignore_errors=True)
+        new_folder = self._below / f"{version.step}-{version.lineage}"
+        await policy.all(PolicyRank.write_model, str(new_folder), version)
+        previous_folder = self.folder
+        self.folder = new_folder
+        for folder in self._below.iterdir():
+            # A call that is under way may still load the previous one.
+            if folder not in (new_folder, previous_folder):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def keep(self, checkpoint: Path) -> None:
         """Put the folder that is in use into a checkpoint. Raises OSError."""
@@ -56,7 +62,8 @@ class RefreshedReference:
         if not self._every or checkpoint is None:
             return
         checkpoint.verify(lambda name: name.startswith(f"{NAME}/"))
-        for saved in (checkpoint.folder / NAME).glob("*"):
-            self.folder = self._below / saved.name
-            shutil.rmtree(self.folder, ignore_errors=True)  # another run's may have the same name
-            linked(saved, self.folder)
+        for folder in (checkpoint.folder / NAME).glob("*"):
+            self.folder = self._below / folder.name
+            # Another run's folder may have the same name.
+            shutil.rmtree(self.folder, ignore_errors=True)
+            linked(folder, self.folder)

@@ -1,5 +1,6 @@
-"""Saving the steps of a run, one at a time, beside training with ``checkpoint.asynchronous``
-(docs/algorithm.md, section 12).
+"""Saving the steps of a run, one at a time (docs/algorithm.md, section 12).
+
+With ``checkpoint.asynchronous`` a step is saved beside training.
 """
 
 import asyncio
@@ -25,9 +26,11 @@ from rayloop.run.checkpoint import FAILED_SAVES, Checkpoint, CheckpointStore, co
 
 @dataclass(frozen=True)
 class SavedStep:
-    """A step to save: the driver's part, what goes into the marker, whether it is kept, and whether
-    no step follows. ``patience``: seconds of failures in a row after which storage that refuses is
-    given up.
+    """A step to save.
+
+    ``state``: the driver's part; ``about``: the content of the marker; ``best``: whether it is
+    kept; ``last``: whether no step follows. ``patience``: seconds of failures in a row after which
+    storage that refuses is given up.
     """
 
     version: Version
@@ -39,9 +42,10 @@ class SavedStep:
 
 
 class Saving:
-    """``saved``: what was saved last.
+    """Saves the steps of a run.
 
-    ``failed``: saves in a row that could not be written, the last one because of ``trouble``.
+    ``saved``: the step that was saved last. ``failed``: saves in a row that could not be written,
+    the last one because of ``trouble``.
     """
 
     def __init__(
@@ -54,25 +58,30 @@ class Saving:
         beforehand: Callable[[Path], None] = lambda folder: None,
         stopping: asyncio.Event | None = None,
     ) -> None:
-        """``beside``: training goes on meanwhile.
+        """Save into ``store``.
 
-        ``timeout``: seconds that one save may take. ``beforehand`` puts something of its own into
-        each checkpoint's folder, before training goes on. ``stopping``: set when the run is asked
-        to end.
+        ``beside``: training continues during a save. ``timeout``: seconds that one save may take.
+        ``beforehand`` adds its files to each checkpoint's folder, before training continues.
+        ``stopping``: set when the run is asked to end.
         """
         self.saved: tuple[Version, Checkpoint] | None = None
         self.failed = 0
         self.trouble: CheckpointError | None = None
         self._failing_since = 0.0
         self._stopping = stopping or asyncio.Event()
-        self._store, self._emit, self._beside, self._timeout = store, emit, beside, timeout
+        self._store = store
+        self._emit = emit
+        self._beside = beside
+        self._timeout = timeout
         self._beforehand = beforehand
         self._under_way: asyncio.Task[None] | None = None
 
     def anew(self, since: int) -> None:
-        """Raises CheckpointError when this start has saved a checkpoint, which is gone: the run may
-        not begin at step 0. ``since``: lineages that had begun before it. A driver that replaces
-        another one reads in ``latest`` what that one saved.
+        """Check that the run may begin at step 0.
+
+        Raises CheckpointError when this start has saved a checkpoint, which is missing. ``since``:
+        lineages that had begun before this start. A driver that replaces another one reads in
+        ``latest`` what that one saved.
         """
         newest = self.saved[1].folder.name if self.saved else ""
         if not newest and self._store.lineages() > since:
@@ -85,8 +94,9 @@ class Saving:
             )
 
     def latest(self) -> str:
-        """The name of the checkpoint that was saved last, even if it is gone; "" when that is not
-        known.
+        """The name of the checkpoint that was saved last, even if it is missing.
+
+        "" when it is not known.
         """
         with suppress(OSError):
             return (self._store.folder / "latest").read_text(encoding="utf-8")
@@ -103,11 +113,11 @@ class Saving:
     async def save(self, step: SavedStep, policy: PolicyGroup) -> None:
         """Save a step.
 
-        Returns when the ranks may go on; for the last step, when it is on disk.
+        Returns when the ranks may continue; for the last step, when it is on disk.
 
-        A save that fails is recorded, and tried again at the next step. After ``FAILED_SAVES`` of
-        them, and for the last step, training waits here while it is tried again: storage that comes
-        back is worth more than steps that would be lost. Raises its CheckpointError
+        A save that fails is recorded, and tried again at the next step. After ``FAILED_SAVES``
+        failures, and for the last step, training waits here while it is tried again: storage that
+        comes back is worth more than steps that would be lost. Raises its CheckpointError
         ``step.patience`` seconds after the first failure; another error now or from ``settle``.
         """
         await self.settle()
@@ -119,18 +129,20 @@ class Saving:
             if asyncio.get_running_loop().time() - self._failing_since >= step.patience:
                 raise self.trouble
             await asyncio.sleep(RETRY)
-            WAITS.moved = time.monotonic()  # the event says what is waited for: this is no stall
+            # The event says what the run waits for, so this is not a stall.
+            WAITS.moved = time.monotonic()
             if self._stopping.is_set() and not step.last:
-                return  # the end of the run tries once more
+                # The end of the run tries once more.
+                return
 
     async def _begin(self, step: SavedStep, policy: PolicyGroup, *, beside: bool) -> None:
         """Begin to save.
 
-        Returns when the ranks may go on: with ``beside`` when they have copied what they write.
+        Returns when the ranks may continue: with ``beside`` when they have copied what they write.
         """
         copied = asyncio.Event()
         self._under_way = asyncio.create_task(self._write(step, policy, copied if beside else None))
-        # Also after a failed save: otherwise training would wait for the copy for ever.
+        # Also after a failed save: otherwise training would wait for the copy forever.
         self._under_way.add_done_callback(lambda _: copied.set())
         if beside:
             await copied.wait()
@@ -143,15 +155,16 @@ class Saving:
         """
         if self._under_way is None or not (wait or self._under_way.done()):
             return
-        late = CheckpointStorageFailed(
+        timeout_error = CheckpointStorageFailed(
             f"a checkpoint was not written within {self._timeout:g} s (policy.step_timeout)"
         )
         # ``asyncio.wait`` leaves the save running at the
         # deadline; awaiting the task would cancel it.
-        await bounded(self._timeout, asyncio.wait({self._under_way}), late)
+        await bounded(self._timeout, asyncio.wait({self._under_way}), timeout_error)
         # Forgotten before its error is raised, so that a second call does not raise it again.
-        ended, self._under_way = self._under_way, None
-        ended.result()
+        save = self._under_way
+        self._under_way = None
+        save.result()
 
     async def abandon(self) -> None:
         """Stop the save that is under way."""
@@ -164,8 +177,9 @@ class Saving:
     async def _write(
         self, step: SavedStep, policy: PolicyGroup, copied: asyncio.Event | None
     ) -> None:
-        """``copied`` is set when the ranks may go on; None: they wait."""
-        began, number = time.monotonic(), step.version.step
+        """Write a step. ``copied`` is set when the ranks may continue; None: they wait."""
+        began = time.monotonic()
+        number = step.version.step
         write = policy.save if copied is None else partial(policy.save_beside, copied=copied)
 
         async def trainer(folder: str) -> Mapping[str, Checksum]:
@@ -173,46 +187,48 @@ class Saving:
             return await write(folder)
 
         try:
-            saved = await self._store.save(
-                number, await step.state(), trainer, step.about, best=step.best
-            )
+            state = await step.state()
+            checkpoint = await self._store.save(number, state, trainer, step.about, best=step.best)
         except CheckpointError as error:
             # Only these failures are tried again; ``settle``
             # raises all others, such as PolicyLost and RunTaken.
             if not self.failed:
                 self._failing_since = asyncio.get_running_loop().time()
-            self.failed, self.trouble = self.failed + 1, error
-            if self.failed <= FAILED_SAVES + 1:  # what follows is the same every few seconds
+            self.failed += 1
+            self.trouble = error
+            # Further failures are the same every few seconds.
+            if self.failed <= FAILED_SAVES + 1:
                 self._emit(incidents.CheckpointFailed(self.failed, why=str(error)), number)
             return
 
-        self.failed, self.trouble, self.saved = 0, None, (step.version, saved)
-        self._emit(
-            events.CheckpointEvent(saved.folder.name, round(time.monotonic() - began, 3)), number
-        )
+        self.failed = 0
+        self.trouble = None
+        self.saved = (step.version, checkpoint)
+        seconds = round(time.monotonic() - began, 3)
+        self._emit(events.CheckpointEvent(checkpoint.folder.name, seconds), number)
 
 
 async def capture(
     state: Callable[[], Plain], lose: Callable[[Collection[TrajectoryId]], None], timeout: float
 ) -> Plain:
-    """A state with its payloads in it; the run goes on while they are fetched.
+    """A state with its payloads in it; the run continues while they are fetched.
 
-    ``lose`` gets the trajectories whose payloads are gone, and then a later state is taken. Raises
-    CheckpointError when payloads do not come within ``timeout`` seconds.
+    ``lose`` gets the trajectories whose payloads are lost, and then a later state is taken. Raises
+    CheckpointError when payloads do not arrive within ``timeout`` seconds.
     """
     # Outside the loop: values that arrived are not fetched again for the later state.
     values: dict[Any, Any] = {}
     while True:
-        taken = state()
+        snapshot = state()
         try:
-            lost = await with_deadline(
-                timeout, fetch(held(taken), values), "payloads for the checkpoint"
+            lost_ids = await with_deadline(
+                timeout, fetch(held(snapshot), values), "payloads for the checkpoint"
             )
         except WorkerLost as error:
             raise CheckpointError(str(error)) from error
-        if not lost:
-            return filled(taken, values.__getitem__)
-        lose(lost)
+        if not lost_ids:
+            return filled(snapshot, values.__getitem__)
+        lose(lost_ids)
 
 
 async def fetch(wanted: Iterable[HeldValue], values: dict[Any, Any]) -> set[TrajectoryId]:
@@ -221,14 +237,15 @@ async def fetch(wanted: Iterable[HeldValue], values: dict[Any, Any]) -> set[Traj
     Returns the trajectories of which something is lost.
     """
     # With replay several members hold one payload, which is fetched once.
-    ids = {(found.reference, found.id) for found in wanted}
+    pairs = {(value.reference, value.id) for value in wanted}
+    missing = {reference for reference, _ in pairs} - values.keys()
 
-    async def one(reference: Any) -> None:
+    async def fetch_one(reference: Any) -> None:
         try:
             values[reference] = await reference
         except Exception as error:
             if not object_lost(error):
                 raise
 
-    await asyncio.gather(*(one(reference) for reference in {r for r, _ in ids} - values.keys()))
-    return {id for reference, id in ids if reference not in values}
+    await asyncio.gather(*map(fetch_one, missing))
+    return {id for reference, id in pairs if reference not in values}

@@ -1,5 +1,6 @@
-"""Weight sync to the rollout engines, and the check at the start that weights arrive
-(docs/algorithm.md, sections 10 and 11).
+"""Weight sync to the rollout engines, and the check at the start that weights arrive.
+
+docs/algorithm.md, sections 10 and 11.
 """
 
 import asyncio
@@ -31,50 +32,56 @@ from rayloop.core.failures import (
     WorkerLost,
 )
 from rayloop.core.groups import Unscored, UnscoredKind
-from rayloop.core.types import RolloutRequest, Task, TrajectoryId, Version, derive
+from rayloop.core.types import RolloutRequest, Sampling, Task, TrajectoryId, Version, derive
 from rayloop.run.config import RunConfig
 from rayloop.run.reporter import Reporter
 from rayloop.transports.seam import WeightTransport, WeightUpdate, transport
 
 VISIBLE = 10.0
-"""A perturbation is visible when it moves the log-probs by this many times what engines and trainer
-differ by anyway.
-"""
+"""The factor by which a visible perturbation exceeds the usual log-prob difference."""
 PROBES = 4
 """Training tasks played for the log-prob check, the self-test and the drift check."""
 FAILING = 4
-"""The check at the start ends the run when it has played no task and so many have failed;
-``PROBES`` or more.
+"""Failed tasks after which the check at the start ends a run that has played none.
+
+At least ``PROBES``.
 """
 LOGPROB_CHECK = "log-prob check"
 """The purpose of the probes of the log-prob check.
 
-The self-test's probes have the name of the changed parameters as theirs.
+The purpose of the self-test's probes is the name of the changed parameters.
 """
 SELF_TEST_TOKENS = 32
 """Maximum tokens of an answer of the self-test, whose first tokens show whether weights arrived."""
 ARRIVED = 1 / 3
-"""Changed weights have arrived when engines and trainer differ by at most this share of the change.
-"""
-LOADS, LOAD_FACTOR, LOAD_FLOOR = 5, 20.0, 60.0
-"""A load may take this many times what the longest of so many before it took, and this many seconds
-in any case.
-"""
+"""The share of the change by which engines and trainer may differ when weights have arrived."""
+LOADS = 5
+"""The latest loads whose durations decide how long the next load may take."""
+LOAD_FACTOR = 20.0
+"""A load may take this many times as long as the longest of the latest loads."""
+LOAD_FLOOR = 60.0
+"""Seconds that a load may take in any case."""
 
 
 class WeightSync:
-    """Brings the policy's weights into every engine; the transport sees it as
-    ``rayloop.transports.seam.Rollouts``.
+    """Brings the policy's weights into every engine.
+
+    It is the ``rayloop.transports.seam.Rollouts`` of the transport.
     """
 
     def __init__(self, config: RunConfig, services: TrainingServices, reporter: Reporter) -> None:
-        self.config, self.services, self.reporter = config, services, reporter
+        self.config = config
+        self.services = services
+        self.reporter = reporter
         self._current: WeightUpdate[Any] | None = None
-        self._kept, self._gone = asyncio.Event(), asyncio.Event()
+        self._kept = asyncio.Event()
+        self._gone = asyncio.Event()
         self.making = asyncio.Lock()
         """Held from the beginning of an update until its weights are synced."""
         self._unplayable: set[str] = set()
-        self._loads, self._spares, self._order = deque[float](maxlen=LOADS), True, 0
+        self._loads: deque[float] = deque(maxlen=LOADS)
+        self._spares = True
+        self._order = 0
 
     @cached_property
     def _transport(self) -> WeightTransport[Any]:
@@ -103,8 +110,10 @@ class WeightSync:
             raise
 
     async def _send_again(self, version: Version, late: AnswerLate) -> None:
-        """Export and load ``version`` once more: a transfer that a broken link interrupted may not
-        go on, and one of a new object does. An engine that is late again is replaced.
+        """Export and load ``version`` once more. An engine that is late again is replaced.
+
+        A transfer that a broken link interrupted may not continue, while a transfer of a new object
+        does.
         """
         self.reporter.event(incidents.WeightsLost(str(version), why=brief(late)))
         self._spares = False
@@ -115,15 +124,14 @@ class WeightSync:
             self._spares = True
 
     def _patience(self) -> float:
-        """Seconds for a load: a multiple of what the last ones took, at most a sixth of
-        ``policy.step_timeout``.
+        """Seconds for a load: a multiple of the longest of the latest loads.
+
+        At most a sixth of ``policy.step_timeout``.
         """
         longest = self.config.sync_timeout
-        return (
-            min(longest, max(LOAD_FLOOR, LOAD_FACTOR * max(self._loads)))
-            if self._loads
-            else longest
-        )
+        if not self._loads:
+            return longest
+        return min(longest, max(LOAD_FLOOR, LOAD_FACTOR * max(self._loads)))
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -139,75 +147,86 @@ class WeightSync:
     async def load(self, update: WeightUpdate[Any]) -> None:
         """Load an update into every engine in service.
 
-        Raises the first failure, when all have ended, and AnswerLate when one that is ``kept``, and
-        so can be exported again, takes much longer than those before.
+        Raises the first failure, when all loads have ended. Raises AnswerLate when the load of an
+        update that is ``kept``, which can be exported again, takes much longer than earlier loads.
         """
         await self.services.sharing.to_rollout()
-        kept, longest = update is self._current, self.config.sync_timeout
-        within = self._patience() if kept else longest
-        spares = kept and self._spares and within < longest
+        is_kept = update is self._current
+        longest = self.config.sync_timeout
+        timeout = self._patience() if is_kept else longest
+        spares = is_kept and self._spares and timeout < longest
         now = asyncio.get_running_loop().time
         began = now()
-        engines = self.services.rollout.within(within, spares=spares)
+        engines = self.services.rollout.within(timeout, spares=spares)
         # Before the calls: an engine then drops an older load whose source arrives late.
         self._order += 1
         await engines.everywhere(RolloutActor.load, update.manifest, update.source, self._order)
-        took = now() - began
-        if kept and took < within:  # else an engine was replaced
-            self._loads.append(took)
+        seconds = now() - began
+        # After the timeout, an engine was replaced.
+        if is_kept and seconds < timeout:
+            self._loads.append(seconds)
 
     def fell_back(self, version: Version, error: Exception) -> None:
-        """Emit that the transport's own way failed; a slower one follows."""
+        """Emit that the transport's fast path failed; a slower one follows."""
         self.reporter.event(incidents.BroadcastFailedEvent(str(version), why=brief(error)))
 
     async def admit(self, engine: Handle[RolloutActor]) -> None:
         """Load the current weights into a new engine, if there are any.
 
-        Waits for others when these are lost.
+        Waits for other weights when these are lost.
         """
-        patience = max(self.config.recovery.start_timeout, LOADING) + self.config.sync_timeout
-        loaded, within = None, self._patience()
+        timeout = self._patience()
+        loaded: WeightUpdate[Any] | None = None
         while self._current is not None and self._current is not loaded:
             # A newer update may have been kept during this
             # load, and an engine must not serve the older one.
             loaded = self._current
             try:
-                update = loaded
-                if isinstance(loaded.source, asyncio.Task):
-                    # Several engines await this copy; without the
-                    # shield one deadline would cancel it for all.
-                    update = await with_deadline(
-                        patience, asyncio.shield(loaded.source), "the copy of weights that are sent"
-                    )
-                answer = submit(
-                    engine, RolloutActor.load, update.manifest, update.source, self._order
-                )
-                await with_deadline(within, answer, "load of a new rollout engine", engine)
+                await self._load_into(engine, loaded, timeout)
             except Exception as error:
-                late = isinstance(error, AnswerLate) and within < self.config.sync_timeout
-                if not (late or object_lost(error) or isinstance(error, PolicyLost)):
+                is_late = isinstance(error, AnswerLate) and timeout < self.config.sync_timeout
+                if not (is_late or object_lost(error) or isinstance(error, PolicyLost)):
                     raise
-                if (
-                    late
-                    # its transfer may not go on, and one of a new object does; after that the engine is
-                    # to blame
-                ):
-                    within = self.config.sync_timeout
-                # Otherwise newer weights were kept in the meantime, and the loop loads those.
+                # A late transfer may not continue, while one of a new object does.
+                # If that one is late as well, the engine is to blame.
+                if is_late:
+                    timeout = self.config.sync_timeout
+                # Otherwise newer weights were kept during the load, and the loop loads them.
                 if loaded is self._current:
-                    self._kept.clear()
-                    self._gone.set()
-                    self.reporter.event(
-                        incidents.WeightsLost(str(loaded.manifest.version), why=brief(error))
-                    )
-                    await with_deadline(
-                        patience, self._kept.wait(), "weights in place of those that were lost"
-                    )
+                    await self._wait_for_remake(loaded, error)
+
+    async def _load_into(
+        self, engine: Handle[RolloutActor], update: WeightUpdate[Any], timeout: float
+    ) -> None:
+        """Load an update into a new engine."""
+        if isinstance(update.source, asyncio.Task):
+            # Several engines await this copy; without the
+            # shield one deadline would cancel it for all.
+            copy = asyncio.shield(update.source)
+            update = await with_deadline(
+                self._remake_timeout(), copy, "the copy of weights that are sent"
+            )
+        answer = submit(engine, RolloutActor.load, update.manifest, update.source, self._order)
+        await with_deadline(timeout, answer, "load of a new rollout engine", engine)
+
+    async def _wait_for_remake(self, update: WeightUpdate[Any], error: Exception) -> None:
+        """Report an update that was lost, and wait until ``remake`` has made another one."""
+        self._kept.clear()
+        self._gone.set()
+        version = str(update.manifest.version)
+        self.reporter.event(incidents.WeightsLost(version, why=brief(error)))
+        await with_deadline(
+            self._remake_timeout(), self._kept.wait(), "weights in place of those that were lost"
+        )
+
+    def _remake_timeout(self) -> float:
+        """Seconds in which the ranks can start and sync their weights."""
+        return max(self.config.recovery.start_timeout, LOADING) + self.config.sync_timeout
 
     async def remake(self, version: Callable[[], Version]) -> None:
-        """Sync weights again that were lost with their node, while the run goes on.
+        """Sync weights again that were lost with their node, while the run continues.
 
-        Raises PolicyLost when the ranks were on it.
+        Raises PolicyLost when the ranks were on that node.
         """
         while True:
             await self._gone.wait()
@@ -230,80 +249,76 @@ class WeightSync:
             if self.config.weight_sync.logprob_check != "warn":
                 raise
             self.reporter.event(incidents.LogprobWarning(why=str(error)))
-            await self.send(
-                version
-            )  # a self-test that ended early left changed weights in the engines
+            # A self-test that ended early left changed weights in the engines.
+            await self.send(version)
 
     async def _logprob_check(self, tasks: Sequence[Task], player: EpisodeRunner) -> None:
         self._probes = await self._probe(tasks, player, LOGPROB_CHECK)
-        found = self._unchanged = await self._compare(self._probes, swap_images=True)
-        self.reporter.event(events.LogprobCheck(**found.report(), tolerance=self.config.tolerance))
+        gap = await self._compare(self._probes, swap_images=True)
+        self._unchanged = gap
+        self.reporter.event(events.LogprobCheck(**gap.report(), tolerance=self.config.tolerance))
         # Written as ``not a <= b``, so that NaN fails as well.
-        if not found.mean <= self.config.tolerance:
+        if not gap.mean <= self.config.tolerance:
             raise LogprobMismatch(
-                f"rollout and trainer disagree: mean |log-prob difference| {found.mean:.2e} over"
-                f" {found.tokens} sampled tokens, {self.config.tolerance:.0e} is allowed. Check"
+                f"rollout and trainer disagree: mean |log-prob difference| {gap.mean:.2e} over"
+                f" {gap.tokens} sampled tokens, {self.config.tolerance:.0e} is allowed. Check"
                 " that engine and trainer use the same weights, dtype, attention, pixels,"
                 " temperature and banned tokens"
             )
 
-        if found.images and not found.swapped > found.mean:
+        if gap.images and not gap.swapped > gap.mean:
             raise LogprobMismatch(
-                f"swapping the images of {found.images} probes changed the trainer's log-probs by"
-                f" {found.swapped:.2e} on average: the pixels do not reach the model"
+                f"swapping the images of {gap.images} probes changed the trainer's log-probs by"
+                f" {gap.swapped:.2e} on average: the pixels do not reach the model"
             )
 
     async def observe(
         self, tasks: Sequence[Task], player: EpisodeRunner, step: int
     ) -> float | None:
-        """Mean |log-prob difference| in nats between engines and trainer, over fresh episodes of
-        ``PROBES`` tasks, other ones at each step. None, with an event, when nothing could be
-        compared. The ranks must hold nothing fetched.
+        """Mean |log-prob difference| in nats between engines and trainer.
+
+        It is measured over fresh episodes of ``PROBES`` tasks, which differ at each step. None,
+        with an event, when nothing could be compared. The ranks must hold nothing fetched.
         """
         draw = random.Random(derive(self.config.seed, "probe", "drift", step))
-        chosen = draw.sample(list(tasks), min(PROBES, len(tasks)))
+        sample = draw.sample(list(tasks), min(PROBES, len(tasks)))
         sampling = self.config.rollout.sampling.sampling()
-        requests = [
-            RolloutRequest(
-                task,
-                TrajectoryId(-1 - i, 0),
-                0,
-                derive(self.config.seed, "probe", "drift", step, task.id),
-                sampling,
-            )
-            for i, task in enumerate(chosen)
-        ]
+        requests = []
+        for number, task in enumerate(sample):
+            seed = derive(self.config.seed, "probe", "drift", step, task.id)
+            requests.append(_probe_request(task, number, seed, sampling))
 
-        played = await asyncio.gather(
+        results = await asyncio.gather(
             *(self._episode("drift", request, player) for request in requests)
         )
-        payloads = [payload for payload in played if not isinstance(payload, Unscored)]
+        payloads = [result for result in results if not isinstance(result, Unscored)]
         try:
             if not payloads:
-                raise WorkerLost(f"none of {len(chosen)} tasks could be played")
-            found = await self._compare(payloads)
+                raise WorkerLost(f"none of {len(sample)} tasks could be played")
+            gap = await self._compare(payloads)
         except WorkerLost as error:
             self.reporter.event(incidents.DriftUnknown(why=str(error)))
             return None
 
-        self.reporter.event(events.LogprobCheck(**found.report(), tolerance=self.config.drift))
-        return found.mean
+        self.reporter.event(events.LogprobCheck(**gap.report(), tolerance=self.config.drift))
+        return gap.mean
 
     async def _compare(self, payloads: Sequence[Any], *, swap_images: bool = False) -> LogprobGap:
         async with self.services.sharing.ranks_between():
             return await self.services.policy.compare(payloads, swap_images=swap_images)
 
     async def _episode(self, purpose: str, request: RolloutRequest, player: EpisodeRunner) -> Any:
-        """The payload of a fresh episode, or, with an event, why there is none."""
+        """The payload of a fresh episode; with an event, the reason why there is none."""
         try:
-            [played] = await player.episodes([request])
+            [result] = await player.episodes([request])
         finally:
             # Probes use their negative numbers again, and failures of one would count for the next.
             player.history.forget(request.id.group)
-        if not isinstance(played, Failure):
-            return played[1]
-        self.reporter.event(incidents.ProbeFailed(purpose, request.task.id, why=played.why))
-        return Unscored.of(played)
+        if isinstance(result, Failure):
+            self.reporter.event(incidents.ProbeFailed(purpose, request.task.id, why=result.why))
+            return Unscored.of(result)
+        _, payload = result
+        return payload
 
     async def _self_test(
         self, version: Version, tasks: Sequence[Task], player: EpisodeRunner
@@ -318,11 +333,12 @@ class WeightSync:
             if group in ("vision", "merger") and not self._unchanged.images:
                 self.reporter.event(events.SelfTest(group, skipped="no probe has an image"))
                 continue
-            try:  # a perturbation that is cancelled here goes on at the ranks
+            # Versions must rise, since older ones are pruned.
+            test_version = Version(version.lineage, version.step + number)
+            # Also when cancelled: a perturbation that began continues at the ranks.
+            try:
                 await self.services.policy.all(PolicyRank.perturb, group)
-                await self.send(
-                    Version(version.lineage, version.step + number)
-                )  # rising: older ones are pruned
+                await self.send(test_version)
                 moved, probes = await asyncio.gather(
                     self._compare(self._probes), self._probe(tasks, player, group)
                 )
@@ -335,8 +351,10 @@ class WeightSync:
         await self.send(version)
 
     def _judge(self, group: str, moved: LogprobGap, follows: LogprobGap) -> None:
-        """``moved``: the trainer after the change against before; ``follows``: the engines against
-        the trainer, after it.
+        """Check one part of the self-test. Raises WeightSyncError.
+
+        ``moved``: the trainer after the change against the trainer before it; ``follows``: the
+        engines against the trainer, after the change.
         """
         # ``not a > b``, so that NaN fails as well.
         if not moved.mean > VISIBLE * self._unchanged.mean:
@@ -347,8 +365,8 @@ class WeightSync:
                 " the self-test out"
             )
 
-        # In bfloat16 two implementations of a network with this much noise differ by more than
-        # those of a sound one.
+        # In bfloat16 two implementations of a network with this
+        # much noise differ by more than those of a sound network.
         share = ARRIVED * moved.mean
         allowed = share if self.config.rounds else min(self.config.tolerance, share)
         if not follows.mean <= allowed:
@@ -359,48 +377,58 @@ class WeightSync:
             )
 
     async def _probe(self, tasks: Sequence[Task], player: EpisodeRunner, purpose: str) -> list[Any]:
-        """Payloads of fresh episodes on the first ``PROBES`` tasks that can be played; fewer after
-        ``FAILING`` failures. A task that fails is not tried again, since it may have cost several
-        deadlines. Raises EnvironmentFailed when no task could be played, or DataFailure where only
-        the rows are to blame.
+        """Payloads of fresh episodes on the first ``PROBES`` tasks that can be played.
+
+        Fewer after ``FAILING`` failures. A task that fails is not tried again, since it may have
+        cost several deadlines. Raises EnvironmentFailed when no task could be played, or
+        DataFailure where only the rows are to blame.
         """
         payloads: list[Any] = []
-        failed: list[Unscored] = []
-        sampling = self.config.rollout.sampling.sampling()
-        if purpose != LOGPROB_CHECK:
-            most = min(sampling.max_tokens, SELF_TEST_TOKENS)
-            sampling = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
-
+        failures: list[Unscored] = []
+        sampling = self._probe_sampling(purpose)
         playable = (
             (number, task) for number, task in enumerate(tasks) if task.id not in self._unplayable
         )
-        while chosen := list(islice(playable, min(PROBES - len(payloads), FAILING - len(failed)))):
-            requests = [
-                RolloutRequest(
-                    task,
-                    TrajectoryId(-1 - number, 0),
-                    0,
-                    derive(self.config.seed, "probe", purpose, task.id),
-                    sampling,
-                )
-                for number, task in chosen
-            ]
-            answers = await asyncio.gather(
+        while True:
+            count = min(PROBES - len(payloads), FAILING - len(failures))
+            batch = list(islice(playable, count))
+            if not batch:
+                break
+            requests = []
+            for number, task in batch:
+                seed = derive(self.config.seed, "probe", purpose, task.id)
+                requests.append(_probe_request(task, number, seed, sampling))
+            results = await asyncio.gather(
                 *(self._episode(purpose, request, player) for request in requests)
             )
-            for (_, task), played in zip(chosen, answers, strict=True):
-                if isinstance(played, Unscored):
-                    failed.append(played)
+            for (_, task), result in zip(batch, results, strict=True):
+                if isinstance(result, Unscored):
+                    failures.append(result)
                     self._unplayable.add(task.id)
                 else:
-                    payloads.append(played)
+                    payloads.append(result)
 
         if not payloads:
+            last_reason = failures[-1].reason if failures else ""
             reason = (
-                f"none of {len(failed)} tasks could be played for the {purpose} probe:"
-                f" {failed[-1].reason if failed else ''}"
+                f"none of {len(failures)} tasks could be played for the {purpose} probe:"
+                f" {last_reason}"
             )
-            if all(outcome.kind is UnscoredKind.BAD_DATA for outcome in failed):
+            if all(failure.kind is UnscoredKind.BAD_DATA for failure in failures):
                 raise DataFailure(self.config.data.train, reason)
             raise EnvironmentFailed(reason)
         return payloads
+
+    def _probe_sampling(self, purpose: str) -> Sampling:
+        """The run's sampling, with short answers for the self-test."""
+        sampling = self.config.rollout.sampling.sampling()
+        if purpose == LOGPROB_CHECK:
+            return sampling
+        max_tokens = min(sampling.max_tokens, SELF_TEST_TOKENS)
+        min_tokens = min(sampling.min_tokens, max_tokens)
+        return replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens)
+
+
+def _probe_request(task: Task, number: int, seed: int, sampling: Sampling) -> RolloutRequest:
+    """The request of a probe. Probes have negative group numbers."""
+    return RolloutRequest(task, TrajectoryId(-1 - number, 0), 0, seed, sampling)

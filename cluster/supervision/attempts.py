@@ -1,12 +1,13 @@
 """Plays and scores the episodes of a group on the pools until each is over.
 
 A group's first attempt is one call (of at most ``environment.episodes_at_once``); an episode
-without a result is played again alone, since it may have ended its actor.
+without a result is played again in its own call, since it may have ended its actor.
 """
 
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, TypeVar
 
 from rayloop.actors.handles import Handle
@@ -20,10 +21,11 @@ from rayloop.cluster.supervision.calls import (
     RolloutCalls,
 )
 from rayloop.cluster.supervision.history import FailureHistory
+from rayloop.cluster.supervision.pool import Pool
 from rayloop.core import incidents
 from rayloop.core.events import Emit
 from rayloop.core.failures import Cause, Diverged, Failure, Scope
-from rayloop.core.groups import Group, Member, Scored, Unscored
+from rayloop.core.groups import Group, Member, Outcome, Scored, Unscored
 from rayloop.core.types import (
     EndReason,
     RolloutRequest,
@@ -47,9 +49,7 @@ BadData = Callable[[Task, str, str], None]
 AT_ONCE = 128
 """Episodes of an evaluation that are played at once."""
 SPARED = 10
-"""Attempts of an episode that are not charged to it, because its actor was ended on account of
-another one.
-"""
+"""Attempts of an episode that are not charged to it: another episode ended its actor."""
 NEVER = Failure(Cause.LOST, Scope.BYSTANDER, retryable=True, why="never played")
 
 
@@ -57,8 +57,8 @@ NEVER = Failure(Cause.LOST, Scope.BYSTANDER, retryable=True, why="never played")
 class _Episode:
     """An episode until it is ``over``: it was played, or its last ``failure`` stands.
 
-    ``attempt``: the number of the next one; ``paid``: the attempts charged to it; ``doubted``: the
-    actors that found its data bad, and their failures.
+    ``attempt``: the number of the next attempt; ``paid``: the attempts charged to the episode;
+    ``doubted``: the actors that found its data bad, and their failures.
     """
 
     request: RolloutRequest
@@ -72,7 +72,8 @@ class _Episode:
 
     def no_summary(self) -> Summary:
         """The summary of an episode that was not played."""
-        nothing, task = Version(0, 0), self.request.task
+        task = self.request.task
+        no_version = Version(0, 0)
         return Summary(
             self.request.id,
             max(self.attempt - 1, 0),
@@ -85,8 +86,8 @@ class _Episode:
             images=0,
             observation_images=0,
             images_consistent=True,
-            first_version=nothing,
-            last_version=nothing,
+            first_version=no_version,
+            last_version=no_version,
         )
 
 
@@ -106,11 +107,14 @@ class EpisodeRunner:
         on_bad_data: BadData | None = None,
         history: FailureHistory | None = None,
     ) -> None:
-        self.config, self.services = config, services
-        self.reissued = self.playing = 0
+        self.config = config
+        self.services = services
+        self.reissued = 0
+        self.playing = 0
         self.evaluation: tuple[int, int] | None = None
         self.admission = ConcurrencyLimit()
-        self._emit, self._bad_data = emit, on_bad_data or self.emit_bad_data
+        self._emit = emit
+        self._bad_data = on_bad_data or self.emit_bad_data
         self.history = history or FailureHistory(config.environment)
         self.calls = RolloutCalls(services, driver, config.environment, self.history)
         self.rewards = RewardCalls(config.reward, services, emit)
@@ -120,8 +124,9 @@ class EpisodeRunner:
         return {"rollout/reissued": float(self.reissued), **self.admission.metrics}
 
     def emit_bad_data(self, task: Task, path: str, reason: str) -> None:
-        """Emit an event, for tasks that are not trained on: their ids mean other tasks than those
-        of the training file.
+        """Emit an event, for tasks that are not trained on.
+
+        Their ids mean other tasks than the same ids of the training file.
         """
         self._emit(incidents.BadData(task.id, path, why=reason))
 
@@ -132,36 +137,44 @@ class EpisodeRunner:
         begins: Begins = lambda request: None,
         bad_data: BadData | None = None,
     ) -> list[Member]:
-        """Play and score episodes of one task for step ``step``: each call's episodes at once, or
-        all together at the end (``reward.per: group``). ``begins`` is called before each attempt;
-        ``bad_data`` replaces ``on_bad_data``.
+        """Play and score episodes of one task for step ``step``.
+
+        Each call's episodes are scored at once, or all together at the end (``reward.per: group``).
+        ``begins`` is called before each attempt; ``bad_data`` replaces ``on_bad_data``.
         """
         parts = [asked] if self.config.reward.per == "group" else self._parts(asked)
-        members = await asyncio.gather(
+        members_by_part = await asyncio.gather(
             *(self._play(part, step, begins, bad_data) for part in parts)
         )
-        return [member for part in members for member in part]
+        return list(chain.from_iterable(members_by_part))
 
     async def _play(
-        self, asked: Sequence[RolloutRequest], step: int, begins: Begins, bad_data: BadData | None
+        self,
+        requests: Sequence[RolloutRequest],
+        step: int,
+        begins: Begins,
+        bad_data: BadData | None,
     ) -> list[Member]:
-        self.playing += len(asked)
+        self.playing += len(requests)
         try:
-            episodes = await self._until_over(asked, begins, bad_data)
+            episodes = await self._until_over(requests, begins, bad_data)
             payloads = [episode.played[1] for episode in episodes if episode.played]
-            outcomes = iter(
-                await self.rewards.score(payloads, asked[0].task, step) if payloads else ()
-            )
-            return [
-                (
-                    Member(episode.played[0], next(outcomes), episode.played[1])
-                    if episode.played
-                    else Member(episode.no_summary(), Unscored.of(episode.failure))
-                )
-                for episode in episodes
-            ]
+            scores: Sequence[Outcome] = ()
+            if payloads:
+                scores = await self.rewards.score(payloads, requests[0].task, step)
+            remaining_scores = iter(scores)
+
+            members = []
+            for episode in episodes:
+                if episode.played:
+                    summary, payload = episode.played
+                    members.append(Member(summary, next(remaining_scores), payload))
+                else:
+                    outcome = Unscored.of(episode.failure)
+                    members.append(Member(episode.no_summary(), outcome))
+            return members
         finally:
-            self.playing -= len(asked)
+            self.playing -= len(requests)
 
     def _parts(self, episodes: Sequence[T]) -> list[Sequence[T]]:
         """The episodes of each call."""
@@ -170,47 +183,46 @@ class EpisodeRunner:
 
     async def episodes(self, asked: Sequence[RolloutRequest]) -> list[Failure | Played]:
         """The results of episodes of one group, which are not scored."""
-        return [
-            episode.played or episode.failure
-            for episode in await self._until_over(asked, lambda request: None, None)
-        ]
+        episodes = await self._until_over(asked, lambda request: None, None)
+        return [episode.played or episode.failure for episode in episodes]
 
     async def _until_over(
-        self, asked: Sequence[RolloutRequest], begins: Begins, bad_data: BadData | None
+        self, requests: Sequence[RolloutRequest], begins: Begins, bad_data: BadData | None
     ) -> list[_Episode]:
-        """Play episodes of one group, again elsewhere while infrastructure fails."""
-        episodes = [_Episode(request) for request in asked]
+        """Play episodes of one group, again on other actors while infrastructure fails."""
+        episodes = [_Episode(request) for request in requests]
 
-        async def together(part: Sequence[_Episode]) -> None:
+        async def play_in_one_call(part: Sequence[_Episode]) -> None:
             lost = await self._attempt(part, begins, bad_data)
-            left = [episode for episode in part if not episode.over]
-            if (
-                lost
-            ):  # one of them may have ended their actor, and must not take the others with it again
-                for episode in left:
-                    await alone(episode)
+            unfinished = [episode for episode in part if not episode.over]
+            if lost:
+                # One of them may have ended their actor, and must not end the others again.
+                for episode in unfinished:
+                    await play_by_itself(episode)
             else:
-                await asyncio.gather(*map(alone, left))
+                await asyncio.gather(*map(play_by_itself, unfinished))
 
-        async def alone(episode: _Episode) -> None:
+        async def play_by_itself(episode: _Episode) -> None:
             while not episode.over:
                 await self._attempt([episode], begins, bad_data)
 
-        await asyncio.gather(*map(together, self._parts(episodes)))
+        await asyncio.gather(*map(play_in_one_call, self._parts(episodes)))
         return episodes
 
     async def _attempt(
         self, episodes: Sequence[_Episode], begins: Begins, bad_data: BadData | None
     ) -> bool:
-        """Play these once more, in one call. Returns whether they were lost with their actor."""
-        # Other episodes of the group may have hung meanwhile,
+        """Play these episodes once more, in one call.
+
+        Returns whether they were lost with their actor.
+        """
+        # Other episodes of the group may have hung by now,
         # and each further one costs a whole timeout.
-        if hangs := self.history.hangs(episodes[0].request.id.group):
+        reason = self.history.hangs(episodes[0].request.id.group)
+        if reason:
             for episode in episodes:
-                episode.failure, episode.over = (
-                    Failure(Cause.HUNG, Scope.EPISODE, retryable=False, why=hangs),
-                    True,
-                )
+                episode.failure = Failure(Cause.HUNG, Scope.EPISODE, retryable=False, why=reason)
+                episode.over = True
             return False
         self.reissued += sum(episode.attempt > 0 for episode in episodes)
 
@@ -227,14 +239,14 @@ class EpisodeRunner:
             if isinstance(result, Failure):
                 shared = answer.lost and len(episodes) > 1
                 self._decide(episode, result, answer, shared, bad_data or self._bad_data)
-            else:
-                for (
-                    lease,
-                    former,
-                ) in episode.doubted:  # another actor played the task that these could not read
-                    if former.of_actor:  # the pool counts the misses of engines
-                        self.calls.environment_failed(episode.request, lease, former)
-                episode.played, episode.over = result, True
+                continue
+            # Another actor played the task that these actors could not read.
+            # The pool itself counts the misses of engines.
+            for lease, failure in episode.doubted:
+                if failure.of_actor:
+                    self.calls.environment_failed(episode.request, lease, failure)
+            episode.played = result
+            episode.over = True
         return answer.lost
 
     def _decide(
@@ -249,11 +261,12 @@ class EpisodeRunner:
         if failure.cause is Cause.DIVERGED:
             raise Diverged(failure.why)
 
-        before, episode.failure = episode.failure, failure
-        if bad := failure.cause is Cause.BAD_DATA:
-            episode.doubted.append(
-                (answer.environment if failure.of_actor else answer.engine, failure)
-            )
+        previous = episode.failure
+        episode.failure = failure
+        is_bad_data = failure.cause is Cause.BAD_DATA
+        if is_bad_data:
+            actor = answer.environment if failure.of_actor else answer.engine
+            episode.doubted.append((actor, failure))
             if self._confirmed(episode.doubted):
                 report(episode.request.task, failure.path, failure.why)
                 episode.over = True
@@ -268,28 +281,39 @@ class EpisodeRunner:
             incidents.EpisodeFailed(str(episode.request.id), episode.attempt - 1, why=failure.why)
         )
         episode.avoid.environments.add(answer.environment.slot)
-        # Bad data is paid for in any case, so that a task which is never confirmed ends.
-        episode.paid += bad or not (shared or failure.scope is Scope.BYSTANDER)
+        # Bad data is charged in any case, so that a task which is never confirmed ends.
+        caused_by_others = shared or failure.scope is Scope.BYSTANDER
+        if is_bad_data or not caused_by_others:
+            episode.paid += 1
 
         attempts = self.config.environment.attempts
+        # Two actors have to agree about bad data, even where one attempt is allowed.
+        charged_attempts = max(attempts, 2) if is_bad_data else attempts
+        same_bug_again = not failure.retryable and failure.why == previous.why
         episode.over = (
-            # Two actors have to agree about bad data, even where one attempt is allowed.
-            episode.paid >= (max(attempts, 2) if bad else attempts)
-            or (not failure.retryable and failure.why == before.why)
+            episode.paid >= charged_attempts
+            or same_bug_again
             or episode.attempt >= attempts + SPARED
         )
 
     def _confirmed(self, doubted: Sequence[tuple[Lease[Any], Failure]]) -> bool:
-        """Whether two actors found the data bad, on two nodes if there are; one, in a pool of one."""
-        services = self.services
-        pools = {
-            own: services.environment if own else services.rollout
-            for own in {f.of_actor for _, f in doubted}
-        }
-        if len({node for pool in pools.values() for node in pool.homes}) > 1:
+        """Whether two actors found the data bad.
+
+        They must be on two nodes if there are two. In a pool of one, one actor is enough.
+        """
+        nodes: set[str] = set()
+        for _, failure in doubted:
+            nodes |= self._pool_of(failure).homes
+        if len(nodes) > 1:
             return len({lease.node for lease, _ in doubted}) > 1
-        by = {(failure.of_actor, lease.slot) for lease, failure in doubted}
-        return len(by) >= min(2, pools[doubted[-1][1].of_actor].size)
+
+        actors = {(failure.of_actor, lease.slot) for lease, failure in doubted}
+        _, last_failure = doubted[-1]
+        return len(actors) >= min(2, self._pool_of(last_failure).size)
+
+    def _pool_of(self, failure: Failure) -> Pool[Any]:
+        """The pool of the actor that failed."""
+        return self.services.environment if failure.of_actor else self.services.rollout
 
 
 async def play(
@@ -300,23 +324,24 @@ async def play(
     keep: Callable[[Item, dict[str, bytes]], None],
     report: Callable[[Member], None],
 ) -> list[Item]:
-    """Play all held-out answers that are ``asked``, outside of the ledger; those of an arm to a
-    task are a group. ``keep`` gets each item at once, with its group's images by hash; ``report``
-    gets each member, which has the traceback.
+    """Play all held-out answers that are ``asked``, outside of the ledger.
+
+    The answers of an arm to a task are a group. ``keep`` gets each item at once, with its group's
+    images by hash; ``report`` gets each member, which has the traceback.
     """
-    together: dict[tuple[str, str], list[int]] = {}
-    for index, one in enumerate(asked):
-        together.setdefault((one.arm, one.task.id), []).append(index)
+    indices_by_group: dict[tuple[str, str], list[int]] = {}
+    for index, answer in enumerate(asked):
+        indices_by_group.setdefault((answer.arm, answer.task.id), []).append(index)
 
     gate = ConcurrencyLimit(AT_ONCE)
     items: dict[int, Item] = {}
 
-    async def some(indices: Sequence[int]) -> None:
+    async def play_group(indices: Sequence[int]) -> None:
         # Training counts its groups from 1, and the history knows a group by its number.
         group = -1 - indices[0]
         requests = [
-            _request(config, asked[index], TrajectoryId(group, n))
-            for n, index in enumerate(indices)
+            _request(config, asked[index], TrajectoryId(group, sample))
+            for sample, index in enumerate(indices)
         ]
         async with gate.room(len(indices)):
             try:
@@ -327,57 +352,47 @@ async def play(
         for member in members:
             report(member)
 
-        records, images = await player.rewards.describe(
-            Group(group, asked[indices[0]].task, tuple(members))
-        )
-        for number, (index, member) in enumerate(zip(indices, members, strict=True)):
-            items[index] = _item(
-                asked[index], member, [one for one in records if one.sample == number]
-            )
+        task = asked[indices[0]].task
+        records, images = await player.rewards.describe(Group(group, task, tuple(members)))
+        for sample, (index, member) in enumerate(zip(indices, members, strict=True)):
+            sample_records = [record for record in records if record.sample == sample]
+            items[index] = _item(asked[index], member, sample_records)
             keep(items[index], images)
         player.evaluation = len(items), len(asked)
 
     player.evaluation = 0, len(asked)
     try:
-        await asyncio.gather(*map(some, together.values()))
+        await asyncio.gather(*map(play_group, indices_by_group.values()))
     finally:
         player.evaluation = None
     return [items[index] for index in range(len(asked))]
 
 
-def _request(config: RunConfig, asked: Play, id: TrajectoryId) -> RolloutRequest:
-    seed = derive(
-        config.seed, "evaluation", asked.task.id, *([asked.sample] if asked.sample else [])
-    )
-    return RolloutRequest(
-        asked.task,
-        id,
-        0,
-        seed,
-        asked.sampling,
-        episode=dict(below(config.evaluation.over, EPISODES)),
-    )
+def _request(config: RunConfig, answer: Play, id: TrajectoryId) -> RolloutRequest:
+    # The seed of sample 0 does not depend on its number.
+    sample = [answer.sample] if answer.sample else []
+    seed = derive(config.seed, "evaluation", answer.task.id, *sample)
+    episode = dict(below(config.evaluation.over, EPISODES))
+    return RolloutRequest(answer.task, id, 0, seed, answer.sampling, episode=episode)
 
 
-def _item(asked: Play, member: Member, records: Sequence[RolloutRecord]) -> Item:
-    scored = member.outcome if isinstance(member.outcome, Scored) else None
+def _item(answer: Play, member: Member, records: Sequence[RolloutRecord]) -> Item:
+    """The item of an answer that was played."""
+    outcome = member.outcome
+    scored = outcome if isinstance(outcome, Scored) else None
+    unscored = None if isinstance(outcome, Scored) else f"{outcome.kind}: {outcome.reason}"
+    turns = tuple(chain.from_iterable(record.turns for record in records))
     return Item(
-        asked.arm,
-        asked.task.id,
-        asked.task.source,
-        asked.sample,
+        answer.arm,
+        answer.task.id,
+        answer.task.source,
+        answer.sample,
         reward=scored.value if scored else None,
         components=scored.components if scored else {},
-        unscored=(
-            None
-            if isinstance(member.outcome, Scored)
-            else f"{member.outcome.kind}: {member.outcome.reason}"
-        ),
-        text="\n".join(turn.text for record in records for turn in record.turns if turn.sampled),
-        truth=jsonable(asked.task.ground_truth),
-        images=tuple(image for record in records for image in record.images),
+        unscored=unscored,
+        text="\n".join(turn.text for turn in turns if turn.sampled),
+        truth=jsonable(answer.task.ground_truth),
+        images=tuple(chain.from_iterable(record.images for record in records)),
         cut=member.summary.cut and member.summary.end_reason is not EndReason.OVER_LENGTH,
-        turns=(
-            tuple(turn for record in records for turn in record.turns) if asked.arm == RIGHT else ()
-        ),
+        turns=turns if answer.arm == RIGHT else (),
     )

@@ -1,5 +1,6 @@
-"""How often a role may replace its actors: a budget for each slot, and the end of a run whose role
-has no actor.
+"""How often a role may replace its actors.
+
+Each slot has a budget, and the run ends when a role has no actor left.
 """
 
 import asyncio
@@ -10,8 +11,8 @@ from rayloop.core.failures import RolesExhausted
 from rayloop.launch.restarts import HOUR, Budget
 from rayloop.run.lifetime import RecoverySettings
 
-LOOK = 1.0
-"""Seconds between two looks at a role that is short of actors, at least."""
+LOOK_EVERY_S = 1.0
+"""Minimum seconds between two looks at a role that is short of actors."""
 
 
 def now() -> float:
@@ -26,7 +27,9 @@ class ReplacementBudget:
     """
 
     def __init__(self, role: str, size: int, settings: RecoverySettings) -> None:
-        self.role, self.size, self.settings = role, size, settings
+        self.role = role
+        self.size = size
+        self.settings = settings
         self.why = ""
         self._budgets = [Budget(settings.replacements) for _ in range(size)]
         self._missing: set[int] = set()
@@ -47,8 +50,9 @@ class ReplacementBudget:
 
     @contextmanager
     def trying(self, slot: int) -> Iterator[None]:
-        """The slot may get an actor while the block lasts: the role is not given up, if the block
-        began in time.
+        """The slot may get an actor while the block lasts.
+
+        The role is not given up during a block that began in time.
         """
         self._trying[slot] = now()
         try:
@@ -61,7 +65,8 @@ class ReplacementBudget:
 
         Raises RolesExhausted when the role cannot be saved.
         """
-        budget, patience = self._budgets[slot], self.settings.start_timeout
+        budget = self._budgets[slot]
+        patience = self.settings.start_timeout
         while True:
             if self._hopeless():
                 raise RolesExhausted(
@@ -70,16 +75,19 @@ class ReplacementBudget:
                     f" recovery.replacements allows {budget.per_hour} per slot and hour. The last"
                     f" loss: {self.why}; see events.jsonl for the others"
                 )
-            if not (wait := budget.wait(now())):
-                return budget.take(now())
-            # A slot wakes early to see that the role cannot be saved. At the limit ``left`` is 0:
-            # without a minimum the loop would spin.
-            left = HOUR if self._short is None else self._short + patience - now()
-            await asyncio.sleep(min(wait, max(left, LOOK)))
+            wait = budget.wait(now())
+            if not wait:
+                budget.take(now())
+                return
+            # A slot wakes early to see that the role cannot be saved. At the limit ``seconds_left``
+            # is 0: without a minimum the loop would spin.
+            seconds_left = HOUR if self._short is None else self._short + patience - now()
+            await asyncio.sleep(min(wait, max(seconds_left, LOOK_EVERY_S)))
 
     def _hopeless(self) -> bool:
-        """Whether the role has no actor, and no start that is under way or affordable can change
-        that in time.
+        """Whether the role has no actor and cannot get one in time.
+
+        No start that is under way or affordable can change that.
         """
         if self._short is None:
             return False
@@ -87,4 +95,5 @@ class ReplacementBudget:
         # A start that began in time has its own deadline, and may succeed after the limit.
         if any(began < limit for began in self._trying.values()):
             return False
-        return now() + min(self._budgets[slot].wait(now()) for slot in self._missing) >= limit
+        shortest_wait = min(self._budgets[slot].wait(now()) for slot in self._missing)
+        return now() + shortest_wait >= limit

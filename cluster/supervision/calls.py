@@ -1,5 +1,7 @@
-"""Calls that play or score episodes: on which actor and engine, for how long, and the result of
-each episode. A call that fails as a whole becomes a ``Failure`` of each of its episodes.
+"""Calls that play or score episodes.
+
+They decide on which actor and engine an episode is played, and for how long, and return the result
+of each episode. A call that fails as a whole becomes a ``Failure`` of each of its episodes.
 attempts.py decides what is done about it.
 """
 
@@ -34,9 +36,10 @@ from rayloop.run.folder import RolloutRecord
 Played = tuple[Summary, Ref[Trajectory]]
 """An episode that was played, and its payload, which the driver owns and does not open."""
 MARGIN = CLOSE_TIMEOUT + 30.0
-"""Seconds that a call may take beyond ``environment.episode_timeout``, at which its actor ends
-every episode itself. An episode that waited for room has its whole time from then on
-(``RolloutCalls._deadline``).
+"""Seconds that a call may take beyond ``environment.episode_timeout``.
+
+At that time its actor ends every episode itself. An episode that waited for room has its whole time
+from then on (``RolloutCalls._deadline``).
 """
 
 
@@ -70,7 +73,7 @@ class Attempted:
 
 
 class RolloutCalls:
-    """Leases count episodes, in both pools, until their call has ended.
+    """Calls that play episodes. Leases count episodes in both pools, until their call has ended.
 
     ``settings``: how long an episode may take, and how many an actor plays at once.
     """
@@ -82,20 +85,21 @@ class RolloutCalls:
         settings: EnvironmentSettings,
         history: FailureHistory,
     ) -> None:
-        self._services, self._driver, self._settings, self._history = (
-            services,
-            driver,
-            settings,
-            history,
-        )
+        self._services = services
+        self._driver = driver
+        self._settings = settings
+        self._history = history
         self._engines: dict[str, int] = {}
 
     async def play(self, requests: Sequence[RolloutRequest], avoid: Avoid) -> Attempted:
-        """Play episodes of a group, if possible on an environment actor and an engine that are not
-        in ``avoid``.
+        """Play episodes of a group in one call.
+
+        If possible, the environment actor and the engine are not in ``avoid``.
         """
-        environments, rollout = self._services.environment, self._services.rollout
-        group, count = requests[0].id.group, len(requests)
+        environments = self._services.environment
+        rollout = self._services.rollout
+        group = requests[0].id.group
+        count = len(requests)
         lease = await environments.lease(avoid=avoid.environments, count=count)
 
         try:
@@ -109,7 +113,7 @@ class RolloutCalls:
         # Before the call: an episode may lose its engine and ask for another one at once.
         self._engines.update((_key(request), engine.worker) for request in requests)
         self._history.begins(group, lease.worker)
-        within = self._deadline(lease)
+        deadline = self._deadline(lease)
         answer, *payloads = submit_split(
             lease.handle, 1 + count, EnvironmentActor.play, requests, engine, self._driver
         )
@@ -117,7 +121,7 @@ class RolloutCalls:
         heads: Sequence[Summary | Failure] = ()
         try:
             what = f"{_named(requests)} of task {requests[0].task.id} on {environments.name(lease)}"
-            heads = await with_deadline(within, answer, what, lease.handle)
+            heads = await with_deadline(deadline, answer, what, lease.handle)
         except asyncio.CancelledError:
             # Ray does not cancel a call with the task that awaits it; the actor would play on.
             ray.cancel(answer)
@@ -133,25 +137,27 @@ class RolloutCalls:
         self._record(requests, lease, heads)
         WAITS.played(heads, environments.name(lease), rollout.name(engine))
 
-        results = zip(
-            heads, cast(Sequence[Ref[Trajectory]], payloads), strict=True
-        )  # what was played has a payload
-        return Attempted(
-            lease, engine, [one if isinstance(one, Failure) else (one, ref) for one, ref in results]
-        )
+        # An episode that was played has a payload.
+        references = cast(Sequence[Ref[Trajectory]], payloads)
+        results = [
+            head if isinstance(head, Failure) else (head, reference)
+            for head, reference in zip(heads, references, strict=True)
+        ]
+        return Attempted(lease, engine, results)
 
     def _deadline(self, lease: Lease[EnvironmentActor]) -> float:
         """Seconds for a call whose episodes may first wait for room.
 
-        Room goes to those who came first, and the leases of the actor count this call's episodes
-        and all that may have come before.
+        Episodes get room in the order in which they came, and the leases of the actor count this
+        call's episodes and all that may have come before.
         """
-        timeout, at_once = self._settings.episode_timeout, self._settings.episodes_at_once
+        timeout = self._settings.episode_timeout
+        at_once = self._settings.episodes_at_once
         worker = self._services.environment.workers.get(lease.worker)
         if worker is None or at_once is None:
             return timeout + MARGIN
-        before = math.ceil(worker.leases / at_once) - 1
-        return before * (timeout + CLOSE_TIMEOUT) + timeout + MARGIN
+        earlier_rounds = math.ceil(worker.leases / at_once) - 1
+        return earlier_rounds * (timeout + CLOSE_TIMEOUT) + timeout + MARGIN
 
     def _release(
         self,
@@ -159,21 +165,29 @@ class RolloutCalls:
         lease: Lease[Any],
         heads: Sequence[Summary | Failure],
     ) -> None:
-        """A call that went well in part went well for its environment actor.
+        """End the leases of a call.
 
-        Its engine is judged by each episode.
+        A call that went well in part went well for its environment actor. Its engine is judged by
+        each episode.
         """
-        wells = [_went_well(one) for one in heads] or [(None, None)] * len(requests)
-        actors = {well for well, _ in wells}
-        well = True if True in actors else False if False in actors else None
+        outcomes = [_went_well(head) for head in heads] or [(None, None)] * len(requests)
+        actor_outcomes = {actor_well for actor_well, _ in outcomes}
+        well: bool | None = None
+        if True in actor_outcomes:
+            well = True
+        elif False in actor_outcomes:
+            well = False
         self._services.environment.release(lease.worker, well=well, count=len(requests))
+
+        engine_outcomes = [
+            (request, engine_well)
+            for request, (_, engine_well) in zip(requests, outcomes, strict=True)
+        ]
         # Successes last: an engine that served one of these episodes must not end with a miss.
-        for request, (_, served) in sorted(
-            zip(requests, wells, strict=True), key=lambda pair: pair[1][1] is True
-        ):
-            self._services.rollout.release(
-                self._engines.pop(_key(request)), str(request.id.group), served
-            )
+        engine_outcomes.sort(key=lambda outcome: outcome[1] is True)
+        for request, engine_well in engine_outcomes:
+            engine = self._engines.pop(_key(request))
+            self._services.rollout.release(engine, str(request.id.group), engine_well)
 
     def _record(
         self,
@@ -181,34 +195,37 @@ class RolloutCalls:
         lease: Lease[Any],
         heads: Sequence[Summary | Failure],
     ) -> None:
-        """Failures first: an actor on which some of a group went well is not sick.
+        """Count the failures and successes of an environment actor.
 
-        ``EpisodeRunner`` counts bad data.
+        Failures first: an actor on which some of a group went well is not sick. ``EpisodeRunner``
+        counts bad data.
         """
-        for request, one in zip(requests, heads, strict=True):
-            if isinstance(one, Failure) and one.of_actor and one.cause is not Cause.BAD_DATA:
-                self.environment_failed(request, lease, one)
-        for one in heads:
-            if not isinstance(one, Failure):
+        for request, head in zip(requests, heads, strict=True):
+            if isinstance(head, Failure) and head.of_actor and head.cause is not Cause.BAD_DATA:
+                self.environment_failed(request, lease, head)
+        for head in heads:
+            if not isinstance(head, Failure):
                 self._history.succeeded(lease.worker)
 
     def _lost(self, request: RolloutRequest, lease: Lease[Any], error: Exception) -> Failure:
-        """The failure of episodes whose actor is gone: because of one of them, or of another call
-        (``Scope.BYSTANDER``).
+        """The failure of episodes whose actor was lost.
+
+        One of them is the reason, or another call is (``Scope.BYSTANDER``).
         """
-        pool, why = self._services.environment, f"the environment actor was lost: {brief(error)}"
+        pool = self._services.environment
+        reason = f"the environment actor was lost: {brief(error)}"
 
         # Retired first, so that the next test takes these episodes for bystanders.
         if is_spent(error):
             pool.retire(lease.worker, brief(error))
         if lease.worker in pool.ended:
-            return Failure(Cause.LOST, Scope.BYSTANDER, retryable=True, why=why)
+            return Failure(Cause.LOST, Scope.BYSTANDER, retryable=True, why=reason)
         hung = isinstance(error, WorkerLost)
         failure = Failure(
             Cause.HUNG if hung else Cause.LOST,
             Scope.PROCESS if hung else Scope.EPISODE,
             retryable=True,
-            why=why,
+            why=reason,
         )
         # In this order: the first call may retire the actor
         # without a charge, and the second does nothing then.
@@ -219,8 +236,9 @@ class RolloutCalls:
     def environment_failed(
         self, request: RolloutRequest, lease: Lease[Any], failure: Failure
     ) -> None:
-        """Replace the actor when its process holds a call that hangs, or when the failure is the
-        actor's own.
+        """Count a failure of an environment actor, and replace the actor if needed.
+
+        It is replaced when its process holds a call that hangs, or when the actor is to blame.
         """
         pool = self._services.environment
         sick = self._history.failed(
@@ -230,8 +248,9 @@ class RolloutCalls:
             pool.retire(lease.worker, sick or failure.why, charged=bool(sick))
 
     async def replace_engine(self, episode: str, lost: int, why: str) -> Lease[RolloutActor]:
-        """A request of an episode failed on engine ``lost``: take it out of service, lease another
-        for the episode.
+        """Lease another engine for an episode, and take engine ``lost`` out of service.
+
+        A request of the episode failed on it.
         """
         pool = self._services.rollout
         pool.lost(lost, f"a request of episode {episode} failed: {why}")
@@ -239,27 +258,30 @@ class RolloutCalls:
         lease = await pool.lease(affinity)
         if episode in self._engines:
             self._engines[episode] = lease.worker
-        else:  # the episode was cancelled meanwhile
+        else:
+            # The episode was cancelled while it waited.
             pool.release(lease.worker, affinity)
         return lease
 
 
 class RewardCalls:
-    """One call scores what was played together.
+    """Calls that score episodes. One call scores the episodes that were played together.
 
     A lost actor, a lost payload or a deadline is never a number.
     """
 
     def __init__(self, settings: RewardSettings, services: Pools, emit: Emit) -> None:
-        self._settings, self._services, self._emit = settings, services, emit
+        self._settings = settings
+        self._services = services
+        self._emit = emit
 
     async def score(
         self, payloads: Sequence[Ref[Trajectory]], task: Task, step: int
     ) -> list[Outcome]:
         """One outcome per payload.
 
-        What is ``reward_unavailable`` on one actor is scored once more, by another one; with
-        ``reward.per: group``, together with the rest of the group.
+        A payload that is ``reward_unavailable`` on one actor is scored once more, by another one;
+        with ``reward.per: group``, together with the rest of the group.
         """
         slots: set[int] = set()
         try:
@@ -267,36 +289,39 @@ class RewardCalls:
         except WorkerLost as error:
             return [Unscored(UnscoredKind.REWARD_UNAVAILABLE, str(error))] * len(payloads)
 
-        again = [
+        unavailable = [
             number
             for number, outcome in enumerate(outcomes)
             if _is(outcome, UnscoredKind.REWARD_UNAVAILABLE)
         ]
-        if not again or self._services.reward.size == 1:
+        if not unavailable or self._services.reward.size == 1:
             return outcomes
+        retried = unavailable
         if self._settings.per == "group":
-            again = [
-                n
-                for n, outcome in enumerate(outcomes)
+            retried = [
+                number
+                for number, outcome in enumerate(outcomes)
                 if not _is(outcome, UnscoredKind.PAYLOAD_LOST)
             ]
-        with suppress(WorkerLost):  # the first outcomes stand
-            second = await self._ask([payloads[number] for number in again], task, step, slots)
-            for number, outcome in zip(again, second, strict=True):
+        # If the second call is lost, the first outcomes stand.
+        with suppress(WorkerLost):
+            retried_payloads = [payloads[number] for number in retried]
+            second = await self._ask(retried_payloads, task, step, slots)
+            for number, outcome in zip(retried, second, strict=True):
                 outcomes[number] = outcome
         return outcomes
 
     async def _ask(
         self, payloads: Sequence[Ref[Trajectory]], task: Task, step: int, slots: set[int]
     ) -> list[Outcome]:
-        """The outcomes of some reward actor, if possible not in ``slots``, to which its slot is
-        added when something failed there. The payloads travel with the call; when one is lost, the
-        actor fetches them, to find out which. Raises WorkerLost.
+        """The outcomes of a reward actor, if possible one that is not in ``slots``.
+
+        Its slot is added to ``slots`` when something failed there. The payloads travel with the
+        call; when one is lost, the actor fetches them, to find out which. Raises WorkerLost.
         """
         # A reward actor asks its grader twice at most; ten seconds are for the way there and back.
-        calls = self._services.reward.within(
-            2 * self._settings.timeout + 10, ATTEMPTS, _unable, slots
-        )
+        timeout = 2 * self._settings.timeout + 10
+        calls = self._services.reward.within(timeout, ATTEMPTS, _unable, slots)
         try:
             return await calls.call(RewardActor.score, task, step, *map(resolved, payloads))
         except Exception as error:
@@ -307,19 +332,17 @@ class RewardCalls:
     async def describe(self, group: Group) -> tuple[list[RolloutRecord], dict[str, bytes]]:
         """Records and images of a group's trajectories, for ``rollouts/``.
 
-        Nothing when the payloads are gone.
+        Nothing when the payloads are lost.
         """
-        members = [m for m in group.members if m.payload is not None]
-        # Ray resolves references only as arguments of
-        # their own; nested ones would travel unresolved.
-        bare = replace(
-            group, members=tuple(replace(m, payload=None, reference=None) for m in members)
-        )
+        members = [member for member in group.members if member.payload is not None]
+        # Ray resolves a reference only where it is an argument
+        # itself; nested ones would travel unresolved.
+        payloads = [resolved(member.payload) for member in members if member.payload]
+        bare_members = tuple(replace(member, payload=None, reference=None) for member in members)
+        bare_group = replace(group, members=bare_members)
         try:
             reward = self._services.reward.within(self._settings.timeout, ATTEMPTS)
-            return await reward.call(
-                RewardActor.describe, bare, *(resolved(m.payload) for m in members if m.payload)
-            )
+            return await reward.call(RewardActor.describe, bare_group, *payloads)
         except Exception as error:
             if not isinstance(error, WorkerLost) and not object_lost(error):
                 raise
@@ -332,20 +355,24 @@ def _key(request: RolloutRequest) -> str:
 
 
 def _named(requests: Sequence[RolloutRequest]) -> str:
-    """The episodes of one call, for people."""
-    first, last = _key(requests[0]), _key(requests[-1])
+    """The episodes of one call, for messages."""
+    first = _key(requests[0])
+    last = _key(requests[-1])
     return f"episode {first}" if len(requests) == 1 else f"episodes {first} to {last}"
 
 
 def _went_well(head: Summary | Failure) -> tuple[bool | None, bool | None]:
-    """Whether an episode shows that its environment actor, and its engine, work; None where it
-    shows nothing.
+    """Whether an episode shows that its environment actor, and its engine, work.
+
+    None where it shows nothing.
     """
     if not isinstance(head, Failure):
         return True, True
-    return (
-        (False, None) if head.of_actor else (None, False if head.cause is Cause.BAD_DATA else None)
-    )
+    if head.of_actor:
+        return False, None
+    if head.cause is Cause.BAD_DATA:
+        return None, False
+    return None, None
 
 
 def _unable(outcomes: Sequence[Outcome]) -> bool:

@@ -1,10 +1,8 @@
-"""Which failures of episodes count against the task, which against the environment actor, and which
-against neither.
+"""Whether failures of episodes count against the task, the environment actor, or neither.
 
 - The task: it failed on two actors (or nodes) while other episodes went well, or on actors where
-  nothing else fails. It is
-  quarantined after ``TASK_FAILURES`` such groups in a row, or when ``environment.attempts``
-  episodes of one group hung.
+  nothing else fails. It is quarantined after ``TASK_FAILURES`` such groups in a row, or when
+  ``environment.attempts`` episodes of one group hung.
 - The actor: episodes of ``ACTOR_FAILURES`` different tasks failed on it in a row, while others went
   well. It is replaced.
 - Neither: nothing goes well, so the environment is broken. The generation budget ends the run and
@@ -29,8 +27,9 @@ ACTOR_FAILURES = 3
 
 @dataclass
 class _GroupFailures:
-    """Failures of a group being played: ``began`` is the number of successes at its start;
-    ``hung``: a place per hung episode.
+    """The failures of a group that is being played.
+
+    ``began``: the number of successes at its start; ``hung``: a place per hung episode.
     """
 
     began: int
@@ -41,8 +40,10 @@ class _GroupFailures:
 
 @dataclass
 class _Service:
-    """An actor's process: the number of successes when it ``began``, whether it ``served`` one, the
-    tasks failing since.
+    """An actor's process.
+
+    ``began``: the number of successes when it began; ``served``: whether an episode went well on
+    it; ``failing``: the tasks that failed on it since.
     """
 
     began: int
@@ -51,7 +52,7 @@ class _Service:
 
 
 class FailureHistory:
-    """One per run.
+    """The failures of a run's episodes.
 
     ``groups_failed`` counts the groups in which a task failed since it last went well
     (checkpointed).
@@ -65,7 +66,7 @@ class FailureHistory:
         self._services: dict[int, _Service] = {}
 
     def begins(self, group: int, worker: int) -> None:
-        """An episode of ``group`` begins on the process ``worker`` (its serial number in the pool)."""
+        """An episode of ``group`` begins on the process with serial number ``worker``."""
         self._groups.setdefault(group, _GroupFailures(self._successes))
         self._services.setdefault(worker, _Service(self._successes))
 
@@ -81,15 +82,21 @@ class FailureHistory:
 
         Returns why to replace it, or "".
         """
-        place, found = place if self._settings.actors > 1 else worker, self._groups[group]
-        found.places.add(place)
-        found.workers.add(worker)
+        if self._settings.actors == 1:
+            place = worker
+        failures = self._groups[group]
+        failures.places.add(place)
+        failures.workers.add(worker)
         if failure.cause is Cause.HUNG:
-            contained = failure.scope is not Scope.PROCESS
-            alone = contained and self._settings.actors == 1  # in another process each time
-            found.hung.append(-1 - len(found.hung) if alone else place)
-            if not contained:
-                return ""  # the actor's process ends anyway
+            is_contained = failure.scope is not Scope.PROCESS
+            if is_contained and self._settings.actors == 1:
+                # The only actor plays each episode in another process, which is another place.
+                failures.hung.append(-1 - len(failures.hung))
+            else:
+                failures.hung.append(place)
+            if not is_contained:
+                # The actor's process ends anyway.
+                return ""
 
         service = self._services[worker]
         service.failing.add(task)
@@ -119,8 +126,9 @@ class FailureHistory:
         self._groups.pop(group, None)
 
     def hangs(self, group: int) -> str:
-        """Why no further episode of this group should be played, or "": too many of them hung, on
-        more than one place.
+        """Why no further episode of this group should be played, or "".
+
+        The reason is that too many of them hung, in more than one place.
         """
         hung = self._groups[group].hung if group in self._groups else []
         if len(hung) < max(self._settings.attempts, 2) or len(set(hung)) < 2:
@@ -132,16 +140,16 @@ class FailureHistory:
 
         Returns why to quarantine the task, or "".
         """
-        hangs, found = self.hangs(group), self._groups.pop(group, _GroupFailures(self._successes))
+        hangs = self.hangs(group)
+        failures = self._groups.pop(group, _GroupFailures(self._successes))
         if not failed:
             # A Counter does not raise for a key that it lacks.
             del self.groups_failed[task]
             return ""
 
-        others_went_well = self._successes > found.began
-        if len(found.places) < min(2, self._settings.actors) or not (
-            others_went_well or self._only_this(found, task)
-        ):
+        others_went_well = self._successes > failures.began
+        on_enough_places = len(failures.places) >= min(2, self._settings.actors)
+        if not on_enough_places or not (others_went_well or self._only_this(failures, task)):
             return ""
         # The task is to blame, so its failures must not count against the actors.
         if others_went_well:
@@ -153,9 +161,10 @@ class FailureHistory:
             hangs = hangs or f"its environment failed in {self.groups_failed[task]} groups"
         return hangs
 
-    def _only_this(self, found: _GroupFailures, task: str) -> bool:
-        """Whether the actors on which the group failed have served others, and no other task fails
-        on them.
+    def _only_this(self, failures: _GroupFailures, task: str) -> bool:
+        """Whether only this task fails on the actors on which its group failed.
+
+        The actors must have served other tasks.
         """
-        services = [self._services[worker] for worker in found.workers]
+        services = [self._services[worker] for worker in failures.workers]
         return all(service.served and service.failing <= {task} for service in services)

@@ -1,5 +1,6 @@
-"""The nodes of a run's actors: a node is lost once, with all actors on it; one on which actors fail
-again and again is avoided.
+"""The nodes of a run's actors.
+
+A node is lost once, with all actors on it. A node on which actors fail repeatedly is avoided.
 """
 
 import asyncio
@@ -25,17 +26,19 @@ PERIOD = 1.0
 ANSWER = 5.0
 """Seconds in which the head lists the nodes, or a node accepts a connection."""
 DOUBT = 45.0
-"""Seconds in which the cluster finds out that a node which accepts no connection is gone; Ray asks
-it several times.
+"""Seconds in which the cluster finds out that a node which accepts no connection is lost.
+
+Ray asks the node several times.
 """
 FAILURES = 3
-"""Failures of actors in an hour after which their node is avoided, with its GPUs, if there is room
-elsewhere.
+"""Failures of actors in an hour after which their node is avoided.
+
+Its GPUs are avoided too, if another node has room.
 """
 HOUR = 3600.0
 """Seconds in which failures count."""
 AVOIDED = 1200.0
-"""Seconds that a node is avoided after the last of them."""
+"""Seconds that a node is avoided after its last failure."""
 
 Evict = Callable[[str, str], Sequence[int] | None]
 """Takes all actors on a lost node (id, why) out of service.
@@ -48,7 +51,8 @@ class Nodes:
     """Where the actors of a run are. ``rows``: ``ray.nodes``."""
 
     def __init__(self, emit: Emit, rows: Callable[[], list[dict[str, Any]]] = ray.nodes) -> None:
-        self._emit, self._read = emit, rows
+        self._emit = emit
+        self._read = rows
         self._there: dict[str, Counter[str]] = {}
         self._residents: list[tuple[str, Evict]] = []
         self._rows: dict[str, Mapping[str, Any]] = {}
@@ -64,9 +68,8 @@ class Nodes:
 
     async def locate(self, handle: Handle[Any], role: str) -> str:
         """The node of a new actor, which is recorded (``came``). Raises WorkerLost."""
-        node = await with_deadline(
-            DOUBT, submit(handle, Actor.node), f"node of a new {role} actor", handle
-        )
+        answer = submit(handle, Actor.node)
+        node = await with_deadline(DOUBT, answer, f"node of a new {role} actor", handle)
         self.came(node, role)
         return node
 
@@ -84,13 +87,15 @@ class Nodes:
         while True:
             try:
                 await self._look()
-            except Exception:  # such as a full disk below the events: the next look may go well
+            except Exception:
+                # Such as a full disk below the events: the next look may succeed.
                 logger.exception("the nodes could not be looked at")
             await asyncio.sleep(PERIOD)
 
     async def lost(self, node: str) -> bool:
-        """Whether the node of a lost actor is gone, which the cluster learns some seconds later
-        than the actor's caller.
+        """Whether the node of a lost actor is lost.
+
+        The cluster learns it some seconds later than the actor's caller.
         """
         now = asyncio.get_running_loop().time
         until = now() + DOUBT
@@ -102,8 +107,9 @@ class Nodes:
         return node in self._gone
 
     def charge(self, node: str) -> bool:
-        """Whether the caller is the first on this lost node: all of its actors together cost one
-        unit of a budget.
+        """Whether the caller is the first on this lost node.
+
+        All actors of the node together cost one unit of a budget.
         """
         first = node in self._unpaid
         self._unpaid.discard(node)
@@ -116,14 +122,15 @@ class Nodes:
             try:
                 # ``ray.nodes`` blocks for as long as the head is silent.
                 rows = await bounded(ANSWER, asyncio.to_thread(self._read), late)
-            except Exception as error:  # without a head the next call fails
+            except Exception as error:
+                # Without a head the next call fails.
                 logger.warning("the cluster's nodes cannot be listed: %r", error)
                 return
             self._rows = {row["NodeID"]: row for row in rows}
-            for node in [
-                node for node in self._there if not self._rows.get(node, {}).get("Alive", False)
-            ]:
-                self._lose(node)
+            # A copy, since ``_lose`` removes nodes.
+            for node in list(self._there):
+                if not self._rows.get(node, {}).get("Alive", False):
+                    self._lose(node)
 
     def _lose(self, node: str) -> None:
         roles = {role: number for role, number in self._there.pop(node).items() if number > 0}
@@ -133,7 +140,11 @@ class Nodes:
         self._unpaid.add(node)
         name = self.name(node)
         why = f"its node {name} was lost"
-        workers = {role: found for role, evict in self._residents if (found := evict(node, why))}
+        workers: dict[str, Sequence[int]] = {}
+        for role, evict in self._residents:
+            serials = evict(node, why)
+            if serials:
+                workers[role] = serials
         self._emit(incidents.NodeLost(name, node, roles, workers))
 
     def name(self, node: str) -> str:
@@ -141,10 +152,9 @@ class Nodes:
         if not node:
             return ""
         row = self._rows.get(node, {})
-        return (
-            f"{row.get('NodeManagerHostname', node)}"
-            f" ({row.get('NodeManagerAddress', 'address unknown')})"
-        )
+        host = row.get("NodeManagerHostname", node)
+        address = row.get("NodeManagerAddress", "address unknown")
+        return f"{host} ({address})"
 
     async def _accepts(self, node: str) -> bool:
         """Whether Ray's process of this node accepts connections. Unknown counts as yes."""
@@ -164,7 +174,8 @@ class Nodes:
     def failed(self, node: str) -> None:
         """An actor failed on this node, which lives."""
         now = asyncio.get_running_loop().time()
-        times = self._failures[node] = [*self._failures.get(node, ()), now][-FAILURES:]
+        times = [*self._failures.get(node, ()), now][-FAILURES:]
+        self._failures[node] = times
         if len(times) == FAILURES and now - times[0] <= HOUR:
             if not self.bad(node):
                 self._emit(incidents.NodeAvoided(self.name(node), node, FAILURES))

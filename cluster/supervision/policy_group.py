@@ -6,6 +6,7 @@ import secrets
 import shutil
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -18,7 +19,7 @@ from rayloop.actors.policy import LogprobGap, PolicyRank, assignments
 from rayloop.cluster.supervision.nodes import Nodes
 from rayloop.core.deadlines import until_stopped, with_deadline
 from rayloop.core.failures import CheckpointError, ConfigError, PolicyLost, Preempted, WorkerLost
-from rayloop.core.files import appears
+from rayloop.core.files import Checksum, appears
 from rayloop.core.groups import Group
 from rayloop.core.protocols import Checksums
 from rayloop.core.types import Ref, Trajectory, TrajectoryId, Version
@@ -35,20 +36,22 @@ R = TypeVar("R")
 LOCAL = ("node", "host", "fetch", "finish_save")
 """Calls that a rank may run twice: it answers them without the other ranks.
 
-All others are numbered (``PolicyRank.numbered``), except for those by which the ranks meet, and
-those of the transport's sender.
+All other calls are numbered (``PolicyRank.numbered``), except for the calls by which the ranks
+meet, and the calls of the transport's sender.
 """
 PAUSE = 2.0
 """Seconds until a rank that could not be reached is asked again."""
 LOADING = 600.0
-"""Seconds that the ranks have at least to load the model, which is the slowest start."""
+"""Minimum seconds that the ranks have to load the model, which is the slowest start."""
 SHARED = 30.0
-"""Seconds in which a node must see what another one wrote into a folder that they share."""
+"""Seconds in which a node must see a file that another node wrote into a shared folder."""
 
 
 class PolicyGroup:
-    """Raises PolicyLost when a rank died or a collective failed: the whole group must then be
-    rebuilt (``rebuild``).
+    """The ranks of the policy.
+
+    Raises PolicyLost when a rank died or a collective failed: the whole group must then be rebuilt
+    (``rebuild``).
     """
 
     def __init__(
@@ -58,20 +61,25 @@ class PolicyGroup:
         recovery: RecoverySettings | None = None,
         nodes: Nodes | None = None,
     ) -> None:
-        """``recovery.start_timeout``: seconds for all ranks to load the model, at least
-        ``LOADING``.
+        """Take the settings. The ranks load the model in ``recovery.start_timeout``.
+
+        At least ``LOADING`` seconds are allowed for that.
         """
-        self.settings, self.recovery = settings, recovery or RecoverySettings()
+        self.settings = settings
+        self.recovery = recovery or RecoverySettings()
         self._start_timeout = max(self.recovery.start_timeout, LOADING)
         self._budget = Budget(self.recovery.policy_restarts)
         self._spawn = spawn
-        self._nodes, self._places, self._gone = nodes, list[str](), asyncio.Event()
-        self._blamed = set[str]()
+        self._nodes = nodes
+        self._places: list[str] = []
+        self._gone = asyncio.Event()
+        self._blamed: set[str] = set()
         if nodes is not None:
             nodes.add(self._evict)
         self.ranks: list[Handle[PolicyRank]] = []
         self._why = "there are no ranks"
-        self._number = 0  # of the last numbered call
+        # The number of the last numbered call.
+        self._number = 0
 
     async def start(self) -> None:
         """Create the ranks and let them meet.
@@ -90,23 +98,19 @@ class PolicyGroup:
         self._gone.clear()
         self._number = 0
         self.ranks = [self._spawn(rank) for rank in range(self.settings.ranks)]
-        within = self._start_timeout
-        if (
-            self._nodes is not None
-        ):  # before they load, so that it is known what a rank is lost with
-            nodes = await self._answers(
-                "node", [partial(submit, rank, PolicyRank.node) for rank in self.ranks], within
-            )
+        timeout = self._start_timeout
+        # Before they load, so that a node that is lost during the load is known.
+        if self._nodes is not None:
+            node_calls = [partial(submit, rank, PolicyRank.node) for rank in self.ranks]
+            nodes = await self._answers("node", node_calls, timeout)
             for node in nodes:
                 self._nodes.came(node, "policy")
             self._places = nodes
-        meeting, *_ = await self._answers(
-            "address", [partial(submit, rank, PolicyRank.address) for rank in self.ranks], within
-        )
+        address_calls = [partial(submit, rank, PolicyRank.address) for rank in self.ranks]
+        meeting, *_ = await self._answers("address", address_calls, timeout)
         assert meeting is not None, "the first rank opens the place where all meet"
-        await self._answers(
-            "join", [partial(submit, rank, PolicyRank.join, meeting) for rank in self.ranks], within
-        )
+        join_calls = [partial(submit, rank, PolicyRank.join, meeting) for rank in self.ranks]
+        await self._answers("join", join_calls, timeout)
 
     async def afford(self, lost: PolicyLost) -> None:
         """Wait for a unit of the ranks' budget (half of ``recovery.replacements``).
@@ -114,7 +118,8 @@ class PolicyGroup:
         Raises ``lost`` when that takes too long.
         """
         now = asyncio.get_running_loop().time
-        if (wait := self._budget.wait(now())) > self.recovery.start_timeout:
+        wait = self._budget.wait(now())
+        if wait > self.recovery.start_timeout:
             raise lost
         await asyncio.sleep(wait)
         self._budget.take(now())
@@ -150,7 +155,8 @@ class PolicyGroup:
 
     def _evict(self, node: str, why: str) -> None:
         if node in self._places and self._nodes is not None:
-            self._nodes.charge(node)  # ``afford`` will take it
+            # ``afford`` takes the unit of the budget.
+            self._nodes.charge(node)
             self._blamed.add(node)
             self._why = f"a rank of the policy: {why}"
             self._gone.set()
@@ -176,15 +182,14 @@ class PolicyGroup:
         """
         name = method.__name__
         if name in LOCAL:
-            return await self._answers(
-                name, [partial(submit, rank, method, *args, **kwargs) for rank in self.ranks]
-            )
+            local_calls = [partial(submit, rank, method, *args, **kwargs) for rank in self.ranks]
+            return await self._answers(name, local_calls)
         number = self._next()
-        asks = [
+        calls = [
             partial(submit_numbered, rank, number, 1, method, *args, **kwargs)
             for rank in self.ranks
         ]
-        return await self._answers(name, asks, again=True)
+        return await self._answers(name, calls, again=True)
 
     def _next(self) -> int:
         """The number of a call that goes to all ranks at once."""
@@ -194,55 +199,53 @@ class PolicyGroup:
     async def _answers(
         self,
         method: str,
-        asks: Sequence[Callable[[], Ref[R]]],
+        submits: Sequence[Callable[[], Ref[R]]],
         deadline: float | None = None,
         *,
         again: bool = False,
     ) -> list[R]:
-        """One answer per rank, each asked by its function, within ``policy.step_timeout`` or
-        ``deadline``. ``again``: a rank that could not be reached may be asked once more, as for
-        ``LOCAL`` methods. Raises PolicyLost, and the first failure.
+        """One answer per rank, within ``policy.step_timeout`` or ``deadline``.
+
+        Each of ``submits`` calls its rank. ``again``: a rank that could not be reached may be
+        called once more, as for ``LOCAL`` methods. Raises PolicyLost, and the first failure.
         """
-        if not asks:
+        if not submits:
             raise PolicyLost(self._why)
-        within = deadline or self.settings.step_timeout
-        ranks = list(self.ranks)  # while they are awaited a rebuild may take them away
-        refs = [
-            ask() for ask in asks
-        ]  # before anything is awaited: every rank gets collective calls in one order
+        timeout = deadline or self.settings.step_timeout
+        # A copy, since a rebuild may replace the ranks while they are awaited.
+        ranks = list(self.ranks)
+        # Before anything is awaited: every rank gets collective calls in one order.
+        references = [submit_call() for submit_call in submits]
 
-        async def one(rank: int, ref: Ref[R]) -> R:
-            what, starts = f"{method} of policy rank {rank}", deadline is not None
+        async def answer_of(rank: int, reference: Ref[R]) -> R:
+            what = f"{method} of policy rank {rank}"
+            starts = deadline is not None
 
-            def answer(asked: Ref[R]) -> Awaitable[R]:
-                return with_deadline(within, asked, what, ranks[rank], starts=starts)
+            def answer(reference: Ref[R]) -> Awaitable[R]:
+                return with_deadline(timeout, reference, what, ranks[rank], starts=starts)
 
             try:
                 if again or method in LOCAL:
-                    return await self._reached(
-                        what, partial(answer, ref), lambda: answer(asks[rank]())
-                    )
-                return await answer(ref)
+                    first = partial(answer, reference)
+                    return await self._reached(what, first, lambda: answer(submits[rank]()))
+                return await answer(reference)
             except Exception as error:
                 # After a rebuild, late errors of the former
                 # ranks must not blame the new ranks' nodes.
-                if (
-                    self._nodes is not None
-                    and is_lost(error)
-                    and ranks == self.ranks
-                    and rank < len(self._places)
-                ):
-                    self._blamed.add(self._places[rank])
+                if is_lost(error) and ranks == self.ranks:
+                    self._blame(rank)
                 raise
 
-        calls = [asyncio.ensure_future(one(rank, ref)) for rank, ref in enumerate(refs)]
+        calls = [
+            asyncio.ensure_future(answer_of(rank, reference))
+            for rank, reference in enumerate(references)
+        ]
         try:
             return await asyncio.gather(*calls)
         except Exception as error:
-            if action(error, len(ranks)) is FailureAction.REBUILD:
-                raise PolicyLost(f"the policy group failed in {method}: {brief(error)}") from error
-            if isinstance(error, CheckpointError) and (below := cause(error)) is not error:
-                raise below from error  # without the trace that Ray puts before its text
+            failure = _collective_failure(method, error, len(ranks))
+            if failure is not error:
+                raise failure from error
             raise
         finally:
             # ``gather`` raises the first error and lets the others run: with one rank dead, the
@@ -250,15 +253,21 @@ class PolicyGroup:
             for call in calls:
                 call.cancel()
 
+    def _blame(self, rank: int) -> None:
+        """Count a failure of a rank against its node, if that is known."""
+        if self._nodes is not None and rank < len(self._places):
+            self._blamed.add(self._places[rank])
+
     async def _reached(
         self, what: str, first: Callable[[], Awaitable[R]], again: Callable[[], Awaitable[R]]
     ) -> R:
-        """The answer to ``first``, or to ``again`` while Ray says that the rank, which lives, could
-        not be reached. Raises ActorUnavailableError when that has lasted for
-        ``recovery.health_timeout``.
+        """The answer to ``first``, or to ``again`` while Ray cannot reach the living rank.
+
+        Raises ActorUnavailableError when that has lasted for ``recovery.health_timeout``.
         """
         now = asyncio.get_running_loop().time
-        ask, until = first, 0.0
+        ask = first
+        until = 0.0
         while True:
             try:
                 return await ask()
@@ -293,38 +302,39 @@ class PolicyGroup:
             treat_as_on_policy=treat_as_on_policy,
             together=self.settings.engine.sequence_parallel,
         )
-        asks = [
+        calls = [
             partial(submit, rank, PolicyRank.fetch, share)
             for rank, share in zip(self.ranks, plan, strict=True)
         ]
-        return {id for lost in await self._answers("fetch", asks) for id in lost}
+        lost_by_rank = await self._answers("fetch", calls)
+        return set(chain.from_iterable(lost_by_rank))
 
     async def compare(
         self, payloads: Sequence[Ref[Trajectory]], *, swap_images: bool = False
     ) -> LogprobGap:
         """The sampling engine's log-probs against the trainer's, over all sampled tokens.
 
-        Raises WorkerLost when all are gone.
+        Raises WorkerLost when all are lost.
         """
-        together, number = self.settings.engine.sequence_parallel, self._next()
-        asks = [
+        # The ranks of one sequence-parallel group get the same payloads.
+        group_size = self.settings.engine.sequence_parallel
+        groups = len(self.ranks) // group_size
+        number = self._next()
+        calls = [
             partial(
                 submit_numbered,
                 handle,
                 number,
                 1,
                 PolicyRank.compare,
-                payloads[rank // together :: len(self.ranks) // together],
+                payloads[rank // group_size :: groups],
                 swap_images=swap_images,
             )
             for rank, handle in enumerate(self.ranks)
         ]
-        # The ranks of one sequence-parallel group return the same rows: those of one rank count.
-        rows = [
-            row
-            for part in (await self._answers("compare", asks, again=True))[::together]
-            for row in part
-        ]
+        rows_by_rank = await self._answers("compare", calls, again=True)
+        # They return the same rows, too: the rows of one rank count.
+        rows = list(chain.from_iterable(rows_by_rank[::group_size]))
 
         if not rows:
             raise WorkerLost(
@@ -338,11 +348,13 @@ class PolicyGroup:
         await self.all(PolicyRank.send, version, meeting)
 
     async def export(self, version: Version) -> WeightUpdate[Any]:
-        """Gather the weights, or take what was sent.
+        """Gather the weights, or take the copy of what was sent.
 
         The update's source is a *reference*, owned by the driver.
         """
-        number, ranks, sources = self._next(), list(self.ranks), dict[int, Ref[Any]]()
+        number = self._next()
+        ranks = list(self.ranks)
+        sources: dict[int, Ref[Any]] = {}
 
         def begin(rank: int) -> Ref[Any]:
             manifest, sources[rank] = submit_numbered(
@@ -350,9 +362,8 @@ class PolicyGroup:
             )
             return cast(Ref[Any], manifest)
 
-        manifest, *_ = await self._answers(
-            "export", [partial(begin, rank) for rank in range(len(ranks))], again=True
-        )
+        calls = [partial(begin, rank) for rank in range(len(ranks))]
+        manifest, *_ = await self._answers("export", calls, again=True)
         assert manifest is not None, "the first rank gathers"
         # The answer may hold all weights, which the object store has by now.
         for rank in ranks:
@@ -363,25 +374,28 @@ class PolicyGroup:
         self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> R:
         """Call a method of the transport's sender, which lives in the first rank."""
-        first = [
+        calls = [
             partial(submit, rank, PolicyRank.ask, method.__name__, *args, **kwargs)
             for rank in self.ranks[:1]
         ]
-        return (await self._answers(method.__name__, first))[0]
+        answers = await self._answers(method.__name__, calls)
+        return answers[0]
 
     async def save(self, folder: str) -> Checksums:
         """Write the trainer's state into a folder that all ranks see.
 
         Returns name -> checksum of their files.
         """
-        return _merged(await self.all(PolicyRank.save, folder))
+        checksums = await self.all(PolicyRank.save, folder)
+        return _merged(checksums)
 
     async def save_beside(self, folder: str, copied: asyncio.Event) -> Checksums:
-        """The same while training goes on, from ``copied`` being set."""
+        """Save as ``save`` does, beside training from when ``copied`` is set."""
         await self.all(PolicyRank.begin_save, folder)
         # From here training may change the weights.
         copied.set()
-        return _merged(await self.all(PolicyRank.finish_save, self.settings.step_timeout))
+        checksums = await self.all(PolicyRank.finish_save, self.settings.step_timeout)
+        return _merged(checksums)
 
     async def load(self, folder: str, sums: Checksums) -> None:
         """Restore what ``save`` wrote; ``sums`` is what it returned, as far as known.
@@ -391,20 +405,19 @@ class PolicyGroup:
         await self.all(PolicyRank.load, folder, sums)
 
     async def check_shared(self, folder: Path) -> None:
-        """Raises ConfigError unless every rank sees what the driver writes into ``folder``, and the
-        driver what ranks write.
+        """Check that the ranks and the driver see each other's files in ``folder``.
+
+        Raises ConfigError when they do not.
         """
         probe = folder / f".shared-{secrets.token_hex(4)}"
         probe.mkdir(parents=True)
         try:
-            unseen = [
-                host for host in await self.all(PolicyRank.shares, str(probe), SHARED) if host
-            ]
-            signs = [probe / f"rank-{rank}" for rank in range(len(self.ranks))]
-            if unseen or not all(
-                [await asyncio.to_thread(appears, sign, SHARED) for sign in signs]
-            ):
-                where = ", ".join(dict.fromkeys(unseen or await self.all(PolicyRank.host)))
+            answers = await self.all(PolicyRank.shares, str(probe), SHARED)
+            blind_hosts = [host for host in answers if host]
+            rank_files = [probe / f"rank-{rank}" for rank in range(len(self.ranks))]
+            if blind_hosts or not await _all_appear(rank_files):
+                hosts = blind_hosts or await self.all(PolicyRank.host)
+                where = ", ".join(dict.fromkeys(hosts))
                 raise ConfigError(
                     f"output: {folder} is not shared by the nodes of the policy ({where}), which"
                     " save their part of each checkpoint there. Set output=FOLDER to one that all"
@@ -420,5 +433,24 @@ class PolicyGroup:
         self.ranks = []
 
 
+def _collective_failure(method: str, error: Exception, ranks: int) -> Exception:
+    """The error of a call of all ranks, of which one raised ``error``."""
+    if action(error, ranks) is FailureAction.REBUILD:
+        return PolicyLost(f"the policy group failed in {method}: {brief(error)}")
+    if isinstance(error, CheckpointError):
+        # Without the trace that Ray puts before its text.
+        return cause(error)
+    return error
+
+
 def _merged(parts: Sequence[Checksums]) -> Checksums:
-    return {name: checksum for files in parts for name, checksum in files.items()}
+    merged: dict[str, Checksum] = {}
+    for checksums in parts:
+        merged.update(checksums)
+    return merged
+
+
+async def _all_appear(files: Sequence[Path]) -> bool:
+    """Whether each file appears within ``SHARED`` seconds of the check of the one before."""
+    visible = [await asyncio.to_thread(appears, file, SHARED) for file in files]
+    return all(visible)

@@ -1,4 +1,4 @@
-"""A pool leases the interchangeable workers of one role, and replaces one that is gone.
+"""A pool leases the interchangeable workers of one role, and replaces lost ones.
 
 Serial numbers are never used twice, so a late report about a former worker has no effect. Ray's
 ``max_restarts`` would only rerun ``__init__``, without ``admit``.
@@ -7,11 +7,10 @@ Serial numbers are never used twice, so a late report about a former worker has 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError
@@ -21,6 +20,7 @@ from rayloop.actors.handles import Handle, submit, submit_split
 from rayloop.actors.lease import Lease
 from rayloop.cluster.supervision.budget import ReplacementBudget, now
 from rayloop.cluster.supervision.nodes import Nodes
+from rayloop.cluster.supervision.worker import Pooled, Worker
 from rayloop.core import incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Emit
@@ -28,48 +28,21 @@ from rayloop.core.failures import AnswerLate, WorkerLost, WorkerStartFailed
 from rayloop.core.types import Ref
 from rayloop.run.lifetime import RecoverySettings
 
-
-class Pooled(Protocol):
-    """The methods of every actor of a pool."""
-
-    def health(self) -> Any:
-        """Its load, for the driver's metrics. An answer shows that the actor works."""
-
-
 A = TypeVar("A", bound=Pooled)
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
 
 ATTEMPTS = 3
-"""Workers that may be lost with one call of a reward or reference actor, and times that each worker
-is started at first.
-"""
-
-
-@dataclass
-class Worker(Generic[A]):
-    """An actor in service.
-
-    ``misses``: its slot's failures since a success; ``leased``: the number of its last lease.
-    """
-
-    serial: int
-    slot: int
-    handle: Handle[A]
-    leases: int = 0
-    misses: int = 0
-    leased: int = 0
-    node: str = ""
-    affinities: Counter[str] = field(default_factory=Counter)
+"""How often a reward or reference actor is called, and each worker is started at first."""
 
 
 class Pool(Generic[A]):
     """Workers of one role, actors of class ``A``.
 
-    ``ended``: serial numbers of those retired, whose other calls are not to blame. ``spawn(slot)``
-    creates an actor; ``admit(handle)`` prepares it for service; ``starting()`` surrounds each
-    replacement's start. Raises RolesExhausted by ``ReplacementBudget``.
+    ``ended``: serial numbers of retired workers, whose other calls are not to blame.
+    ``spawn(slot)`` creates an actor; ``admit(handle)`` prepares it for service; ``starting()``
+    surrounds each replacement's start. Raises RolesExhausted by ``ReplacementBudget``.
     """
 
     def __init__(
@@ -83,21 +56,21 @@ class Pool(Generic[A]):
         nodes: Nodes | None = None,
         starting: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
-        self.role, self.size, self.settings = role, size, settings
+        self.role = role
+        self.size = size
+        self.settings = settings
         self.workers: dict[int, Worker[A]] = {}
         self.replaced = 0
         self.ended: set[int] = set()
         self.budget = ReplacementBudget(role, size, settings)
+        self._spawn = spawn
+        self._admit = admit
+        self._emit = emit
+        self._nodes = nodes
+        self._starting = starting
         self._misses: dict[int, int] = {}
         self._homes: dict[int, str] = {}
         self._leases = 0
-        self._spawn, self._admit, self._emit, self._nodes, self._starting = (
-            spawn,
-            admit,
-            emit,
-            nodes,
-            starting,
-        )
         if nodes is not None:
             nodes.add(self._evict, role)
         self._serial = 0
@@ -115,31 +88,29 @@ class Pool(Generic[A]):
 
     async def _first(self, slot: int) -> None:
         """Start a worker, up to ``ATTEMPTS`` times when it dies or cannot be reached."""
-        for left in reversed(range(ATTEMPTS)):
+        for tries_left in reversed(range(ATTEMPTS)):
             worker = None
             try:
-                worker = self._made(slot)
+                worker = self._new_worker(slot)
                 return await self._start(worker)
             except WorkerStartFailed as error:
                 # A replacement has no such case: the same configuration has started
                 # this worker before, so the machine must have changed since.
-                below = error.__cause__
-                if below is not None and (wrong := misconfigured(below)) is not None:
-                    raise wrong from error
+                reason = error.__cause__
+                config_error = None if reason is None else misconfigured(reason)
+                if config_error is not None:
+                    raise config_error from error
                 raise
             except Exception as error:
                 # WorkerLost is a start that took too long:
                 # another try would cost ``start_timeout`` again.
-                if not left or not is_lost(error) or isinstance(error, WorkerLost):
+                if not tries_left or not is_lost(error) or isinstance(error, WorkerLost):
                     raise
                 serial = self._serial if worker is None else worker.serial
-                self._emit(
-                    incidents.ReplacementFailed(
-                        self.role, serial, brief(error), self._where(worker)
-                    )
-                )
+                node = self._where(worker)
+                self._emit(incidents.ReplacementFailed(self.role, serial, brief(error), node))
 
-    def _made(self, slot: int) -> Worker[A]:
+    def _new_worker(self, slot: int) -> Worker[A]:
         self._serial += 1
         # The slot passes its failures on, so that one which keeps failing is chosen last.
         return Worker(self._serial, slot, self._spawn(slot), misses=self._misses.pop(slot, 0))
@@ -150,19 +121,15 @@ class Pool(Generic[A]):
 
     async def _start(self, worker: Worker[A]) -> None:
         try:
-            healthy, what = (
-                submit(worker.handle, Pooled.health),
-                f"start of {self.role} {worker.slot}",
-            )
-            await with_deadline(
-                self.settings.start_timeout, healthy, what, worker.handle, starts=True
-            )
+            healthy = submit(worker.handle, Pooled.health)
+            what = f"start of {self.role} {worker.slot}"
+            timeout = self.settings.start_timeout
+            await with_deadline(timeout, healthy, what, worker.handle, starts=True)
             if self._nodes is not None:
                 worker.node = await self._nodes.locate(worker.handle, self.role)
+            # Last, so that a later weight sync finds the worker in the pool.
             if self._admit is not None:
-                await self._admit(
-                    worker.handle
-                )  # last: a later weight sync finds it among the workers
+                await self._admit(worker.handle)
         except BaseException as error:
             # Also when cancelled: an actor in no pool would keep its CPUs and GPUs.
             ray.kill(worker.handle)
@@ -182,37 +149,49 @@ class Pool(Generic[A]):
     async def lease(
         self, affinity: str = "", avoid: Collection[int] = (), count: int = 1
     ) -> Lease[A]:
-        """The worker that already serves this affinity, or the least loaded one (a failure weighs
-        as much as a lease), if possible on no node of the slots to ``avoid``. Waits for a
-        replacement; raises RolesExhausted, or WorkerLost when none comes.
+        """Lease the worker that already serves this affinity, or the least loaded one.
+
+        A failure weighs as much as a lease. If possible, the worker is not on a node of the slots
+        to ``avoid``. Waits for a replacement; raises RolesExhausted, or WorkerLost when none comes.
         """
+        await self._wait_for_worker()
+        worker = self._best_worker(affinity, avoid)
+        self._leases += 1
+        worker.leases += count
+        worker.leased = self._leases
+        if affinity:
+            worker.affinities[affinity] += count
+        return Lease(worker.serial, worker.handle, worker.slot, worker.node)
+
+    async def _wait_for_worker(self) -> None:
+        """Wait until a worker is in service. Raises the failure of a replacement, or WorkerLost."""
         while not self.workers:
             if self._failure is not None:
                 raise self._failure
             self._changed.clear()
             try:
-                await with_deadline(
-                    self.settings.start_timeout,
-                    self._changed.wait(),
-                    f"a replacement for the {self.role} role",
-                )
+                what = f"a replacement for the {self.role} role"
+                await with_deadline(self.settings.start_timeout, self._changed.wait(), what)
             except WorkerLost:
-                # A replacement under way has deadlines of its own, and the wait goes on with it.
+                # A replacement under way has its own deadlines, and the wait continues with it.
                 if not self._replacing:
                     raise
 
-        others = [w for w in self.workers.values() if w.slot not in avoid]
-        nodes = {self._homes.get(slot) for slot in avoid}
-        among = [w for w in others if w.node not in nodes] or others or list(self.workers.values())
-        known = [w for w in among if affinity and w.affinities[affinity]]
-        # Ties go to the worker whose last lease is the oldest, so that all of them are used.
-        worker = min(known or among, key=lambda w: (w.leases + w.misses, w.leased, w.serial))
-
-        self._leases += 1
-        worker.leases, worker.leased = worker.leases + count, self._leases
+    def _best_worker(self, affinity: str, avoid: Collection[int]) -> Worker[A]:
+        """The worker for the next lease (``lease``)."""
+        workers = list(self.workers.values())
+        avoided_nodes = {self._homes.get(slot) for slot in avoid}
+        in_other_slots = [worker for worker in workers if worker.slot not in avoid]
+        on_other_nodes = [worker for worker in in_other_slots if worker.node not in avoided_nodes]
+        candidates = on_other_nodes or in_other_slots or workers
         if affinity:
-            worker.affinities[affinity] += count
-        return Lease(worker.serial, worker.handle, worker.slot, worker.node)
+            serving = [worker for worker in candidates if worker.affinities[affinity]]
+            candidates = serving or candidates
+        # Ties go to the worker whose last lease is the oldest, so that all of them are used.
+        return min(
+            candidates,
+            key=lambda worker: (worker.leases + worker.misses, worker.leased, worker.serial),
+        )
 
     @property
     def homes(self) -> set[str]:
@@ -220,8 +199,9 @@ class Pool(Generic[A]):
         return set(self._homes.values())
 
     def place(self, lease: Lease[A]) -> int | str:
-        """The place to which failures of a lease are counted: the node when the pool is on several,
-        else the slot.
+        """The place to which failures of a lease are counted.
+
+        The node when the pool is on several nodes, else the slot.
         """
         return lease.node if len(self.homes) > 1 else lease.slot
 
@@ -237,23 +217,27 @@ class Pool(Generic[A]):
 
         ``well``: whether the worker did its work; None if unknown.
         """
-        if (worker := self.workers.get(serial)) is not None:
-            worker.leases -= count
-            if well is not None:
-                worker.misses = 0 if well else worker.misses + 1
-            worker.affinities[affinity] -= count
-            if worker.affinities[affinity] <= 0:
-                del worker.affinities[affinity]
+        worker = self.workers.get(serial)
+        if worker is None:
+            return
+        worker.leases -= count
+        if well is not None:
+            worker.misses = 0 if well else worker.misses + 1
+        worker.affinities[affinity] -= count
+        if worker.affinities[affinity] <= 0:
+            del worker.affinities[affinity]
 
     def lost(self, serial: int, why: object) -> None:
-        """Replace a lost or sick worker in the background, at the cost of one of
-        ``recovery.replacements``. Idempotent.
+        """Replace a lost or sick worker in the background. Idempotent.
+
+        It costs one of ``recovery.replacements``.
         """
         self._end(serial, why, charged=True)
 
     def retire(self, serial: int, why: object, charged: bool = False) -> None:
-        """Replace a worker that holds a call that hangs, or fails at every task; costs a
-        replacement only when ``charged``.
+        """Replace a worker that holds a call that hangs, or fails at every task.
+
+        It costs a replacement only when ``charged``.
         """
         self.ended.add(serial)
         self._end(serial, why, charged)
@@ -263,10 +247,10 @@ class Pool(Generic[A]):
 
         Returns their serial numbers.
         """
-        gone = [serial for serial, worker in self.workers.items() if worker.node == node]
-        for serial in gone:
+        serials = [serial for serial, worker in self.workers.items() if worker.node == node]
+        for serial in serials:
             self._end(serial, why, charged=False, recorded=True)
-        return gone
+        return serials
 
     def _end(self, serial: int, why: object, charged: bool, recorded: bool = False) -> None:
         worker = self.workers.pop(serial, None)
@@ -285,25 +269,30 @@ class Pool(Generic[A]):
         task.add_done_callback(self._replacing.discard)
 
     async def _replace(self, worker: Worker[A], charged: bool) -> None:
-        began, slot, serial = now(), worker.slot, worker.serial
+        began = now()
         try:
-            # Whether the node is lost may take long to
-            # find out; the role is not given up meanwhile.
-            with self.budget.trying(slot):
+            # Whether the node is lost may take long to find
+            # out; the role is not given up during that time.
+            with self.budget.trying(worker.slot):
                 charged = await self._costs(worker, charged)
-            while (made := await self._try(worker, charged)) is None:
-                charged = True  # each further start is charged
+            replacement = await self._try(worker, charged)
+            while replacement is None:
+                # Each further start is charged.
+                replacement = await self._try(worker, charged=True)
         except Exception as error:
             # Nobody awaits this task: the next lease or health check raises its failure.
             self._failure = cause(error)
             self._changed.set()
             return
-        self._emit(
-            incidents.WorkerReplaced(self.role, serial, round(now() - began, 3), self._where(made))
-        )
+        seconds = round(now() - began, 3)
+        node = self._where(replacement)
+        self._emit(incidents.WorkerReplaced(self.role, worker.serial, seconds, node))
 
     async def _costs(self, worker: Worker[A], charged: bool) -> bool:
-        """Whether its replacement is charged; waits until it is known whether its node is lost."""
+        """Whether a worker's replacement is charged.
+
+        Waits until it is known whether the worker's node is lost.
+        """
         if self._nodes is None:
             return charged
         if await self._nodes.lost(worker.node):
@@ -315,25 +304,24 @@ class Pool(Generic[A]):
 
     async def _try(self, former: Worker[A], charged: bool) -> Worker[A] | None:
         """The replacement, when it serves. Raises RolesExhausted."""
-        slot, serial = former.slot, former.serial
         if charged:
-            await self.budget.afford(slot)
+            await self.budget.afford(former.slot)
         self.replaced += 1
 
         worker = None
         try:
             async with self._starting():
-                with self.budget.trying(slot):
-                    worker = self._made(slot)
+                with self.budget.trying(former.slot):
+                    worker = self._new_worker(former.slot)
                     await self._start(worker)
         except Exception as error:
             if not (is_lost(error) or isinstance(error, WorkerStartFailed)):
                 raise
-            self.budget.why = str(error)
-            self._emit(
-                incidents.ReplacementFailed(self.role, serial, str(error), self._where(worker))
-            )
-            # What Ray could not place failed on no node.
+            reason = str(error)
+            self.budget.why = reason
+            node = self._where(worker)
+            self._emit(incidents.ReplacementFailed(self.role, former.serial, reason, node))
+            # An actor that Ray could not place did not fail on a node.
             placed = not isinstance(cause(error), ActorUnschedulableError)
             if placed and worker is not None and self._nodes is not None:
                 self._nodes.failed(worker.node or former.node)
@@ -348,23 +336,22 @@ class Pool(Generic[A]):
         avoid: set[int] | None = None,
         spares: bool = False,
     ) -> Calls[A]:
-        """The options of a call: ``attempts`` of ``deadline`` seconds each, on workers of slots not
-        in ``avoid``, to which those that were lost or unable are added. ``unable``: whether an
-        answer shows that something around the worker failed. ``spares``: ``everywhere`` raises
-        AnswerLate for workers that are late, and does not replace them.
+        """Calls of ``attempts`` of ``deadline`` seconds each.
+
+        ``avoid``: slots whose workers are not called; the slots of workers that were lost or unable
+        are added. ``unable``: whether an answer shows that something around the worker failed.
+        ``spares``: ``everywhere`` raises AnswerLate for late workers, and does not replace them.
         """
         return Calls(self, deadline, attempts, unable, set() if avoid is None else avoid, spares)
 
     async def check(self) -> list[Any]:
-        """The health of every worker; replaces those that do not answer.
+        """The health of every worker. Workers that do not answer are replaced.
 
         Raises the failure of a replacement.
         """
-        healthy = [
-            (worker, submit(worker.handle, Pooled.health)) for worker in self.workers.values()
-        ]
+        calls = [(worker, submit(worker.handle, Pooled.health)) for worker in self.workers.values()]
         # Health checks are not progress: counted, they would keep the watchdog from seeing a stall.
-        answers = await self.answers("health", healthy, self.settings.health_timeout, counts=False)
+        answers = await self.answers("health", calls, self.settings.health_timeout, counts=False)
         if self._failure is not None:
             raise self._failure
         return answers
@@ -372,19 +359,19 @@ class Pool(Generic[A]):
     async def answers(
         self,
         method: str,
-        asked: Sequence[tuple[Worker[A], Ref[R]]],
+        calls: Sequence[tuple[Worker[A], Ref[R]]],
         deadline: float,
         *,
         counts: bool = True,
         spares: bool = False,
     ) -> list[R]:
-        """The answers of these workers, without those lost, which are replaced.
+        """The answers of these workers. Lost workers are left out and replaced.
 
-        Raises the first failure, when all have ended. ``spares``: a call that is late raises
+        Raises the first failure, when all calls have ended. ``spares``: a late call raises
         AnswerLate; it may still be answered.
         """
 
-        async def one(worker: Worker[A], answer: Ref[R]) -> list[R]:
+        async def answer_of(worker: Worker[A], answer: Ref[R]) -> list[R]:
             what = f"{method} of {self.role} {worker.slot}"
             try:
                 return [await with_deadline(deadline, answer, what, worker.handle, counts=counts)]
@@ -394,11 +381,15 @@ class Pool(Generic[A]):
                 self.lost(worker.serial, error)
                 return []
 
-        ends = await asyncio.gather(*(one(*each) for each in asked), return_exceptions=True)
-        for end in ends:
-            if isinstance(end, BaseException):
-                raise end
-        return [answer for end in ends if not isinstance(end, BaseException) for answer in end]
+        results = await asyncio.gather(
+            *(answer_of(worker, answer) for worker, answer in calls), return_exceptions=True
+        )
+        answers: list[R] = []
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+            answers += result
+        return answers
 
     def stop(self) -> None:
         """End all workers and replacements under way."""
@@ -445,8 +436,9 @@ class Calls(Generic[A]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> tuple[R, Sequence[Ref[S]]]:
-        """``call`` of a method with ``returns`` values: the first, and references to the others,
-        which the caller owns.
+        """Call a method with ``returns`` values, as ``call`` does.
+
+        Returns the first value, and references to the others, which the caller owns.
         """
 
         def begin(handle: Handle[A]) -> tuple[Ref[R], *tuple[Ref[S], ...]]:
@@ -462,29 +454,31 @@ class Calls(Generic[A]):
     ) -> list[R]:
         """Call a method of every worker in service.
 
-        Returns the answers of those not lost, or raises the first failure.
+        Returns the answers of the workers that were not lost, or raises the first failure.
         """
-        asked = [
+        calls = [
             (worker, submit(worker.handle, method, *args, **kwargs))
             for worker in self.pool.workers.values()
         ]
-        return await self.pool.answers(method.__name__, asked, self.deadline, spares=self.spares)
+        return await self.pool.answers(method.__name__, calls, self.deadline, spares=self.spares)
 
     async def _attempt(
         self, method: str, begin: Callable[[Handle[A]], tuple[Ref[R], *tuple[Ref[S], ...]]]
     ) -> tuple[R, Sequence[Ref[S]]]:
-        pool, error = self.pool, None
+        pool = self.pool
+        error: Exception | None = None
         for _ in range(self.attempts):
             lease = await pool.lease(avoid=self.avoid)
             well = None
             try:
-                answer, *others = begin(lease.handle)
-                value = await with_deadline(
-                    self.deadline, answer, f"{method} of {pool.name(lease)}", lease.handle
-                )
-                if self.unable is not None and not (well := not self.unable(value)):
-                    self.avoid.add(lease.slot)
-                return value, others
+                answer, *further = begin(lease.handle)
+                what = f"{method} of {pool.name(lease)}"
+                value = await with_deadline(self.deadline, answer, what, lease.handle)
+                if self.unable is not None:
+                    well = not self.unable(value)
+                    if not well:
+                        self.avoid.add(lease.slot)
+                return value, further
             except Exception as caught:
                 if not is_lost(caught):
                     raise

@@ -1,6 +1,7 @@
-"""Watching what hangs: the stall watchdog and silent actors (in the driver), and Ray itself (in the
-``train`` process). Without its head, Ray ends the process after a while. A head that was started
-again knows nothing of the run.
+"""Watching for hangs: the stall watchdog, silent actors, and Ray itself.
+
+The first two run in the driver, the last one in the ``train`` process. Without its head, Ray ends
+the process after a while. A head that was started again knows nothing of the run.
 """
 
 import asyncio
@@ -40,8 +41,9 @@ ANSWER = 5.0
 A process that is stopped, or holds the interpreter's lock, cannot.
 """
 ASKED = 2
-"""Questions that an actor must leave unanswered before it is given up: one is too few, as the
-asking process may itself have been stopped.
+"""Questions that an actor must leave unanswered before it is given up.
+
+One is too few, as the asking process may itself have been stopped.
 
 They are asked of a thread that does nothing else, so it answers during a step, however long that
 is: torch's operations, collectives and waits for a GPU release the interpreter's lock. What holds
@@ -66,17 +68,23 @@ PERIOD = 2.0
 async def watch(
     settings: RecoverySettings, phase: Callable[[], str], emit: Emit, folder: Path
 ) -> None:
-    """Report a stall (nothing that the driver waits for ends) after ``stall_report`` seconds, after
-    twice as long, and so on, with the stacks in ``folder``/stall-<n>.txt (or printed when the disk
-    is full). Raises Stalled at ``stall_timeout``.
+    """Report a stall: nothing that the driver waits for ends.
+
+    It is reported after ``stall_report`` seconds, after twice as long, and so on, with the stacks
+    in ``folder``/stall-<n>.txt (or printed when the disk is full). Raises Stalled at
+    ``stall_timeout``.
     """
     # Time before the watch began is not a stall.
-    WAITS.moved, due = time.monotonic(), settings.stall_report
+    WAITS.moved = time.monotonic()
+    report_after = settings.stall_report
     for number in itertools.count(1):
-        while (quiet := time.monotonic() - WAITS.moved) < min(due, settings.stall_timeout):
+        while True:
+            quiet = time.monotonic() - WAITS.moved
+            if quiet >= min(report_after, settings.stall_timeout):
+                break
             # Something moved, so the next stall is reported early again.
             if quiet < settings.stall_report:
-                due = settings.stall_report
+                report_after = settings.stall_report
             await asyncio.sleep(LOOK)
         waiting = await _first_of_each_actor()
         named = "; ".join(map(str, waiting[:SHOWN])) or "nothing that is known"
@@ -84,43 +92,42 @@ async def watch(
         if quiet >= settings.stall_timeout:
             raise Stalled(f"nothing moved for {quiet:.0f} s in phase {phase()}, awaited: {named}")
         file = folder / f"stall-{number}.txt"
-        written = _written(file, await _stacks(waiting[:SHOWN]))
-        emit(incidents.StalledEvent(phase(), round(quiet, 1), awaited=named, stacks=written))
-        due = 2 * due
+        path = _write_stacks(file, await _stacks(waiting[:SHOWN]))
+        emit(incidents.StalledEvent(phase(), round(quiet, 1), awaited=named, stacks=path))
+        report_after = 2 * report_after
 
 
 async def watch_liveness(emit: Emit, patience: float = math.inf) -> None:
-    """Emit ``Silent`` once for each awaited actor that answers nothing, and again only after it
-    answered; after ``patience`` seconds of that it is given up (``Waits.give_up``). An actor
-    answers while it computes (``GROUPS`` of actors/base.py). An actor that is still starting is not
-    asked.
+    """Emit ``Silent`` once for each awaited actor that does not answer.
+
+    It is emitted again only after the actor has answered. After ``patience`` seconds of silence the
+    actor is given up (``Waits.give_up``). An actor answers while it computes (``GROUPS`` of
+    actors/base.py). An actor that is still starting is not asked.
     """
-    asked = dict[Handle[Actor], int]()
+    silent_rounds = dict[Handle[Actor], int]()
     while True:
         await asyncio.sleep(ROUND)
         # The newest first: in the mapping below the oldest
         # wait of an actor then replaces the others.
         waits = sorted(WAITS.open.values(), key=lambda wait: wait.since, reverse=True)
-        late = [wait for wait in waits if time.monotonic() - wait.since > LATE and not wait.starts]
-        oldest = {wait.actor: wait for wait in late if wait.actor is not None}
-        there = await asyncio.gather(*(_answers(actor) for actor in oldest))
+        overdue = [wait for wait in waits if _is_overdue(wait)]
+        oldest = {wait.actor: wait for wait in overdue if wait.actor is not None}
+        answers = await asyncio.gather(*(_answers(actor) for actor in oldest))
         silent = {
             actor: wait
-            for (actor, wait), here in zip(oldest.items(), there, strict=True)
-            if not here
+            for (actor, wait), answered in zip(oldest.items(), answers, strict=True)
+            if not answered
         }
-        asked = {actor: asked.get(actor, 0) + 1 for actor in silent}
+        silent_rounds = {actor: silent_rounds.get(actor, 0) + 1 for actor in silent}
         for actor, wait in silent.items():
-            if asked[actor] == 1:
-                emit(
-                    incidents.Silent(
-                        _name(wait.what), round(time.monotonic() - wait.since, 1), awaited=wait.what
-                    )
-                )
-            # The clock does not say how long the actor was silent: this process may have been
-            # stopped meanwhile. Rounds do.
-            quiet = asked[actor] * (ROUND + ANSWER) - ROUND
-            if asked[actor] >= ASKED and quiet >= patience:
+            rounds = silent_rounds[actor]
+            if rounds == 1:
+                seconds = round(time.monotonic() - wait.since, 1)
+                emit(incidents.Silent(_name(wait.what), seconds, awaited=wait.what))
+            # The rounds show how long the actor was silent. The clock
+            # does not: this process may have been stopped in that time.
+            quiet = rounds * (ROUND + ANSWER) - ROUND
+            if rounds >= ASKED and quiet >= patience:
                 WAITS.give_up(
                     actor,
                     f"gave no sign of life for {quiet:.0f} s: its process or machine is stopped or"
@@ -128,10 +135,15 @@ async def watch_liveness(emit: Emit, patience: float = math.inf) -> None:
                 )
 
 
-async def _answers(actor: Handle[Actor]) -> bool:
-    """False when there is no answer in ``ANSWER`` seconds.
+def _is_overdue(wait: Awaited) -> bool:
+    """Whether the actor of a wait is checked."""
+    return time.monotonic() - wait.since > LATE and not wait.starts
 
-    An error counts as one: the call that is awaited raises it, too.
+
+async def _answers(actor: Handle[Actor]) -> bool:
+    """Whether the actor answers within ``ANSWER`` seconds.
+
+    An error counts as an answer: the call that is awaited raises it, too.
     """
     with suppress(Exception):
         try:
@@ -143,14 +155,15 @@ async def _answers(actor: Handle[Actor]) -> bool:
 
 
 def _name(awaited: str) -> str:
-    """The actor in what is awaited from it: ``rollout 0`` of ``health of rollout 0``."""
-    found = re.search(r"(policy rank|\w+) \d+$", awaited)
-    return found[0] if found else awaited
+    """The actor in the description of a wait: ``rollout 0`` of ``health of rollout 0``."""
+    match = re.search(r"(policy rank|\w+) \d+$", awaited)
+    return match[0] if match else awaited
 
 
-def _written(file: Path, stacks: str) -> str:
-    """The path below the run folder; "" when the storage refuses it, and then the stacks are
-    printed.
+def _write_stacks(file: Path, stacks: str) -> str:
+    """Write the stacks, and return the path below the run folder.
+
+    When the storage refuses them, they are printed, and the path is "".
     """
     try:
         file.write_text(stacks, encoding="utf-8")
@@ -162,8 +175,10 @@ def _written(file: Path, stacks: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Stalled:
-    """The oldest call of an actor, how many more of its calls are awaited, and what the actor
-    itself waits for.
+    """The waits for one actor.
+
+    ``oldest``: its oldest call; ``more``: how many more of its calls are awaited; ``elsewhere``:
+    the waits of the actor itself.
     """
 
     oldest: Awaited
@@ -172,10 +187,10 @@ class _Stalled:
 
     def __str__(self) -> str:
         more = f" and {self.more} more of its calls" if self.more else ""
-        elsewhere = f" ({', '.join(what for what, _ in self.elsewhere)})" if self.elsewhere else ""
-        return (
-            f"{self.oldest.what} for {time.monotonic() - self.oldest.since:.0f} s{more}{elsewhere}"
-        )
+        waits = ", ".join(what for what, _ in self.elsewhere)
+        elsewhere = f" ({waits})" if self.elsewhere else ""
+        seconds = time.monotonic() - self.oldest.since
+        return f"{self.oldest.what} for {seconds:.0f} s{more}{elsewhere}"
 
 
 async def _first_of_each_actor() -> list[_Stalled]:
@@ -183,16 +198,16 @@ async def _first_of_each_actor() -> list[_Stalled]:
     by_actor: dict[Any, list[Awaited]] = {}
     for wait in WAITS.oldest():
         by_actor.setdefault(wait.actor or wait, []).append(wait)
-    waits = list(by_actor.values())
-    found = await asyncio.gather(*(_elsewhere(one[0].actor) for one in waits))
+    groups = list(by_actor.values())
+    waits_elsewhere = await asyncio.gather(*(_elsewhere(waits[0].actor) for waits in groups))
     return [
-        _Stalled(one[0], len(one) - 1, elsewhere)
-        for one, elsewhere in zip(waits, found, strict=True)
+        _Stalled(waits[0], len(waits) - 1, elsewhere)
+        for waits, elsewhere in zip(groups, waits_elsewhere, strict=True)
     ]
 
 
 async def _elsewhere(actor: Handle[Actor] | None) -> list[tuple[str, Any]]:
-    """What the actor waits for itself; nothing when it does not answer."""
+    """The waits of the actor itself; none when it does not answer."""
     with suppress(Exception):
         async with asyncio.timeout(ANSWER):
             return [] if actor is None else await submit(actor, Actor.awaits)
@@ -201,15 +216,16 @@ async def _elsewhere(actor: Handle[Actor] | None) -> list[tuple[str, Any]]:
 
 async def _stacks(waiting: list[_Stalled]) -> str:
     """The stacks of the awaited actors, then of those for which they wait, then of the driver."""
-    actors = {one.oldest.actor: one.oldest.what for one in waiting if one.oldest.actor is not None}
-    for one in waiting:
-        for what, actor in one.elsewhere:
+    awaited = [stalled.oldest for stalled in waiting]
+    actors = {wait.actor: wait.what for wait in awaited if wait.actor is not None}
+    for stalled in waiting:
+        for what, actor in stalled.elsewhere:
             if actor is not None:
-                actors.setdefault(actor, f"{one.oldest.what}: {what}")
-    found = await asyncio.gather(*(_ask(actor) for actor in actors))
+                actors.setdefault(actor, f"{stalled.oldest.what}: {what}")
+    stacks = await asyncio.gather(*(_ask(actor) for actor in actors))
     parts = [
         f"=== awaited: {what} ===\n{text}"
-        for what, text in zip(actors.values(), found, strict=True)
+        for what, text in zip(actors.values(), stacks, strict=True)
     ]
     tasks = "\n".join(repr(task) for task in asyncio.all_tasks())
     return "\n\n".join([*parts, f"=== driver ===\n{dump()}\n\ntasks\n{tasks}"]) + "\n"
@@ -239,8 +255,10 @@ class NodeGone(RayGone):
 
 
 class HeadWatch:
-    """``ask`` is ``ask_head``, and ``lives`` is ``node_lives``; ``note`` shows a line to the user;
-    ``gone`` is why no actor can be started any more, or None.
+    """Checks whether actors can still be started.
+
+    ``ask`` is ``ask_head``, and ``lives`` is ``node_lives``; ``note`` shows a line to the user;
+    ``gone`` is the reason why no actor can be started any more, or None.
     """
 
     def __init__(
@@ -249,8 +267,11 @@ class HeadWatch:
         ask: Callable[[float], None] = ask_head,
         lives: Callable[[], bool] = node_lives,
     ) -> None:
-        self._note, self._ask, self._lives = note, ask, lives
-        self._answered, self._noted = time.monotonic(), False
+        self._note = note
+        self._ask = ask
+        self._lives = lives
+        self._answered = time.monotonic()
+        self._noted = False
         self.gone: RayGone | None = None
 
     def look(self) -> bool:
@@ -259,10 +280,10 @@ class HeadWatch:
             self._ask(ANSWER)
             lives = self._lives()
         except AuthenticationError as error:
-            why = str(error).partition("..")[0]
+            reason = str(error).partition("..")[0]
             self.gone = HeadGone(
                 "the head of the Ray cluster was started again, and knows nothing of this run"
-                f" ({why})"
+                f" ({reason})"
             )
         except Exception as error:
             silent = time.monotonic() - self._answered
@@ -275,7 +296,8 @@ class HeadWatch:
                 )
             return self.gone is not None
         else:
-            self._answered, self._noted = time.monotonic(), False
+            self._answered = time.monotonic()
+            self._noted = False
             if not lives:
                 self.gone = NodeGone(
                     f"Ray on {socket.gethostname()} has ended (its raylet, or an agent that takes"
@@ -285,7 +307,7 @@ class HeadWatch:
         return True
 
     def decide(self) -> None:
-        """Wait until it is known whether the head is there. Raises RayGone."""
+        """Wait until it is known whether the head lives. Raises RayGone."""
         while not self.gone and not self.look():
             time.sleep(PERIOD / 4)
         self.check()
@@ -299,13 +321,14 @@ class HeadWatch:
 @contextmanager
 def watched(note: Callable[[str], None]) -> Iterator[HeadWatch]:
     """A thread checks the head while the block lasts."""
-    watch, over = HeadWatch(note), threading.Event()
+    watch = HeadWatch(note)
+    over = threading.Event()
 
-    def keep() -> None:
+    def look_repeatedly() -> None:
         while not over.wait(PERIOD) and not watch.gone:
             watch.look()
 
-    thread = threading.Thread(target=keep, name="head-watch", daemon=True)
+    thread = threading.Thread(target=look_repeatedly, name="head-watch", daemon=True)
     thread.start()
     try:
         yield watch
