@@ -42,14 +42,16 @@ from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
 logger = logging.getLogger(__name__)
 
 REQUEST_SHARE = 1 / 6
-"""The time of one generation request, after which the engine counts as lost, as a share of
-``environment.episode_timeout``.
+"""The share of ``environment.episode_timeout`` that one generation request may take.
+
+After that the engine counts as lost.
 """
 
 
 class EnvironmentActor(Actor):
-    """Plays on the engine of a lease, and gets another lease from the driver when that engine is
-    lost.
+    """Plays episodes on the engine of a lease.
+
+    It gets another lease from the driver when that engine is lost.
     """
 
     def __init__(
@@ -60,16 +62,18 @@ class EnvironmentActor(Actor):
         timeout: float = 3600.0,
         at_once: int | None = None,
     ) -> None:
-        """``timeout``: seconds for a whole episode, from when there is room for it; ``at_once``:
-        how many are played, None for all (``environment.*``).
+        """Make the renderer and the environments.
+
+        ``timeout``: seconds for a whole episode, from when there is room for it; ``at_once``: how
+        many are played at once, None for all (``environment.*``).
         """
         self._settings = episode
         self._renderer = Renderer(model)
-        every = (episode.environment, *(kinds or {}).values())
+        all_kinds = (episode.environment, *(kinds or {}).values())
         # Settings that cannot be read end the constructor here, and not the first episode.
-        for kind in every:
+        for kind in all_kinds:
             kind.options()
-        self._leads = any(kind.leads for kind in every)
+        self._leads = any(kind.leads for kind in all_kinds)
         self._environments = Environments(episode.environment, kinds or {})
         self._timeout = timeout
         self._room = asyncio.Semaphore(at_once) if at_once else contextlib.nullcontext()
@@ -78,7 +82,7 @@ class EnvironmentActor(Actor):
         self._engines: set[LeasedEngine] = set()
 
     def health(self) -> int:
-        """Episodes being played."""
+        """The number of episodes that are being played."""
         return self._running
 
     @ray.method(concurrency_group="debug")
@@ -86,15 +90,16 @@ class EnvironmentActor(Actor):
         """How many episodes wait for each engine, and how many for their environment."""
         engines = list(self._engines)
         leases = [engine.lease for engine in engines if engine.generates]
-        counts, handles = (
-            Counter(lease.slot for lease in leases),
-            {lease.slot: lease.handle for lease in leases},
-        )
-        found: list[tuple[str, Any]] = [
-            (f"{n} generate on rollout {slot}", handles[slot]) for slot, n in sorted(counts.items())
+        counts = Counter(lease.slot for lease in leases)
+        handles = {lease.slot: lease.handle for lease in leases}
+        waits: list[tuple[str, Any]] = [
+            (f"{count} generate on rollout {slot}", handles[slot])
+            for slot, count in sorted(counts.items())
         ]
-        others = len(engines) - len(leases)
-        return [*found, (f"{others} are in their environment", None)] if others else found
+        in_environment = len(engines) - len(leases)
+        if in_environment:
+            waits.append((f"{in_environment} are in their environment", None))
+        return waits
 
     async def play(
         self,
@@ -102,27 +107,32 @@ class EnvironmentActor(Actor):
         lease: Lease[Engine],
         driver: Handle[LeasesEngines],
     ) -> tuple[list[Summary | Failure], *tuple[Trajectory | None, ...]]:
-        """Play n episodes of a group at once, on one engine (call with ``num_returns`` 1 + n):
-        their results, then their payloads. A failure has no payload. Takes an episode's timeout and
-        ``CLOSE_TIMEOUT`` at most, and as long again for each time that ``at_once`` episodes were
-        here before. Raises WorkerSpent at once.
+        """Play n episodes of a group at once, on one engine.
+
+        Call it with ``num_returns`` 1 + n: it returns their results, then their payloads. A failure
+        has no payload. Takes an episode's timeout and ``CLOSE_TIMEOUT`` at most, and as long again
+        for each time that ``at_once`` episodes were here before. Raises WorkerSpent at once.
         """
-        if (stuck := hanging()) >= threads.HUNG:
-            raise WorkerSpent(f"{stuck} calls of tools hang in this process")
-        single = self._for(requests[0]).max_turns == 1 and not self._leads
-        first = FirstTurn(len(requests), self._images) if len(requests) > 1 and single else None
+        hanging_calls = hanging()
+        if hanging_calls >= threads.HUNG:
+            raise WorkerSpent(f"{hanging_calls} calls of tools hang in this process")
+        single_turn = self._for(requests[0]).max_turns == 1 and not self._leads
+        first_turn: FirstTurn | None = None
+        if len(requests) > 1 and single_turn:
+            first_turn = FirstTurn(len(requests), self._images)
         timeout = self._timeout * REQUEST_SHARE
         engines = [
-            LeasedEngine(request, lease, driver, timeout, self._images, first)
+            LeasedEngine(request, lease, driver, timeout, self._images, first_turn)
             for request in requests
         ]
         prompts = FirstPrompts(self._renderer)
         episodes = (
-            self._episode(_own(one), engine, prompts)
-            for one, engine in zip(requests, engines, strict=True)
+            self._episode(_own(request), engine, prompts)
+            for request, engine in zip(requests, engines, strict=True)
         )
-        played = await asyncio.gather(*episodes)
-        return [summary for summary, _ in played], *(trajectory for _, trajectory in played)
+        results = await asyncio.gather(*episodes)
+        heads = [head for head, _ in results]
+        return heads, *(trajectory for _, trajectory in results)
 
     def _for(self, request: RolloutRequest) -> EpisodeSettings:
         return self._settings.model_copy(update=request.episode)
@@ -134,12 +144,12 @@ class EnvironmentActor(Actor):
         self._engines.add(engine)
         try:
             environment = self._environments.of(request.task)
-            late = EnvironmentHung(
+            timeout_error = EnvironmentHung(
                 f"the episode did not end within {self._timeout:g} s", environment.contained
             )
 
-            # The time begins with the room: an episode that waited for others has not hung. The
-            # wait ends, since each of those others has a deadline.
+            # The time begins with the room: an episode that waited for other episodes has not
+            # hung. The wait ends, since each of these has a deadline.
             async with self._room:
                 engine.begins()
                 began = time.monotonic()
@@ -151,12 +161,12 @@ class EnvironmentActor(Actor):
                     engine.generate,
                     prompts,
                 )
-                trajectory = await bounded(self._timeout, playing, late)
+                trajectory = await bounded(self._timeout, playing, timeout_error)
                 seconds = time.monotonic() - began
             summary = summarize(trajectory, request.task, seconds, self._renderer.image_token)
             return replace(summary, sent=engine.sent), trajectory
         except Exception as error:
-            # A value, so that one failure does not take the results of its group with it.
+            # A value, so that one failure does not cost the results of its group.
             return _failed(request, error), None
         finally:
             self._running -= 1
@@ -170,18 +180,17 @@ def _own(request: RolloutRequest) -> RolloutRequest:
     Messages cannot be changed.
     """
     task = request.task
-    return replace(
-        request,
-        task=replace(
-            task, ground_truth=copy.deepcopy(task.ground_truth), extra=copy.deepcopy(task.extra)
-        ),
-    )
+    ground_truth = copy.deepcopy(task.ground_truth)
+    extra = copy.deepcopy(task.extra)
+    return replace(request, task=replace(task, ground_truth=ground_truth, extra=extra))
 
 
 def classify(raised: BaseException) -> Failure:
     """An error of an episode as a value: made here, where it is known whose code raised it."""
-    match error := cause(raised):
-        case DataFailure():  # an engine's comes wrapped
+    error = cause(raised)
+    match error:
+        case DataFailure():
+            # The error of an engine comes wrapped.
             scope = Scope.EPISODE if error is raised else Scope.ENGINE
             return Failure(Cause.BAD_DATA, scope, retryable=True, why=error.reason, path=error.path)
         case Diverged():
@@ -213,8 +222,9 @@ def _failed(request: RolloutRequest, raised: BaseException) -> Failure:
 
     Unforeseen errors, and those of environments, are logged with their traceback.
     """
-    error, failure = cause(raised), classify(raised)
-    foreseen = isinstance(error, InfrastructureFailure | DataFailure | OverLongPrompt)
-    if isinstance(error, EnvironmentFailed) or not foreseen:
+    error = cause(raised)
+    failure = classify(raised)
+    is_foreseen = isinstance(error, InfrastructureFailure | DataFailure | OverLongPrompt)
+    if isinstance(error, EnvironmentFailed) or not is_foreseen:
         logger.error("episode %s of task %s failed", request.id, request.task.id, exc_info=error)
     return failure

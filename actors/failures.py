@@ -1,4 +1,4 @@
-"""What is done about an actor's error, by its class.
+"""The action that follows an actor's error, by the error's class.
 
 A test walks through ``ray.exceptions``: a new class must get its line.
 """
@@ -30,19 +30,21 @@ T = TypeVar("T")
 
 
 class FailureAction(StrEnum):
-    """What is done about a failure."""
+    """The action that follows a failure."""
 
     REPLACE = "replace worker"
-    """The process that was called, or its machine, failed: another process takes its place and does
-    the work.
+    """The process that was called, or its machine, failed.
+
+    Another process takes its place and does the work.
     """
     REBUILD = "rebuild policy"
     """A rank failed: all ranks are replaced, and the newest checkpoint is restored."""
     EXCLUDE = "exclude payload"
-    """An object is gone: its trajectory is replaced by another one; weights are synced again."""
+    """An object was lost: its trajectory is replaced by another one; weights are synced again."""
     END = "end typed"
-    """Neither another process nor less data helps: the run saves what it can and ends with this
-    error.
+    """Neither another process nor less data helps.
+
+    The run saves what it can and ends with this error.
     """
 
 
@@ -50,14 +52,15 @@ REPLACE, REBUILD, EXCLUDE, END = FailureAction
 _TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 ACTIONS: Mapping[type[BaseException], tuple[FailureAction, str]] = MappingProxyType(
     {
-        resolve_name(name): (FailureAction[action.upper()], why)
-        for name, (action, why) in _TABLE.items()
+        resolve_name(name): (FailureAction[action.upper()], reason)
+        for name, (action, reason) in _TABLE.items()
     }
 )
 """By class, with the reason. Another class has the action of its nearest base, or END."""
 DEVICE = ("AcceleratorError", "CUDA error")
-"""What torch calls a device that failed for good, which the process never gets back: the type's
-name, or words of its text.
+"""The name of the type, and words of the text, of torch's error of a device that failed for good.
+
+The process never gets the device back.
 """
 FRAME = '\n  File "'
 """How each frame of a traceback begins."""
@@ -65,8 +68,9 @@ MISCONFIGURED = re.compile(
     rf"[^\n]*\n(?: [^\n]*\n)*{re.escape(f'{ConfigError.__module__}.{ConfigError.__name__}')}: (.*)",
     re.DOTALL,
 )
-"""The rest of a traceback after the beginning of its last frame, when the exception is a
-ConfigError; finds its message.
+"""Finds the message of a ConfigError in a traceback.
+
+It matches the rest of the traceback after the beginning of its last frame.
 """
 
 
@@ -78,25 +82,26 @@ def cause(error: BaseException) -> BaseException:
 
 
 def action(error: BaseException, ranks: int = 0) -> FailureAction:
-    """What is done about the error of a call, of the policy if ``ranks`` > 0.
+    """The action that follows the error of a call, of the policy if ``ranks`` > 0.
 
     A collective that fails is a RuntimeError on the ranks that live, so with several ranks each
     RuntimeError, except for a device out of memory, counts as a lost rank.
     """
-    below = cause(error)
-    if getattr(
-        below, "actor_init_failed", False
-    ):  # its constructor raised, which it would do again
+    origin = cause(error)
+    # A constructor that raised would raise again.
+    if getattr(origin, "actor_init_failed", False):
         return END
-    found = next((ACTIONS[kind][0] for kind in type(below).__mro__ if kind in ACTIONS), END)
-    if found is END and isinstance(below, RuntimeError):
-        names = {kind.__name__ for kind in type(below).__mro__}
+    bases = type(origin).__mro__
+    result = next((ACTIONS[base][0] for base in bases if base in ACTIONS), END)
+    if result is END and isinstance(origin, RuntimeError):
+        names = {base.__name__ for base in bases}
         # Another process would run out of memory on the same batch.
         if "OutOfMemoryError" in names:
             return END
-        if ranks > 1 or DEVICE[0] in names or DEVICE[1] in str(below):
-            found = REPLACE
-    return REBUILD if ranks and found is not END else found
+        device_failed = DEVICE[0] in names or DEVICE[1] in str(origin)
+        if ranks > 1 or device_failed:
+            result = REPLACE
+    return REBUILD if ranks and result is not END else result
 
 
 def is_lost(error: BaseException) -> bool:
@@ -110,42 +115,48 @@ def is_spent(error: BaseException) -> bool:
 
 
 def object_lost(error: BaseException) -> bool:
-    """Whether an object is gone that was fetched, or given to a call."""
+    """Whether an object was lost that was fetched, or given to a call."""
     return action(error) is EXCLUDE
 
 
 def typed(error: BaseException) -> RayloopError:
-    """The RayloopError with which a run ends that cannot go on after ``error``."""
-    below = cause(error)
-    if isinstance(below, RayloopError):
-        return below
-    if getattr(below, "actor_init_failed", False):
-        return misconfigured(below) or WorkerStartFailed(
-            f"an actor did not start: {last_line(below)}"
-        )
-    machine = isinstance(below, exceptions.RayError | OSError) or action(below) is not END
-    text = (str(below).strip() or "no message").splitlines()[0]
-    return (MachineFailed if machine else Unforeseen)(f"{type(below).__name__}: {text}")
+    """The RayloopError with which a run ends that cannot continue after ``error``."""
+    origin = cause(error)
+    if isinstance(origin, RayloopError):
+        return origin
+    if getattr(origin, "actor_init_failed", False):
+        config_error = misconfigured(origin)
+        return config_error or WorkerStartFailed(f"an actor did not start: {last_line(origin)}")
+    is_machine_error = isinstance(origin, exceptions.RayError | OSError)
+    first_line = (str(origin).strip() or "no message").splitlines()[0]
+    message = f"{type(origin).__name__}: {first_line}"
+    if is_machine_error or action(origin) is not END:
+        return MachineFailed(message)
+    return Unforeseen(message)
 
 
 def brief(error: BaseException) -> str:
-    """The first line of what was raised inside the actor, or the name of its type."""
-    return (str(cause(error)).strip() or type(cause(error)).__name__).splitlines()[0]
+    """The first line of the error raised inside the actor, or the name of its type."""
+    origin = cause(error)
+    text = str(origin).strip() or type(origin).__name__
+    return text.splitlines()[0]
 
 
 def last_line(error: BaseException) -> str:
     """The last line of an error's text: Ray puts the remote traceback before it."""
-    return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[-1].strip()
 
 
 def misconfigured(error: BaseException) -> ConfigError | None:
-    """The ConfigError that an actor's constructor raised, as it was raised; None for another error
-    of the constructor.
+    """The ConfigError that an actor's constructor raised, as it was raised.
+
+    None for another error of the constructor.
     """
-    # Ray keeps the text of what a constructor raised, and not the exception.
-    _, _, after = str(error).rpartition(FRAME)
-    found = MISCONFIGURED.fullmatch(after)
-    return None if found is None else ConfigError(found[1].strip())
+    # Ray keeps the text of a constructor's error, and not the exception.
+    _, _, last_frame = str(error).rpartition(FRAME)
+    match = MISCONFIGURED.fullmatch(last_frame)
+    return None if match is None else ConfigError(match[1].strip())
 
 
 def as_value(error: BaseException) -> exceptions.RayTaskError:
@@ -153,27 +164,26 @@ def as_value(error: BaseException) -> exceptions.RayTaskError:
 
     The caller raises its ``as_instanceof_cause``.
     """
-    return exceptions.RayTaskError(
-        "one of several", "".join(traceback.format_exception(error)), error
-    )
+    trace = "".join(traceback.format_exception(error))
+    return exceptions.RayTaskError("one of several", trace, error)
 
 
 def fetch(refs: Sequence[Ref[T]]) -> tuple[dict[Ref[T], T], set[Ref[T]]]:
-    """The values of the references, each fetched once, and the references whose objects are gone."""
+    """The values of the references, each fetched once, and the references of lost objects."""
     distinct = list(dict.fromkeys(refs))
     try:
         # All at once is the usual case. For a lost object ``ray.get`` of a list gives no values at
-        # all, so each is then fetched alone.
+        # all, so each is then fetched separately.
         return dict(zip(distinct, ray.get(distinct), strict=True)), set()
     except Exception as error:
         if not object_lost(error):
             raise
 
-    found: dict[Ref[T], T] = {}
+    values: dict[Ref[T], T] = {}
     for ref in distinct:
         try:
-            [found[ref]] = ray.get([ref])
+            [values[ref]] = ray.get([ref])
         except Exception as error:
             if not object_lost(error):
                 raise
-    return found, set(distinct) - found.keys()
+    return values, set(distinct) - values.keys()

@@ -1,5 +1,6 @@
-"""Typed handles of actors: the type checker refuses wrong methods and arguments of ``submit(handle,
-Class.method, ...)``.
+"""Typed handles of actors.
+
+The type checker refuses wrong methods and arguments of ``submit(handle, Class.method, ...)``.
 """
 
 from collections.abc import Callable, Coroutine, Mapping
@@ -25,10 +26,9 @@ def create(
     actor: Callable[P, A], options: Mapping[str, Any], *args: P.args, **kwargs: P.kwargs
 ) -> Handle[A]:
     """Start an actor with Ray's ``options``. The first call raises what its constructor raised."""
-    return cast(
-        Handle[A],
-        ray.remote(concurrency_groups=GROUPS)(actor).options(**options).remote(*args, **kwargs),
-    )
+    remote_class = ray.remote(concurrency_groups=GROUPS)(actor)
+    handle = remote_class.options(**options).remote(*args, **kwargs)
+    return cast(Handle[A], handle)
 
 
 @overload
@@ -63,8 +63,9 @@ def submit_split(
     *args: P.args,
     **kwargs: P.kwargs,
 ) -> tuple[Ref[R], *tuple[Ref[S], ...]]:
-    """Begin a call of a method that returns ``returns`` values, each with a reference: one is
-    awaited while others stay remote.
+    """Begin a call of a method that returns ``returns`` values, each with a reference.
+
+    One value is awaited while others stay remote.
     """
     call: Any = getattr(handle, method.__name__).options(num_returns=returns)
     return cast(tuple[Ref[R], *tuple[Ref[S], ...]], tuple(call.remote(*args, **kwargs)))
@@ -78,9 +79,9 @@ def submit_numbered(
     *args: P.args,
     **kwargs: P.kwargs,
 ) -> Any:
-    """Begin a call that the actor runs once, however often it comes with the same number
-    (``PolicyRank.numbered``). Returns one reference, or a list of as many as the method ``returns``
-    values.
+    """Begin a call that the actor runs once for each number (``PolicyRank.numbered``).
+
+    Returns one reference, or a list of as many as the method ``returns`` values.
     """
     untyped: Any = handle
     # Ray shows a call, and the process that runs it, by this name.

@@ -1,6 +1,8 @@
-"""An image is sent once per engine: a request names its images by hash, and carries the bytes that
-its engine has not had. ``SentImages`` is the half of the process that calls engines, ``ImageCache``
-that of a rollout actor.
+"""Sends an image once per engine.
+
+A request names its images by hash, and carries the bytes that its engine has not had.
+``SentImages`` is the half of the process that calls engines, ``ImageCache`` is the half of a
+rollout actor.
 """
 
 import asyncio
@@ -17,12 +19,14 @@ from rayloop.core.types import ImagesSent, TokenPrompt
 R = TypeVar("R")
 
 KEPT = 1 << 30
-"""Bytes of images that a rollout actor keeps, beside those of running requests: 64 episodes of 15
-screenshots of 1 MB.
+"""Bytes of images that a rollout actor keeps, besides the images of running requests.
+
+It is enough for 64 episodes of 15 screenshots of 1 MB.
 """
 REMEMBERED = 1 << 15
-"""Images that a process remembers to have sent or had, in some 10 MB. One that is forgotten is sent
-again.
+"""Images that a process remembers to have sent or had, in some 10 MB.
+
+An image that is forgotten is sent again.
 """
 ARRIVING = 2.0
 """Seconds that a request waits for an image that another one carries."""
@@ -36,8 +40,9 @@ class MissingImages:
 
 
 class ImageCache:
-    """A rollout actor's images by hash: ``limit`` bytes, and those of running requests; drops the
-    least recently used.
+    """A rollout actor's images by hash.
+
+    It keeps ``limit`` bytes and the images of running requests, and drops the least recently used.
     """
 
     def __init__(self, limit: int = KEPT) -> None:
@@ -48,17 +53,18 @@ class ImageCache:
 
     @property
     def used(self) -> int:
-        """Bytes."""
+        """The bytes in use."""
         return self._images.used
 
     @asynccontextmanager
     async def whole(self, prompt: TokenPrompt) -> AsyncIterator[TokenPrompt | MissingImages]:
-        """The prompt with the bytes of all images that have no path, which are kept during the
-        block; or the missing images.
+        """The prompt with the bytes of all images that have no path; or the missing images.
+
+        The images are kept during the block.
         """
         names = [image.ref.sha256 for image in prompt.images]
 
-        # Before anything is awaited: the cache must not drop these images in the meantime.
+        # Before anything is awaited: the cache must not drop these images in that time.
         self._running.update(names)
         try:
             for image in prompt.images:
@@ -69,16 +75,15 @@ class ImageCache:
                 for image in prompt.images
                 if image.data is None and image.ref.path is None
             }
-            if missing := await self._missing(lacking):
+            missing = await self._missing(lacking)
+            if missing:
                 yield MissingImages(missing)
             else:
-                kept = self._images.get
-                yield replace(
-                    prompt,
-                    images=tuple(
-                        replace(i, data=kept(i.ref.sha256) or i.data) for i in prompt.images
-                    ),
+                images = tuple(
+                    replace(image, data=self._images.get(image.ref.sha256) or image.data)
+                    for image in prompt.images
                 )
+                yield replace(prompt, images=images)
         finally:
             self._running.subtract(names)
             # A Counter keeps zeros, and would grow by each image of the run.
@@ -94,22 +99,25 @@ class ImageCache:
             self._changed.set()
 
     async def _missing(self, names: Collection[str]) -> frozenset[str]:
-        """The images that are not there.
+        """The images that the cache lacks.
 
-        One that never came is on its way with another request, and is awaited.
+        An image that never came is on its way with another request, and is awaited.
         """
+        missing = self._lacked_of(names)
         with suppress(TimeoutError):
             async with asyncio.timeout(ARRIVING):
-                while missing := frozenset(
-                    name for name in names if self._images.get(name) is None
-                ):
+                while missing:
                     # An image that came and was dropped will not
                     # come by itself: the sender must be asked.
                     if any(self._came.get(name) for name in missing):
                         break
                     self._changed.clear()
                     await self._changed.wait()
+                    missing = self._lacked_of(names)
         return missing
+
+    def _lacked_of(self, names: Collection[str]) -> frozenset[str]:
+        return frozenset(name for name in names if self._images.get(name) is None)
 
 
 class SentImages:
@@ -125,33 +133,37 @@ class SentImages:
         send: Callable[[TokenPrompt], Awaitable[R | MissingImages]],
         count: Callable[[ImagesSent], None],
     ) -> R:
-        """The engine's answer to the prompt, which ``send`` sends, again with missing bytes when
-        the engine asks for them. ``count`` gets the numbers of images sent. Raises
-        InfrastructureFailure when the engine lacks images that were sent.
+        """The engine's answer to the prompt, which ``send`` sends.
+
+        It is sent again with missing bytes when the engine asks for them. ``count`` gets the
+        numbers of images sent. Raises InfrastructureFailure when the engine lacks images that were
+        sent.
         """
         images = {image.ref.sha256 for image in prompt.images if image.data is not None}
-        had, again = {name for name in images if self._had.get((engine, name))}, 0
+        had = {name for name in images if self._had.get((engine, name))}
+        repeated = 0
         while True:
-            sent = _without(prompt, had)
-            carried = [image.data for image in sent.images if image.data is not None]
-            count(ImagesSent(len(carried), sum(map(len, carried)), again))
-            for (
-                name
-            ) in images:  # a later request only names them, and the engine waits for their bytes
+            request = _without(prompt, had)
+            data = [image.data for image in request.images if image.data is not None]
+            count(ImagesSent(len(data), sum(map(len, data)), repeated))
+            # A later request only names them, and the engine waits for their bytes.
+            for name in images:
                 self._had.put((engine, name), True)
-            answer = await send(sent)
+            answer = await send(request)
             if not isinstance(answer, MissingImages):
                 return answer
             if not had & answer.sha256:
                 raise InfrastructureFailure(
                     f"engine {engine} lacks {len(answer.sha256)} images that it was sent"
                 )
-            had, again = had - answer.sha256, len(answer.sha256)
+            had -= answer.sha256
+            repeated = len(answer.sha256)
 
 
 def _without(prompt: TokenPrompt, had: Collection[str]) -> TokenPrompt:
-    """The prompt without the bytes in ``had``, and with those of any other image once."""
-    carried, images = set(had), []
+    """The prompt without the bytes in ``had``, and with the bytes of any other image once."""
+    carried = set(had)
+    images = []
     for image in prompt.images:
         images.append(replace(image, data=None) if image.ref.sha256 in carried else image)
         carried.add(image.ref.sha256)

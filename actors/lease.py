@@ -24,8 +24,9 @@ A_co = TypeVar("A_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Lease(Generic[A_co]):
-    """The right to use one worker: its serial number, its actor handle, its slot, and its node
-    (Ray's id; "" when unknown).
+    """The right to use one worker.
+
+    ``worker``: its serial number; ``node``: Ray's id of its node, "" when unknown.
     """
 
     worker: int
@@ -46,35 +47,39 @@ class Engine(Protocol):
         """Sample one turn for each seed."""
 
     async def leave(self, cohort: str) -> None:
-        """One episode of the cohort will ask for no more turns."""
+        """One episode of the cohort has ended, and asks for no more turns."""
 
 
 class LeasesEngines(Protocol):
     """The actor that owns the pools: the driver, or an evaluation's."""
 
     async def lease_engine(self, episode: str, lost: int, why: str) -> Lease[Engine]:
-        """Another engine for an episode (``<trajectory>@<attempt>``) whose request failed on engine
-        ``lost``.
+        """Lease another engine for an episode (``<trajectory>@<attempt>``).
+
+        A request of the episode failed on engine ``lost``.
         """
 
 
 class FirstTurn:
-    """The first turn of the episodes of one call: those with the same prompt, except for the seed,
-    share one request. It is sent when all have asked, or after twice the time that the first one
-    took since it began, at least ``PATIENCE`` seconds more.
+    """The first turn of the episodes of one call.
+
+    Episodes with the same prompt, except for the seed, share one request. It is sent when all have
+    asked, or after twice the time that the first one took since it began, at least ``PATIENCE``
+    seconds more.
     """
 
     def __init__(self, episodes: int, images: SentImages) -> None:
-        self._missing, self._images = episodes, images
+        self._missing = episodes
+        self._images = images
         self._began: float | None = None
-        self._asked: list[_Asked] = []
+        self._asked: list[_AskedTurn] = []
         self._sent: set[asyncio.Task[None]] = set()
         self._late: asyncio.TimerHandle | None = None
 
     def begins(self) -> None:
         """An episode has room.
 
-        What it waited before says nothing about how long the others will take.
+        The time that it waited for room says nothing about how long the others will take.
         """
         if self._began is None:
             self._began = time.monotonic()
@@ -88,16 +93,16 @@ class FirstTurn:
     ) -> Awaitable[Completion]:
         """The answer for one episode.
 
-        Raises as a call of its own would. One ``count`` of each request gets the images sent.
+        Raises as a separate call would. One ``count`` of each request gets the images sent.
         """
         loop = asyncio.get_running_loop()
-        one = _Asked(lease, prompt, sampling, count, loop.create_future())
-        self._asked.append(one)
+        turn = _AskedTurn(lease, prompt, sampling, count, loop.create_future())
+        self._asked.append(turn)
         if self._late is None:
-            took = 0.0 if self._began is None else time.monotonic() - self._began
-            self._late = loop.call_later(max(PATIENCE, took), self._send)
+            seconds = 0.0 if self._began is None else time.monotonic() - self._began
+            self._late = loop.call_later(max(PATIENCE, seconds), self._send)
         self.without()
-        return one.answer
+        return turn.answer
 
     def without(self) -> None:
         """Wait for one episode less: it has asked, or will not."""
@@ -109,20 +114,22 @@ class FirstTurn:
         if self._late is not None:
             self._late.cancel()
         self._missing = 0
-        alike: dict[Any, list[_Asked]] = {}
-        for one in self._asked:
-            alike.setdefault(one.request, []).append(one)
+        turns_by_request: dict[Any, list[_AskedTurn]] = {}
+        for turn in self._asked:
+            turns_by_request.setdefault(turn.request, []).append(turn)
         self._asked = []
-        for asked in alike.values():
-            sent = asyncio.ensure_future(_answer(asked, self._images))
+        for turns in turns_by_request.values():
+            task = asyncio.ensure_future(_answer(turns, self._images))
             # asyncio keeps weak references to tasks: without
             # the set one may be collected before it ends.
-            self._sent.add(sent)
-            sent.add_done_callback(self._sent.discard)
+            self._sent.add(task)
+            task.add_done_callback(self._sent.discard)
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _AskedTurn:
+    """The first turn of one episode."""
+
     lease: Lease[Engine]
     prompt: TokenPrompt
     sampling: Sampling
@@ -131,7 +138,7 @@ class _Asked:
 
     @property
     def request(self) -> Any:
-        """The key of those that share a request. Images are compared by hash."""
+        """The key of the turns that share a request. Images are compared by hash."""
         return (
             self.prompt.token_ids,
             tuple(image.ref for image in self.prompt.images),
@@ -140,28 +147,32 @@ class _Asked:
         )
 
 
-async def _answer(asked: Sequence[_Asked], images: SentImages) -> None:
-    """Send one request for all of these, and set the answer or the error of each."""
-    first, answers = asked[0], list[Completion | Exception]()
-    seeds = [one.prompt.seed for one in asked]
+async def _answer(turns: Sequence[_AskedTurn], images: SentImages) -> None:
+    """Send one request for all of these turns, and set the answer or the error of each."""
+    first = turns[0]
+    seeds = [turn.prompt.seed for turn in turns]
 
-    def send(sent: TokenPrompt) -> Awaitable[list[Completion | RayTaskError] | MissingImages]:
-        return submit(first.lease.handle, Engine.generate_each, sent, seeds, first.sampling)
+    def send(prompt: TokenPrompt) -> Awaitable[list[Completion | RayTaskError] | MissingImages]:
+        return submit(first.lease.handle, Engine.generate_each, prompt, seeds, first.sampling)
 
+    answers: list[Completion | Exception] = []
     try:
-        found = await images.exchange(first.lease.worker, first.prompt, send, first.count)
-        answers += [
-            one.as_instanceof_cause() if isinstance(one, RayTaskError) else one for one in found
-        ]
+        results = await images.exchange(first.lease.worker, first.prompt, send, first.count)
+        for result in results:
+            if isinstance(result, RayTaskError):
+                answers.append(result.as_instanceof_cause())
+            else:
+                answers.append(result)
     except Exception as error:
-        answers += [error] * len(asked)
-    for one, answer in zip(asked, answers, strict=True):
-        if one.answer.done():  # it was cancelled
+        answers = [error] * len(turns)
+    for turn, answer in zip(turns, answers, strict=True):
+        # A turn that was cancelled is done.
+        if turn.answer.done():
             continue
         if isinstance(answer, Exception):
-            one.answer.set_exception(answer)
+            turn.answer.set_exception(answer)
         else:
-            one.answer.set_result(answer)
+            turn.answer.set_result(answer)
 
 
 class LeasedEngine:
@@ -183,8 +194,11 @@ class LeasedEngine:
         self.sent = ImagesSent()
         self.generates = False
         """Whether the episode waits for a turn."""
-        self._lease, self._driver, self._timeout = lease, driver, timeout
-        self._images, self._first = images, first
+        self._lease = lease
+        self._driver = driver
+        self._timeout = timeout
+        self._images = images
+        self._first = first
         self._key = f"{request.id}@{request.attempt}"
         self._cohort: Cohort | None = None
         if request.cohort is not None and request.attempt == 0:
@@ -200,7 +214,8 @@ class LeasedEngine:
 
         Raises what the engine and ``driver.lease_engine`` raise.
         """
-        began, self.generates = time.time(), True
+        began = time.time()
+        self.generates = True
         try:
             completion = await self._generate(prompt, sampling)
         finally:
@@ -214,29 +229,32 @@ class LeasedEngine:
 
     async def _generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         while True:
-            sent = replace(prompt, cohort=self._cohort)
-            # Only the first request of an episode is shared; after a lost engine it goes alone.
-            first, self._first = self._first, None
+            prompt = replace(prompt, cohort=self._cohort)
+            # Only the first request of an episode is shared; after a lost engine it is separate.
+            first = self._first
+            self._first = None
             try:
                 async with asyncio.timeout(self._timeout):
                     if first is not None:
-                        return await first.ask(self._lease, sent, sampling, self._count)
-                    return await self._ask(sent, sampling)
+                        return await first.ask(self._lease, prompt, sampling, self._count)
+                    return await self._ask(prompt, sampling)
             except Exception as error:
-                if not (is_lost(error) or object_lost(error)):  # also when the answer is lost
+                # An answer may be lost, too.
+                if not (is_lost(error) or object_lost(error)):
                     raise
                 logger.warning(
                     "episode %s lost engine %d: %r", self._key, self._lease.worker, error
                 )
                 self._cohort = None
-                why = f"{type(cause(error)).__name__}: {cause(error)}".splitlines()[0]
+                origin = cause(error)
+                reason = f"{type(origin).__name__}: {origin}".splitlines()[0]
                 self._lease = await submit(
-                    self._driver, LeasesEngines.lease_engine, self._key, self._lease.worker, why
+                    self._driver, LeasesEngines.lease_engine, self._key, self._lease.worker, reason
                 )
 
     async def _ask(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
-        def send(sent: TokenPrompt) -> Awaitable[Completion | MissingImages]:
-            return submit(self._lease.handle, Engine.generate, sent, sampling)
+        def send(prompt: TokenPrompt) -> Awaitable[Completion | MissingImages]:
+            return submit(self._lease.handle, Engine.generate, prompt, sampling)
 
         return await self._images.exchange(self._lease.worker, prompt, send, self._count)
 
@@ -244,7 +262,7 @@ class LeasedEngine:
         self.sent += sent
 
     def leave(self) -> None:
-        """The episode has ended: no other one waits for it."""
+        """The episode has ended: no other episode waits for it."""
         if self._first is not None:
             self._first.without()
         if self._cohort is not None:

@@ -8,33 +8,31 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from rayloop.actors.assignments import Assignment
 from rayloop.actors.base import Actor
 from rayloop.actors.failures import fetch
 from rayloop.core.failures import WorkerLost, WorkerStartFailed
 from rayloop.core.files import Checksum, appears
-from rayloop.core.groups import Credit, Group, Member
 from rayloop.core.model_files import resolve
 from rayloop.core.protocols import Manifest, TrainItem
 from rayloop.core.types import Ref, Trajectory, TrajectoryId, Version
 from rayloop.engines.machine import grow_segments
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.engines.training_settings import ADAPTERS, COLLECTIVE_TIMEOUT
-from rayloop.grpo.balance import MemberLength, mini_batches, shares
 from rayloop.grpo.losses.settings import LossSettings
-from rayloop.grpo.settings import UpdateSettings
-from rayloop.grpo.staleness import lag
 from rayloop.transports.seam import Sender
 from rayloop.transports.settings import TransportSettings
 
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """Where the ranks meet, and the ``secret`` that only they know."""
+    """The address where the ranks meet, and the ``secret`` that only they know."""
 
     host: str
     port: int
@@ -42,25 +40,12 @@ class Invitation:
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
-    """One trajectory to train on, by reference: ``payload`` and ``reference`` are object
-    references.
-    """
-
-    id: TrajectoryId
-    payload: Ref[Trajectory]
-    credit: Credit
-    reference: Ref[Any] | None = None
-    on_policy: bool = False
-    lag: int = 0
-    group_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class LogprobGap:
-    """Sampling engine against trainer, over ``tokens`` sampled tokens: mean and max |log-prob
-    difference|. ``swapped`` is the mean change of the trainer's own log-probs over trajectories
-    with images when these are swapped.
+    """The difference of the sampling engine's log-probs and the trainer's.
+
+    ``mean`` and ``max`` are of |log-prob difference| over ``tokens`` sampled tokens. ``swapped`` is
+    the mean change of the trainer's own log-probs over trajectories with images when the images are
+    swapped.
     """
 
     tokens: int
@@ -71,16 +56,17 @@ class LogprobGap:
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, float]]) -> LogprobGap:
-        """From the rows of ``PolicyRank.compare``."""
-        tokens, image_tokens = (
-            sum(row[name] for row in rows) for name in ("tokens", "image_tokens")
-        )
+        """Reduce the rows of ``PolicyRank.compare``."""
+        tokens = sum(row["tokens"] for row in rows)
+        image_tokens = sum(row["image_tokens"] for row in rows)
+        difference = sum(row["sum"] for row in rows)
+        swapped_change = sum(row["swapped"] for row in rows)
         return cls(
             int(tokens),
-            sum(row["sum"] for row in rows) / max(1, tokens),
-            max(row["max"] for row in rows),
-            sum(row["images"] > 0 for row in rows),
-            sum(row["swapped"] for row in rows) / max(1, image_tokens),
+            mean=difference / max(1, tokens),
+            max=max(row["max"] for row in rows),
+            images=sum(row["images"] > 0 for row in rows),
+            swapped=swapped_change / max(1, image_tokens),
         )
 
     def report(self) -> dict[str, float]:
@@ -92,51 +78,6 @@ class LogprobGap:
             "images": self.images,
             "swapped": self.swapped,
         }
-
-
-def assignments(
-    groups: Sequence[Group],
-    ranks: int,
-    update: UpdateSettings,
-    seed: int,
-    version: Version,
-    nominal: int,
-    *,
-    treat_as_on_policy: bool,
-    together: int = 1,
-) -> list[list[list[Assignment]]]:
-    """The kept members of the groups that each rank trains on, for each update of a step.
-
-    Mini-batches are cut at group boundaries and shuffled by seed and step; whole groups are spread
-    over the ranks (``shares``). ``nominal``: trajectories of a full step. ``together``: ranks in a
-    row that have one share, and split its rows.
-    """
-
-    def assignment(member: Member, group_tokens: int) -> Assignment:
-        assert member.credit is not None
-        assert member.payload is not None
-        return Assignment(
-            member.summary.id,
-            member.payload,
-            member.credit,
-            member.reference,
-            on_policy=member.replayed and treat_as_on_policy,
-            lag=lag(member.summary.first_version, version),
-            group_tokens=group_tokens,
-        )
-
-    plan: list[list[list[Assignment]]] = [[] for _ in range(ranks)]
-    sizes = [len(group.kept) for group in groups]
-    for batch in mini_batches(sizes, update, seed, version.step, nominal):
-        kept = [groups[index].kept for index in batch]
-        lengths = [[MemberLength.of(member.summary) for member in members] for members in kept]
-        tokens = [sum(member.summary.sampled_tokens for member in members) for members in kept]
-        for number, share in enumerate(shares(lengths, ranks // together)):
-            for rank in range(number * together, (number + 1) * together):
-                plan[rank].append(
-                    [assignment(kept[group][member], tokens[group]) for group, member in share]
-                )
-    return plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,29 +99,45 @@ class RankSettings:
     adapters_alone: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """A rank's share of a step.
+
+    ``values``: the fetched objects by reference; ``seconds``: the duration of the fetch.
+    """
+
+    updates: Sequence[Sequence[Assignment]] = ()
+    values: Mapping[Any, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def _with_own_reference(update: Sequence[Assignment]) -> list[Assignment]:
+    """The assignments of an update, with the payload as the key of the reference's log-probs."""
+    return [replace(assignment, reference=assignment.payload) for assignment in update]
+
+
 class PolicyRank(Actor):
-    """Methods are collective: the driver calls each on all ranks, with the same arguments except
-    for the share.
+    """A rank of the policy. Its methods are collective.
+
+    The driver calls each on all ranks, with the same arguments except for the share.
     """
 
     _alone = False
     """Whether a weight sync sends adapters alone."""
     _sent: Version | None = None
-    """What was sent to a meeting last, until its copy is exported."""
+    """The version that was sent to a meeting last, until its copy is exported."""
     _called = 0
     """The number of the last numbered call."""
     _answer: Future[Any] | None = None
     """Its answer, until ``forget``."""
 
     def __init__(self, settings: RankSettings, rank: int, world_size: int) -> None:
-        self.settings, self.rank, self.world_size = settings, rank, world_size
+        self.settings = settings
+        self.rank = rank
+        self.world_size = world_size
         self.sender: Sender[Any] | None = None
         self._meeting: Any = None
-        self._fetched: tuple[Sequence[Sequence[Assignment]], Mapping[Any, Any], float] = (
-            (),
-            {},
-            0.0,
-        )
+        self._share = _Share()
 
     def numbered(self, number: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method once for each number; numbers count up from 1.
@@ -190,14 +147,16 @@ class PolicyRank(Actor):
         """
         if number != self._called:
             if number != self._called + 1:
-                # The other ranks may have run what this one has not, or run it in another order.
+                # The other ranks may have run calls that this one has not, or in another order.
                 raise WorkerLost(
                     f"call {number} ({method}) of policy rank {self.rank} came after call"
                     f" {self._called}"
                 )
-            self._called, self._answer = number, Future()
+            self._called = number
+            self._answer = Future()
             try:
-                self._answer.set_result(getattr(self, method)(*args, **kwargs))
+                result = getattr(self, method)(*args, **kwargs)
+                self._answer.set_result(result)
             except BaseException as error:
                 self._answer.set_exception(error)
         # Ray runs the calls of a rank one by one, so that the first one has ended when it comes
@@ -221,7 +180,8 @@ class PolicyRank(Actor):
         """
         if self.rank:
             return None
-        host, secret = ray.util.get_node_ip_address(), secrets.token_hex(16)
+        host = ray.util.get_node_ip_address()
+        secret = secrets.token_hex(16)
         if self.world_size == 1:
             return Invitation(host, 0, secret)
         grow_segments()
@@ -240,24 +200,25 @@ class PolicyRank(Actor):
         from rayloop.engines.training.fsdp import FsdpEngine
         from rayloop.transports.seam import transport
 
-        s = self.settings
-        where = meeting if isinstance(meeting, str) else self._met(meeting)
+        settings = self.settings
+        init_method = meeting if isinstance(meeting, str) else self._met(meeting)
         self.engine = FsdpEngine(
-            s.model,
-            s.engine,
-            s.optimizer,
-            s.loss,
+            settings.model,
+            settings.engine,
+            settings.optimizer,
+            settings.loss,
             rank=self.rank,
             world_size=self.world_size,
-            init_method=where,
-            seed=s.seed,
+            init_method=init_method,
+            seed=settings.seed,
         )
-        self._alone = s.adapters_alone and self.engine.family.adapters
+        self._alone = settings.adapters_alone and self.engine.family.adapters
         if self.rank == 0:
-            self.sender = transport(s.transport, s.folder).sender(ray.util.get_node_ip_address())
+            weights = transport(settings.transport, settings.folder)
+            self.sender = weights.sender(ray.util.get_node_ip_address())
 
     def _met(self, invited: Invitation) -> Any:
-        """The store of the ranks, once all are there: one rank alone listens nowhere.
+        """The store of the ranks, once all have met. A single rank listens nowhere.
 
         Raises WorkerStartFailed.
         """
@@ -265,9 +226,8 @@ class PolicyRank(Actor):
 
         if self.world_size == 1:
             return alone()
-        place = self._meeting or meeting_place(
-            (invited.host, invited.port), COLLECTIVE_TIMEOUT, first=False
-        )
+        address = (invited.host, invited.port)
+        place = self._meeting or meeting_place(address, COLLECTIVE_TIMEOUT, first=False)
         try:
             _, store = place.join(invited.secret, self.world_size, self.rank)
         except RuntimeError as error:
@@ -290,12 +250,19 @@ class PolicyRank(Actor):
         Returns the trajectories of which data is lost, to assign the rest again.
         """
         began = time.perf_counter()
-        assigned = [a for update in updates for a in update]
-        found, gone = fetch(
-            [ref for a in assigned for ref in (a.payload, a.reference) if ref is not None]
-        )
-        self._fetched = updates, found, time.perf_counter() - began
-        return [a.id for a in assigned if a.payload in gone or a.reference in gone]
+        assigned = list(chain.from_iterable(updates))
+        references: list[Ref[Any]] = []
+        for assignment in assigned:
+            references.append(assignment.payload)
+            if assignment.reference is not None:
+                references.append(assignment.reference)
+        values, lost = fetch(references)
+        self._share = _Share(updates, values, time.perf_counter() - began)
+        return [
+            assignment.id
+            for assignment in assigned
+            if assignment.payload in lost or assignment.reference in lost
+        ]
 
     def train(self) -> tuple[dict[str, float], Mapping[TrajectoryId, Any]]:
         """Run the optimizer updates of the step whose share was fetched last.
@@ -305,105 +272,134 @@ class PolicyRank(Actor):
         """
         # The arrays are views into Ray's object store:
         # kept, they would fill it until the next fetch.
-        (updates, found, seconds), self._fetched = self._fetched, ((), {}, 0.0)
+        share = self._share
+        self._share = _Share()
 
-        references = found
+        updates = share.updates
+        references = share.values
         if self.settings.adapter_reference:
-            # With several epochs the same trajectory is in several updates, and is scored once.
-            distinct = list(dict.fromkeys(a.payload for update in updates for a in update))
-            scored = self.engine.logprobs([found[ref] for ref in distinct], reference=True)
-            references = dict(zip(distinct, scored, strict=True))
-            updates = [[replace(a, reference=a.payload) for a in update] for update in updates]
+            references = self._adapter_reference(share)
+            updates = list(map(_with_own_reference, updates))
 
-        def item(a: Assignment) -> TrainItem:
-            credit, reference = a.credit, references.get(a.reference)
+        def item(assignment: Assignment) -> TrainItem:
+            credit = assignment.credit
             return TrainItem(
-                found[a.payload],
+                share.values[assignment.payload],
                 credit.advantage,
-                reference,
-                a.on_policy,
-                a.lag,
+                references.get(assignment.reference),
+                assignment.on_policy,
+                assignment.lag,
                 credit.turns,
                 credit.streams,
-                a.group_tokens,
+                assignment.group_tokens,
             )
 
-        report = self.engine.train([[item(a) for a in update] for update in updates])
-        return {**report, "timing_s/fetch": seconds}, self.engine.gaps
+        items_by_update = [list(map(item, update)) for update in updates]
+        report = self.engine.train(items_by_update)
+        return {**report, "timing_s/fetch": share.seconds}, self.engine.gaps
+
+    def _adapter_reference(self, share: _Share) -> dict[Any, Any]:
+        """The log-probs of the share's trajectories with the adapter disabled, by payload."""
+        # With several epochs the same trajectory is in several updates, and is scored once.
+        assigned = chain.from_iterable(share.updates)
+        payloads = list(dict.fromkeys(assignment.payload for assignment in assigned))
+        trajectories = [share.values[payload] for payload in payloads]
+        logprobs = self.engine.logprobs(trajectories, reference=True)
+        return dict(zip(payloads, logprobs, strict=True))
 
     def compare(
         self, payloads: Sequence[Ref[Trajectory]], *, swap_images: bool = False
     ) -> list[dict[str, float]]:
-        """Behaviour log-probs against the trainer's: one row of sums per trajectory that is not
-        lost (``LogprobGap``).
+        """Compare the behaviour log-probs with the trainer's.
+
+        Returns one row of sums per trajectory that is not lost (``LogprobGap``).
         """
-        fetched, _ = fetch(payloads)
-        trajectories = [fetched[ref] for ref in payloads if ref in fetched]
-        found = self.engine.logprobs(trajectories)
-        swapped = self.engine.logprobs(trajectories, swap_images=True) if swap_images else found
+        values, _ = fetch(payloads)
+        trajectories = [values[payload] for payload in payloads if payload in values]
+        logprobs = self.engine.logprobs(trajectories)
+        swapped_logprobs = logprobs
+        if swap_images:
+            swapped_logprobs = self.engine.logprobs(trajectories, swap_images=True)
 
         rows = []
-        for trajectory, ours, other in zip(trajectories, found, swapped, strict=True):
+        for trajectory, present, swapped in zip(
+            trajectories, logprobs, swapped_logprobs, strict=True
+        ):
             flat = trajectory.flatten()
-            difference = abs(ours - flat.behaviour_logprobs[flat.loss_mask])
+            difference = abs(present - flat.behaviour_logprobs[flat.loss_mask])
             images = len(trajectory.images)
             rows.append(
                 {
-                    "tokens": len(ours),
+                    "tokens": len(present),
                     "sum": float(difference.sum()),
                     "max": float(difference.max(initial=0.0)),
                     "images": images,
-                    "image_tokens": len(ours) if images else 0,
-                    "swapped": float(abs(other - ours).sum()) if images else 0.0,
+                    "image_tokens": len(present) if images else 0,
+                    "swapped": float(abs(swapped - present).sum()) if images else 0.0,
                 }
             )
         return rows
 
     def send(self, version: Version, meeting: Any) -> None:
-        """Gather the weights; rank 0's sender sends them to ``meeting`` meanwhile, and keeps a copy
-        for ``export``. Raises BroadcastFailed.
+        """Gather the weights, while rank 0's sender sends them to ``meeting``.
+
+        It keeps a copy for ``export``. Raises BroadcastFailed.
         """
-        self._sent, weights = version, self.engine.stream(version, adapters=self._alone)
+        self._sent = version
+        weights = self.engine.stream(version, adapters=self._alone)
         if self.sender is None:
-            # Gathering is collective: the other ranks take part, and drop what they get.
+            # Gathering is collective: the other ranks take part, and drop the weights.
             deque(weights, maxlen=0)
         else:
             self.sender.send(version, weights, meeting)
 
     def export(self, version: Version) -> tuple[Manifest | None, Any]:
-        """Gather the weights, unless they were sent; rank 0 returns the manifest and what the
-        transport's sender made, the others (None, None).
+        """Gather the weights, unless they were sent.
+
+        Rank 0 returns the manifest and the source that the transport's sender made, the others
+        (None, None).
         """
         if version == self._sent:
-            self._sent, update = None, self.sender and self.sender.sent()
+            self._sent = None
+            update = self.sender and self.sender.sent()
         else:
             tensors = self.engine.export(version, adapters=self._alone)
             update = self.sender and self.sender.pack(version, tensors)
-        return (update.manifest, update.source) if update else (None, None)
+        if not update:
+            return None, None
+        return update.manifest, update.source
 
     def write_model(self, folder: str, version: Version) -> None:
-        """Gather the weights; rank 0 writes them as a model folder, which appears when it is whole."""
+        """Gather the weights; rank 0 writes them as a model folder.
+
+        The folder appears when it is complete.
+        """
         tensors = self.engine.export(version)
         if self.rank == 0:
             from rayloop.engines.models.saving import save_model
 
-            model, aside = self.settings.model, Path(f"{folder}.tmp")
-            save_model(resolve(model.path, model.revision).folder, aside, tensors, limits=model)
-            aside.rename(folder)
+            model = self.settings.model
+            temporary = Path(f"{folder}.tmp")
+            source = resolve(model.path, model.revision).folder
+            save_model(source, temporary, tensors, limits=model)
+            temporary.rename(folder)
 
     def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """A method of the transport's sender, for its half in the driver
+        """Call a method of the transport's sender.
+
+        The caller is the transport's half in the driver
         (``rayloop.transports.seam.WeightExporter``).
         """
         return getattr(self.sender, method)(*args, **kwargs)
 
     def parameter_groups(self) -> list[str]:
-        """The names that ``perturb`` takes, of what a weight sync sends."""
+        """The names that ``perturb`` takes: the parameter groups that a weight sync sends."""
         return [ADAPTERS] if self._alone else self.engine.parameter_groups()
 
     def perturb(self, group: str) -> None:
-        """Visibly change one parameter group (weight update self-test); ``restore_parameters``
-        undoes it bit-exactly.
+        """Visibly change one parameter group (weight update self-test).
+
+        ``restore_parameters`` undoes it bit-exactly.
         """
         self.engine.perturb(group)
 
@@ -443,14 +439,14 @@ class PolicyRank(Actor):
 
     @ray.method(concurrency_group="background")
     def finish_save(self, within: float) -> Mapping[str, Checksum]:
-        """Wait ``within`` seconds until it is written.
+        """Wait ``within`` seconds until the state of ``begin_save`` is written.
 
         Returns and raises what ``save`` does; raises TimeoutError.
         """
         return self._written.result(within)
 
     def load(self, folder: str, sums: Mapping[str, Checksum]) -> None:
-        """Restore what ``save`` wrote; ``sums``: its checksums of all ranks, as far as known.
+        """Restore what ``save`` wrote; ``sums``: its checksums of all ranks that are known.
 
         Raises Damaged.
         """

@@ -1,5 +1,6 @@
-"""Profiles of chosen steps (``profile.steps``): torch's in each actor that computes with it, and
-the timeline of all actors.
+"""Profiles of selected steps (``profile.steps``).
+
+They are torch's profiles of each actor that computes with it, and the timeline of all actors.
 """
 
 import asyncio
@@ -21,24 +22,22 @@ PATIENCE = 600.0
 
 
 class Profiles:
-    """Below the run's ``folder``, of the actors of ``services`` (cluster/services.py).
+    """The profiles below a run's ``folder``, of the actors of ``services`` (cluster/services.py).
 
-    ``warn`` is called with why one failed.
+    ``warn`` is called with the reason why one failed.
     """
 
     def __init__(
         self, config: RunConfig, folder: Path, services: Any, warn: Callable[[str], None]
     ) -> None:
-        self._steps, self._folder, self._services, self._warn = (
-            config.profile.steps,
-            folder / "profile",
-            services,
-            warn,
-        )
+        self._steps = config.profile.steps
+        self._folder = folder / "profile"
+        self._services = services
+        self._warn = warn
 
     @asynccontextmanager
     async def step(self, number: int) -> AsyncIterator[None]:
-        """Profile what happens in the block, if ``number`` is to be.
+        """Profile the block, if step ``number`` is selected.
 
         A profile that fails never ends the run.
         """
@@ -47,8 +46,8 @@ class Profiles:
             return
 
         folder = self._folder / f"step_{number:06d}"
-        for made in (self._folder, folder):
-            await self._safely(asyncio.to_thread(made.mkdir, exist_ok=True))
+        for new_folder in (self._folder, folder):
+            await self._safely(asyncio.to_thread(new_folder.mkdir, exist_ok=True))
         await self._everywhere(None)
 
         spans: list[Span] = []
@@ -63,22 +62,21 @@ class Profiles:
 
         await self._everywhere(folder)
         text = json.dumps(chrome(spans))
-        await self._safely(
-            asyncio.to_thread((folder / "timeline.json").write_text, text, encoding="utf-8")
-        )
+        file = folder / "timeline.json"
+        await self._safely(asyncio.to_thread(file.write_text, text, encoding="utf-8"))
 
     async def _everywhere(self, folder: Path | None) -> None:
-        """Begin a profile in each actor that computes with torch; with ``folder``, end it, and
-        write it there.
+        """Begin a profile in each actor that computes with torch.
+
+        With ``folder``, end it, and write it there.
         """
 
         def call(name: str, actor: Handle[PolicyRank]) -> Awaitable[None]:
-            answer = submit(
-                actor, PolicyRank.profile, None if folder is None else f"{folder}/{name}.json.gz"
-            )
+            path = None if folder is None else f"{folder}/{name}.json.gz"
+            answer = submit(actor, PolicyRank.profile, path)
             return self._safely(with_deadline(PATIENCE, answer, f"profile of {name}", actor))
 
-        await asyncio.gather(*(call(*each) for each in self._actors()))
+        await asyncio.gather(*(call(name, actor) for name, actor in self._actors()))
 
     def _actors(self) -> Iterator[tuple[str, Handle[PolicyRank]]]:
         """Name and handle; all have the method ``profile``."""
@@ -92,4 +90,4 @@ class Profiles:
         try:
             await work
         except Exception as error:
-            self._warn(f"a profile below {self._folder} is not whole: {brief(error)}")
+            self._warn(f"a profile below {self._folder} is not complete: {brief(error)}")

@@ -1,4 +1,7 @@
-"""The reference actor: log-probs of the sampled tokens under a frozen model, off the training path."""
+"""The reference actor: log-probs of the sampled tokens under a frozen model.
+
+Training does not wait for it.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,22 +17,27 @@ from rayloop.core.types import Ref, Trajectory
 from rayloop.engines.settings import FsdpSettings, ModelSettings
 
 Annotation = tuple[list[int], *tuple[Any, ...]]
-"""Positions of lost payloads, then for each payload its log-probs [sampled_tokens] float32, or
-None.
+"""Positions of lost payloads, then the log-probs of each payload.
+
+They are [sampled_tokens] float32, or None.
 """
-SEEN = 60.0
-"""Seconds within which weights that a rank wrote must be seen here."""
+VISIBLE_WITHIN_S = 60.0
+"""Seconds within which weights that a rank wrote must be visible here."""
 
 
 class ReferenceActor(Actor):
-    """One thread computes, one request after the other; the event loop goes on answering
-    ``health``. ``server``: computes in place of this actor, with the tokenizer of ``model``.
+    """Computes log-probs in one thread, one request after the other.
+
+    The event loop answers ``health`` in that time. ``server``: computes in place of this actor,
+    with the tokenizer of ``model``.
     """
 
     def __init__(
         self, model: ModelSettings, engine: FsdpSettings, server: str | None = None
     ) -> None:
-        self._model, self._engine, self._server = model, engine, server
+        self._model = model
+        self._engine = engine
+        self._server = server
         self._worker = ThreadPoolExecutor(1, "score")
         self._worker.submit(self._hold, None).result()
 
@@ -40,36 +48,35 @@ class ReferenceActor(Actor):
         await asyncio.to_thread(profile, path)
 
     def health(self) -> None:
-        """That it answers is all that is asked."""
+        """Answer, which shows that the actor works."""
 
     async def annotate(
         self, payloads: Sequence[Ref[Trajectory]], folder: str | None = None
     ) -> Annotation:
-        """(lost, array, ...): one float32 array [sampled_tokens] per payload; the driver awaits
-        ``lost`` only. Payloads are references to trajectories. ``lost`` are the positions of those
-        that are gone; their arrays are None. ``folder``: of the weights that the policy had at the
-        last refresh. Raises WorkerLost when they are not seen.
+        """Return (lost, array, ...), with one float32 array [sampled_tokens] per payload.
+
+        The driver awaits ``lost`` only. Payloads are references to trajectories. ``lost`` are the
+        positions of lost payloads; their arrays are None. ``folder`` has the weights of the policy
+        at the last refresh. Raises WorkerLost when it is not visible.
         """
-        return await asyncio.get_running_loop().run_in_executor(
-            self._worker, self._annotate, payloads, folder
-        )
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._worker, self._annotate, payloads, folder)
 
     def _annotate(self, payloads: Sequence[Ref[Trajectory]], folder: str | None) -> Annotation:
         if folder != self._held:
             self._hold(folder)
-        found, gone = fetch(payloads)
-        arrays = (
-            dict(zip(found, self.scorer.logprobs(list(found.values())), strict=True))
-            if found
-            else {}
-        )
-        return [i for i, ref in enumerate(payloads) if ref in gone], *(
-            arrays.get(ref) for ref in payloads
-        )
+        trajectories, missing = fetch(payloads)
+        arrays: dict[Ref[Trajectory], Any] = {}
+        if trajectories:
+            logprobs = self.scorer.logprobs(list(trajectories.values()))
+            arrays = dict(zip(trajectories, logprobs, strict=True))
+        lost = [index for index, payload in enumerate(payloads) if payload in missing]
+        return lost, *(arrays.get(payload) for payload in payloads)
 
     def _hold(self, folder: str | None) -> None:
-        """Score with the model in ``folder`` from now on; None: with that of the settings."""
-        self.scorer: Any = None  # let go of before the next one is loaded
+        """Score with the model in ``folder`` from now on; None: with the model of the settings."""
+        # Released before the next one is loaded.
+        self.scorer: Any = None
         if self._server is not None:
             from rayloop.engines.generation.openai_scorer import OpenAiScorer
 
@@ -77,12 +84,12 @@ class ReferenceActor(Actor):
         else:
             from rayloop.engines.training.scorer import FrozenScorer
 
-            if folder is not None and not appears(Path(folder), SEEN):
-                raise WorkerLost(f"{folder} was not seen on {self.host()} within {SEEN:g} s")
-            model = (
-                self._model.model_copy(update={"path": folder, "revision": None})
-                if folder
-                else self._model
-            )
+            if folder is not None and not appears(Path(folder), VISIBLE_WITHIN_S):
+                raise WorkerLost(
+                    f"{folder} was not seen on {self.host()} within {VISIBLE_WITHIN_S:g} s"
+                )
+            model = self._model
+            if folder:
+                model = model.model_copy(update={"path": folder, "revision": None})
             self.scorer = FrozenScorer(model, self._engine)
         self._held = folder

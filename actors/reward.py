@@ -1,5 +1,6 @@
-"""The reward actor: scores finished episodes, and never turns a failure of the grader into a
-number. No torch.
+"""The reward actor, which scores finished episodes. No torch.
+
+It never turns a failure of the grader into a number.
 """
 
 import asyncio
@@ -8,6 +9,8 @@ import inspect
 import logging
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from rayloop.actors.base import Actor
@@ -35,75 +38,82 @@ from rayloop.run.folder import RolloutRecord, rollout_record
 logger = logging.getLogger(__name__)
 
 TRACE = 8000
-"""Characters of a traceback that travel to the driver: its end."""
+"""The last characters of a traceback, which travel to the driver."""
 
 
 class RewardActor(Actor):
-    """Scores many trajectories at once: one thread each (or per group), or a coroutine when the
-    source is asynchronous.
+    """Scores many trajectories at once.
+
+    Each (or each group) has a thread, or a coroutine when the source is asynchronous.
     """
 
     def __init__(self, model: ModelSettings, settings: RewardSettings, trial: bool = False) -> None:
-        self._settings, self._trial = settings, trial
+        self._settings = settings
+        self._trial = trial
         self._tokenizer = load_tokenizer(resolve(model.path, model.revision).folder)
         self._source: Any = as_source(settings.source.build(), settings.source.use, settings.per)
         self._around = around(self._source)
         self.rewards = 0
 
     def health(self) -> int:
-        """Trajectories being scored."""
+        """The number of trajectories that are being scored."""
         return self.rewards
 
     async def score(self, task: Task, step: int, *trajectories: Trajectory) -> list[Outcome]:
-        """The outcomes of trajectories of one task: each by itself, all at once, or together
-        (``reward.per: group``).
+        """The outcomes of trajectories of one task.
+
+        Each is scored by itself, all at once, or together (``reward.per: group``).
         """
         if self._settings.per == "group":
             return await self.judge(trajectories, task, step)
-        judged = await asyncio.gather(
+        outcomes = await asyncio.gather(
             *(self.judge([trajectory], task, step) for trajectory in trajectories)
         )
-        return [outcome for [outcome] in judged]
+        return [outcome for [outcome] in outcomes]
 
     async def score_those_left(
         self, payloads: Sequence[Ref[Trajectory]], task: Task, step: int
     ) -> list[Outcome]:
-        """``score`` of references to trajectories; those that are lost are ``payload_lost``."""
+        """Score references to trajectories. Lost trajectories are ``payload_lost``."""
         # ``ray.get`` blocks, and would hold up all other scores of this event loop.
-        found, gone = await asyncio.to_thread(fetch, payloads)
-        there = iter(
-            await self.score(task, step, *(found[ref] for ref in payloads if ref not in gone))
-        )
-        lost = Unscored(
-            UnscoredKind.PAYLOAD_LOST, "lost with the node that held it, before it was scored"
-        )
-        return [lost if ref in gone else next(there) for ref in payloads]
+        values, missing = await asyncio.to_thread(fetch, payloads)
+        trajectories = [values[payload] for payload in payloads if payload not in missing]
+        outcomes = iter(await self.score(task, step, *trajectories))
+        reason = "lost with the node that held it, before it was scored"
+        payload_lost = Unscored(UnscoredKind.PAYLOAD_LOST, reason)
+        return [payload_lost if payload in missing else next(outcomes) for payload in payloads]
 
     async def judge(
         self, trajectories: Sequence[Trajectory], task: Task, step: int
     ) -> list[Outcome]:
-        """The outcomes of trajectories that are scored together for training step ``step``, within
-        twice the timeout. A grader that raises or hangs is called once more; ``reward.on_error``
-        decides about the second failure. Failures of network, disk or memory, and of
-        ``infrastructure`` sources, leave trajectories unscored. One that the policy broke gets the
-        failing value without a grader. Raises WorkerSpent, and RewardLost and ConfigError, with
-        which a source ends the run.
+        """The outcomes of trajectories that are scored together for training step ``step``.
+
+        They arrive within twice the timeout. A grader that raises or hangs is called once more;
+        ``reward.on_error`` decides about the second failure. Failures of network, disk or memory,
+        and of ``infrastructure`` sources, leave trajectories unscored. A trajectory that the policy
+        broke gets the failing value without a grader. Raises WorkerSpent, and RewardLost and
+        ConfigError, with which a source ends the run.
         """
-        if (stuck := threads.hanging()) >= threads.HUNG:
-            raise WorkerSpent(f"{stuck} calls of the grader hang in this process")
-        asked = [trajectory for trajectory in trajectories if trajectory.end_reason not in UNGRADED]
-        self.rewards += len(asked)
-        try:
-            outcomes = iter(
-                await self._attempts(asked, task, [self._context(t, step) for t in asked])
-                if asked
-                else ()
-            )
-        finally:
-            self.rewards -= len(asked)
-        return [
-            self._broken(t) if t.end_reason in UNGRADED else next(outcomes) for t in trajectories
+        hanging_calls = threads.hanging()
+        if hanging_calls >= threads.HUNG:
+            raise WorkerSpent(f"{hanging_calls} calls of the grader hang in this process")
+        graded = [
+            trajectory for trajectory in trajectories if trajectory.end_reason not in UNGRADED
         ]
+        outcomes: list[Outcome] = []
+        self.rewards += len(graded)
+        try:
+            if graded:
+                contexts = [self._context(trajectory, step) for trajectory in graded]
+                outcomes = await self._attempts(graded, task, contexts)
+        finally:
+            self.rewards -= len(graded)
+        remaining_outcomes = iter(outcomes)
+        results = []
+        for trajectory in trajectories:
+            is_broken = trajectory.end_reason in UNGRADED
+            results.append(self._broken(trajectory) if is_broken else next(remaining_outcomes))
+        return results
 
     def _broken(self, trajectory: Trajectory) -> Outcome:
         """The outcome of an episode that the policy broke."""
@@ -112,32 +122,35 @@ class RewardActor(Actor):
     async def describe(
         self, group: Group, *trajectories: Trajectory
     ) -> tuple[list[RolloutRecord], dict[str, bytes]]:
-        """For the run folder: a record of each member of ``group`` (in order), and the images that
-        travelled with them.
+        """A record of each member of ``group`` (in order), and the images that travelled with them.
+
+        They are for the run folder.
         """
-        images = {
-            sha: data for trajectory in trajectories for sha, data in trajectory.image_bytes.items()
-        }
-        pairs = zip(group.members, trajectories, strict=True)
-        plain, whole = (
-            lambda ids: self._tokenizer.decode(list(ids)),
-            lambda ids: shown(self._tokenizer, ids),
-        )
-        return [rollout_record(group, member, t, plain, whole) for member, t in pairs], images
+        images: dict[str, bytes] = {}
+        for trajectory in trajectories:
+            images.update(trajectory.image_bytes)
+
+        def decode(ids: Sequence[int]) -> str:
+            return self._tokenizer.decode(list(ids))
+
+        decode_all = partial(shown, self._tokenizer)
+        records = [
+            rollout_record(group, member, trajectory, decode, decode_all)
+            for member, trajectory in zip(group.members, trajectories, strict=True)
+        ]
+        return records, images
 
     def _context(self, trajectory: Trajectory, step: int) -> ScoreContext:
         texts = [self._tokenizer.decode(list(turn.token_ids)) for turn in trajectory.sampled_turns]
-        return ScoreContext(
-            step, texts, self._settings.timeout, self._transcript(trajectory), self._trial
-        )
+        transcript = self._transcript(trajectory)
+        return ScoreContext(step, texts, self._settings.timeout, transcript, self._trial)
 
     def _transcript(self, trajectory: Trajectory) -> str | None:
         if not getattr(self._source, "transcript", False):
             return None
         _prompt, *turns = trajectory.turns
-        return self._tokenizer.decode(
-            [token for turn in turns for token in turn.token_ids], skip_special_tokens=False
-        )
+        token_ids = list(chain.from_iterable(turn.token_ids for turn in turns))
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     async def _attempts(
         self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]
@@ -154,19 +167,20 @@ class RewardActor(Actor):
                 ids = ", ".join(str(trajectory.id) for trajectory in trajectories)
                 logger.warning("the grader failed on %s of task %s", ids, task.id, exc_info=error)
                 errors.append(error)
+                # To ask again could only cost another thread.
                 if isinstance(error, DeadlineExceeded) and not self._settings.fails:
-                    break  # asking again could only cost another thread
+                    break
         return [self._failed(errors)] * len(trajectories)
 
     def _failed(self, errors: list[Exception]) -> Outcome:
         """The outcome of a trajectory whose grader failed in these ways, one after the other."""
         last = errors[-1]
-        reason = f"{self._settings.source.use}: {traceback.format_exception_only(last)[-1].strip()}"
+        last_line = traceback.format_exception_only(last)[-1].strip()
+        reason = f"{self._settings.source.use}: {last_line}"
         if isinstance(last, DeadlineExceeded):
-            client = bool(
-                getattr(self._source, "infrastructure", False)
-            )  # what it asks may have hung it
-            if self._settings.fails and not client and type(errors[0]) is type(last):
+            # A source that asks a service may hang because of the service.
+            asks_service = bool(getattr(self._source, "infrastructure", False))
+            if self._settings.fails and not asks_service and type(errors[0]) is type(last):
                 return Scored(self._settings.failing_value, flags=("grader_timeout",))
             return Unscored(UnscoredKind.TIMEOUT, reason)
         trace = own_frames(last)[-TRACE:]
@@ -181,18 +195,16 @@ class RewardActor(Actor):
     ) -> list[Outcome]:
         """The outcomes of copies of task and lists.
 
-        One trajectory alone goes to ``score``, if the source has it.
+        A single trajectory goes to ``score``, if the source has it.
         """
         # A grader may change its arguments, and the second try must get the original values.
-        task, source = copy.deepcopy(task), self._source
+        task = copy.deepcopy(task)
+        source = self._source
         if len(trajectories) == 1 and hasattr(source, "score"):
-            return [
-                as_outcome(await self._answer(source.score, trajectories[0], task, contexts[0]))
-            ]
-        return as_outcomes(
-            await self._answer(source.score_group, list(trajectories), task, list(contexts)),
-            len(trajectories),
-        )
+            answer = await self._answer(source.score, trajectories[0], task, contexts[0])
+            return [as_outcome(answer)]
+        answer = await self._answer(source.score_group, list(trajectories), task, list(contexts))
+        return as_outcomes(answer, len(trajectories))
 
     async def _answer(self, method: Callable[..., Any], *args: Any) -> Any:
         """The result of a plain or coroutine method.
@@ -200,24 +212,28 @@ class RewardActor(Actor):
         Raises DeadlineExceeded, and what the method raises.
         """
         loop = asyncio.get_running_loop()
-        until = loop.time() + self._settings.timeout
+        deadline = loop.time() + self._settings.timeout
         result: Any = await in_thread(method, *args, timeout=self._settings.timeout)
         if not inspect.isawaitable(result):
             return result
         running = asyncio.ensure_future(_contained(result))
         # ``asyncio.wait`` returns at the deadline even
         # if the coroutine suppresses its cancellation.
-        done, _ = await asyncio.wait({running}, timeout=max(until - loop.time(), 0.0))
-        if not done:
+        finished, _ = await asyncio.wait({running}, timeout=max(deadline - loop.time(), 0.0))
+        if not finished:
             running.cancel()
             raise DeadlineExceeded(f"no answer within {self._settings.timeout:g} seconds")
-        if running.cancelled():  # by the source itself
+        # The source itself may cancel it.
+        if running.cancelled():
             raise InfrastructureFailure("the source's coroutine was cancelled from within")
         return running.result()
 
 
 async def _contained(result: Awaitable[Any]) -> Any:
-    """SystemExit and its like would end the actor's event loop."""
+    """Await ``result``, and raise SystemExit and its like as RuntimeError.
+
+    They would end the actor's event loop.
+    """
     try:
         return await result
     except (Exception, asyncio.CancelledError):

@@ -33,24 +33,27 @@ from rayloop.transports.settings import TransportSettings
 
 def scratch() -> str:
     """A new folder within Ray's own, which Ray removes: an actor that is killed cannot."""
-    return tempfile.mkdtemp(
-        prefix="rollout-",
-        dir=ray.get_runtime_context().get_temp_dir() if ray.is_initialized() else None,
-    )
+    parent = ray.get_runtime_context().get_temp_dir() if ray.is_initialized() else None
+    return tempfile.mkdtemp(prefix="rollout-", dir=parent)
 
 
 def start_weights(model: ModelSettings, dtype: Dtype) -> WeightUpdate[Arrays]:
-    """The weights of ``model.path`` as version 0.0, as ``ObjectStoreTransport`` sends them: for
-    engines without a trainer.
+    """The weights of ``model.path`` as version 0.0, for engines without a trainer.
+
+    They are packed as ``ObjectStoreTransport`` sends them.
     """
     from rayloop.engines.models import hf_state, load_model
     from rayloop.transports.manifest import DTYPES
 
-    return ArraySender().pack(Version(0, 0), hf_state(load_model(model, dtype=DTYPES[dtype])))
+    loaded = load_model(model, dtype=DTYPES[dtype])
+    return ArraySender().pack(Version(0, 0), hf_state(loaded))
 
 
 class RolloutActor(Actor):
-    """Many ``generate`` calls run at once on the actor's event loop; the engine batches them."""
+    """Hosts a generation engine.
+
+    Many ``generate`` calls run at once on the actor's event loop; the engine batches them.
+    """
 
     def __init__(
         self,
@@ -60,9 +63,8 @@ class RolloutActor(Actor):
         folder: str,
     ) -> None:
         name = ray.get_runtime_context().get_actor_name() if ray.is_initialized() else None
-        self.engine: GenerationEngine = build_engine(
-            model, settings, EnginePlace(folder, scratch, name)
-        )
+        place = EnginePlace(folder, scratch, name)
+        self.engine: GenerationEngine = build_engine(model, settings, place)
         self.images = ImageCache()
         self.receiver = choose(transport, folder).receiver()
         self._order = 0
@@ -76,41 +78,47 @@ class RolloutActor(Actor):
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion | MissingImages:
         """Sample one turn, or return the images that are missing. Raises what the engine raises."""
-        async with self.images.whole(prompt) as whole:
-            return whole if isinstance(whole, MissingImages) else await self._turn(whole, sampling)
+        async with self.images.whole(prompt) as complete_prompt:
+            if isinstance(complete_prompt, MissingImages):
+                return complete_prompt
+            return await self._turn(complete_prompt, sampling)
 
     async def generate_each(
         self, prompt: TokenPrompt, seeds: Sequence[int], sampling: Sampling
     ) -> list[Completion | RayTaskError] | MissingImages:
-        """Sample one turn for each seed, all at once; one that fails is returned by ``as_value``.
+        """Sample one turn for each seed, all at once, or return the missing images.
 
-        Or return the missing images.
+        The error of a turn that fails is returned by ``as_value``.
         """
-        async with self.images.whole(prompt) as whole:
-            if isinstance(whole, MissingImages):
-                return whole
-            asked = (self._turn(dataclasses.replace(whole, seed=seed), sampling) for seed in seeds)
-            answers = await asyncio.gather(*asked, return_exceptions=True)
+        async with self.images.whole(prompt) as complete_prompt:
+            if isinstance(complete_prompt, MissingImages):
+                return complete_prompt
+            prompts = [dataclasses.replace(complete_prompt, seed=seed) for seed in seeds]
+            answers = await asyncio.gather(
+                *(self._turn(prompt, sampling) for prompt in prompts), return_exceptions=True
+            )
             return [
                 answer if isinstance(answer, Completion) else as_value(answer) for answer in answers
             ]
 
     async def _turn(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
-        """Raises Diverged for log-probs that are not finite: another engine with the same weights
-        would have the same.
+        """Sample one turn. Raises Diverged for log-probs that are not finite.
+
+        Another engine with the same weights would have the same log-probs.
         """
-        done = await self.engine.generate(prompt, sampling)
-        wrong = (
-            0 if self._without_logprobs else sum(not math.isfinite(one) for one in done.logprobs)
-        )
-        if wrong:
+        completion = await self.engine.generate(prompt, sampling)
+        if self._without_logprobs:
+            return completion
+        logprobs = completion.logprobs
+        not_finite = sum(not math.isfinite(logprob) for logprob in logprobs)
+        if not_finite:
             raise Diverged(
-                f"the engine's log-probs are not finite for {wrong} of {len(done.logprobs)} sampled"
-                f" tokens, with the weights of version {done.version}: NaN in the logits. The"
+                f"the engine's log-probs are not finite for {not_finite} of {len(logprobs)} sampled"
+                f" tokens, with the weights of version {completion.version}: NaN in the logits. The"
                 " weights or their activations are out of range: lower policy.optimizer.lr, or"
                 " look at model.path and rollout.engine.dtype"
             )
-        return done
+        return completion
 
     async def leave(self, cohort: str) -> None:
         """One episode of a cohort has ended."""
@@ -129,7 +137,10 @@ class RolloutActor(Actor):
         self._level = level
 
     async def wake(self) -> None:
-        """Take the GPU back. Requests go on, after a sleep of level2 when weights are loaded."""
+        """Take the GPU back.
+
+        Requests continue; after a sleep of level2, when weights are loaded.
+        """
         await cast(SleepingEngine, self.engine).wake()
         if self._level == "level1":
             await self.engine.resume()
@@ -137,10 +148,11 @@ class RolloutActor(Actor):
     async def load(self, manifest: Manifest, source: Any, order: int = 0) -> None:
         """Load a weight update, whose ``source`` is the transport's.
 
-        Raises WeightSyncError. ``order`` grows with each update of a run: one before the last that
-        was loaded is left out, since its source arrived when the driver had given the call up.
+        Raises WeightSyncError. ``order`` grows with each update of a run: an update before the last
+        that was loaded is left out, since its source arrived when the driver had given the call up.
         """
-        async with self._loading:  # an older one that is under way must not end after a newer one
+        # An older load that is under way must not end after a newer one.
+        async with self._loading:
             if order < self._order:
                 return
             self._order = order

@@ -40,11 +40,12 @@ class DriverActor(Actor):
         since: int | None = None,
         fence: Fence = OPEN,
     ) -> None:
-        self.config, self.folder, self.hashes = config, folder, hashes
+        self.config = config
+        self.folder = folder
+        self.hashes = hashes
         # ``here``: a network file system may have another device number on the node of this actor.
-        self.origin = Origin.of(
-            Path(folder) / "checkpoints", resume, since, fence.here() if fence.number else fence
-        )
+        fence = fence.here() if fence.number else fence
+        self.origin = Origin.of(Path(folder) / "checkpoints", resume, since, fence)
         self.reporter = Reporter(config, Path(folder), open_logger)
         self.driver: Driver | None = None
         self.stopping = False
@@ -55,18 +56,16 @@ class DriverActor(Actor):
         return Driver(self.config, services, self.reporter, self.origin, handle, self.hashes)
 
     async def main(self) -> dict[str, Any]:
-        """Make the driver here, since Ray strips a constructor's errors of their type, and return
-        ``Driver.main``.
+        """Make the driver, and return the result of ``Driver.main``.
+
+        It is made here, since Ray strips a constructor's errors of their type.
         """
         try:
             self.driver = self.make(ray.get_runtime_context().current_actor)
         except Exception as error:
             end = typed(error)
-            self.reporter.failed(
-                end,
-                Ledger().counts(),
-                traceback.format_exc() if isinstance(end, Unforeseen) else "",
-            )
+            trace = traceback.format_exc() if isinstance(end, Unforeseen) else ""
+            self.reporter.failed(end, Ledger().counts(), trace)
             # ``Driver.main`` closes the loggers, and it never begins in this case.
             await self.reporter.loggers.close()
             if end is not error:
@@ -79,8 +78,9 @@ class DriverActor(Actor):
         return await self.driver.main()
 
     async def lease_engine(self, episode: str, lost: int, why: str) -> Lease[RolloutActor]:
-        """For environment actors: another engine for an episode whose request failed on engine
-        ``lost``.
+        """Lease another engine for an episode whose request failed on engine ``lost``.
+
+        Environment actors call it.
         """
         assert self.driver is not None
         return await self.driver.player.calls.replace_engine(episode, lost, why)
@@ -90,28 +90,31 @@ class DriverActor(Actor):
         return self.config
 
     async def updates(self, since: int) -> tuple[int, list[tuple[str, Any]], str]:
-        """For the console: the number of reports so far, those after the first ``since``, and the
-        present activity.
+        """The reports after the first ``since``, for the console.
+
+        Returns the number of reports so far, these reports, and the present activity.
         """
-        driver = self.driver
-        now = (
-            doing("start", None)
-            if driver is None
-            else doing(driver.timings.phase, progress(driver))
-        )
-        return *self.reporter.updates.since(since), now
+        if self.driver is None:
+            activity = doing("start", None)
+        else:
+            activity = doing(self.driver.timings.phase, progress(self.driver))
+        return *self.reporter.updates.since(since), activity
 
     async def workers(self) -> dict[str, list[Handle[Any]]]:
         """Live actor handles by role, for monitoring and fault injection."""
         if self.driver is None:
             return {}
         services = self.driver.services
-        roles = {pool.role: [w.handle for w in pool.workers.values()] for pool in services.pools}
-        return {**roles, "policy": list(services.policy.ranks)}
+        handles: dict[str, list[Handle[Any]]] = {}
+        for pool in services.pools:
+            handles[pool.role] = [worker.handle for worker in pool.workers.values()]
+        handles["policy"] = list(services.policy.ranks)
+        return handles
 
     async def stop(self) -> None:
-        """End as preempted: finish an update or checkpoint under way, abandon everything else, and
-        save.
+        """End as preempted.
+
+        Finishes an update or checkpoint under way, abandons everything else, and saves.
         """
         self.stopping = True
         if self.driver is not None:
@@ -119,8 +122,9 @@ class DriverActor(Actor):
 
 
 def progress(driver: Driver) -> tuple[int, int] | None:
-    """The progress of the driver's phase, done and of how many: actors started, answers evaluated,
-    or trajectories scored.
+    """The progress of the driver's phase: how many are done, and of how many.
+
+    These are actors started, answers evaluated, or trajectories scored.
     """
     match driver.timings.phase:
         case "start":
@@ -128,8 +132,8 @@ def progress(driver: Driver) -> tuple[int, int] | None:
         case "testing":
             return driver.player.evaluation
         case "gen":
-            begun = (
-                len(driver.rollouts.in_flight) + len(driver.rollouts.finished.groups)
-            ) * driver.config.algorithm.group_size
-            return max(begun - driver.player.playing, 0), begun
+            rollouts = driver.rollouts
+            groups = len(rollouts.in_flight) + len(rollouts.finished.groups)
+            trajectories = groups * driver.config.algorithm.group_size
+            return max(trajectories - driver.player.playing, 0), trajectories
     return None

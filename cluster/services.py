@@ -36,6 +36,7 @@ from rayloop.core import events, incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Emit
 from rayloop.core.failures import PolicyLost, ResourcesUnavailable, WorkerLost
+from rayloop.core.protocols import Level
 from rayloop.rollout.time_sharing import Sleepers, TimeSharing
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, demand, needs, total
@@ -45,12 +46,13 @@ from rayloop.run.roles import Placement
 A = TypeVar("A", bound=Pooled)
 
 CONCURRENCY = 1000
-"""Coroutines per asynchronous actor: episodes and requests, which mostly wait."""
+"""Coroutines of each asynchronous actor: episodes and requests, which mostly wait."""
 
 
 def actor_name(role: str) -> str:
-    """A name for people; its suffix differs from that of the actor that is replaced, which may
-    still be dying.
+    """A readable name with a unique suffix.
+
+    The actor that is replaced may still be dying, and has another suffix.
     """
     return f"{role}-{secrets.token_hex(3)}"
 
@@ -66,10 +68,11 @@ async def reserve(
     with suppress(ValueError):
         remove_placement_group(get_placement_group(name))
     timeout = config.recovery.start_timeout
-    if short := _short(wanted):
-        emit(incidents.WaitingForResources(lacks=short, seconds=timeout))
+    lacks = _short(wanted)
+    if lacks:
+        emit(incidents.WaitingForResources(lacks=lacks, seconds=timeout))
 
-    # Ray waits for ever, without an error, for what no node can hold: only the deadline ends that.
+    # Ray waits forever, without an error, for what no node can hold: only the deadline ends that.
     group = placement_group(wanted, strategy="PACK", name=name)
 
     try:
@@ -77,12 +80,14 @@ async def reserve(
     except WorkerLost:
         # A group that is still pending would take the resources as soon as they come.
         remove_placement_group(group)
-        if short := _short(wanted):
+        lacks = _short(wanted)
+        if lacks:
             raise ResourcesUnavailable(
-                f"the run needs {short}, after {timeout:g} s. Lower the roles' actors or placement,"
+                f"the run needs {lacks}, after {timeout:g} s. Lower the roles' actors or placement,"
                 " join more nodes, or raise recovery.start_timeout"
             ) from None
-        free, present = ray.available_resources(), ray.cluster_resources()
+        free = ray.available_resources()
+        present = ray.cluster_resources()
         rest = ", ".join(
             f"{free.get(name, 0.0):g} of {present[name]:g} {name}s" for name in total(wanted)
         )
@@ -94,8 +99,9 @@ async def reserve(
 
 
 def _short(wanted: list[dict[str, float]]) -> str:
-    """The resources of which the cluster as a whole has too little, as text; empty when it has
-    enough.
+    """The resources of which the cluster as a whole has too little, as text.
+
+    Empty when it has enough.
     """
     present = ray.cluster_resources()
     # The tolerance covers the rounding of sums of fractions, such as ten times 0.1.
@@ -121,15 +127,17 @@ class Services:
     starting: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
 
     def __init__(self, config: RunConfig, folder: str, emit: Emit) -> None:
-        self.config, self.folder = config, folder
-        self.rollout_engine = (
-            config.engine.beside(config.policy.engine) if self.trains else config.engine
-        )
+        self.config = config
+        self.folder = folder
+        self.rollout_engine = config.engine
+        if self.trains:
+            self.rollout_engine = config.engine.beside(config.policy.engine)
         self._emit = emit
         self._group: PlacementGroup | None = None
         self.nodes = Nodes(emit)
         self._watching: asyncio.Task[None] | None = None
-        self.wanted, self.up = len(demand(config, self.trains)), 0
+        self.wanted = len(demand(config, self.trains))
+        self.up = 0
         self.weights = f"{folder}/weights"
         self._first: dict[str, int] = {}
         for index, (role, _) in enumerate(demand(config, self.trains)):
@@ -140,65 +148,83 @@ class Services:
 
         ``admit_engine`` loads the current weights into a rollout actor.
         """
-        c, began = self.config, time.monotonic()
-        self._emit(events.Starting(dict(Counter(role for role, _ in demand(c, self.trains)))))
-        self._group = await reserve(
-            c, f"rayloop {self.folder}", bundles(c, self.trains), self._emit
-        )
+        config = self.config
+        began = time.monotonic()
+        actors = Counter(role for role, _ in demand(config, self.trains))
+        self._emit(events.Starting(dict(actors)))
+        name = f"rayloop {self.folder}"
+        self._group = await reserve(config, name, bundles(config, self.trains), self._emit)
         # Before the actors start, since a node may be lost while they do.
         self._watching = asyncio.create_task(self.nodes.watch())
 
-        self.rollout = self._pool(
-            "rollout",
-            c.rollout.actors,
-            c.rollout.placement,
-            lambda options: create(
-                RolloutActor, options, c.model, self.rollout_engine, c.transport, self.weights
-            ),
-            admit_engine,
-            self.starting,
-        )
-
-        self.environment = self._pool(
-            "environment",
-            c.environment.actors,
-            c.environment.placement,
-            lambda options: create(
-                EnvironmentActor,
-                options,
-                c.model,
-                c.environment.episode,
-                c.environment.kinds,
-                c.environment.episode_timeout,
-                c.environment.episodes_at_once,
-            ),
-        )
-
-        self.reward = self._pool(
-            "reward",
-            c.reward.actors,
-            c.reward.placement,
-            lambda options: create(RewardActor, options, c.model, c.reward),
-        )
+        self.rollout = self._rollout_pool(admit_engine)
+        self.environment = self._environment_pool()
+        self.reward = self._reward_pool()
         self.pools: list[Pool[Any]] = [self.rollout, self.environment, self.reward]
-
         await asyncio.gather(*self._starts())
 
-        numbers = {
-            "trainer": c.trainer.threads if self.trains else None,
-            "engine": getattr(c.engine, "threads", None),
-        }
-        threads = "; ".join(
-            f"{role}: {number} thread{'s' if number > 1 else ''}"
-            for role, number in numbers.items()
-            if number
-        )
-        sandbox = await asyncio.to_thread(held_in, c)
-        self._emit(
-            events.Started(
-                seconds=round(time.monotonic() - began, 1), threads=threads, sandbox=sandbox
+        sandbox = await asyncio.to_thread(held_in, config)
+        seconds = round(time.monotonic() - began, 1)
+        self._emit(events.Started(seconds=seconds, threads=self._threads(), sandbox=sandbox))
+
+    def _rollout_pool(
+        self, admit_engine: Callable[[Handle[RolloutActor]], Awaitable[None]]
+    ) -> Pool[RolloutActor]:
+        config = self.config
+
+        def make(options: dict[str, Any]) -> Handle[RolloutActor]:
+            return create(
+                RolloutActor,
+                options,
+                config.model,
+                self.rollout_engine,
+                config.transport,
+                self.weights,
             )
+
+        settings = config.rollout
+        return self._pool(
+            "rollout", settings.actors, settings.placement, make, admit_engine, self.starting
         )
+
+    def _environment_pool(self) -> Pool[EnvironmentActor]:
+        model = self.config.model
+        settings = self.config.environment
+
+        def make(options: dict[str, Any]) -> Handle[EnvironmentActor]:
+            return create(
+                EnvironmentActor,
+                options,
+                model,
+                settings.episode,
+                settings.kinds,
+                settings.episode_timeout,
+                settings.episodes_at_once,
+            )
+
+        return self._pool("environment", settings.actors, settings.placement, make)
+
+    def _reward_pool(self) -> Pool[RewardActor]:
+        model = self.config.model
+        settings = self.config.reward
+
+        def make(options: dict[str, Any]) -> Handle[RewardActor]:
+            return create(RewardActor, options, model, settings)
+
+        return self._pool("reward", settings.actors, settings.placement, make)
+
+    def _threads(self) -> str:
+        """The threads of trainer and engine, where they are set, as text."""
+        numbers = {
+            "trainer": self.config.trainer.threads if self.trains else None,
+            "engine": getattr(self.config.engine, "threads", None),
+        }
+        parts = []
+        for role, number in numbers.items():
+            if number:
+                plural = "s" if number > 1 else ""
+                parts.append(f"{role}: {number} thread{plural}")
+        return "; ".join(parts)
 
     def _starts(self) -> list[Awaitable[None]]:
         return [self._up(pool.start(), pool.size) for pool in self.pools]
@@ -216,7 +242,7 @@ class Services:
         admit: Callable[[Handle[A]], Awaitable[None]] | None = None,
         starting: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> Pool[A]:
-        """``make`` creates an actor of the role with Ray's options."""
+        """A pool of a role. ``make`` creates an actor of the role with Ray's options."""
         return Pool(
             role,
             size,
@@ -246,13 +272,13 @@ class Services:
         }
 
     def _where(self, bundle: int, placement: Placement) -> Any:
-        """Its bundle; another node with room when the bundle's is avoided.
+        """The bundle of an actor, or another node with room when the bundle's node is avoided.
 
         The bundle stays reserved, with its bad GPU.
         """
         assert self._group is not None, "start() reserves"
         inside = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
-        # The table below is a question to Ray's head, which the usual case does without.
+        # The table below is a question to Ray's head, which the usual case avoids.
         if not self.nodes.avoids():
             return inside
         home = placement_group_table(self._group)["bundles_to_node_id"].get(bundle, "")
@@ -281,38 +307,42 @@ class TrainingServices(Services):
 
     def __init__(self, config: RunConfig, folder: str, emit: Emit) -> None:
         super().__init__(config, folder, emit)
-        c = config
         settings = RankSettings(
-            c.model,
-            c.trainer,
-            c.optimizer,
-            c.policy.loss,
-            c.transport,
+            config.model,
+            config.trainer,
+            config.optimizer,
+            config.policy.loss,
+            config.transport,
             self.weights,
-            c.seed,
-            adapter_reference=c.reference_kind == "adapter_off",
+            config.seed,
+            adapter_reference=config.reference_kind == "adapter_off",
             adapters_alone=self.rollout_engine.adapters is not None,
         )
 
-        placement, ranks = c.policy.placement, c.policy.ranks
+        placement = config.policy.placement
+        ranks = config.policy.ranks
 
         def spawn(rank: int) -> Handle[PolicyRank]:
             # The options are made at each spawn, since a rebuild may have to avoid a node.
-            return create(
-                PolicyRank, self._options("policy", rank, placement), settings, rank, ranks
-            )
+            options = self._options("policy", rank, placement)
+            return create(PolicyRank, options, settings, rank, ranks)
 
-        self.policy = PolicyGroup(c.policy, spawn, c.recovery, self.nodes)
+        self.policy = PolicyGroup(config.policy, spawn, config.recovery, self.nodes)
+
+        def sleep_engines(level: Level) -> Awaitable[Any]:
+            engines = self.rollout.within(config.sync_timeout)
+            return engines.everywhere(RolloutActor.sleep, level)
 
         # With LoRA a sync sends adapters alone, so the engines keep the base weights asleep:
-        # level1. The calls are lambdas because ``start`` makes the pool later.
+        # level1. The calls are functions because ``start`` makes the pool later.
+        level = config.engine.sleep
+        if level and config.trainer.lora:
+            level = "level1"
         self.sharing = TimeSharing(
-            c.engine.sleep and ("level1" if c.trainer.lora else c.engine.sleep),
+            level,
             Sleepers(
-                lambda level: self.rollout.within(c.sync_timeout).everywhere(
-                    RolloutActor.sleep, level
-                ),
-                lambda: self.rollout.within(c.sync_timeout).everywhere(RolloutActor.wake),
+                sleep_engines,
+                lambda: self.rollout.within(config.sync_timeout).everywhere(RolloutActor.wake),
                 lambda: self.policy.all(PolicyRank.sleep),
                 lambda: self.policy.all(PolicyRank.wake),
             ),
@@ -321,32 +351,31 @@ class TrainingServices(Services):
         self.reference: Pool[ReferenceActor] | None = None
 
     def _starts(self) -> list[Awaitable[None]]:
-        c = self.config
-        if c.reference_kind == "actor":
-            self.reference = self._pool(
-                "reference",
-                c.reference.actors,
-                c.reference.placement,
-                lambda options: create(
-                    ReferenceActor,
-                    options,
-                    c.reference.model(c.model),
-                    c.scorer,
-                    c.reference.server,
-                ),
-            )
+        if self.config.reference_kind == "actor":
+            self.reference = self._reference_pool()
             self.pools.append(self.reference)
         # Futures, since two await the engines' start: the caller's gather and the policy's start.
-        engines, *others = (asyncio.ensure_future(start) for start in super()._starts())
-        return [engines, *others, self._up(self._start_policy(engines), c.policy.ranks)]
+        engines, *further = (asyncio.ensure_future(start) for start in super()._starts())
+        policy = self._up(self._start_policy(engines), self.config.policy.ranks)
+        return [engines, *further, policy]
+
+    def _reference_pool(self) -> Pool[ReferenceActor]:
+        config = self.config
+        settings = config.reference
+
+        def make(options: dict[str, Any]) -> Handle[ReferenceActor]:
+            model = settings.model(config.model)
+            return create(ReferenceActor, options, model, config.scorer, settings.server)
+
+        return self._pool("reference", settings.actors, settings.placement, make)
 
     async def _start_policy(self, engines: Awaitable[None]) -> None:
         if self.config.engine.sleep:
-            await engines  # they take their memory first, and let go of it
+            # The engines take their memory first, and then release it.
+            await engines
         await self.sharing.start_ranks(self.policy.start())
-        with suppress(
-            PolicyLost
-        ):  # the next call of the ranks raises it again, and the driver rebuilds them
+        # The next call of the ranks raises it again, and the driver rebuilds them.
+        with suppress(PolicyLost):
             await self.policy.check_shared(Path(self.folder))
 
     def stop(self) -> None:

@@ -38,9 +38,11 @@ def session(
     namespace: str | None = None,
     store: int = OBJECT_STORE,
 ) -> Iterator[None]:
-    """Join the cluster at ``address``; without one, start a private cluster that ends with the
-    block. It has as many logical CPUs as ``needed``, so that a laptop can hold all roles. Its files
-    are below ``temporary``; ``store``: in bytes. Raises ConfigError on another system than Linux.
+    """Join the cluster at ``address``, or start a private cluster that ends with the block.
+
+    The private cluster has as many logical CPUs as ``needed``, so that a laptop can hold all roles.
+    Its files are below ``temporary``; ``store``: in bytes. Raises ConfigError on another system
+    than Linux.
     """
     needs_linux("a command that starts actors")
     if address:
@@ -53,9 +55,10 @@ def session(
     with tempfile.TemporaryDirectory(
         prefix="ray-", dir=temporary, ignore_cleanup_errors=True
     ) as folder:
-        if needed.get("GPU", 0) > (visible := _gpus()):
+        visible_gpus = _gpus()
+        if needed.get("GPU", 0) > visible_gpus:
             raise ResourcesUnavailable(
-                f"the run needs {needed['GPU']:g} GPUs, this machine has {visible}. "
+                f"the run needs {needed['GPU']:g} GPUs, this machine has {visible_gpus}. "
                 "Lower the roles' num_gpus, or join a cluster with --address"
             )
         clean = functools.partial(_clean_up, folder)
@@ -63,9 +66,9 @@ def session(
         # A signal may end the process within ``ray.init``, when no ``finally`` below is in place.
         atexit.register(clean)
         cpus = max(os.cpu_count() or 1, math.ceil(needed.get("CPU", 0.0)))
-        others = {name: amount for name, amount in needed.items() if name not in ("CPU", "GPU")}
+        custom = {name: amount for name, amount in needed.items() if name not in ("CPU", "GPU")}
         try:
-            start(folder, store=store, num_cpus=cpus, resources=others, namespace=namespace)
+            start(folder, store=store, num_cpus=cpus, resources=custom, namespace=namespace)
         except MachineFailed as error:
             _keep_logs(Path(folder), logs)
             error.add_note(f"Ray's own words are in {logs / 'ray'}")
@@ -79,8 +82,9 @@ def session(
 
 
 FILES = 128
-"""Minimum limit of open files: Ray's processes have up to 71 open with four actors; with 64 its
-daemon dies and the run hangs.
+"""Minimum limit of open files.
+
+Ray's processes have up to 71 open with four actors; with 64 its daemon dies and the run hangs.
 """
 STARTS = 3
 """Attempts at starting a cluster.
@@ -90,22 +94,24 @@ Ray ends an attempt after 30 seconds, which a busy machine may exceed.
 
 
 def start(folder: str, *, store: int = OBJECT_STORE, **options: Any) -> None:
-    """Start a cluster on this machine, whose files are all in ``folder``.
+    """Start a cluster on this machine, with all its files in ``folder``.
 
     Raises ConfigError where fewer than ``FILES`` files may be open at once, MachineFailed when Ray
     does not start.
     """
-    if 0 <= (most := open_files()[1]) < FILES:
+    _, hard_limit = open_files()
+    if 0 <= hard_limit < FILES:
         raise ConfigError(
-            f"{most} files may be open at once here (ulimit -Hn), and Ray needs {FILES} at least."
-            " Run `ulimit -n 8192` before the command, as root if the shell refuses it"
+            f"{hard_limit} files may be open at once here (ulimit -Hn), and Ray needs {FILES} at"
+            " least. Run `ulimit -n 8192` before the command, as root if the shell refuses it"
         )
 
     # Children that exist already are not Ray's: a failed attempt must not end them.
-    others, began = psutil.Process().children(recursive=True), time.monotonic()
+    earlier_children = psutil.Process().children(recursive=True)
+    began = time.monotonic()
     for attempt in range(1, STARTS + 1):
         try:
-            with _sessions_of_their_own():
+            with _separate_sessions():
                 ray.init(
                     address="local",
                     include_dashboard=False,
@@ -117,40 +123,45 @@ def start(folder: str, *, store: int = OBJECT_STORE, **options: Any) -> None:
             return
         except Exception as error:
             ray.shutdown()
-            # Daemons of a failed attempt would otherwise live on beside those of the next one.
-            end([one for one in psutil.Process().children(recursive=True) if one not in others])
+            # Daemons of a failed attempt would otherwise stay beside the daemons of the next one.
+            children = psutil.Process().children(recursive=True)
+            end([child for child in children if child not in earlier_children])
             # Only a start that was too slow is worth another try; anything else would fail again.
             if attempt == STARTS or "timed out during startup" not in str(error):
+                plural = "s" if attempt > 1 else ""
+                seconds = time.monotonic() - began
+                first_line = str(error).partition("\n")[0]
                 raise MachineFailed(
-                    f"Ray did not start here, {attempt} attempt{'s' * (attempt > 1)} in"
-                    f" {time.monotonic() - began:.0f} s: {str(error).partition(chr(10))[0]} Look at"
-                    " `uptime` (other work), `free -g` and `df -h /dev/shm`"
+                    f"Ray did not start here, {attempt} attempt{plural} in {seconds:.0f} s:"
+                    f" {first_line} Look at `uptime` (other work), `free -g` and `df -h /dev/shm`"
                 ) from error
             logger.warning("Ray did not start within 30 s, this machine has much to do: once more")
 
 
-_apart = False
+_separate = False
 
 
 @contextmanager
-def _sessions_of_their_own() -> Iterator[None]:
-    """Daemons that are started within the block get no signal that is sent to our process group, as
-    timeout(1) does: a run needs them while it saves. Ray starts them with ``preexec_fn``, so Python
-    runs what ``register_at_fork`` registered.
+def _separate_sessions() -> Iterator[None]:
+    """Give daemons that are started within the block their own process session.
+
+    A signal to our process group, as timeout(1) sends it, does not reach them: a run needs them
+    while it saves. Ray starts them with ``preexec_fn``, so Python runs what ``register_at_fork``
+    registered.
     """
-    global _apart
-    _apart = True
+    global _separate
+    _separate = True
     try:
         yield
     finally:
-        _apart = False
+        _separate = False
 
 
-os.register_at_fork(after_in_child=lambda: os.setsid() if _apart else None)
+os.register_at_fork(after_in_child=lambda: os.setsid() if _separate else None)
 
 
 def metrics_ports() -> list[str]:
-    """Where (host:port) the cluster's nodes serve metrics."""
+    """The addresses (host:port) at which the cluster's nodes serve metrics."""
     return [
         f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
         for node in ray.nodes()
@@ -159,9 +170,7 @@ def metrics_ports() -> list[str]:
 
 
 def serve_details() -> dict[str, Any] | None:
-    """The address, options and applications of Ray Serve in this cluster; None when it does not run
-    here.
-    """
+    """The address, options and applications of Ray Serve in this cluster; None without Serve."""
     from ray.serve.context import _get_global_client
 
     client = _get_global_client(raise_if_no_controller_running=False)
@@ -169,8 +178,9 @@ def serve_details() -> dict[str, Any] | None:
 
 
 def actor_table() -> list[dict[str, Any]]:
-    """A row for every actor of the cluster: ``Name``, ``ActorID``, ``State``, ``Pid``, ``Address``
-    with its ``NodeID``.
+    """A row for every actor of the cluster.
+
+    With ``Name``, ``ActorID``, ``State``, ``Pid``, and ``Address``, which has the ``NodeID``.
     """
     from ray._private.state import state
 
@@ -185,8 +195,9 @@ def logs_folder() -> Path:
 
 
 def ask_head(seconds: float) -> None:
-    """Raises AuthenticationError when another head answers, ConnectionError when none listens; a
-    silent one is only busy.
+    """Check that the cluster's head listens. A silent head is only busy.
+
+    Raises AuthenticationError when another head answers, ConnectionError when none listens.
     """
     from ray._private.worker import global_worker
 
@@ -196,8 +207,9 @@ def ask_head(seconds: float) -> None:
         if "WrongClusterID" in str(error):
             raise AuthenticationError(str(error)) from error
         host, _, port = global_worker.gcs_client.address.rpartition(":")
-        if why := unreachable(host, int(port)):
-            raise ConnectionError(f"{host}:{port}: {why}") from error
+        reason = unreachable(host, int(port))
+        if reason:
+            raise ConnectionError(f"{host}:{port}: {reason}") from error
 
 
 def node_lives() -> bool:
@@ -205,8 +217,8 @@ def node_lives() -> bool:
 
     Raises what Ray does when the head does not answer.
     """
-    own = ray.get_runtime_context().get_node_id()
-    return not any(node["NodeID"] == own and not node["Alive"] for node in ray.nodes())
+    here = ray.get_runtime_context().get_node_id()
+    return not any(node["NodeID"] == here and not node["Alive"] for node in ray.nodes())
 
 
 def room() -> dict[str, dict[str, float]]:
@@ -231,8 +243,9 @@ def _keep_logs(folder: Path, logs: Path) -> None:
 
 
 def _clean_up(folder: str) -> None:
-    """After an interrupted ray.init: end daemons that Ray's own exit handler does not know yet, and
-    remove their files.
+    """End the daemons of an interrupted ray.init, and remove their files.
+
+    Ray's own exit handler does not know them yet.
     """
     end(psutil.Process().children(recursive=True))
     shutil.rmtree(folder, ignore_errors=True)

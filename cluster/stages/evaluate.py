@@ -1,11 +1,12 @@
-"""``python -m rayloop eval``: a checkpoint on held-out rows, through the actors of training, item
-by item.
+"""``python -m rayloop eval``: a checkpoint is evaluated on held-out rows, item by item.
+
+The actors of training play and score them.
 """
 
 import asyncio
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -59,7 +60,7 @@ CONCURRENCY = 10_000
 
 
 class NothingScored(RayloopError):
-    """An evaluation of which no answer could be scored; what it would report are no results."""
+    """No answer of an evaluation could be scored, so there are no results to report."""
 
 
 def evaluate(
@@ -74,12 +75,13 @@ def evaluate(
     retries: int = 0,
     benchmark: str = "",
 ) -> int:
-    """Evaluate ``config.model`` on the rows of ``data`` into ``out``, continuing what is there; cut
-    items again, up to ``retries`` times, with twice the room. Returns 0, or 1 when some have no
-    score. Raises ConfigError when ``out`` is another's.
+    """Evaluate ``config.model`` on the rows of ``data`` into ``out``, continuing what is there.
+
+    Answers that were cut are played again, up to ``retries`` times, with twice the tokens. Returns
+    0, or 1 when some have no score. Raises ConfigError when ``out`` has another evaluation.
     """
-    tasks = evenly([*_read(data, config)], config.evaluation.limit)
-    asked = plays(config, tasks, controls=controls, samples=samples)
+    tasks = evenly(list(_read(data, config)), config.evaluation.limit)
+    answers = plays(config, tasks, controls=controls, samples=samples)
     if controls and not any(task.images for task in tasks):
         print(f"no row of {data} shows an image: --controls has no wrong image to play")
 
@@ -90,102 +92,140 @@ def evaluate(
     # chat template shows, for a continued evaluation.
     config = config.model_copy(update={"model": dated(config.model, out)})
 
-    weights = config.engine.own_weights or weights_hash(config.model.path, config.model.revision)
-    identity = {"config": config_hash(config), "weights": weights, "data": _sha256([Path(data)])}
-    identity |= {"retries": str(retries)} if retries else {}
+    identity = _evaluation_identity(config, data, retries)
     items_file = out / "items.jsonl"
-    done = read_items(items_file)
+    recorded = read_items(items_file)
     # Before anything is played: answers of two configurations must not mix in one folder.
-    _claim(out / "identity.json", identity, empty=not done)
-    missing = _missing(config, asked, {item.key for item in done})
+    _claim(out / "identity.json", identity, empty=not recorded)
+    missing = _missing(config, answers, {item.key for item in recorded})
     print(
-        f"{len(asked)} answers to play, {len(asked) - len(missing)} of them on record in {out}",
+        f"{len(answers)} answers to play, {len(answers) - len(missing)} of them on record in {out}",
         flush=True,
     )
-
-    why = ""
+    reason = ""
     if missing:
-        held = (
-            0
-            if config.engine.own_weights
-            else read_shape(config.model.path, config.model.revision).parameters
-        )
-        room = store(config, held)
-        make_folder(out / "logs", "--out")
-        with session(
-            total(bundles(config, trains=False)), address, temporary, out / "logs", store=room
-        ):
-            why = _play(config, out, missing, retries)
-    wanted = {(p.arm, p.task.id, p.sample) for p in asked}
+        reason = _play_on_ray(config, out, missing, retries, address, temporary)
 
-    # A group that is scored together is played again as a whole: the last answer of a key counts.
-    items = [
-        item
-        for key, item in {item.key: item for item in read_items(items_file)}.items()
-        if key in wanted
-    ] + blinds
-    if wanted and not items:
+    keys = {_key(answer) for answer in answers}
+    items = _newest_items(items_file, keys) + blinds
+    if keys and not items:
         raise NothingScored(
-            f"none of {len(wanted)} answers has a score, so there is nothing to report. The first:"
-            f" {why}. Fix that, and run the command again; {out}/events.jsonl has all reasons"
+            f"none of {len(keys)} answers has a score, so there is nothing to report. The first:"
+            f" {reason}. Fix that, and run the command again; {out}/events.jsonl has all reasons"
         )
 
-    summary = {
-        "identity": identity,
-        "data": data,
-        **summarise(items, len(wanted) - len(items) + len(blinds)),
-        **_more(config, tasks, items),
-    }
-    _write_json(out / "summary.json", summary)
+    unscored = len(keys) - len(items) + len(blinds)
+    summary = {"identity": identity, "data": data, **summarise(items, unscored)}
+    summary |= _more(config, tasks, items)
+    _write_results(out, benchmark, config.model.path, summary, items)
 
-    scored = {item.task: item.scores for item in items if item.arm == RIGHT and item.sample == 0}
-    results = {"benchmark": benchmark, "model": config.model.path, **summary, "tasks": scored}
-    _write_json(out / "results.json", results)
-
-    print("\n".join([*table(summary), *([f"the first without a score: {why}"] if why else [])]))
+    lines = list(table(summary))
+    if reason:
+        lines.append(f"the first without a score: {reason}")
+    print("\n".join(lines))
     return 1 if summary["unscored"] else 0
 
 
+def _write_results(
+    out: Path, benchmark: str, model: str, summary: Mapping[str, Any], items: Sequence[Item]
+) -> None:
+    """Write the summary, and the results with the scores of each task."""
+    _write_json(out / "summary.json", summary)
+    scores = {item.task: item.scores for item in items if item.arm == RIGHT and item.sample == 0}
+    results = {"benchmark": benchmark, "model": model, **summary, "tasks": scores}
+    _write_json(out / "results.json", results)
+
+
+def _evaluation_identity(config: RunConfig, data: str, retries: int) -> dict[str, str]:
+    """The configuration, weights and rows of an evaluation; its folder has one identity."""
+    weights = config.engine.own_weights or weights_hash(config.model.path, config.model.revision)
+    identity = {"config": config_hash(config), "weights": weights, "data": _sha256([Path(data)])}
+    if retries:
+        identity["retries"] = str(retries)
+    return identity
+
+
+def _play_on_ray(
+    config: RunConfig,
+    out: Path,
+    missing: list[Play],
+    retries: int,
+    address: str | None,
+    temporary: str | None,
+) -> str:
+    """Play ``missing`` in a cluster, and return as ``Evaluator.main`` does."""
+    parameters = 0
+    if not config.engine.own_weights:
+        parameters = read_shape(config.model.path, config.model.revision).parameters
+    room = store(config, parameters)
+    logs = out / "logs"
+    make_folder(logs, "--out")
+    needed_resources = total(bundles(config, trains=False))
+    with session(needed_resources, address, temporary, logs, store=room):
+        return _play(config, out, missing, retries)
+
+
+def _key(answer: Play) -> tuple[str, str, int]:
+    return answer.arm, answer.task.id, answer.sample
+
+
+def _newest_items(file: Path, keys: Collection[tuple[str, str, int]]) -> list[Item]:
+    """The items of these answers.
+
+    A group that is scored together is played again as a whole: the last answer of a key counts.
+    """
+    newest = {item.key: item for item in read_items(file)}
+    return [item for key, item in newest.items() if key in keys]
+
+
 def _more(config: RunConfig, tasks: Sequence[Task], items: Sequence[Item]) -> dict[str, Any]:
-    """Means ``by`` each column that the configuration names, ``pass_at`` k of the sampled answers,
+    """More results of an evaluation.
+
+    Means ``by`` each column that the configuration names, ``pass_at`` k of the sampled answers, and
     how many answers are ``cut``.
     """
-    setting = config.evaluation
-    columns = {
-        name: {
-            task.id: " ".join(str(task.extra.get(part, "")) for part in name.split("+"))
-            for task in tasks
-        }
-        for name in setting.by
-    }
-    by = {name: by_column(items, values) for name, values in columns.items()}
+    settings = config.evaluation
+    means_by_column = {name: by_column(items, _column_values(tasks, name)) for name in settings.by}
+    cells = {name: over_cells(rows) for name, rows in means_by_column.items() if "+" in name}
+    threshold = right(settings.solved)
+    arm = SAMPLED if settings.greedy else RIGHT
     return {
-        "by": by,
-        "cells": {name: over_cells(rows) for name, rows in by.items() if "+" in name},
-        "pass_at": pass_rates(items, *right(setting.solved), SAMPLED if setting.greedy else RIGHT),
-        "solved": "{} >= {:g}".format(*right(setting.solved)),
+        "by": means_by_column,
+        "cells": cells,
+        "pass_at": pass_rates(items, *threshold, arm),
+        "solved": "{} >= {:g}".format(*threshold),
         "cut": sum(item.cut for item in items),
     }
 
 
+def _column_values(tasks: Sequence[Task], name: str) -> dict[str, str]:
+    """The value of a column, or of several joined by "+", for each task."""
+    columns = name.split("+")
+    values = {}
+    for task in tasks:
+        parts = [str(task.extra.get(column, "")) for column in columns]
+        values[task.id] = " ".join(parts)
+    return values
+
+
 def _missing(
-    config: RunConfig, asked: Sequence[Play], done: set[tuple[str, str, int]]
+    config: RunConfig, answers: Sequence[Play], recorded: Collection[tuple[str, str, int]]
 ) -> list[Play]:
-    """The answers that are not on record; with ``reward.per: group`` all answers of a group in
-    which one is missing.
+    """The answers that are not on record.
+
+    With ``reward.per: group``, all answers of a group in which one is missing.
     """
-    missing = [p for p in asked if (p.arm, p.task.id, p.sample) not in done]
+    missing = [answer for answer in answers if _key(answer) not in recorded]
     if config.reward.per == "trajectory":
         return missing
-    again = {(p.arm, p.task.id) for p in missing}
-    return [p for p in asked if (p.arm, p.task.id) in again]
+    groups = {(answer.arm, answer.task.id) for answer in missing}
+    return [answer for answer in answers if (answer.arm, answer.task.id) in groups]
 
 
 def _play(config: RunConfig, out: Path, missing: list[Play], retries: int) -> str:
     # It waits most of the time, so it takes no CPU away from the actors that it owns.
-    actor = create(
-        Evaluator, {"num_cpus": 0, "max_concurrency": CONCURRENCY}, config, str(out.resolve())
-    )
+    options = {"num_cpus": 0, "max_concurrency": CONCURRENCY}
+    actor = create(Evaluator, options, config, str(out.resolve()))
     try:
         return str(ray.get(submit(actor, Evaluator.main, missing, retries)))
     except ray.exceptions.RayTaskError as error:
@@ -201,21 +241,20 @@ class Evaluator(Actor):
     """The actor that owns the others during an evaluation, and writes the items."""
 
     def __init__(self, config: RunConfig, out: str) -> None:
-        weight_sync = config.weight_sync.model_copy(
-            update={"transport": ObjectStoreTransport()}
-        )  # there is no policy to send
-        self.config, self.out = config.model_copy(update={"weight_sync": weight_sync}), Path(out)
-        self.items, self.events = (
-            JsonLines(self.out / "items.jsonl", is_answer),
-            EventLog(self.out / "events.jsonl"),
-        )
+        # Without a policy, the weights come from the object store.
+        weight_sync = config.weight_sync.model_copy(update={"transport": ObjectStoreTransport()})
+        self.config = config.model_copy(update={"weight_sync": weight_sync})
+        self.out = Path(out)
+        self.items = JsonLines(self.out / "items.jsonl", is_answer)
+        self.events = EventLog(self.out / "events.jsonl")
         self.images = RolloutDump(self.out, is_answer)
         self.weights: WeightUpdate[Any] | None = None
-        self.why = self.trace = ""
+        self.why = ""
+        self.trace = ""
         self.retries = 0
 
     async def main(self, missing: Sequence[Play], retries: int = 0) -> str:
-        """Play what is missing.
+        """Play the ``missing`` answers.
 
         Returns why the first item without a score has none; "" when all have one.
         """
@@ -231,26 +270,29 @@ class Evaluator(Actor):
                 self.weights = WeightUpdate(start.manifest, ray.put(start.source))
             await services.start(self._admit)
             # A single member cannot be played again where the reward compares the group.
-            await self._all(missing, retries if self.config.reward.per == "trajectory" else 0)
+            if self.config.reward.per != "trajectory":
+                retries = 0
+            await self._all(missing, retries)
         finally:
             services.stop()
         return self.why
 
     async def _all(self, missing: Sequence[Play], retries: int) -> None:
-        """Play ``missing``, and with twice the room what was cut of it, as often as ``retries``."""
+        """Play ``missing``, then up to ``retries`` times the cut answers with twice the tokens."""
         for self.retries in reversed(range(retries + 1)):
             items = await play(missing, self.config, self.player, 0, self._keep, self._report)
-            cut = [asked for asked, item in zip(missing, items, strict=True) if item.cut]
             missing = [
-                replace(one, sampling=replace(one.sampling, max_tokens=2 * one.sampling.max_tokens))
-                for one in cut
+                _with_twice_the_tokens(answer)
+                for answer, item in zip(missing, items, strict=True)
+                if item.cut
             ]
             if not missing:
                 return
 
     async def lease_engine(self, episode: str, lost: int, why: str) -> Lease[RolloutActor]:
-        """For environment actors: another engine for an episode whose request failed on engine
-        ``lost``.
+        """Lease another engine for an episode whose request failed on engine ``lost``.
+
+        Environment actors call it.
         """
         return await self.player.calls.replace_engine(episode, lost, why)
 
@@ -265,7 +307,7 @@ class Evaluator(Actor):
             self.why = self.why or f"{item.task}: {item.unscored}"
             self._emit(incidents.ItemUnscored(item.arm, item.task, why=item.unscored or ""))
             return
-        # It is played again with twice the room; only the last try is recorded as cut.
+        # It is played again with twice the tokens; only the last try is recorded as cut.
         if item.cut and self.retries:
             return
         with needed(self.items.path):
@@ -273,7 +315,7 @@ class Evaluator(Actor):
             # from its items, and each must have its images.
             self.images.keep(images)
             self.items.append(asdict(item))
-            # JsonLines holds what the storage refuses, but
+            # JsonLines keeps what the storage refuses, but
             # unrecorded answers would be lost with this process.
             if self.items.trouble is not None:
                 raise self.items.trouble
@@ -288,12 +330,16 @@ class Evaluator(Actor):
         self.events.emit(event)
 
 
+def _with_twice_the_tokens(answer: Play) -> Play:
+    sampling = replace(answer.sampling, max_tokens=2 * answer.sampling.max_tokens)
+    return replace(answer, sampling=sampling)
+
+
 def config_hash(config: RunConfig) -> str:
     """16 hex digits over the settings that decide the answers: all but the run's name and paths."""
     model = config.model.model_copy(update={"path": "", "revision": None})
-    return hashlib.sha256(
-        dump(config.model_copy(update={"name": "x", "output": "", "model": model})).encode()
-    ).hexdigest()[:16]
+    config = config.model_copy(update={"name": "x", "output": "", "model": model})
+    return hashlib.sha256(dump(config).encode()).hexdigest()[:16]
 
 
 def weights_hash(path: str, revision: str | None = None) -> str:
@@ -306,7 +352,9 @@ def _sha256(files: list[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
         if not file.is_file():
-            raise ConfigError(f"{file} is no file; data files are JSONL, a JSON array or parquet")
+            raise ConfigError(
+                f"{file} is not a file; data files are JSONL, a JSON array or parquet"
+            )
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -327,16 +375,14 @@ def _claim(file: Path, identity: dict[str, str], *, empty: bool) -> None:
 
     Raises ConfigError when the folder has answers of another one.
     """
-    if (
-        not empty
-        and file.exists()
-        and (before := json.loads(file.read_text(encoding="utf-8"))) != identity
-    ):
-        changed = ", ".join(name for name in identity if before.get(name) != identity[name])
-        raise ConfigError(
-            f"{file.parent} holds an evaluation with another {changed}; name another folder with"
-            " --out"
-        )
+    if not empty and file.exists():
+        claimed = json.loads(file.read_text(encoding="utf-8"))
+        if claimed != identity:
+            names = ", ".join(name for name in identity if claimed.get(name) != identity[name])
+            raise ConfigError(
+                f"{file.parent} holds an evaluation with another {names}; name another folder with"
+                " --out"
+            )
     write_whole(file, (json.dumps(identity) + "\n").encode())
 
 

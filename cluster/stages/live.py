@@ -1,6 +1,6 @@
 """A live run seen from outside.
 
-All but ``stop_driver`` asks Ray, not the driver, and so answers when the driver hangs.
+All functions but ``stop_driver`` ask Ray, not the driver, and so answer when the driver hangs.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class NoAnswer(InfrastructureFailure):
 
 @dataclass(frozen=True)
 class LiveActor:
-    """``name`` is role, slot and a suffix; ``node`` the host name."""
+    """A live actor. ``name`` is its role, slot and a suffix; ``node`` is the host name."""
 
     name: str
     number: str
@@ -84,79 +84,75 @@ def joined(place: Place) -> Iterator[list[LiveActor]]:
 
 def _actors(place: Place) -> list[LiveActor]:
     # Rows of Ray's table of actors have no namespace, so the names of this run are listed first.
-    ours = {
+    names_of_run = {
         entry["name"]
         for entry in ray.util.list_named_actors(all_namespaces=True)
         if entry["namespace"] == place.namespace
     }
     alive = [
-        entry for entry in actor_table() if entry["State"] == "ALIVE" and entry["Name"] in ours
+        entry
+        for entry in actor_table()
+        if entry["State"] == "ALIVE" and entry["Name"] in names_of_run
     ]
     if not alive:
         raise ConfigError(
             f"the run has no actors at {place.address}: it has just begun, or just ended"
         )
-    names = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
-    found = [
-        LiveActor(
-            entry["Name"],
-            entry["ActorID"],
-            entry["Pid"],
-            names.get(entry["Address"]["NodeID"], "an unknown node"),
-        )
-        for entry in alive
-    ]
-    return sorted(found, key=lambda actor: actor.name)
+    hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
+    actors = []
+    for entry in alive:
+        host = hosts.get(entry["Address"]["NodeID"], "an unknown node")
+        actors.append(LiveActor(entry["Name"], entry["ActorID"], entry["Pid"], host))
+    return sorted(actors, key=lambda actor: actor.name)
 
 
 def of_role(actors: list[LiveActor], role: str | None) -> list[LiveActor]:
     """The actors of a role, or all. Raises ConfigError with the present roles."""
-    chosen = [actor for actor in actors if role in (None, actor.role)]
-    if not chosen:
-        raise ConfigError(
-            f"no live actor of role {role}; there are:"
-            f" {', '.join(sorted({a.role for a in actors}))}"
-        )
-    return chosen
+    matches = [actor for actor in actors if role in (None, actor.role)]
+    if not matches:
+        roles = ", ".join(sorted({actor.role for actor in actors}))
+        raise ConfigError(f"no live actor of role {role}; there are: {roles}")
+    return matches
 
 
 def stacks(place: Place, role: str | None) -> Iterator[tuple[str, str]]:
-    """Each actor, and the stacks of its threads: from py-spy on this machine, else from the actor's
-    own debug thread.
+    """Each actor, and the stacks of its threads.
+
+    They come from py-spy on this machine, else from the actor's own debug thread.
     """
-    with joined(place) as actors:
-        chosen = of_role(actors, role)
-        for actor, answer in zip(chosen, complete(_answers(place, chosen)), strict=True):
-            yield str(actor), (_spied(actor.pid) if actor.here else None) or answer
+    with joined(place) as all_actors:
+        actors = of_role(all_actors, role)
+        answers = complete(_answers(place, actors))
+        for actor, answer in zip(actors, answers, strict=True):
+            py_spy_stacks = _spied(actor.pid) if actor.here else None
+            yield str(actor), py_spy_stacks or answer
 
 
 async def _answers(place: Place, actors: list[LiveActor]) -> list[str]:
-    async def one(actor: LiveActor) -> str:
+    async def answer_of(actor: LiveActor) -> str:
         try:
             handle: Handle[Actor] = ray.get_actor(actor.name, place.namespace)
             async with asyncio.timeout(ANSWER):
                 return await submit(handle, Actor.stacks)
         except (RayError, TimeoutError, ValueError) as error:
-            return (
-                f"does not answer within {ANSWER:g} s: {type(error).__name__} {error}".splitlines()[
-                    0
-                ]
-            )
+            reason = f"does not answer within {ANSWER:g} s: {type(error).__name__} {error}"
+            return reason.splitlines()[0]
 
     # All at once, so that many actors that hang cost one deadline.
-    return await asyncio.gather(*(one(actor) for actor in actors))
+    return await asyncio.gather(*map(answer_of, actors))
 
 
 def _spied(pid: int) -> str | None:
-    """The stacks of a process on this machine from py-spy, even if it holds the interpreter's lock;
-    None without py-spy.
+    """The stacks of a process on this machine from py-spy; None without py-spy.
+
+    py-spy can read them even if the process holds the interpreter's lock.
     """
     program = shutil.which("py-spy")
     if program is None:
         return None
     try:
         # Without ``--nonblocking`` py-spy stops the process while it reads its stacks.
-        done = subprocess.run(
+        process = subprocess.run(
             [program, "dump", "--nonblocking", "--pid", str(pid)],
             capture_output=True,
             text=True,
@@ -164,45 +160,40 @@ def _spied(pid: int) -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    return process.stdout if process.returncode == 0 else None
 
 
 def logs(place: Place, role: str | None, lines: int) -> Iterator[tuple[str, str]]:
     """Each actor, and the last lines of its stdout and stderr."""
     with joined(place) as actors:
         for actor in of_role(actors, role):
-            yield (
-                str(actor),
-                _printed_here(actor, lines) if actor.here else _printed_there(actor, lines),
-            )
+            read_logs = _printed_here if actor.here else _printed_there
+            yield str(actor), read_logs(actor, lines)
 
 
 def _printed_here(actor: LiveActor, lines: int) -> str:
-    printed: list[str] = []
-    for file in (
-        file
-        for end in ("out", "err")
-        for file in sorted(logs_folder().glob(f"worker-*-{actor.pid}.{end}"))
-    ):
-        with file.open(errors="replace", encoding="utf-8") as text:
-            printed += deque(text, maxlen=lines)
-    return "".join(printed)
+    last_lines: list[str] = []
+    for end in ("out", "err"):
+        for file in sorted(logs_folder().glob(f"worker-*-{actor.pid}.{end}")):
+            with file.open(errors="replace", encoding="utf-8") as text:
+                last_lines += deque(text, maxlen=lines)
+    return "".join(last_lines)
 
 
 def _printed_there(actor: LiveActor, lines: int) -> str:
     """The logs from the dashboard, which a private cluster does not have."""
     from ray.util.state import get_log
 
+    parts: list[str] = []
     try:
-        return "".join(
-            part
-            for end in ("out", "err")
-            for part in get_log(actor_id=actor.number, tail=lines, suffix=end, timeout=int(ANSWER))
-        )
-    except Exception as error:  # the other actors' logs are still shown
-        why = str(error).partition("\n")[0]
+        for end in ("out", "err"):
+            parts += get_log(actor_id=actor.number, tail=lines, suffix=end, timeout=int(ANSWER))
+        return "".join(parts)
+    except Exception as error:
+        # The other actors' logs are still shown.
+        reason = str(error).partition("\n")[0]
         return (
-            f"cannot be read from here ({why}). On {actor.node}:"
+            f"cannot be read from here ({reason}). On {actor.node}:"
             f" session_latest/logs/worker-*-{actor.pid}.out\n"
         )
 
@@ -211,7 +202,7 @@ def stop_driver(place: Place) -> None:
     """Have the run save and end, as a SIGTERM to its process does.
 
     Raises NoAnswer, and ConfigError when there is no driver yet. A driver that ends before it
-    answers is no error: a small run ends within milliseconds.
+    answers is not an error: a small run ends within milliseconds.
     """
     with joined(place) as actors:
         # Ray may still list a driver that died after its successor has started. Names do not
@@ -223,11 +214,11 @@ def stop_driver(place: Place) -> None:
                 driver: Any = ray.get_actor(actor.name, place.namespace)
                 ray.get(submit(driver, DriverActor.stop), timeout=ANSWER)
                 return
-            except (ActorDiedError, ValueError):  # it has ended since it was listed
+            except (ActorDiedError, ValueError):
+                # It has ended since it was listed.
                 continue
             except (RayError, TimeoutError) as error:
                 silent = error
         if silent is not None:
-            raise NoAnswer(
-                f"the driver of the run does not answer: {type(silent).__name__}"
-            ) from silent
+            name = type(silent).__name__
+            raise NoAnswer(f"the driver of the run does not answer: {name}") from silent

@@ -1,5 +1,6 @@
-"""Serving the judge, the policy of a live run or a run's console with Ray Serve, until a signal
-comes or the run ends.
+"""Serving the judge, the policy of a live run or a run's console with Ray Serve.
+
+They are served until a signal comes or the run ends.
 """
 
 import io
@@ -49,9 +50,11 @@ from rayloop.serve_apps.settings import (
 from rayloop.web import with_token
 
 POLL = 1.0
-ASKED = 5.0
-"""Seconds for one look at Serve's status; Ray itself waits a minute for a cluster that is gone, and
-then ends the process.
+"""Seconds between two looks at Serve."""
+STATUS_TIMEOUT_S = 5.0
+"""Seconds for one look at Serve's status.
+
+Ray itself waits a minute for a cluster that has ended, and then ends the process.
 """
 PROXY = 60.0
 """Seconds within which a proxy must answer once the replicas run."""
@@ -66,19 +69,24 @@ class ServeFailed(InfrastructureFailure):
 def serve_judge(
     file: ServeFile, address: str | None, temporary: str | None, announced: Path
 ) -> int:
-    """Serve in the cluster at ``address``, or in its own, until SIGTERM or SIGINT. Raises
-    ServeFailed, ConfigError (``room``).
+    """Serve in the cluster at ``address``, or in a private one, until SIGTERM or SIGINT.
+
+    Raises ServeFailed, ConfigError (``room``).
     """
     (application,) = file.applications
-    settings, replicas = application.args, application.args.replicas
-    each = {"CPU": replicas.cpus, "GPU": judge.gpus(settings), **replicas.resources}
-    needed = {name: replicas.max * amount for name, amount in each.items()}
+    settings = application.args
+    replicas = settings.replicas
+    per_replica = {"CPU": replicas.cpus, "GPU": judge.gpus(settings), **replicas.resources}
+    needed = {name: replicas.max * amount for name, amount in per_replica.items()}
     logs = announced.parent / "judge-logs"
     logs.mkdir(parents=True, exist_ok=True)
 
     @contextmanager
     def findable(url: str) -> Iterator[str]:
-        """Announce the address in the file and, for runs in the same Ray cluster, in a named actor."""
+        """Announce the address in the file.
+
+        For runs in the same Ray cluster it is announced in a named actor, too.
+        """
         place = Address(url=url, key_file=settings.key_file or "")
         actor = announce_in_ray(application.name, place)
         announce(announced, place)
@@ -89,16 +97,14 @@ def serve_judge(
             with suppress(RayError):
                 ray.kill(actor)
 
-    interrupt = (
-        signal.default_int_handler
-    )  # SIGTERM is KeyboardInterrupt, like SIGINT; Ray's own handler ends the process
+    # SIGTERM is KeyboardInterrupt, like SIGINT; Ray's own handler would end the process.
+    interrupt = signal.default_int_handler
     with session(needed, address, temporary, logs), handling(interrupt, *STOP):
         unclaimed(application.name)
-        made = judge.app(settings.model_dump())
         _serve(
             "judge",
             application.name,
-            made,
+            judge.app(settings.model_dump()),
             file.http_options,
             findable,
             proxies=file.proxy_location,
@@ -116,9 +122,10 @@ def serve_policy(
     announced: Path,
     alive: Callable[[], bool],
 ) -> int:
-    """Serve the run in ``namespace``, or the one called ``name``, of the cluster at ``address``
-    until a signal or the run's end. ``alive`` returns whether the run lives. Raises ServeFailed,
-    and ConfigError without such a run, or without ``room``.
+    """Serve the policy of a run in the cluster at ``address``, until a signal or the run's end.
+
+    The run is the one in ``namespace``, or the one called ``name``. ``alive`` returns whether the
+    run lives. Raises ServeFailed, and ConfigError without such a run, or without ``room``.
     """
     key = None if key_file is None else str(key_file.resolve())
 
@@ -126,12 +133,8 @@ def serve_policy(
     def findable(url: str) -> Iterator[str]:
         """Announce the base URL and the key file in the file."""
         # Readable by all: it names the file of the key, and does not contain the key.
-        write_whole(
-            announced,
-            json.dumps({"url": f"{url}/v1", "key_file": key or ""}).encode(),
-            mode=0o644,
-            durable=False,
-        )
+        place = json.dumps({"url": f"{url}/v1", "key_file": key or ""})
+        write_whole(announced, place.encode(), mode=0o644, durable=False)
         try:
             yield f"{url}/v1 model {config.name}, announced in {announced}"
         finally:
@@ -140,10 +143,10 @@ def serve_policy(
     ray.init(address=address, log_to_driver=False, namespace="rayloop")
     try:
         with handling(signal.default_int_handler, *STOP):
-            found = namespace or _named(name)
-            config = _config(found)
-            made = policy.app(_endpoint(config, found, limits, key))
-            _serve("policy", f"policy-{config.name}", made, http, findable, alive)
+            run_namespace = namespace or _namespace_of(name)
+            config = _config(run_namespace)
+            application = policy.app(_endpoint(config, run_namespace, limits, key))
+            _serve("policy", f"policy-{config.name}", application, http, findable, alive)
     finally:
         # Once its cluster has ended, a call of Ray waits a minute and then ends this process.
         if alive():
@@ -152,19 +155,22 @@ def serve_policy(
 
 
 def serve_console(folder: Path, address: str, http: HttpOptions, key: Path | None) -> int:
-    """Serve the console of the run in ``folder`` below /console/ in the cluster at ``address``,
-    until a signal comes. ``key``: the token's file. Raises ServeFailed, and ConfigError without
-    ``room``.
+    """Serve the console of the run in ``folder`` in the cluster at ``address``.
+
+    It is below /console/ until a signal comes. ``key``: the token's file. Raises ServeFailed, and
+    ConfigError without ``room``.
     """
-    prefix, file = f"/console/{folder.name}", str(key) if key else None
+    prefix = f"/console/{folder.name}"
+    file = str(key) if key else None
     with session({}, address, None, folder / "logs"), handling(signal.default_int_handler, *STOP):
 
         def shown(url: str) -> AbstractContextManager[str]:
             token = read_key(file) if file else ""
             return nullcontext(with_token(f"{url}{prefix}/", token, lambda: Path(file or "")))
 
-        made = console.app(ConsolePlace(folder=str(folder), key_file=file, insecure=key is None))
-        _serve("console", f"console-{folder.name}", made, http, shown, prefix=prefix)
+        place = ConsolePlace(folder=str(folder), key_file=file, insecure=key is None)
+        name = f"console-{folder.name}"
+        _serve("console", name, console.app(place), http, shown, prefix=prefix)
     return 0
 
 
@@ -178,9 +184,10 @@ def _serve(
     proxies: str = "HeadOnly",
     prefix: str = "/",
 ) -> None:
-    """Serve an application of ``serve.deployment(...).bind`` until a signal comes, or ``alive()``
-    is false. ``findable`` announces a URL while it is entered, and returns a line to print. Raises
-    ServeFailed, ConfigError (``room``).
+    """Serve an application of ``serve.deployment(...).bind``.
+
+    It is served until a signal comes, or ``alive()`` is false. ``findable`` announces a URL while
+    it is entered, and returns a line to print. Raises ServeFailed, ConfigError (``room``).
     """
     running = room(name, http, prefix)
     try:
@@ -196,8 +203,7 @@ def _serve(
             try:
                 watch(name, who, alive)
             except ServeFailed:
-                # The end of the run takes Serve down with it, which is not a failure of the
-                # endpoint.
+                # The end of the run ends Serve with it, which is not a failure of the endpoint.
                 if alive():
                     raise
             print(f"{who}: the run has ended, and with it the endpoint", flush=True)
@@ -209,25 +215,27 @@ def _serve(
 
 
 def room(name: str, wanted: HttpOptions, prefix: str = "/") -> int:
-    """The port of a Ray Serve that runs in this cluster already and has room for an application at
-    ``prefix``; 0: none runs. Raises ConfigError: Ray Serve would ignore other options in silence,
-    and replace what has the same name.
-    """
-    found = serve_details()
-    if found is None:
-        return 0
-    host, port = found["http_options"]["host"], found["http_options"]["port"]
+    """The port of a Ray Serve that runs in this cluster already; 0 when none runs.
 
-    if name in found["applications"]:
+    It must have room for an application at ``prefix``. Raises ConfigError: Ray Serve would ignore
+    other options in silence, and replace an application with the same name.
+    """
+    details = serve_details()
+    if details is None:
+        return 0
+    host = details["http_options"]["host"]
+    port = details["http_options"]["port"]
+
+    if name in details["applications"]:
         raise ConfigError(
             f"Ray Serve has an application named {name} in this cluster already. Choose another"
             " name"
         )
-    for served, other in found["applications"].items():
-        if other["route_prefix"] == prefix:
+    for served_name, served in details["applications"].items():
+        if served["route_prefix"] == prefix:
             raise ConfigError(
-                f"the application {served} answers at {other['route_prefix']} of this cluster's Ray"
-                f" Serve ({host}:{port}) already. Use it, or serve in a cluster of its own (without"
+                f"the application {served_name} answers at {prefix} of this cluster's Ray Serve"
+                f" ({host}:{port}) already. Use it, or serve in a private cluster (without"
                 " --address)"
             )
 
@@ -241,10 +249,12 @@ def room(name: str, wanted: HttpOptions, prefix: str = "/") -> int:
 
 
 def end(name: str, *, started: bool) -> None:
-    """Remove the application and, when this process has ``started`` Ray Serve and no other
-    application uses it, Ray Serve.
+    """Remove the application, and Ray Serve when nothing needs it.
+
+    This process must have ``started`` Ray Serve, and no other application may use it.
     """
-    with suppress(RayError, RayServeException):  # gone already
+    # They are raised when Serve has ended already.
+    with suppress(RayError, RayServeException):
         if started and not set(ray_serve.status().applications) - {name}:
             # Its controller ends itself within the call. Ray prints in a thread that the call has
             # failed and will be tried again.
@@ -257,9 +267,9 @@ def end(name: str, *, started: bool) -> None:
 
 def free_port(host: str) -> int:
     """A port of this host that is free now."""
-    with socket.socket() as found:
-        found.bind((host, 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind((host, 0))
+        return int(listener.getsockname()[1])
 
 
 def url(host: str, port: int) -> str:
@@ -283,7 +293,8 @@ def url(host: str, port: int) -> str:
         }
         if hosts:
             here = ray.get_runtime_context().get_node_id()
-            return f"http://{hosts.get(here) or min(hosts.values())}:{port}"
+            proxy = hosts.get(here) or min(hosts.values())
+            return f"http://{proxy}:{port}"
         time.sleep(POLL)
     raise ServeFailed(
         f"no proxy of Ray Serve is healthy within {PROXY:g} s: {ray_serve.status().proxies}"
@@ -295,11 +306,11 @@ def watch(name: str, who: str, still: Callable[[], bool] = lambda: True) -> None
 
     Raises ServeFailed when another process ends it.
     """
-    before = "RUNNING"
+    last_state = "RUNNING"
     while still():
         time.sleep(POLL)
         try:
-            application = call_within(ASKED, ray_serve.status).applications.get(name)
+            application = call_within(STATUS_TIMEOUT_S, ray_serve.status).applications.get(name)
         except DeadlineExceeded:
             continue
         except (RayError, RayServeException) as error:
@@ -309,22 +320,21 @@ def watch(name: str, who: str, still: Callable[[], bool] = lambda: True) -> None
         if application is None:
             raise ServeFailed(f"the application {name} was deleted from outside")
         state = application.status.value
-        if state != before:
-            print(
-                f"{who}: {state}"
-                f" {application.message.splitlines()[0] if application.message else ''}".rstrip(),
-                flush=True,
-            )
-        before = state
+        if state != last_state:
+            first_line = application.message.splitlines()[0] if application.message else ""
+            print(f"{who}: {state} {first_line}".rstrip(), flush=True)
+        last_state = state
 
 
 def _endpoint(
     config: RunConfig, namespace: str, limits: PolicyLimits, key_file: str | None
 ) -> PolicyEndpointSettings:
-    """The endpoint's settings from a run's configuration, with which its tokens are those of the
-    run's episodes.
+    """The endpoint's settings from a run's configuration.
+
+    With them the endpoint makes the same tokens as the run's episodes.
     """
-    sampling, episode = config.rollout.sampling, config.environment.episode
+    sampling = config.rollout.sampling
+    episode = config.environment.episode
     return PolicyEndpointSettings(
         run=config.name,
         namespace=namespace,
@@ -346,9 +356,9 @@ def _config(namespace: str) -> RunConfig:
     Raises ConfigError when no driver answers.
     """
     # A driver that is being replaced may be listed beside its successor: the first answer counts.
-    for name in [
-        name for found, name in _actors() if found == namespace and name.startswith("driver-")
-    ]:
+    for actor_namespace, name in _actors():
+        if actor_namespace != namespace or not name.startswith("driver-"):
+            continue
         # ``get_actor`` raises ValueError for an actor that has ended since it was listed.
         with suppress(ValueError, RayError, TimeoutError):
             driver: Handle[DriverActor] = ray.get_actor(name, namespace=namespace)
@@ -359,19 +369,18 @@ def _config(namespace: str) -> RunConfig:
     )
 
 
-def _named(name: str) -> str:
+def _namespace_of(name: str) -> str:
     """The namespace of the one live run of this name. Raises ConfigError."""
-    found = sorted({namespace for namespace, actor in _actors() if actor.startswith("driver-")})
-    ours = [namespace for namespace in found if run_of(namespace) == name]
-    if len(ours) == 1:
-        return ours[0]
-    there = ", ".join(filter(None, map(run_of, found))) or "none"
-    many = (
-        f"{len(ours)} runs of this name are live: name one by its folder, --run"
-        if ours
-        else "it is not live"
-    )
-    raise ConfigError(f"--name {name}: {many}. Live runs of this cluster: {there}")
+    namespaces = {namespace for namespace, actor in _actors() if actor.startswith("driver-")}
+    live = sorted(namespaces)
+    matches = [namespace for namespace in live if run_of(namespace) == name]
+    if len(matches) == 1:
+        return matches[0]
+    live_names = ", ".join(filter(None, map(run_of, live))) or "none"
+    reason = "it is not live"
+    if matches:
+        reason = f"{len(matches)} runs of this name are live: name one by its folder, --run"
+    raise ConfigError(f"--name {name}: {reason}. Live runs of this cluster: {live_names}")
 
 
 def _actors() -> list[tuple[str, str]]:

@@ -1,6 +1,8 @@
-"""The supervised stage on Ray Train: each worker of a TorchTrainer is one rank of the trainer,
-started again from the last checkpoint when one dies. ``output``/run has progress.txt, logs, and the
-checkpoints until the stage has ended.
+"""The supervised stage on Ray Train.
+
+Each worker of a TorchTrainer is one rank of the trainer; the ranks are started again from the last
+checkpoint when one dies. ``output``/run has progress.txt, logs, and the checkpoints until the stage
+has ended.
 """
 
 import json
@@ -35,7 +37,10 @@ from rayloop.run.folder import make_folder
 from rayloop.run.identity import dated
 from rayloop.sft.stage import START, Examples, SftConfig, SftProgress, make_tiny
 
-RUN, PROGRESS, CHECKPOINTS, STATE = "run", "progress.txt", "checkpoints", "state.json"
+RUN = "run"
+PROGRESS = "progress.txt"
+CHECKPOINTS = "checkpoints"
+STATE = "state.json"
 POLL = 0.5
 """Seconds between two looks at the progress."""
 
@@ -49,18 +54,14 @@ def sft(config: SftConfig, address: str | None, temporary: str | None) -> int:
     make_folder(folder / "logs", "output=FOLDER")
     placement = config.placement
     stop = StopSignals()
-    needed = {"CPU": placement.num_cpus, "GPU": placement.num_gpus, **placement.resources}
-    with (
-        session(
-            {name: config.workers * n for name, n in needed.items()},
-            address,
-            temporary,
-            folder / "logs",
-        ),
-        handling(stop, *STOP),  # behind ray.init, which has a handler of its own
-    ):
+    logs = folder / "logs"
+    per_worker = {"CPU": placement.num_cpus, "GPU": placement.num_gpus, **placement.resources}
+    needed = {name: config.workers * amount for name, amount in per_worker.items()}
+    # The handler comes after ray.init, which installs its own.
+    with session(needed, address, temporary, logs), handling(stop, *STOP):
         # ``max_failures`` already counts restarts; retries of Ray's task would come on top.
-        _follow(ray.remote(num_cpus=0, max_retries=0)(_fit).remote(config), folder / PROGRESS, stop)
+        fit = ray.remote(num_cpus=0, max_retries=0)(_fit)
+        _follow(fit.remote(config), folder / PROGRESS, stop)
     _remove(folder / CHECKPOINTS)
     print(f"wrote {config.output}")
     return 0
@@ -103,44 +104,49 @@ def _follow(running: Any, path: Path, stop: StopSignals) -> None:
 
 
 def _fit(config: SftConfig) -> None:
-    """Run the trainer, in a process of its own, since it imports torch. Raises RayloopError."""
-    import torch
-    from ray.train import (
-        CheckpointConfig,
-        FailureConfig,
-        RunConfig,
-        ScalingConfig,
-        TrainingFailedError,
-    )
-    from ray.train.torch import TorchConfig, TorchTrainer
+    """Run the trainer, in its own process, since it imports torch. Raises RayloopError."""
+    from ray.train import TrainingFailedError
 
-    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = (
-        "0"  # relative paths of the configuration keep their meaning
-    )
+    # Relative paths of the configuration keep their meaning.
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
     # Ray Train reads this limit from the environment only.
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(config.start_timeout)
 
     make_tiny(config)
     model = dated(config.model, local_path(config.output) / RUN)
-    placement, gpu = config.placement, config.placement.num_gpus > 0
+    has_gpus = config.placement.num_gpus > 0
     shape = read_shape(config.model.path, config.model.revision)
-    config = config.model_copy(
-        update={"model": model, "engine": fitted(config.engine, shape, config.workers, gpu)}
-    )
+    engine = fitted(config.engine, shape, config.workers, has_gpus)
+    trainer = _torch_trainer(config.model_copy(update={"model": model, "engine": engine}))
+    try:
+        failure = trainer.fit().return_value
+    except TrainingFailedError as error:
+        raise PolicyLost(
+            f"the supervised stage failed more often than max_failures ({config.max_failures})"
+            f" allows: {error}"
+        ) from error
+    if failure is not None:
+        raise failure
 
+
+def _torch_trainer(config: SftConfig) -> Any:
+    """Ray Train's trainer of the stage."""
+    import torch
+    from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    placement = config.placement
+    has_gpus = placement.num_gpus > 0
+    # As the engine chooses its device: a worker without a reserved GPU sees the GPUs of its node.
+    backend = "cpu:gloo,cuda:nccl" if has_gpus or torch.cuda.is_available() else "gloo"
     resources = {"CPU": placement.num_cpus, "GPU": placement.num_gpus, **placement.resources}
-    trainer = TorchTrainer(
+    return TorchTrainer(
         run_rank,
         train_loop_config={"config": config},
-        torch_config=TorchConfig(
-            # as the engine chooses its device: a worker without a reserved GPU sees those of its
-            # node
-            backend="cpu:gloo,cuda:nccl" if gpu or torch.cuda.is_available() else "gloo",
-            timeout_s=math.ceil(COLLECTIVE_TIMEOUT),
-        ),
+        torch_config=TorchConfig(backend=backend, timeout_s=math.ceil(COLLECTIVE_TIMEOUT)),
         scaling_config=ScalingConfig(
             num_workers=config.workers,
-            use_gpu=gpu,
+            use_gpu=has_gpus,
             resources_per_worker={name: amount for name, amount in resources.items() if amount},
         ),
         run_config=RunConfig(
@@ -152,16 +158,6 @@ def _fit(config: SftConfig) -> None:
             checkpoint_config=CheckpointConfig(num_to_keep=1),
         ),
     )
-
-    try:
-        failure = trainer.fit().return_value
-    except TrainingFailedError as error:
-        raise PolicyLost(
-            f"the supervised stage failed more often than max_failures ({config.max_failures})"
-            f" allows: {error}"
-        ) from error
-    if failure is not None:
-        raise failure
 
 
 def run_rank(arguments: dict[str, SftConfig]) -> RayloopError | None:
@@ -188,27 +184,24 @@ class Rank:
         from rayloop.engines.training.fsdp import FsdpEngine
 
         context = ray.train.get_context()
-        self.config, self.rank, self.world_size = (
-            config,
-            context.get_world_rank(),
-            context.get_world_size(),
-        )
+        self.config = config
+        self.rank = context.get_world_rank()
+        self.world_size = context.get_world_size()
 
         self.output = local_path(config.output)
         self.dataset = self._read(config.data.train)
         self.held_out = () if config.data.eval is None else self._read(config.data.eval)
-        self.best = (math.inf, 0)  # the lowest held-out loss, and its step
+        # The lowest held-out loss, and its step.
+        self.best = (math.inf, 0)
 
         self.cursor = TaskCursor(len(self.dataset), config.seed, config.data.shuffle)
         self.examples = Examples(config)
 
         engine = config.engine
-        if (
-            not engine.threads and not config.placement.num_gpus
-        ):  # on a CPU the ranks of this machine share its cores
-            engine = engine.model_copy(
-                update={"threads": per_process(context.get_local_world_size())}
-            )
+        # On a CPU the ranks of this machine share its cores.
+        if not engine.threads and not config.placement.num_gpus:
+            threads = per_process(context.get_local_world_size())
+            engine = engine.model_copy(update={"threads": threads})
         self.engine = FsdpEngine(
             config.model,
             engine,
@@ -265,27 +258,27 @@ class Rank:
 
     def _share(self) -> list[TrainItem]:
         """This rank's rows of the next batch. Raises DataFailure on all ranks."""
-        return self._items(
-            [
-                (self.dataset[self.cursor.next()], ("answer", self.step, n))
-                for n in range(self.config.batch_size)
-            ]
-        )
+        rows = [
+            (self.dataset[self.cursor.next()], ("answer", self.step, number))
+            for number in range(self.config.batch_size)
+        ]
+        return self._items(rows)
 
     def _items(self, rows: Sequence[tuple[Task, tuple[str | int, ...]]]) -> list[TrainItem]:
-        """This rank's part of the rows, each with what its answer is drawn by.
+        """This rank's part of the rows. Each row comes with the names that seed its answer.
 
         Raises DataFailure on all ranks.
         """
         from rayloop.engines.training.sharding import on_all_ranks
 
-        mine = rows[self.rank :: self.world_size]
-        return on_all_ranks(
-            lambda: [
-                self.examples.item(row, random.Random(derive(self.config.seed, *by)))
-                for row, by in mine
-            ]
-        )
+        def read_items() -> list[TrainItem]:
+            items = []
+            for row, seed_names in rows[self.rank :: self.world_size]:
+                draw = random.Random(derive(self.config.seed, *seed_names))
+                items.append(self.examples.item(row, draw))
+            return items
+
+        return on_all_ranks(read_items)
 
     def _evaluate(self) -> None:
         """Measure the mean loss per answer token over the held-out rows, if there are any.
@@ -298,25 +291,21 @@ class Rank:
 
         from rayloop.engines.training.sharding import total
 
-        rows, size, found = (
-            [(row, ("held out", n)) for n, row in enumerate(self.held_out)],
-            self.config.batch_size,
-            [],
-        )
-        for start in range(
-            0, len(rows), size
-        ):  # as many at a time as an update has, for the memory
-            found += self.engine.logprobs(
-                [item.trajectory for item in self._items(rows[start : start + size])]
-            )
+        rows = [(row, ("held out", number)) for number, row in enumerate(self.held_out)]
+        # As many at a time as an update has, for the memory.
+        size = self.config.batch_size
+        logprobs: list[Any] = []
+        for start in range(0, len(rows), size):
+            items = self._items(rows[start : start + size])
+            logprobs += self.engine.logprobs([item.trajectory for item in items])
 
-        logprob, tokens = total(
-            [sum(float(one.sum(dtype=float)) for one in found), sum(map(len, found))], device("cpu")
-        )
-        self.best = min(self.best, (-logprob / tokens, self.step))
+        rank_sum = sum(float(values.sum(dtype=float)) for values in logprobs)
+        rank_tokens = sum(map(len, logprobs))
+        logprob, tokens = total([rank_sum, rank_tokens], device("cpu"))
+        loss = -logprob / tokens
+        self.best = min(self.best, (loss, self.step))
         self._say(
-            f"step {self.step}  held-out loss {-logprob / tokens:.4f}  {len(rows)} rows "
-            f" {tokens:.0f} tokens"
+            f"step {self.step}  held-out loss {loss:.4f}  {len(rows)} rows  {tokens:.0f} tokens"
         )
 
     def _out_of_time(self) -> bool:
@@ -333,19 +322,17 @@ class Rank:
         from rayloop.transports.manifest import DTYPES
 
         # Gathering is collective, so every rank calls it, and only the first one writes.
-        dtype, tensors = DTYPES[self.config.dtype], self.engine.export(START)
+        tensors = self.engine.export(START)
         if self.rank == 0:
+            dtype = DTYPES[self.config.dtype]
+            converted = {name: tensor.to(dtype) for name, tensor in tensors.items()}
             source = resolve(self.config.model.path, self.config.model.revision).folder
-            save_model(
-                source,
-                folder,
-                {name: t.to(dtype) for name, t in tensors.items()},
-                limits=self.config.model,
-            )
+            save_model(source, folder, converted, limits=self.config.model)
 
     def _checkpoint(self, report: dict[str, float]) -> None:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            self.engine.save(folder)  # every rank writes its part, and Ray Train puts them together
+            # Every rank writes its part, and Ray Train puts the parts together.
+            self.engine.save(folder)
             if self.rank == 0:
                 state = {
                     "step": self.step,
@@ -387,10 +374,10 @@ class Rank:
 
 
 def _identity(config: SftConfig) -> dict[str, Any]:
-    """The settings that must not change when a stage continues; micro-batches may, with the
-    machine's memory.
+    """The settings that must not change when a stage continues.
+
+    Micro-batches may change, with the machine's memory.
     """
-    others = ("workers", "placement", "max_failures", "start_timeout", "log_every")
-    return config.model_dump(
-        mode="json", exclude={**dict.fromkeys(others, True), "engine": {"micro_batch_tokens"}}
-    )
+    changeable = ("workers", "placement", "max_failures", "start_timeout", "log_every")
+    exclude: dict[str, Any] = {**dict.fromkeys(changeable, True), "engine": {"micro_batch_tokens"}}
+    return config.model_dump(mode="json", exclude=exclude)

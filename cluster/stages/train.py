@@ -1,5 +1,6 @@
-"""The ``train`` process: owns the driver actor, shows its progress, restarts it, and turns its end
-into an exit code.
+"""The ``train`` process, which owns the driver actor.
+
+It shows the driver's progress, restarts it, and turns its end into an exit code.
 """
 
 import math
@@ -7,18 +8,17 @@ import platform
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayloop.actors.failures import brief, is_lost, typed
@@ -27,7 +27,8 @@ from rayloop.cluster.driver_actor import DriverActor
 from rayloop.cluster.services import actor_name
 from rayloop.cluster.session import metrics_ports, session
 from rayloop.cluster.stages.evaluate import config_hash
-from rayloop.cluster.supervision.watchdog import ASKED, HeadWatch, RayGone, watched
+from rayloop.cluster.stages.following import follow
+from rayloop.cluster.supervision.watchdog import HeadWatch, RayGone, watched
 from rayloop.config.settings import dump
 from rayloop.core import events, incidents
 from rayloop.core.failures import AGAIN, NotSaved, Preempted, RayloopError, Unforeseen, WorkerLost
@@ -43,23 +44,15 @@ from rayloop.run.demand import bundles, store, total
 from rayloop.run.folder import RunFolder, make_folder
 from rayloop.run.identity import ResumeRefused, dated, identity, pinned
 from rayloop.run.identity import check as check_fit
-from rayloop.run.lifetime import RecoverySettings
 from rayloop.run.place import STARTED_IN, findable, namespace
 from rayloop.run.reporter import failure
 from rayloop.view.pictures import draw_or_emit
 from rayloop.view.progress import Progress
 from rayloop.view.words import describe, sampled
 
-POLL = 0.5
-"""Seconds between two looks at the driver."""
 CONCURRENCY = 10_000
 """Coroutines of the driver: one per episode in flight, and the calls of the environment actors."""
 
-ANSWER, SILENT, LIVE = 30.0, 10.0, 5.0
-"""Seconds for the driver's first and last answer; those after which one that does not answer in
-between is reported; and those in which its thread for questions must then show that the process
-runs.
-"""
 Check = Callable[[], None]
 
 
@@ -81,10 +74,11 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
     make_folder(folder.path, "output=FOLDER")
 
     origin = Origin.of(folder.checkpoints.resolve(), config.checkpoint.resume)
-    found = origin.find()
-    config = with_micro_batch(pinned(config, found))
-    then = found.about.get("config", {}).get("model") if found else None
-    config = config.model_copy(update={"model": dated(config.model, folder.path, then)})
+    checkpoint = origin.find()
+    config = with_micro_batch(pinned(config, checkpoint))
+    earlier_model = checkpoint.about.get("config", {}).get("model") if checkpoint else None
+    model = dated(config.model, folder.path, earlier_model)
+    config = config.model_copy(update={"model": model})
 
     with (
         # Signals first, so that one unwinds everything below. ``_recorded`` comes last: it writes
@@ -95,12 +89,12 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
         _recorded(folder, origin),
     ):
         hashes = identity(config)
-        if (checkpoint := origin.find()) is None:
+        checkpoint = origin.find()
+        if checkpoint is None:
             folder.write_config(dump(config))
         else:
-            check_fit(
-                checkpoint, config, hashes
-            )  # the driver writes the configuration when it has restored
+            # The driver writes the configuration when it has restored.
+            check_fit(checkpoint, config, hashes)
 
         with needed(folder.path):
             write_whole(folder.path / STARTED_IN, str(Path.cwd()).encode())
@@ -108,17 +102,13 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
         names = namespace(folder.path)
         room = store(config, read_shape(config.model.path, config.model.revision).parameters)
         started = session(total(bundles(config)), address, temporary, folder.logs, names, room)
-        with (
-            started,
-            findable(folder.cluster, ray.get_runtime_context().gcs_address, names, metrics_ports()),
-        ):
-            packages = {name: version(name) for name in ("torch", "transformers", "ray")}
-            folder.events.emit(
-                events.Start(config_hash(config), {"python": platform.python_version(), **packages})
-            )
-            folder.events.close()  # the driver goes on writing it
+        with started, _findable(folder, names):
+            _emit_start(config, folder)
+            # The driver continues writing the events.
+            folder.events.close()
             with watched(progress.note) as head:
-                result = _run(config, folder, origin, hashes, progress, check, head)
+                attempts = DriverAttempts(config, folder, origin, hashes, progress, head)
+                result = attempts.run(check)
             draw_or_emit(folder, progress.note)
             progress.close(result)
     return 0
@@ -126,8 +116,9 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
 
 @contextmanager
 def _recorded(folder: RunFolder, origin: Origin) -> Iterator[None]:
-    """Make what ends the run a RayloopError and an event, unless the driver recorded it, or its
-    checkpoint refused the start.
+    """Make the error that ends the run a RayloopError and an event.
+
+    Unless the driver recorded it, or its checkpoint refused the start.
     """
     try:
         yield
@@ -135,14 +126,17 @@ def _recorded(folder: RunFolder, origin: Origin) -> Iterator[None]:
         end = typed(error)
         # An error that came out of the driver's call was recorded by the driver.
         if not isinstance(error.__cause__, RayTaskError):
-            _emit(folder, end, traceback.format_exc() if isinstance(end, Unforeseen) else "")
+            trace = traceback.format_exc() if isinstance(end, Unforeseen) else ""
+            _emit(folder, end, trace)
         if end is error:
             raise
         raise end from error
     except SystemExit as end:
-        if end.code == signal.SIGTERM:  # before there was a driver; ``_while_idle`` raises it
+        if end.code == signal.SIGTERM:
+            # ``_while_idle`` raises it before there is a driver.
             _emit(folder, origin.stopped(folder.last_step))
-        elif end.code:  # a second signal
+        elif end.code:
+            # The second signal.
             at_once = NotSaved(f"stopped at once, by a second signal; {origin.again()}")
             _emit(folder, at_once)
             raise at_once from None
@@ -168,22 +162,83 @@ def _shown(config: RunConfig, folder: RunFolder, address: str | None) -> Iterato
         yield progress
 
 
-def _run(
-    config: RunConfig,
-    folder: RunFolder,
-    origin: Origin,
-    hashes: dict[str, str],
-    progress: Progress,
-    check: Check,
-    head: HeadWatch,
-) -> dict[str, Any]:
-    """Create the driver and follow it; when it dies, create another, which continues from the
-    newest checkpoint of this start. ``check`` raises ``Origin.stopped`` when a SIGTERM came while
-    there was no driver. Raises RayGone when Ray is.
+def _findable(folder: RunFolder, names: str) -> AbstractContextManager[None]:
+    """Let other commands find the run's cluster during the block."""
+    address = ray.get_runtime_context().gcs_address
+    return findable(folder.cluster, address, names, metrics_ports())
+
+
+def _emit_start(config: RunConfig, folder: RunFolder) -> None:
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "transformers", "ray"):
+        versions[package] = version(package)
+    folder.events.emit(events.Start(config_hash(config), versions))
+
+
+class DriverAttempts:
+    """Creates the driver and follows it.
+
+    When it dies, another driver continues from the newest checkpoint of this start.
     """
-    path = str(folder.path.resolve())
-    budget = Budget(config.recovery.driver_restarts)
-    for restarts in count():
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        origin: Origin,
+        hashes: dict[str, str],
+        progress: Progress,
+        head: HeadWatch,
+    ) -> None:
+        self.config = config
+        self.folder = folder
+        self.origin = origin
+        self.hashes = hashes
+        self.progress = progress
+        self.head = head
+        self._budget = Budget(config.recovery.driver_restarts)
+
+    def run(self, check: Check) -> dict[str, Any]:
+        """Return the result of the driver that reaches the end.
+
+        ``check`` raises ``Origin.stopped`` when a SIGTERM came while there was no driver. Raises
+        RayGone when Ray has ended.
+        """
+        for restarts in count():
+            driver = self._create()
+            # For an error before the handler is in place: nobody has asked for a stop by then.
+            until = _never
+            try:
+                with _stop_on_signal(driver, self.progress, self.config.preemption.grace) as until:
+                    # A signal may have arrived before its handler was in place.
+                    check()
+                    return follow(
+                        driver,
+                        self.progress,
+                        self.config.recovery,
+                        until,
+                        self.origin,
+                        self.folder,
+                        self.head,
+                    )
+            except RayGone as error:
+                raise _without_ray(error, until, self.origin) from None
+            except RayTaskError as error:
+                raise typed(error) from error
+            except (RayError, WorkerLost) as error:
+                if not is_lost(error):
+                    raise
+                wait = self._wait_after_loss(error, restarts, until)
+            finally:
+                # The head and the node end the actors themselves.
+                if not self.head.gone:
+                    ray.kill(driver)
+            self.folder.lock.renew()
+            time.sleep(wait)
+            self._budget.take(time.monotonic())
+        raise AssertionError("the loop has no end")
+
+    def _create(self) -> Handle[DriverActor]:
         # num_cpus=0: the driver waits most of the time. Its death ends every actor it owns.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {
@@ -192,55 +247,45 @@ def _run(
             "max_concurrency": CONCURRENCY,
             "scheduling_strategy": here,
         }
-        driver = create(
+        return create(
             DriverActor,
             options,
-            config,
-            path,
-            origin.resume,
-            hashes,
-            origin.since,
-            folder.lock.fence,
+            self.config,
+            str(self.folder.path.resolve()),
+            self.origin.resume,
+            self.hashes,
+            self.origin.since,
+            self.folder.lock.fence,
         )
-        # For an error before the handler is in place: nobody has asked for a stop by then.
-        until = _never
+
+    def _wait_after_loss(
+        self, error: Exception, restarts: int, until: Callable[[], float]
+    ) -> float:
+        """Seconds until another driver may be created.
+
+        Raises RayGone, NotSaved after a stop was asked for, and DriverLost.
+        """
         try:
-            with _stop_on_signal(driver, progress, config.preemption.grace) as until:
-                # A signal may have arrived before its handler was in place.
-                check()
-                return _follow(driver, progress, config.recovery, until, origin, folder, head)
-        except RayGone as gone:
-            raise _without_ray(gone, until, origin) from None
-        except RayTaskError as error:
-            raise typed(error) from error
-        except (RayError, WorkerLost) as error:
-            if not is_lost(error):
-                raise
-            try:
-                # A lost driver may be the first sign of a lost
-                # head, which could not start another one.
-                head.decide()
-            except RayGone as gone:
-                raise _without_ray(gone, until, origin) from error
-            lost = folder.events.emit(
-                incidents.DriverLostEvent(restarts, brief(error), socket.gethostname())
-            )
-            folder.events.close()  # the next driver goes on writing it
-            progress.note(describe(lost))
-            if until() < math.inf:
-                raise NotSaved(f"the driver was lost while it saved; {origin.again()}") from error
-            if (wait := budget.wait(time.monotonic())) > config.recovery.start_timeout:
-                raise DriverLost(
-                    f"the driver actor died {restarts + 1} times; a sixth of recovery.replacements"
-                    f" allows {budget.per_hour} an hour"
-                ) from error
-        finally:
-            if not head.gone:  # the head and the node end actors
-                ray.kill(driver)
-        folder.lock.renew()
-        time.sleep(wait)
-        budget.take(time.monotonic())
-    raise AssertionError("the loop has no end")
+            # A lost driver may be the first sign of a lost
+            # head, which could not start another one.
+            self.head.decide()
+        except RayGone as ray_error:
+            raise _without_ray(ray_error, until, self.origin) from error
+        event = incidents.DriverLostEvent(restarts, brief(error), socket.gethostname())
+        record = self.folder.events.emit(event)
+        # The next driver continues writing the events.
+        self.folder.events.close()
+        self.progress.note(describe(record))
+        if until() < math.inf:
+            resume = self.origin.again()
+            raise NotSaved(f"the driver was lost while it saved; {resume}") from error
+        wait = self._budget.wait(time.monotonic())
+        if wait > self.config.recovery.start_timeout:
+            raise DriverLost(
+                f"the driver actor died {restarts + 1} times; a sixth of recovery.replacements"
+                f" allows {self._budget.per_hour} an hour"
+            ) from error
+        return wait
 
 
 def _without_ray(error: RayGone, until: Callable[[], float], origin: Origin) -> RayloopError:
@@ -255,108 +300,29 @@ def _never() -> float:
     return math.inf
 
 
-def _follow(
-    driver: Handle[DriverActor],
-    progress: Progress,
-    recovery: RecoverySettings,
-    until: Callable[[], float],
-    origin: Origin,
-    folder: RunFolder,
-    head: HeadWatch,
-) -> dict[str, Any]:
-    """Show the driver's reports until it ends.
-
-    Returns its result; raises its error, RunTaken, RayGone, WorkerLost when its process gives no
-    sign of life for ``health_timeout`` seconds or its loop for ``stall_timeout``, and NotSaved when
-    it has not ended at the time ``until`` (``time.monotonic``).
-    """
-    running, seen, answered, due = submit(driver, DriverActor.main), 0, time.monotonic(), ANSWER
-    up, frozen, questions = False, 0.0, 0
-    while True:
-        folder.lock.check()
-        head.check()
-        ended, _ = ray.wait([running], timeout=POLL)
-        # A driver that has ended still has its last reports, which are worth a longer wait.
-        patience = ANSWER if ended else max(POLL, min(SILENT, until() - time.monotonic()))
-        try:
-            seen, updates, doing = ray.get(
-                submit(driver, DriverActor.updates, seen), timeout=patience
-            )
-            answered, due = time.monotonic(), SILENT
-            up, frozen, questions = True, 0.0, 0
-        except GetTimeoutError:
-            updates, doing = [], "waiting for the driver"
-            silent = time.monotonic() - answered
-            # A driver that is still being started is no frozen one. What is counted is what was
-            # waited: the time that has passed may be that of this process's own stop (Ctrl-Z), and
-            # the driver's answers are only late then.
-            if up and not _lives(driver, min(LIVE, max(POLL, until() - time.monotonic()))):
-                frozen, questions = frozen + patience + LIVE, questions + 1
-            else:
-                frozen, questions = 0.0, 0
-            left = recovery.health_timeout - frozen if frozen else recovery.stall_timeout - silent
-            if left <= 0 and (not frozen or questions >= ASKED):
-                raise WorkerLost(f"the driver has not answered for {silent:.0f} s") from None
-            if silent > due:
-                event = incidents.DriverSilent(round(silent, 1), left=round(max(0.0, left), 1))
-                progress.note(describe(event.record()))
-                write = threading.Thread(
-                    target=folder.events.beside, args=(event.record(),), daemon=True
-                )
-                write.start()  # storage that hangs must not hold up this process too
-                due = 2 * silent
-        except RayError as error:
-            if not is_lost(error):
-                raise
-            updates, doing = [], ""  # ``running`` raises it
-        if not ended and time.monotonic() > until():
-            raise NotSaved(
-                "the run was not saved within preemption.grace. Raise it (and what the scheduler"
-                f" allows) above the time of a step and a checkpoint; {origin.again()}"
-            )
-        for kind, record in updates:
-            if kind == "step":
-                progress.step(record)
-            elif kind == "samples":
-                progress.samples(record)
-            elif record["event"] != "failed":  # it is raised below
-                progress.note(describe(record))
-        progress.doing(doing)
-        if ended:
-            result: dict[str, Any] = ray.get(running)
-            return result
-
-
-def _lives(driver: Handle[DriverActor], within: float) -> bool:
-    """Whether the driver's process runs, even if its loop is held up: an actor has a thread for
-    questions (actors/base.py).
-    """
-    answered, _ = ray.wait([submit(driver, DriverActor.host)], timeout=within)
-    return bool(answered)
-
-
 @contextmanager
 def _while_idle(stopped: Callable[[], RayloopError]) -> Iterator[Callable[[], None]]:
-    """A SIGTERM, or the SIGHUP of a closed terminal, while there is no driver unwinds, so that the
-    private cluster ends too. Yields a function that raises ``stopped()`` after one: a callback may
-    swallow the exception of a signal handler, but the wakeup pipe gets every signal.
+    """Unwind at a SIGTERM, or the SIGHUP of a closed terminal, while there is no driver.
+
+    The private cluster ends too then. Yields a function that raises ``stopped()`` after a signal: a
+    callback may swallow the exception of a signal handler, but the wakeup pipe gets every signal.
     """
-    seen, written = socket.socketpair()
+    reader, writer = socket.socketpair()
 
     def unwind(number: int, frame: Any) -> None:
         leave_terminal()
         sys.exit(signal.SIGTERM)
 
-    with seen, written, handling(unwind, signal.SIGTERM, signal.SIGHUP):
-        seen.setblocking(False)
-        written.setblocking(False)
+    with reader, writer, handling(unwind, signal.SIGTERM, signal.SIGHUP):
+        reader.setblocking(False)
+        writer.setblocking(False)
         # Only whether a signal came counts, so nothing is lost in a full buffer.
-        signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
         def check() -> None:
             with suppress(BlockingIOError):
                 # Python writes the number of each signal as one byte.
-                if {signal.SIGTERM, signal.SIGHUP} & set(seen.recv(4096)):
+                if {signal.SIGTERM, signal.SIGHUP} & set(reader.recv(4096)):
                     raise stopped()
 
         try:
@@ -373,9 +339,11 @@ def _while_idle(stopped: Callable[[], RayloopError]) -> Iterator[Callable[[], No
 def _stop_on_signal(
     driver: Handle[DriverActor], progress: Progress, grace: float
 ) -> Iterator[Callable[[], float]]:
-    """The first signal of ``STOP`` asks the driver to save and stop, the second one ends this
-    process at once, unless it is a SIGHUP. Yields a function that returns the time
-    (``time.monotonic``) at which the driver must have ended: ``grace`` s after a signal.
+    """Ask the driver to save and stop at the first signal of ``STOP``.
+
+    The second signal ends this process at once, unless it is a SIGHUP. Yields a function that
+    returns the time (``time.monotonic``) at which the driver must have ended: ``grace`` s after a
+    signal.
     """
     until = math.inf
 
@@ -383,12 +351,10 @@ def _stop_on_signal(
         nonlocal until
         until = time.monotonic() + grace
         leave_terminal()
-        progress.note(
-            f"received {signal.Signals(number).name}: saving, within {grace:g} s; send it again to"
-            " stop at once"
-        )
-        for again in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(again, lambda *_: sys.exit(1))
+        name = signal.Signals(number).name
+        progress.note(f"received {name}: saving, within {grace:g} s; send it again to stop at once")
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signal_number, lambda *_: sys.exit(1))
         # A shell that closes sends a second SIGHUP, which does not ask for an end at once.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         # Not awaited: a handler must return, and ``until`` bounds the wait.

@@ -1,6 +1,7 @@
-"""``python -m rayloop try``: one row as the model sees it, two sampled answers, and the reward of
-each. No Ray cluster is started. The reader, the renderer, the episode loop and the rollout and
-reward classes run in this process.
+"""``python -m rayloop try``: one row as the model sees it, two sampled answers, and their rewards.
+
+No Ray cluster is started. The reader, the renderer, the episode loop and the rollout and reward
+classes run in this process.
 """
 
 import asyncio
@@ -54,28 +55,30 @@ from rayloop.view.words import rewarded, visible
 
 ANSWERS = 2
 SHOWN_FAILURES = 3
-SHOWN = 500
-"""Characters of a ground truth."""
+SHOWN_TRUTH_CHARACTERS = 500
 Write = Callable[[str], None]
 Scoring = asyncio.Task[dict[TrajectoryId, Outcome]]
 
 
 def try_row(config: RunConfig, row: int | None, show: Write = partial(print, flush=True)) -> int:
-    """Play row ``row`` of ``data.train`` (counted from 1; None: the first usable one) and ``show``
-    what happens. Returns 0 when both answers have a reward, 69 when what scores is away, else 1.
-    Raises RayloopError, as a run would before its first step.
+    """Play a row of ``data.train`` and ``show`` what happens.
+
+    ``row`` is counted from 1; None: the first usable row. Returns 0 when both answers have a
+    reward, 69 when the reward's service is unreachable, else 1. Raises RayloopError, as a run would
+    before its first step.
     """
 
     def write(text: str) -> None:
-        show(visible(text))  # neither rows nor answers may steer the terminal
+        # Neither rows nor answers may control the terminal.
+        show(visible(text))
 
-    dataset, task = _chosen(config, row, write)
+    dataset, task = _select_row(config, row, write)
     write(f"{dataset.where(task)}: task {task.id}, one of {len(dataset)} usable rows")
     with tempfile.TemporaryDirectory(prefix="try-") as folder:
         return complete(_Trial(config, task, folder, write).run())
 
 
-def _chosen(config: RunConfig, row: int | None, write: Write) -> tuple[Dataset, Task]:
+def _select_row(config: RunConfig, row: int | None, write: Write) -> tuple[Dataset, Task]:
     failures: list[DataFailure] = []
     dataset = Dataset(
         config.data.train,
@@ -88,25 +91,26 @@ def _chosen(config: RunConfig, row: int | None, write: Write) -> tuple[Dataset, 
 
     for failure in failures[:SHOWN_FAILURES]:
         write(f"left out: {failure}")
-    if more := len(failures[SHOWN_FAILURES:]):
+    more = len(failures[SHOWN_FAILURES:])
+    if more:
         write(f"left out: {more} more rows; `python -m rayloop data validate CONFIG` names them")
 
     if row is None:
         return dataset, first_intact(dataset, write, SHOWN_FAILURES)
     where = f"{config.data.train}:{row}"
-    found = next((task for task in dataset if dataset.where(task) == where), None)
-    if found is None:
-        why = next(
-            (failure.reason for failure in failures if failure.path == where),
-            "there is no such row",
-        )
-        raise ConfigError(f"--row {row}: {where}: {why}")
-    return dataset, found
+    task = next((task for task in dataset if dataset.where(task) == where), None)
+    if task is None:
+        reasons = [failure.reason for failure in failures if failure.path == where]
+        reason = reasons[0] if reasons else "there is no such row"
+        raise ConfigError(f"--row {row}: {where}: {reason}")
+    return dataset, task
 
 
 def local_engine(config: RunConfig) -> EngineChoice:
-    """The configured engine; transformers in place of one that has processes of its own and starts
-    in minutes.
+    """The engine of the trial.
+
+    It is the configured one, or transformers in place of an engine that has separate processes and
+    starts in minutes.
     """
     engine = config.engine
     return TransformersEngineSettings(dtype=engine.dtype) if engine.starts_slowly else engine
@@ -130,7 +134,10 @@ class _Trial:
     """The episodes of one task, and the report about them."""
 
     def __init__(self, config: RunConfig, task: Task, folder: str, write: Write) -> None:
-        self.config, self.task, self.folder, self.write = config, task, folder, write
+        self.config = config
+        self.task = task
+        self.folder = folder
+        self.write = write
         self.episode = config.environment.episode
         self.environments = Environments(self.episode.environment, config.environment.kinds)
         self.renderer = _CheckingRenderer(config.model)
@@ -142,38 +149,37 @@ class _Trial:
 
         Reward and environment are made before the model is loaded, since the user wrote them.
         """
-        reward, task = self.config.reward, self.task
+        reward = self.config.reward
+        task = self.task
         with _making(reward.source.use):
             self.reward = RewardActor(self.config.model, reward, trial=True)
         self._write_preview(task)
-        await self._made_once(task)
+        await self._check_environment(task)
         self.engine = await self._engine()
-        asked = requests(
-            self.config, task, [TrajectoryId(1, sample) for sample in range(ANSWERS)], visit=1
-        )
-        played = await asyncio.gather(*map(self._play, asked), return_exceptions=True)
+        ids = [TrajectoryId(1, sample) for sample in range(ANSWERS)]
+        episodes = map(self._play, requests(self.config, task, ids, visit=1))
+        results = await asyncio.gather(*episodes, return_exceptions=True)
+        trajectories = [result for result in results if isinstance(result, Trajectory)]
         # Scored beside the report: the answers are shown even while a judge does not answer.
-        scoring = asyncio.create_task(
-            self._outcomes([one for one in played if isinstance(one, Trajectory)], task)
-        )
+        scoring = asyncio.create_task(self._outcomes(trajectories, task))
         codes = [
-            await self._answered(number, one, scoring) for number, one in enumerate(played, start=1)
+            await self._answered(number, result, scoring)
+            for number, result in enumerate(results, start=1)
         ]
-        self.write(
-            f"\n{codes.count(0)} of {ANSWERS} answers have a reward"
-            + ("; fix that before you train" if any(codes) else "")
-        )
+        advice = "; fix that before you train" if any(codes) else ""
+        self.write(f"\n{codes.count(0)} of {ANSWERS} answers have a reward{advice}")
         return max(codes)
 
     async def _engine(self) -> RolloutActor:
         """A rollout actor that serves the start model, in this process."""
-        settings, began = local_engine(self.config), time.monotonic()
+        began = time.monotonic()
+        settings = local_engine(self.config)
         actor = RolloutActor(self.config.model, settings, ObjectStoreTransport(), self.folder)
         if not settings.own_weights:
             start = await asyncio.to_thread(start_weights, self.config.model, settings.dtype)
             await actor.load(start.manifest, start.source)
-        wanted = self.config.engine
-        instead = f" (for {wanted.label})" if wanted.starts_slowly else ""
+        configured = self.config.engine
+        instead = f" (for {configured.label})" if configured.starts_slowly else ""
         seconds = time.monotonic() - began
         self.write(
             f"model {self.config.model.path}, engine {settings.label}{instead}, loaded in"
@@ -181,8 +187,11 @@ class _Trial:
         )
         return actor
 
-    async def _made_once(self, task: Task) -> None:
-        """Raises WorkerStartFailed with the traceback when the task's environment cannot be made."""
+    async def _check_environment(self, task: Task) -> None:
+        """Make the task's environment once.
+
+        Raises WorkerStartFailed with the traceback when that fails.
+        """
         environment = self.environments.of(task)
         try:
             with _making(environment.name):
@@ -198,9 +207,8 @@ class _Trial:
 
     async def _play(self, request: RolloutRequest) -> Trajectory:
         async with asyncio.timeout(self.config.environment.episode_timeout):
-            request = copy.deepcopy(
-                request
-            )  # as through Ray: what one episode does to its task, the others do not see
+            # A copy, as through Ray: episodes do not see each other's changes to their task.
+            request = copy.deepcopy(request)
             return await play(
                 request,
                 self.environments.of(request.task),
@@ -219,25 +227,25 @@ class _Trial:
             return await self.engine.engine.generate(prompt, sampling)
 
     def _write_preview(self, task: Task) -> None:
-        """Of an environment with ``preview``: it may take long until it shows the rest, or have no
-        machine here.
+        """Write the first prompt of an environment that has ``preview``.
+
+        Such an environment may take long until it shows the rest, or have no machine here.
         """
         kind = self.environments.kind(task)
-        if preview := getattr(kind.resolve(), "preview", None):
-            self.write("\nwhat the model sees first, but for the screen, which is asked for now:")
-            self.write(
-                _indented(
-                    self.renderer.shown(
-                        self.renderer.prompt(preview(kind.options(), task)).token_ids
-                    )
-                )
-            )
+        preview = getattr(kind.resolve(), "preview", None)
+        if preview is None:
+            return
+        prompt = self.renderer.prompt(preview(kind.options(), task))
+        self.write("\nwhat the model sees first, but for the screen, which is asked for now:")
+        self.write(_indented(self.renderer.shown(prompt.token_ids)))
 
     def _write_prompt(self, prompt: TokenPrompt) -> None:
-        size, limit = len(prompt.token_ids), self.episode.max_prompt_tokens
+        size = len(prompt.token_ids)
+        limit = self.episode.max_prompt_tokens
         self.write(f"\nwhat the model sees: {size} tokens (max_prompt_tokens: {limit})")
         self.write(_indented(self.renderer.shown(prompt.token_ids)))
-        if unshown := ", ".join(self.renderer.unshown):
+        unshown = ", ".join(self.renderer.unshown)
+        if unshown:
             self.write(
                 f"the chat template shows none of the tools: {unshown}"
                 " (docs/bring_your_own/tool.md)"
@@ -251,67 +259,64 @@ class _Trial:
 
     def _write_truth(self, task: Task) -> None:
         if task.ground_truth is None and self.config.reward.compares:
+            columns = ", ".join(task.extra) or "nothing"
             self.write(
                 "truth: NONE. The reader found no answer in this row, so a reward that compares"
                 " with it cannot work. ChatRows takes the column that data.reader.with.truth"
-                f" names, else one of {', '.join(TRUTHS)}. Kept of the row besides: "
-                + (", ".join(task.extra) or "nothing")
+                f" names, else one of {', '.join(TRUTHS)}. Kept of the row besides: {columns}"
             )
             return
-        text = (
-            "none is needed"
-            if task.ground_truth is None
-            else json.dumps(jsonable(task.ground_truth), ensure_ascii=False)
-        )
-        self.write(f"truth: {textwrap.shorten(text, SHOWN, placeholder=' ...')}")
+        text = "none is needed"
+        if task.ground_truth is not None:
+            text = json.dumps(jsonable(task.ground_truth), ensure_ascii=False)
+        self.write(f"truth: {textwrap.shorten(text, SHOWN_TRUTH_CHARACTERS, placeholder=' ...')}")
 
     async def _outcomes(
-        self, played: Sequence[Trajectory], task: Task
+        self, trajectories: Sequence[Trajectory], task: Task
     ) -> dict[TrajectoryId, Outcome]:
         """The rewards of the answers: one by one, or together with ``reward.per: group``."""
-        logger = logging.getLogger(
-            "rayloop.actors.reward"
-        )  # whose messages are written here in another way
-        before, logger.disabled = logger.disabled, True
+        # The report shows its messages in another way.
+        logger = logging.getLogger("rayloop.actors.reward")
+        was_disabled = logger.disabled
+        logger.disabled = True
         try:
-            outcomes = await self.reward.score(task, 0, *played)
+            outcomes = await self.reward.score(task, 0, *trajectories)
         finally:
-            logger.disabled = before
-        return {one.id: outcome for one, outcome in zip(played, outcomes, strict=True)}
+            logger.disabled = was_disabled
+        ids = [trajectory.id for trajectory in trajectories]
+        return dict(zip(ids, outcomes, strict=True))
 
     async def _answered(
-        self, number: int, played: Trajectory | BaseException, scoring: Scoring
+        self, number: int, result: Trajectory | BaseException, scoring: Scoring
     ) -> int:
         """Write one answer, and its reward once it is known.
 
         Returns 0 when it has one, else the exit code.
         """
-        if isinstance(played, BaseException):
+        if isinstance(result, BaseException):
             self.write(f"\nanswer {number} could not be played")
-            self._write_error(played)
+            self._write_error(result)
             return 1
 
-        sampled = sum(len(turn.token_ids) for turn in played.sampled_turns)
-        limit = played.sampling.max_tokens
-        cut = any(
+        sampled = sum(len(turn.token_ids) for turn in result.sampled_turns)
+        limit = result.sampling.max_tokens
+        is_cut = any(
             turn.finish is FinishReason.LENGTH and len(turn.token_ids) == limit
-            for turn in played.sampled_turns
+            for turn in result.sampled_turns
         )
-        by = f"; CUT at rollout.sampling.max_tokens={limit}" if cut else ""
+        cut = f"; CUT at rollout.sampling.max_tokens={limit}" if is_cut else ""
         self.write(
             f"\nanswer {number}: {sampled} tokens sampled, the episode ended as"
-            f" {played.end_reason}{by}"
+            f" {result.end_reason}{cut}"
         )
 
-        for turn in played.turns[1:]:
-            role = f"{turn.role}: " if len(played.turns) > 2 else ""
-            self.write(
-                _indented(
-                    role + (RESTARTS if turn.restart else self.renderer.shown(turn.token_ids))
-                )
-            )
+        for turn in result.turns[1:]:
+            role = f"{turn.role}: " if len(result.turns) > 2 else ""
+            text = RESTARTS if turn.restart else self.renderer.shown(turn.token_ids)
+            self.write(_indented(role + text))
 
-        outcome = (await scoring)[played.id]
+        outcomes = await scoring
+        outcome = outcomes[result.id]
         self.write(rewarded(outcome))
         if outcome.trace:
             self._write_once(outcome.trace)
@@ -321,11 +326,11 @@ class _Trial:
 
     def _write_error(self, error: BaseException) -> None:
         """Write the message of a RayloopError, or the traceback of the user's own code."""
-        own = error.__cause__ if isinstance(error, EnvironmentFailed) else error
-        deliberate = own is None or isinstance(own, RayloopError)
-        self._write_once(
-            f"{type(error).__name__}: {error}" if deliberate else own_frames(own or error)
-        )
+        origin = error.__cause__ if isinstance(error, EnvironmentFailed) else error
+        if origin is None or isinstance(origin, RayloopError):
+            self._write_once(f"{type(error).__name__}: {error}")
+        else:
+            self._write_once(own_frames(origin))
 
     def _write_once(self, text: str) -> None:
         self.write(_indented(text if text not in self.written else "the same"))

@@ -118,10 +118,10 @@ class Nodes:
     async def _look(self) -> None:
         # One look at a time: rows of an older look must not replace those of a newer one.
         async with self._looking:
-            late = WorkerLost("the head does not answer")
+            timeout_error = WorkerLost("the head does not answer")
             try:
                 # ``ray.nodes`` blocks for as long as the head is silent.
-                rows = await bounded(ANSWER, asyncio.to_thread(self._read), late)
+                rows = await bounded(ANSWER, asyncio.to_thread(self._read), timeout_error)
             except Exception as error:
                 # Without a head the next call fails.
                 logger.warning("the cluster's nodes cannot be listed: %r", error)

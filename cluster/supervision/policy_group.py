@@ -13,9 +13,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import ray
 from ray.exceptions import ActorUnavailableError
 
+from rayloop.actors.assignments import assignments
 from rayloop.actors.failures import FailureAction, action, brief, cause, is_lost
 from rayloop.actors.handles import Handle, submit, submit_numbered
-from rayloop.actors.policy import LogprobGap, PolicyRank, assignments
+from rayloop.actors.policy import LogprobGap, PolicyRank
 from rayloop.cluster.supervision.nodes import Nodes
 from rayloop.core.deadlines import until_stopped, with_deadline
 from rayloop.core.failures import CheckpointError, ConfigError, PolicyLost, Preempted, WorkerLost
@@ -433,7 +434,7 @@ class PolicyGroup:
         self.ranks = []
 
 
-def _collective_failure(method: str, error: Exception, ranks: int) -> Exception:
+def _collective_failure(method: str, error: Exception, ranks: int) -> BaseException:
     """The error of a call of all ranks, of which one raised ``error``."""
     if action(error, ranks) is FailureAction.REBUILD:
         return PolicyLost(f"the policy group failed in {method}: {brief(error)}")

@@ -87,13 +87,13 @@ async def watch(
                 report_after = settings.stall_report
             await asyncio.sleep(LOOK)
         waiting = await _first_of_each_actor()
-        named = "; ".join(map(str, waiting[:SHOWN])) or "nothing that is known"
-        named += f"; load {os.getloadavg()[0]:.0f} on {cores()} cores of {socket.gethostname()}"
+        awaited = "; ".join(map(str, waiting[:SHOWN])) or "nothing that is known"
+        awaited += f"; load {os.getloadavg()[0]:.0f} on {cores()} cores of {socket.gethostname()}"
         if quiet >= settings.stall_timeout:
-            raise Stalled(f"nothing moved for {quiet:.0f} s in phase {phase()}, awaited: {named}")
+            raise Stalled(f"nothing moved for {quiet:.0f} s in phase {phase()}, awaited: {awaited}")
         file = folder / f"stall-{number}.txt"
         path = _write_stacks(file, await _stacks(waiting[:SHOWN]))
-        emit(incidents.StalledEvent(phase(), round(quiet, 1), awaited=named, stacks=path))
+        emit(incidents.StalledEvent(phase(), round(quiet, 1), awaited=awaited, stacks=path))
         report_after = 2 * report_after
 
 

@@ -402,7 +402,7 @@ class Silent(Event, by="cluster/supervision/watchdog.py"):
     """What it should answer."""
 
 
-class DriverSilent(Event, by="cluster/stages/train.py"):
+class DriverSilent(Event, by="cluster/stages/following.py"):
     """The driver answers no call: its process or machine is stopped or hangs, and it is replaced
     after `recovery.health_timeout`; or only its loop waits, for storage that hangs, and it is
     replaced after `recovery.stall_timeout`. To do: look at its process (`python -m rayloop stacks

@@ -22,7 +22,7 @@ from ray.exceptions import (
     RayActorError,
 )
 
-from rayloop.cluster.stages import train
+from rayloop.cluster.stages import following, train
 from rayloop.cluster.supervision.watchdog import HeadGone, HeadWatch, NodeGone
 from rayloop.core.failures import (
     AGAIN,
@@ -102,21 +102,17 @@ class Stage:
         monkeypatch.setattr(train, "ray", here)
         monkeypatch.setattr(train, "create", self.create)
         monkeypatch.setattr(train, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
-        monkeypatch.setattr(train, "_follow", self.follow)
+        monkeypatch.setattr(train, "follow", self.follow)
         origin = Origin.of(self.folder.checkpoints, resume)
         progress: Any = SimpleNamespace(note=self.note)
         ended = lambda: origin.stopped(self.folder.last_step)  # noqa: E731
         try:
             with train._while_idle(ended) as check, self.folder.acquired(resume):
-                train._run(
-                    self.config,
-                    self.folder,
-                    origin,
-                    {},
-                    progress,
-                    check,
-                    HeadWatch(self.note, self.ask, lambda: self.node),
+                head = HeadWatch(self.note, self.ask, lambda: self.node)
+                attempts = train.DriverAttempts(
+                    self.config, self.folder, origin, {}, progress, head
                 )
+                attempts.run(check)
         except RayloopError as end:
             return end
         return None
@@ -216,14 +212,14 @@ def test_a_driver_that_dies_while_it_is_looked_at_is_asked_no_more(
         return {"main": "ended"}
 
     monkeypatch.setattr(
-        train, "ray", SimpleNamespace(get=get, wait=lambda calls, timeout: (calls, []))
+        following, "ray", SimpleNamespace(get=get, wait=lambda calls, timeout: (calls, []))
     )
     quiet: Any = SimpleNamespace(check=lambda: None, doing=lambda _: None)
     driver: Any = Driver()
     folder: Any = SimpleNamespace(lock=quiet)
-    assert train._follow(driver, quiet, RecoverySettings(), train._never, quiet, folder, quiet) == {
-        "main": "ended"
-    }
+    assert following.follow(
+        driver, quiet, RecoverySettings(), train._never, quiet, folder, quiet
+    ) == {"main": "ended"}
 
 
 def test_a_driver_that_answers_nothing_is_reported_soon_and_given_up_at_last(
@@ -234,16 +230,16 @@ def test_a_driver_that_answers_nothing_is_reported_soon_and_given_up_at_last(
         raise GetTimeoutError
 
     for name in ("SILENT", "ANSWER"):
-        monkeypatch.setattr(train, name, 0.2)
-    monkeypatch.setattr(train, "submit", lambda *_: "call")
+        monkeypatch.setattr(following, name, 0.2)
+    monkeypatch.setattr(following, "submit", lambda *_: "call")
     monkeypatch.setattr(
-        train, "ray", SimpleNamespace(get=get, wait=lambda calls, timeout: ([], calls))
+        following, "ray", SimpleNamespace(get=get, wait=lambda calls, timeout: ([], calls))
     )
     notes: list[str] = []
     quiet: Any = SimpleNamespace(check=lambda: None, doing=lambda _: None, note=notes.append)
     folder: Any = SimpleNamespace(lock=quiet, events=EventLog(tmp_path / "events.jsonl"))
     with pytest.raises(WorkerLost, match=r"the driver has not answered for \d s"):
-        train._follow(
+        following.follow(
             quiet, quiet, RecoverySettings(stall_timeout=1.0), train._never, quiet, folder, quiet
         )
     first, *others = list(folder.events)
@@ -281,11 +277,11 @@ class Asked:
         return (calls, []) if self.lives(self.questions) else ([], calls)
 
     def follow(self, monkeypatch: pytest.MonkeyPatch, folder: Path, **recovery: float) -> Any:
-        monkeypatch.setattr(train, "submit", self.submit)
-        monkeypatch.setattr(train, "ray", SimpleNamespace(get=self.get, wait=self.wait))
+        monkeypatch.setattr(following, "submit", self.submit)
+        monkeypatch.setattr(following, "ray", SimpleNamespace(get=self.get, wait=self.wait))
         quiet: Any = SimpleNamespace(check=lambda: None, doing=lambda _: None, note=lambda _: None)
         run: Any = SimpleNamespace(lock=quiet, events=EventLog(folder / "events.jsonl"))
-        return train._follow(
+        return following.follow(
             quiet, quiet, RecoverySettings(**recovery), train._never, quiet, run, quiet
         )
 

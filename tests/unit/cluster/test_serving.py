@@ -16,7 +16,7 @@ def test_a_cluster_that_is_gone_holds_up_no_watch(monkeypatch: pytest.MonkeyPatc
     """
     gone = threading.Event()
     monkeypatch.setattr(serving, "POLL", 0.01)
-    monkeypatch.setattr(serving, "ASKED", 0.05)
+    monkeypatch.setattr(serving, "STATUS_TIMEOUT_S", 0.05)
     asked: list[bool] = []
 
     def status() -> None:
