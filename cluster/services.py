@@ -215,9 +215,11 @@ class Services:
 
     def _threads(self) -> str:
         """The threads of trainer and engine, where they are set, as text."""
+        # Not every engine has the setting.
+        engine = self.config.engine
         numbers = {
             "trainer": self.config.trainer.threads if self.trains else None,
-            "engine": getattr(self.config.engine, "threads", None),
+            "engine": getattr(engine, "threads", None),
         }
         parts = []
         for role, number in numbers.items():

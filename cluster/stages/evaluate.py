@@ -82,10 +82,7 @@ def evaluate(
     """
     tasks = evenly(list(_read(data, config)), config.evaluation.limit)
     answers = plays(config, tasks, controls=controls, samples=samples)
-    if controls and not any(task.images for task in tasks):
-        print(f"no row of {data} shows an image: --controls has no wrong image to play")
-
-    blinds = blind(config, _read(config.data.train, config), tasks) if controls else []
+    blinds = _blind_items(config, data, tasks) if controls else []
     config = pinned(config)
     make_folder(out, "--out")
     # After the folder is made: it keeps the date that the
@@ -124,6 +121,13 @@ def evaluate(
         lines.append(f"the first without a score: {reason}")
     print("\n".join(lines))
     return 1 if summary["unscored"] else 0
+
+
+def _blind_items(config: RunConfig, data: str, tasks: Sequence[Task]) -> list[Item]:
+    """The items of the blind prior, which answers without the image."""
+    if not any(task.images for task in tasks):
+        print(f"no row of {data} shows an image: --controls has no wrong image to play")
+    return blind(config, _read(config.data.train, config), tasks)
 
 
 def _write_results(
