@@ -1,3 +1,4 @@
-"""Running what a policy wrote without its reaching the run: Linux only, standard library only,
-knows nothing of rayloop.
+"""Running code that a policy wrote, without access to the run.
+
+Linux only, standard library only; the package imports nothing else of rayloop.
 """

@@ -1,6 +1,7 @@
-"""A bubblewrap command line (a program with the system's folders read-only, no network, sized
-folders to write to), and the users of such programs: numbers without a name, one for each program
-that root starts.
+"""A bubblewrap command line, and the users of the programs that it runs.
+
+The program sees the system's folders read-only, has no network, and writes to folders of a set
+size. A user is a number without a name; each program that root starts gets a different one.
 """
 
 import functools
@@ -20,16 +21,18 @@ from typing import Literal
 from rayloop.sandbox.memory import ENDING, lives
 
 USERS = range(61184, 65520)
-"""What systemd keeps for users without a name; below 65,536, so that a rootless container has them
-too.
+"""The numbers that systemd reserves for users without a name.
+
+They are below 65,536, so that a rootless container has them too.
 """
 # Processes begin at different numbers, so that few of them try the same one first.
-_next = itertools.count(os.getpid() * 61)
-_kept: list["User"] = []
-"""Users that stay claimed until this process ends: a socket that nothing refers to is closed, and
-its name is free.
+_user_index = itertools.count(os.getpid() * 61)
+_claimed_until_exit: list["User"] = []
+"""Users that stay claimed until this process ends.
+
+Without this reference Python would close the socket of a user, and so free its name.
 """
-LOOK = 0.005
+_POLL_INTERVAL_S = 0.005
 """Seconds between two looks at the processes of a user."""
 
 
@@ -41,12 +44,13 @@ class User:
     """A user number, for this process alone until ``close`` or its end."""
 
     def __init__(self, number: int, lock: socket.socket) -> None:
-        self.number, self._lock = number, lock
+        self.number = number
+        self._lock = lock
 
     def close(self) -> None:
         """Give the number back.
 
-        The caller knows that no process of this user lives, or will start.
+        The caller must know that no process of this user lives, or will start.
         """
         self._lock.close()
 
@@ -60,19 +64,20 @@ class User:
             if time.monotonic() > until:
                 self.keep()
                 return
-            time.sleep(LOOK)
+            time.sleep(_POLL_INTERVAL_S)
         self.close()
 
     def keep(self) -> None:
-        """Claim the number until this process ends: the next program with it would share the user
-        with a process that lives.
+        """Claim the number until this process ends.
+
+        Otherwise the next program with it would share the user with a process that lives.
         """
-        _kept.append(self)
+        _claimed_until_exit.append(self)
 
 
 @contextmanager
 def borrowed() -> Iterator[int | None]:
-    """A number for a program that root starts, as long as it is needed; None for another user.
+    """A number for one program that root starts; None where this process is not root's.
 
     Raises NoUser.
     """
@@ -93,10 +98,11 @@ def free_user() -> User:
     Raises NoUser. Only root has use for it. The claim is the name of an abstract socket: the kernel
     frees it when the process ends, however that ends.
     """
-    taken, mapped = _taken(), _mapped()
+    users_in_use = _users_in_use()
+    mapped = _mapped()
     for _ in USERS:
-        number = USERS[next(_next) % len(USERS)]
-        if number in taken or number >= mapped:
+        number = USERS[next(_user_index) % len(USERS)]
+        if number in users_in_use or number >= mapped:
             continue
         lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
@@ -113,19 +119,18 @@ def free_user() -> User:
 
 
 @functools.cache
-def _taken() -> frozenset[int]:
-    """Numbers that have a name or, when this process first asked, a process."""
-    import pwd  # Windows has none, where this module is imported too
+def _users_in_use() -> frozenset[int]:
+    """Numbers that have a name or that had a process at the first call."""
+    # Windows has no ``pwd``, and this module is imported there too.
+    import pwd
 
-    named = {entry.pw_uid for entry in pwd.getpwall()}
-    running = set()
+    user_numbers = {entry.pw_uid for entry in pwd.getpwall()}
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
-            try:
-                running.add(entry.stat().st_uid)
-            except OSError:
-                continue  # it has ended
-    return frozenset(named | running)
+            # A process may end between the listing and the look at it.
+            with suppress(OSError):
+                user_numbers.add(entry.stat().st_uid)
+    return frozenset(user_numbers)
 
 
 def _in_use(number: int) -> bool:
@@ -147,16 +152,46 @@ def _mapped() -> int:
 
 MIB = 1 << 20
 SYSTEM = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/fonts", "/etc/localtime")
-"""What programs of /usr look at elsewhere; none of it is about this machine's users."""
+"""Files that programs of /usr read elsewhere; none of them is about this machine's users."""
 OF_USR = tuple(
     f"/usr/{name}" for name in ("bin", "sbin", "lib", "lib32", "lib64", "libexec", "share")
 )
 """Not /usr/local/etc or /usr/src, where machines and images keep keys and data."""
-_OF_PYTHON = ("bin", "lib", "lib64", "share", "pyvenv.cfg")
+_PYTHON_ENTRIES = ("bin", "lib", "lib64", "share", "pyvenv.cfg")
 Proc = Literal["fresh", "host", "none"]
-"""host: this machine's, where a container forbids a fresh one; the caller must cover it before code
-can look.
+"""Which /proc a program has.
+
+host: the machine's, where a container forbids a fresh one; the caller must cover it before code can
+read it.
 """
+_ISOLATION = (
+    "--unshare-pid",
+    "--unshare-ipc",
+    "--unshare-uts",
+    "--unshare-net",
+    "--unshare-cgroup-try",
+    "--die-with-parent",
+    "--new-session",
+    "--clearenv",
+    "--hostname",
+    "sandbox",
+)
+_ROOT_CAPABILITIES = (
+    "--cap-drop",
+    "ALL",
+    "--cap-add",
+    "CAP_SETUID",
+    "--cap-add",
+    "CAP_SETGID",
+)
+_PROC_OPTIONS: Mapping[Proc, Sequence[str]] = {
+    "fresh": ("--proc", "/proc"),
+    "host": ("--bind", "/proc", "/proc"),
+    "none": (),
+}
+_MEMORY_FOLDERS = {"/tmp": 64 * MIB, "/dev/shm": 16 * MIB}
+"""Bytes of the folders in memory that every program has."""
+_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp"}
 
 
 def command(
@@ -171,83 +206,55 @@ def command(
     options: Sequence[str] = (),
     beside: tuple[Sequence[str], int | None] | None = None,
 ) -> list[str]:
-    """The command line that runs ``program`` in namespaces of its own (user, process ids, mounts,
-    IPC, host name, network: none). It ends with the thread that starts it. It sees ``OF_USR`` and
-    ``SYSTEM``; the paths of ``read``, read-only; those of ``write`` (here -> inside), which ``uid``
-    must be able to write; and ``folders``, empty ones in memory (path -> bytes; /tmp has 64 MiB and
-    /dev/shm 16 MiB by default). Its variables are ``environment`` and a PATH; bwrap itself has
-    none, since code inside could read them from /proc/1/environ. ``options`` of bwrap come last,
-    such as ``--file FD PATH``. ``beside``: a program and its ``uid``, in the same namespaces, as a
-    child of ``program``, which finds its process id in the variable BESIDE. ``uid`` (``free_user``)
-    is the unprivileged user of a program that root starts; another user must give None. Raises
-    ValueError when that is not so, FileNotFoundError without bwrap or a folder of ``read``.
+    """The command line that runs ``program`` in new namespaces.
+
+    They are those of user, process ids, mounts, IPC, host name and network (there is none). The
+    program ends with the thread that starts it. It sees ``OF_USR`` and ``SYSTEM``; the paths of
+    ``read``, read-only; the paths of ``write`` (here -> inside), which ``uid`` must be able to
+    write; and ``folders``, empty ones in memory (path -> bytes; /tmp has 64 MiB and /dev/shm 16 MiB
+    by default). Its variables are ``environment`` and a PATH; bwrap itself has none, since code
+    inside could read them from /proc/1/environ. ``options`` of bwrap come last, such as
+    ``--file FD PATH``. ``beside``: a second program and its ``uid``, in the same namespaces, as a
+    child of ``program``, which finds its process id in the variable BESIDE. ``uid`` (from
+    ``free_user``) is the unprivileged user of a program that root starts; any other user must give
+    None. Raises ValueError for another ``uid``, and FileNotFoundError when bwrap or a folder of
+    ``read`` is missing.
     """
-    bwrap, root = _found(uid), os.geteuid() == 0
-    unshared = [
-        "--unshare-pid",
-        "--unshare-ipc",
-        "--unshare-uts",
-        "--unshare-net",
-        "--unshare-cgroup-try",
-    ]
-    line = [
-        "/usr/bin/env",
-        "-i",
-        bwrap,
-        *unshared,
-        "--die-with-parent",
-        "--new-session",
-        "--clearenv",
-    ]
-    line += ["--hostname", "sandbox"]
-    if (
-        root
-    ):  # which needs no user namespace, and whose two privileges end with the change of user below
-        line += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    bwrap = _bwrap(uid)
+    line = ["/usr/bin/env", "-i", bwrap, *_ISOLATION]
+    if os.geteuid() == 0:
+        # Root needs no user namespace; ``_as_user`` ends these two capabilities.
+        line += _ROOT_CAPABILITIES
     else:
-        line += ["--unshare-user"]
+        line.append("--unshare-user")
 
     # bwrap applies its options in order: a folder must be made before something is bound below it.
-    line += ["--perms", "0755", "--dir", "/usr"]
-    for path in filter(os.path.isdir, OF_USR):
-        line += (
-            ["--symlink", os.readlink(path), path]
-            if os.path.islink(path)
-            else ["--ro-bind", path, path]
-        )
-    line += _system_links()
-    line += {"fresh": ["--proc", "/proc"], "host": ["--bind", "/proc", "/proc"], "none": []}[proc]
+    line += _system_mounts()
+    line += _PROC_OPTIONS[proc]
     line += ["--dev", "/dev"]
-    for path, size in {"/tmp": 64 * MIB, "/dev/shm": 16 * MIB, **(folders or {})}.items():
+    for path, size in {**_MEMORY_FOLDERS, **(folders or {})}.items():
         line += [*_parents(path), "--size", str(size), "--perms", "1777", "--tmpfs", path]
-    for path in sorted({*filter(os.path.exists, SYSTEM), *map(os.path.abspath, read)}):
-        if not any(Path(path).is_relative_to(folder) for folder in OF_USR):
-            line += [*_parents(path), "--ro-bind", path, path]
-    for here, inside in (write or {}).items():
-        line += [*_parents(inside), "--bind", here, inside]
-    for name, value in {
-        "PATH": "/usr/bin:/bin",
-        "LANG": "C.UTF-8",
-        "HOME": "/tmp",
-        **(environment or {}),
-    }.items():
+    line += _read_only_mounts(read)
+    for path_here, path_inside in (write or {}).items():
+        line += [*_parents(path_inside), "--bind", path_here, path_inside]
+    for name, value in {**_ENVIRONMENT, **(environment or {})}.items():
         line += ["--setenv", name, value]
 
     # The root becomes read-only last: every mount above needs a folder that is made in it.
     line += ["--chdir", "/tmp", *options, "--remount-ro", "/"]
+    user_program = [*_as_user(uid), *program]
     if beside is None:
-        return [*line, *_as_user(uid), *program]
-    _found(beside[1])
-    # ``exec`` keeps the shell's process id, so the first program is a child of ``program`` itself.
-    first, then = (
-        shlex.join([*_as_user(beside[1]), *beside[0]]),
-        shlex.join([*_as_user(uid), *program]),
-    )
-    return [*line, "/bin/sh", "-c", f"{first} & export BESIDE=$!; exec {then}"]
+        return [*line, *user_program]
+    second_program, second_uid = beside
+    _bwrap(second_uid)
+    background = shlex.join([*_as_user(second_uid), *second_program])
+    # ``exec`` keeps the shell's process id, so the second program is a child of ``program`` itself.
+    script = f"{background} & export BESIDE=$!; exec {shlex.join(user_program)}"
+    return [*line, "/bin/sh", "-c", script]
 
 
 def _as_user(uid: int | None) -> list[str]:
-    """What makes root's program another user's, for good; nothing for the program of another user."""
+    """The prefix that changes the user of root's program for good; empty for ``uid`` None."""
     if uid is None:
         return []
     return [
@@ -260,43 +267,43 @@ def _as_user(uid: int | None) -> list[str]:
     ]
 
 
-def _found(uid: int | None) -> str:
-    """The path of bwrap. Raises ValueError for a user who cannot be, FileNotFoundError."""
-    if (os.geteuid() == 0) != (uid is not None) or uid == 0:
+def _bwrap(uid: int | None) -> str:
+    """The path of bwrap. Raises ValueError for an impossible ``uid``, FileNotFoundError."""
+    is_root = os.geteuid() == 0
+    if is_root != (uid is not None) or uid == 0:
         raise ValueError(
             f"uid must be a number other than 0 for root, and None for others, not {uid}"
         )
-    if (bwrap := shutil.which("bwrap")) is None:
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
         raise FileNotFoundError("bwrap is not installed: apt-get install bubblewrap")
     return bwrap
 
 
 def python_folders(*prefixes: str) -> list[str]:
-    """What ``read`` must have for this Python to run inside: of ``prefixes``, or of all that it
-    has, its packages too.
+    """The paths that ``read`` must have for this Python and its packages to run inside.
+
+    They are those below ``prefixes``, by default below all prefixes of this Python.
     """
-    found = {os.path.abspath(path) for path in prefixes or (sys.prefix, sys.base_prefix)}
-    return sorted(
-        path
-        for prefix in found
-        for name in _OF_PYTHON
-        if os.path.exists(path := f"{prefix}/{name}")
-    )
+    folders = {os.path.abspath(path) for path in prefixes or (sys.prefix, sys.base_prefix)}
+    paths = [f"{folder}/{name}" for folder in folders for name in _PYTHON_ENTRIES]
+    return sorted(filter(os.path.exists, paths))
 
 
 @functools.cache
 def refused(uid: int | None = None, proc: Proc = "fresh") -> str:
-    """Why ``command`` does not work here, in bwrap's words; empty when it does (tried once per
-    process, some 10 ms).
+    """Why ``command`` does not work here, in bwrap's words; empty when it does.
+
+    It is tried once per process, in some 10 ms.
     """
     try:
         line = command(["/usr/bin/true"], uid=uid, proc=proc)
-        ended = subprocess.run(line, capture_output=True, text=True, timeout=10, check=False)
+        process = subprocess.run(line, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    if ended.returncode == 0:
+    if process.returncode == 0:
         return ""
-    return ended.stderr.strip() or f"bwrap ended with {ended.returncode}"
+    return process.stderr.strip() or f"bwrap ended with {process.returncode}"
 
 
 def refused_here() -> str:
@@ -308,17 +315,33 @@ def refused_here() -> str:
         return str(error)
 
 
-def _system_links() -> Iterator[str]:
-    """/lib and the like, which are links into /usr on most systems and folders on others."""
-    for name in ("/lib", "/lib64", "/bin", "/sbin"):
-        if os.path.islink(name):
-            yield from ("--symlink", os.readlink(name), name)
-        elif os.path.isdir(name):
-            yield from ("--ro-bind", name, name)
+def _system_mounts() -> Iterator[str]:
+    """The options for the system's folders, each a link or a folder as it is outside.
+
+    /lib and the like are links into /usr on most systems and folders on others.
+    """
+    yield from ("--perms", "0755", "--dir", "/usr")
+    # ``isdir`` also leaves out links that lead nowhere.
+    for path in (*filter(os.path.isdir, OF_USR), "/lib", "/lib64", "/bin", "/sbin"):
+        if os.path.islink(path):
+            yield from ("--symlink", os.readlink(path), path)
+        elif os.path.isdir(path):
+            yield from ("--ro-bind", path, path)
+
+
+def _read_only_mounts(paths: Iterable[str]) -> Iterator[str]:
+    """The options for ``SYSTEM`` and ``paths``, without those that ``OF_USR`` already holds."""
+    for path in sorted({*filter(os.path.exists, SYSTEM), *map(os.path.abspath, paths)}):
+        if not any(Path(path).is_relative_to(folder) for folder in OF_USR):
+            yield from (*_parents(path), "--ro-bind", path, path)
 
 
 def _parents(path: str) -> Iterator[str]:
-    """The folders above ``path``, readable by all: bwrap 0.8 would make them for root alone."""
-    for folder in [str(folder) for folder in reversed(Path(path).parents)][1:]:
+    """The options that make the folders above ``path``, readable by all.
+
+    bwrap 0.8 would make them readable for root alone.
+    """
+    # The last parent of an absolute path is the root.
+    for folder in map(str, reversed(Path(path).parents[:-1])):
         if folder not in ("/usr", "/tmp", "/dev"):
             yield from ("--perms", "0755", "--dir", folder)

@@ -1,5 +1,6 @@
-"""System calls by name: (number on x86_64, number on aarch64), from the kernel's asm/unistd_64.h
-and asm-generic/unistd.h.
+"""System calls by name: (number on x86_64, number on aarch64).
+
+The numbers are those of the kernel's asm/unistd_64.h and asm-generic/unistd.h.
 """
 
 import json
@@ -14,19 +15,21 @@ _LISTS: Mapping[str, Any] = json.loads(
 )
 
 
-def _of(name: str) -> dict[str, Number]:
-    """The calls of one list; the file groups them by what they are for."""
-    return {
-        call: (x86_64, aarch64)
-        for group in _LISTS[name].values()
-        for call, (x86_64, aarch64) in group.items()
-    }
+def _calls(list_name: str) -> dict[str, Number]:
+    """The calls of one list; the file groups them by purpose."""
+    numbers: dict[str, Number] = {}
+    for group in _LISTS[list_name].values():
+        for call, (x86_64, aarch64) in group.items():
+            numbers[call] = (x86_64, aarch64)
+    return numbers
 
 
-ALWAYS, WRITING, CONDITIONAL = _of("always"), _of("writing"), _of("conditional")
-"""For computing, drawing and reading; where it has a folder of its own; and with the arguments of
-rayloop/sandbox/seccomp.py.
-"""
-SOCKET = _of("socket")["socket"]
-OF_ADMINISTRATORS = _of("of_administrators")
-"""No program of a desktop needs them."""
+ALWAYS = _calls("always")
+"""The calls for computing, drawing and reading."""
+WRITING = _calls("writing")
+"""The calls of an interpreter that has a folder."""
+CONDITIONAL = _calls("conditional")
+"""The calls that rayloop/sandbox/seccomp.py allows with some arguments only."""
+SOCKET = _calls("socket")["socket"]
+OF_ADMINISTRATORS = _calls("of_administrators")
+"""The calls that no program of a desktop needs."""

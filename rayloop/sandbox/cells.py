@@ -1,6 +1,7 @@
-"""Inside the sandbox: a Python that keeps its names between calls, and answers each with the text
-and figures of the code. It runs in the same process as the code, so code can change every answer:
-the host trusts none of them.
+"""Inside the sandbox: a Python that keeps its names between calls.
+
+It answers each call with the text and figures of the code. It runs in the same process as the code,
+so code can change every answer: the host trusts none of them.
 """
 
 import builtins
@@ -19,11 +20,20 @@ from typing import Any
 from rayloop.sandbox import frames
 from rayloop.sandbox.pictures import rgb
 
-MOST_TEXT, MOST_ERROR, MOST_DROPPED = 20_000, 4_000, 10_000
-_, MOST_IMAGES, MOST_BYTES = frames.MOST_ANSWERED
-"""Figures of an answer, and bytes of all of them."""
-MOST_PIXELS, MOST_ASPECT = 16_000_000, 200
-"""A larger or longer figure is refused before it is drawn: drawing it is what costs."""
+MOST_TEXT = 20_000
+"""Characters of an answer's text."""
+MOST_ERROR = 4_000
+"""Characters of an answer's traceback."""
+MOST_DROPPED = 10_000
+"""The highest count of figures that were left out."""
+MOST_IMAGES = frames.MOST_ANSWERED.blobs
+"""Figures of an answer."""
+MOST_BYTES = frames.MOST_ANSWERED.size
+"""Bytes of all figures of an answer."""
+MOST_PIXELS = 16_000_000
+"""A larger figure is refused before it is drawn, since drawing it would cost too much."""
+MOST_ASPECT = 200
+"""A figure that is longer than this many times its width is refused too."""
 CELL = "<cell>"
 _NAMES = {
     "plt": "matplotlib.pyplot",
@@ -33,12 +43,14 @@ _NAMES = {
     "io": "io",
     "base64": "base64",
 }
-"""What code finds without importing it, where it is installed."""
+"""Names that code may use without an import, where the module is installed."""
 
 
 class Printed(io.TextIOBase):
-    """stdout and stderr of one call: the first ``MOST_TEXT`` characters, none of threads that an
-    earlier call left behind.
+    """The stdout and stderr of one call.
+
+    It holds the first ``MOST_TEXT`` characters, without those of threads that an earlier call left
+    behind.
     """
 
     def __init__(self) -> None:
@@ -47,47 +59,54 @@ class Printed(io.TextIOBase):
         self.begin()
 
     def begin(self) -> None:
-        """Forget the text of the call before; threads that it left behind are ignored from now on."""
-        self._stale = set(sys._current_frames()) - {self._own_ident()}
+        """Forget the text of the previous call, and ignore threads that it left behind."""
+        self._stale_threads = set(sys._current_frames()) - {self._own_ident()}
         self._parts: list[str] = []
-        self._size = self._lost = 0
+        self._size = 0
+        self._omitted = 0
 
     def writable(self) -> bool:
-        """As of every stream that is written to."""
+        """True, as for every stream that takes text."""
         return True
 
     def write(self, text: str) -> int:
-        """Keep the part of ``text`` that there is room for.
+        """Keep the part of ``text`` that still fits.
 
-        Returns the number of its characters, as streams do.
+        Returns the number of characters of ``text``, as streams do.
         """
-        if self._own_ident() not in self._stale:
-            kept = text[: max(0, MOST_TEXT - self._size)]
-            self._parts.append(kept)
-            self._size += len(kept)
-            self._lost += len(text) - len(kept)
+        if self._own_ident() not in self._stale_threads:
+            part = text[: max(0, MOST_TEXT - self._size)]
+            self._parts.append(part)
+            self._size += len(part)
+            self._omitted += len(text) - len(part)
         return len(text)
 
     def text(self) -> str:
-        """The kept text, and how many characters are left out."""
-        return "".join(self._parts) + (more(self._lost) if self._lost else "")
+        """The kept text, and the number of characters that are left out."""
+        text = "".join(self._parts)
+        if self._omitted:
+            text += more(self._omitted)
+        return text
 
 
 def more(characters: int) -> str:
-    """The end of a text of which so many are left out."""
+    """The end of a text from which this many characters are left out."""
     return f"\n[{characters} more characters]"
 
 
 class Video:
-    """Frames that are decoded when they are looked at.
+    """A reader that decodes a frame when code accesses it.
 
-    Has what decord's VideoReader has: len, [i], get_batch, get_avg_fps.
+    It has the methods of decord's VideoReader: len, [i], get_batch, get_avg_fps.
     """
 
     def __init__(self, encoded: Sequence[bytes], fps: float) -> None:
-        self._encoded, self._fps = encoded, fps
+        self._encoded = encoded
+        self._fps = fps
         self._animated = self._open(0) if len(encoded) == 1 else None
-        self._length = getattr(self._animated, "n_frames", 1) if self._animated else len(encoded)
+        self._length = len(encoded)
+        if self._animated:
+            self._length = getattr(self._animated, "n_frames", 1)
 
     def _open(self, index: int) -> Any:
         return importlib.import_module("PIL.Image").open(io.BytesIO(self._encoded[index]))
@@ -101,18 +120,19 @@ class Video:
             raise IndexError(f"frame {index} of {self._length}")
         index %= self._length
         if self._animated:
-            # PIL decodes every frame into the same image: without a copy the next seek changes it.
             self._animated.seek(index)
-        shown = self._animated.copy() if self._animated else self._open(index)
-        return importlib.import_module("numpy").asarray(rgb(shown)).view(_frame_type())
+            # PIL decodes every frame into the same image: without a copy the next seek changes it.
+            image = self._animated.copy()
+        else:
+            image = self._open(index)
+        numpy = importlib.import_module("numpy")
+        return numpy.asarray(rgb(image)).view(_frame_type())
 
     def get_batch(self, indices: Sequence[int]) -> Any:
         """Several frames, [n, height, width, 3]."""
-        return (
-            importlib.import_module("numpy")
-            .stack([self[index] for index in indices])
-            .view(_frame_type())
-        )
+        numpy = importlib.import_module("numpy")
+        batch = numpy.stack([self[index] for index in indices])
+        return batch.view(_frame_type())
 
     def get_avg_fps(self) -> float:
         """Frames per second: the ``fps`` of the row, else that of the environment."""
@@ -120,16 +140,17 @@ class Video:
 
 
 def _frame_type() -> type:
-    """An array that also answers ``asnumpy()``, as decord's do."""
+    """A type of array that also has ``asnumpy()``, as decord's arrays do."""
     numpy = importlib.import_module("numpy")
     return type("Frame", (numpy.ndarray,), {"asnumpy": lambda array: numpy.asarray(array)})
 
 
 class Cells:
-    """One interpreter: the names that code has made, and the figures of the present call."""
+    """One interpreter: the names that code has defined, and the figures of the present call."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection, self._printed = connection, Printed()
+        self._connection = connection
+        self._printed = Printed()
         self._space: dict[str, Any] = {"__name__": "__main__", "__builtins__": builtins}
         self._figures: list[bytes] = []
         self._dropped = 0
@@ -147,93 +168,99 @@ class Cells:
         os._exit(0)
 
     def _answer(
-        self, asked: dict[str, Any], blobs: list[bytes]
+        self, request: dict[str, Any], blobs: list[bytes]
     ) -> tuple[dict[str, Any], list[bytes]]:
-        self._figures, self._dropped = [], 0
-        return {"run": self._run, "images": self._images, "video": self._video}[asked["op"]](
-            asked, blobs
-        ), self._figures
+        """Answer one call with a header and the figures of its code."""
+        self._figures = []
+        self._dropped = 0
+        operations = {"run": self._run, "images": self._images, "video": self._video}
+        operation = operations[request["op"]]
+        return operation(request, blobs), self._figures
 
-    def _images(self, asked: dict[str, Any], blobs: list[bytes]) -> dict[str, Any]:
-        """Each blob is an encoded image: a name in the code's space, with the pixels that the
-        policy is shown.
-        """
-        for name, blob in zip(asked["names"], blobs, strict=True):
-            self._space[name] = rgb(importlib.import_module("PIL.Image").open(io.BytesIO(blob)))
+    def _images(self, request: dict[str, Any], blobs: list[bytes]) -> dict[str, Any]:
+        """Define a name for each encoded image, with the pixels that the policy is shown."""
+        for name, blob in zip(request["names"], blobs, strict=True):
+            image = importlib.import_module("PIL.Image").open(io.BytesIO(blob))
+            self._space[name] = rgb(image)
         return {}
 
-    def _video(self, asked: dict[str, Any], blobs: list[bytes]) -> dict[str, Any]:
-        self._space[asked["name"]] = Video(blobs, asked["fps"])
+    def _video(self, request: dict[str, Any], blobs: list[bytes]) -> dict[str, Any]:
+        self._space[request["name"]] = Video(blobs, request["fps"])
         return {}
 
-    def _run(self, asked: dict[str, Any], blobs: list[bytes]) -> dict[str, Any]:
+    def _run(self, request: dict[str, Any], blobs: list[bytes]) -> dict[str, Any]:
         self._printed.begin()
         sys.stdout = sys.stderr = self._printed
-        code, started, error = asked["code"], time.perf_counter(), None
+        code = request["code"]
+        started = time.perf_counter()
+        traceback_text = None
 
         # A traceback can show a line of the cell only when linecache has it: there is no such file.
         linecache.cache[CELL] = (len(code), None, code.splitlines(keepends=True), CELL)
         try:
             exec(compile(code, CELL, "exec"), self._space)
             self._show()
-        except BaseException as raised:
-            # SystemExit and KeyboardInterrupt of the code are results too: the interpreter goes on.
-            error = _described(raised)
-            if (plt := sys.modules.get("matplotlib.pyplot")) is not None:
+        except BaseException as error:
+            # SystemExit and KeyboardInterrupt of the code are results too: the interpreter stays.
+            traceback_text = _format_traceback(error)
+            plt = sys.modules.get("matplotlib.pyplot")
+            if plt is not None:
                 # A figure that is left open would be shown by the next cell.
                 plt.close("all")
+        # The code may have replaced both streams.
         sys.stdout = sys.stderr = self._printed
-        took = time.perf_counter() - started
+        seconds = time.perf_counter() - started
         return {
             "text": self._printed.text(),
-            "error": error,
-            "seconds": took,
+            "error": traceback_text,
+            "seconds": seconds,
             "dropped": self._dropped,
         }
 
     def _show(self, *arguments: Any, **options: Any) -> None:
-        """``plt.show``: the open figures become images of the answer.
+        """Replace ``plt.show``: turn the open figures into images of the answer.
 
-        The end of a cell shows what is left.
+        The end of a cell shows those that are still open.
         """
-        if (plt := sys.modules.get("matplotlib.pyplot")) is None:
+        plt = sys.modules.get("matplotlib.pyplot")
+        if plt is None:
             return
         for number in plt.get_fignums():
             figure = plt.figure(number)
-            width, height = figure.get_size_inches() * figure.dpi
-            if len(self._figures) >= MOST_IMAGES:
-                self._drop()
-            elif (
-                max(width, height) >= MOST_ASPECT * max(1, min(width, height))
-                or width * height > MOST_PIXELS
-            ):
-                self._printed.write(
-                    f"[a figure of {int(width)}x{int(height)} pixels is not shown]\n"
-                )
-            else:
-                encoded = io.BytesIO()
-                figure.savefig(encoded, format="png")
-                if sum(map(len, self._figures)) + encoded.tell() > MOST_BYTES:
-                    self._drop()
-                else:
-                    self._figures.append(encoded.getvalue())
+            self._add(figure)
             plt.close(figure)
 
-    def _drop(self) -> None:
+    def _add(self, figure: Any) -> None:
+        """Draw a figure into the answer unless it, or the answer, is too large."""
+        width, height = figure.get_size_inches() * figure.dpi
+        is_too_long = max(width, height) >= MOST_ASPECT * max(1, min(width, height))
+        if len(self._figures) >= MOST_IMAGES:
+            self._count_dropped()
+        elif is_too_long or width * height > MOST_PIXELS:
+            self._printed.write(f"[a figure of {int(width)}x{int(height)} pixels is not shown]\n")
+        else:
+            encoded = io.BytesIO()
+            figure.savefig(encoded, format="png")
+            if sum(map(len, self._figures)) + encoded.tell() > MOST_BYTES:
+                self._count_dropped()
+            else:
+                self._figures.append(encoded.getvalue())
+
+    def _count_dropped(self) -> None:
         self._dropped = min(self._dropped + 1, MOST_DROPPED)
 
 
-def _described(raised: BaseException) -> str:
-    """The traceback as far as it is the cell's, the last ``MOST_ERROR`` characters."""
+def _format_traceback(error: BaseException) -> str:
+    """The traceback without frames outside the cell: the last ``MOST_ERROR`` characters."""
     try:
-        places = [
-            place for place in traceback.extract_tb(raised.__traceback__) if place.filename == CELL
+        cell_frames = [
+            frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == CELL
         ]
-        lines = (
-            ["Traceback (most recent call last):\n", *traceback.format_list(places)]
-            if places
-            else []
-        )
-        return "".join([*lines, *traceback.format_exception_only(raised)])[-MOST_ERROR:].rstrip()
+        lines = traceback.format_exception_only(error)
+        if cell_frames:
+            heading = "Traceback (most recent call last):\n"
+            lines = [heading, *traceback.format_list(cell_frames), *lines]
+        return "".join(lines)[-MOST_ERROR:].rstrip()
     except BaseException:
-        return type(raised).__name__
+        # Code can define exceptions whose text cannot be made.
+        return type(error).__name__

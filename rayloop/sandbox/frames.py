@@ -1,6 +1,8 @@
-"""Messages between a process and a child that it started: 4 bytes of length, a JSON header, and the
-blobs whose sizes it names. Standard library and Python 3.9 only: it also runs inside of sandboxes,
-and in interpreters where rayloop is not installed.
+"""Messages between a process and a child that it started.
+
+A message is 4 bytes of length, a JSON header, and the blobs whose sizes the header names. Standard
+library and Python 3.9 only: the module also runs inside sandboxes, and in interpreters where
+rayloop is not installed.
 """
 
 import json
@@ -13,7 +15,7 @@ from typing import Any, NamedTuple
 
 
 class Bounds(NamedTuple):
-    """What one message may have at most; of a larger one nothing is read."""
+    """The limits of one message; nothing is read of a larger one."""
 
     header: int
     """Bytes of the JSON header."""
@@ -24,19 +26,19 @@ class Bounds(NamedTuple):
 
 
 MOST_ANSWERED = Bounds(1 << 20, 32, 64 << 20)
-"""An interpreter's answer: code of the policy may have written it."""
+"""The limits of an interpreter's answer, which code of the policy may have written."""
 MOST_GIVEN = Bounds(1 << 20, 1 << 16, 256 << 20)
-"""What the host gives an interpreter: a video has one blob a frame."""
+"""The limits of a call to an interpreter: a video has one blob a frame."""
 OF_PROGRAMS = Bounds(1 << 28, 1, 1 << 28)
-"""Between processes that run no code of the policy."""
+"""The limits between processes that run no code of the policy."""
 _LENGTH = struct.Struct(">I")
-_CHUNK = 1 << 20
+_CHUNK_BYTES = 1 << 20
 
 Header = dict[str, Any]
 
 
 class Malformed(ConnectionError):
-    """What came is no message, is larger than it may be, or is the answer to another call."""
+    """The bytes are not a message, are too many, or are the answer to another call."""
 
 
 class Refused(Exception):
@@ -47,7 +49,8 @@ class Refused(Exception):
 
     def __init__(self, kind: str, why: str) -> None:
         super().__init__(kind, why)
-        self.kind, self.why = kind, why
+        self.kind = kind
+        self.why = why
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.why}"
@@ -59,8 +62,12 @@ def send(
     blobs: Sequence[bytes] = (),
     until: float | None = None,
 ) -> None:
-    """``until``: on the monotonic clock. Raises OSError (TimeoutError among them)."""
-    text = json.dumps({**header, "blobs": [len(blob) for blob in blobs]}).encode()
+    """Send a message, at the latest by ``until`` on the monotonic clock.
+
+    Raises OSError (TimeoutError among them).
+    """
+    sizes = [len(blob) for blob in blobs]
+    text = json.dumps({**header, "blobs": sizes}).encode()
     # Once is enough: Python counts a socket's timeout over all of ``sendall``.
     _wait(connection, until)
     connection.sendall(_LENGTH.pack(len(text)) + text + b"".join(blobs))
@@ -69,7 +76,7 @@ def send(
 def receive(
     connection: socket.socket, until: float | None, most: Bounds
 ) -> tuple[Header, list[bytes]]:
-    """The next message.
+    """Return the next message.
 
     Raises OSError: ConnectionError at the connection's end, Malformed, TimeoutError after
     ``until``.
@@ -80,41 +87,47 @@ def receive(
     try:
         header = json.loads(_exactly(connection, length, until))
         sizes = header["blobs"]
-        # ``isinstance`` would take true and false for numbers.
-        fine = (
-            type(sizes) is list
-            and len(sizes) <= most.blobs
-            and all(type(size) is int and size >= 0 for size in sizes)
-        )
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise Malformed(f"no header: {type(error).__name__}") from None
-    if not fine or sum(sizes) > most.size:
+    if not _are_sizes(sizes, most):
         raise Malformed(f"more than {most.blobs} blobs or {most.size} bytes of them")
     return header, [_exactly(connection, size, until) for size in sizes]
+
+
+def _are_sizes(sizes: Any, most: Bounds) -> bool:
+    """Whether this part of a header is a list of sizes within the limits."""
+    if type(sizes) is not list or len(sizes) > most.blobs:
+        return False
+    # ``isinstance`` would take true and false for numbers.
+    if not all(type(size) is int and size >= 0 for size in sizes):
+        return False
+    return sum(sizes) <= most.size
 
 
 class Channel:
     """One end of a stream socket, for calls that are answered one after the other.
 
-    Not for several threads at once.
+    It serves one thread at a time.
     """
 
     def __init__(self, connection: socket.socket, most: Bounds = OF_PROGRAMS) -> None:
-        self._socket, self._most = connection, most
+        self._socket = connection
+        self._most = most
         self._calls = 0
 
     def ask(
         self, op: str, seconds: float, blobs: Sequence[bytes] = (), **arguments: Any
     ) -> tuple[Header, list[bytes]]:
-        """The answer to one call.
+        """Return the answer to one call.
 
         Raises Refused; ConnectionError and TimeoutError, after which the channel must not be used.
         """
         self._calls += 1
+        request = {**arguments, "op": op, "call": self._calls}
         until = time.monotonic() + seconds
         try:
-            send(self._socket, {**arguments, "op": op, "call": self._calls}, blobs, until)
-            header, found = receive(self._socket, until, self._most)
+            send(self._socket, request, blobs, until)
+            header, answer_blobs = receive(self._socket, until, self._most)
         except TimeoutError as error:
             # TimeoutError is a kind of OSError: further down it would become a ConnectionError.
             raise TimeoutError(f"no answer within {seconds:g} seconds") from error
@@ -127,22 +140,18 @@ class Channel:
         if header.get("call") != self._calls:
             raise Malformed(f"the answer of another call to call {self._calls}")
         if "refused" not in header:
-            return header, found
-        refused = header["refused"]
-        if not (
-            type(refused) is list
-            and len(refused) == 2
-            and all(type(text) is str for text in refused)
-        ):
+            return header, answer_blobs
+        refusal = header["refused"]
+        if type(refusal) is not list or [type(part) for part in refusal] != [str, str]:
             raise Malformed("a refusal that is not two texts")
-        raise Refused(*refused)
+        raise Refused(*refusal)
 
     def serve(
         self, handler: Callable[[Header, list[bytes]], tuple[Header, Sequence[bytes]]]
     ) -> None:
-        """Answer calls until the other side is gone.
+        """Answer calls until the other side closes the connection.
 
-        What ``handler`` raises is the answer to that call.
+        An exception of ``handler`` is sent as the answer to that call.
         """
         while True:
             try:
@@ -150,11 +159,12 @@ class Channel:
             except OSError:
                 return
             try:
-                answer, content = handler(header, blobs)
+                answer, answer_blobs = handler(header, blobs)
             except Exception as error:
-                answer, content = {"refused": [type(error).__name__, str(error)]}, ()
+                answer = {"refused": [type(error).__name__, str(error)]}
+                answer_blobs = ()
             try:
-                send(self._socket, {**answer, "call": header.get("call")}, content)
+                send(self._socket, {**answer, "call": header.get("call")}, answer_blobs)
             except OSError:
                 return
 
@@ -167,29 +177,31 @@ class Channel:
 
 
 def arguments(header: Header) -> dict[str, Any]:
-    """What a call was made with."""
+    """The arguments of a call."""
     return {key: value for key, value in header.items() if key not in ("op", "call", "blobs")}
 
 
 def _exactly(connection: socket.socket, size: int, until: float | None) -> bytes:
-    got = bytearray()  # not a list of parts, of which each would take fifty bytes more
-    while len(got) < size:
-        # The time left shrinks with every part; ``recv`` counts its timeout for one part.
+    # Not a list of parts: each part would take fifty bytes more.
+    content = bytearray()
+    while len(content) < size:
+        # The remaining time shrinks with every part; ``recv`` counts its timeout for one part.
         _wait(connection, until)
-        part = connection.recv(min(size - len(got), _CHUNK))
+        part = connection.recv(min(size - len(content), _CHUNK_BYTES))
         if not part:
             raise ConnectionError("the other side closed the connection")
-        got += part
-    return bytes(got)
+        content += part
+    return bytes(content)
 
 
 def _wait(connection: socket.socket, until: float | None) -> None:
-    """Give the next call on ``connection`` the time that is left.
+    """Set the timeout of the next call on ``connection`` to the remaining time.
 
-    Raises TimeoutError when there is none.
+    Raises TimeoutError when none remains.
     """
     if until is None:
         return
-    if (left := until - time.monotonic()) <= 0:
+    remaining = until - time.monotonic()
+    if remaining <= 0:
         raise TimeoutError
-    connection.settimeout(left)
+    connection.settimeout(remaining)

@@ -1,4 +1,4 @@
-"""Outside of the sandbox: a fork server and its interpreters.
+"""The host's side of the sandbox: a fork server and its interpreters.
 
 Calls block up to a deadline, and may come from any thread.
 """
@@ -27,22 +27,28 @@ from rayloop.sandbox import bubblewrap, cells, frames
 from rayloop.sandbox.options import CodeDeadline, CodeFailed, Level, Options, SandboxFailed
 
 _ROOT = Path(__file__).parents[2]
-_OWN = (str(_ROOT / "rayloop" / "__init__.py"), str(Path(__file__).parent))
-_BEGIN = (
+_SANDBOX_SOURCES = (str(_ROOT / "rayloop" / "__init__.py"), str(Path(__file__).parent))
+_SERVER_CODE = (
     "import sys; sys.path.insert(0, sys.argv[1]); from rayloop.sandbox.server import main;"
     " main(sys.argv[2])"
 )
-START, _HELLO, _END = 60.0, 20.0, 5.0
-"""Seconds: for the fork server to load its modules, for an interpreter to hold itself in, for a
-killed one to be gone.
-"""
+_SERVER_START_TIMEOUT_S = 60.0
+"""How long the fork server may load its modules."""
+_CONFINE_TIMEOUT_S = 20.0
+"""How long a new interpreter may take to confine itself."""
+_EXIT_TIMEOUT_S = 5.0
+"""How long a killed interpreter, or the fork server, may take to end."""
+_MESSAGE_BYTES = 1 << 16
+"""The largest message on the control socket."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodeResult:
-    """What a call of an interpreter returned, all of which the code may have forged, within the
-    limits of rayloop/sandbox/cells.py. ``error``: the code's traceback; ``images``: PNG;
-    ``dropped``: figures beyond the limit; ``seconds``: by its own clock.
+    """What a call of an interpreter returned.
+
+    The code may have forged all of it, within the limits of rayloop/sandbox/cells.py. ``error``:
+    the code's traceback; ``images``: PNG; ``dropped``: the number of figures beyond the limit;
+    ``seconds``: measured by the interpreter's own clock.
     """
 
     text: str
@@ -55,51 +61,56 @@ class CodeResult:
 class Interpreter:
     """A Python that keeps its names between calls.
 
-    Not for several threads at once. Ended by ``close``, or when a call failed.
+    It serves one thread at a time. It is ended by ``close``, or when a call fails.
     """
 
     def __init__(
         self, connection: socket.socket, pidfd: int, user: bubblewrap.User | None, server: "_Server"
     ) -> None:
-        self._connection, self._pidfd, self._user, self._server = connection, pidfd, user, server
+        self._connection = connection
+        self._pidfd = pidfd
+        self._user = user
+        self._server = server
         self._channel = frames.Channel(connection, frames.MOST_ANSWERED)
-        self._lock, self.closed = threading.Lock(), False
+        self._lock = threading.Lock()
+        self.closed = False
 
     def run(self, code: str, seconds: float) -> CodeResult:
         """Run code.
 
         Raises CodeDeadline after ``seconds``, CodeFailed when the code ended the interpreter or
-        forged a bad answer (both end it), SandboxFailed when the fork server is gone.
+        forged a bad answer (both end it), SandboxFailed when the fork server has ended.
         """
-        began = time.monotonic()
-        try:
-            if (
-                result := _result(*self._ask("run", seconds, code=code), time.monotonic() - began)
-            ) is not None:
-                return result
-        except frames.Refused:
-            pass
-        raise self._spoiled("an answer that no interpreter gives")
+        started = time.monotonic()
+        result = None
+        with contextlib.suppress(frames.Refused):
+            header, images = self._ask("run", seconds, code=code)
+            elapsed = time.monotonic() - started
+            result = _result(header, images, elapsed)
+        if result is None:
+            raise self._end_after_failure("an answer that no interpreter gives")
+        return result
 
     def images(self, named: Mapping[str, bytes], seconds: float) -> str | None:
-        """Give code images under names, from PNG, JPEG or WebP. Returns why one cannot be read,
-        else None. Raises as ``run``.
+        """Give code images under names, from PNG, JPEG or WebP.
+
+        Returns why one cannot be read, else None. Raises as ``run``.
         """
-        return self._given("images", list(named.values()), seconds, names=list(named))
+        return self._give("images", list(named.values()), seconds, names=list(named))
 
     def video(self, name: str, encoded: Sequence[bytes], fps: float, seconds: float) -> str | None:
-        """Give code a reader of frames: one animated image, or one image a frame.
+        """Give code a reader of frames from one animated image, or from one image a frame.
 
         Returns and raises as ``images``.
         """
-        return self._given("video", encoded, seconds, name=name, fps=fps)
+        return self._give("video", encoded, seconds, name=name, fps=fps)
 
     def alive(self) -> bool:
-        """Whether its process lives, and the fork server, which takes it along."""
-        return self._server.alive() and not _ready(self._pidfd, 0)
+        """Whether its process lives, and the fork server, which ends it when it ends itself."""
+        return self._server.alive() and not _ends_within(self._pidfd, 0)
 
     def close(self) -> None:
-        """End it, and wait until it is gone (some milliseconds).
+        """End the interpreter, and wait until its process has ended (some milliseconds).
 
         May be called again, and from another thread.
         """
@@ -109,19 +120,26 @@ class Interpreter:
             self.closed = True
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        gone = bool(_ready(self._pidfd, _END))
+        ended = _ends_within(self._pidfd, _EXIT_TIMEOUT_S)
         os.close(self._pidfd)
         self._channel.close()
         if self._user is not None:
             # A process that has not ended still has this user number: nobody else may get it.
-            (self._user.close if gone else self._user.keep)()
+            if ended:
+                self._user.close()
+            else:
+                self._user.keep()
 
-    def _given(
+    def _give(
         self, op: str, blobs: Sequence[bytes], seconds: float, **arguments: Any
     ) -> str | None:
-        most, given = frames.MOST_GIVEN, sum(map(len, blobs))
-        if len(blobs) > most.blobs or given > most.size:
-            return f"{len(blobs)} images of {given} bytes, which may be {most.blobs} of {most.size}"
+        """Send encoded images. Returns why they were refused, else None."""
+        bounds = frames.MOST_GIVEN
+        size = sum(map(len, blobs))
+        if len(blobs) > bounds.blobs or size > bounds.size:
+            return (
+                f"{len(blobs)} images of {size} bytes, which may be {bounds.blobs} of {bounds.size}"
+            )
         try:
             self._ask(op, seconds, blobs, **arguments)
         except frames.Refused as error:
@@ -140,23 +158,25 @@ class Interpreter:
             self.close()
             raise CodeDeadline(f"it did not end within {seconds:g} seconds") from None
         except frames.Malformed as error:
-            raise self._spoiled(str(error)) from None
+            raise self._end_after_failure(str(error)) from None
         except ConnectionError:
-            raise self._spoiled("it ended the interpreter") from None
-        self._signal(signal.SIGSTOP)  # threads and alarms of its code cost nothing between calls
+            raise self._end_after_failure("it ended the interpreter") from None
+        # While it is stopped, threads and alarms of its code cost nothing between calls.
+        self._signal(signal.SIGSTOP)
         return answer
 
     def _signal(self, number: signal.Signals) -> None:
-        with self._lock, contextlib.suppress(OSError):  # it has ended, which its connection says
-            if not self.closed:  # else the descriptor may be another one's
+        # OSError: the process has ended, which the next call notices on its connection.
+        with self._lock, contextlib.suppress(OSError):
+            # After ``close`` the number of the descriptor may belong to another file.
+            if not self.closed:
                 signal.pidfd_send_signal(self._pidfd, number)
 
     def hello(self) -> None:
         """Wait until it has confined itself. Raises SandboxFailed."""
+        until = time.monotonic() + _CONFINE_TIMEOUT_S
         try:
-            header, _ = frames.receive(
-                self._connection, time.monotonic() + _HELLO, frames.MOST_ANSWERED
-            )
+            header, _ = frames.receive(self._connection, until, frames.MOST_ANSWERED)
         except OSError as error:
             self.close()
             raise SandboxFailed(
@@ -166,60 +186,62 @@ class Interpreter:
             self.close()
             raise SandboxFailed(str(header.get("error")))
 
-    def _spoiled(self, why: str) -> Exception:
+    def _end_after_failure(self, reason: str) -> Exception:
         """End the interpreter.
 
-        Returns SandboxFailed when the fork server is gone too, else CodeFailed.
+        Returns SandboxFailed when the fork server has ended too, else CodeFailed.
         """
         self.close()
-        return (
-            CodeFailed(why)
-            if self._server.alive()
-            else SandboxFailed("the fork server is gone, with its interpreters")
-        )
+        if self._server.alive():
+            return CodeFailed(reason)
+        return SandboxFailed("the fork server has ended, with its interpreters")
 
 
 class Sandbox:
-    """Interpreters at ``level``.
+    """A source of interpreters at ``level``.
 
     Their fork server starts in the background, and again after it was lost.
     """
 
     def __init__(self, level: Level, options: Options | None = None) -> None:
-        self.level, self.options = level, options or Options()
+        self.level = level
+        self.options = options or Options()
         self._changed = threading.Condition()
         self._spares: deque[Interpreter] = deque()
-        self._waiting, self._closed = 0, False
+        self._waiting = 0
+        self._closed = False
         self._failure: SandboxFailed | None = None
         self._server: _Server | None = None
         # The kernel ends a child with the THREAD that started it, so one thread that stays starts
         # them all.
-        self._keeper = threading.Thread(target=self._keep, daemon=True, name="sandbox")
+        self._keeper = threading.Thread(target=self._keep_spares, daemon=True, name="sandbox")
         self._keeper.start()
 
-    def interpreter(self, seconds: float = START) -> Interpreter:
-        """A new one, at once when a spare is ready. Raises SandboxFailed."""
+    def interpreter(self, seconds: float = _SERVER_START_TIMEOUT_S) -> Interpreter:
+        """Return a new interpreter, at once when a spare is ready. Raises SandboxFailed."""
         until = time.monotonic() + seconds
         while True:
-            found = self._next(until)
-            if found.alive():
-                found.hello()
-                return found
-            found.close()  # it ended while it waited
+            spare = self._next_spare(until)
+            if spare.alive():
+                spare.hello()
+                return spare
+            # It ended while it waited.
+            spare.close()
 
     def close(self) -> None:
         """End all interpreters and the fork server."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._keeper.join(_END * 2)
+        self._keeper.join(_EXIT_TIMEOUT_S * 2)
 
     @property
     def pid(self) -> int | None:
         """Process id of the fork server (of bubblewrap around it); None while there is none."""
         return self._server.process.pid if self._server else None
 
-    def _next(self, until: float) -> Interpreter:
+    def _next_spare(self, until: float) -> Interpreter:
+        """Wait for a spare and take it. Raises SandboxFailed."""
         with self._changed:
             self._waiting += 1
             self._failure = None
@@ -237,49 +259,49 @@ class Sandbox:
                 self._waiting -= 1
                 self._changed.notify_all()
 
-    def _keep(self) -> None:
+    def _keep_spares(self) -> None:
         """Start the server, and keep spares ready."""
         while True:
             with self._changed:
-                while not self._closed and not self._wanted():
+                while not self._closed and not self._needs_spare():
                     self._changed.wait()
                 if self._closed:
                     break
             try:
                 # Outside the lock: a start takes seconds, and callers must be able to give up.
-                new = self._spawn()
+                spare = self._spawn()
             except (SandboxFailed, OSError) as error:
-                self._drop()
+                failure = error if isinstance(error, SandboxFailed) else SandboxFailed(str(error))
+                self._end_server()
                 with self._changed:
-                    self._failure = (
-                        error if isinstance(error, SandboxFailed) else SandboxFailed(str(error))
-                    )
+                    self._failure = failure
                     self._changed.notify_all()
                 continue
             with self._changed:
-                self._spares.append(new)
+                self._spares.append(spare)
                 self._changed.notify_all()
-        self._drop()
+        self._end_server()
 
     def _spawn(self) -> Interpreter:
-        """Returns an interpreter of the running server, or of a new one when that does not answer.
+        """Return an interpreter of the running server, or of a new one when that does not answer.
 
         Raises SandboxFailed.
         """
         if self._server is not None:
             with contextlib.suppress(SandboxFailed):
                 return self._server.spawn()
-        self._drop()
+        self._end_server()
         self._server = _Server(self.level, self.options)
         return self._server.spawn()
 
-    def _wanted(self) -> bool:
+    def _needs_spare(self) -> bool:
+        # After a failure nothing is started until the next call of ``interpreter``.
         if self._failure is not None:
-            return False  # until the next call of ``interpreter``
+            return False
         return len(self._spares) < self._waiting + self.options.spares
 
-    def _drop(self) -> None:
-        """Be without a server."""
+    def _end_server(self) -> None:
+        """End the spares and the server, if there is one."""
         with self._changed:
             spares = list(self._spares)
             self._spares.clear()
@@ -296,82 +318,98 @@ class _Server:
     """The process of the fork server, and the socket on which it is asked for interpreters."""
 
     def __init__(self, level: Level, options: Options) -> None:
-        """Raises SandboxFailed with what the kernel, or an import, refused."""
-        self._level, self._folder = level, ""
+        """Raise SandboxFailed with what the kernel, or an import, refused."""
+        self._level = level
+        self._folder = ""
+        self._user: bubblewrap.User | None = None
+        if level == Level.NAMESPACES and os.geteuid() == 0:
+            self._user = bubblewrap.free_user()
+
         # This kind of socket keeps the borders of messages: one ``recv`` is one message.
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._user = (
-            bubblewrap.free_user() if level == Level.NAMESPACES and os.geteuid() == 0 else None
-        )
-        python = bubblewrap.python_folders()
-        letters = fonts_folder() if "matplotlib.pyplot" in options.preload else None
-        settings: dict[str, Any] = dataclasses.asdict(options) | {
-            "level": level,
-            "control": theirs.fileno(),
-            "fonts": letters,
-        }
-        system = (*bubblewrap.OF_USR, "/lib", "/lib64", *bubblewrap.SYSTEM)
-        settings |= {"read": [*python, *_OWN, *system], "folder": "/tmp"}
-        if level != Level.NAMESPACES:
-            settings["folder"] = self._folder = tempfile.mkdtemp(prefix="sandbox-")
-            # mkdtemp admits its owner alone; an interpreter of another user must get through.
-            os.chmod(self._folder, 0o711)
-        line = [sys.executable, "-I", "-B", "-c", _BEGIN, str(_ROOT), json.dumps(settings)]
-        variables = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
+        host_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        settings = self._settings(options, server_end.fileno())
         # Not a pipe: nobody reads it after the start, and a full one would stop the server.
         with tempfile.TemporaryFile() as errors:
             try:
-                if level == Level.NAMESPACES:
-                    read = [*python, *_OWN, *([letters] if letters else [])]
-                    number = self._user.number if self._user else None
-                    fresh = not bubblewrap.refused(number)
-                    line = bubblewrap.command(
-                        line, read=read, uid=number, proc="fresh" if fresh else "host"
-                    )
                 self.process = subprocess.Popen(
-                    line,
-                    env=variables,
-                    pass_fds=(theirs.fileno(),),
+                    self._command_line(settings),
+                    env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
+                    pass_fds=(server_end.fileno(),),
                     stdin=subprocess.DEVNULL,
                     stdout=errors,
                     stderr=errors,
                     start_new_session=True,
                 )
             except OSError as error:
-                ours.close()
-                self._forget()
+                host_end.close()
+                self._release()
                 raise SandboxFailed(f"{level}: {error}") from error
             finally:
                 # With a copy left here, ``recv`` would not notice that the server has ended.
-                theirs.close()
-            self._control = ours
-            self._first_word(errors)
+                server_end.close()
+            self._control = host_end
+            self._wait_until_ready(errors)
 
-    def _first_word(self, errors: Any) -> None:
-        """Wait until it is ready. Raises SandboxFailed."""
-        self._control.settimeout(START)
+    def _settings(self, options: Options, control: int) -> dict[str, Any]:
+        """The JSON settings of the server; makes its folder where it has no /tmp of its own."""
+        if self._level == Level.NAMESPACES:
+            folder = "/tmp"
+        else:
+            self._folder = folder = tempfile.mkdtemp(prefix="sandbox-")
+            # mkdtemp admits its owner alone; an interpreter of another user must get through.
+            os.chmod(folder, 0o711)
+        system = (*bubblewrap.OF_USR, "/lib", "/lib64", *bubblewrap.SYSTEM)
+        return dataclasses.asdict(options) | {
+            "level": self._level,
+            "control": control,
+            "fonts": fonts_folder() if "matplotlib.pyplot" in options.preload else None,
+            "read": [*bubblewrap.python_folders(), *_SANDBOX_SOURCES, *system],
+            "folder": folder,
+        }
+
+    def _command_line(self, settings: Mapping[str, Any]) -> list[str]:
+        """The command of the server, in bubblewrap at the level NAMESPACES. Raises OSError."""
+        text = json.dumps(settings)
+        python = [sys.executable, "-I", "-B", "-c", _SERVER_CODE, str(_ROOT), text]
+        if self._level != Level.NAMESPACES:
+            return python
+        read = [*bubblewrap.python_folders(), *_SANDBOX_SOURCES]
+        if settings["fonts"]:
+            read.append(settings["fonts"])
+        uid = self._user.number if self._user else None
+        proc: bubblewrap.Proc = "host" if bubblewrap.refused(uid) else "fresh"
+        return bubblewrap.command(python, read=read, uid=uid, proc=proc)
+
+    def _wait_until_ready(self, errors: Any) -> None:
+        """Wait for the server's first message. Raises SandboxFailed."""
+        self._control.settimeout(_SERVER_START_TIMEOUT_S)
         try:
-            word = json.loads(self._control.recv(1 << 16) or b"{}")
+            message = json.loads(self._control.recv(_MESSAGE_BYTES) or b"{}")
         except OSError as error:
-            word = {"error": f"not ready within {START:g} seconds ({error})"}
-        if not word.get("ready"):
-            self.close()
-            errors.seek(0)
-            said = errors.read(4096).decode(errors="replace").strip()
-            raise SandboxFailed(
-                word.get("error") or said or f"the fork server ended with {self.process.returncode}"
-            )
+            message = {"error": f"not ready within {_SERVER_START_TIMEOUT_S:g} seconds ({error})"}
+        if message.get("ready"):
+            return
+        self.close()
+        errors.seek(0)
+        output = errors.read(4096).decode(errors="replace").strip()
+        raise SandboxFailed(
+            message.get("error")
+            or output
+            or f"the fork server ended with {self.process.returncode}"
+        )
 
     def spawn(self) -> Interpreter:
-        """Raises SandboxFailed."""
-        own = os.geteuid() == 0 and self._level != Level.NAMESPACES
-        user = bubblewrap.free_user() if own else None
+        """Return a new interpreter, which confines itself next. Raises SandboxFailed."""
+        needs_user = os.geteuid() == 0 and self._level != Level.NAMESPACES
+        user = bubblewrap.free_user() if needs_user else None
+        request = {"user": user.number if user else None}
         try:
-            self._control.send(json.dumps({"user": user.number if user else None}).encode())
-            text, descriptors, _, _ = socket.recv_fds(self._control, 1 << 16, 2)
+            self._control.send(json.dumps(request).encode())
+            text, descriptors, _, _ = socket.recv_fds(self._control, _MESSAGE_BYTES, 2)
             if len(descriptors) == 2:
-                return Interpreter(socket.socket(fileno=descriptors[0]), descriptors[1], user, self)
-            reason = json.loads(text or b'{"error": "the fork server is gone"}')["error"]
+                connection = socket.socket(fileno=descriptors[0])
+                return Interpreter(connection, descriptors[1], user, self)
+            reason = json.loads(text or b'{"error": "the fork server has ended"}')["error"]
         except OSError as error:
             reason = f"the fork server does not answer: {error}"
             # It may start the interpreter later.
@@ -386,74 +424,73 @@ class _Server:
         return self.process.poll() is None
 
     def close(self) -> None:
-        """It ends itself when its socket closes; else it is killed."""
+        """Close the socket, at which the server ends itself; kill it if it does not."""
         self._control.close()
         try:
-            self.process.wait(_END)
+            self.process.wait(_EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        self._forget()
+        self._release()
 
-    def _forget(self) -> None:
+    def _release(self) -> None:
+        """Remove the server's folder and give its user number back."""
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._user:
             self._user.close_when_unused()
 
 
-def _result(header: Mapping[str, Any], blobs: Sequence[bytes], most: float) -> CodeResult | None:
-    """None unless every part is one that an interpreter may give.
+def _result(header: Mapping[str, Any], blobs: Sequence[bytes], elapsed: float) -> CodeResult | None:
+    """The result of a call, or None unless every part is one that an interpreter may give.
 
-    ``most``: seconds that the call took here.
+    ``elapsed``: seconds that the call took by the host's clock.
     """
-    text, error, took, dropped = (
-        header.get(name) for name in ("text", "error", "seconds", "dropped")
-    )
-    if not (isinstance(text, str) and len(text) <= cells.MOST_TEXT + len(cells.more(10**15))):
+    text = header.get("text")
+    most_text = cells.MOST_TEXT + len(cells.more(10**15))
+    if not isinstance(text, str) or len(text) > most_text:
         return None
-    if not (error is None or (isinstance(error, str) and len(error) <= cells.MOST_ERROR)):
+    error = header.get("error")
+    if error is not None and not (isinstance(error, str) and len(error) <= cells.MOST_ERROR):
         return None
-    if not (
-        type(took) is float
-        and 0 <= took <= most
-        and type(dropped) is int
-        and 0 <= dropped <= cells.MOST_DROPPED
-    ):
+    seconds = header.get("seconds")
+    if type(seconds) is not float or not 0 <= seconds <= elapsed:
         return None
-    return CodeResult(_clean(text), _clean(error) if error else None, tuple(blobs), took, dropped)
+    dropped = header.get("dropped")
+    if type(dropped) is not int or not 0 <= dropped <= cells.MOST_DROPPED:
+        return None
+    clean_error = _clean(error) if error else None
+    return CodeResult(_clean(text), clean_error, tuple(blobs), seconds, dropped)
 
 
 def _clean(text: str) -> str:
-    """Without halves of characters, which JSON may carry and nothing else takes."""
+    """``text`` without lone surrogates, which JSON may carry and nothing else takes."""
     return text.encode(errors="replace").decode()
 
 
-def _ready(descriptor: int, seconds: float) -> bool:
+def _ends_within(descriptor: int, seconds: float) -> bool:
     """Whether the process of this pidfd ends within ``seconds``."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(seconds * 1000))
 
 
-_MAKE = "import matplotlib, matplotlib.font_manager; print(matplotlib.get_cachedir())"
+_PRINT_FONT_CACHE = "import matplotlib, matplotlib.font_manager; print(matplotlib.get_cachedir())"
 
 
 @functools.cache
 def fonts_folder() -> str | None:
-    """A folder with the list alone in it, or None: then each fork server makes its own, in some
-    seconds.
+    """A folder with matplotlib's font list alone in it, or None.
+
+    With None each fork server makes its own list, in some seconds.
     """
+    command = [sys.executable, "-c", _PRINT_FONT_CACHE]
     try:
-        made = subprocess.run(
-            [sys.executable, "-c", _MAKE], capture_output=True, text=True, timeout=60, check=True
-        )
+        process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    place = Path(made.stdout.strip().splitlines()[-1])
-    if not list(place.glob("fontlist-*.json")) or {found.suffix for found in place.iterdir()} - {
-        ".json",
-        ".lock",
-    }:
+    folder = Path(process.stdout.strip().splitlines()[-1])
+    suffixes = {path.suffix for path in folder.iterdir()}
+    if not list(folder.glob("fontlist-*.json")) or suffixes - {".json", ".lock"}:
         return None
-    return os.fspath(place)
+    return os.fspath(folder)

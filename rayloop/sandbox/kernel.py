@@ -1,5 +1,6 @@
-"""Namespaces, mounts, capabilities and Landlock of this process, by ctypes: Python 3.11 has no
-functions for them.
+"""Namespaces, mounts, capabilities and Landlock of this process.
+
+They are called by ctypes, since Python 3.11 has no functions for them.
 """
 
 import contextlib
@@ -13,44 +14,58 @@ from collections.abc import Iterable
 
 libc = ctypes.CDLL(None, use_errno=True)
 MACHINE = platform.machine()
-NEW_USER, NEW_PID, NEW_NET, NEW_MOUNTS, NEW_IPC = (
-    0x10000000,
-    0x20000000,
-    0x40000000,
-    0x00020000,
-    0x08000000,
-)
+NEW_USER = 0x10000000
+NEW_PID = 0x20000000
+NEW_NET = 0x40000000
+NEW_MOUNTS = 0x00020000
+NEW_IPC = 0x08000000
 _NAMES = {NEW_USER: "user", NEW_PID: "pid", NEW_NET: "net", NEW_MOUNTS: "mnt", NEW_IPC: "ipc"}
-READ_ONLY, NO_SUID, NO_DEVICES, NO_PROGRAMS, BIND, RECURSIVE, PRIVATE = (
-    1,
-    2,
-    4,
-    8,
-    0x1000,
-    0x4000,
-    0x40000,
-)
+READ_ONLY = 1
+NO_SUID = 2
+NO_DEVICES = 4
+NO_PROGRAMS = 8
+BIND = 0x1000
+RECURSIVE = 0x4000
+PRIVATE = 0x40000
 _PIDFD_OPEN = 434
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_CAPBSET_DROP = 1, 4, 8, 24
-_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
+_PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_PR_SET_KEEPCAPS = 8
+_PR_CAPBSET_DROP = 24
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_NO_NEW_PRIVS = 38
+_CAPABILITY_VERSION_3 = 0x20080522
 CAP_DAC_READ_SEARCH = 2
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
-_ASK_VERSION = 1
-_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_FOLDER, _REMOVE_FOLDER, _REMOVE_FILE = (
-    1 << bit for bit in range(6)
-)
-_MAKE_FOLDER, _MAKE_FILE, _TRUNCATE = 1 << 7, 1 << 8, 1 << 14
-_HANDLED = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
-"""Version -> number of file rights that it knows."""
+_LANDLOCK_CREATE_RULESET = 444
+_LANDLOCK_ADD_RULE = 445
+_LANDLOCK_RESTRICT_SELF = 446
+_LANDLOCK_ASK_VERSION = 1
+_LANDLOCK_PATH_BENEATH = 1
+_EXECUTE = 1 << 0
+_WRITE_FILE = 1 << 1
+_READ_FILE = 1 << 2
+_READ_FOLDER = 1 << 3
+_REMOVE_FOLDER = 1 << 4
+_REMOVE_FILE = 1 << 5
+_MAKE_FOLDER = 1 << 7
+_MAKE_FILE = 1 << 8
+_TRUNCATE = 1 << 14
+_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
+"""Version of Landlock -> number of file rights that it knows."""
 _READING = _READ_FILE | _READ_FOLDER
 _WRITING = (
     _READING | _WRITE_FILE | _REMOVE_FOLDER | _REMOVE_FILE | _MAKE_FOLDER | _MAKE_FILE | _TRUNCATE
 )
-_OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
+_RIGHTS_OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
+_TCP_BIND_AND_CONNECT = 3
+_ABSTRACT_SOCKETS_AND_SIGNALS = 3
 
 
 def check(result: int, what: str) -> int:
-    """``result``, or OSError with ``what`` and the name of the error: "userns refused: EPERM"."""
+    """Return ``result`` if it is not negative.
+
+    Otherwise raises OSError with ``what`` and the name of the error: "userns refused: EPERM".
+    """
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what} refused: {errno.errorcode.get(number, number)}")
@@ -58,25 +73,25 @@ def check(result: int, what: str) -> int:
 
 
 def prctl(option: int, value: int, what: str) -> None:
-    """Raises OSError with ``what``."""
+    """Set an option of this process. Raises OSError with ``what``."""
     check(libc.prctl(option, value, 0, 0, 0), what)
 
 
 def no_new_privileges() -> None:
-    """Programs that this process starts gain no rights by set-user-id bits."""
+    """Let no program that this process starts gain rights by set-user-id bits."""
     prctl(_PR_SET_NO_NEW_PRIVS, 1, "no_new_privs")
 
 
 def adopt_orphans() -> None:
-    """What a child leaves behind becomes a child of this process, so that it can be ended."""
+    """Adopt processes that a child leaves behind, so that this process can end them."""
     prctl(_PR_SET_CHILD_SUBREAPER, 1, "subreaper")
 
 
 def die_with_parent(parent: int | None) -> None:
-    """SIGKILL when the thread that forked this process ends.
+    """Let the kernel kill this process when the thread that forked it ends.
 
     A change of user cancels that: call again after one. ``parent``: the parent's pid, None where it
-    has none in this namespace. Ends at once when the parent is gone already.
+    has none in this namespace. Exits at once when the parent has already ended.
     """
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, "pdeathsig")
     # The kernel sends nothing for a parent that ended before prctl was called.
@@ -85,8 +100,12 @@ def die_with_parent(parent: int | None) -> None:
 
 
 def unshare(*kinds: int) -> None:
-    """Raises OSError, with all names: "unshare(mnt, ipc) refused: EPERM"."""
-    check(libc.unshare(sum(kinds)), f"unshare({', '.join(_NAMES[kind] for kind in kinds)})")
+    """Enter new namespaces.
+
+    Raises OSError, with all names: "unshare(mnt, ipc) refused: EPERM".
+    """
+    names = ", ".join(_NAMES[kind] for kind in kinds)
+    check(libc.unshare(sum(kinds)), f"unshare({names})")
 
 
 def set_namespace(descriptor: int, kind: int) -> None:
@@ -95,11 +114,11 @@ def set_namespace(descriptor: int, kind: int) -> None:
 
 
 def enter_user_namespace(inside: int) -> None:
-    """A user namespace of its own in which this process is user ``inside``. Raises OSError."""
-    user, group = os.geteuid(), os.getegid()
-    libc.prctl(
-        _PR_SET_DUMPABLE, 1, 0, 0, 0
-    )  # after a change of user /proc/self would belong to root
+    """Enter a new user namespace in which this process is user ``inside``. Raises OSError."""
+    user = os.geteuid()
+    group = os.getegid()
+    # Without it /proc/self would belong to root after a change of user.
+    libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
     check(libc.unshare(NEW_USER), "userns")
     # Without privileges the kernel takes a gid_map only after setgroups is denied.
     for name, text in (
@@ -111,25 +130,25 @@ def enter_user_namespace(inside: int) -> None:
             with open(f"/proc/self/{name}", "w", encoding="utf-8") as file:
                 file.write(text)
         except OSError as error:
-            raise OSError(
-                error.errno,
-                f"{name} of the userns refused: {errno.errorcode.get(error.errno or 0)}",
-            ) from error
+            error_name = errno.errorcode.get(error.errno or 0)
+            raise OSError(error.errno, f"{name} of the userns refused: {error_name}") from error
 
 
 def mount(kind: str, target: str, flags: int, options: str = "") -> None:
-    """``kind`` "none" changes the mount that is there."""
+    """Mount a filesystem on ``target``; with ``kind`` "none", change the existing mount.
+
+    Raises OSError.
+    """
     filesystem = None if kind == "none" else kind.encode()
-    check(
-        libc.mount(kind.encode(), target.encode(), filesystem, flags, options.encode()),
-        f"mount of {kind} on {target}",
-    )
+    result = libc.mount(kind.encode(), target.encode(), filesystem, flags, options.encode())
+    check(result, f"mount of {kind} on {target}")
 
 
 def become(user: int, keep_read: bool = False) -> None:
-    """Be ``user`` for good.
+    """Change this process's user for good.
 
-    ``keep_read``: with the one privilege of reading what its owner alone may (CAP_DAC_READ_SEARCH).
+    ``keep_read``: keep the one privilege of reading files that only their owner may read
+    (CAP_DAC_READ_SEARCH).
     """
     if keep_read:
         prctl(_PR_SET_KEEPCAPS, 1, "keepcaps")
@@ -143,7 +162,7 @@ def become(user: int, keep_read: bool = False) -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up every capability, for programs that are started too."""
+    """Give up every capability, also for programs that this process starts."""
     # The bounding set first: to change it takes a capability that the last line gives up.
     for capability in range(64):
         # A number beyond the kernel's last capability is refused.
@@ -153,17 +172,14 @@ def drop_capabilities() -> None:
 
 
 def set_capabilities(mask: int) -> None:
-    """Have the capabilities of a bit mask, and no others. Raises OSError."""
-    header = struct.pack("Ii", 0x20080522, 0)
-    data = struct.pack("6I", mask, mask, 0, 0, 0, 0)
-    check(
-        libc.capset(ctypes.create_string_buffer(header), ctypes.create_string_buffer(data)),
-        "capset",
-    )
+    """Set the capabilities of this process to those of a bit mask. Raises OSError."""
+    header = ctypes.create_string_buffer(struct.pack("Ii", _CAPABILITY_VERSION_3, 0))
+    data = ctypes.create_string_buffer(struct.pack("6I", mask, mask, 0, 0, 0, 0))
+    check(libc.capset(header, data), "capset")
 
 
 def first_to_go() -> None:
-    """When the machine runs out of memory, this process is ended first."""
+    """Let the kernel end this process first when the machine runs out of memory."""
     with (
         contextlib.suppress(OSError),
         open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file,
@@ -172,53 +188,62 @@ def first_to_go() -> None:
 
 
 def pidfd(pid: int) -> int:
-    """A descriptor of the process, which no other can take the place of."""
+    """A descriptor of the process, which stays with it when its pid is used again."""
     return check(libc.syscall(_PIDFD_OPEN, pid, 0), "pidfd_open")
 
 
 def landlock_version() -> int:
-    """Of the kernel's Landlock; 0 without one (older than 5.13, or not among its security modules)."""
-    return max(0, libc.syscall(_CREATE_RULESET, None, 0, _ASK_VERSION))
+    """The version of the kernel's Landlock, or 0 if it has none.
+
+    It has none before 5.13, or when Landlock is not among its security modules.
+    """
+    return max(0, libc.syscall(_LANDLOCK_CREATE_RULESET, None, 0, _LANDLOCK_ASK_VERSION))
 
 
 def restrict(read: Iterable[str], write: Iterable[str] = ()) -> None:
-    """Landlock (Linux 5.13, no privilege): this process and its children open only ``read``, change
-    only ``write``, run nothing. Versions 4 and 6 also forbid TCP ports, abstract sockets of others
-    and signals to other processes. Metadata stays visible (stat), and changeable without a filter
-    of system calls (chmod, utime). Raises OSError.
+    """Let this process and its children open only ``read``, change only ``write``, run nothing.
+
+    Landlock does it (Linux 5.13), without a privilege. Versions 4 and 6 also forbid TCP ports,
+    abstract sockets of others and signals to other processes. Metadata stays visible (stat), and
+    changeable without a filter of system calls (chmod, utime). Raises OSError.
     """
-    known = landlock_version()
-    if not known:
+    version = landlock_version()
+    if not version:
         raise OSError("Landlock is not in this kernel")
-    handled = (1 << _HANDLED[min(known, 5)]) - 1
+    file_rights = (1 << _FILE_RIGHTS[min(version, 5)]) - 1
     # A kernel refuses fields that it does not know, so it gets only those of its version.
-    parts = [handled, *([3] if known >= 4 else []), *([3] if known >= 6 else [])]
-    attributes = struct.pack(f"{len(parts)}Q", *parts)
+    fields = [file_rights]
+    if version >= 4:
+        fields.append(_TCP_BIND_AND_CONNECT)
+    if version >= 6:
+        fields.append(_ABSTRACT_SOCKETS_AND_SIGNALS)
+    attributes = struct.pack(f"{len(fields)}Q", *fields)
     buffer = ctypes.create_string_buffer(attributes, len(attributes))
-    rules = check(
-        libc.syscall(_CREATE_RULESET, buffer, len(attributes), 0), "landlock_create_ruleset"
-    )
-    for paths, rights in ((read, _READING), (write, _WRITING)):
-        for path in paths:
-            _allow(rules, path, rights & handled)
+    result = libc.syscall(_LANDLOCK_CREATE_RULESET, buffer, len(attributes), 0)
+    ruleset = check(result, "landlock_create_ruleset")
+    for path in read:
+        _allow(ruleset, path, _READING & file_rights)
+    for path in write:
+        _allow(ruleset, path, _WRITING & file_rights)
 
     # Without it the kernel lets only an administrator restrict a process.
     no_new_privileges()
-    check(libc.syscall(_RESTRICT_SELF, rules, 0), "landlock_restrict_self")
-    os.close(rules)
+    check(libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
+    os.close(ruleset)
 
 
-def _allow(rules: int, path: str, rights: int) -> None:
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    """Add a rule for a path; one that does not exist needs none. Raises OSError."""
     try:
-        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
-        return  # what is not there needs no rule
+        return
 
     # The kernel refuses a rule that gives a file the rights of folders.
-    rights = rights if os.path.isdir(path) else rights & _OF_FILES
-    rule = struct.pack("=Qi", rights, place)
-    check(
-        libc.syscall(_ADD_RULE, rules, 1, ctypes.create_string_buffer(rule, len(rule)), 0),
-        "landlock_add_rule",
-    )
-    os.close(place)
+    if not os.path.isdir(path):
+        rights &= _RIGHTS_OF_FILES
+    rule = struct.pack("=Qi", rights, descriptor)
+    buffer = ctypes.create_string_buffer(rule, len(rule))
+    result = libc.syscall(_LANDLOCK_ADD_RULE, ruleset, _LANDLOCK_PATH_BENEATH, buffer, 0)
+    check(result, "landlock_add_rule")
+    os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Which level this machine gives, proven by attacks and not by version numbers."""
+"""The level that this machine supports, proven by attacks and not by version numbers."""
 
 import functools
 import os
@@ -21,21 +21,22 @@ ATTACKS: Mapping[str, str] = {
     "signal the run": "import os; os.kill({pid}, 0)",
     "read the run's variables": "open('/proc/{pid}/environ').read()",
     "take 3 GB": "bytearray(3 << 30)",
-    "take memory beside the limits": "import os; os.memfd_create('x')",
+    "take memory outside the limits": "import os; os.memfd_create('x')",
     "make a user namespace": "import ctypes; 1 / (ctypes.CDLL(None).unshare(0x10000000) == 0)",
 }
-"""Name -> code that raises when it is held.
+"""Name -> code that raises when the sandbox holds it.
 
 ``file``: one that everybody may read and write; ``pid``: this process.
 """
-_SECONDS = 10.0
+_ATTACK_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """``level``: the strongest that works here, None without any.
+    """The strongest level that works here.
 
-    ``reasons``: of each stronger one, why not.
+    ``level``: None when there is none. ``reasons``: why each stronger level does not work.
+    ``held``: the names of the attacks that fail at ``level``.
     """
 
     level: Level | None
@@ -43,15 +44,17 @@ class Reached:
     held: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        why = "".join(f"; {level}: {reason}" for level, reason in self.reasons.items())
-        through = [name for name in ATTACKS if name not in self.held]
-        tried = f"{len(self.held)} of {len(ATTACKS)} attacks held" + (
-            f", not: {', '.join(through)}" if through else ""
-        )
-        return (f"{self.level} ({tried})" if self.level else "none") + why
+        reasons = "".join(f"; {level}: {reason}" for level, reason in self.reasons.items())
+        if self.level is None:
+            return f"none{reasons}"
+        attacks = f"{len(self.held)} of {len(ATTACKS)} attacks held"
+        successful_attacks = _missing_from(self.held)
+        if successful_attacks:
+            attacks += f", not: {successful_attacks}"
+        return f"{self.level} ({attacks}){reasons}"
 
     def short_of(self, minimum: Level) -> bool:
-        """Whether it is less than ``minimum``."""
+        """Whether the level is weaker than ``minimum``."""
         return self.level is None or self.level.rank < minimum.rank
 
 
@@ -71,14 +74,19 @@ def reached() -> Reached:
         # The weakest is returned whatever it holds: ``minimum`` decides if that is enough.
         if level == Level.PROCESS or len(held) == len(ATTACKS):
             return Reached(level, reasons, held)
-        reasons[level] = f"not held: {', '.join(name for name in ATTACKS if name not in held)}"
+        reasons[level] = f"not held: {_missing_from(held)}"
     return Reached(None, reasons)
+
+
+def _missing_from(held: tuple[str, ...]) -> str:
+    """The names of all other attacks, with commas between them."""
+    return ", ".join(name for name in ATTACKS if name not in held)
 
 
 def attack(level: Level) -> tuple[str, ...]:
     """The names of the attacks that fail at ``level``.
 
-    Raises SandboxFailed when it cannot be started, or does not end a hang.
+    Raises SandboxFailed when the level cannot be started, or does not end a hang.
     """
     folder = tempfile.mkdtemp(prefix="sandbox-test-")
     os.chmod(folder, 0o755)
@@ -87,22 +95,22 @@ def attack(level: Level) -> tuple[str, ...]:
     # Everybody may change it: then an attack cannot fail for the file's permissions alone.
     bait.chmod(0o666)
     sandbox = Sandbox(level, Options(preload=("subprocess", "socket", "ctypes"), spares=1))
+    held = []
     try:
-        return tuple(
-            name
-            for name, code in ATTACKS.items()
-            if _held(sandbox, code.format(file=str(bait), pid=os.getpid()))
-        )
+        for name, code in ATTACKS.items():
+            if _holds(sandbox, code.format(file=str(bait), pid=os.getpid())):
+                held.append(name)
+        return tuple(held)
     finally:
         sandbox.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _held(sandbox: Sandbox, code: str) -> bool:
+def _holds(sandbox: Sandbox, code: str) -> bool:
     """Whether the code raises, or is ended."""
-    interpreter = sandbox.interpreter(_SECONDS)
+    interpreter = sandbox.interpreter(_ATTACK_TIMEOUT_S)
     try:
-        return interpreter.run(code, _SECONDS).error is not None
+        return interpreter.run(code, _ATTACK_TIMEOUT_S).error is not None
     except CodeDeadline:
         # It still runs, so nothing refused it. This error is a CodeFailed too, so it comes first.
         return False

@@ -5,21 +5,22 @@ from dataclasses import dataclass
 
 
 class Level(enum.StrEnum):
-    """How strongly, weakest first. Each has what those before it have."""
+    """How strongly code is confined, weakest first; each level adds to the one before it."""
 
     PROCESS = "process"
-    """A process with limits and an empty environment; started by root, of a user of its own.
+    """A process with limits and an empty environment, and a separate user if root starts it.
 
-    No protection from code that tries.
+    It does not protect from code that attacks.
     """
     FILTERED = "filtered"
-    """No system calls but those of rayloop/sandbox/calls.json, no files but Python's own
-    (Landlock), none to write, no threads.
+    """Only the system calls of rayloop/sandbox/calls.json, and only Python's own files (Landlock).
+
+    There are no files to write and no threads.
     """
     NAMESPACES = "namespaces"
-    """Nothing of this machine is there: processes, files, network.
+    """No processes, files or network of this machine.
 
-    64 MiB of files of its own, threads.
+    There are 64 MiB for files, and threads.
     """
 
     @property
@@ -30,7 +31,7 @@ class Level(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What each interpreter may use.
+    """The resources of each interpreter.
 
     ``preload``: modules that all share from the start; one that is missing is a failure.
     """
@@ -40,11 +41,11 @@ class Options:
     scratch: int = 64 << 20
     """Bytes of files (with namespaces), and of the largest one."""
     threads: int = 64
-    """With namespaces; elsewhere there are none."""
+    """The number of threads with namespaces; other levels allow none."""
     cpu_seconds: int = 3600
-    """Of an interpreter's whole life; a call has a deadline of its own."""
+    """The limit of an interpreter's whole life; each call also has a deadline."""
     spares: int = 2
-    """Interpreters that wait, ready, for the next call."""
+    """Interpreters that are started before they are needed."""
     preload: tuple[str, ...] = ("numpy", "PIL.Image", "matplotlib.pyplot")
 
 
@@ -58,7 +59,7 @@ class SandboxFailed(Exception):
 class CodeFailed(Exception):
     """The code ended its interpreter, or forged an answer.
 
-    The interpreter is gone; the code caused that.
+    The interpreter has ended; the code caused that.
     """
 
 

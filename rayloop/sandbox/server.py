@@ -1,7 +1,8 @@
 """Inside the sandbox: the fork server.
 
-It has loaded what interpreters need; each is a fork that confines itself before code runs. It runs
-no code itself, has one thread, and ends with its host: the control socket is closed then.
+It has loaded the modules of the interpreters; each interpreter is a fork that confines itself
+before code runs. The server runs no code itself, has one thread, and ends with its host: the
+control socket is closed then.
 """
 
 import contextlib
@@ -21,29 +22,52 @@ from typing import Any, NoReturn
 from rayloop.sandbox import cells, confine, frames, kernel
 from rayloop.sandbox.options import Level
 
-_ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_THREAD_COUNTS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_PRELOADED = (
+    "random",
+    "secrets",
+    "math",
+    "base64",
+    "collections",
+    "itertools",
+    "statistics",
+    "re",
+)
+_PRELOADED_OF_PIL = (
+    "ImageDraw",
+    "ImageFilter",
+    "ImageOps",
+    "ImageEnhance",
+    "ImageChops",
+    "ImageFont",
+    "ImageStat",
+)
+_REAP_INTERVAL_S = 1.0
+_REQUEST_BYTES = 1 << 16
 
 
 def main(text: str) -> NoReturn:
-    """``text``: the settings as JSON (rayloop/sandbox/host.py).
+    """Run the fork server with ``text``, the settings as JSON (rayloop/sandbox/host.py).
 
-    Answers "ready", then a request for each interpreter.
+    It sends "ready", then an answer to each request for an interpreter.
     """
     settings: dict[str, Any] = json.loads(text)
     control = socket.socket(fileno=settings["control"])
     kernel.die_with_parent(None)
-    del sys.argv[1:], sys.orig_argv[1:]  # paths of this machine
+    # The arguments have paths of this machine.
+    del sys.argv[1:]
+    del sys.orig_argv[1:]
     try:
         home = None
         if settings["level"] == Level.NAMESPACES:
-            home = _own_pids(control)
+            home = _enter_pid_namespace(control)
         kernel.adopt_orphans()
         _load(settings)
         # A fork has the calling thread alone: a lock of another one would stay locked in it.
-        tasks = len(os.listdir("/proc/self/task"))
-        if tasks != 1:
+        threads = len(os.listdir("/proc/self/task"))
+        if threads != 1:
             raise RuntimeError(
-                f"{tasks} threads before the first fork; a module of preload starts some"
+                f"{threads} threads before the first fork; a module of preload starts some"
             )
     except BaseException as error:
         control.send(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
@@ -56,9 +80,10 @@ def main(text: str) -> NoReturn:
     ForkServer(settings, control, home).serve()
 
 
-def _own_pids(control: socket.socket) -> int:
-    """Go on as process 1 of a new pid namespace, and return its descriptor, to come back from
-    another one. Raises OSError.
+def _enter_pid_namespace(control: socket.socket) -> int:
+    """Become process 1 of a new pid namespace.
+
+    Returns a descriptor of the namespace, to come back from another one. Raises OSError.
     """
     kernel.enter_user_namespace(0)
     kernel.unshare(kernel.NEW_MOUNTS, kernel.NEW_PID)
@@ -66,35 +91,25 @@ def _own_pids(control: socket.socket) -> int:
     if os.fork():
         # The host notices the server's end only when no process holds the socket.
         control.close()
-        os._exit(os.waitstatus_to_exitcode(os.wait()[1]) & 255)
+        _, status = os.wait()
+        os._exit(os.waitstatus_to_exitcode(status) & 255)
     kernel.die_with_parent(None)
     return os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _load(settings: dict[str, Any]) -> None:
-    """The modules, and what a first picture needs, so that interpreters share it.
+    """Load the modules, and draw a first picture, so that interpreters share the memory.
 
     Raises ImportError.
     """
     # Before any import: OpenBLAS starts its threads when it is loaded.
-    os.environ.update(dict.fromkeys(_ONE_THREAD, "1"), MPLBACKEND="Agg")
-    cache = os.path.join(
-        settings["folder"], "matplotlib"
-    )  # must be writable, else the list of fonts is made again
+    os.environ.update(dict.fromkeys(_THREAD_COUNTS, "1"), MPLBACKEND="Agg")
+    # The cache must be writable, else matplotlib makes its list of fonts again.
+    cache = os.path.join(settings["folder"], "matplotlib")
     if settings["fonts"]:
         shutil.copytree(settings["fonts"], cache)
     os.environ["MPLCONFIGDIR"] = cache
-    for name in (
-        *settings["preload"],
-        "random",
-        "secrets",
-        "math",
-        "base64",
-        "collections",
-        "itertools",
-        "statistics",
-        "re",
-    ):
+    for name in (*settings["preload"], *_PRELOADED):
         importlib.import_module(name)
 
     if "numpy" in sys.modules:
@@ -105,15 +120,7 @@ def _load(settings: dict[str, Any]) -> None:
         image = sys.modules["PIL.Image"]
         image.init()
         image.new("RGB", (8, 8)).resize((4, 4)).rotate(3).save(io.BytesIO(), "PNG")
-        for name in (
-            "ImageDraw",
-            "ImageFilter",
-            "ImageOps",
-            "ImageEnhance",
-            "ImageChops",
-            "ImageFont",
-            "ImageStat",
-        ):
+        for name in _PRELOADED_OF_PIL:
             importlib.import_module(f"PIL.{name}")
 
     if "matplotlib.pyplot" in sys.modules:
@@ -126,63 +133,67 @@ def _load(settings: dict[str, Any]) -> None:
 
 
 class ForkServer:
-    """Forks an interpreter for each request of the host, and removes the folders of those that have
-    ended.
+    """A server that forks an interpreter for each request of the host.
+
+    It also removes the folders of interpreters that have ended.
     """
 
     def __init__(self, settings: dict[str, Any], control: socket.socket, home: int | None) -> None:
-        self._settings, self._control, self._home = settings, control, home
+        self._settings = settings
+        self._control = control
+        self._home = home
         self._children: dict[int, str] = {}
-        self._made = 0
+        self._fork_count = 0
 
     def serve(self) -> NoReturn:
-        """Answer requests until the host closes the control socket; then end all interpreters and
-        this process.
+        """Answer requests until the host closes the control socket.
+
+        Then it ends all interpreters and this process.
         """
         while True:
-            readable, _, _ = select.select([self._control], [], [], 1.0)
+            readable, _, _ = select.select([self._control], [], [], _REAP_INTERVAL_S)
             self._reap()
             if readable:
-                request = self._control.recv(1 << 16)
+                request = self._control.recv(_REQUEST_BYTES)
                 if not request:
                     self._end()
                 self._spawn(json.loads(request))
 
     def _spawn(self, request: dict[str, Any]) -> None:
-        """Fork one; the answer carries its socket and its pidfd."""
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            self._made += 1
-            folder = os.path.join(self._settings["folder"], str(self._made))
+        """Fork an interpreter, and answer with its socket and its pidfd."""
+        host_end, child_end = socket.socketpair()
+        with host_end, child_end:
+            self._fork_count += 1
+            folder = os.path.join(self._settings["folder"], str(self._fork_count))
 
             if self._home is not None:
                 kernel.unshare(kernel.NEW_PID)
             try:
                 pid = os.fork()
                 if pid == 0:
-                    self._become(theirs, folder, request["user"])
+                    self._become_interpreter(child_end, folder, request["user"])
             except OSError as error:
                 self._control.send(json.dumps({"error": f"fork refused: {error}"}).encode())
                 return
             finally:
-                # The server goes back, so that the next interpreter gets a namespace of its own;
-                # also when it got none.
+                # The server goes back, also after a failure, so that the next interpreter gets a
+                # different namespace.
                 if self._home is not None:
                     kernel.set_namespace(self._home, kernel.NEW_PID)
             self._children[pid] = folder
 
-            handle = kernel.pidfd(pid)
-            socket.send_fds(
-                self._control, [json.dumps({"pid": pid}).encode()], [ours.fileno(), handle]
-            )
-            os.close(handle)
+            pidfd = kernel.pidfd(pid)
+            answer = json.dumps({"pid": pid}).encode()
+            socket.send_fds(self._control, [answer], [host_end.fileno(), pidfd])
+            os.close(pidfd)
 
-    def _become(self, connection: socket.socket, folder: str, user: int | None) -> NoReturn:
+    def _become_interpreter(
+        self, connection: socket.socket, folder: str, user: int | None
+    ) -> NoReturn:
         """In the child: confine it, report that, and serve. Never returns into the server."""
         try:
-            if (
-                "numpy.random" in sys.modules
-            ):  # its generator is a copy of the server's; Python's own seeds itself
+            # Its generator is a copy of the server's; Python seeds its own after a fork.
+            if "numpy.random" in sys.modules:
                 sys.modules["numpy.random"].seed()
             connection = confine.confine(self._settings, connection, folder, user)
             frames.send(connection, {"ready": True})
@@ -198,7 +209,7 @@ class ForkServer:
             os._exit(1)
 
     def _reap(self) -> None:
-        """Forget children that have ended, with their folders, and end what they left behind."""
+        """Remove the folders of children that have ended, and end processes they left behind."""
         while True:
             try:
                 pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -206,10 +217,13 @@ class ForkServer:
                 return
             if not pid:
                 break
-            if (folder := self._children.pop(pid, None)) is not None:
+            folder = self._children.pop(pid, None)
+            if folder is not None:
                 _remove(folder)
-        for pid in _children_of_this() - set(self._children) if self._home is None else ():
-            os.kill(pid, signal.SIGKILL)
+        # In its own pid namespace, an interpreter that ends takes its processes with it.
+        if self._home is None:
+            for pid in _child_pids() - set(self._children):
+                os.kill(pid, signal.SIGKILL)
 
     def _end(self) -> NoReturn:
         for pid in self._children:
@@ -218,7 +232,7 @@ class ForkServer:
 
 
 def _remove(folder: str) -> None:
-    """Also a tree that is deeper than Python can walk."""
+    """Remove a folder, also one that is deeper than Python can walk."""
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if os.path.lexists(folder):
@@ -230,11 +244,8 @@ def _remove(folder: str) -> None:
         )
 
 
-def _children_of_this() -> set[int]:
-    """Pids, also of adopted ones.
-
-    (In a pid namespace of its own a child takes all that it started with it.)
-    """
+def _child_pids() -> set[int]:
+    """The pids of this process's children, adopted ones included."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children", encoding="utf-8") as file:
             return set(map(int, file.read().split()))

@@ -300,8 +300,8 @@ SECOND: Mapping[str, Attack] = {
         3,
         "others",
     ),
-    "the helpers replaced: _described, Printed.text, time": Attack(
-        "import sys\nc = sys.modules['rayloop.sandbox.cells']\nc._described = lambda e:"
+    "the helpers replaced: _format_traceback, Printed.text, time": Attack(
+        "import sys\nc = sys.modules['rayloop.sandbox.cells']\nc._format_traceback = lambda e:"
         " None\nc.Printed.text = lambda self: 'x' * (3 << 20)\nc.time.perf_counter = lambda:"
         " float('inf')",
         3,

@@ -33,7 +33,7 @@ UNUSED = 2**31 - 7
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[User]:
     """The users that are kept within the test."""
     found: list[User] = []
-    monkeypatch.setattr(bubblewrap, "_kept", found)
+    monkeypatch.setattr(bubblewrap, "_claimed_until_exit", found)
     monkeypatch.setattr(User.close_when_unused, "__defaults__", (0.0,))
     return found
 
@@ -94,7 +94,7 @@ def browser(user: User) -> None:
 def fork_server(user: User) -> None:
     made = host._Server.__new__(host._Server)
     made._folder, made._user = "", user
-    made._forget()
+    made._release()
 
 
 def interpreter(user: User) -> None:
@@ -143,7 +143,7 @@ def test_a_user_whose_processes_live_is_not_given_back(
 ) -> None:
     user, stands = claimed(os.geteuid())  # this process has that number
     as_root(user)
-    monkeypatch.setattr(host, "_END", 0.0)
+    monkeypatch.setattr(host, "_EXIT_TIMEOUT_S", 0.0)
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)
     closes(user)
     del user
