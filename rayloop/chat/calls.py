@@ -1,5 +1,6 @@
-"""Calls of tools as the chat templates of Qwen and Hermes define them; for environments and the
-policy's endpoint.
+"""Tool calls as the chat templates of Qwen and Hermes define them.
+
+Environments and the policy's endpoint use them.
 """
 
 import json
@@ -7,49 +8,57 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-CALL, CALLED = "<tool_call>", "</tool_call>"
-"""What stands before and behind a call.
+CALL = "<tool_call>"
+"""The text before a call."""
+CALLED = "</tool_call>"
+"""The text after a call.
 
-``CALLED`` belongs into ``rollout.sampling.stop``, or the policy invents the result.
+It must be in ``rollout.sampling.stop``, or the policy invents the result.
 """
 
 
 class Enclosed:
-    """The pattern ``opening(.*?)closing`` with DOTALL, in time that is linear in the text, where
-    ``re`` needs the square of it for openings without an end. Both are regular expressions, the way
-    of which to match does not depend on what follows.
+    """The pattern ``opening(.*?)closing`` with DOTALL, in linear time.
+
+    ``re`` takes quadratic time for openings without an end. Both are regular expressions whose
+    match does not depend on the text after it.
     """
 
     def __init__(self, opening: str, closing: str) -> None:
-        self._opening, self._closing = re.compile(opening), re.compile(closing)
+        self._opening = re.compile(opening)
+        self._closing = re.compile(closing)
 
     def findall(self, text: str) -> list[str]:
-        """What stands within each."""
-        return [text[begin:end] for _, begin, end, _ in self._places(text)]
+        """The text inside each match."""
+        return [text[opening.end() : closing.start()] for opening, closing in self._matches(text)]
 
     def removed(self, text: str) -> str:
-        """The text without them."""
-        kept, at = list[str](), 0
-        for outer, _, _, end in self._places(text):
-            kept.append(text[at:outer])
-            at = end
-        return "".join([*kept, text[at:]])
+        """The text without its matches."""
+        parts = []
+        position = 0
+        for opening, closing in self._matches(text):
+            parts.append(text[position : opening.start()])
+            position = closing.end()
+        parts.append(text[position:])
+        return "".join(parts)
 
-    def _places(self, text: str) -> Iterator[tuple[int, int, int, int]]:
-        """Where each begins, with its opening and behind it, and ends, before its closing and with
-        it.
-        """
-        at = 0
-        while begin := self._opening.search(text, at):
-            end = self._closing.search(text, begin.end())
-            if end is None:
-                return  # nor has a later one an end
-            at = end.end()
-            yield begin.start(), begin.end(), end.start(), at
+    def _matches(self, text: str) -> Iterator[tuple[re.Match[str], re.Match[str]]]:
+        """The opening and the closing of each match."""
+        position = 0
+        while True:
+            opening = self._opening.search(text, position)
+            if opening is None:
+                return
+            closing = self._closing.search(text, opening.end())
+            if closing is None:
+                # No later opening has a closing either.
+                return
+            yield opening, closing
+            position = closing.end()
 
 
 def tagged(tag: str) -> Enclosed:
-    """``<tag>(.*?)</tag>``."""
+    """The pattern ``<tag>(.*?)</tag>``."""
     return Enclosed(f"<{re.escape(tag)}>", f"</{re.escape(tag)}>")
 
 
@@ -57,12 +66,13 @@ _CALL = Enclosed(CALL, CALLED)
 
 
 def written(name: str, arguments: Mapping[str, Any]) -> str:
-    """A call as the policy has to write it."""
-    return f"{CALL}\n{json.dumps({'name': name, 'arguments': dict(arguments)})}\n{CALLED}"
+    """A call in the form in which the policy must write it."""
+    body = json.dumps({"name": name, "arguments": dict(arguments)})
+    return f"{CALL}\n{body}\n{CALLED}"
 
 
 def bodies(text: str) -> list[str]:
-    """What stands within each call of a text, JSON or not."""
+    """The text inside each call, JSON or not."""
     return _CALL.findall(text)
 
 
@@ -72,12 +82,14 @@ def without_calls(text: str) -> str:
 
 
 def called(body: str) -> tuple[str, dict[str, Any]]:
-    """Name and arguments of what stands within a call; arguments that are JSON in a text, as some
-    templates write them, are read. Raises ValueError, in words for the policy, also for halves of
-    characters, which nothing else takes.
+    """The name and the arguments of the call with this body.
+
+    Arguments that are JSON in a text, as some templates write them, are parsed. Raises ValueError,
+    in words for the policy, also for lone surrogates, which cannot be encoded.
     """
     try:
         call = json.loads(body)
+        # Raises UnicodeEncodeError, which is a ValueError, for lone surrogates.
         json.dumps(call, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the tool call is not valid JSON: {error}") from error

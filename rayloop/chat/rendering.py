@@ -24,27 +24,27 @@ from rayloop.data.images import MAX_PIXELS, ImageGeometry, PromptImages, image_g
 logger = logging.getLogger(__name__)
 
 _VISION = re.compile(r"vision|image|video")
-KEPT = 1 << 18
-"""Tokens of rendered texts that are kept, some 10 MB: members of a group show the same."""
-_CLOSING = 4
-"""Tokens with which a turn is closed, at most: the end of a call and that of the turn, for example.
-"""
+CACHED_TOKENS = 1 << 18
+"""Tokens of rendered texts in the cache, some 10 MB: members of a group render the same texts."""
+_MOST_CLOSING_TOKENS = 4
+"""The most tokens that close a turn: the end of a call and that of the turn, for example."""
 _LEADS = ("\n", ".")
-"""Texts to put before an answer that is encoded, where the end of the assistant's header would
-become one token with its start.
+"""Texts to put before an answer that is encoded.
+
+They are for an answer whose start would become one token with the end of the assistant's header.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """Expanded token ids and the images that their image tokens stand for, in order."""
+    """Expanded token ids, and the images of their image tokens in order."""
 
     token_ids: TokenIds
     images: tuple[PromptImage, ...] = ()
 
 
 class Renderer:
-    """Renders for one model folder, for many threads; equal texts and images are handled once.
+    """A renderer for one model folder, for many threads; equal texts and images are handled once.
 
     ``end_tokens`` end a turn, the template's own first; ``banned_tokens`` must not be sampled
     (vision tokens, ids without text); ``image_token`` is None for a text-only model. Raises
@@ -55,115 +55,116 @@ class Renderer:
         folder = resolve(model.path, model.revision).folder
         self._template = load_chat_template(folder, model.chat_template_kwargs)
         self._encoder = Encoder(folder)
-        self._tokenizer, self._special = self._encoder.tokenizer, self._encoder.special
+        self._tokenizer = self._encoder.tokenizer
+        self._special = self._encoder.special
         self._turns = Turns(self._template, self._encoder.markup, folder)
 
         config = read_json(folder / "config.json")
-        self.image_token: int | None = (
-            config.get("image_token_id") if "vision_config" in config else None
-        )
-        self._geometry = _geometry(folder, config, model) if self.image_token is not None else None
-        around = (
-            self._tokenizer.token_to_id(token)
-            for token in family(config.get("model_type", "")).around
-        )
-        self._around = tuple(token for token in around if token is not None)
+        self.image_token: int | None = None
+        if "vision_config" in config:
+            self.image_token = config.get("image_token_id")
+        image_borders = family(config.get("model_type", "")).around
+        border_ids = [self._tokenizer.token_to_id(token) for token in image_borders]
+        self._image_borders = tuple(token for token in border_ids if token is not None)
 
+        self._geometry = None
         self._images = None
-        if self._geometry is not None:
+        if self.image_token is not None:
+            self._geometry = _geometry(folder, config, model)
             self._images = PromptImages(self._geometry, model.position_tint, max_image_pixels)
-        self._encoded: Cache[str, TokenIds] = Cache(KEPT, len)
+        self._encoded: Cache[str, TokenIds] = Cache(CACHED_TOKENS, len)
 
-        size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size", 0)
-        unwritable = range(
-            self._tokenizer.get_vocab_size(), size
-        )  # ids that pad the embedding: they decode to nothing
-        self.banned_tokens = tuple(sorted({*self._vision_tokens(config), *unwritable}))
+        embeddings = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size", 0)
+        # These ids pad the embedding and decode to nothing.
+        padding = range(self._tokenizer.get_vocab_size(), embeddings)
+        self.banned_tokens = tuple(sorted({*self._vision_tokens(config), *padding}))
         self.end_tokens = self._end_tokens(folder, config)
-        self._warned = False
+        self._warned_about_tools = False
 
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> Rendered:
-        """The messages and the assistant's header.
+        """Render the messages and the assistant's header.
 
         Image files stay files (``PromptImage.data`` is None) unless tinted. Raises DataFailure for
         an unusable image, and for messages or ``tools`` (OpenAI's schemas) that the template
         refuses.
         """
-        images = [
-            self._image(source, keep_file=True) for message in messages for source in message.images
-        ]
+        images = self._prompt_images(messages, keep_files=True)
         try:
             chat = [self._chat(message) for message in messages]
-            text = self._template(
-                chat, generation=True, tools=[self._plain_json(tool) for tool in tools]
-            )
-            if tools and not self._warned and text == self._template(chat, generation=True):
-                self._warned = True
-                logger.warning(
-                    "the model's chat template shows no tools: the policy cannot know those that"
-                    " the agent offers"
-                )
+            schemas = [self._disarmed_json(tool) for tool in tools]
+            text = self._template(chat, generation=True, tools=schemas)
+            if tools and not self._warned_about_tools:
+                self._warn_if_tools_are_missing(text, chat)
         except jinja2.TemplateError as error:
             raise DataFailure("messages", f"the chat template refuses them: {error}") from error
-        return Rendered(self._expanded(text, images), tuple(images))
+        return Rendered(self._expanded_ids(text, images), tuple(images))
+
+    def _warn_if_tools_are_missing(self, text: str, chat: Sequence[Mapping[str, Any]]) -> None:
+        if text == self._template(chat, generation=True):
+            self._warned_about_tools = True
+            logger.warning(
+                "the model's chat template shows no tools: the policy cannot know those that"
+                " the agent offers"
+            )
 
     def observation(self, messages: Sequence[Message], sampled: TokenIds) -> Rendered:
-        """The closing tokens that ``sampled`` lacks, the messages, the assistant's header.
+        """Render the closing tokens that ``sampled`` lacks, the messages, the assistant's header.
 
         Images carry their bytes. Raises DataFailure for an unusable image, ConfigError when the
         template refuses messages or does not show their role.
         """
-        images = [
-            self._image(source, keep_file=False)
-            for message in messages
-            for source in message.images
-        ]
+        images = self._prompt_images(messages, keep_files=False)
         try:
             text = self._turns.following([self._chat(message) for message in messages])
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template refuses the observation: {error}") from error
-        ids = self._expanded(text, images)
-        return Rendered(ids[self._closed(sampled, ids) :], tuple(images))
+        ids = self._expanded_ids(text, images)
+        return Rendered(ids[self._sampled_closing(sampled, ids) :], tuple(images))
 
-    def _closed(self, sampled: TokenIds, ids: TokenIds) -> int:
-        """How many of the closing tokens, with which ``ids`` begin, ``sampled`` ends with."""
+    def _sampled_closing(self, sampled: TokenIds, ids: TokenIds) -> int:
+        """How many of the closing tokens at the start of ``ids`` are at the end of ``sampled``."""
         if not sampled:
             return 0
-        end, closed = self._special[self._turns.end], self._special[self._turns.closed]
-        # The policy sampled the end of a last turn (gpt-oss), in whose place an earlier turn has
-        # another token: one of each.
+        end = self._special[self._turns.end]
+        closed = self._special[self._turns.closed]
+        # The policy sampled the end of a last turn (gpt-oss); an earlier turn has another token in
+        # its place: one of each.
         if end != closed and (sampled[-1], ids[0]) == (end, closed):
             return 1
-        most = min(_CLOSING, len(sampled), len(ids))
-        return next((n for n in range(most, 0, -1) if sampled[-n:] == ids[:n]), 0)
+        for count in range(min(_MOST_CLOSING_TOKENS, len(sampled), len(ids)), 0, -1):
+            if sampled[-count:] == ids[:count]:
+                return count
+        return 0
 
     def encode(self, text: str) -> TokenIds:
-        """The tokens of a text as data, without end token; chat markup in it stays plain text."""
+        """The tokens of a text as data, without an end token; chat markup in it stays text."""
         return self._encoder.ids(self._encoder.disarmed(text))
 
     def answer(self, text: str, *, opening: bool = False) -> TokenIds:
-        """The tokens of an assistant's turn as a conversation has them behind the header, end token
-        included. ``opening``: with what the template writes before a last answer (Qwen3: an empty
-        thought), unless the text brings such markup itself.
+        """The tokens of an assistant's turn after the header, end token included.
+
+        ``opening``: with the text that the template writes before a last answer (Qwen3: an empty
+        thought), unless ``text`` has such markup itself.
         """
-        before = self._turns.opening if opening else ""
-        if any(markup in text for markup in before.split()):
-            before = ""
-        said = f"{before}{self._encoder.disarmed(text)}{self._turns.end}"
+        prefix = self._turns.opening if opening else ""
+        if any(markup in text for markup in prefix.split()):
+            prefix = ""
+        turn = f"{prefix}{self._encoder.disarmed(text)}{self._turns.end}"
         for lead in (self._turns.asked, *_LEADS):
-            ids, head = self._encoder.ids(lead + said), self._encoder.ids(lead)
-            if ids[: len(head)] == head:
-                return ids[len(head) :]
-        return self._encoder.ids(said)
+            ids = self._encoder.ids(lead + turn)
+            lead_ids = self._encoder.ids(lead)
+            if ids[: len(lead_ids)] == lead_ids:
+                return ids[len(lead_ids) :]
+        return self._encoder.ids(turn)
 
     def decode(self, token_ids: TokenIds) -> str:
         """The text of ``token_ids``; special tokens are left out."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def shown(self, token_ids: TokenIds) -> str:
-        """For people: the text with its special tokens."""
+        """The text with its special tokens, for people to read."""
         return shown(self._tokenizer, token_ids)
 
     def resized(self, image: ImageRef) -> tuple[int, int]:
@@ -184,11 +185,10 @@ class Renderer:
         )
 
     def _chat(self, message: Message) -> dict[str, Any]:
-        """The message as the template wants it.
+        """The message in the template's form.
 
         Neighbouring texts are joined before markup in them is disarmed.
         """
-        disarmed = self._encoder.disarmed
         parts: list[str | ImageSource] = []
         for part in message.parts:
             # A special token could be split over two texts, each of which looks harmless.
@@ -197,85 +197,86 @@ class Renderer:
             else:
                 parts.append(part)
         if all(isinstance(part, str) for part in parts):
-            content: Any = disarmed("".join(map(str, parts)))
+            content: Any = self._encoder.disarmed("".join(map(str, parts)))
         else:
-            content = [
-                {"type": "text", "text": disarmed(p)} if isinstance(p, str) else {"type": "image"}
-                for p in parts
-            ]
-        others = self._plain_json(message.fields)
-        return self._turns.written({"role": disarmed(message.role), "content": content, **others})
+            content = [self._content_part(part) for part in parts]
+        role = self._encoder.disarmed(message.role)
+        fields = self._disarmed_json(message.fields)
+        return self._turns.written({"role": role, "content": content, **fields})
 
-    def _plain_json(self, value: Any) -> Any:
+    def _content_part(self, part: str | ImageSource) -> dict[str, str]:
+        if isinstance(part, str):
+            return {"type": "text", "text": self._encoder.disarmed(part)}
+        return {"type": "image"}
+
+    def _disarmed_json(self, value: Any) -> Any:
         """JSON data with chat markup in its texts disarmed."""
         if isinstance(value, str):
             return self._encoder.disarmed(value)
         if isinstance(value, Mapping):
             return {
-                self._encoder.disarmed(str(key)): self._plain_json(part)
+                self._encoder.disarmed(str(key)): self._disarmed_json(part)
                 for key, part in value.items()
             }
-        return (
-            [self._plain_json(part) for part in value] if isinstance(value, list | tuple) else value
-        )
+        if isinstance(value, list | tuple):
+            return [self._disarmed_json(part) for part in value]
+        return value
 
-    def _image(self, source: ImageSource, *, keep_file: bool) -> PromptImage:
+    def _prompt_images(self, messages: Sequence[Message], *, keep_files: bool) -> list[PromptImage]:
+        sources = [source for message in messages for source in message.images]
+        if not sources:
+            return []
         if self._images is None:
             raise DataFailure(
-                source.path or "image bytes",
+                sources[0].path or "image bytes",
                 "the model takes text only, the messages have an image",
             )
-        return self._images.of(source, keep_file=keep_file)
+        return [self._images.of(source, keep_file=keep_files) for source in sources]
 
-    def _expanded(self, text: str, images: Sequence[PromptImage]) -> TokenIds:
-        """Token ids of rendered text; of the one image token that the template wrote per image, as
-        many as the image has.
+    def _expanded_ids(self, text: str, images: Sequence[PromptImage]) -> TokenIds:
+        """The token ids of a rendered text, with as many image tokens as each image has.
+
+        The template writes only one image token per image.
         """
         ids = self._encoded.made(text, lambda: self._encoder.ids(text))
         if self.image_token is None:
             return ids
-        written = ids.count(self.image_token)
-        if written != len(images):
+        count = ids.count(self.image_token)
+        if count != len(images):
             raise ConfigError(
-                f"the chat template wrote {written} image tokens for {len(images)} images"
+                f"the chat template wrote {count} image tokens for {len(images)} images"
             )
         expanded: list[int] = []
         remaining = iter(images)
         for token in ids:
             if token == self.image_token:
-                expanded += [
-                    *self._around[:1],
-                    *[token] * next(remaining).ref.tokens,
-                    *self._around[1:],
-                ]
+                image = next(remaining)
+                expanded += self._image_borders[:1]
+                expanded += [token] * image.ref.tokens
+                expanded += self._image_borders[1:]
             else:
                 expanded.append(token)
         return tuple(expanded)
 
     def _end_tokens(self, folder: Path, config: dict[str, Any]) -> TokenIds:
-        listed = read_json(folder / "generation_config.json").get(
-            "eos_token_id", config.get("eos_token_id")
-        )
-        if not isinstance(listed, list):
-            listed = [] if listed is None else [listed]
-        return tuple(dict.fromkeys([self._special[self._turns.end], *listed]))
+        generation = read_json(folder / "generation_config.json")
+        eos = generation.get("eos_token_id", config.get("eos_token_id"))
+        if not isinstance(eos, list):
+            eos = [] if eos is None else [eos]
+        return tuple(dict.fromkeys([self._special[self._turns.end], *eos]))
 
     def _vision_tokens(self, config: dict[str, Any]) -> set[int]:
-        """Every vision token: those that the configuration names, and special tokens that are
-        called so.
-        """
+        """Every vision token: those of the configuration, and special tokens with such a name."""
         if self.image_token is None:
             return set()
-        named = {
-            i
-            for key, i in config.items()
-            if key.endswith("_token_id") and _VISION.search(key) and i is not None
-        }
-        return (
-            named
-            | {*self._around}
-            | {i for text, i in self._special.items() if _VISION.search(text)}
-        )
+        tokens = set(self._image_borders)
+        for key, token in config.items():
+            if key.endswith("_token_id") and _VISION.search(key) and token is not None:
+                tokens.add(token)
+        for text, token in self._special.items():
+            if _VISION.search(text):
+                tokens.add(token)
+        return tokens
 
 
 def _geometry(folder: Path, config: dict[str, Any], model: ModelSettings) -> ImageGeometry:
@@ -283,5 +284,5 @@ def _geometry(folder: Path, config: dict[str, Any], model: ModelSettings) -> Ima
         return image_geometry(config, model.min_pixels, model.max_pixels)
     except KeyError as error:
         raise ConfigError(
-            f"{folder}: config.json has no {error}, which says how the model cuts images"
+            f"{folder}: config.json has no {error}, which defines how the model cuts images"
         ) from error

@@ -17,16 +17,18 @@ from rayloop.core.failures import ConfigError
 
 CLOCK = "strftime_now"
 """The function with which templates write the date."""
-_NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_SPECIAL_TOKENS = tuple(
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+)
 
 
 class ChatTemplate:
-    """``source`` is Jinja.
+    """A compiled chat template.
 
-    It sees ``special_tokens`` (bos_token, eos_token, ...) and ``variables`` by name. The variable
-    ``strftime_now`` is the time, in ISO 8601, that the template's function of that name formats;
-    without it, that of now. Either way it stands still: what is rendered first and last agrees
-    about the date. Raises jinja2.TemplateError.
+    ``source`` is Jinja. It sees ``special_tokens`` (bos_token, eos_token, ...) and ``variables`` by
+    name. The variable ``strftime_now`` is the time, in ISO 8601, that the template's function of
+    that name formats; the default is the present time. The time does not advance, so that all
+    renderings have the same date. Raises jinja2.TemplateError.
     """
 
     def __init__(
@@ -35,8 +37,8 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        others = dict(variables or {})
-        time = others.pop(CLOCK, None)
+        template_variables = dict(variables or {})
+        time = template_variables.pop(CLOCK, None)
         moment = datetime.now() if time is None else datetime.fromisoformat(str(time))
         # The options of transformers: other blanks between blocks would be other tokens.
         environment = BoundedEnvironment(
@@ -52,13 +54,10 @@ class ChatTemplate:
         environment.bounded()
         try:
             self._template = environment.from_string(source)
-        except (
-            RecursionError,
-            ValueError,
-            ArithmeticError,
-        ) as error:  # nested too deep; a constant that cannot be computed
+        except (RecursionError, ValueError, ArithmeticError) as error:
+            # It is nested too deep, or has a constant that cannot be computed.
             raise jinja2.TemplateError(f"{type(error).__name__}: {error}") from error
-        self._variables = {**special_tokens, **others}
+        self._variables = {**special_tokens, **template_variables}
 
     def __call__(
         self,
@@ -67,9 +66,9 @@ class ChatTemplate:
         generation: bool,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """The conversation's text; ``generation`` appends the assistant's header.
+        """Render a conversation as text; ``generation`` appends the assistant's header.
 
-        Raises jinja2.TemplateError, whatever fails.
+        Raises jinja2.TemplateError for any failure.
         """
         self._environment.bounded()
         try:
@@ -82,25 +81,25 @@ class ChatTemplate:
             )
         except jinja2.TemplateError:
             raise
-        except (
-            Exception
-        ) as error:  # the template's own code: a text added to a list, a key that is not there
+        except Exception as error:
+            # The template's own code failed: it adds a text to a list, or reads a missing key.
             raise jinja2.TemplateError(f"{type(error).__name__}: {error}") from error
 
 
 def load_chat_template(folder: Path, variables: Mapping[str, Any] | None = None) -> ChatTemplate:
-    """From chat_template.jinja, chat_template.json or tokenizer_config.json.
+    """Load a template from chat_template.jinja, chat_template.json or tokenizer_config.json.
 
-    Raises ConfigError when none has one.
+    Raises ConfigError when none of them has one.
     """
-    source, tokenizer = template_source(folder), read_json(folder / "tokenizer_config.json")
-    special = {}
-    for name in _NAMED:
-        token = tokenizer.get(name)
+    source = template_source(folder)
+    tokenizer_config = read_json(folder / "tokenizer_config.json")
+    special_tokens = {}
+    for name in _SPECIAL_TOKENS:
+        token = tokenizer_config.get(name)
         if token is not None:
-            special[name] = token["content"] if isinstance(token, dict) else str(token)
+            special_tokens[name] = token["content"] if isinstance(token, dict) else str(token)
     try:
-        return ChatTemplate(source, special, variables)
+        return ChatTemplate(source, special_tokens, variables)
     except jinja2.TemplateError as error:
         raise ConfigError(f"{folder}: the chat template does not compile: {error}") from error
 
@@ -110,10 +109,11 @@ def template_source(folder: Path) -> str:
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    older = read_json(folder / "tokenizer_config.json").get("chat_template")
-    template = read_json(folder / "chat_template.json").get("chat_template", older)
+    in_tokenizer_config = read_json(folder / "tokenizer_config.json").get("chat_template")
+    template = read_json(folder / "chat_template.json").get("chat_template", in_tokenizer_config)
     if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        templates = {entry["name"]: entry["template"] for entry in template}
+        template = templates.get("default")
     if not isinstance(template, str):
         raise ConfigError(
             f"{folder} has no chat template (chat_template.jinja, chat_template.json, or"
@@ -124,7 +124,10 @@ def template_source(folder: Path) -> str:
 
 
 class _Generation(jinja2.ext.Extension):
-    """transformers' ``{% generation %}`` block, which marks assistant text: rendered as its body."""
+    """The ``{% generation %}`` block of transformers, rendered as its body.
+
+    transformers marks the assistant's text with it.
+    """
 
     tags = {"generation"}
 
@@ -140,7 +143,7 @@ def _tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """As in transformers: Jinja's own filter escapes the characters of HTML."""
+    """The filter of transformers; Jinja's own escapes the characters of HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,9 +1,9 @@
-"""What a chat template writes around an assistant's turn.
+"""The text that a chat template writes around an assistant's turn.
 
 A template may write the last answer of a conversation differently from earlier ones (an empty
-thought before it, an end of text behind it), and earlier ones without their thoughts. So what
-follows an answer is read from conversations in which it is followed, behind a mark that stands for
-the answer. Nothing is rendered again.
+thought before it, an end of text after it), and earlier ones without their thoughts. So the text
+after an answer is taken from conversations in which a message follows, with a mark in place of the
+answer. No sampled answer is rendered again.
 """
 
 import re
@@ -20,27 +20,28 @@ from rayloop.core.failures import ConfigError
 Chat = list[dict[str, Any]]
 QUESTION: Chat = [{"role": "user", "content": "question"}]
 CALL_ID = "call00000"
-"""Nine letters and digits, as the templates of Mistral want it."""
+"""Nine letters and digits, as the templates of Mistral require."""
 
 
 class Turns:
-    """``special`` matches the tokenizer's special tokens.
+    """The texts around an assistant's turn in one chat template.
 
-    ``typed``: the template takes contents as lists of parts only. ``end``: the special token with
-    which a turn ends, or the next one begins where the template closes none (GLM). ``closed``: the
-    one that stands in its place once the turn is an earlier one (gpt-oss). ``asked``: the dummy
-    question up to the assistant's header; ``opening``: what stands between that and an answer.
-    Raises ConfigError for a template that fails on a plain conversation, or whose turns end without
-    a special token.
+    ``special`` matches the tokenizer's special tokens. ``typed``: the template takes contents as
+    lists of parts only. ``end``: the special token that ends a turn or, where the template closes
+    none, begins the next one (GLM). ``closed``: the token in its place in an earlier turn
+    (gpt-oss). ``asked``: the dummy question up to the assistant's header; ``opening``: the text
+    between that and an answer. Raises ConfigError for a template that fails on a plain
+    conversation, or whose turns end without a special token.
     """
 
     def __init__(self, template: ChatTemplate, special: re.Pattern[str], folder: Path) -> None:
-        self._template, self._special = template, special
+        self._template = template
+        self._special = special
         self._mark = f"answer{uuid.uuid4().hex}"
-        self._before: dict[tuple[str, str], Chat] = {}
-        # ``_shown`` reads ``typed`` itself, so it is asked with False before the answer is known.
+        self._conversations: dict[tuple[str, str], Chat] = {}
+        # ``_shows`` reads ``typed`` itself, so it runs with False first.
         self.typed = False
-        self.typed = not self._shown(self._mark)
+        self.typed = not self._shows(self._mark)
 
         answer = {"role": "assistant", "content": self._mark}
         self._answered: Chat = [*QUESTION, answer]
@@ -53,20 +54,20 @@ class Turns:
                 f"{folder}: the chat template fails on a plain conversation: {error}"
             ) from error
 
-        header, found, closing = last.partition(self._mark)
-        self.opening = (
-            header.removeprefix(self.asked) if found and header.startswith(self.asked) else ""
-        )
+        header, mark, closing = last.partition(self._mark)
+        self.opening = ""
+        if mark and header.startswith(self.asked):
+            self.opening = header.removeprefix(self.asked)
 
-        closes = special.match(closing.lstrip())
-        follows = special.match(following)
-        if follows is None:
+        last_end = special.match(closing.lstrip())
+        earlier_end = special.match(following)
+        if earlier_end is None:
             raise ConfigError(
                 f"{folder}: the chat template ends a turn with {following[:80]!r}, expected a"
                 " special token"
             )
-        self.end = (closes or follows)[0]
-        self.closed = follows[0] if closes else self.end
+        self.end = (last_end or earlier_end)[0]
+        self.closed = earlier_end[0]
 
     def written(self, message: dict[str, Any]) -> dict[str, Any]:
         """The message with its content in the form that the template takes."""
@@ -76,43 +77,49 @@ class Turns:
         return message
 
     def following(self, messages: Chat) -> str:
-        """What the template writes behind an answer that ``messages`` follow: the end of its turn,
-        the messages, the assistant's header. Raises jinja2.TemplateError when it refuses them, or
-        shows nothing of their role there.
+        """The text that the template writes after an answer that ``messages`` follow.
+
+        It is the end of the answer's turn, the messages and the assistant's header. Raises
+        jinja2.TemplateError when the template refuses the messages, or leaves out their role there.
         """
-        role, name = (
-            (str(messages[0].get(key) or "") for key in ("role", "name")) if messages else ("", "")
-        )
-        before = self._before.get((role, name))
-        if before is None:
-            before = self._before[role, name] = self._conversation(role, name)
-        if before is not self._answered:
+        role = ""
+        name = ""
+        if messages:
+            role = str(messages[0].get("role") or "")
+            name = str(messages[0].get("name") or "")
+        conversation = self._conversations.get((role, name))
+        if conversation is None:
+            conversation = self._conversation(role, name)
+            self._conversations[role, name] = conversation
+        if conversation is not self._answered:
             messages = [
                 {"tool_call_id": CALL_ID, **message} if message["role"] == role else message
                 for message in messages
             ]
-        return self._tail([*before, *messages])
+        return self._tail([*conversation, *messages])
 
     def _conversation(self, role: str, name: str) -> Chat:
-        """A conversation up to an answer behind which the template shows a message of this role.
+        """A conversation up to an answer after which the template shows a message of this role.
 
-        Some show the result of a tool only behind a call (gpt-oss, Gemma 4): then the answer is
-        one.
+        Some templates show the result of a tool only after a call (gpt-oss, Gemma 4): then the
+        answer is a call.
         """
         if not role:
             return self._answered
-        nothing = f"it shows nothing of a message of the role {role!r} behind an answer"
-        reasons = list[str]()
-        seen = f"shown{uuid.uuid4().hex}"
-        for before in self._candidates(name):
-            called = {} if before is self._answered else {"tool_call_id": CALL_ID}
-            named = {"name": name} if name else {}
+        reasons = []
+        content = f"shown{uuid.uuid4().hex}"
+        for conversation in self._candidates(name):
+            message = {"role": role, "content": content}
+            if name:
+                message["name"] = name
+            if conversation is not self._answered:
+                message["tool_call_id"] = CALL_ID
             try:
-                if seen in self._tail(
-                    [*before, {"role": role, "content": seen, **named, **called}]
-                ):
-                    return before
-                reasons.append(nothing)
+                if content in self._tail([*conversation, message]):
+                    return conversation
+                reasons.append(
+                    f"it shows nothing of a message of the role {role!r} behind an answer"
+                )
             except jinja2.TemplateError as error:
                 reasons.append(str(error))
         raise jinja2.TemplateError(
@@ -120,11 +127,13 @@ class Turns:
         )
 
     def _candidates(self, name: str) -> Iterator[Chat]:
+        """Conversations that end with an answer, then with a call in two forms."""
         yield self._answered
-        for content, arguments in (
+        contents_and_arguments: list[tuple[str | None, Any]] = [
             ("", {"mark": self._mark}),
             (None, f'{{"mark": "{self._mark}"}}'),
-        ):
+        ]
+        for content, arguments in contents_and_arguments:
             call = {
                 "id": CALL_ID,
                 "type": "function",
@@ -133,35 +142,34 @@ class Turns:
             yield [*QUESTION, {"role": "assistant", "content": content, "tool_calls": [call]}]
 
     def _tail(self, messages: Chat) -> str:
-        """What follows the mark, from the first special token that may end the turn: the rest of a
-        call belongs to the answer.
+        """The text after the mark, from the first special token that may end the turn.
+
+        The rest of a call belongs to the answer.
         """
-        _, found, rest = self._text(messages, generation=True).partition(self._mark)
-        if not found:
+        _, mark, rest = self._text(messages, generation=True).partition(self._mark)
+        if not mark:
             raise jinja2.TemplateError("it leaves out an earlier answer")
         if "tool_calls" not in messages[len(QUESTION)]:
             return rest.lstrip()
-        _, _, closing = self._text(messages[: len(QUESTION) + 1], generation=False).partition(
-            self._mark
-        )
-        ends = closing.find(self.end)
-        begins = (
-            ends
-            if ends >= 0
-            else max((found.start() for found in self._special.finditer(closing)), default=0)
-        )
-        if rest[:begins] != closing[:begins]:
+        call_alone = self._text(messages[: len(QUESTION) + 1], generation=False)
+        _, _, closing = call_alone.partition(self._mark)
+        tail_start = closing.find(self.end)
+        if tail_start < 0:
+            tail_start = max(
+                (match.start() for match in self._special.finditer(closing)), default=0
+            )
+        if rest[:tail_start] != closing[:tail_start]:
             raise jinja2.TemplateError(
                 "it writes a call of a tool differently once a message follows"
             )
-        return rest[begins:]
+        return rest[tail_start:]
 
     def _text(self, messages: Sequence[dict[str, Any]], generation: bool) -> str:
-        return self._template(
-            [self.written(message) for message in messages], generation=generation
-        )
+        chat = [self.written(message) for message in messages]
+        return self._template(chat, generation=generation)
 
-    def _shown(self, question: str) -> bool:
+    def _shows(self, question: str) -> bool:
+        """Whether the template shows a content that is a plain text."""
         try:
             return question in self._text([{"role": "user", "content": question}], generation=True)
         except jinja2.TemplateError:

@@ -17,38 +17,40 @@ from rayloop.core.types import Completion, FinishReason, Sampling
 class Chats:
     """The conversations of one policy, whose ``name`` clients send as the model.
 
-    ``history``: the bytes that are remembered.
+    ``history``: the bytes of the conversations that are kept.
     """
 
     def __init__(self, name: str, renderer: Renderer, history: int) -> None:
-        self.name, self.renderer = name, renderer
+        self.name = name
+        self.renderer = renderer
         self._histories = Histories(renderer, history)
         self.responses: Cache[str, tuple[ChatMessage, ...]] = Cache(history, _size)
         """The messages up to each response, by its id."""
-        self._began = int(time.time())
+        self._started = int(time.time())
 
     def model(self) -> dict[str, Any]:
         """The entry of ``/v1/models``."""
-        return {"id": self.name, "object": "model", "created": self._began, "owned_by": "rayloop"}
+        return {"id": self.name, "object": "model", "created": self._started, "owned_by": "rayloop"}
 
     def trace(self, name: str) -> dict[str, Any] | None:
-        """The ``Trace`` up to the answer ``<id>/<choice>`` as JSON, with its sampling; None when it
-        is unknown. Raises DataFailure when its tokens are not those that were sampled.
+        """The ``Trace`` up to the answer ``<id>/<choice>`` as JSON, with its sampling.
+
+        None when the answer is unknown. Raises DataFailure when its tokens are not those that were
+        sampled.
         """
-        known = self._histories.named(name)
-        if known is None or known.sampling is None:
+        conversation = self._histories.named(name)
+        if conversation is None or conversation.sampling is None:
             return None
-        sampling = dataclasses.asdict(known.sampling)
         return {
-            **known.trace().json(),
-            "sampling": sampling,
+            **conversation.trace().json(),
+            "sampling": dataclasses.asdict(conversation.sampling),
             "image_token": self.renderer.image_token,
         }
 
     def prompt(self, asked: ChatRequest) -> Conversation:
         """The conversation that the request asks to answer.
 
-        Takes some ms of CPU. Raises DataFailure.
+        It takes some ms of CPU. Raises DataFailure.
         """
         return self._histories.prompt(asked.messages, _tools(asked), asked.continues)
 
@@ -60,35 +62,32 @@ class Chats:
         sampling: Sampling,
         seed: int,
     ) -> tuple[dict[str, Any], list[Conversation]]:
-        """The chat completion of ``completions``, one for each choice, and the conversations up to
-        these answers.
+        """The chat completion of ``completions``, and the conversations up to its answers.
+
+        Each completion is one choice.
         """
         name = f"chatcmpl-{secrets.token_hex(12)}"
-        choices, known = [], []
+        choices = []
+        conversations = []
         for index, completion in enumerate(completions):
             choice, message = self._choice(index, asked, completion, sampling)
-            known.append(
-                self._histories.remember(
-                    f"{name}/{index}", prompt.answered(completion, sampling), message
-                )
-            )
             choices.append(choice)
-        return {
-            "id": name,
-            "choices": choices,
-            **self._about(asked, prompt, completions, seed),
-        }, known
+            answered = prompt.answered(completion, sampling)
+            conversations.append(self._histories.remember(f"{name}/{index}", answered, message))
+        metadata = self._metadata(asked, prompt, completions, seed)
+        return {"id": name, "choices": choices, **metadata}, conversations
 
-    def _about(
+    def _metadata(
         self,
         asked: ChatRequest,
         conversation: Conversation,
         completions: Sequence[Completion],
         seed: int,
     ) -> dict[str, Any]:
-        """The keys of an answer beside its id and its choices."""
+        """The keys of an answer except its id and its choices."""
         oldest = min(completion.version for completion in completions)
-        prompt, sampled = conversation.token_ids, sum(len(one.token_ids) for one in completions)
+        prompt = conversation.token_ids
+        sampled = sum(len(completion.token_ids) for completion in completions)
         return {
             "object": "chat.completion",
             "created": int(time.time()),
@@ -118,17 +117,18 @@ class Chats:
         self, index: int, asked: ChatRequest, completion: Completion, sampling: Sampling
     ) -> tuple[dict[str, Any], ChatMessage]:
         """A choice of the answer, and its message."""
-        text, stop = self.renderer.decode(completion.token_ids), None
-        tools = {tool["function"]["name"] for tool in _tools(asked)}
+        text = self.renderer.decode(completion.token_ids)
         without_stop = text
+        stop = None
         if completion.finish is FinishReason.STOP_STRING:
-            at, stop = min((text.index(stop), stop) for stop in sampling.stop if stop in text)
-            without_stop, text = text[:at], text[: at + len(stop)]
+            position, stop = min((text.index(stop), stop) for stop in sampling.stop if stop in text)
+            without_stop = text[:position]
+            text = text[: position + len(stop)]
 
-        message = answer_of(
-            text if tools or asked.include_stop_str_in_output else without_stop, tools
-        )
-        if tools and not message.tool_calls and not asked.include_stop_str_in_output:
+        # A stop string may be the end of a call, so calls are looked for with it.
+        tools = {tool["function"]["name"] for tool in _tools(asked)}
+        message = answer_of(text, tools)
+        if not message.tool_calls and not asked.include_stop_str_in_output:
             message = answer_of(without_stop, ())
 
         reason = "length" if completion.finish is FinishReason.LENGTH else "stop"
@@ -169,8 +169,7 @@ def _size(messages: Sequence[ChatMessage]) -> int:
 
 
 def _tools(asked: ChatRequest) -> list[dict[str, Any]]:
-    return (
-        []
-        if asked.tool_choice == "none"
-        else [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
-    )
+    """The tools that the policy may call."""
+    if asked.tool_choice == "none":
+        return []
+    return [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]

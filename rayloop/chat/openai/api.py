@@ -1,4 +1,4 @@
-"""Requests for chat completions: the part of OpenAI's and vLLM's that a sampled policy can honour."""
+"""Requests for chat completions: the part of OpenAI's and vLLM's API that a policy can honour."""
 
 import base64
 import binascii
@@ -25,8 +25,9 @@ IGNORED = {
     "reasoning_effort",
     "verbosity",
 }
-"""Keys that change nothing here: the policy has no reasoning effort, and everything is kept while
-the conversation lives.
+"""Keys that change nothing here.
+
+The policy has no reasoning effort, and everything is kept while the conversation lives.
 """
 DISTRIBUTION: dict[str, list[Any]] = {
     "top_p": [1],
@@ -42,13 +43,14 @@ DISTRIBUTION: dict[str, list[Any]] = {
     "skip_special_tokens": [True],
     "ignore_eos": [False],
 }
-"""Keys that would change the distribution that is sampled, and so the log-probs, or what is shown
-of it, and the values with which they do not; null does not either.
+"""Keys that would change the sampled distribution, and so the log-probs, or the part that is shown.
+
+With these values, and with null, they change nothing.
 """
 
 
 MOST_CALLS = 64
-"""Of one answer."""
+"""The most calls of one answer."""
 
 
 class CalledFunction(BaseModel):
@@ -82,8 +84,9 @@ class ChatMessage(BaseModel):
 
     @model_validator(mode="after")
     def _honoured(self) -> Self:
-        if extra := [key for key, value in (self.model_extra or {}).items() if value]:
-            raise ValueError(f"{extra[0]} of a message is not supported")
+        for key, value in (self.model_extra or {}).items():
+            if value:
+                raise ValueError(f"{key} of a message is not supported")
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"tool_calls of a {self.role} message: only the assistant calls tools")
         if self.content is None and not self.tool_calls:
@@ -103,21 +106,22 @@ class ToolFunction(BaseModel):
     def _is_a_schema(self) -> Self:
         try:
             text = json.dumps(self.parameters)
-            why = (_no_schema if len(text) <= KEPT else _no_schema.__wrapped__)(text)
+            check = _schema_error if len(text) <= CACHED_LENGTH else _schema_error.__wrapped__
+            error = check(text)
         except RecursionError:
-            why = "it is nested too deeply"
-        if why:
-            raise ValueError(f"parameters of {self.name} are no JSON schema: {why}")
+            error = "it is nested too deeply"
+        if error:
+            raise ValueError(f"parameters of {self.name} are not a JSON schema: {error}")
         return self
 
 
-KEPT = 1 << 14
-"""Characters of a schema whose check is remembered: 512 of them stay."""
+CACHED_LENGTH = 1 << 14
+"""Characters of the longest schema whose check is cached; the cache has 512 of them."""
 
 
 @functools.lru_cache(512)
-def _no_schema(parameters: str) -> str:
-    """Why that is no JSON schema; "" when it is one."""
+def _schema_error(parameters: str) -> str:
+    """Why a text is not a JSON schema; "" when it is one."""
     schema = json.loads(parameters)
     try:
         validator_for(schema, Draft202012Validator).check_schema(schema)
@@ -135,7 +139,7 @@ class OfferedTool(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """Options of a stream. ``include_usage``: the last chunk has the usage."""
+    """The options of a stream. ``include_usage``: the last chunk has the usage."""
 
     model_config = ConfigDict(extra="forbid")
     include_usage: bool = False
@@ -145,8 +149,8 @@ class StreamOptions(BaseModel):
 class ChatRequest(BaseModel):
     """A request for a chat completion.
 
-    ``distribution`` has the ``DISTRIBUTION`` keys with values that would change something: its
-    reader refuses or ignores them.
+    ``distribution`` has the ``DISTRIBUTION`` keys with values that would change something. The code
+    that reads it refuses or ignores them.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -164,7 +168,7 @@ class ChatRequest(BaseModel):
     n: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     stream: bool | None = None
-    """Answer with server-sent events, which come together once the answer is whole."""
+    """Answer with server-sent events, which all come when the answer is complete."""
     stream_options: StreamOptions | None = None
     tools: list[OfferedTool] | None = Field(None, max_length=128)
     tool_choice: Any = None
@@ -178,8 +182,9 @@ class ChatRequest(BaseModel):
     include_stop_str_in_output: bool | None = None
     """As vLLM: leave the stop string in the text. It is in the token ids either way."""
     continues: str | None = Field(None, max_length=128)
-    """The answer (``<id>/<choice>``) that the last assistant message is, where texts alone could be
-    ambiguous.
+    """The answer (``<id>/<choice>``) of the last assistant message.
+
+    It is needed where the texts alone could be ambiguous.
     """
 
     @model_validator(mode="after")
@@ -194,20 +199,22 @@ class ChatRequest(BaseModel):
         if not isinstance(body, dict):
             return body
         if "distribution" in body:
-            raise ValueError("distribution is no key of a request")
-        read_elsewhere = IGNORED | DISTRIBUTION.keys() - {"tool_choice"}
-        kept = {key: value for key, value in body.items() if key not in read_elsewhere}
-        changed = {
+            raise ValueError("distribution is not a key of a request")
+        not_fields = IGNORED | DISTRIBUTION.keys() - {"tool_choice"}
+        fields = {key: value for key, value in body.items() if key not in not_fields}
+        distribution = {
             key: body[key]
-            for key, values in DISTRIBUTION.items()
-            if body.get(key) not in [None, *values]
+            for key, neutral_values in DISTRIBUTION.items()
+            if body.get(key) not in [None, *neutral_values]
         }
-        return {**kept, "distribution": changed}
+        return {**fields, "distribution": distribution}
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings, none of them empty."""
-        return (self.stop,) if isinstance(self.stop, str) and self.stop else tuple(self.stop or ())
+        if isinstance(self.stop, str):
+            return (self.stop,) if self.stop else ()
+        return tuple(self.stop or ())
 
 
 def message_of(message: ChatMessage, calls: bool = True) -> Message:
@@ -215,21 +222,23 @@ def message_of(message: ChatMessage, calls: bool = True) -> Message:
 
     Raises DataFailure for bad base64 or arguments.
     """
-    content = message.content
-    parts: list[str | ImageSource] = (
-        [content] if isinstance(content, str) else [_part(part) for part in content or ()]
-    )
+    parts: list[str | ImageSource]
+    if isinstance(message.content, str):
+        parts = [message.content]
+    else:
+        parts = [_part(part) for part in message.content or ()]
     if calls:
-        parts += [_written(call.function) for call in message.tool_calls or ()]
-    return Message("system" if message.role == "developer" else message.role, tuple(parts))
+        parts += [_call_text(call.function) for call in message.tool_calls or ()]
+    role = "system" if message.role == "developer" else message.role
+    return Message(role, tuple(parts))
 
 
 def answer_of(text: str, offered: Collection[str]) -> ChatMessage:
-    """The assistant's message, to a client that ``offered`` tools of these names.
+    """The assistant's message to a client that ``offered`` tools of these names.
 
-    Calls are taken out of the text, unless a client could not take one of them: no JSON, arguments
-    that are no object, a name that was not offered, too many or too long ones. Many clients end
-    with an error on such a call, and so the whole answer stays a text.
+    Calls are removed from the text, unless a client could not take one of them: invalid JSON,
+    arguments that are not an object, a name that was not offered, too many or too long calls. Many
+    clients end with an error on such a call, and so the whole answer stays a text.
     """
     try:
         calls = _calls(text, offered) if offered else []
@@ -241,31 +250,31 @@ def answer_of(text: str, offered: Collection[str]) -> ChatMessage:
 
 
 def _calls(text: str, offered: Collection[str]) -> list[ToolCall]:
-    """Raises ValueError when one of them is none."""
-    found = bodies(text)
-    if len(found) > MOST_CALLS:
-        raise ValueError(f"{len(found)} calls in one answer, {MOST_CALLS} are allowed")
+    """The calls in a text. Raises ValueError when one of them is invalid."""
+    call_bodies = bodies(text)
+    if len(call_bodies) > MOST_CALLS:
+        raise ValueError(f"{len(call_bodies)} calls in one answer, {MOST_CALLS} are allowed")
     calls: list[ToolCall] = []
-    for body in found:
+    for body in call_bodies:
         name, arguments = called(body)
         if name not in offered:
             raise ValueError(f"there is no tool {name!r}")
-        function = CalledFunction(
-            name=name, arguments=json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        )
+        arguments_text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        function = CalledFunction(name=name, arguments=arguments_text)
         calls.append(ToolCall(id=f"call_{secrets.token_hex(8)}", function=function))
     return calls
 
 
-def _written(function: CalledFunction) -> str:
+def _call_text(function: CalledFunction) -> str:
+    """A call in the form in which the policy writes it. Raises DataFailure."""
     try:
         arguments = json.loads(function.arguments)
     except (ValueError, RecursionError) as error:
         raise DataFailure(
-            "tool_calls", f"the arguments of {function.name} are no JSON: {error}"
+            "tool_calls", f"the arguments of {function.name} are not JSON: {error}"
         ) from error
     if not isinstance(arguments, dict):
-        raise DataFailure("tool_calls", f"the arguments of {function.name} are no JSON object")
+        raise DataFailure("tool_calls", f"the arguments of {function.name} are not a JSON object")
     return written(function.name, arguments)
 
 
@@ -276,10 +285,13 @@ def _part(part: TextPart | ImagePart) -> str | ImageSource:
     try:
         return ImageSource(data=base64.b64decode(data, validate=True))
     except binascii.Error as error:
-        raise DataFailure("image_url", f"its data are no base64: {error}") from error
+        raise DataFailure("image_url", f"its data are not base64: {error}") from error
 
 
 def images_of(messages: Sequence[ChatMessage]) -> int:
     """The number of images in the messages."""
-    shown = [message.content for message in messages if isinstance(message.content, list)]
-    return sum(isinstance(part, ImagePart) for content in shown for part in content)
+    count = 0
+    for message in messages:
+        if isinstance(message.content, list):
+            count += sum(isinstance(part, ImagePart) for part in message.content)
+    return count

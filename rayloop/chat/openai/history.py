@@ -1,6 +1,8 @@
-"""Conversations that are remembered, so that they go on with the very tokens that were sampled. A client sends its whole
-history as texts each time, which may render to other tokens than the policy sampled. A known history continues as an episode does:
-its tokens, then the new messages as an observation. An unknown one is rendered whole, and the answer has ``exact: false``.
+"""Conversations that are remembered, so that they continue with the tokens that were sampled.
+
+A client sends its whole history as texts each time, which may render to other tokens than the
+policy sampled. A known history continues as an episode does: its tokens, then the new messages as
+an observation. An unknown one is rendered whole, and the answer has ``exact: false``.
 """
 
 import hashlib
@@ -14,23 +16,16 @@ from rayloop.chat.rendering import Rendered, Renderer
 from rayloop.core.failures import DataFailure
 from rayloop.core.threads import Cache
 from rayloop.core.traces import Trace
-from rayloop.core.types import (
-    Completion,
-    ImageSource,
-    Message,
-    PromptImage,
-    Sampling,
-    TokenIds,
-    Turn,
-)
+from rayloop.core.types import Completion, ImageSource, PromptImage, Sampling, TokenIds, Turn
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A conversation up to a prompt or an answer: its turns, its images in order, and the answer
-    that it ``continues``. ``exact``: its sampled tokens are those that were sampled here; if not,
-    ``why`` says where they differ. ``key`` is the digest of its first ``messages`` messages.
-    ``name``: of the answer that it ends with.
+    """A conversation up to a prompt or an answer.
+
+    It has turns, images in order, and the name of the answer that it ``continues``. ``exact``: its
+    sampled tokens are those that were sampled here; if not, ``why`` says where they differ. ``key``
+    is the digest of its first ``messages`` messages. ``name``: the name of its last answer.
     """
 
     turns: tuple[Turn, ...]
@@ -59,28 +54,29 @@ class Conversation:
         """
         if not self.exact:
             raise DataFailure("conversation", self.why)
-        return Trace.of(
-            self.turns,
-            {image.ref.sha256: image.data for image in self.images if image.data is not None},
-        )
+        images = {image.ref.sha256: image.data for image in self.images if image.data is not None}
+        return Trace.of(self.turns, images)
 
     @property
     def bytes(self) -> int:
         """The memory that it takes, roughly."""
+        # A sampled token has a log-prob too.
         tokens = sum(len(turn.token_ids) * (2 if turn.sampled else 1) for turn in self.turns)
         return 1024 + 40 * tokens + sum(len(image.data or b"") for image in self.images)
 
 
 class Histories:
-    """The answers that were given, by the messages before them and by name.
+    """The given answers, by the messages before them and by name.
 
-    ``limit`` is in bytes; the oldest go first.
+    ``limit`` is in bytes; the oldest answers are forgotten first.
     """
 
     def __init__(self, renderer: Renderer, limit: int) -> None:
         self._renderer = renderer
         self._by_key: Cache[bytes, str] = Cache(1 << 16)
-        self._by_name: Cache[str, Conversation] = Cache(limit, lambda known: known.bytes)
+        self._by_name: Cache[str, Conversation] = Cache(
+            limit, lambda conversation: conversation.bytes
+        )
 
     def prompt(
         self,
@@ -90,88 +86,92 @@ class Histories:
     ) -> Conversation:
         """The conversation to answer.
 
-        Raises DataFailure for what cannot be rendered, and ``continues`` with other messages.
+        Raises DataFailure for messages that cannot be rendered, and for messages that are not
+        those of ``continues``.
         """
         keys = _keys(messages, tools)
-        answered = [
-            number for number, message in enumerate(messages, 1) if message.role == "assistant"
-        ]
         if messages[-1].role == "assistant":
             raise DataFailure(
                 "messages", "the last one is the assistant's: there is nothing to answer"
             )
+        answer_key = None
+        for message, key in zip(messages, keys[1:], strict=True):
+            if message.role == "assistant":
+                answer_key = key
         if continues is not None:
-            return self._continued(
-                self._named(continues, keys[answered[-1]] if answered else b""),
-                continues,
-                messages,
-                keys,
-            )
-        name = self._by_key.get(keys[answered[-1]]) if answered else None
-        if name and (known := self._by_name.get(name)) is not None:
-            return self._continued(known, name, messages, keys)
+            conversation = self._remembered(continues, answer_key)
+            return self._continued(conversation, continues, messages, keys[-1])
+        name = self._by_key.get(answer_key) if answer_key else None
+        remembered = self._by_name.get(name) if name else None
+        if name and remembered is not None:
+            return self._continued(remembered, name, messages, keys[-1])
+
         rendered = self._renderer.prompt([message_of(message) for message in messages], tools)
-        whole = Conversation((_turn("prompt", rendered),), rendered.images, keys[-1], len(messages))
-        return (
-            replace(whole, exact=False, why=self._why(messages, keys, rendered.token_ids))
-            if answered
-            else whole
-        )
+        turns = (_turn("prompt", rendered),)
+        conversation = Conversation(turns, rendered.images, keys[-1], len(messages))
+        if answer_key is None:
+            return conversation
+        reason = self._why_not_exact(messages, keys, rendered.token_ids)
+        return replace(conversation, exact=False, why=reason)
 
     def remember(self, name: str, conversation: Conversation, answer: ChatMessage) -> Conversation:
-        """Keep a conversation under the answer's ``name``, and under the messages that a client
-        will send with that answer.
+        """Keep a conversation with its answer.
+
+        It is found by the answer's ``name``, and by the messages that a client will send with that
+        answer.
         """
         key = _key(conversation.key, answer)
-        known = replace(conversation, key=key, messages=conversation.messages + 1, name=name)
-        self._by_name.put(name, known)
+        answered = replace(conversation, key=key, messages=conversation.messages + 1, name=name)
+        self._by_name.put(name, answered)
         self._by_key.put(key, name)
-        # By the messages without the answer: so ``_why`` can say which answer a client changed.
+        # Also by the messages without the answer: ``_why_not_exact`` then finds which answer a
+        # client changed.
         self._by_key.put(b"after" + conversation.key, name)
-        return known
+        return answered
 
     def named(self, name: str) -> Conversation | None:
         """The conversation up to this answer, None when it is not known (any more)."""
         return self._by_name.get(name)
 
-    def _named(self, name: str, key: bytes) -> Conversation:
-        known = self._by_name.get(name)
-        if known is None:
+    def _remembered(self, name: str, key: bytes | None) -> Conversation:
+        """The conversation up to the answer ``name``. Raises DataFailure for other messages."""
+        conversation = self._by_name.get(name)
+        if conversation is None:
             raise DataFailure(
                 "continues", f"{name} is not known (any more): leave it out, or begin again"
             )
-        if known.key != key:
+        if conversation.key != key:
             raise DataFailure(
                 "continues", f"the messages up to the last answer are not those of {name}"
             )
-        return known
+        return conversation
 
     def _continued(
-        self, known: Conversation, name: str, messages: Sequence[ChatMessage], keys: Sequence[bytes]
+        self, conversation: Conversation, name: str, messages: Sequence[ChatMessage], key: bytes
     ) -> Conversation:
-        new = [message_of(message) for message in messages[known.messages :]]
-        rendered = self._renderer.observation(new, known.turns[-1].token_ids)
-        turn = _turn(new[-1].role, rendered)
+        """A conversation with the messages after its answer ``name`` as an observation."""
+        new_messages = [message_of(message) for message in messages[conversation.messages :]]
+        rendered = self._renderer.observation(new_messages, conversation.turns[-1].token_ids)
+        turn = _turn(new_messages[-1].role, rendered)
         return Conversation(
-            (*known.turns, turn),
-            known.images + rendered.images,
-            keys[-1],
-            len(messages),
-            name,
-            known.exact,
-            known.why,
+            turns=(*conversation.turns, turn),
+            images=conversation.images + rendered.images,
+            key=key,
+            messages=len(messages),
+            continues=name,
+            exact=conversation.exact,
+            why=conversation.why,
         )
 
-    def _why(self, messages: Sequence[ChatMessage], keys: Sequence[bytes], tokens: TokenIds) -> str:
-        """The message and the token at which a history with answers leaves the known ones."""
+    def _why_not_exact(
+        self, messages: Sequence[ChatMessage], keys: Sequence[bytes], tokens: TokenIds
+    ) -> str:
+        """The message and the token at which a history with answers differs from the known ones."""
         for number in reversed(range(len(messages))):
             name = self._by_key.get(b"after" + keys[number])
-            if name and (known := self._by_name.get(name)) is not None:
-                pairs = zip(tokens, known.token_ids, strict=False)
-                equal = next(
-                    (i for i, (a, b) in enumerate(pairs) if a != b),
-                    min(len(tokens), len(known.token_ids)),
-                )
+            conversation = self._by_name.get(name) if name else None
+            if conversation is not None:
+                equal = _common_prefix(tokens, conversation.token_ids)
                 return (
                     f"messages[{number}] is not the answer that was given to the {number} before it"
                     f" ({name}); rendered again, the first {equal} tokens are equal to the known"
@@ -183,15 +183,21 @@ class Histories:
         )
 
 
+def _common_prefix(first: TokenIds, second: TokenIds) -> int:
+    """The number of tokens at the start that are equal."""
+    for index, (token, other_token) in enumerate(zip(first, second, strict=False)):
+        if token != other_token:
+            return index
+    return min(len(first), len(second))
+
+
 def _turn(role: str, rendered: Rendered) -> Turn:
     return Turn(role, rendered.token_ids, tuple(image.ref for image in rendered.images))
 
 
 def _keys(messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
     """``keys[i]``: the digest of the tools and of the first i messages."""
-    keys = [
-        hashlib.blake2b(json.dumps(list(tools), sort_keys=True).encode(), digest_size=16).digest()
-    ]
+    keys = [_digest(json.dumps(list(tools), sort_keys=True).encode())]
     for message in messages:
         keys.append(_key(keys[-1], message))
     return keys
@@ -201,19 +207,27 @@ def _key(before: bytes, message: ChatMessage) -> bytes:
     """The digest of one more message.
 
     A text and a text as the only part are the same; images count by their bytes, the arguments of a
-    call by what their JSON says: some clients write them again.
+    call by the value of their JSON: some clients write it again.
     """
-    parts = [
-        part if isinstance(part, str) else hashlib.sha256(part.data or b"").hexdigest()
-        for part in _parts(message)
-    ]
-    kinds = [isinstance(part, str) for part in _parts(message)]
+    parts = []
+    are_texts = []
+    for part in message_of(message, calls=False).parts:
+        if isinstance(part, ImageSource):
+            parts.append(hashlib.sha256(part.data or b"").hexdigest())
+            are_texts.append(False)
+        elif part:
+            parts.append(part)
+            are_texts.append(True)
     calls = [
         [call.id, call.function.name, _canonical(call.function.arguments)]
         for call in message.tool_calls or ()
     ]
-    content = json.dumps([message.role, parts, kinds, calls])
-    return hashlib.blake2b(before + content.encode(errors="surrogatepass"), digest_size=16).digest()
+    content = json.dumps([message.role, parts, are_texts, calls])
+    return _digest(before + content.encode(errors="surrogatepass"))
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def _canonical(arguments: str) -> str:
@@ -222,8 +236,3 @@ def _canonical(arguments: str) -> str:
         return json.dumps(json.loads(arguments, parse_int=float), sort_keys=True)
     except (ValueError, RecursionError):
         return arguments
-
-
-def _parts(message: ChatMessage) -> tuple[str | ImageSource, ...]:
-    plain: Message = message_of(message, calls=False)
-    return tuple(part for part in plain.parts if part != "")

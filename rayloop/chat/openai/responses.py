@@ -1,5 +1,6 @@
-"""OpenAI's ``responses`` as chat completions and back: the part of it that a sampled policy can
-honour.
+"""OpenAI's ``responses`` as chat completions and back.
+
+It is the part of that API that a sampled policy can honour.
 """
 
 import json
@@ -38,33 +39,32 @@ class ResponsesRequest(BaseModel):
 
     @model_validator(mode="after")
     def _honoured(self) -> Self:
-        known = _IGNORED | DISTRIBUTION.keys()
-        if extra := [
-            key for key, value in (self.model_extra or {}).items() if value and key not in known
-        ]:
-            raise ValueError(f"{extra[0]} is not supported")
+        supported = _IGNORED | DISTRIBUTION.keys()
+        for key, value in (self.model_extra or {}).items():
+            if value and key not in supported:
+                raise ValueError(f"{key} is not supported")
         return self
 
 
 def chat_of(asked: ResponsesRequest, before: Sequence[ChatMessage]) -> ChatRequest:
-    """The chat completion that answers it; ``before``: the messages of the response that it
-    continues. Raises DataFailure.
+    """The chat completion that answers a request for a response.
+
+    ``before``: the messages of the response that it continues. Raises DataFailure.
     """
-    items = (
-        [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else asked.input
-    )
-    system = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
-    kept = [
-        message.model_dump(exclude_none=True)
-        for message in before
-        if not (system and message.role == "system")
-    ]
+    messages: list[dict[str, Any]] = []
+    if asked.instructions:
+        messages.append({"role": "system", "content": asked.instructions})
+    for message in before:
+        # New instructions replace those of the earlier response.
+        if not (asked.instructions and message.role == "system"):
+            messages.append(message.model_dump(exclude_none=True))
+    if isinstance(asked.input, str):
+        messages.append({"role": "user", "content": asked.input})
+    else:
+        messages += _messages(asked.input)
+
     tools = [{"type": tool.get("type"), "function": _function(tool)} for tool in asked.tools or ()]
-    body: dict[str, Any] = {
-        "model": asked.model,
-        "messages": [*system, *kept, *_messages(items)],
-        "tools": tools or None,
-    }
+    body: dict[str, Any] = {"model": asked.model, "messages": messages, "tools": tools or None}
     body |= {key: value for key, value in (asked.model_extra or {}).items() if key in DISTRIBUTION}
     body |= {
         "max_tokens": asked.max_output_tokens,
@@ -76,55 +76,25 @@ def chat_of(asked: ResponsesRequest, before: Sequence[ChatMessage]) -> ChatReque
         return ChatRequest.model_validate(body)
     except ValidationError as error:
         first = error.errors()[0]
-        raise DataFailure(".".join(map(str, first["loc"])) or "request", first["msg"]) from error
+        key = ".".join(map(str, first["loc"])) or "request"
+        raise DataFailure(key, first["msg"]) from error
 
 
 def response_of(answer: Mapping[str, Any], asked: ResponsesRequest) -> dict[str, Any]:
-    """The response that a chat completion with one choice is."""
+    """The response for a chat completion with one choice."""
     (choice,) = answer["choices"]
-    message, usage, name = (
-        choice["message"],
-        answer["usage"],
-        answer["id"].removeprefix("chatcmpl-"),
-    )
-    cut = choice["finish_reason"] == "length"
-    output: list[dict[str, Any]] = []
-    if message["content"] is not None:
-        part = {
-            "type": "output_text",
-            "text": message["content"],
-            "annotations": [],
-            "logprobs": [],
-        }
-        output.append(
-            {
-                "type": "message",
-                "id": f"msg_{name}",
-                "status": "completed",
-                "role": "assistant",
-                "content": [part],
-            }
-        )
-    for call in message.get("tool_calls", ()):
-        output.append(
-            {
-                "type": "function_call",
-                "id": f"fc_{call['id']}",
-                "call_id": call["id"],
-                "name": call["function"]["name"],
-                "arguments": call["function"]["arguments"],
-                "status": "completed",
-            }
-        )
+    usage = answer["usage"]
+    name = answer["id"].removeprefix("chatcmpl-")
+    is_cut = choice["finish_reason"] == "length"
     return {
         "id": f"resp_{name}",
         "object": "response",
         "created_at": answer["created"],
         "model": answer["model"],
-        "output": output,
-        "status": "incomplete" if cut else "completed",
+        "output": _output_items(choice["message"], name),
+        "status": "incomplete" if is_cut else "completed",
         "error": None,
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "instructions": asked.instructions,
         "metadata": asked.metadata or {},
         "tools": asked.tools or [],
@@ -146,76 +116,121 @@ def response_of(answer: Mapping[str, Any], asked: ResponsesRequest) -> dict[str,
     }
 
 
+def _output_items(message: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """The message of the assistant, if it has a text, and its calls."""
+    items: list[dict[str, Any]] = []
+    if message["content"] is not None:
+        part = {
+            "type": "output_text",
+            "text": message["content"],
+            "annotations": [],
+            "logprobs": [],
+        }
+        items.append(
+            {
+                "type": "message",
+                "id": f"msg_{name}",
+                "status": "completed",
+                "role": "assistant",
+                "content": [part],
+            }
+        )
+    for call in message.get("tool_calls", ()):
+        items.append(
+            {
+                "type": "function_call",
+                "id": f"fc_{call['id']}",
+                "call_id": call["id"],
+                "name": call["function"]["name"],
+                "arguments": call["function"]["arguments"],
+                "status": "completed",
+            }
+        )
+    return items
+
+
 def events(response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A whole response as OpenAI's stream of events."""
-    begun = {
+    """A complete response as OpenAI's stream of events."""
+    for number, event in enumerate(_unnumbered_events(response)):
+        yield {**event, "sequence_number": number}
+
+
+def _unnumbered_events(response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    without_output = {
         **response,
         "status": "in_progress",
         "output": [],
         "usage": None,
         "incomplete_details": None,
     }
-    made: list[dict[str, Any]] = [
-        {"type": f"response.{word}", "response": begun} for word in ("created", "in_progress")
-    ]
+    yield {"type": "response.created", "response": without_output}
+    yield {"type": "response.in_progress", "response": without_output}
     for index, item in enumerate(response["output"]):
-        at = {"output_index": index, "item_id": item["id"]}
-        text = item["type"] == "message"
-        empty = {
-            **item,
-            "status": "in_progress",
-            **({"content": []} if text else {"arguments": ""}),
+        yield from _item_events(index, item)
+    yield {"type": f"response.{response['status']}", "response": dict(response)}
+
+
+def _item_events(index: int, item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The events of one message or call, which comes whole in one delta."""
+    is_message = item["type"] == "message"
+    empty_content: dict[str, Any] = {"content": []} if is_message else {"arguments": ""}
+    empty_item = {**item, "status": "in_progress", **empty_content}
+    yield {"type": "response.output_item.added", "output_index": index, "item": empty_item}
+    position = {"output_index": index, "item_id": item["id"]}
+    if is_message:
+        (part,) = item["content"]
+        text = part["text"]
+        position["content_index"] = 0
+        yield {"type": "response.content_part.added", **position, "part": {**part, "text": ""}}
+        yield {"type": "response.output_text.delta", **position, "delta": text, "logprobs": []}
+        yield {"type": "response.output_text.done", **position, "text": text, "logprobs": []}
+        yield {"type": "response.content_part.done", **position, "part": part}
+    else:
+        arguments = item["arguments"]
+        yield {
+            "type": "response.function_call_arguments.delta",
+            **position,
+            "delta": arguments,
         }
-        made.append({"type": "response.output_item.added", "output_index": index, "item": empty})
-        if text:
-            (part,) = item["content"]
-            at["content_index"] = 0
-            made.append({"type": "response.content_part.added", **at, "part": {**part, "text": ""}})
-            made.append(
-                {"type": "response.output_text.delta", **at, "delta": part["text"], "logprobs": []}
-            )
-            made.append(
-                {"type": "response.output_text.done", **at, "text": part["text"], "logprobs": []}
-            )
-            made.append({"type": "response.content_part.done", **at, "part": part})
-        else:
-            made.append(
-                {"type": "response.function_call_arguments.delta", **at, "delta": item["arguments"]}
-            )
-            done = {"arguments": item["arguments"], "name": item["name"]}
-            made.append({"type": "response.function_call_arguments.done", **at, **done})
-        made.append({"type": "response.output_item.done", "output_index": index, "item": item})
-    made.append({"type": f"response.{response['status']}", "response": dict(response)})
-    return ({**event, "sequence_number": number} for number, event in enumerate(made))
+        yield {
+            "type": "response.function_call_arguments.done",
+            **position,
+            "arguments": arguments,
+            "name": item["name"],
+        }
+    yield {"type": "response.output_item.done", "output_index": index, "item": item}
 
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None
-    }
+    keys = ("name", "description", "parameters")
+    return {key: tool[key] for key in keys if tool.get(key) is not None}
 
 
 def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Items as chat messages: calls that follow one another, and a text before them, are one
-    message of the assistant.
+    """Items as chat messages.
+
+    Consecutive calls, and a text before them, are one message of the assistant.
     """
-    made: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     for item in items:
         match item.get("type", "message"):
             case "message":
-                made.append({"role": item.get("role"), "content": _content(item.get("content"))})
+                content = _content(item.get("content"))
+                messages.append({"role": item.get("role"), "content": content})
             case "function_call":
-                if not (made and made[-1]["role"] == "assistant"):
-                    made.append({"role": "assistant"})
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant"})
                 function = {"name": item.get("name"), "arguments": item.get("arguments")}
-                made[-1].setdefault("tool_calls", []).append(
-                    {"id": item.get("call_id"), "function": function}
-                )
+                call = {"id": item.get("call_id"), "function": function}
+                messages[-1].setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 output = item.get("output")
-                content = output if isinstance(output, str) else _content(output)
-                made.append(
-                    {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
+                messages.append(
+                    {
+                        "role": "tool",
+                        "tool_call_id": item.get("call_id"),
+                        "content": output if isinstance(output, str) else _content(output),
+                    }
                 )
             case "reasoning":
                 continue
@@ -223,22 +238,23 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 raise DataFailure(
                     "input", f"items of type {json.dumps(other)[:64]} are not supported"
                 )
-    return made
+    return messages
 
 
 def _content(content: Any) -> Any:
-    """The parts of a message: one text of an answer is a plain text, as the chat completion had it."""
+    """The parts of a message; a single text is a plain text, as the chat completion had it."""
     if not isinstance(content, list):
         return content
-    parts = []
-    for part in content:
-        kind = _PARTS.get(str(part.get("type"))) if isinstance(part, Mapping) else None
-        if kind is None:
-            raise DataFailure("input", f"a part of type {json.dumps(part)[:64]} is not supported")
-        parts.append(
-            {
-                "type": kind,
-                kind: part.get("text") if kind == "text" else {"url": part.get("image_url")},
-            }
-        )
-    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
+    parts = [_part(part) for part in content]
+    if len(parts) == 1 and parts[0]["type"] == "text":
+        return parts[0]["text"]
+    return parts
+
+
+def _part(part: Any) -> dict[str, Any]:
+    kind = _PARTS.get(str(part.get("type"))) if isinstance(part, Mapping) else None
+    if kind is None:
+        raise DataFailure("input", f"a part of type {json.dumps(part)[:64]} is not supported")
+    if kind == "text":
+        return {"type": kind, "text": part.get("text")}
+    return {"type": kind, kind: {"url": part.get("image_url")}}

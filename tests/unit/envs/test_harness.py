@@ -409,7 +409,7 @@ def test_an_agent_has_no_key_of_the_run_and_its_own_opens_nothing_else(
                 "client.chat.completions.create(model=m, messages=row['messages'], tools=[{'type':"
                 " 'function', 'function': {'name': 'f', 'parameters': {'type': 7}}}])"
             ),
-            "parameters of f are no JSON schema",
+            "parameters of f are not a JSON schema",
         ),
         (
             (

@@ -330,9 +330,9 @@ def test_what_a_request_leaves_out_is_the_runs_sampling(
                     user({"type": "image_url", "image_url": {"url": "data:image/png;base64,A==="}})
                 ]
             },
-            "no base64",
+            "not base64",
         ),
-        ({"messages": [{"role": "assistant", "tool_calls": [BROKEN]}, user("q")]}, "no JSON"),
+        ({"messages": [{"role": "assistant", "tool_calls": [BROKEN]}, user("q")]}, "not JSON"),
         ({"messages": [{"role": "user", "content": "q", "reasoning": "x"}]}, "reasoning"),
         ({"messages": [{"role": "user"}]}, "without content"),
         ({"messages": [user("word " * 700)]}, "tokens, the limit is 599"),
