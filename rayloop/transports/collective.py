@@ -1,6 +1,7 @@
-"""Weights by broadcast from the policy's first rank, bucket by bucket as they are gathered, to the
-processes of vLLM or SGLang, or, for engines that cannot, to the rollout actors; when a broadcast
-fails, through the object store.
+"""Weights by broadcast from the policy's first rank, bucket by bucket as they are gathered.
+
+They go to the processes of vLLM or SGLang, or, for other engines, to the rollout actors. When a
+broadcast fails, they go through the object store.
 """
 
 from __future__ import annotations
@@ -38,38 +39,44 @@ ALIGNMENT = 16
 """Bytes; tensors of any dtype start at a multiple of it within a bucket."""
 
 
-def _room(nbytes: int) -> int:
+def _aligned(nbytes: int) -> int:
+    """``nbytes``, rounded up to a multiple of the alignment."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def buckets(
     weights: Iterable[tuple[str, Tensor]], limit: int, device: torch.device
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Copies tensors, as they come, into buckets of at most ``limit`` bytes on ``device``; a larger
-    tensor is alone. Yields the bytes of each bucket, and its tensors [name] as views of them.
+    """Copy tensors, as they come, into buckets of at most ``limit`` bytes on ``device``.
+
+    A tensor that is larger has a separate bucket. Yields the bytes of each bucket, and its tensors
+    [name] as views of them.
     """
     import torch
 
     tensors: dict[str, Tensor] = {}
-    bucket, used = torch.empty(0), 0
+    bucket = torch.empty(0)
+    used = 0
     for name, tensor in weights:
-        if tensors and used + _room(tensor.nbytes) > limit:
+        size = _aligned(tensor.nbytes)
+        if tensors and used + size > limit:
             yield bucket[:used], tensors
             tensors = {}
         if not tensors:
-            used, size = 0, max(_room(tensor.nbytes), limit)
-            # Each bucket has memory of its own: on a CPU the object store's copy is the bucket
-            # itself. Pinned memory lets the copy from a GPU run by itself.
+            used = 0
+            # Pinned memory lets the copy from a GPU run asynchronously.
+            from_gpu_to_cpu = device.type == "cpu" and tensor.device.type != "cpu"
+            # Each bucket has separate memory: on a CPU the object store's copy is the bucket
+            # itself.
             bucket = torch.empty(
-                size,
+                max(size, limit),
                 dtype=torch.uint8,
                 device=device,
-                pin_memory=device.type == "cpu" != tensor.device.type,
+                pin_memory=from_gpu_to_cpu,
             )
-        tensors[name] = (
-            bucket[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        )
-        used += _room(tensor.nbytes)
+        view = bucket[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        tensors[name] = view.copy_(tensor)
+        used += size
     if tensors:
         yield bucket[:used], tensors
 
@@ -78,20 +85,20 @@ def views(bucket: Tensor, records: Mapping[str, TensorRecord]) -> dict[str, Tens
     """The tensors [name] of a bucket, in its memory."""
     from rayloop.transports.manifest import DTYPES
 
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     start = 0
     for name, record in records.items():
-        found[name] = (
-            bucket[start : start + record.nbytes].view(DTYPES[record.dtype]).view(record.shape)
-        )
-        start += _room(record.nbytes)
-    return found
+        content = bucket[start : start + record.nbytes]
+        tensors[name] = content.view(DTYPES[record.dtype]).view(record.shape)
+        start += _aligned(record.nbytes)
+    return tensors
 
 
 @dataclass(frozen=True, slots=True)
 class BroadcastGroup:
-    """How ``size`` members of the process group find each other: at ``host:port``, by the ``name``,
-    which only they know.
+    """The address of a process group.
+
+    Its ``size`` members meet at ``host:port``, by the ``name``, which only they know.
     """
 
     host: str
@@ -101,8 +108,10 @@ class BroadcastGroup:
 
 
 class Collective(WeightTransport[Arrays | BroadcastGroup]):
-    """The object store gets the copy that is made on the way, once the engines go on: for those
-    that start later, and for all when a broadcast fails.
+    """A transport by broadcast, with a copy in the object store.
+
+    The copy is made during the broadcast, and reaches the store after the engines have resumed.
+    Engines that start later load it, and all engines do when a broadcast fails.
     """
 
     def __init__(self, settings: BroadcastTransport, folder: str) -> None:
@@ -111,39 +120,40 @@ class Collective(WeightTransport[Arrays | BroadcastGroup]):
         self._copy: asyncio.Task[WeightUpdate[Any]] | None = None
 
     def sender(self, host: str) -> BroadcastSender:
-        """The rank's half; it opens the store at ``host``."""
+        """The rank's part; it opens the store at ``host``."""
         return BroadcastSender(self.settings, host)
 
     def receiver(self) -> BroadcastReceiver:
-        """The rollout actor's half, and that of each process of its engine."""
+        """The part of the rollout actor, and of each process of its engine."""
         return BroadcastReceiver(self.settings)
 
     async def deliver(self, policy: WeightExporter, rollouts: Rollouts, version: Version) -> None:
-        """Broadcasts to the engines in service, in a new process group if they have changed or the
-        last broadcast failed; falls back to the object store. Raises PolicyLost, WeightSyncError
-        for damaged weights, and what the last copy raised.
+        """Broadcast to the engines in service; fall back to the object store.
+
+        The process group is new if the engines have changed or the last broadcast failed. Raises
+        PolicyLost, WeightSyncError for damaged weights, and the error of the last copy.
         """
-        # The last copy must end before its arrays are replaced. Its failure counts, unless the
-        # policy was lost, which the next call finds out by itself.
+        # The last copy must end before its arrays are replaced. Its failure is raised, unless the
+        # policy was lost, which the next call notices itself.
         if self._copy is not None:
             await asyncio.wait({self._copy})
             with suppress(PolicyLost, asyncio.CancelledError):
                 self._copy.result()
         meeting = await policy.ask(BroadcastSender.invite, rollouts.members, self._failures)
         sending = asyncio.ensure_future(policy.send(version, meeting))
-        # It exports once the sending has ended: the sender
-        # then has the copy, of a failed broadcast, too.
-        self._copy = asyncio.create_task(_copied(policy, version, sending))
-        # It comes before the first load: an engine that starts
-        # meanwhile was not invited, and takes the copy.
+        # It exports once the sending has ended: the sender then has the copy, also of a failed
+        # broadcast.
+        self._copy = asyncio.create_task(_export_after(sending, policy, version))
+        # This comes before the first load: an engine that starts during the load was not invited,
+        # and takes the copy.
         rollouts.keep(WeightUpdate(Manifest(version, {}), self._copy))
         receiving = rollouts.load(WeightUpdate(Manifest(version, {}), meeting))
         try:
-            # Both are awaited, and the sender's error counts
-            # first: a lost policy fails the receivers as well.
-            for end in await asyncio.gather(sending, receiving, return_exceptions=True):
-                if isinstance(end, BaseException):
-                    raise end
+            # Both are awaited, and the sender's error comes first: a lost policy fails the
+            # receivers as well.
+            for result in await asyncio.gather(sending, receiving, return_exceptions=True):
+                if isinstance(result, BaseException):
+                    raise result
         except BroadcastFailed as error:
             self._failures += 1
             rollouts.fell_back(version, error)
@@ -151,25 +161,30 @@ class Collective(WeightTransport[Arrays | BroadcastGroup]):
             await rollouts.load(await asyncio.shield(self._copy))
 
 
-async def _copied(
-    policy: WeightExporter, version: Version, sending: asyncio.Future[Any]
+async def _export_after(
+    sending: asyncio.Future[Any], policy: WeightExporter, version: Version
 ) -> WeightUpdate[Any]:
+    """The copy of the weights, after their broadcast has ended or failed."""
     with suppress(BroadcastFailed):
         await asyncio.shield(sending)
     return await policy.export(version)
 
 
 class BroadcastSender(Sender[Arrays | BroadcastGroup]):
-    """Broadcasts what is gathered, and keeps a copy in the host's memory for the object store."""
+    """A sender that broadcasts weights as they are gathered.
+
+    It keeps a copy in the host's memory for the object store.
+    """
 
     def __init__(self, settings: BroadcastTransport, host: str) -> None:
         from rayloop.transports.process_group import Membership
 
-        self._settings, self._host = settings, host
+        self._settings = settings
+        self._host = host
         self._membership = Membership(settings.backend, settings.timeout)
         self._meeting: BroadcastGroup | None = None
         self._invited: tuple[tuple[int, ...], int] | None = None
-        self._copying: torch.cuda.Stream | None = None
+        self._copy_stream: torch.cuda.Stream | None = None
         self._sent: WeightUpdate[Arrays | BroadcastGroup] | None = None
 
     def pack(
@@ -180,7 +195,7 @@ class BroadcastSender(Sender[Arrays | BroadcastGroup]):
         return WeightUpdate(packed.manifest, packed.source)
 
     def invite(self, engines: tuple[int, ...], failures: int) -> BroadcastGroup:
-        """Returns the group for this rank and the engines with these serial numbers.
+        """Return the group for this rank and the engines with these serial numbers.
 
         It is the existing group unless the engines or the number of failed broadcasts have changed.
         """
@@ -188,58 +203,62 @@ class BroadcastSender(Sender[Arrays | BroadcastGroup]):
             self._invited = (engines, failures)
             size = 1 + len(engines) * max(1, self._settings.workers)
             port = self._membership.serve(self._host)
-            # Each group has a random name: a late member
-            # of an earlier one finds no place in this one.
+            # Each group has a random name: a late member of an earlier one cannot join this one.
             self._meeting = BroadcastGroup(self._host, port, secrets.token_hex(16), size)
         return self._meeting
 
     def send(
         self, version: Version, weights: Iterable[tuple[str, Tensor]], meeting: BroadcastGroup
     ) -> None:
-        """Broadcast them to the group.
+        """Broadcast the weights to the group.
 
-        When that fails they are copied all the same. Raises BroadcastFailed, and what ``weights``
-        raises.
+        When that fails they are copied all the same. Raises BroadcastFailed, and the errors of
+        ``weights``.
         """
         from rayloop.transports.manifest import manifest, raw
 
-        membership, records, arrays = self._membership, dict[str, TensorRecord](), dict[str, Any]()
-        broken: list[RuntimeError] = []
+        membership = self._membership
+        records: dict[str, TensorRecord] = {}
+        arrays: dict[str, Any] = {}
+        failures: list[RuntimeError] = []
 
-        # Weights must be gathered to their end on all ranks,
-        # so a failed broadcast only stops the sending.
+        # Weights must be gathered to their end on all ranks, so a failed broadcast only stops the
+        # sending.
         def attempt(step: Callable[..., None], *arguments: Any) -> None:
             try:
-                if not broken:
+                if not failures:
                     step(*arguments)
             except RuntimeError as error:
-                broken.append(error)
+                failures.append(error)
                 self._leave()
 
         try:
             attempt(membership.join, meeting.host, meeting.port, meeting.name, meeting.size)
             for bucket, tensors in buckets(weights, self._settings.bucket_bytes, membership.device):
-                described = manifest(version, tensors).tensors
-                copy = self._copied(bucket)
-                attempt(self._send_bucket, described, bucket)
-                records |= described
-                arrays |= {name: raw(tensor) for name, tensor in views(copy, described).items()}
+                bucket_records = manifest(version, tensors).tensors
+                copy = self._host_copy(bucket)
+                attempt(self._send_bucket, bucket_records, bucket)
+                records |= bucket_records
+                copied_tensors = views(copy, bucket_records)
+                arrays |= {name: raw(tensor) for name, tensor in copied_tensors.items()}
             attempt(self._send_bucket)
         except BaseException:
-            self._leave()  # the receivers need not wait
+            # The receivers then fail at once and need not wait.
+            self._leave()
             raise
-        if self._copying is not None:
-            self._copying.synchronize()
+        if self._copy_stream is not None:
+            self._copy_stream.synchronize()
         self._sent = WeightUpdate(Manifest(version, records), arrays)
-        if broken:
+        if failures:
             raise BroadcastFailed(
-                f"version {version}: could not send the broadcast: {broken[0]}"
-            ) from broken[0]
+                f"version {version}: could not send the broadcast: {failures[0]}"
+            ) from failures[0]
 
     def sent(self) -> WeightUpdate[Arrays | BroadcastGroup]:
-        """The copy of what was sent last, once."""
-        assert self._sent is not None
-        update, self._sent = self._sent, None
+        """Return the copy of the weights that were sent last, once."""
+        update = self._sent
+        assert update is not None
+        self._sent = None
         return update
 
     def _leave(self) -> None:
@@ -249,51 +268,53 @@ class BroadcastSender(Sender[Arrays | BroadcastGroup]):
     def _send_bucket(
         self, records: Mapping[str, TensorRecord] | None = None, bucket: Tensor | None = None
     ) -> None:
-        """Broadcast two numbers of bytes, a description and a bucket of so many bytes.
+        """Broadcast the sizes of a description and of a bucket, then both.
 
         Two zeros end the weights.
         """
         import torch
 
         membership = self._membership
-        text = (
-            json.dumps({name: astuple(record) for name, record in records.items()}).encode()
-            if records
-            else b""
-        )
-        sizes = [len(text), 0 if bucket is None else bucket.nbytes]
+        description = b""
+        if records:
+            fields = {name: astuple(record) for name, record in records.items()}
+            description = json.dumps(fields).encode()
+        sizes = [len(description), 0 if bucket is None else bucket.nbytes]
         membership.broadcast(torch.tensor(sizes, device=membership.device))
         if bucket is not None:
             # frombuffer warns of memory that cannot be written, such as that of bytes.
-            membership.broadcast(
-                torch.frombuffer(bytearray(text), dtype=torch.uint8).to(membership.device)
-            )
+            buffer = torch.frombuffer(bytearray(description), dtype=torch.uint8)
+            membership.broadcast(buffer.to(membership.device))
             membership.broadcast(bucket)
 
-    def _copied(self, bucket: Tensor) -> Tensor:
-        """The bucket, if it is in the host's memory, or a copy there, under way until the next one
-        is asked for.
+    def _host_copy(self, bucket: Tensor) -> Tensor:
+        """The bucket, if it is in the host's memory, or a copy there.
+
+        The copy may be incomplete until the next call.
         """
         import torch
 
         if bucket.device.type == "cpu":
             return bucket
-        copying = self._copying = self._copying or torch.cuda.Stream()
-        copying.synchronize()  # so that two buckets are on the GPU at most
+        if self._copy_stream is None:
+            self._copy_stream = torch.cuda.Stream()
+        stream = self._copy_stream
+        # At most two buckets are then on the GPU.
+        stream.synchronize()
         # The bucket is filled on the current stream, and the copy must not begin before that.
-        copying.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(copying):
-            copy = torch.empty_like(bucket, device="cpu", pin_memory=True).copy_(
-                bucket, non_blocking=True
-            )
-        # Otherwise PyTorch hands its memory to the next bucket as soon as Python drops this one.
-        bucket.record_stream(copying)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            copy = torch.empty_like(bucket, device="cpu", pin_memory=True)
+            copy.copy_(bucket, non_blocking=True)
+        # Otherwise PyTorch gives its memory to the next bucket as soon as Python drops this one.
+        bucket.record_stream(stream)
         return copy
 
 
 class BroadcastReceiver(Receiver[Arrays | BroadcastGroup]):
-    """Receives a broadcast, in a process of the engine or in the rollout actor, or reads the object
-    store's arrays.
+    """A receiver of broadcasts, in a process of the engine or in the rollout actor.
+
+    It also reads the object store's arrays.
     """
 
     def __init__(self, settings: BroadcastTransport) -> None:
@@ -306,17 +327,18 @@ class BroadcastReceiver(Receiver[Arrays | BroadcastGroup]):
     async def take(
         self, engine: GenerationEngine, manifest: Manifest, source: Arrays | BroadcastGroup
     ) -> None:
-        """As any receiver, unless the engine's own processes are the members of the group.
+        """Load the weights into the engine.
 
-        Raises BroadcastFailed, too.
+        If its own processes are the members of the group, they receive the weights. Raises
+        WeightSyncError, BroadcastFailed.
         """
         if not isinstance(source, BroadcastGroup):
             return await super().take(engine, manifest, source)
         if self._settings.workers:
+            streaming_engine = cast(StreamingEngine, engine)
+            invitation = pickle.dumps((self._settings, source))
             async with paused(engine):
-                return await cast(StreamingEngine, engine).receive(
-                    manifest.version, pickle.dumps((self._settings, source))
-                )
+                return await streaming_engine.receive(manifest.version, invitation)
         tensors = await asyncio.to_thread(self.unpack, manifest, source)
         async with paused(engine):
             await engine.load(Manifest(manifest.version, self._records), tensors)
@@ -328,22 +350,27 @@ class BroadcastReceiver(Receiver[Arrays | BroadcastGroup]):
         return ArrayReceiver().unpack(manifest, source)
 
     def stream(self, version: Version, meeting: BroadcastGroup) -> Iterator[tuple[str, Tensor]]:
-        """Yields the verified tensors on the group's device as they come, but nothing after a
-        bucket with a damaged one; must be exhausted. Raises BroadcastFailed, and WeightSyncError at
-        the end.
+        """Yield the verified tensors on the group's device as they come.
+
+        After a bucket with a damaged tensor it yields nothing more. It must be exhausted. Raises
+        BroadcastFailed, and WeightSyncError at the end.
         """
         from rayloop.transports.manifest import complain, damage
 
-        faults, self._records = list[str](), {}
+        faults: list[str] = []
+        self._records = {}
         try:
             self._membership.join(meeting.host, meeting.port, meeting.name, meeting.size)
-            while (got := self._receive_bucket()) is not None:
-                records, bucket = got
+            while True:
+                message = self._receive_bucket()
+                if message is None:
+                    break
+                records, bucket = message
                 self._records |= records
                 tensors = views(bucket, records)
                 faults += damage(records, tensors)
-                # A damaged tensor must not reach the engine, but
-                # its sender goes on, so the rest is received.
+                # A damaged tensor must not reach the engine, but its sender continues, so the rest
+                # is received.
                 if not faults:
                     yield from tensors.items()
         except RuntimeError as error:
@@ -355,19 +382,22 @@ class BroadcastReceiver(Receiver[Arrays | BroadcastGroup]):
         complain(version, faults)
 
     def _receive_bucket(self) -> tuple[dict[str, TensorRecord], Tensor] | None:
-        """Returns what ``BroadcastSender._send_bucket`` sent, None at the end."""
+        """Return the records and the bucket that ``_send_bucket`` sent, None at the end."""
         import torch
 
-        def received(size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-            buffer = torch.empty(size, dtype=dtype, device=self._membership.device)
-            self._membership.broadcast(buffer)
-            return buffer
-
-        sizes = received(2, torch.int64).tolist()
-        if not sizes[0]:
+        sizes = self._receive(2, torch.int64).tolist()
+        description_size, bucket_size = sizes
+        if not description_size:
             return None
-        described = json.loads(received(sizes[0]).cpu().numpy().tobytes())
-        records = {
-            name: TensorRecord(tuple(shape), *rest) for name, (shape, *rest) in described.items()
-        }
-        return records, received(sizes[1])
+        description = self._receive(description_size, torch.uint8).cpu().numpy().tobytes()
+        records = {}
+        for name, (shape, *fields) in json.loads(description).items():
+            records[name] = TensorRecord(tuple(shape), *fields)
+        return records, self._receive(bucket_size, torch.uint8)
+
+    def _receive(self, size: int, dtype: torch.dtype) -> Tensor:
+        import torch
+
+        buffer = torch.empty(size, dtype=dtype, device=self._membership.device)
+        self._membership.broadcast(buffer)
+        return buffer

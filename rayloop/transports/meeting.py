@@ -1,9 +1,9 @@
-"""Where the members of a process group find each other: a TCP store of torch, on one interface, and
-only until all have come.
+"""A meeting at which the members of a process group find each other.
 
-Such a store asks for no key: who connects may list, read and replace what is in it. So members show
-by names that only the secret gives that they were invited. What is worth something, the addresses
-of the members, is written when the store admits nobody else.
+It is a TCP store of torch, on one interface, and only until all members have come. Such a store
+asks for no key: any client may list, read and replace its content. So members prove by names that
+only the secret gives that they were invited. The addresses of the members, which must stay secret,
+are written when the store accepts no more connections.
 """
 
 import os
@@ -17,16 +17,16 @@ from pathlib import Path
 import psutil
 import torch.distributed as dist
 
-LOOK = 0.05
+_POLL_INTERVAL_S = 0.05
 """Seconds between two checks of which members have come."""
 
 
 class Meeting:
-    """One member's way into a meeting.
+    """One member's connection to a meeting.
 
-    The ``first`` member opens it at ``host``, where port 0 is any free one; the others reach it at
-    its ``port``. No wait exceeds ``timeout`` seconds. Raises OSError or RuntimeError when it cannot
-    be opened or reached.
+    The ``first`` member opens it at ``host``, where port 0 means any free port; the others connect
+    to its ``port``. No wait exceeds ``timeout`` seconds. Raises OSError or RuntimeError when it
+    cannot be opened or reached.
     """
 
     def __init__(self, host: str, port: int, timeout: float, *, first: bool) -> None:
@@ -36,31 +36,31 @@ class Meeting:
             self._store = dist.TCPStore(host, port, is_master=False, timeout=self._timeout)
             return
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.create_server(
-            (host, port), family=family
-        ) as listening:  # torch's own would listen on all interfaces
-            port = listening.getsockname()[1]
+        # A socket that torch opens itself would listen on all interfaces.
+        with socket.create_server((host, port), family=family) as listener:
+            port = listener.getsockname()[1]
             # The socket closes with this block, so torch gets a descriptor that stays open.
-            self._door = os.dup(listening.fileno())
+            self._listener = os.dup(listener.fileno())
         self._store = dist.TCPStore(
             host,
             port,
             is_master=True,
             wait_for_workers=False,
             timeout=self._timeout,
-            master_listen_fd=self._door,
+            master_listen_fd=self._listener,
         )
 
     @property
     def port(self) -> int:
-        """Where the others reach it."""
+        """The port to which the others connect."""
         return int(self._store.port)
 
     def join(self, secret: str, size: int, rank: int | None = None) -> tuple[int, dist.Store]:
         """Wait for all of ``size`` members, who know the ``secret``.
 
-        Returns this one's rank, by default in the order of coming (the first has 0), and their
-        store. Raises RuntimeError when somebody is missing after the timeout, or a stranger is in.
+        Returns the rank of this member, by default in the order of coming (the first has 0), and
+        their store. Raises RuntimeError when a member is missing after the timeout, or a stranger
+        is connected.
         """
         if self._first:
             self._admit(secret, size)
@@ -69,7 +69,8 @@ class Meeting:
             # The store counts up for one client at a time, so that no two members get one rank.
             rank = int(self._store.add(_name(secret, "joined"), 1))
         if rank >= size:
-            del self._store  # the others do not begin before this connection is closed
+            # The others do not begin before this connection is closed.
+            del self._store
             raise RuntimeError(f"{rank} receivers came to a meeting of {size - 1}")
         self._store.set(_name(secret, f"came {rank}"), "")
         # The addresses of the members must not be written while a stranger could still connect.
@@ -77,57 +78,65 @@ class Meeting:
         return rank, dist.PrefixStore(secret, self._store)
 
     def _admit(self, secret: str, size: int) -> None:
-        """Wait until the others are there, admit nobody else, and let them begin."""
+        """Wait for the others, accept no more connections, and let the members begin."""
         deadline = time.monotonic() + self._timeout.total_seconds()
-        names = [_name(secret, f"came {other}") for other in range(1, size)]
-        while (came := sum(self._store.check([name]) for name in names)) < len(names):
-            if time.monotonic() > deadline:
-                within = self._timeout.total_seconds()
-                raise RuntimeError(
-                    f"{came} of {len(names)} receivers came to the meeting within {within:g} s"
-                )
-            time.sleep(LOOK)
-
-        # The door is shut before connections are counted, or one could slip in after the count.
-        self._close()
-        while len(guests := self._guests()) > size:  # one too many of ours leaves at once
-            if time.monotonic() > deadline:
-                who = ", ".join(sorted(guests))
-                raise RuntimeError(
-                    f"{len(guests)} connections to a meeting of {size}, one of them a stranger's:"
-                    f" {who}"
-                )
-            time.sleep(LOOK)
+        self._wait_for_members(secret, size, deadline)
+        # No more connections before they are counted, or one could come after the count.
+        self._stop_listening()
+        self._wait_until_only(size, deadline)
         self._store.set(_name(secret, "begin"), "")
 
-    def _close(self) -> None:
-        """Let nobody else connect; who has come stays.
+    def _wait_for_members(self, secret: str, size: int, deadline: float) -> None:
+        names = [_name(secret, f"came {rank}") for rank in range(1, size)]
+        while True:
+            count = sum(self._store.check([name]) for name in names)
+            if count == len(names):
+                return
+            if time.monotonic() > deadline:
+                seconds = self._timeout.total_seconds()
+                raise RuntimeError(
+                    f"{count} of {len(names)} receivers came to the meeting within {seconds:g} s"
+                )
+            time.sleep(_POLL_INTERVAL_S)
+
+    def _wait_until_only(self, size: int, deadline: float) -> None:
+        """Wait until the members alone are connected: a member too many leaves at once."""
+        while True:
+            peers = self._peers()
+            if len(peers) <= size:
+                return
+            if time.monotonic() > deadline:
+                addresses = ", ".join(sorted(peers))
+                raise RuntimeError(
+                    f"{len(peers)} connections to a meeting of {size}, one of them a stranger's:"
+                    f" {addresses}"
+                )
+            time.sleep(_POLL_INTERVAL_S)
+
+    def _stop_listening(self) -> None:
+        """Accept no more connections; the existing ones stay.
 
         Torch's server waits on the socket that listens, and spins when that is shut down. So its
         descriptor becomes another socket, which has no name and to which nobody can connect.
         """
-        with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as nobody:
-            nobody.bind(str(Path(folder) / "s"))
-            nobody.listen()
-            nobody.setblocking(False)
-            # dup2 replaces the listening socket in one step:
-            # torch's poll goes on with the same number.
-            os.dup2(nobody.fileno(), self._door)
+        with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as unreachable:
+            unreachable.bind(str(Path(folder) / "s"))
+            unreachable.listen()
+            unreachable.setblocking(False)
+            # dup2 replaces the listening socket in one step: torch keeps polling the same number.
+            os.dup2(unreachable.fileno(), self._listener)
 
-    def _guests(self) -> list[str]:
-        """From where the connections come that the store has, the first member's own among them."""
-        known = [
-            one
-            for one in psutil.Process().net_connections("tcp")
-            if one.laddr and one.laddr.port == self.port
-        ]
-        return [
-            f"{one.raddr.ip}:{one.raddr.port}"
-            for one in known
-            if one.raddr and one.status == psutil.CONN_ESTABLISHED
-        ]
+    def _peers(self) -> list[str]:
+        """The addresses of the store's clients, of which the first member is one."""
+        addresses = []
+        for connection in psutil.Process().net_connections("tcp"):
+            is_to_store = connection.laddr and connection.laddr.port == self.port
+            is_established = connection.raddr and connection.status == psutil.CONN_ESTABLISHED
+            if is_to_store and is_established:
+                addresses.append(f"{connection.raddr.ip}:{connection.raddr.port}")
+        return addresses
 
 
 def _name(secret: str, what: str) -> str:
-    """A key of the store that nobody can guess, and from which the secret does not follow."""
+    """A key of the store that nobody can guess, and that does not reveal the secret."""
     return blake2b(what.encode(), key=secret.encode(), digest_size=16).hexdigest()

@@ -17,29 +17,28 @@ if TYPE_CHECKING:
 
 
 Arrays = Mapping[str, npt.NDArray[np.uint8]]
-"""The bytes [nbytes] of every tensor, which Ray's object store gives to every reader without a
-copy.
-"""
+"""The bytes [nbytes] of every tensor, which readers get from Ray's object store without a copy."""
 
 
 class ArraySender(Sender[Arrays]):
-    """Packs the tensors as byte arrays."""
+    """A sender that packs the tensors as byte arrays."""
 
     def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightUpdate[Arrays]:
-        """On CPU the arrays share memory with ``tensors``: return them from the actor before the
-        next update.
+        """Pack the tensors.
+
+        On CPU the arrays share memory with ``tensors``: return them from the actor before the next
+        update.
         """
         from rayloop.transports.manifest import manifest, raw
 
         # Tensors are copied once: checksum and bytes are both computed on the host.
         on_cpu = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-        return WeightUpdate(
-            manifest(version, on_cpu), {name: raw(tensor) for name, tensor in on_cpu.items()}
-        )
+        arrays = {name: raw(tensor) for name, tensor in on_cpu.items()}
+        return WeightUpdate(manifest(version, on_cpu), arrays)
 
 
 class ArrayReceiver(Receiver[Arrays]):
-    """Views the byte arrays as tensors."""
+    """A receiver that views the byte arrays as tensors."""
 
     def unpack(self, manifest: Manifest, source: Arrays) -> Mapping[str, Tensor]:
         """The verified CPU tensors, in the store's memory. Raises WeightSyncError."""
@@ -51,23 +50,23 @@ class ArrayReceiver(Receiver[Arrays]):
         for name, expected in manifest.tensors.items():
             if name in source and source[name].nbytes != expected.nbytes:
                 faults.append(f"{name}: {source[name].nbytes} of {expected.nbytes} bytes")
-        # A short array cannot be viewed in its shape, so lengths are compared before.
+        # A short array cannot be viewed in its shape, so lengths are compared first.
         complain(manifest.version, faults)
-        tensors = {
-            name: torch.from_numpy(source[name]).view(DTYPES[expected.dtype]).view(expected.shape)
-            for name, expected in manifest.tensors.items()
-        }
+        tensors = {}
+        for name, expected in manifest.tensors.items():
+            array = torch.from_numpy(source[name])
+            tensors[name] = array.view(DTYPES[expected.dtype]).view(expected.shape)
         verify(manifest, tensors)
         return tensors
 
 
 class ObjectStore(WeightTransport[Arrays]):
-    """The driver owns the arrays until the next weight sync."""
+    """A transport through the object store; the driver owns the arrays until the next sync."""
 
     def sender(self, host: str) -> ArraySender:
-        """The rank's half."""
+        """The rank's part."""
         return ArraySender()
 
     def receiver(self) -> ArrayReceiver:
-        """The rollout actor's half."""
+        """The rollout actor's part."""
         return ArrayReceiver()

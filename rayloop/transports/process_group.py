@@ -1,4 +1,4 @@
-"""A process group beside torch's default one.
+"""A process group in addition to torch's default one.
 
 Only this module calls torch's undocumented constructors of groups.
 """
@@ -21,11 +21,12 @@ RAISING = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-"""NCCL's constructor reads these.
+"""Environment variables that NCCL's constructor reads.
 
-Without them PyTorch's watchdog ends the process of a failed or late broadcast: no exception.
+Without them PyTorch's watchdog ends the process of a failed or late broadcast, without an
+exception.
 """
-CONSTRUCTING = threading.Lock()
+_CONSTRUCTOR_LOCK = threading.Lock()
 
 
 class Membership:
@@ -36,10 +37,11 @@ class Membership:
     """
 
     def __init__(self, backend: Literal["gloo", "nccl"], timeout: float) -> None:
-        self._backend, self._timeout = backend, timedelta(seconds=timeout)
+        self._backend = backend
+        self._timeout = timedelta(seconds=timeout)
         self.device = torch.device("cuda" if backend == "nccl" else "cpu")
         """Device of the tensors to broadcast."""
-        self._opened: Meeting | None = None
+        self._served_meeting: Meeting | None = None
         self._group: dist.Backend | None = None
         self._name: str | None = None
 
@@ -48,29 +50,34 @@ class Membership:
 
         Returns its port. Raises OSError and RuntimeError.
         """
-        self._opened = Meeting(host, 0, self._timeout.total_seconds(), first=True)
-        return self._opened.port
+        self._served_meeting = Meeting(host, 0, self._timeout.total_seconds(), first=True)
+        return self._served_meeting.port
 
     def join(self, host: str, port: int, name: str, size: int) -> None:
-        """Become one of ``size`` members of the group ``name``, which is secret; the process that
-        called ``serve`` is rank 0. Raises RuntimeError when the others do not join in time, or the
-        group is full. All wait for each other here: NCCL's constructor has no deadline.
+        """Become one of ``size`` members of the group ``name``, which is secret.
+
+        The process that called ``serve`` is rank 0. Raises RuntimeError when the others do not join
+        in time, or the group is full. All members wait for each other here: NCCL's constructor has
+        no deadline.
         """
         if self._group is not None and name == self._name:
             return
 
-        # Leaving closes the last group's connections: a
-        # member that still waits there fails at once.
+        # Leaving closes the last group's connections: a member that still waits there fails at
+        # once.
         self.leave()
-        meeting = self._opened or Meeting(host, port, self._timeout.total_seconds(), first=False)
+        meeting = self._served_meeting
+        if meeting is None:
+            meeting = Meeting(host, port, self._timeout.total_seconds(), first=False)
         rank, store = meeting.join(name, size)
-        form = _nccl if self._backend == "nccl" else dist.ProcessGroupGloo
-        self._group, self._name = form(store, rank, size, self._timeout), name
+        constructor = _nccl if self._backend == "nccl" else dist.ProcessGroupGloo
+        self._group = constructor(store, rank, size, self._timeout)
+        self._name = name
 
     def broadcast(self, buffer: Tensor) -> None:
         """Copy rank 0's buffer into the others' buffers.
 
-        Raises RuntimeError when a member is gone or late.
+        Raises RuntimeError when a member has left or is late.
         """
         assert self._group is not None
         self._group.broadcast(buffer, 0).wait(self._timeout)
@@ -82,25 +89,29 @@ class Membership:
 
 
 def _nccl(*arguments: Any) -> Any:
-    """Returns an NCCL group.
+    """Return an NCCL group.
 
     Only its constructor sees ``RAISING``, so the trainer's groups keep their behaviour.
     """
-    # The environment is the whole process's: two constructors at once would restore it wrongly.
-    with CONSTRUCTING, _unpinned():
-        before = {name: os.environ.get(name) for name in RAISING}
+    # The environment belongs to the process: two constructors at once would restore it wrongly.
+    with _CONSTRUCTOR_LOCK, _unpinned():
+        old_values = {name: os.environ.get(name) for name in RAISING}
         os.environ |= RAISING
         try:
             return dist.ProcessGroupNCCL(*arguments)
         finally:
-            for name, value in before.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})
+            for name, value in old_values.items():
+                if value is None:
+                    os.environ.pop(name)
+                else:
+                    os.environ[name] = value
 
 
 def _unpinned() -> AbstractContextManager[Any]:
-    """With ``VLLM_BATCH_INVARIANT`` vLLM pins algorithm and protocol of NCCL in its processes, and
-    has their module loaded. The trainer does not, and NCCL reconciles nothing: a group of both
-    would hang where no deadline reaches.
+    """A context in which vLLM does not pin the algorithm and protocol of NCCL.
+
+    With ``VLLM_BATCH_INVARIANT`` it pins them in its processes, in which its module is loaded. The
+    trainer does not, and NCCL does not compare them: a group of both would hang without a deadline.
     """
     # It is looked up, not imported: a trainer without vLLM must not load it.
     vllm = sys.modules.get("vllm.utils.nccl")

@@ -1,6 +1,7 @@
-"""The interface of a weight transport (docs/bring_your_own/transport.md): the driver calls
-``deliver``, the ``sender`` lives in the policy's first rank, a ``receiver`` in every rollout actor.
-The driver imports this module: torch is imported in functions.
+"""The interface of a weight transport (docs/bring_your_own/transport.md).
+
+The driver calls ``deliver``; the ``sender`` runs in the policy's first rank, a ``receiver`` in
+every rollout actor. The driver imports this module, so torch is imported in functions.
 """
 
 from __future__ import annotations
@@ -27,15 +28,18 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 Source = TypeVar("Source")
-"""What receivers get besides the manifest: bytes, a path, handles. Only the transport reads it."""
+"""The data that receivers get with the manifest: bytes, a path, handles.
+
+Only the transport reads it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate(Generic[Source]):
     """One version of the weights, ready to be loaded.
 
-    In the driver ``source`` is an object reference, which Ray resolves; what ``Rollouts.keep`` gets
-    may have a task that returns the update as ``source``.
+    In the driver ``source`` is an object reference, which Ray resolves; in the update for
+    ``Rollouts.keep`` it may be a task that returns the update.
     """
 
     manifest: Manifest
@@ -46,8 +50,10 @@ class WeightExporter(Protocol):
     """The policy's part of ``deliver``."""
 
     async def export(self, version: Version) -> WeightUpdate[Any]:
-        """Gather the weights and ``pack`` them with the sender; after ``send`` of this version,
-        what it has ``sent``. Raises PolicyLost.
+        """Gather the weights and ``pack`` them with the sender.
+
+        After ``send`` of this version, return the copy that the sender has ``sent``. Raises
+        PolicyLost.
         """
 
     async def send(self, version: Version, meeting: Any) -> None:
@@ -61,7 +67,7 @@ class WeightExporter(Protocol):
     ) -> Awaitable[T]:
         """Call a method of the sender in the first rank: ``ask(MySender.method, ...)``.
 
-        Raises what it raises, PolicyLost.
+        Raises the errors of the method, PolicyLost.
         """
 
 
@@ -70,53 +76,56 @@ class Rollouts(Protocol):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Their serial numbers, which are never used twice."""
+        """The serial numbers of the engines, which are never used twice."""
 
     def keep(self, update: WeightUpdate[Any]) -> None:
-        """Engines that start from now on load this.
+        """Let engines that start from now on load this update.
 
         Call it before the first ``load`` of a version.
         """
 
     async def load(self, update: WeightUpdate[Any]) -> None:
-        """Every engine in service loads it within a sixth of ``policy.step_timeout``.
+        """Load the update into every engine, within a sixth of ``policy.step_timeout``.
 
-        An engine that is lost meanwhile is replaced. Raises the first failure (WeightSyncError,
-        BroadcastFailed) after all have ended. What ``keep`` got is bounded by the last loads; after
-        AnswerLate, which must not be caught, ``deliver`` is called once more.
+        An engine that is lost during the load is replaced. Raises the first failure
+        (WeightSyncError, BroadcastFailed) after all have ended. The update of ``keep`` is bounded
+        by the last loads; after AnswerLate, which must not be caught, ``deliver`` is called once
+        more.
         """
 
     def fell_back(self, version: Version, error: Exception) -> None:
-        """Emits an event: the transport failed for this version, and a slower way follows."""
+        """Emit an event: the transport failed for this version, and a slower way follows."""
 
 
 class Sender(ABC, Generic[Source]):
-    """Runs in the policy's first rank.
+    """The part of a transport in the policy's first rank.
 
     The driver calls further methods of it through ``WeightExporter.ask``.
     """
 
     @abstractmethod
     def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightUpdate[Source]:
-        """``tensors`` are whole, on any device.
+        """Pack all weights; ``tensors`` are whole, on any device.
 
         The driver owns the returned value. Raises WeightSyncError.
         """
 
     def send(self, version: Version, weights: Iterable[tuple[str, Tensor]], meeting: Any) -> None:
-        """For ``WeightExporter.send``: ``weights`` are gathered while they are iterated, to their
-        end in any case. Raises BroadcastFailed.
+        """Send the weights for ``WeightExporter.send``.
+
+        ``weights`` are gathered while they are iterated, which must reach their end in any case.
+        Raises BroadcastFailed.
         """
         raise NotImplementedError
 
     def sent(self) -> WeightUpdate[Source]:
-        """A copy of what was sent last."""
+        """A copy of the weights that were sent last."""
         raise NotImplementedError
 
 
 @asynccontextmanager
 async def paused(engine: GenerationEngine) -> AsyncIterator[None]:
-    """The engine decodes nothing within, and goes on afterwards in any case."""
+    """Pause the engine's decoding, and resume it afterwards in any case."""
     await engine.pause()
     try:
         yield
@@ -125,11 +134,14 @@ async def paused(engine: GenerationEngine) -> AsyncIterator[None]:
 
 
 class Receiver(ABC, Generic[Source]):
-    """Runs in every rollout actor."""
+    """The part of a transport in every rollout actor."""
 
     @abstractmethod
     def unpack(self, manifest: Manifest, source: Source) -> Mapping[str, Tensor]:
-        """The verified tensors, to be read only. Runs in a thread. Raises WeightSyncError."""
+        """Return the verified tensors, which are only read.
+
+        It runs in a thread. Raises WeightSyncError.
+        """
 
     async def take(self, engine: GenerationEngine, manifest: Manifest, source: Source) -> None:
         """Unpack, pause the engine, load, and resume it in any case.
@@ -137,27 +149,30 @@ class Receiver(ABC, Generic[Source]):
         Raises WeightSyncError. A transport that gives the weights to an engine's own processes
         overrides this, and unpacks nothing.
         """
-        # It unpacks before the pause, so that the engine goes on decoding meanwhile.
+        # It unpacks before the pause, so that the engine decodes during that time.
         tensors = await asyncio.to_thread(self.unpack, manifest, source)
         async with paused(engine):
             await engine.load(manifest, tensors)
 
 
 class WeightTransport(ABC, Generic[Source]):
-    """Made in the driver, in every rank and in every rollout actor, from the settings and a folder
+    """A way of the weights from the policy to the engines.
+
+    The driver, every rank and every rollout actor construct one, from the settings and a folder
     that all of them see.
     """
 
     def __init__(self, settings: Any, folder: str) -> None:
-        self.settings, self.folder = settings, folder
+        self.settings = settings
+        self.folder = folder
 
     @abstractmethod
     def sender(self, host: str) -> Sender[Source]:
-        """Returns the rank's half; other nodes reach the rank at ``host``."""
+        """Return the rank's part; other nodes reach the rank at ``host``."""
 
     @abstractmethod
     def receiver(self) -> Receiver[Source]:
-        """Returns the rollout actor's half."""
+        """Return the rollout actor's part."""
 
     async def deliver(self, policy: WeightExporter, rollouts: Rollouts, version: Version) -> None:
         """Load the policy's weights into every engine in service, as ``version``.
@@ -166,25 +181,25 @@ class WeightTransport(ABC, Generic[Source]):
         arrive as sent.
         """
         update = await policy.export(version)
-        # It comes before the load, or an engine that starts during it would get the version before.
+        # This comes before the load, or an engine that starts during it would get the last version.
         rollouts.keep(update)
         await rollouts.load(update)
 
 
 def transport(settings: TransportSettings, folder: str | Path) -> WeightTransport[Any]:
-    """Returns the transport of ``settings``; it may write below ``folder`` (in the run folder),
-    which every node should see. Raises ConfigError for a class that does not implement
-    WeightTransport.
+    """Return the transport of ``settings``.
+
+    It may write below ``folder`` (in the run folder), which every node should see. Raises
+    ConfigError for a class that does not implement WeightTransport.
     """
     if not isinstance(settings, Component):
-        shipped: WeightTransport[Any] = pkgutil.resolve_name(settings.implementation)(
-            settings, str(folder)
-        )
+        implementation = pkgutil.resolve_name(settings.implementation)
+        shipped: WeightTransport[Any] = implementation(settings, str(folder))
         return shipped
-    own = settings.resolve()(settings.options(), str(folder))
-    if isinstance(own, WeightTransport):
-        return own
+    custom = settings.resolve()(settings.options(), str(folder))
+    if isinstance(custom, WeightTransport):
+        return custom
     raise ConfigError(
-        f"use: {settings.use!r} is a {type(own).__name__}, not a"
+        f"use: {settings.use!r} is a {type(custom).__name__}, not a"
         " rayloop.transports.seam.WeightTransport"
     )

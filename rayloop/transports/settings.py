@@ -1,4 +1,4 @@
-"""Settings of the weight transports, and the table of them. Imports neither torch nor ray."""
+"""Settings of the weight transports. This module imports neither torch nor ray."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from rayloop.config.settings import OWN, Component, SettingsModel, by_kind
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """GPUs of each policy rank and of each rollout actor."""
+    """The GPUs of each policy rank and of each rollout actor."""
 
     policy_gpus: float
     rollout_gpus: float
@@ -24,13 +24,13 @@ class Placed:
 
 
 class TransportChoice(SettingsModel):
-    """Base of the settings of the transports that are shipped."""
+    """Base of the settings of the shipped transports."""
 
     implementation: ClassVar[str]
     """``module:Class``, imported where it is needed."""
 
     def problems(self, placed: Placed) -> Iterator[str]:
-        """Yields why this transport cannot serve a run with this placement."""
+        """Yield why this transport cannot serve a run with this placement."""
         yield from ()
 
 
@@ -42,20 +42,25 @@ class ObjectStoreTransport(TransportChoice):
 
 
 class BroadcastTransport(TransportChoice):
-    """Weights are broadcast, while they are gathered, in a process group of the policy's first rank
-    and the processes of vLLM or SGLang (rollout actors with other engines). The object store gets a
-    copy, from which replaced engines catch up, and all if a broadcast fails.
+    """Weights are broadcast from the policy's first rank, while they are gathered.
+
+    The process group has the processes of vLLM or SGLang (rollout actors with other engines). The
+    object store gets a copy, which replaced engines load, and all engines if a broadcast fails.
     """
 
     implementation = "rayloop.transports.collective:Collective"
     backend: ClassVar[Literal["gloo", "nccl"]]
     bucket_bytes: ClassVar[int] = 2**30
-    """Tensors travel together in buckets of this size, of which sender and receivers hold two; a
-    larger tensor has one of its own. Smaller buckets cost round trips.
+    """The size of the buckets in which tensors travel together.
+
+    Sender and receivers hold two; a larger tensor has a separate bucket. Smaller buckets cost round
+    trips.
     """
     share: ClassVar[float] = 0.2
-    """Of the time for a weight sync: how long a member waits for the others, to meet and for each
-    bucket, before the broadcast fails and the object store's copy is loaded.
+    """The share of the time for a weight sync that a member waits for the others.
+
+    It waits for the meeting and for each bucket; then the broadcast fails and the object store's
+    copy is loaded.
     """
 
     _timeout: float = PrivateAttr(120.0)
@@ -72,16 +77,18 @@ class BroadcastTransport(TransportChoice):
         return self._workers
 
     def within(self, seconds: float, workers: int = 0) -> Self:
-        """The same for engines with ``workers``, whose waits are its ``share`` of so many seconds."""
-        made = self.model_copy()
-        made._timeout, made._workers = self.share * seconds, workers
-        return made
+        """A copy for engines with ``workers``, whose waits are the ``share`` of ``seconds``."""
+        settings = self.model_copy()
+        settings._timeout = self.share * seconds
+        settings._workers = workers
+        return settings
 
 
 class CollectiveTransport(BroadcastTransport):
-    """Weights are broadcast over TCP (gloo) from the policy's first rank to all engines, for many
-    nodes. The object store keeps a copy for engines that are replaced, and for a broadcast that
-    fails.
+    """Weights are broadcast over TCP (gloo) from the policy's first rank to all engines.
+
+    It is for many nodes. The object store keeps a copy for engines that are replaced, and for a
+    broadcast that fails.
     """
 
     kind: Literal["collective"] = "collective"
@@ -89,8 +96,10 @@ class CollectiveTransport(BroadcastTransport):
 
 
 class NcclTransport(BroadcastTransport):
-    """As ``collective``, between GPUs: every engine and the policy's first rank need their own.
-    vLLM and SGLang load the weights from the GPU's memory, in which they arrive.
+    """Weights are broadcast as with ``collective``, but between GPUs.
+
+    Every engine and the policy's first rank need separate GPUs. vLLM and SGLang load the weights
+    from the GPU's memory, in which they arrive.
     """
 
     kind: Literal["nccl"] = "nccl"
@@ -113,12 +122,13 @@ TransportSettings = Annotated[
     | Annotated[Component, Tag(OWN)],
     by_kind("object_store"),
 ]
-"""A transport of your own is named by where it is: ``{use: package.module:Class, with: {...}}``."""
+"""The settings of any transport; a custom one is ``{use: package.module:Class, with: {...}}``."""
 
 
 def problems(settings: TransportSettings, placed: Placed) -> Iterator[str]:
-    """Yields why the transport cannot serve a run with this placement; a transport of your own is
-    not checked.
+    """Yield why the transport cannot serve a run with this placement.
+
+    A custom transport is not checked.
     """
     if isinstance(settings, TransportChoice):
         yield from settings.problems(placed)
