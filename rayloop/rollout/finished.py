@@ -1,9 +1,10 @@
-"""Finished groups: which are ready, what a step takes of them, and what they show about tasks and
-the acceptance rate.
+"""Finished groups: those that are ready, and those that ended since the last step.
+
+They also give the acceptance rate and the failures of tasks.
 """
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -29,48 +30,60 @@ class ReadyGroups:
     """Finished groups with something to train on, in request order."""
 
     def __init__(self, settings: AlgorithmSettings, ledger: Ledger) -> None:
-        self.settings, self.ledger = settings, ledger
+        self.settings = settings
+        self.ledger = ledger
         self.groups: list[Group] = []
-        """Never changed, but replaced by another list."""
+        """The list is never changed, but replaced by another list."""
         self.dropped: Counter[str] = Counter()
         """Stale and surplus members since the last step, by ``state/source`` (for metrics)."""
-        self._counted: tuple[list[Group], int] = (self.groups, 0)
+        self._counted_groups = self.groups
+        self._survivors = 0
         self._fresh: dict[int, Group] = {}
-        """Groups without a member that is too old for ``_fresh_for``, the version of the last call
-        of ``expire``.
-        """
+        """Number -> group without a member that is too old for ``_fresh_for``."""
         self._fresh_for: tuple[Version, Mapping[int, int]] | None = None
+        """The arguments of the last call of ``expire``."""
 
     @property
     def survivors(self) -> int:
-        """Trajectories that are ready to be trained."""
+        """The number of trajectories that are ready to be trained."""
         # The list is replaced at each change, so its identity shows whether the count is current.
-        if self._counted[0] is not self.groups:
-            self._counted = self.groups, sum(len(group.kept) for group in self.groups)
-        return self._counted[1]
+        if self._counted_groups is not self.groups:
+            self._counted_groups = self.groups
+            self._survivors = sum(len(group.kept) for group in self.groups)
+        return self._survivors
 
     def add(self, group: Group) -> None:
-        """A finished group; one of which nothing was kept is not ready."""
+        """Add a finished group; one without kept members is not ready."""
         if group.kept:
-            self.groups = sorted([*self.groups, group], key=lambda g: g.number)
+            self.groups = sorted([*self.groups, group], key=lambda group: group.number)
 
     def expire(self, version: Version, inherited: Mapping[int, int]) -> None:
-        """Members too old for ``version`` become stale.
+        """Mark members that are too old for ``version`` as stale.
 
-        Called at every change, so it remembers the groups that it found fresh.
+        It is called at every change, so it remembers the groups that it found fresh.
         """
         limit = self.settings.staleness.max_staleness
         if self._fresh_for != (version, inherited):
-            self._fresh_for, self._fresh = (version, dict(inherited)), {}
-        unseen = [group for group in self.groups if self._fresh.get(group.number) is not group]
-        now = {group.number: expired(group, version, limit, inherited) for group in unseen}
-        if changed := [now[group.number] for group in unseen if now[group.number] is not group]:
-            self.settle(changed)
-            self.groups = [g for group in self.groups if (g := now.get(group.number, group)).kept]
-        self._fresh.update(now)
+            self._fresh_for = (version, dict(inherited))
+            self._fresh = {}
+        groups = []
+        expired_groups = []
+        for group in self.groups:
+            if self._fresh.get(group.number) is group:
+                groups.append(group)
+                continue
+            fresh_group = expired(group, version, limit, inherited)
+            if fresh_group is not group:
+                expired_groups.append(fresh_group)
+            if fresh_group.kept:
+                groups.append(fresh_group)
+            self._fresh[group.number] = fresh_group
+        if expired_groups:
+            self.settle(expired_groups)
+            self.groups = groups
 
     def select(self) -> Selection:
-        """The step's target, by rank; nothing is taken yet."""
+        """Select the step's target by rank; nothing is taken yet."""
         return select(
             self.groups,
             self.settings.target,
@@ -79,75 +92,81 @@ class ReadyGroups:
         )
 
     def take(self, chosen: Selection, among: Collection[int]) -> None:
-        """The step trains on ``chosen.train``, of the groups ``among`` (numbers).
+        """Take the groups ``chosen.train``; ``among`` are the numbers of the selected-from groups.
 
-        Others of these compete again or are surplus.
+        The others of these compete again or are surplus.
         """
         self.settle(chosen.train)
         self.groups = [group for group in self.groups if group.number not in among]
         if self.settings.carry_over:
-            self.groups = sorted([*chosen.left_over, *self.groups], key=lambda g: g.number)
+            groups = [*chosen.left_over, *self.groups]
+            self.groups = sorted(groups, key=lambda group: group.number)
         else:
-            self.settle(
-                _with_status(g, Status(TrajectoryState.SURPLUS, "left_over"))
-                for g in chosen.left_over
-            )
+            surplus = Status(TrajectoryState.SURPLUS, "left_over")
+            self.settle(_with_status(group, surplus) for group in chosen.left_over)
 
     def lose(self, ids: Collection[TrajectoryId]) -> None:
-        """The payloads of these trajectories are gone."""
+        """Exclude the trajectories ``ids``, whose payloads are lost."""
         remaining = [without(group, ids) for group in self.groups]
         self.settle(remaining)
         self.groups = [group for group in remaining if group.kept]
 
     async def complete(self, annotate: Callable[[Group], Awaitable[Group]]) -> None:
-        """Annotate members without reference log-probs (of a run without a KL term): no step with a
-        KL term could train on them.
+        """Annotate members without reference log-probs (of a run without a KL term).
+
+        No step with a KL term could train on them.
         """
-        for group in [g for g in self.groups if any(m.reference is None for m in g.kept)]:
+        for group in self.groups:
+            if all(member.reference is not None for member in group.kept):
+                continue
             annotated = await annotate(group)
-            self.groups = [annotated if g.number == group.number else g for g in self.groups]
+            # Groups may have been added during the wait.
+            self.groups = [
+                annotated if other.number == group.number else other for other in self.groups
+            ]
 
     def settle_trained(self, groups: Iterable[Group]) -> None:
-        """The kept members of these groups were trained."""
+        """Mark the kept members of these groups as trained."""
         for member in self._live(groups):
             if member.kept:
                 self.ledger.move(member.summary.id, Status(TrajectoryState.TRAINED))
 
     def settle(self, groups: Iterable[Group]) -> None:
-        """Members of these groups that have a status meet it, unless they have before."""
+        """Move members of these groups to their status, unless they have ended already."""
         for member in self._live(groups):
             if member.status is not None:
                 self.end(member, member.status)
 
     def end(self, member: Member, status: Status) -> None:
-        """A member's final state, when it will not be trained."""
+        """Move a member that will not be trained to its final state."""
         self.ledger.move(member.summary.id, status)
         if status.state in (TrajectoryState.STALE, TrajectoryState.SURPLUS):
             self.dropped[f"{status.state}/{member.summary.source or 'unnamed'}"] += 1
 
-    def _live(self, groups: Iterable[Group]) -> Iterable[Member]:
-        # The ledger counted a replayed member in the group that played it.
-        members = (member for group in groups for member in group.members if not member.replayed)
-        return (member for member in members if self.ledger.state_of(member.summary.id) is not None)
+    def _live(self, groups: Iterable[Group]) -> Iterator[Member]:
+        for group in groups:
+            for member in group.members:
+                # The ledger counted a replayed member in the group that played it.
+                if not member.replayed and self.ledger.state_of(member.summary.id) is not None:
+                    yield member
 
     def close(self) -> None:
-        """The run is over: none of these will be trained."""
-        self.settle(
-            _with_status(group, Status(TrajectoryState.SURPLUS, "run_ended"))
-            for group in self.groups
-        )
+        """End the run: no ready group will be trained."""
+        surplus = Status(TrajectoryState.SURPLUS, "run_ended")
+        self.settle(_with_status(group, surplus) for group in self.groups)
         self.groups = []
 
     def state(self) -> dict[str, Any]:
-        """Plain values, and ``HeldValue`` ones for payloads."""
+        """The state as plain values, with ``HeldValue`` for payloads."""
         return {
             "groups": [plain_group(group) for group in self.groups],
             "dropped": dict(self.dropped),
         }
 
     def restore(self, state: Mapping[str, Any], own: Own, task: Callable[[str], Task]) -> None:
-        """Go on where ``state`` was taken; ``own`` keeps what payloads it brings, ``task`` finds a
-        row by its id.
+        """Continue where ``state`` was taken.
+
+        ``own`` keeps its payloads, ``task`` finds a row by its id.
         """
         self.groups = [group_from_plain(group, own, task) for group in state["groups"]]
         self.dropped = Counter(state["dropped"])
@@ -159,19 +178,29 @@ def without(group: Group, ids: Collection[TrajectoryId]) -> Group:
     Rewards and advantages of the others stay.
     """
     status = Status(TrajectoryState.EXCLUDED, UnscoredKind.PAYLOAD_LOST)
-    gone = {i: m for i, m in enumerate(group.members) if m.kept and m.summary.id in ids}
-    return group.map({i: replace(m.bare(), status=status) for i, m in gone.items()})
+    replacements = {}
+    for index, member in enumerate(group.members):
+        if member.kept and member.summary.id in ids:
+            replacements[index] = replace(member.bare(), status=status)
+    return group.map(replacements)
 
 
 def _with_status(group: Group, status: Status) -> Group:
-    return group.map({i: replace(m, status=status) for i, m in enumerate(group.members) if m.kept})
+    """The group with ``status`` for its kept members."""
+    return group.map(
+        {
+            index: replace(member, status=status)
+            for index, member in enumerate(group.members)
+            if member.kept
+        }
+    )
 
 
 class Quarantine(Protocol):
-    """Remembers in how many groups tasks failed (cluster/supervision/history.py)."""
+    """The number of groups in which each task failed (cluster/supervision/history.py)."""
 
     def ended(self, group: int, task: str, failed: bool) -> str:
-        """A group ended, ``failed`` for some of its members.
+        """Count a group that ended, ``failed`` for some of its members.
 
         Returns why to quarantine its task, or "".
         """
@@ -180,15 +209,16 @@ class Quarantine(Protocol):
         """Forget all failures."""
 
     def state(self) -> dict[str, int]:
-        """Plain values for the checkpoint."""
+        """The state as plain values for the checkpoint."""
 
     def restore(self, groups_failed: Mapping[str, int]) -> None:
-        """Take over what ``state`` returned."""
+        """Take over the values that ``state`` returned."""
 
 
 class FinishedGroups:
-    """The groups that ended since the last step, as they were after the filters; what was kept of
-    them went to ``ready``.
+    """The groups that ended since the last step, as they were after the filters.
+
+    Their kept members went to ``ready``.
     """
 
     def __init__(
@@ -199,46 +229,51 @@ class FinishedGroups:
         alarms: Alarms,
         blame: Quarantine,
     ) -> None:
-        self.ledger, self.ready, self.alarms, self.blame = ledger, ready, alarms, blame
+        self.ledger = ledger
+        self.ready = ready
+        self.alarms = alarms
+        self.blame = blame
         self.groups: list[Group] = []
-        self.buffer = ReplayBuffer(config.algorithm.replay, config.seed)
-        settings = config.algorithm
+        algorithm = config.algorithm
+        self.buffer = ReplayBuffer(algorithm.replay, config.seed)
         self.acceptance = AcceptanceRate(
-            4 * settings.target, 1 / settings.filtering.max_generation_batches
+            4 * algorithm.target, 1 / algorithm.filtering.max_generation_batches
         )
         self._injected: dict[int, tuple[Group, Member | None]] = {}
+        """Group number -> the group as it was played, and its displaced member."""
 
     def replay(self, group: Group, step: int) -> Group:
         """Let a stored success take a member's place (ARPO).
 
-        Takes effect in buffer and ledger when the group is committed.
+        Buffer and ledger change when the group is committed.
         """
         injection = self.buffer.inject(group, step)
         self._injected[group.number] = (group, injection.displaced)
         return injection.group
 
     def commit(self, group: Group) -> str:
-        """Take a finished group in: what was kept is ready, the rest has its status.
+        """Take in a finished group: kept members are ready, the others have their status.
 
         Returns why to quarantine its task, or "". Raises AlarmStopped or GraderBroken.
         """
-        played = self._account_for_replay(group)
+        played_members = self._account_for_replay(group)
         for member in group.members:
             if not member.replayed:
                 self.ledger.move(member.summary.id, member.status or Status(TrajectoryState.READY))
         self.acceptance.observe(len(group.kept), len(group.members))
         self.groups.append(group)
-        self.alarms.groups(played)
-        kinds = [m.outcome.kind for m in played if isinstance(m.outcome, Unscored)]
-        why = self.blame.ended(
-            group.number, group.task.id, UnscoredKind.ENVIRONMENT_FAILURE in kinds
-        )
+        self.alarms.groups(played_members)
+        outcomes = [member.outcome for member in played_members]
+        kinds = [outcome.kind for outcome in outcomes if isinstance(outcome, Unscored)]
+        failed = UnscoredKind.ENVIRONMENT_FAILURE in kinds
+        reason = self.blame.ended(group.number, group.task.id, failed)
         self.ready.add(group)
-        return why
+        return reason
 
     def _account_for_replay(self, group: Group) -> tuple[Member, ...]:
-        """The members that were played for this group: a displaced one instead of what took its
-        place.
+        """The members that were played for this group.
+
+        A displaced member is among them, and not the stored one that took its place.
         """
         fresh, displaced = self._injected.pop(group.number)
         self.buffer.store(fresh)
@@ -249,44 +284,43 @@ class FinishedGroups:
         return displaced, *group.members[1:]
 
     def lose(self, ids: Collection[TrajectoryId]) -> int:
-        """The payloads of these trajectories are gone.
+        """Exclude the trajectories ``ids``, whose payloads are lost.
 
-        Returns how many were live; others are stored for replay.
+        Returns how many were live; the others were stored for replay.
         """
-        live = [id for id in ids if self.ledger.state_of(id) is not None]
-        self.alarms.lost(live)
+        live_ids = [id for id in ids if self.ledger.state_of(id) is not None]
+        self.alarms.lost(live_ids)
         self.buffer.forget(ids)
         self._injected = {
-            request: (without(group, ids), gone)
-            for request, (group, gone) in self._injected.items()
+            number: (without(group, ids), displaced)
+            for number, (group, displaced) in self._injected.items()
         }
         self.groups = [without(group, ids) for group in self.groups]
-        return len(live)
+        return len(live_ids)
 
     def state(self) -> dict[str, Any]:
-        """Plain values, and ``HeldValue`` for payloads of the replay buffer.
+        """The state as plain values, with ``HeldValue`` for payloads of the replay buffer.
 
         Groups that are not committed are in flight.
         """
-        stored = self.buffer.state().items()
+        replay = {}
+        for task_id, members in self.buffer.state().items():
+            replay[task_id] = [plain_member(member) for member in members]
         return {
             "groups": [plain_group(group.bare()) for group in self.groups],
-            "replay": {
-                task: [plain_member(member) for member in members] for task, members in stored
-            },
+            "replay": replay,
             "acceptance": self.acceptance.state(),
         }
 
     def restore(self, state: Mapping[str, Any], own: Own, task: Callable[[str], Task]) -> None:
-        """Go on where ``state`` was taken; ``own`` keeps what payloads it brings, ``task`` finds a
-        row by its id.
+        """Continue where ``state`` was taken.
+
+        ``own`` keeps its payloads, ``task`` finds a row by its id.
         """
         self.groups = [group_from_plain(group, own, task) for group in state["groups"]]
-        self.buffer.restore(
-            {
-                task: [member_from_plain(m, own) for m in members]
-                for task, members in state["replay"].items()
-            }
-        )
+        replay = {}
+        for task_id, members in state["replay"].items():
+            replay[task_id] = [member_from_plain(member, own) for member in members]
+        self.buffer.restore(replay)
         self.acceptance.restore(state["acceptance"])
         self._injected.clear()

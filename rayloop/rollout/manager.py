@@ -1,4 +1,4 @@
-"""Plays groups of tasks without end, and gives a step those that it trains on.
+"""The rollout manager: it plays groups of tasks without end, and gives a step its groups.
 
 A step waits only for groups that have begun.
 """
@@ -32,7 +32,7 @@ async def _nothing_lost(groups: tuple[Group, ...]) -> Collection[TrajectoryId]:
 
 
 class RolloutManager:
-    """Connects scheduler, finished and ready groups.
+    """The scheduler, the groups in flight, the finished groups and the ready groups of a run.
 
     ``in_flight``: the groups being played, by number.
     """
@@ -45,7 +45,10 @@ class RolloutManager:
         reporter: Reports,
         blame: Quarantine,
     ) -> None:
-        self.config, self.ledger, self.dataset, self._reporter = config, ledger, dataset, reporter
+        self.config = config
+        self.ledger = ledger
+        self.dataset = dataset
+        self._reporter = reporter
         self.scheduler = GroupScheduler(config, dataset, ledger, reporter.bad_row)
         self.ready = ReadyGroups(config.algorithm, ledger)
         self.alarms = Alarms(
@@ -60,15 +63,17 @@ class RolloutManager:
         self.in_flight: dict[int, GroupRequest] = {}
         self._playing = GroupRollout(config, self._notify)
         self._taken = 0
-        """Trajectories that a step has taken and that are not known to be trained: they fill the
-        bound on staleness.
+        """Trajectories that a step has taken and that are not known to be trained.
+
+        They count against the bound on staleness.
         """
-        self._collecting = self._stopping = False
-        self._waiting: list[asyncio.Future[None]] = []
+        self._collecting = False
+        self._stopping = False
+        self._change_waiters: list[asyncio.Future[None]] = []
         self._last_commit: asyncio.Future[None] | None = None
 
     async def run(self, player: Player, finish: Finish) -> None:
-        """Start groups without end, as admitted.
+        """Start groups without end, as many as are admitted.
 
         Groups in flight in an earlier call are lost, and are issued again.
         """
@@ -82,26 +87,28 @@ class RolloutManager:
         async with asyncio.TaskGroup() as group:
             while True:
                 for _ in range(self._admissible()):
-                    if (request := self.scheduler.issue()) is None:
-                        # No task is left: ``collect`` has to look again, and ends the run.
+                    request = self.scheduler.issue()
+                    if request is None:
+                        # No task is left: ``collect`` has to check again, and ends the run.
                         self._notify()
                         break
                     self.in_flight[request.number] = request
-                    done = asyncio.get_running_loop().create_future()
+                    commit: asyncio.Future[None] = asyncio.get_running_loop().create_future()
                     group.create_task(
-                        self._produce(request, player, finish, self._last_commit, done)
+                        self._produce(request, player, finish, self._last_commit, commit)
                     )
-                    self._last_commit = done
+                    self._last_commit = commit
                 await self._change()
 
     def _admissible(self) -> int:
         """How many groups may start now. Without staleness, only while a step waits for them."""
-        synchronous = self.config.algorithm.staleness.max_staleness == 0
-        if self._stopping or (synchronous and not self._collecting):
+        is_synchronous = self.config.algorithm.staleness.max_staleness == 0
+        if self._stopping or (is_synchronous and not self._collecting):
             return 0
-        occupied, rate = self.ready.survivors + self._taken, self.finished.acceptance.value
         return self.scheduler.admissible(
-            ready=occupied, in_flight=len(self.in_flight), acceptance=rate
+            ready=self.ready.survivors + self._taken,
+            in_flight=len(self.in_flight),
+            acceptance=self.finished.acceptance.value,
         )
 
     async def _produce(
@@ -109,38 +116,40 @@ class RolloutManager:
         request: GroupRequest,
         player: Player,
         finish: Finish,
-        before: asyncio.Future[None] | None,
-        done: asyncio.Future[None],
+        previous_commit: asyncio.Future[None] | None,
+        commit: asyncio.Future[None],
     ) -> None:
-        """Play and finish one group.
+        """Play and finish one group, then resolve ``commit``.
 
-        In deterministic mode groups are committed in request order: ``before`` is the one before.
+        In deterministic mode groups are committed in request order: each waits for
+        ``previous_commit``.
         """
         try:
             group = await self._playing.play(request, self.dataset[request.index], player)
-            if before is not None and self.config.rollout.deterministic:
-                # A cancelled group must not cancel the future of the group before it.
-                await asyncio.shield(before)
+            if previous_commit is not None and self.config.rollout.deterministic:
+                # A cancelled group must not cancel the future of the previous group.
+                await asyncio.shield(previous_commit)
             group = await finish(group)
-            if why := self.finished.commit(group):
-                self.quarantine(group.task, "", why)
-            # Counted out before anybody is woken: how many groups may start depends on both.
+            quarantine_reason = self.finished.commit(group)
+            if quarantine_reason:
+                self.quarantine(group.task, "", quarantine_reason)
+            # Both before the waiters wake up: how many groups may start depends on them.
             self._playing.forget(request.number)
             del self.in_flight[request.number]
             self._notify()
         finally:
             # Also after an error: the next group waits for this future.
-            if not done.done():
-                done.set_result(None)
+            if not commit.done():
+                commit.set_result(None)
 
     async def collect(
         self, version: Version, inherited: Mapping[int, int], hold: Hold = _nothing_lost
     ) -> Collected:
         """Wait until the step's target is ready, or its budget is spent; rank and cut.
 
-        ``version`` is the one that will train. ``hold`` keeps the payloads, and returns the
-        trajectories that are lost, which are excluded and made up for. Raises
-        GenerationBudgetSpent, ConfigError (no task is left), Stalled, Preempted.
+        ``version`` is the version that will train. ``hold`` keeps the payloads, and returns the
+        lost trajectories, which are excluded and replaced. Raises GenerationBudgetSpent,
+        ConfigError (no task is left), Stalled, Preempted.
         """
         self._collecting = True
         self._notify()
@@ -149,78 +158,99 @@ class RolloutManager:
                 if self._stopping:
                     raise Preempted("asked to stop")
                 self.ready.expire(version, inherited)
-                if not self._enough(self._owed(version, inherited)):
+                if not self._may_train(self._must_wait(version, inherited)):
                     await self._change()
                     continue
-                chosen = self.ready.select()
+                selection = self.ready.select()
                 # Groups may become ready while ``hold`` waits; this step must not touch them.
-                among = {group.number for group in self.ready.groups}
-                if not (lost := await hold(chosen.train)):
+                numbers = {group.number for group in self.ready.groups}
+                lost_ids = await hold(selection.train)
+                if not lost_ids:
                     break
-                self.lose(lost)
+                self.lose(lost_ids)
         finally:
             self._collecting = False
-        self.ready.take(chosen, among)
+        self.ready.take(selection, numbers)
 
-        # After the last try: what lost payloads cost still belongs to this step's budget.
+        # After the last attempt: the cost of lost payloads still belongs to this step's budget.
         self.scheduler.begin_step()
 
-        self._taken = sum(len(group.kept) for group in chosen.train)
-        finished, self.finished.groups = tuple(self.finished.groups), []
-        dropped, self.ready.dropped = self.ready.dropped, Counter()
+        self._taken = sum(len(group.kept) for group in selection.train)
+        finished_groups = tuple(self.finished.groups)
+        self.finished.groups = []
+        drop_counts = dict(self.ready.dropped)
+        self.ready.dropped = Counter()
         return Collected(
-            chosen.train,
-            finished,
-            dict(dropped),
+            selection.train,
+            finished_groups,
+            drop_counts,
             self.finished.acceptance.value,
             self.finished.buffer.stats(),
         )
 
     def synced(self, version: Version) -> None:
-        """Engines serve ``version``: the groups of the step before are trained, and no longer count
-        against the staleness bound.
+        """Note that the engines serve ``version``.
+
+        The groups of the last step are trained, and no longer count against the staleness bound.
         """
-        self._playing.version, self._taken = version, 0
+        self._playing.version = version
+        self._taken = 0
         self._notify()
 
-    def _owed(self, version: Version, inherited: Mapping[int, int]) -> bool:
-        """Whether this step must wait for groups in flight: a synchronous round, or a group too old
-        for the next step.
-        """
-        c = self.config.algorithm.staleness
-        if c.max_staleness == 0:
-            return bool(self.in_flight or (self.scheduler.one_round and self.scheduler.reissue))
-        return c.when_late == "wait" and self._playing.any_due(version, inherited)
+    def _must_wait(self, version: Version, inherited: Mapping[int, int]) -> bool:
+        """Whether this step must wait for groups in flight.
 
-    def _enough(self, owed: bool) -> bool:
+        They are those of a synchronous round, or a group that is too old for the next step.
+        """
+        staleness = self.config.algorithm.staleness
+        if staleness.max_staleness == 0:
+            return bool(self.in_flight or (self.scheduler.one_round and self.scheduler.reissue))
+        return staleness.when_late == "wait" and self._playing.any_due(version, inherited)
+
+    def _may_train(self, must_wait: bool) -> bool:
         """Whether to train now.
 
-        ``owed`` is awaited; the budget is spent with nothing in flight, or all tasks quarantined.
+        Raises GenerationBudgetSpent when the target cannot be reached any more, and ConfigError
+        when that is because all tasks are quarantined.
         """
-        c, survivors, spent = self.config.algorithm, self.ready.survivors, self.scheduler.spent
-        if not (survivors >= c.target and not owed) and (
-            self.in_flight or self.scheduler.reissue or not spent
-        ):
+        algorithm = self.config.algorithm
+        survivors = self.ready.survivors
+        is_spent = self.scheduler.spent
+        has_target = survivors >= algorithm.target and not must_wait
+        more_will_come = self.in_flight or self.scheduler.reissue or not is_spent
+        if not has_target and more_will_come:
             return False
 
-        used = c.filtering.max_generation_batches if spent else 0
-        members = [member for group in self.finished.groups for member in group.members]
-        statuses = Counter(
-            f"{m.status.state}[{m.status.reason}]" for m in members if m.status is not None
-        )
-        unscored = [m.outcome for m in members if isinstance(m.outcome, Unscored)]
+        used_batches = algorithm.filtering.max_generation_batches if is_spent else 0
+        statuses: Counter[str] = Counter()
+        unscored = []
+        cut = 0
+        for group in self.finished.groups:
+            for member in group.members:
+                if member.status is not None:
+                    statuses[f"{member.status.state}[{member.status.reason}]"] += 1
+                    cut += member.summary.cut
+                if isinstance(member.outcome, Unscored):
+                    unscored.append(member.outcome)
         try:
-            cut = sum(member.status is not None and member.summary.cut for member in members)
-            return enough(survivors, c.target, used, c.filtering, statuses, unscored, cut)
+            return enough(
+                survivors,
+                algorithm.target,
+                used_batches,
+                algorithm.filtering,
+                statuses,
+                unscored,
+                cut,
+            )
         except GenerationBudgetSpent:
             if self.scheduler.exhausted:
                 raise self.scheduler.no_task() from None
             raise
 
     def lose(self, ids: Collection[TrajectoryId]) -> None:
-        """The payloads of these scored trajectories are gone.
+        """Exclude scored trajectories whose payloads are lost.
 
-        Others replace them beside the step's budget, up to its size.
+        Others replace them outside the step's budget, up to its size.
         """
         self._reporter.event(incidents.PayloadLost(sorted(map(str, ids))))
         self.scheduler.make_up_for(self.finished.lose(ids))
@@ -228,39 +258,38 @@ class RolloutManager:
         self._notify()
 
     async def _change(self) -> None:
-        """Wait until something happens after this call. The watchdog bounds the wait."""
-        changed = asyncio.get_running_loop().create_future()
-        self._waiting.append(changed)
-        await changed
+        """Wait for the next change after this call. The watchdog bounds the wait."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._change_waiters.append(waiter)
+        await waiter
 
     def _notify(self) -> None:
-        """Wake all who wait in ``_change``."""
-        waiting, self._waiting = self._waiting, []
-        for changed in waiting:
-            if not changed.done():
-                changed.set_result(None)
+        """Wake all coroutines that wait in ``_change``."""
+        waiters = self._change_waiters
+        self._change_waiters = []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     def clear_quarantine(self) -> list[str]:
         """Issue quarantined tasks again, as if none had ever failed. Returns their ids."""
-        cleared = sorted(self.scheduler.quarantined)
+        ids = sorted(self.scheduler.quarantined)
         self.scheduler.quarantined.clear()
         self.finished.blame.clear()
-        return cleared
+        return ids
 
     def quarantine(self, task: Task, path: str, reason: str) -> None:
-        """Never play this task again, and write down why."""
+        """Never play this task again, and record the reason."""
         if self.scheduler.quarantine(task, path, reason):
             self._notify()
 
     def stop(self) -> None:
-        """Begin nothing more; ``collect`` raises Preempted."""
+        """Begin no more groups; ``collect`` raises Preempted."""
         self._stopping = True
         self._notify()
 
     def close(self) -> None:
-        """The run is over: what is still being played is cancelled, what is ready will not be
-        trained.
-        """
+        """End the run: groups in flight are cancelled, ready groups will not be trained."""
         for request in self.in_flight.values():
             for id in request.ids(self.config.algorithm.group_size):
                 if self.ledger.state_of(id) is not None:
@@ -269,8 +298,9 @@ class RolloutManager:
         self.ready.close()
 
     def state(self) -> dict[str, Any]:
-        """Of this moment, for the checkpoint: plain values, and ``HeldValue`` ones
-        (rayloop/rollout/plain.py) for payloads.
+        """The present state for the checkpoint.
+
+        It has plain values, and ``HeldValue`` (rayloop/rollout/plain.py) for payloads.
         """
         return {
             "issuer": self.scheduler.state(self.in_flight.values()),
@@ -281,7 +311,7 @@ class RolloutManager:
         }
 
     def restore(self, state: Mapping[str, Any], own: Own) -> None:
-        """Go on where ``state`` was taken: groups that were in flight will be issued again.
+        """Continue where ``state`` was taken: groups that were in flight will be issued again.
 
         ``own`` keeps a payload. Raises CheckpointError when data, seed or shuffling have changed. A
         row that the data no longer has keeps its id.

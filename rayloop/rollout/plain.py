@@ -1,6 +1,7 @@
-"""Groups, members and trajectories as plain values (JSON's, bytes and arrays) and back, for the
-checkpoint; pydantic reads them by type, which runs no code. A new field without a default requires
-another ``SCHEMA`` (rayloop/run/identity.py).
+"""Groups, members and trajectories as plain values (JSON's, bytes and arrays) and back.
+
+They are for the checkpoint; pydantic reads them by type, which runs no code. A new field without a
+default requires another ``SCHEMA`` (rayloop/run/identity.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,17 +27,19 @@ from rayloop.core.types import Streams, Summary, Task, Trajectory, TrajectoryId,
 
 T = TypeVar("T")
 Plain = Any
-"""None, a bool, a number, a text, bytes, an array, a list of these, or a mapping from texts to
-these.
+"""None, a bool, a number, a text, bytes or an array, or a list or mapping of these.
+
+The keys of a mapping are texts.
 """
 Own = Callable[[Any], Any]
-"""Keeps a value (a trajectory, or log-probs) and returns what stands for it in ``Member``."""
+"""A function that keeps a value (a trajectory, or log-probs) and returns its reference."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldValue:
-    """Stands in a state for a value in the object store: ``reference`` is the one that the member
-    ``id`` has.
+    """A placeholder in a state for a value in the object store.
+
+    ``reference`` is the reference that the member ``id`` has.
     """
 
     id: TrajectoryId
@@ -44,7 +47,7 @@ class HeldValue:
 
 
 def held(state: Plain) -> Iterator[HeldValue]:
-    """All held values in ``state``."""
+    """Yield all held values in ``state``."""
     match state:
         case HeldValue():
             yield state
@@ -57,7 +60,7 @@ def held(state: Plain) -> Iterator[HeldValue]:
 
 
 def filled(state: Plain, values: Callable[[Any], Any]) -> Plain:
-    """``state`` with the value of every ``HeldValue`` in its place; ``values``: by reference."""
+    """``state`` with each ``HeldValue`` replaced by its value, which ``values`` finds."""
     match state:
         case HeldValue(reference=reference):
             value = values(reference)
@@ -78,9 +81,9 @@ def _plain(value: Any) -> Plain:
         case StrEnum():
             return str(value)
         case tuple() | list():
-            return [_plain(one) for one in value]
+            return [_plain(element) for element in value]
         case Mapping():
-            return {name: _plain(one) for name, one in value.items()}
+            return {name: _plain(element) for name, element in value.items()}
         case _ if is_dataclass(value) and not isinstance(value, HeldValue):
             return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     return value
@@ -91,19 +94,20 @@ def _reader(cls: Any) -> TypeAdapter[Any]:
     return TypeAdapter(cls)
 
 
-def _read(cls: type[T], plain: Mapping[str, Any], **made: Any) -> T:
-    """The value that ``_plain`` wrote; ``made`` are the fields that are no mappings.
+def _read(cls: type[T], plain: Mapping[str, Any], **fields: Any) -> T:
+    """The value that ``_plain`` wrote; ``fields`` replaces those that pydantic cannot read.
 
     Raises ValueError.
     """
-    value: T = _reader(cls).validate_python({**plain, **made})  # type: ignore[arg-type]  # a class is hashable
+    reader = _reader(cls)  # type: ignore[arg-type]  # a class is hashable
+    value: T = reader.validate_python({**plain, **fields})
     return value
 
 
 def plain_group(group: Group) -> Plain:
-    """A group; of its task only the id, since the row is in the run's data."""
-    # ``issue`` here and ``fate`` in ``plain_member`` are names
-    # of the file format: others would need a new SCHEMA.
+    """A group as plain values, with the id of its task, since the row is in the run's data."""
+    # ``issue`` here and ``fate`` in ``plain_member`` are names of the file format: others would
+    # need a new SCHEMA.
     members = [plain_member(member) for member in group.members]
     return {
         "issue": group.number,
@@ -116,7 +120,7 @@ def plain_group(group: Group) -> Plain:
 
 
 def group_from_plain(plain: Plain, own: Own, task: Callable[[str], Task]) -> Group:
-    """The group again; ``own`` keeps its payloads, ``task`` finds a row by its id."""
+    """The group of plain values; ``own`` keeps its payloads, ``task`` finds a row by its id."""
     replay_of = None if plain["replay_of"] is None else TrajectoryId(*plain["replay_of"])
     members = tuple(member_from_plain(member, own) for member in plain["members"])
     return Group(
@@ -125,44 +129,60 @@ def group_from_plain(plain: Plain, own: Own, task: Callable[[str], Task]) -> Gro
 
 
 def plain_member(member: Member) -> Plain:
-    """A member; of one that left its group only the record."""
-    kept, id = member.kept, member.summary.id
+    """A member as plain values; a member that left its group has no payload and reference."""
+    payload = None
+    reference = None
+    if member.kept and member.payload is not None:
+        payload = HeldValue(member.summary.id, member.payload)
+    if member.kept and member.reference is not None:
+        reference = HeldValue(member.summary.id, member.reference)
+    status = None
+    if member.status is not None:
+        status = [str(member.status.state), member.status.reason]
     return {
         "summary": _plain(member.summary),
         "outcome": _outcome(member.outcome),
-        "payload": HeldValue(id, member.payload) if kept and member.payload is not None else None,
+        "payload": payload,
         "credit": None if member.credit is None else _plain(member.credit),
-        "reference": (
-            HeldValue(id, member.reference) if kept and member.reference is not None else None
-        ),
+        "reference": reference,
         "replayed": member.replayed,
-        "fate": None if member.status is None else [str(member.status.state), member.status.reason],
+        "fate": status,
     }
 
 
 def member_from_plain(plain: Plain, own: Own) -> Member:
-    """The member again."""
-    payload, reference, status, summary = (
-        plain["payload"],
-        plain["reference"],
-        plain["fate"],
-        plain["summary"],
-    )
-    versions = {name: Version(*summary[name]) for name in ("first_version", "last_version")}
+    """The member of plain values; ``own`` keeps its payloads."""
+    payload = plain["payload"]
+    reference = plain["reference"]
+    status = None
+    if plain["fate"] is not None:
+        state, reason = plain["fate"]
+        status = Status(TrajectoryState(state), reason)
+    # Older checkpoints have a number under ``advantage``.
+    credit = plain.get("credit", plain.get("advantage"))
     return Member(
-        summary=_read(Summary, summary, id=TrajectoryId(*summary["id"]), **versions),
-        outcome=_outcome_from(plain["outcome"]),
+        summary=_summary_from_plain(plain["summary"]),
+        outcome=_outcome_from_plain(plain["outcome"]),
         payload=None if payload is None else own(trajectory_from_plain(payload)),
-        # Older checkpoints have a number under ``advantage``.
-        credit=_credit(plain.get("credit", plain.get("advantage"))),
+        credit=_credit_from_plain(credit),
         reference=None if reference is None else own(reference),
         replayed=plain["replayed"],
-        status=None if status is None else Status(TrajectoryState(status[0]), status[1]),
+        status=status,
     )
 
 
-def _credit(plain: Plain) -> Credit | None:
-    """The credit again; from a number, an advantage for all tokens."""
+def _summary_from_plain(plain: Plain) -> Summary:
+    return _read(
+        Summary,
+        plain,
+        id=TrajectoryId(*plain["id"]),
+        first_version=Version(*plain["first_version"]),
+        last_version=Version(*plain["last_version"]),
+    )
+
+
+def _credit_from_plain(plain: Plain) -> Credit | None:
+    """The credit; a number is an advantage for all tokens."""
     if isinstance(plain, Mapping):
         return _read(Credit, plain, streams=_read(Streams, plain["streams"]))
     return None if plain is None else Credit(plain)
@@ -172,42 +192,41 @@ def _outcome(outcome: Outcome) -> Plain:
     plain = _plain(outcome)
     if isinstance(outcome, Unscored):
         return {"unscored": plain.pop("kind"), **plain}
-    return {
-        **plain,
-        "value": float(outcome.value),
-        "components": {name: float(v) for name, v in outcome.components.items()},
-    }
+    components = {name: float(value) for name, value in outcome.components.items()}
+    return {**plain, "value": float(outcome.value), "components": components}
 
 
-def _outcome_from(plain: Plain) -> Outcome:
+def _outcome_from_plain(plain: Plain) -> Outcome:
     if "unscored" not in plain:
         return _read(Scored, plain)
-    rest = dict(plain)
-    return _read(Unscored, rest, kind=rest.pop("unscored"))
+    fields = dict(plain)
+    return _read(Unscored, fields, kind=fields.pop("unscored"))
 
 
 def plain_trajectory(trajectory: Trajectory) -> Plain:
-    """A trajectory.
+    """A trajectory as plain values.
 
     A turn's ``token_ids`` are [N] int64 and its ``logprobs`` [N] float64, whatever the engine's
     types were.
     """
     plain = _plain(trajectory)
-    for turn, of in zip(plain["turns"], trajectory.turns, strict=True):
-        turn["token_ids"] = np.array(of.token_ids, np.int64)
-        turn["logprobs"] = None if of.logprobs is None else np.array(of.logprobs, np.float64)
+    for plain_turn, turn in zip(plain["turns"], trajectory.turns, strict=True):
+        plain_turn["token_ids"] = np.array(turn.token_ids, np.int64)
+        plain_turn["logprobs"] = None
+        if turn.logprobs is not None:
+            plain_turn["logprobs"] = np.array(turn.logprobs, np.float64)
     return plain
 
 
 def trajectory_from_plain(plain: Plain) -> Trajectory:
-    """The trajectory again."""
-    return _read(
-        Trajectory, plain, id=TrajectoryId(*plain["id"]), turns=tuple(map(_turn, plain["turns"]))
-    )
+    """The trajectory of plain values."""
+    turns = tuple(map(_turn_from_plain, plain["turns"]))
+    return _read(Trajectory, plain, id=TrajectoryId(*plain["id"]), turns=turns)
 
 
-def _turn(plain: Plain) -> Turn:
-    logprobs, version = plain["logprobs"], plain["version"]
+def _turn_from_plain(plain: Plain) -> Turn:
+    logprobs = plain["logprobs"]
+    version = plain["version"]
     return _read(
         Turn,
         plain,

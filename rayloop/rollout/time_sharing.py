@@ -1,11 +1,12 @@
-"""Engines and policy ranks that have the same GPUs in turn (``enable_sleep_mode`` in
-``rollout.engine.extra``): a state machine::
+"""Engines and policy ranks that use the same GPUs in turn.
 
-    ROLLOUT --engines sleep--> NOBODY --ranks wake--> POLICY --ranks sleep--> NOBODY --engines
-    wake--> ROLLOUT
+``enable_sleep_mode`` in ``rollout.engine.extra`` turns it on. It is a state machine::
 
-Each call may be repeated: a switch that fails leaves the GPUs to nobody, and the next one does all
-its calls again.
+    ROLLOUT --engines sleep--> NOBODY --ranks wake---> POLICY
+    POLICY --ranks sleep-----> NOBODY --engines wake-> ROLLOUT
+
+Each call may be repeated: a switch that fails leaves the GPUs to nobody, and the next switch
+repeats all its calls.
 """
 
 import asyncio
@@ -20,14 +21,14 @@ T = TypeVar("T")
 
 
 GpuHolder = Literal["rollout", "nobody", "policy"]
-"""Who has tensors on the GPUs."""
+"""The role that has tensors on the GPUs."""
 
 
 @dataclass(frozen=True)
 class Sleepers:
-    """Calls of all engines and all ranks.
+    """The calls of all engines and all ranks.
 
-    Engines that are lost meanwhile are left out; a lost rank raises PolicyLost.
+    Engines that are lost during a call are left out; a lost rank raises PolicyLost.
     """
 
     engines_sleep: Callable[[Level], Awaitable[object]]
@@ -37,9 +38,9 @@ class Sleepers:
 
 
 class TimeSharing:
-    """The holder of the GPUs.
+    """The holder of the GPUs, and the switches between the holders.
 
-    With ``level`` None both roles keep what they have, and nothing is called.
+    With ``level`` None both roles keep their tensors, and nothing is called.
     """
 
     def __init__(self, level: Level | None = None, calls: Sleepers | None = None) -> None:
@@ -52,8 +53,9 @@ class TimeSharing:
 
     @asynccontextmanager
     async def starting(self) -> AsyncIterator[None]:
-        """An engine starts within: it waits until the engines have the GPUs, and they keep them
-        meanwhile.
+        """A context in which an engine starts.
+
+        It waits until the engines have the GPUs, and they keep them until its end.
         """
         while self._calls is not None:
             await self._playing.wait()
@@ -69,52 +71,52 @@ class TimeSharing:
         if self._calls is None:
             return await start
         async with self._switching:
-            await self._begin().engines_sleep("level1")
-            started = await start
-            self._hold("policy")
-            return started
+            await self._begin_switch().engines_sleep("level1")
+            ranks = await start
+            self._set_holder("policy")
+            return ranks
 
     async def to_policy(self) -> None:
-        """The ranks compute next, and new weights follow: engines may drop theirs."""
+        """Let the ranks compute next; new weights follow, so engines may drop theirs."""
         await self._to_policy(self._level)
 
     async def to_rollout(self) -> None:
-        """The engines play next. Of level2 they have no weights until they load some."""
+        """Let the engines play next. After level2 they have no weights until they load some."""
         async with self._switching:
             if self.holder != "rollout":
-                calls = self._begin()
+                calls = self._begin_switch()
                 await calls.ranks_sleep()
                 await calls.engines_wake()
-                self._hold("rollout")
+                self._set_holder("rollout")
 
     @asynccontextmanager
     async def ranks_between(self) -> AsyncIterator[None]:
-        """The ranks compute within, and the engines play on with the weights that they have.
+        """A context in which the ranks compute; then the engines play with the same weights.
 
-        Switches back also after an error.
+        It switches back also after an error.
         """
-        before = self.holder
+        old_holder = self.holder
         await self._to_policy("level1")
         try:
             yield
         finally:
-            if before == "rollout":
+            if old_holder == "rollout":
                 await self.to_rollout()
 
     async def _to_policy(self, level: Level) -> None:
         async with self._switching:
             if self._calls is not None and self.holder != "policy":
-                calls = self._begin()
+                calls = self._begin_switch()
                 await calls.engines_sleep(level)
                 await calls.ranks_wake()
-                self._hold("policy")
+                self._set_holder("policy")
 
-    def _begin(self) -> Sleepers:
+    def _begin_switch(self) -> Sleepers:
         assert self._calls is not None
-        self._hold("nobody")
+        self._set_holder("nobody")
         return self._calls
 
-    def _hold(self, holder: GpuHolder) -> None:
+    def _set_holder(self, holder: GpuHolder) -> None:
         self.holder = holder
         if holder == "rollout":
             self._playing.set()
