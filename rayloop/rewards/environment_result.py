@@ -11,8 +11,8 @@ CUT = (EndReason.MAX_TURNS, EndReason.OVER_LENGTH, EndReason.MAX_IMAGES, EndReas
 class EnvironmentResult:
     """The result of the environment's ``evaluate``.
 
-    An episode that came to its end without such a result has no reward; one that ended before,
-    since the policy broke it or used up a limit, gets 0.
+    An episode that came to its end without such a result has no reward. An episode that ended
+    early, since the policy broke it or used up a limit, gets 0.
     """
 
     compares = False

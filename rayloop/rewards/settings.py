@@ -25,21 +25,20 @@ class RewardRole(Role):
         return ROLES[settings.per] if isinstance(settings, RewardSettings) else self
 
     def check(self, component: Component) -> None:
-        """Raises ConfigError for a class without the method, or with an unusable
-        ``infrastructure``.
+        """Check a reward's class.
+
+        Raises ConfigError for a class without the method, or with an unusable ``infrastructure``.
         """
-        found = component.resolve()
-        for per, method in METHODS.items():
-            if (
-                isinstance(found, type)
-                and hasattr(found, method)
-                and not hasattr(found, self.methods[0])
-            ):
-                raise ConfigError(
-                    f"use: {component.use!r} has {method} and no {self.methods[0]}: set reward.per:"
-                    f" {per}"
-                )
-        around(found)
+        source = component.resolve()
+        expected_method = self.methods[0]
+        if isinstance(source, type) and not hasattr(source, expected_method):
+            for per, method in METHODS.items():
+                if hasattr(source, method):
+                    raise ConfigError(
+                        f"use: {component.use!r} has {method} and no {expected_method}: set"
+                        f" reward.per: {per}"
+                    )
+        around(source)
         super().check(component)
 
 
@@ -76,23 +75,25 @@ class RewardSettings(SettingsModel):
         return bool(getattr(self.source.resolve(), "compares", True))
 
     per: Per = "trajectory"
-    """What one call of the source scores: one trajectory, when the call that played it has ended;
-    or the played trajectories of a group, when the last has ended (``score_group``; TRL's functions
-    then get lists of them). Set ``group`` for rewards that compare answers: rankings, pairwise
-    judges, diversity.
+    """The unit that one call of the source scores: a trajectory or a group.
+
+    A trajectory is scored when the call that played it has ended, the played trajectories of a
+    group when the last has ended (``score_group``; TRL's functions then get lists of them). Set
+    ``group`` for rewards that compare answers: rankings, pairwise judges, diversity.
     """
     timeout: float = Field(600.0, gt=0)
-    """Seconds for scoring one trajectory (or one group); beyond it it is unscored.
+    """Seconds for scoring one trajectory (or one group), which is unscored after that.
 
     A run waits that long for a judge that is down: raise it when a judge's replica takes longer to
-    come back, lower it for a grader of your own that may hang.
+    come back, lower it for a custom grader that may hang.
     """
     on_error: Literal["exclude"] | Annotated[float, Field(allow_inf_nan=False)] = "exclude"
-    """A grader that raises, or hangs, twice on the same trajectory. exclude: leave it out as
-    ``grader_error`` or ``timeout``; a number: that reward, flagged ``grader_error`` or
-    ``grader_timeout``, for graders that only the policy's text can break: a mistake in the grader
-    is then trained as the policy's. Ends as ``tool_deadline`` or ``policy_failure`` have it too, or
-    0.
+    """The outcome when a grader raises, or hangs, twice on the same trajectory.
+
+    exclude: leave it out as ``grader_error`` or ``timeout``; a number: that reward, flagged
+    ``grader_error`` or ``grader_timeout``, for graders that only the policy's text can break: a
+    mistake in the grader is then trained as the policy's. Episodes that end with ``tool_deadline``
+    or ``policy_failure`` get that number too, or 0.
     """
 
     @property
@@ -102,5 +103,5 @@ class RewardSettings(SettingsModel):
 
     @property
     def failing_value(self) -> float:
-        """The reward of what the policy itself broke."""
+        """The reward of an episode that the policy itself broke."""
         return 0.0 if self.on_error == "exclude" else self.on_error

@@ -17,32 +17,37 @@ from rayloop.rewards.settings import REWARD
 
 
 class ShapedReward:
-    """The reward of ``source`` plus penalties of 0 or less, which are the components ``overlong``,
-    ``repetition`` and ``length``; ``unshaped`` is the reward without them. Set ``reward.per:
-    group`` with ``length``.
+    """The reward of ``source`` plus penalties of 0 or less.
+
+    They are the components ``overlong``, ``repetition`` and ``length``; ``unshaped`` is the reward
+    without them. Set ``reward.per: group`` with ``length``.
     """
 
     class Settings(SettingsModel):
         """Keys of ``with``."""
 
         source: Annotated[Component, REWARD]
-        """The reward that the penalties are added to."""
+        """The reward to which the penalties are added."""
         max_tokens: int = Field(gt=0)
-        """Sampled tokens of the longest answer, of all turns: from here on ``overlong`` is -1."""
+        """Sampled tokens of the longest answer, in all turns; above it ``overlong`` is -1."""
         overlong: int = Field(0, ge=0)
-        """DAPO's soft punishment (arXiv:2503.14476, equation 13): 0 to -1 over so many tokens
-        before ``max_tokens``. 0: none.
+        """DAPO's soft punishment (arXiv:2503.14476, equation 13); 0: none.
+
+        It falls from 0 to -1 over this many tokens before ``max_tokens``.
         """
         repetition: float = Field(0.0, ge=0)
-        """The penalty of an answer all of whose word n-grams are the same (arXiv:2502.03373,
-        appendix); others have the share of n-grams that repeat an earlier one. 0: none.
+        """The penalty of an answer all of whose word n-grams are the same; 0: none.
+
+        The penalty of other answers is proportional to the share of n-grams that repeat an earlier
+        one (arXiv:2502.03373, appendix).
         """
         ngram: int = Field(3, ge=1)
         """Words of an n-gram."""
         length: float = Field(0.0, ge=0)
-        """The penalty of the longest answer of a group, times the group's mean reward (where that
-        is above 0); a shorter answer has its share of those tokens of it. As prime-rl (559b447) has
-        it for sampled tokens. 0: none.
+        """The penalty of the longest answer of a group; 0: none.
+
+        It is multiplied by the group's mean reward (where that is above 0). The penalty of a
+        shorter answer is proportional to its sampled tokens, as in prime-rl (559b447).
         """
 
         @model_validator(mode="after")
@@ -61,84 +66,91 @@ class ShapedReward:
         self.transcript = getattr(self._source, "transcript", False)
 
     async def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
-        """The outcome of one trajectory, which is a group of its own."""
-        return (await self.score_group([trajectory], task, [context]))[0]
+        """The outcome of one trajectory, which is scored as a group of one."""
+        (outcome,) = await self.score_group([trajectory], task, [context])
+        return outcome
 
     async def _score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
-        found = self._source.score(trajectory, task, context)
-        outcome = as_outcome(await found if inspect.isawaitable(found) else found)
+        result = self._source.score(trajectory, task, context)
+        if inspect.isawaitable(result):
+            result = await result
+        outcome = as_outcome(result)
         if not isinstance(outcome, Scored):
             return outcome
-        s, penalties = self._settings, dict[str, float]()
-        if s.overlong:
-            penalties["overlong"] = overlong(sampled(trajectory), s.max_tokens, s.overlong)
-        if s.repetition:
-            penalties["repetition"] = -s.repetition * repeated(" ".join(context.texts), s.ngram)
-        return _with(outcome, penalties)
+        settings = self._settings
+        penalties = {}
+        if settings.overlong:
+            tokens = sampled(trajectory)
+            penalties["overlong"] = overlong(tokens, settings.max_tokens, settings.overlong)
+        if settings.repetition:
+            share = repeated(" ".join(context.texts), settings.ngram)
+            penalties["repetition"] = -settings.repetition * share
+        return _penalized(outcome, penalties)
 
     async def score_group(
         self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]
     ) -> list[Outcome]:
         """The outcomes of a group, with ``length``."""
         outcomes = [
-            await self._score(t, task, context)
-            for t, context in zip(trajectories, contexts, strict=True)
+            await self._score(trajectory, task, context)
+            for trajectory, context in zip(trajectories, contexts, strict=True)
         ]
-        scored = [
-            (t, outcome)
-            for t, outcome in zip(trajectories, outcomes, strict=True)
-            if isinstance(outcome, Scored)
-        ]
-        if not self._settings.length or not scored:
+        if not self._settings.length:
             return outcomes
-        reward = max(
-            0.0,
-            statistics.mean(
-                outcome.components.get("unshaped", outcome.value) for _, outcome in scored
-            ),
-        )
-        longest = max(1, *(sampled(t) for t, _ in scored))
-        most = -self._settings.length * reward
-        return [
-            (
-                _with(outcome, {"length": most * sampled(t) / longest})
-                if isinstance(outcome, Scored)
-                else outcome
-            )
-            for outcome, t in zip(outcomes, trajectories, strict=True)
-        ]
+        rewards = []
+        lengths = []
+        for trajectory, outcome in zip(trajectories, outcomes, strict=True):
+            if isinstance(outcome, Scored):
+                rewards.append(_unshaped(outcome))
+                lengths.append(sampled(trajectory))
+        if not rewards:
+            return outcomes
+        mean_reward = max(0.0, statistics.mean(rewards))
+        longest = max(1, *lengths)
+        most = -self._settings.length * mean_reward
+        penalized: list[Outcome] = []
+        for trajectory, outcome in zip(trajectories, outcomes, strict=True):
+            if isinstance(outcome, Scored):
+                length_penalty = most * sampled(trajectory) / longest
+                penalized.append(_penalized(outcome, {"length": length_penalty}))
+            else:
+                penalized.append(outcome)
+        return penalized
 
 
 def sampled(trajectory: Trajectory) -> int:
-    """Tokens that the policy sampled."""
+    """The number of tokens that the policy sampled."""
     return sum(len(turn.token_ids) for turn in trajectory.sampled_turns)
 
 
 def overlong(tokens: int, most: int, cache: int) -> float:
-    """0 up to ``most - cache`` tokens, -1 above ``most``, linear between (arXiv:2503.14476,
-    equation 13).
+    """DAPO's penalty of a long answer (arXiv:2503.14476, equation 13).
+
+    It is 0 up to ``most - cache`` tokens, -1 above ``most``, and linear between.
     """
-    return (
-        0.0
-        if tokens <= most - cache
-        else -1.0
-        if tokens > most
-        else (most - cache - tokens) / cache
-    )
+    if tokens <= most - cache:
+        return 0.0
+    if tokens > most:
+        return -1.0
+    return (most - cache - tokens) / cache
 
 
 def repeated(text: str, n: int) -> float:
-    """The share of the text's word n-grams that occurred before, in [0, 1]; 0 for a text without
-    one.
+    """The share of the text's word n-grams that repeat an earlier one, in [0, 1].
+
+    It is 0 for a text without n-grams.
     """
     words = text.lower().split()
-    found = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
-    return 1 - len(set(found)) / len(found) if found else 0.0
+    ngrams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
+    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 
 
-def _with(outcome: Scored, penalties: dict[str, float]) -> Scored:
-    before = outcome.components.get("unshaped", outcome.value)
+def _unshaped(outcome: Scored) -> float:
+    """The reward without penalties."""
+    return outcome.components.get("unshaped", outcome.value)
+
+
+def _penalized(outcome: Scored, penalties: dict[str, float]) -> Scored:
     value = outcome.value + sum(penalties.values())
-    return replace(
-        outcome, value=value, components={**outcome.components, "unshaped": before, **penalties}
-    )
+    components = {**outcome.components, "unshaped": _unshaped(outcome), **penalties}
+    return replace(outcome, value=value, components=components)

@@ -236,7 +236,7 @@ class Undeclared(Both):
             "verl",
             "group",
             (
-                r"a function of \(solution_str, ground_truth\), which is no reward with per: group."
+                r"a function of \(solution_str, ground_truth\), which is not a reward with per: group."
                 r" Write score_group"
             ),
         ),

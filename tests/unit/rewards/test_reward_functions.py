@@ -400,7 +400,7 @@ def hidden(*args, **kwargs):  # type: ignore[no-untyped-def]
         (
             f"{__name__}:unrelated",
             (
-                r"is a function of \(a, b\), which is no reward. Write score\(trajectory, task,"
+                r"is a function of \(a, b\), which is not a reward. Write score\(trajectory, task,"
                 r" context\)"
             ),
         ),
