@@ -1,4 +1,7 @@
-"""Settings of where a run's metrics go besides metrics.jsonl (cluster/loop/loggers.py opens them)."""
+"""Settings of a run's loggers, which get its metrics in addition to metrics.jsonl.
+
+cluster/loop/loggers.py opens them.
+"""
 
 import importlib.util
 from collections.abc import Iterable
@@ -11,7 +14,7 @@ from rayloop.core.failures import ConfigError
 
 
 class PrometheusSettings(SettingsModel):
-    """Always on: the metrics of the newest step at the metrics port of the driver's node."""
+    """The metrics of the newest step at the metrics port of the driver's node; always on."""
 
     kind: Literal["prometheus"] = "prometheus"
 
@@ -23,12 +26,12 @@ class TensorBoardSettings(SettingsModel):
 
 
 class WandbSettings(SettingsModel):
-    """A run of Weights & Biases, continued by a resumed run; its id and files are below ``wandb/``.
+    """A run of Weights & Biases, which a resumed run continues.
 
-    Needs the extra ``wandb``.
+    Its id and files are below ``wandb/``. Needs the extra ``wandb``.
 
-    It is set with W&B's own variables where the driver runs: ``WANDB_API_KEY`` (or a login there),
-    ``WANDB_PROJECT`` (without it rayloop), ``WANDB_ENTITY`` when the project is a team's,
+    It is configured by W&B's own variables where the driver runs: ``WANDB_API_KEY`` (or a login
+    there), ``WANDB_PROJECT`` (by default rayloop), ``WANDB_ENTITY`` when the project is a team's,
     ``WANDB_MODE=offline`` to write files only, for a later ``wandb sync``.
     """
 
@@ -40,39 +43,41 @@ AnySettings: TypeAlias = PrometheusSettings | LoggerSettings
 
 
 def name_of(logger: AnySettings) -> str:
-    """``kind``, or ``use`` of one of your own."""
+    """The ``kind`` of a logger, or the ``use`` of a custom one."""
     return logger.use if isinstance(logger, Component) else logger.kind
 
 
-def _once(chosen: tuple[Any, ...]) -> tuple[Any, ...]:
+def _without_repetition(chosen: tuple[Any, ...]) -> tuple[Any, ...]:
     kinds = [name_of(logger) for logger in chosen]
-    if again := sorted({kind for kind in kinds if kinds.count(kind) > 1}):
-        raise ValueError(f"kind {', '.join(again)} is there more than once: a run has one such log")
+    repeated = sorted({kind for kind in kinds if kinds.count(kind) > 1})
+    if repeated:
+        raise ValueError(
+            f"kind {', '.join(repeated)} is listed more than once: a run has one such log"
+        )
     return chosen
 
 
-_Chosen = Annotated[
+_AnyLogger = Annotated[
     Annotated[TensorBoardSettings, Tag("tensorboard")]
     | Annotated[WandbSettings, Tag("wandb")]
     | Annotated[Component, Tag(OWN)],
     by_kind(""),
 ]
-LoggersSettings = Annotated[tuple[_Chosen, ...], AfterValidator(_once)]
+LoggersSettings = Annotated[tuple[_AnyLogger, ...], AfterValidator(_without_repetition)]
 
 
 def installed(chosen: Iterable[LoggerSettings]) -> None:
-    """Raises ConfigError for a logger whose package is missing here: kind, package and extra have
-    one name.
+    """Raise ConfigError for a logger whose package is missing here.
+
+    Kind, package and extra have the same name.
     """
     for index, logger in enumerate(chosen):
         if isinstance(logger, Component):
             continue
         spec = importlib.util.find_spec(logger.kind)
-        if (
-            spec is None or spec.origin is None
-        ):  # a folder of that name in the current directory has no origin
+        # A folder of that name in the current directory has no origin.
+        if spec is None or spec.origin is None:
             raise ConfigError(
                 f"loggers.{index}: kind {logger.kind} needs the package {logger.kind}, which is not"
-                " installed. "
-                f'Install it with: pip install "rayloop[{logger.kind}]"'
+                f' installed. Install it with: pip install "rayloop[{logger.kind}]"'
             )

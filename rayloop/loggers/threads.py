@@ -1,6 +1,6 @@
 """The loggers of a run, each in a thread behind a bounded queue.
 
-One that keeps failing, or blocks, is dropped with an event.
+A logger that keeps failing, or blocks, is dropped with an event.
 """
 
 import asyncio
@@ -17,24 +17,27 @@ from rayloop.loggers.settings import AnySettings, name_of
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 300.0
-"""Seconds of failures in a row after which a logger that has worked is dropped: storage and
-networks come back.
+MOST_FAILING_S = 300.0
+"""Seconds of consecutive failures after which a logger that has worked is dropped.
+
+Storage and networks may recover before that.
 """
-TIMEOUT = 60.0
+CALL_TIMEOUT_S = 60.0
 """Seconds for one call of a logger, and for its end, before it is dropped.
 
-The run does not wait meanwhile.
+The run does not wait for the call.
 """
-WAITING = 1000
+MOST_WAITING_RECORDS = 1000
 """Records that may wait for a logger."""
+_ALIVE_CHECK_INTERVAL_S = 0.02
 
 
 class Logger(Protocol):
-    """What a logger does.
+    """The interface of a logger.
 
-    Its methods run in its thread; they may block, and raise anything. One that has ``rollouts(step,
-    records)`` gets the recorded episodes (``rayloop.run.folder.RolloutRecord``) of each step, too.
+    Its methods run in its thread; they may block, and raise anything. A logger that has
+    ``rollouts(step, records)`` also gets the recorded episodes of each step
+    (``rayloop.run.folder.RolloutRecord``).
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -44,22 +47,23 @@ class Logger(Protocol):
         """
 
     def close(self) -> None:
-        """Write what is still buffered; nothing is logged afterwards."""
+        """Write buffered data; nothing is logged afterwards."""
 
 
 class LoggerThread:
-    """One logger and its thread, in which ``opening`` makes it.
+    """One logger and its thread, in which ``opening`` constructs it.
 
     ``records``: method, step and argument; None closes it.
     """
 
     def __init__(self, settings: AnySettings, opening: Callable[[], Logger]) -> None:
         self.kind = name_of(settings)
-        self.records: Queue[tuple[str, int, Any] | None] = Queue(WAITING)
+        self.records: Queue[tuple[str, int, Any] | None] = Queue(MOST_WAITING_RECORDS)
         self._error: BaseException | None = None
-        self._failing: tuple[float, Exception] | None = None
-        self._works = False
-        self._busy: float | None = time.monotonic()
+        self._failing_since: float | None = None
+        self._last_failure: Exception | None = None
+        self._has_worked = False
+        self._busy_since: float | None = time.monotonic()
         self._thread = threading.Thread(
             target=self._work, args=(opening,), daemon=True, name=f"logger-{self.kind}"
         )
@@ -67,55 +71,62 @@ class LoggerThread:
 
     def problem(self) -> str | None:
         """Why the logger must be dropped; None while it works."""
-        busy = self._busy
+        # Read once: the logger's thread may set it to None at any time.
+        busy_since = self._busy_since
         if self._error is not None:
             return f"{type(self._error).__name__}: {self._error}"
-        if busy is not None and time.monotonic() - busy > TIMEOUT:
-            return f"a call has not returned for {TIMEOUT:g} s"
-        return f"{WAITING} records wait for it" if self.records.full() else None
+        if busy_since is not None and time.monotonic() - busy_since > CALL_TIMEOUT_S:
+            return f"a call has not returned for {CALL_TIMEOUT_S:g} s"
+        return f"{MOST_WAITING_RECORDS} records wait for it" if self.records.full() else None
 
     async def ended(self) -> str | None:
         """Wait until the logger is closed, for at most the timeout. Returns its problem."""
-        until = time.monotonic() + TIMEOUT
+        until = time.monotonic() + CALL_TIMEOUT_S
         while self._thread.is_alive():
             if time.monotonic() > until:
-                return f"it could not be closed within {TIMEOUT:g} s"
-            await asyncio.sleep(0.02)
+                return f"it could not be closed within {CALL_TIMEOUT_S:g} s"
+            await asyncio.sleep(_ALIVE_CHECK_INTERVAL_S)
         return self.problem()
 
     def _work(self, opening: Callable[[], Logger]) -> None:
         try:
             self._logger = opening()
-            while (record := self._take()) is not None:
+            while True:
+                record = self._take()
+                if record is None:
+                    break
                 try:
                     self._pass(opening, *record)
                 except Exception as error:
                     self._fail(error)
-            if self._failing is not None:
-                raise self._failing[1]
+            if self._last_failure is not None:
+                raise self._last_failure
             self._logger.close()
-        except (
-            BaseException
-        ) as error:  # foreign code may raise SystemExit too; ``problem`` reports it
+        except BaseException as error:
+            # Foreign code may raise SystemExit too; ``problem`` reports it.
             self._error = error
-        self._busy = None
+        self._busy_since = None
 
     def _pass(self, opening: Callable[[], Logger], method: str, *arguments: Any) -> None:
-        """One record, to a new logger when the last one failed: half of a record may be in its
-        file. Raises what it raises.
+        """Pass one record to the logger. Raises its errors.
+
+        After a failure the logger is new: half of a record may be in the file of the last one.
         """
-        if self._failing is not None:
+        if self._last_failure is not None:
             self._logger = opening()
         getattr(self._logger, method, lambda *_: None)(*arguments)
-        self._failing, self._works = None, True
+        self._failing_since = None
+        self._last_failure = None
+        self._has_worked = True
 
     def _fail(self, error: Exception) -> None:
-        """A record is lost. Raises ``error`` when no other logger is worth a try."""
+        """Note that a record is lost. Raises ``error`` when the logger must not be opened again."""
         now = time.monotonic()
-        since = now if self._failing is None else self._failing[0]
-        if not self._works or now - since >= PATIENCE:
+        since = now if self._failing_since is None else self._failing_since
+        if not self._has_worked or now - since >= MOST_FAILING_S:
             raise error
-        self._failing = since, error
+        self._failing_since = since
+        self._last_failure = error
         logger.warning(
             "the logger %s failed, and is opened again for the next record: %s", self.kind, error
         )
@@ -123,16 +134,17 @@ class LoggerThread:
             self._logger.close()
 
     def _take(self) -> tuple[str, int, Any] | None:
-        self._busy = None
+        self._busy_since = None
         record = self.records.get()
-        self._busy = time.monotonic()
+        self._busy_since = time.monotonic()
         return record
 
 
 class Loggers:
     """All loggers of a run.
 
-    ``failed(kind, why)`` is called when one is dropped, by the thread that calls the methods here.
+    ``failed(kind, why)`` is called when a logger is dropped, by the thread that calls these
+    methods.
     """
 
     def __init__(
@@ -145,18 +157,18 @@ class Loggers:
         self._failed = failed
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Pass ``metrics``, which no caller changes any more, to all loggers.
+        """Pass ``metrics``, which the caller must not change any more, to all loggers.
 
-        Never waits, never raises.
+        It never waits and never raises.
         """
         self._put(("log", step, metrics))
 
     def rollouts(self, step: int, records: Any) -> None:
-        """The same for the recorded episodes of ``step``."""
+        """Pass the recorded episodes of ``step`` to all loggers, as ``log`` does with metrics."""
         self._put(("rollouts", step, records))
 
     async def close(self) -> None:
-        """Close all loggers at once; each is waited for at most its timeout."""
+        """Close all loggers at once, and wait for each for at most its timeout."""
         self._put(None)
         self._drop({worker: await worker.ended() for worker in self._workers})
         self._workers = []
@@ -167,7 +179,7 @@ class Loggers:
             worker.records.put_nowait(record)
 
     def _drop(self, problems: Mapping[LoggerThread, str | None]) -> None:
-        for worker, why in problems.items():
-            if why is not None:
+        for worker, problem in problems.items():
+            if problem is not None:
                 self._workers.remove(worker)
-                self._failed(worker.kind, why)
+                self._failed(worker.kind, problem)

@@ -1,6 +1,6 @@
-"""Metrics for TensorBoard and Weights & Biases.
+"""Loggers for TensorBoard and Weights & Biases.
 
-Each needs the extra of its name, which is imported when a run asks for it.
+Each needs the extra of its name, which is imported when a run uses it.
 """
 
 import os
@@ -15,8 +15,9 @@ from rayloop.core.files import write_whole
 
 
 class TensorBoard:
-    """Scalars in an event file of its own below ``folder``, which TensorBoard reads together with
-    those of earlier drivers.
+    """A logger that writes scalars to a new event file below ``folder``.
+
+    TensorBoard reads it together with the files of earlier drivers.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -24,20 +25,20 @@ class TensorBoard:
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event, self._session, self._summary = Event, SessionLog, Summary
-        self._next: int | None = None
+        self._event = Event
+        self._session = SessionLog
+        self._summary = Summary
+        self._next_step: int | None = None
         folder.mkdir(exist_ok=True)
-        self._file = (
-            folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        ).open("wb")
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (folder / name).open("wb")
         self._records = RecordWriter(self._file)
         self._write(file_version="brain.Event:2")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the scalars of a step."""
-        if (
-            step != self._next
-        ):  # a new file, or a restore: the reader forgets this step and later ones
+        # In a new file, or after a restore, the reader must forget this step and later ones.
+        if step != self._next_step:
             self._write(step=step, session_log=self._session(status=self._session.START))
         values = [
             self._summary.Value(tag=tag, simple_value=value)
@@ -45,7 +46,7 @@ class TensorBoard:
             if tag != "step"
         ]
         self._write(step=step, summary=self._summary(value=values))
-        self._next = step + 1
+        self._next_step = step + 1
 
     def close(self) -> None:
         """Close the event file."""
@@ -57,24 +58,24 @@ class TensorBoard:
 
 
 class Wandb:
-    """One run of Weights & Biases for all drivers of a rayloop run; after a restore it shows the
-    repeated steps twice.
+    """One run of Weights & Biases for all drivers of a rayloop run.
 
-    ``folder`` holds its id. ``config`` is shown as the run's configuration.
+    After a restore it shows the repeated steps twice. ``folder`` holds its id. ``config`` is shown
+    as the run's configuration.
     """
 
     def __init__(self, name: str, config: Mapping[str, Any], folder: Path) -> None:
         import wandb
 
         folder.mkdir(exist_ok=True)
-        known = folder / "id"
-        if not known.exists():
-            write_whole(known, secrets.token_hex(4).encode())
+        id_file = folder / "id"
+        if not id_file.exists():
+            write_whole(id_file, secrets.token_hex(4).encode())
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "rayloop"),
             name=name,
             config=dict(config),
-            id=known.read_text(encoding="utf-8"),
+            id=id_file.read_text(encoding="utf-8"),
             resume="allow",
             dir=str(folder.parent),
             settings=wandb.Settings(console="off", silent=True),
@@ -83,9 +84,8 @@ class Wandb:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of a step."""
-        self._run.log(
-            {**metrics, "step": step}
-        )  # W&B's own step only counts up: it would refuse a repeated one
+        # W&B's own step only counts up, and it would refuse a repeated one.
+        self._run.log({**metrics, "step": step})
 
     def close(self) -> None:
         """Finish W&B's run."""

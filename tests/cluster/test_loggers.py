@@ -33,7 +33,7 @@ STEP = {"step": 1.0, "reward/mean": 0.5}
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayloop.loggers.threads.TIMEOUT", 0.2)
+    monkeypatch.setattr("rayloop.loggers.threads.CALL_TIMEOUT_S", 0.2)
 
 
 class Kept:
@@ -126,7 +126,7 @@ class Away:
 
 
 def test_a_logger_whose_storage_comes_back_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayloop.loggers.threads.TIMEOUT", 60.0)
+    monkeypatch.setattr("rayloop.loggers.threads.CALL_TIMEOUT_S", 60.0)
     away = Away(2, 3)
     watched = Watched(away)
     for step in range(1, 6):
@@ -145,8 +145,8 @@ def test_a_logger_whose_storage_comes_back_is_opened_again(monkeypatch: pytest.M
 def test_a_logger_that_keeps_failing_is_reported(
     away: tuple[int, ...], patience: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rayloop.loggers.threads.TIMEOUT", 60.0)
-    monkeypatch.setattr("rayloop.loggers.threads.PATIENCE", patience)
+    monkeypatch.setattr("rayloop.loggers.threads.CALL_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("rayloop.loggers.threads.MOST_FAILING_S", patience)
     watched = Watched(Away(*away))
     for step in range(1, 6):
         watched.loggers.log(step, STEP)
@@ -199,8 +199,8 @@ def test_a_close_that_blocks_or_fails_is_reported() -> None:
 
 
 def test_more_records_than_may_wait_drop_the_logger(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayloop.loggers.threads.WAITING", 3)
-    monkeypatch.setattr("rayloop.loggers.threads.TIMEOUT", 60.0)
+    monkeypatch.setattr("rayloop.loggers.threads.MOST_WAITING_RECORDS", 3)
+    monkeypatch.setattr("rayloop.loggers.threads.CALL_TIMEOUT_S", 60.0)
     released = threading.Event()
     failed = list[tuple[str, str]]()
     slow = WandbSettings()
@@ -241,7 +241,7 @@ def test_a_folder_of_a_packages_name_is_no_package(
 
 
 def test_a_kind_may_be_chosen_once(tmp_path: Path) -> None:
-    with pytest.raises(ValidationError, match="kind tensorboard is there more than once"):
+    with pytest.raises(ValidationError, match="kind tensorboard is listed more than once"):
         config(tmp_path, loggers=[{"kind": "tensorboard"}, {"kind": "tensorboard"}])
 
 
