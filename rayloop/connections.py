@@ -5,57 +5,65 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-HEADERS = 10.0
-"""Seconds for the headers of a request: the first one's since the connection was made, a later
-one's since its first byte.
+HEADERS_TIMEOUT_S = 10.0
+"""Seconds for the headers of a request.
+
+They are counted from the start of the connection for its first request, and from the first byte of
+a later one.
 """
-MOST = 1 << 17
+MOST_HEADER_BYTES = 1 << 17
 """Bytes of these headers."""
 _BASE: Any = HttpToolsProtocol
 
 
 class Impatient(_BASE):
-    """For uvicorn's ``http``: closes a connection whose headers are late or long.
+    """A protocol for uvicorn's ``http`` that closes a connection whose headers are late or long.
 
-    Bodies have a deadline of their own.
+    Bodies have a separate deadline.
     """
 
-    _late: asyncio.TimerHandle | None = None
-    _sent = 0
+    _header_timer: asyncio.TimerHandle | None = None
+    _header_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """A request must follow."""
+        """Start the timer: a request must follow."""
         super().connection_made(transport)
-        self._wait()
+        self._start_timer()
 
     def on_message_begin(self) -> None:
-        """The first byte of a request, which may lie behind another request in what was received."""
+        """Start the timer at the first byte of a request.
+
+        It may come in the same data as the request before it.
+        """
         super().on_message_begin()
-        self._wait()
+        self._start_timer()
 
     def on_headers_complete(self) -> None:
-        """All headers of a request are there."""
+        """Stop the timer after all headers of a request."""
         super().on_headers_complete()
-        self._stop()
+        self._stop_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of headers, of a body, or of both."""
+        """Count bytes of headers; ``data`` may be of headers, of a body, or of both."""
         super().data_received(data)
-        self._sent = self._sent + len(data) if self._late is not None else 0
-        if self._sent > MOST:
+        if self._header_timer is None:
+            self._header_bytes = 0
+        else:
+            self._header_bytes += len(data)
+        if self._header_bytes > MOST_HEADER_BYTES:
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is waited for any more."""
-        self._stop()
+        """Stop the timer when the connection has ended."""
+        self._stop_timer()
         super().connection_lost(exc)
 
-    def _wait(self) -> None:
-        if self._late is None:
-            self._late = self.loop.call_later(HEADERS, self.transport.abort)
+    def _start_timer(self) -> None:
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(HEADERS_TIMEOUT_S, self.transport.abort)
 
-    def _stop(self) -> None:
-        self._sent = 0
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
+    def _stop_timer(self) -> None:
+        self._header_bytes = 0
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None

@@ -1,5 +1,6 @@
-"""HTTP that all applications share: the key, sizes, health routes, parts of a message, and one form
-of error (OpenAI's).
+"""The HTTP code that all applications share.
+
+It has the key, sizes, health routes, parts of a message, and one form of error (OpenAI's).
 """
 
 import asyncio
@@ -28,14 +29,31 @@ from rayloop.core.failures import DataFailure, DeadlineExceeded, InfrastructureF
 logger = logging.getLogger(__name__)
 
 OPEN = ("/healthz", "/openapi.json")
-"""Paths that are answered without a key: whether the process lives, and the OpenAPI document."""
+"""Paths that need no key: whether the process lives, and the OpenAPI document."""
 RETRY_AFTER = 1
 """Seconds that a client should wait after a 503."""
-BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_LATENCY_BUCKETS_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    30,
+    60,
+    120,
+)
 
 
 class BodyLimits(Protocol):
-    """How large a request's body may be, and the seconds in which it must arrive."""
+    """The largest size of a request's body, and the seconds in which it must arrive."""
 
     @property
     def bytes(self) -> int: ...  # noqa: D102
@@ -48,12 +66,12 @@ class Service(Protocol):
     """The part of an application behind its routes."""
 
     def running(self) -> AbstractAsyncContextManager[None]:
-        """What must be entered before the first request and left after the last one."""
+        """A context that begins before the first request and ends after the last one."""
 
     def failing(self) -> dict[str, str]:
         """Each condition that fails, and why; empty when the replica is ready.
 
-        Must return at once.
+        It must return at once.
         """
 
     def scrape(self) -> bytes:
@@ -81,14 +99,14 @@ class Health(BaseModel):
 
 
 class Readiness(BaseModel):
-    """The body of ``GET /readyz``. ``failing``: each condition that fails, and why."""
+    """The body of ``GET /readyz``; ``failing`` has each condition that fails, and why."""
 
     ready: bool
     failing: dict[str, str]
 
 
 class TextPart(BaseModel):
-    """A text within a message.
+    """A text in a message.
 
     Further keys of a part, which clients of several providers add, are ignored.
     """
@@ -100,108 +118,120 @@ class TextPart(BaseModel):
 class ImageData(BaseModel):
     """An image as a ``data:`` URL; nothing is fetched.
 
-    OpenAI's ``detail`` is ignored: the model has image limits of its own.
+    OpenAI's ``detail`` is ignored: the model has its own image limits.
     """
 
     url: str = Field(pattern=r"^data:image/(png|jpeg|webp);base64,[A-Za-z0-9+/=]+$")
 
 
 class ImagePart(BaseModel):
-    """An image within a message."""
+    """An image in a message."""
 
     type: Literal["image_url"]
     image_url: ImageData
 
 
 Key = str | Callable[[bytes], bool]
-"""The key that clients must show ("" admits everybody), or whether one that is shown is admitted.
-"""
+"""The key that clients must show ("" admits all), or a function that admits a key."""
 
 
 class Guard:
-    """Middleware: checks the key, the body's size and its time, and answers an unexpected exception
-    with a 503. It reads a body before the application is called, and never for an open path: a
-    client without a key cannot occupy a replica.
+    """Middleware that checks the key, the body's size and its time.
+
+    It answers an unexpected exception with a 503. It reads a body before the application is called,
+    and never for an open path: a client without a key cannot occupy a replica.
     """
 
     def __init__(self, app: ASGIApp, key: Key, limits: BodyLimits, who: str) -> None:
         """``who`` names the application in errors ("the judge")."""
-        self._app, self._limits, self._who = app, limits, who
-        expected = key.encode() if isinstance(key, str) else b""
-        self._open = key == ""
-        # In constant time: a comparison that ends early would reveal how much of a guess is right.
-        self._admits = (
-            (lambda shown: hmac.compare_digest(shown, expected)) if isinstance(key, str) else key
-        )
+        self._app = app
+        self._limits = limits
+        self._who = who
+        self._key = key
+        self._needs_no_key = key == ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request (ASGI)."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        if (refusal := self._refused(scope)) is not None:
+        refusal = self._refusal(scope)
+        if refusal is not None:
             return await refusal(scope, receive, send)
         body = b"" if scope["path"] in OPEN else await self._body(receive)
         if isinstance(body, Response):
             return await body(scope, receive, send)
         if body is not None:
-            await self._answered(scope, body, receive, send)
+            await self._run_application(scope, body, receive, send)
 
-    async def _answered(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+    async def _run_application(
+        self, scope: Scope, body: bytes, receive: Receive, send: Send
+    ) -> None:
         """Answer by the application, or with a 503 when it raises."""
-        waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-        begun = False
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        has_started = False
 
         async def replay() -> Message:
-            # Behind the body comes only the client's disconnect, which Starlette waits for.
-            return waiting.pop() if waiting else await receive()
+            # After the body comes only the client's disconnect, which Starlette waits for.
+            return messages.pop() if messages else await receive()
 
-        async def watched(message: Message) -> None:
-            nonlocal begun
-            begun = True
+        async def send_and_note(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
             await send(message)
 
         try:
-            await self._app(scope, replay, watched)
+            await self._app(scope, replay, send_and_note)
         except Exception as error:
-            # The status is sent already, and a second answer would end up in the body of the first.
-            if begun:
+            # The status is sent already, and a second answer would become part of the first's body.
+            if has_started:
                 raise
             logger.exception("%s %s failed", scope["method"], scope["path"])
-            await problem(503, "failed", f"{self._who} failed: {type(error).__name__}")(
-                scope, receive, send
-            )
+            answer = problem(503, "failed", f"{self._who} failed: {type(error).__name__}")
+            await answer(scope, receive, send)
 
     async def _body(self, receive: Receive) -> bytes | Response | None:
-        """The whole body, None when the client went away, or the answer to one that is too large or
-        too slow.
+        """The complete body, or the answer to a body that is too large or too slow.
+
+        None when the client has disconnected.
         """
-        chunks, size, more = list[bytes](), 0, True
+        chunks = []
+        size = 0
+        more = True
         try:
             async with asyncio.timeout(self._limits.body_seconds):
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
-                    chunks.append(message.get("body", b""))
-                    size, more = size + len(chunks[-1]), message.get("more_body", False)
+                    chunk = message.get("body", b"")
+                    chunks.append(chunk)
+                    size += len(chunk)
+                    more = message.get("more_body", False)
                     if size > self._limits.bytes:
                         return problem(
                             413, "too_large", f"the body has more than {self._limits.bytes} bytes"
                         )
         except TimeoutError:
             return problem(
-                408, "too_slow", f"the body was not there within {self._limits.body_seconds:g} s"
+                408, "too_slow", f"the body did not arrive within {self._limits.body_seconds:g} s"
             )
         return b"".join(chunks)
 
-    def _refused(self, scope: Scope) -> Response | None:
-        if self._open and not addressed(scope):
+    def _admits(self, token: bytes) -> bool:
+        if callable(self._key):
+            return self._key(token)
+        # In constant time: a comparison that ends early would reveal how much of a guess is right.
+        return hmac.compare_digest(token, self._key.encode())
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        """The answer to a request that must not reach the application, else None."""
+        if self._needs_no_key and not addressed(scope):
             return problem(
                 421,
                 "wrong_host",
                 f"without a key {self._who} answers to its address or localhost only",
             )
-        if self._open or scope["path"] in OPEN:
+        if self._needs_no_key or scope["path"] in OPEN:
             return None
         token = bearer(scope)
         if not token:
@@ -216,22 +246,27 @@ class Guard:
 def addressed(scope: Scope) -> bool:
     """Whether a request names its server by an address or as localhost.
 
-    A page of another site can have its own name lead to this machine (DNS rebinding), and would
-    read what needs no key.
+    A page of another site can let its own name resolve to this machine (DNS rebinding), and could
+    then read everything that needs no key.
     """
+    header = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
     with suppress(ValueError):
-        host = urlsplit("//" + dict(scope["headers"]).get(b"host", b"").decode("latin-1")).hostname
+        host = urlsplit("//" + header).hostname
         return host == "localhost" or bool(ip_address(host or ""))
     return False
 
 
 def with_token(url: str, token: str, file: Callable[[], Path]) -> str:
-    """The address to print: with its token for a terminal, else with the ``file`` that has it,
-    which is made then. Other outputs are kept in files that others may read.
+    """The address to print, with its token on a terminal.
+
+    Other outputs are kept in files that others may read, so they get the path of the ``file`` that
+    has the token, which is made then.
     """
     if not token:
         return url
-    return f"{url}?token={token}" if sys.stdout.isatty() else f"{url} (its ?token= is in {file()})"
+    if sys.stdout.isatty():
+        return f"{url}?token={token}"
+    return f"{url} (its ?token= is in {file()})"
 
 
 def bearer(scope: Scope) -> bytes:
@@ -241,21 +276,17 @@ def bearer(scope: Scope) -> bytes:
 
 
 def problem(status: int, code: str, message: str) -> Response:
-    """An error as ``ErrorBody``. In ASCII, so that no text of a request can make it fail."""
+    """An error as ``ErrorBody``, in ASCII, so that no text of a request can make it fail."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     body = json.dumps({"error": {"message": message, "type": kind, "code": code}})
-    return Response(
-        body,
-        status,
-        {"Retry-After": str(RETRY_AFTER)} if status == 503 else None,
-        media_type="application/json",
-    )
+    headers = {"Retry-After": str(RETRY_AFTER)} if status == 503 else None
+    return Response(body, status, headers, media_type="application/json")
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The meaning of these statuses, for the OpenAPI document."""
     meanings = {
-        400: "The body is no JSON, or not what is expected.",
+        400: "The body is not JSON, or not what is expected.",
         401: "No key was shown.",
         403: "The key is wrong.",
         413: "The body is too large.",
@@ -263,7 +294,7 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
         408: "The body came too slowly.",
         422: "The body is not what is expected.",
         429: "The model's server is full.",
-        503: "Overloaded, too slow, or the model is gone: try again after Retry-After seconds.",
+        503: "Overloaded, too slow, or the model is lost: try again after Retry-After seconds.",
     }
     return {status: {"model": ErrorBody, "description": meanings[status]} for status in statuses}
 
@@ -322,13 +353,7 @@ def _answer(error: Exception, invalid: int) -> Response:
     """The answer to an exception of a route; ``invalid`` is the status of a malformed request."""
     match error:
         case RequestValidationError():
-            return problem(
-                invalid,
-                "invalid",
-                "; ".join(
-                    f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]
-                ),
-            )
+            return problem(invalid, "invalid", _validation_message(error))
         case HTTPException():
             answer = problem(error.status_code, "refused", str(error.detail))
             answer.headers.update(error.headers or {})
@@ -337,6 +362,15 @@ def _answer(error: Exception, invalid: int) -> Response:
             return problem(invalid, "invalid", str(error))
     code = "timeout" if isinstance(error, DeadlineExceeded) else "unavailable"
     return problem(503, code, f"{type(error).__name__}: {error}")
+
+
+def _validation_message(error: RequestValidationError) -> str:
+    """The first problems of a request, each with its place."""
+    problems = []
+    for detail in error.errors()[:5]:
+        place = ".".join(map(str, detail["loc"]))
+        problems.append(f"{place}: {detail['msg']}")
+    return "; ".join(problems)
 
 
 class Overloaded(InfrastructureFailure):
@@ -351,13 +385,11 @@ class RequestMetrics:
 
     def __init__(self, prefix: str, owner: Mapping[str, str], held: str, limit: int) -> None:
         self.registry = CollectorRegistry()
-        self._prefix, self._owner, self._what, self._limit, self._held = (
-            prefix,
-            owner,
-            held,
-            limit,
-            0,
-        )
+        self._prefix = prefix
+        self._owner = owner
+        self._unit = held
+        self._limit = limit
+        self._held = 0
         self._requests = self.made(
             Counter, "requests", "Requests by how they ended.", "route", "outcome"
         )
@@ -366,7 +398,7 @@ class RequestMetrics:
             "latency_seconds",
             "From the parsed request to the answer.",
             "route",
-            buckets=BUCKETS,
+            buckets=_LATENCY_BUCKETS_S,
         )
         self._in_flight = self.one(Gauge, "inflight", "Requests being answered.")
         self._queue = self.one(
@@ -393,11 +425,11 @@ class RequestMetrics:
     def holding(self, count: int) -> Iterator[None]:
         """Hold the work of one request while the block runs.
 
-        Raises Overloaded when it does not fit beside other work.
+        Raises Overloaded when it does not fit together with other work.
         """
         # A request alone is always admitted: a large one could never be answered otherwise.
         if self._held and self._held + count > self._limit:
-            raise Overloaded(f"{self._held} {self._what} are held, limits.held is {self._limit}")
+            raise Overloaded(f"{self._held} {self._unit} are held, limits.held is {self._limit}")
         self._add(count)
         try:
             yield
@@ -406,18 +438,16 @@ class RequestMetrics:
 
     def full(self) -> str:
         """Why no more work is accepted; "" while it is."""
-        return (
-            f"{self._held} {self._what} are held, the limit is {self._limit}"
-            if self._held >= self._limit
-            else ""
-        )
+        if self._held < self._limit:
+            return ""
+        return f"{self._held} {self._unit} are held, the limit is {self._limit}"
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def made(self, kind: type[Any], name: str, about: str, *labels: str, **options: Any) -> Any:
-        """A new metric with the owner's labels and ``labels``."""
+        """Register a metric with the owner's labels and ``labels``."""
         return kind(
             f"{self._prefix}_{name}",
             about,
@@ -427,7 +457,7 @@ class RequestMetrics:
         )
 
     def one(self, kind: type[Any], name: str, about: str) -> Any:
-        """A new metric with no labels but the owner's."""
+        """Register a metric with the owner's labels only."""
         return self.made(kind, name, about).labels(**self._owner)
 
     def _add(self, count: int) -> None:

@@ -36,7 +36,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    monkeypatch.setattr(connections, "HEADERS", 0.5)
+    monkeypatch.setattr(connections, "HEADERS_TIMEOUT_S", 0.5)
     protocol: Any = connections.Impatient
     listening = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
@@ -84,7 +84,7 @@ def test_a_body_may_take_longer_and_the_next_request_too(port: int) -> None:
 
 
 def test_headers_without_end_are_not_kept(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "HEADERS", 60.0)
+    monkeypatch.setattr(connections, "HEADERS_TIMEOUT_S", 60.0)
     with connected(port) as connection, pytest.raises(ConnectionError):
         connection.sendall(BEGUN + b"x" * (64 << 20))
 
