@@ -136,7 +136,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def _count_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def count_and_call(*args: Any, **kwargs: Any) -> Any:
-            # Jinja puts the context, or another object of its own, before the value.
+            # Jinja puts the context, the evaluation context or the environment before the value.
             index = int(hasattr(function, "jinja_pass_arg"))
             value = _with_length(args[index])
             arguments = args[index + 1 :]

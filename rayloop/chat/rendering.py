@@ -1,4 +1,4 @@
-"""From chat messages to token ids and back, without transformers."""
+"""Rendering of chat messages as token ids, and decoding, without transformers."""
 
 import dataclasses
 import logging
@@ -105,7 +105,7 @@ class Renderer:
         if text == self._template(chat, generation=True):
             self._warned_about_tools = True
             logger.warning(
-                "the model's chat template shows no tools: the policy cannot know those that"
+                "the model's chat template shows no tools: the policy cannot know the tools that"
                 " the agent offers"
             )
 
@@ -266,7 +266,7 @@ class Renderer:
         return tuple(dict.fromkeys([self._special[self._turns.end], *eos]))
 
     def _vision_tokens(self, config: dict[str, Any]) -> set[int]:
-        """Every vision token: those of the configuration, and special tokens with such a name."""
+        """All vision tokens: the configuration's, and special tokens with such a name."""
         if self.image_token is None:
             return set()
         tokens = set(self._image_borders)

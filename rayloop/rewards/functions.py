@@ -103,7 +103,7 @@ UNAVAILABLE = (InfrastructureFailure, OSError, MemoryError)
 class RewardCall:
     """One call of a reward function.
 
-    ``takes``: the function's parameters. ``trajectories``: those that it scores.
+    ``takes``: the function's parameters. ``trajectories``: the trajectories to score.
     """
 
     takes: Mapping[str, inspect.Parameter]

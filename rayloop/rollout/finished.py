@@ -1,4 +1,4 @@
-"""Finished groups: those that are ready, and those that ended since the last step.
+"""Finished groups: the ready groups, and the groups that ended since the last step.
 
 They also give the acceptance rate and the failures of tasks.
 """

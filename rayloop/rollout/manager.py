@@ -200,7 +200,7 @@ class RolloutManager:
     def _must_wait(self, version: Version, inherited: Mapping[int, int]) -> bool:
         """Whether this step must wait for groups in flight.
 
-        They are those of a synchronous round, or a group that is too old for the next step.
+        It waits for a synchronous round, or for a group that is too old for the next step.
         """
         staleness = self.config.algorithm.staleness
         if staleness.max_staleness == 0:

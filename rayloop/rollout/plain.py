@@ -95,7 +95,7 @@ def _reader(cls: Any) -> TypeAdapter[Any]:
 
 
 def _read(cls: type[T], plain: Mapping[str, Any], **fields: Any) -> T:
-    """The value that ``_plain`` wrote; ``fields`` replaces those that pydantic cannot read.
+    """The value that ``_plain`` wrote; ``fields`` are the fields that pydantic cannot read.
 
     Raises ValueError.
     """

@@ -208,7 +208,7 @@ def command(
 ) -> list[str]:
     """The command line that runs ``program`` in new namespaces.
 
-    They are those of user, process ids, mounts, IPC, host name and network (there is none). The
+    The namespaces are user, process ids, mounts, IPC, host name and network (there is none). The
     program ends with the thread that starts it. It sees ``OF_USR`` and ``SYSTEM``; the paths of
     ``read``, read-only; the paths of ``write`` (here -> inside), which ``uid`` must be able to
     write; and ``folders``, empty ones in memory (path -> bytes; /tmp has 64 MiB and /dev/shm 16 MiB
@@ -330,7 +330,7 @@ def _system_mounts() -> Iterator[str]:
 
 
 def _read_only_mounts(paths: Iterable[str]) -> Iterator[str]:
-    """The options for ``SYSTEM`` and ``paths``, without those that ``OF_USR`` already holds."""
+    """The options for ``SYSTEM`` and ``paths``, without paths that are below ``OF_USR``."""
     for path in sorted({*filter(os.path.exists, SYSTEM), *map(os.path.abspath, paths)}):
         if not any(Path(path).is_relative_to(folder) for folder in OF_USR):
             yield from (*_parents(path), "--ro-bind", path, path)

@@ -49,8 +49,8 @@ _NAMES = {
 class Printed(io.TextIOBase):
     """The stdout and stderr of one call.
 
-    It holds the first ``MOST_TEXT`` characters, without those of threads that an earlier call left
-    behind.
+    It holds the first ``MOST_TEXT`` characters, without the output of threads that an earlier call
+    left behind.
     """
 
     def __init__(self) -> None:
@@ -195,7 +195,7 @@ class Cells:
         started = time.perf_counter()
         traceback_text = None
 
-        # A traceback can show a line of the cell only when linecache has it: there is no such file.
+        # The cell is not a file: a traceback can show its lines only when linecache has them.
         linecache.cache[CELL] = (len(code), None, code.splitlines(keepends=True), CELL)
         try:
             exec(compile(code, CELL, "exec"), self._space)
@@ -220,7 +220,7 @@ class Cells:
     def _show(self, *arguments: Any, **options: Any) -> None:
         """Replace ``plt.show``: turn the open figures into images of the answer.
 
-        The end of a cell shows those that are still open.
+        The end of a cell shows the figures that are still open.
         """
         plt = sys.modules.get("matplotlib.pyplot")
         if plt is None:

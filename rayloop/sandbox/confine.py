@@ -60,7 +60,7 @@ def confine(
     tempfile.tempdir = folder
 
     # The kernel counts threads by user and user namespace: before both are final the limit would
-    # count those of the run.
+    # count the threads of the run.
     _limit(settings, alone=level == Level.NAMESPACES or user is not None)
 
     # Last, since the filter also refuses the calls of Landlock and of the limits above.

@@ -136,7 +136,7 @@ class Channel:
         except OSError as error:
             raise ConnectionError(str(error)) from error
 
-        # Code in an interpreter can write to its connection, and so answer calls that nobody made.
+        # Code in an interpreter can write to its connection, and so answer calls that do not exist.
         if header.get("call") != self._calls:
             raise Malformed(f"the answer of another call to call {self._calls}")
         if "refused" not in header:

@@ -124,7 +124,7 @@ class Interpreter:
         os.close(self._pidfd)
         self._channel.close()
         if self._user is not None:
-            # A process that has not ended still has this user number: nobody else may get it.
+            # A process that has not ended still has this user number: no other program may get it.
             if ended:
                 self._user.close()
             else:
@@ -328,7 +328,7 @@ class _Server:
         # This kind of socket keeps the borders of messages: one ``recv`` is one message.
         host_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         settings = self._settings(options, server_end.fileno())
-        # Not a pipe: nobody reads it after the start, and a full one would stop the server.
+        # Not a pipe: it is not read after the start, and a full pipe would stop the server.
         with tempfile.TemporaryFile() as errors:
             try:
                 self.process = subprocess.Popen(
@@ -351,7 +351,7 @@ class _Server:
             self._wait_until_ready(errors)
 
     def _settings(self, options: Options, control: int) -> dict[str, Any]:
-        """The JSON settings of the server; makes its folder where it has no /tmp of its own."""
+        """The JSON settings of the server; makes its folder where it has no private /tmp."""
         if self._level == Level.NAMESPACES:
             folder = "/tmp"
         else:

@@ -172,7 +172,7 @@ def drop_capabilities() -> None:
 
 
 def set_capabilities(mask: int) -> None:
-    """Set the capabilities of this process to those of a bit mask. Raises OSError."""
+    """Set the capabilities of this process to the bits of ``mask``. Raises OSError."""
     header = ctypes.create_string_buffer(struct.pack("Ii", _CAPABILITY_VERSION_3, 0))
     data = ctypes.create_string_buffer(struct.pack("6I", mask, mask, 0, 0, 0, 0))
     check(libc.capset(header, data), "capset")
@@ -211,7 +211,7 @@ def restrict(read: Iterable[str], write: Iterable[str] = ()) -> None:
     if not version:
         raise OSError("Landlock is not in this kernel")
     file_rights = (1 << _FILE_RIGHTS[min(version, 5)]) - 1
-    # A kernel refuses fields that it does not know, so it gets only those of its version.
+    # A kernel refuses fields that it does not know, so it gets the fields of its version.
     fields = [file_rights]
     if version >= 4:
         fields.append(_TCP_BIND_AND_CONNECT)

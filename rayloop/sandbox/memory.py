@@ -74,7 +74,7 @@ def filled(*pids: int) -> int:
 
 
 def filled_exactly(*pids: int) -> int:
-    """As ``filled``, with each shared page divided among the processes that have it.
+    """The bytes of ``filled``, with each shared page divided among the processes that have it.
 
     Where this user may not read that, the result is that of ``filled``.
     """
@@ -111,7 +111,7 @@ def bounded(limit: int) -> Iterator[str]:
 def kernel_kills(group: str = "") -> int:
     """The number of processes that the kernel has ended because memory was short.
 
-    They are those of a cgroup or, without one, of this machine.
+    Without a cgroup: all such processes of this machine.
     """
     if not group:
         return _counter("/proc/vmstat", "oom_kill")
@@ -136,7 +136,7 @@ def machine_was_short(group: str, before: int) -> bool:
     """Whether the kernel ended one of these processes because the machine was short of memory.
 
     With a cgroup: it ended one, and the cgroup has not reached its limit. Without one: whether it
-    ended any process of this machine since ``before``, as nobody knows whose it was.
+    ended any process of this machine since ``before``, since its owner is unknown.
     """
     if group:
         return kernel_kills(group) > 0 and not limit_was_reached(group)

@@ -117,7 +117,7 @@ class Meeting:
         """Accept no more connections; the existing ones stay.
 
         Torch's server waits on the socket that listens, and spins when that is shut down. So its
-        descriptor becomes another socket, which has no name and to which nobody can connect.
+        descriptor becomes another socket, to which no process can connect.
         """
         with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as unreachable:
             unreachable.bind(str(Path(folder) / "s"))
@@ -138,5 +138,5 @@ class Meeting:
 
 
 def _name(secret: str, what: str) -> str:
-    """A key of the store that nobody can guess, and that does not reveal the secret."""
+    """A key of the store that cannot be guessed, and that does not reveal the secret."""
     return blake2b(what.encode(), key=secret.encode(), digest_size=16).hexdigest()

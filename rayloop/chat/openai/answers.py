@@ -35,8 +35,8 @@ class Chats:
     def trace(self, name: str) -> dict[str, Any] | None:
         """The ``Trace`` up to the answer ``<id>/<choice>`` as JSON, with its sampling.
 
-        None when the answer is unknown. Raises DataFailure when its tokens are not those that were
-        sampled.
+        None when the answer is unknown. Raises DataFailure when its tokens are not the sampled
+        tokens.
         """
         conversation = self._histories.named(name)
         if conversation is None or conversation.sampling is None:

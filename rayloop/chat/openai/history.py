@@ -24,8 +24,9 @@ class Conversation:
     """A conversation up to a prompt or an answer.
 
     It has turns, images in order, and the name of the answer that it ``continues``. ``exact``: its
-    sampled tokens are those that were sampled here; if not, ``why`` says where they differ. ``key``
-    is the digest of its first ``messages`` messages. ``name``: the name of its last answer.
+    assistant's tokens are the tokens that were sampled here; if not, ``why`` says where they
+    differ. ``key`` is the digest of its first ``messages`` messages. ``name``: the name of its last
+    answer.
     """
 
     turns: tuple[Turn, ...]

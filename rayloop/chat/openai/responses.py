@@ -55,7 +55,7 @@ def chat_of(asked: ResponsesRequest, before: Sequence[ChatMessage]) -> ChatReque
     if asked.instructions:
         messages.append({"role": "system", "content": asked.instructions})
     for message in before:
-        # New instructions replace those of the earlier response.
+        # New instructions replace the instructions of the earlier response.
         if not (asked.instructions and message.role == "system"):
             messages.append(message.model_dump(exclude_none=True))
     if isinstance(asked.input, str):

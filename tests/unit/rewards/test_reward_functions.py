@@ -393,7 +393,7 @@ def hidden(*args, **kwargs):  # type: ignore[no-untyped-def]
         (
             f"{__name__}:hidden",
             (
-                r"a function of \(\*args, \*\*kwargs\), which is no .* functools.wraps\(function\)"
+                r"a function of \(\*args, \*\*kwargs\), which is not a .* functools.wraps\(function\)"
                 r" on its wrapper"
             ),
         ),
