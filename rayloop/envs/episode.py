@@ -1,7 +1,8 @@
-"""The episode loop, for one turn or many: environment calls with deadlines, token bookkeeping, end
-reasons. Reasons to end are checked in this order: over_length (the token limit cut the turn),
-tool_deadline or policy_failure, action_error, done, max_turns, over_length (no room for another
-turn), max_images. Sampled tokens are never altered.
+"""The episode loop, for one turn or many: calls with deadlines, token bookkeeping, end reasons.
+
+Reasons to end are checked in this order: over_length (the token limit cut the turn), tool_deadline
+or policy_failure, action_error, done, max_turns, over_length (no room for another turn),
+max_images. Sampled tokens are never altered.
 """
 
 import dataclasses
@@ -43,13 +44,13 @@ from rayloop.core.types import (
     Sampling,
     Summary,
     Task,
-    TokenIds,
     TokenPrompt,
     Trajectory,
     Turn,
     derive,
 )
 from rayloop.data.images import NOT_SHOWN
+from rayloop.envs.context import Exchange, context_with_room, images_replaced
 from rayloop.envs.instance import Instance, Leading
 from rayloop.envs.settings import EpisodeSettings
 from rayloop.rewards.functions import number
@@ -65,8 +66,8 @@ The episode counts.
 
 logger = logging.getLogger(__name__)
 
-
-_Shown = tuple[tuple[Message, ...], list[Mapping[str, Any]]]
+_First = tuple[tuple[Message, ...], list[Mapping[str, Any]]]
+"""The first messages of an episode, and its tools."""
 
 
 class FirstPrompts:
@@ -74,7 +75,7 @@ class FirstPrompts:
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
-        self._rendered: list[tuple[_Shown, Future[Rendered], threading.Thread]] = []
+        self._rendered: list[tuple[_First, Future[Rendered], threading.Thread]] = []
 
     async def of(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], timeout: float
@@ -83,87 +84,36 @@ class FirstPrompts:
 
         Raises as it does, and DeadlineExceeded.
         """
-        shown = tuple(messages), list(tools)
-        for other, answer, thread in self._rendered:
-            if other == shown:
+        first = (tuple(messages), list(tools))
+        for earlier, answer, thread in self._rendered:
+            if earlier == first:
                 return await within(timeout, answer, thread)
         answer = asked()
-        thread = start(lambda: settle(answer, lambda: self._renderer.prompt(*shown)))
+        thread = start(lambda: settle(answer, lambda: self._renderer.prompt(*first)))
         # Before the await: members of a group come together, and must find this rendering.
-        # Before the await: members of a group come together, and must find this rendering.
-        self._rendered.append((shown, answer, thread))
+        self._rendered.append((first, answer, thread))
         return await within(timeout, answer, thread)
 
 
-FORGOTTEN = "(this image is no longer shown)"
-"""Stands where an image was."""
+MAX_TOKEN_CHARACTERS = 256
+"""Characters that one token can have at most.
 
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """A turn of the policy, and the observation that followed."""
-
-    sampled: TokenIds
-    messages: Sequence[Message]
-    rendered: Rendered
-
-
-def begun_anew(
-    renderer: Renderer,
-    prompt: Rendered,
-    exchanges: Sequence[Exchange],
-    sampled: TokenIds,
-    room: int,
-) -> Rendered | None:
-    """The context up to the turn ``sampled`` with at most ``room`` images; None when the prompt's
-    alone are more.
-    """
-    if len(prompt.images) > room:
-        return None
-
-    # Half of the room stays free. With none left, the next image would make it begin again.
-    left = (room - len(prompt.images)) // 2
-    kept = list[Rendered]()
-    for exchange in reversed(exchanges):
-        left -= len(exchange.rendered.images)
-        kept.append(exchange.rendered if left >= 0 else _forgotten(renderer, exchange))
-    tokens, images = list(prompt.token_ids), list(prompt.images)
-    for exchange, rendered in zip(exchanges, reversed(kept), strict=True):
-        tokens += [*exchange.sampled, *rendered.token_ids]
-        images += rendered.images
-    return Rendered((*tokens, *sampled), tuple(images))
-
-
-def _forgotten(renderer: Renderer, exchange: Exchange) -> Rendered:
-    messages = [_in_words(message, FORGOTTEN) for message in exchange.messages]
-    return (
-        renderer.observation(messages, exchange.sampled)
-        if exchange.rendered.images
-        else exchange.rendered
-    )
-
-
-def _in_words(message: Message, words: str) -> Message:
-    """The message with ``words`` in the place of each image."""
-    return dataclasses.replace(
-        message, parts=tuple(part if isinstance(part, str) else words for part in message.parts)
-    )
-
-
-WIDEST = 256
-"""Characters of a token, at most: a text of more than so many for each token that an episode may
-have is not tokenized.
+A text with more than this for each token that an episode may have is not tokenized.
 """
 
 
-def _characters(messages: Sequence[Message]) -> int:
-    return sum(len(part) for message in messages for part in message.parts if isinstance(part, str))
+def _text_length(messages: Sequence[Message]) -> int:
+    """Return the characters of all texts."""
+    texts = [part for message in messages for part in message.parts if isinstance(part, str)]
+    return sum(map(len, texts))
 
 
 def _ended(error: PolicyFailure, request: RolloutRequest) -> EndReason:
-    """How an episode ends that the policy broke."""
+    """Return the end reason of an episode that the policy broke."""
     logger.info("%s: %s", request.id, error)
-    return EndReason.TOOL_DEADLINE if isinstance(error, ToolDeadline) else EndReason.POLICY_FAILURE
+    if isinstance(error, ToolDeadline):
+        return EndReason.TOOL_DEADLINE
+    return EndReason.POLICY_FAILURE
 
 
 async def play(
@@ -184,12 +134,12 @@ async def play(
             from rayloop.envs.led import play_led  # a web server, for the runs that need one
 
             return await play_led(request, environment, renderer, settings, generate)
-        return await _Episode(
-            request, environment, renderer, settings, generate, prompts or FirstPrompts(renderer)
-        ).run()
+        prompts = prompts or FirstPrompts(renderer)
+        episode = _Episode(request, environment, renderer, settings, generate, prompts)
+        return await episode.run()
     finally:
         try:
-            # Whatever came of the episode, an environment that does not close must not change it.
+            # An environment that does not close must not change the episode's result.
             await environment.close(CLOSE_TIMEOUT)
         except Exception as error:
             logger.warning("closing the environment of %s failed: %s", request.task.id, error)
@@ -197,9 +147,7 @@ async def play(
 
 @dataclass
 class _Episode:
-    """The state of one episode: its turns so far, and the tokens and images that the policy sees
-    now.
-    """
+    """The state of one episode: its turns, and the tokens and images that the policy sees now."""
 
     request: RolloutRequest
     environment: Instance
@@ -221,20 +169,20 @@ class _Episode:
         await self._begin()
         reason = None
         while reason is None:
-            reason = await self._turn(len([turn for turn in self.turns if turn.sampled]))
+            index = sum(1 for turn in self.turns if turn.sampled)
+            reason = await self._turn(index)
         result = None
         if reason not in UNGRADED:
             try:
                 result = await self._evaluate()
             except PolicyFailure as error:
                 reason = _ended(error, self.request)
-        asked, turns = self.request, tuple(self.turns)
         return Trajectory(
-            asked.id,
-            asked.attempt,
-            asked.task.id,
-            asked.seed,
-            turns,
+            self.request.id,
+            self.request.attempt,
+            self.request.task.id,
+            self.request.seed,
+            tuple(self.turns),
             self.sampling,
             reason,
             result,
@@ -248,16 +196,14 @@ class _Episode:
         return None if result is None else float(result)
 
     async def _begin(self) -> None:
-        began, settings = time.time(), self.settings
+        start_time = time.time()
+        settings = self.settings
         await self._blamed("__init__", self.environment.make(settings.step_timeout))
 
-        first: Observation = await self._call(
-            "reset", self.request.task, timeout=settings.step_timeout
-        )
+        task = self.request.task
+        first: Observation = await self._call("reset", task, timeout=settings.step_timeout)
         self._check("reset", "return Observation", first)
-        tools = await self._call("tools", timeout=settings.step_timeout) or list(
-            self.request.task.tools
-        )
+        tools = await self._call("tools", timeout=settings.step_timeout) or list(task.tools)
         rendered = await self.prompts.of(first.messages, tools, settings.step_timeout)
 
         limit = min(settings.max_prompt_tokens, settings.max_tokens - 1)
@@ -267,15 +213,15 @@ class _Episode:
             reason = (
                 f"the prompt has {len(rendered.images)} images, max_images is {settings.max_images}"
             )
-            raise DataFailure(self.request.task.id, reason)
+            raise DataFailure(task.id, reason)
 
         self.prompt = rendered
-        self._append("prompt", rendered, times=(began, time.time()))
+        self._append("prompt", rendered, times=(start_time, time.time()))
 
     async def _turn(self, index: int) -> EndReason | None:
         """Sample one turn and let the environment answer it.
 
-        Returns why the episode ends, None when it goes on.
+        Returns the reason why the episode ends, None when it continues.
         """
         room = self._room()
         completion = await self._sample(index, room)
@@ -297,10 +243,12 @@ class _Episode:
                 "step", "return StepResult with observation Observation or None", step.observation
             )
 
-        goes_on = step.error is not None or not (step.done or step.observation is None)
-        executed = step.error is None if goes_on else None
+        # An action that failed, and one that the environment answers, leave room for another turn.
+        awaits_turn = step.error is not None or not (step.done or step.observation is None)
+        executed = step.error is None if awaits_turn else None
+        reward = self._reward(step.reward)
         self.turns[-1] = dataclasses.replace(
-            self.turns[-1], executed=executed, reward=self._reward(step.reward), times=times
+            self.turns[-1], executed=executed, reward=reward, times=times
         )
 
         if step.error is not None and (step.done or self.settings.on_error == "end"):
@@ -311,14 +259,14 @@ class _Episode:
             return EndReason.MAX_TURNS
         return await self._observe(step.observation.messages, completion)
 
-    def _reward(self, found: Any) -> float:
-        """Raises EnvironmentFailed when that is no finite number."""
-        reward = number(found) if isinstance(found, Real | np.bool_) else None
+    def _reward(self, value: Any) -> float:
+        """Return a step's reward. Raises EnvironmentFailed when it is not a finite number."""
+        reward = number(value) if isinstance(value, Real | np.bool_) else None
         if reward is None:
-            what = f"{self.environment.name}.step of task {self.request.task.id}"
-            shown = short(found, 200)
+            call = f"{self.environment.name}.step of task {self.request.task.id}"
             raise EnvironmentFailed(
-                f"{what} returned StepResult with reward {shown}, which must be a finite number",
+                f"{call} returned StepResult with reward {short(value, 200)}, which must be a"
+                " finite number",
                 bug=True,
             )
         return reward
@@ -330,10 +278,10 @@ class _Episode:
             affinity=str(self.request.id.group),
             seed=derive(self.request.seed, "turn", index),
         )
-        most = min(self.sampling.max_tokens, room)
-        sampling = dataclasses.replace(
-            self.sampling, max_tokens=most, min_tokens=min(self.sampling.min_tokens, most)
-        )
+        base = self.sampling
+        max_tokens = min(base.max_tokens, room)
+        min_tokens = min(base.min_tokens, max_tokens)
+        sampling = dataclasses.replace(base, max_tokens=max_tokens, min_tokens=min_tokens)
         completion = await self.generate(prompt, sampling)
         self.turns.append(completion.turn)
         self.token_ids += completion.token_ids
@@ -344,29 +292,28 @@ class _Episode:
     ) -> EndReason | None:
         """Append an observation if it fits.
 
-        What the action made too large, or unusable, is never the engine's or the environment's
-        failure: it ends the episode.
+        An action may lead to an observation that is too large, or that the renderer refuses. That
+        ends the episode, and never counts as a failure of the engine or the environment.
         """
+        settings = self.settings
         # Both checks come before the work of the renderer, which grows with what the action made.
-        if sum(len(message.images) for message in messages) > self.settings.max_images:
+        if sum(len(message.images) for message in messages) > settings.max_images:
             return EndReason.MAX_IMAGES
-        if _characters(messages) > self.settings.max_tokens * WIDEST:
+        if _text_length(messages) > settings.max_tokens * MAX_TOKEN_CHARACTERS:
             return EndReason.OVER_LENGTH
         if self.renderer.image_token is None:
-            messages = [_in_words(message, NOT_SHOWN) for message in messages]
+            messages = [images_replaced(message, NOT_SHOWN) for message in messages]
         try:
             rendered = await in_thread(
                 self.renderer.observation,
                 messages,
                 completion.token_ids,
-                timeout=self.settings.step_timeout,
+                timeout=settings.step_timeout,
             )
-            full = len(self.images) + len(rendered.images) > self.settings.max_images
-            anew = (
-                await self._anew(completion, rendered)
-                if full and self.settings.when_full == "forget"
-                else None
-            )
+            is_full = len(self.images) + len(rendered.images) > settings.max_images
+            context = None
+            if is_full and settings.when_full == "forget":
+                context = await self._new_context(completion, rendered)
         except ImageRefused as error:
             logger.info("%s: the environment's image is refused: %s", self.request.id, error)
             return EndReason.ACTION_ERROR
@@ -376,34 +323,35 @@ class _Episode:
                 f"the environment of task {task} returned a broken image: {error}"
             ) from error
         except DeadlineExceeded as error:
-            return _ended(
-                ToolDeadline(f"what the action gave could not be shown: {error}"), self.request
-            )
-        if len(rendered.token_ids) >= self._room(anew):
+            late = ToolDeadline(f"what the action gave could not be shown: {error}")
+            return _ended(late, self.request)
+        if len(rendered.token_ids) >= self._room(context):
             return EndReason.OVER_LENGTH
-        if full and anew is None:
+        if is_full and context is None:
             return EndReason.MAX_IMAGES
-        if anew is not None:
-            self.token_ids, self.images = [], []
-            self._append("context", anew, restart=True)
+        if context is not None:
+            self.token_ids = []
+            self.images = []
+            self._append("context", context, restart=True)
         self._append(messages[-1].role if messages else "user", rendered)
         self.exchanges.append(Exchange(completion.token_ids, messages, rendered))
         return None
 
-    def _room(self, anew: Rendered | None = None) -> int:
-        """Tokens that the episode may still have, in the context ``anew`` if there is one."""
-        room = self.settings.max_tokens - len(self.token_ids if anew is None else anew.token_ids)
-        if (most := self.settings.max_response_tokens) is None:
+    def _room(self, context: Rendered | None = None) -> int:
+        """Return the tokens that the episode may still have, in a new ``context`` if given."""
+        token_ids = self.token_ids if context is None else context.token_ids
+        room = self.settings.max_tokens - len(token_ids)
+        response_limit = self.settings.max_response_tokens
+        if response_limit is None:
             return room
-        return min(
-            room, most - sum(len(turn.token_ids) for turn in self.turns[1:] if not turn.restart)
-        )
+        responses = [turn for turn in self.turns[1:] if not turn.restart]
+        return min(room, response_limit - sum(len(turn.token_ids) for turn in responses))
 
-    async def _anew(self, completion: Completion, observation: Rendered) -> Rendered | None:
-        """The context up to ``completion`` with room for the images of ``observation``."""
+    async def _new_context(self, completion: Completion, observation: Rendered) -> Rendered | None:
+        """Return the context up to ``completion`` with room for the images of ``observation``."""
         room = self.settings.max_images - len(observation.images)
         return await in_thread(
-            begun_anew,
+            context_with_room,
             self.renderer,
             self.prompt,
             self.exchanges,
@@ -424,9 +372,9 @@ class _Episode:
         }
 
     def _text(self, completion: Completion) -> str:
-        """The turn's text for the environment: cut behind the first stop string.
+        """Return the turn's text for the environment, cut behind the first stop string.
 
-        The tokens are not.
+        The tokens are not cut.
         """
         text = self.renderer.decode(completion.token_ids)
         if completion.finish is not FinishReason.STOP_STRING:
@@ -438,60 +386,56 @@ class _Episode:
         return await self._blamed(method, self.environment.call(method, *args, timeout=timeout))
 
     async def _blamed(self, method: str, call: Awaitable[Result]) -> Result:
-        """What a call returns.
+        """Return what a call returns.
 
         Its errors count as infrastructure, unless they blame the data or the action.
         """
-        what = f"{self.environment.name}.{method} of task {self.request.task.id}"
+        where = f"{self.environment.name}.{method} of task {self.request.task.id}"
         try:
             return await call
         except DeadlineExceeded as error:
-            raise EnvironmentHung(f"{what} gave {error}", self.environment.contained) from error
+            raise EnvironmentHung(f"{where} gave {error}", self.environment.contained) from error
         except DataFailure:
             raise
         except EnvironmentFailed as error:
-            raise EnvironmentFailed(f"{what}: {error}", error.bug) from error
+            raise EnvironmentFailed(f"{where}: {error}", error.bug) from error
         except Exception as error:
-            # Only these two run after an action: before it, nothing can be the policy's doing.
+            # Only these two run after an action: errors before it are never the policy's.
             if isinstance(error, PolicyFailure) and method in ("step", "evaluate"):
                 raise
             bug = not isinstance(error, OSError | MemoryError | InfrastructureFailure)
             raise EnvironmentFailed(
-                f"{what} raised {type(error).__name__}: {error}", bug
+                f"{where} raised {type(error).__name__}: {error}", bug
             ) from error
 
-    def _check(self, method: str, rule: str, found: Any) -> None:
-        """Raises EnvironmentFailed when that is no Observation of messages."""
-        if not isinstance(found, Observation):
-            raise self._wrong(method, rule, found)
-        for message in found.messages:
+    def _check(self, method: str, rule: str, value: Any) -> None:
+        """Raises EnvironmentFailed when the value is not an Observation of messages."""
+        if not isinstance(value, Observation):
+            raise self._wrong(method, rule, value)
+        for message in value.messages:
             if not isinstance(message, Message):
                 raise self._wrong(method, "give Observation a tuple of Message", message)
 
-    def _wrong(self, method: str, rule: str, found: Any) -> EnvironmentFailed:
+    def _wrong(self, method: str, rule: str, value: Any) -> EnvironmentFailed:
         return EnvironmentFailed(
-            f"{self.environment.name}.{method} must {rule}, not {type(found).__name__}", bug=True
+            f"{self.environment.name}.{method} must {rule}, not {type(value).__name__}", bug=True
         )
 
 
 def summarize(
     trajectory: Trajectory, task: Task, seconds: float, image_token: int | None
 ) -> Summary:
-    """The driver's summary of a trajectory that took ``seconds``.
+    """Return the driver's summary of a trajectory that took ``seconds``.
 
     ``image_token`` is ``Renderer.image_token``.
     """
-    sampled, shown = (
-        trajectory.sampled_turns,
-        [turn for turn in trajectory.turns if not turn.restart],
-    )
+    sampled = trajectory.sampled_turns
+    once = [turn for turn in trajectory.turns if not turn.restart]
     lengths = [len(turn.token_ids) for turn in trajectory.turns]
-    first = next(i for i, turn in enumerate(trajectory.turns) if turn.sampled)
-    image_tokens = (
-        sum(turn.token_ids.count(image_token) for turn in trajectory.turns)
-        if image_token is not None
-        else 0
-    )
+    first_sampled = next(i for i, turn in enumerate(trajectory.turns) if turn.sampled)
+    image_tokens = 0
+    if image_token is not None:
+        image_tokens = sum(turn.token_ids.count(image_token) for turn in trajectory.turns)
     versions = [turn.version for turn in sampled if turn.version is not None]
     return Summary(
         trajectory.id,
@@ -502,25 +446,27 @@ def summarize(
         length=sum(lengths),
         sampled_tokens=sum(len(turn.token_ids) for turn in sampled),
         turns=len(sampled),
-        images=sum(len(turn.images) for turn in shown),
-        observation_images=sum(len(turn.images) for turn in shown[first:]),
+        images=sum(len(turn.images) for turn in once),
+        observation_images=sum(len(turn.images) for turn in once[first_sampled:]),
         images_consistent=image_tokens == sum(image.tokens for image in trajectory.images),
         first_version=min(versions),
         last_version=max(versions),
         env_result=trajectory.env_result,
         seconds=seconds,
-        prompt_tokens=sum(lengths[:first]),
+        prompt_tokens=sum(lengths[:first_sampled]),
         cut=any(turn.finish is FinishReason.LENGTH for turn in sampled),
         turn_rewards=tuple(turn.reward for turn in sampled),
         states=trajectory.states,
         order=trajectory.order,
-        spans=tuple(
-            (name, *pair)
-            for turn in trajectory.turns
-            for name, pair in zip(
-                ("generate", "step") if turn.sampled else ("reset",),
-                pairwise(turn.times),
-                strict=False,
-            )
-        ),
+        spans=_spans(trajectory),
     )
+
+
+def _spans(trajectory: Trajectory) -> tuple[tuple[str, float, float], ...]:
+    """Return name, start and end of what the turns' times bound."""
+    spans = list[tuple[str, float, float]]()
+    for turn in trajectory.turns:
+        names = ("generate", "step") if turn.sampled else ("reset",)
+        for name, (start_time, end_time) in zip(names, pairwise(turn.times), strict=False):
+            spans.append((name, start_time, end_time))
+    return tuple(spans)

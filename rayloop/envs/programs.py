@@ -1,5 +1,6 @@
-"""Programs that the policy writes, in a sandbox: here (bubblewrap), in containers, or on
-SandboxFusion's servers; their tool.
+"""A tool that runs programs of the policy, and the sandboxes that it runs them in.
+
+A sandbox is on this machine (bubblewrap), in containers, or on SandboxFusion's servers.
 """
 
 import base64
@@ -23,31 +24,38 @@ from rayloop.core.protocols import ProgramResult, ProgramSandbox, ToolResult
 from rayloop.envs.tools import ToolError
 from rayloop.sandbox import bubblewrap, memory, seccomp
 
-OUTPUT, SCRIPT, BLOCK, PROCESSES, GRACE, LOOK = 64 << 10, 120 << 10, 10240, 64, 10.0, 0.05
-"""Bytes that are kept of each output, of a command (Linux takes no argument of 128 KiB), of tar's
-blocks; processes at one time. Seconds: beyond a program's own until the sandbox must answer, and
-for a file; between two looks at a program.
-"""
-BEGUN, LINE = b"begun\n", 80
-"""What the script says when the files are there, and the most bytes of the line behind a program.
-"""
+OUTPUT = 64 << 10
+"""Bytes that are kept of each output."""
+SCRIPT_BYTES = 120 << 10
+"""Bytes of a command: Linux takes no argument of 128 KiB."""
+TAR_BLOCK_BYTES = 10240
+"""Bytes that tar reads and writes at once."""
+PROCESSES = 64
+"""Processes of a program at one time."""
+GRACE = 10.0
+"""Seconds beyond a program's timeout until the sandbox must answer, and the seconds for a file."""
+CHECK_EVERY_S = 0.05
+"""Seconds between two checks of a program."""
+STARTED = b"begun\n"
+"""What the script writes once the files are unpacked."""
+STATUS_LINE_BYTES = 80
+"""Bytes, at most, of the line behind a program: its exit code and the lengths of its outputs."""
 PLACE = (
     'if [ -e w ] || [ -e out ] || [ -e err ]; then cd "$(mktemp -d)"; fi; mkdir w && cd w || exit 1'
 )
-"""Where a program runs: elsewhere when the sandbox shows something of this machine under these
-names.
-"""
+"""Where a program runs: in a new folder where the sandbox shows files of this machine so named."""
 Ended = tuple[int | None, bytes]
+"""An exit code, None for a program that was killed, and its output."""
 
 
 class SandboxKind(SettingsModel):
-    """A way to run a script, and what programs may take: at most 64 processes, and 64 KiB of each
-    output are kept.
+    """A way to run a script, and what programs may take.
+
+    A program has at most 64 processes, and 64 KiB of each output are kept.
     """
 
-    ends: ClassVar[str] = (
-        "kill -9 -1"  # what a program has left running, where nothing else runs beside it
-    )
+    # Kills what a program has left running, where nothing else runs in its namespace.
+    ends: ClassVar[str] = "kill -9 -1"
     memory: int = Field(1024, ge=64)
     """MiB: of one program, and but for ``sandbox_fusion`` of all together.
 
@@ -61,8 +69,9 @@ class SandboxKind(SettingsModel):
 
     @property
     def most(self) -> int:
-        """Bytes that a script writes at most: the files, a file that is read, another output, and
-        lines between.
+        """The most bytes that a script writes.
+
+        That is the files, a file that is read, another output, and lines between.
         """
         return (2 * self.files << 20) + 2 * OUTPUT
 
@@ -72,8 +81,9 @@ class SandboxKind(SettingsModel):
 
 
 class LocalSandbox(SandboxKind):
-    """In bubblewrap on this machine: the system's programs and Python's packages, read-only, no
-    network.
+    """In bubblewrap on this machine.
+
+    Programs see the system's programs and Python's packages, read-only, and no network.
     """
 
     kind: Literal["local"] = "local"
@@ -93,7 +103,7 @@ class LocalSandbox(SandboxKind):
                 f"--fsize={self.most}",
                 "--core=0",
             )
-            line = bubblewrap.command(
+            command = bubblewrap.command(
                 ["/usr/bin/prlimit", *limits, "/bin/sh", "-c", script],
                 read=bubblewrap.python_folders(),
                 folders={"/tmp": self.files * 3 << 20},
@@ -101,22 +111,27 @@ class LocalSandbox(SandboxKind):
                 uid=uid,
                 options=["--seccomp", str(filters.fileno())],
             )
-            inside = (
-                self.memory + 3 * self.files + 64
-            ) << 20  # with what lies in /tmp and /dev/shm, and bubblewrap's own
-            with memory.bounded(inside) as group:
+            # The files in /tmp and /dev/shm, and bubblewrap itself, are in memory too.
+            cgroup_bytes = (self.memory + 3 * self.files + 64) << 20
+            with memory.bounded(cgroup_bytes) as group:
                 if group:
                     # The shell joins the cgroup first: then bubblewrap and all below it are
                     # counted.
-                    line = ["/bin/sh", "-c", 'echo 0 > "$0" && exec "$@"', group, *line]
+                    command = ["/bin/sh", "-c", 'echo 0 > "$0" && exec "$@"', group, *command]
                 return _called(
-                    line, given, seconds, self.most, self.memory << 20, (filters.fileno(),)
+                    command,
+                    given,
+                    seconds,
+                    self.most,
+                    filled=self.memory << 20,
+                    fds=(filters.fileno(),),
                 )
 
 
 class ContainerSandbox(SandboxKind):
-    """In a container for each program: no network, no capabilities, a read-only image, files in
-    memory.
+    """In a container for each program.
+
+    It has no network and no capabilities, a read-only image, and its files in memory.
     """
 
     kind: Literal["container"] = "container"
@@ -127,51 +142,51 @@ class ContainerSandbox(SandboxKind):
 
     def run(self, script: str, given: bytes, seconds: float) -> Ended:
         """As ``LocalSandbox.run``."""
-        name, memory = f"rayloop-{time.time_ns()}-{threading.get_native_id()}", f"{self.memory}m"
-        line = [
-            *(
-                self.engine,
-                "run",
-                "--interactive",
-                "--rm",
-                "--name",
-                name,
-                "--pull=never",
-                "--network=none",
-                "--cap-drop=ALL",
-            ),
-            *(
-                "--security-opt=no-new-privileges",
-                "--read-only",
-                f"--pids-limit={PROCESSES}",
-                f"--memory={memory}",
-            ),
-            *(
-                f"--memory-swap={memory}",
-                f"--tmpfs=/work:rw,exec,mode=1777,size={self.files * 3}m",
-                "--workdir=/work",
-            ),
-            *("--env=HOME=/work", "--entrypoint=sh", self.image, "-c", script),
+        name = f"rayloop-{time.time_ns()}-{threading.get_native_id()}"
+        memory = f"{self.memory}m"
+        command = [
+            self.engine,
+            "run",
+            "--interactive",
+            "--rm",
+            "--name",
+            name,
+            "--pull=never",
+            "--network=none",
+            "--cap-drop=ALL",
+            "--security-opt=no-new-privileges",
+            "--read-only",
+            f"--pids-limit={PROCESSES}",
+            f"--memory={memory}",
+            f"--memory-swap={memory}",
+            f"--tmpfs=/work:rw,exec,mode=1777,size={self.files * 3}m",
+            "--workdir=/work",
+            "--env=HOME=/work",
+            "--entrypoint=sh",
+            self.image,
+            "-c",
+            script,
         ]
-        end = (self.engine, "rm", "--force", name)
-        return _called(line, given, seconds + 2 * GRACE, self.most, end=end)  # engines start slowly
+        stop_command = (self.engine, "rm", "--force", name)
+        # Engines start slowly.
+        return _called(command, given, seconds + 2 * GRACE, self.most, end=stop_command)
 
 
 class FusionSandbox(SandboxKind):
     """On a server of ByteDance's SandboxFusion (arXiv:2412.00535), by ``POST /run_code``.
 
-    Never exercised on theirs.
+    Never exercised on a server of ByteDance's.
     """
 
     ends = ":"
     kind: Literal["sandbox_fusion"] = "sandbox_fusion"
     url: str = Field(pattern="^https?://")
-    """Of the server, such as http://host:8080."""
+    """The server's address, such as http://host:8080."""
 
     def run(self, script: str, given: bytes, seconds: float) -> Ended:
         """As ``LocalSandbox.run``."""
         files = {"script": script.encode(), "given": given}
-        asked = {
+        request = {
             "language": "bash",
             "code": "sh script < given > answer",
             "run_timeout": seconds,
@@ -180,14 +195,14 @@ class FusionSandbox(SandboxKind):
             "fetch_files": ["answer"],
         }
         try:
-            said = json.loads(self._asked(asked, seconds + GRACE))
-            ran = said["run_result"] or {"status": said["message"]}
-            code = (
-                int(ran["return_code"])
-                if ran["status"] == "Finished"
-                else {"TimeLimitExceeded": None}[ran["status"]]
-            )
-            return code, base64.b64decode(said["files"].get("answer", ""), validate=True)
+            response = json.loads(self._post(request, seconds + GRACE))
+            result = response["run_result"] or {"status": response["message"]}
+            status = result["status"]
+            if status not in ("Finished", "TimeLimitExceeded"):
+                raise KeyError(status)
+            code = int(result["return_code"]) if status == "Finished" else None
+            answer = response["files"].get("answer", "")
+            return code, base64.b64decode(answer, validate=True)
         except (
             httpx.HTTPError,
             httpx.InvalidURL,
@@ -200,24 +215,24 @@ class FusionSandbox(SandboxKind):
                 f"{self.url}: no answer of SandboxFusion: {type(error).__name__}: {error}"
             ) from error
 
-    def _asked(self, asked: Any, seconds: float) -> bytes:
-        """The body of an answer.
+    def _post(self, request: Any, seconds: float) -> bytes:
+        """Return the body of the server's response.
 
-        Raises httpx's errors, ValueError for more than a script can write.
+        Raises httpx's errors, and ValueError for more than a script can write.
         """
-        until, most, body = (
-            time.monotonic() + seconds,
-            2 * self.most,
-            bytearray(),
-        )  # base64 and JSON need less than that
-        with httpx.stream(
-            "POST", f"{self.url.rstrip('/')}/run_code", json=asked, timeout=seconds
-        ) as response:
+        deadline = time.monotonic() + seconds
+        # Base64 and JSON need less than twice the bytes.
+        max_bytes = 2 * self.most
+        body = bytearray()
+        url = f"{self.url.rstrip('/')}/run_code"
+        with httpx.stream("POST", url, json=request, timeout=seconds) as response:
             response.raise_for_status()
-            for part in response.iter_bytes(1 << 16):
-                body += part
-                if len(body) > most or time.monotonic() > until:
-                    raise ValueError(f"it is longer than {most} bytes, or than {seconds:g} seconds")
+            for chunk in response.iter_bytes(1 << 16):
+                body += chunk
+                if len(body) > max_bytes or time.monotonic() > deadline:
+                    raise ValueError(
+                        f"it is longer than {max_bytes} bytes, or than {seconds:g} seconds"
+                    )
         return bytes(body)
 
 
@@ -231,73 +246,86 @@ SandboxSetting = Annotated[
 
 
 class _Sandbox:
+    """Runs programs one after another; the files that one leaves are there for the next."""
+
     def __init__(self, kind: Any) -> None:
-        self._kind, self._most, self._files, self._lock, self._closed = (
-            kind,
-            kind.files << 20,
-            b"",
-            threading.Lock(),
-            False,
-        )
+        self._kind = kind
+        self._file_bytes = kind.files << 20
+        self._files = b""
+        self._lock = threading.Lock()
+        self._closed = False
 
     def exec(
         self, command: Sequence[str], *, stdin: bytes = b"", timeout: float, most: int = OUTPUT
     ) -> ProgramResult:
-        """Each program runs in a new place.
+        """Run a program in a new place.
 
-        The last one's files, a tar that only the sandbox reads, come before its input.
+        The files of the one before, a tar that only the sandbox reads, come before its input.
         """
         # One program at a time: each begins with the files of the one before.
         with self._lock:
-            script = f"""exec 2> /dev/null; {PLACE}
-dd bs={BLOCK} count={len(self._files) // BLOCK} iflag=fullblock | tar -xf -; echo begun
-(ulimit -f {self._most >> 9}; exec timeout -s KILL {timeout} {shlex.join(command)}) > ../out 2> ../err
-code=$?; {self._kind.ends}; echo $code $(wc -c < ../out) $(wc -c < ../err)
-head -c {most} ../out; head -c {most} ../err; tar -cf - . | head -c {self._most}; exit 0"""
-            if (
-                not command
-                or not command[0]
-                or "\0" in script
-                or len(script.encode()) > SCRIPT
-                or len(stdin) > self._most
-            ):
+            script = self._script(command, timeout, most)
+            fits = len(script.encode()) <= SCRIPT_BYTES and len(stdin) <= self._file_bytes
+            if not command or not command[0] or "\0" in script or not fits:
                 raise ValueError(
-                    f"no command: it is empty, has a NUL, more than {SCRIPT} bytes, or more input"
-                    f" than {self._most} bytes"
+                    f"no command: it is empty, has a NUL, more than {SCRIPT_BYTES} bytes, or more"
+                    f" input than {self._file_bytes} bytes"
                 )
             if self._closed:
                 raise EnvironmentFailed("the sandbox is closed")
 
-            until = time.monotonic() + timeout
+            deadline = time.monotonic() + timeout
             try:
                 code, answer = self._kind.run(script, self._files + stdin, timeout + GRACE)
             except OSError as error:
                 raise EnvironmentFailed(f"programs cannot be run: {error}") from error
+            return self._result(code, answer, most, deadline)
 
-            begun = answer.find(BEGUN)
-            if begun < 0 and (code is None or 0 < code < 128):
-                raise EnvironmentFailed(
-                    f"the sandbox did not begin ({code}): {answer[:500].decode(errors='replace')}"
-                )
-            at = begun + len(BEGUN) if begun >= 0 else len(answer)
-            line = answer[at : at + LINE].partition(b"\n")[0]
-            found = [int(word) for word in line.split() if word.isdigit()]
-            code, out, err, *_ = [
-                *found,
-                *(137, 0, 0)[len(found) :],
-            ]  # the program may have ended the script too
+    def _script(self, command: Sequence[str], timeout: float, most: int) -> str:
+        """Return the script that unpacks the files, runs the program and packs the files again."""
+        tar_blocks = len(self._files) // TAR_BLOCK_BYTES
+        lines = (
+            f"exec 2> /dev/null; {PLACE}",
+            f"dd bs={TAR_BLOCK_BYTES} count={tar_blocks} iflag=fullblock | tar -xf -; echo begun",
+            f"(ulimit -f {self._file_bytes >> 9};"
+            f" exec timeout -s KILL {timeout} {shlex.join(command)}) > ../out 2> ../err",
+            f"code=$?; {self._kind.ends}; echo $code $(wc -c < ../out) $(wc -c < ../err)",
+            f"head -c {most} ../out; head -c {most} ../err;"
+            f" tar -cf - . | head -c {self._file_bytes}; exit 0",
+        )
+        return "\n".join(lines)
 
-            begins = at + len(line) + 1
-            ends = begins + min(out, most)
-            files_at = ends + min(err, most)
+    def _result(self, code: int | None, answer: bytes, most: int, deadline: float) -> ProgramResult:
+        """Read what the script wrote, and keep the program's files.
 
-            whole = len(answer) - files_at < self._most
-            if whole and len(answer) > files_at:
-                self._files = answer[files_at:] + bytes((files_at - len(answer)) % BLOCK)
-            late, cut = code == 137 and time.monotonic() >= until, max(out, err) > most or not whole
-            return ProgramResult(
-                None if late else code, answer[begins:ends], answer[ends:files_at], cut
-            )
+        Raises EnvironmentFailed when the script did not start.
+        """
+        start = answer.find(STARTED)
+        if start < 0 and (code is None or 0 < code < 128):
+            detail = answer[:500].decode(errors="replace")
+            raise EnvironmentFailed(f"the sandbox did not begin ({code}): {detail}")
+        line_start = start + len(STARTED) if start >= 0 else len(answer)
+        line = answer[line_start : line_start + STATUS_LINE_BYTES].partition(b"\n")[0]
+        numbers = [int(word) for word in line.split() if word.isdigit()]
+        # The program may have ended the script too, before it wrote the line.
+        missing = (137, 0, 0)[len(numbers) :]
+        exit_code, stdout_bytes, stderr_bytes, *_ = [*numbers, *missing]
+
+        stdout_start = line_start + len(line) + 1
+        stdout_end = stdout_start + min(stdout_bytes, most)
+        files_start = stdout_end + min(stderr_bytes, most)
+
+        files_fit = len(answer) - files_start < self._file_bytes
+        if files_fit and len(answer) > files_start:
+            padding = bytes((files_start - len(answer)) % TAR_BLOCK_BYTES)
+            self._files = answer[files_start:] + padding
+        is_late = exit_code == 137 and time.monotonic() >= deadline
+        return ProgramResult(
+            None if is_late else exit_code,
+            answer[stdout_start:stdout_end],
+            answer[stdout_end:files_start],
+            truncated=max(stdout_bytes, stderr_bytes) > most or not files_fit,
+        )
 
     def read(self, path: str) -> bytes:
         return self._at(path, '[ -f "$1" ] && exec cat "$1"', b"").stdout
@@ -307,18 +335,21 @@ head -c {most} ../out; head -c {most} ../err; tar -cf - . | head -c {self._most}
 
     def close(self) -> None:
         with self._lock:
-            self._closed, self._files = True, b""
+            self._closed = True
+            self._files = b""
 
     def _at(self, path: str, script: str, content: bytes) -> ProgramResult:
         if not path.strip("./") or path.startswith("/") or ".." in path.split("/"):
-            raise ValueError(f"{path!r} is no path below the sandbox's folder")
+            raise ValueError(f"{path!r} is not a path below the sandbox's folder")
         ended = self.exec(
-            ("sh", "-c", script, "sh", f"./{path}"), stdin=content, timeout=GRACE, most=self._most
+            ("sh", "-c", script, "sh", f"./{path}"),
+            stdin=content,
+            timeout=GRACE,
+            most=self._file_bytes,
         )
         if ended.exit_code != 0:
-            raise FileNotFoundError(
-                f"{path}: {ended.stderr.decode(errors='replace') or 'no file that can be read'}"
-            )
+            reason = ended.stderr.decode(errors="replace") or "no file that can be read"
+            raise FileNotFoundError(f"{path}: {reason}")
         return ended
 
 
@@ -331,28 +362,26 @@ def _called(
     fds: Sequence[int] = (),
     end: Sequence[str] = (),
 ) -> Ended:
-    """``SandboxKind.run`` of a command line with the descriptors ``fds``, which is ended when it
-    has written more than ``most`` bytes or filled more than ``filled`` bytes of memory. ``end``
-    ends what it has started elsewhere.
+    """Run a command line as ``SandboxKind.run`` does, with the descriptors ``fds``.
+
+    It is ended when it has written more than ``most`` bytes, or filled more than ``filled`` bytes
+    of memory. ``end`` is the command that ends what it has started elsewhere.
     """
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as output:
         stdin.write(given)
         stdin.seek(0)
         with subprocess.Popen(
             line, stdin=stdin, stdout=output, stderr=output, pass_fds=fds
         ) as process:
-            while process.poll() is None and time.monotonic() < until:
-                written = os.fstat(output.fileno()).st_size
-                if written > most or memory.beyond(filled, memory.tree(process.pid)):
+            while process.poll() is None and time.monotonic() < deadline:
+                output_bytes = os.fstat(output.fileno()).st_size
+                if output_bytes > most or memory.beyond(filled, memory.tree(process.pid)):
                     break
-                time.sleep(LOOK)
+                time.sleep(CHECK_EVERY_S)
             code = process.poll()
-            if (
-                code is None and end
-                # while it lives: an engine's command that is killed in between leaves what it has
-                # started
-            ):
+            # While it lives: an engine's command that is killed first leaves what it has started.
+            if code is None and end:
                 _called([*end], b"", GRACE, OUTPUT)
             process.kill()
         output.seek(0)
@@ -360,13 +389,14 @@ def _called(
 
 
 class RunProgram:
-    """A tool that runs what the policy writes in a sandbox of the episode's own.
+    """A tool that runs what the policy writes in the episode's sandbox.
 
     The policy sees the outputs and how the program ended; a sandbox that fails is a failure of the
     environment, never a reward.
     """
 
-    name, own_deadline = "run_program", True
+    name = "run_program"
+    own_deadline = True
     description = (
         "Runs a program in a machine without a network, and returns its outputs. Its files are"
         " there for the next call."
@@ -383,8 +413,9 @@ class RunProgram:
         sandbox: Annotated[SandboxSetting, Role("sandbox", ("exec", "read", "write", "close"))] = (
             LocalSandbox()
         )
-        """``kind``: local, container or sandbox_fusion, or ``{use: module:Class, with: {...}}``;
-        with its limits.
+        """The sandbox and its limits.
+
+        ``kind``: local, container or sandbox_fusion, or ``{use: module:Class, with: {...}}``.
         """
         run: tuple[str, ...] = Field(("bash", "-c"), min_length=1)
         """What is called with the policy's text as its last argument: ``[python3, -c]`` for Python.
@@ -396,34 +427,34 @@ class RunProgram:
         """
 
     def __init__(self, settings: Settings) -> None:
-        self._settings, self._sandbox = settings, settings.sandbox.build()
+        self._settings = settings
+        self._sandbox = settings.sandbox.build()
         self.close = self._sandbox.close
 
     @staticmethod
     def preflight(settings: Settings) -> str:
-        """Where programs run. Raises ConfigError when that is known not to work here."""
-        if isinstance(settings.sandbox, LocalSandbox) and (why := bubblewrap.refused_here()):
+        """Say where programs run. Raises ConfigError when that is known not to work here."""
+        sandbox = settings.sandbox
+        refusal = bubblewrap.refused_here() if isinstance(sandbox, LocalSandbox) else ""
+        if refusal:
             raise ConfigError(
-                f"sandbox.kind: local runs no program here: {why}. Choose another kind"
+                f"sandbox.kind: local runs no program here: {refusal}. Choose another kind"
                 " (docs/security.md, Programs)"
             )
-        return (
-            "programs:"
-            f" {settings.sandbox.use if isinstance(settings.sandbox, Component) else settings.sandbox.kind}"
-        )
+        return f"programs: {sandbox.use if isinstance(sandbox, Component) else sandbox.kind}"
 
     def __call__(self, program: str) -> ToolResult:
-        """Raises ToolError for what is no program, EnvironmentFailed."""
+        """Run a program. Raises ToolError when it cannot be run as one, and EnvironmentFailed."""
         try:
             ended = self._sandbox.exec(
                 (*self._settings.run, program), timeout=self._settings.timeout
             )
         except ValueError as error:
             raise ToolError(str(error)) from error
-        end = (
-            "it did not end in time" if ended.exit_code is None else f"exit code {ended.exit_code}"
-        )
-        said = [part.decode(errors="replace").rstrip() for part in (ended.stdout, ended.stderr)]
-        return ToolResult(
-            "\n".join(filter(None, (*said, f"[{end}{', not all was kept' * ended.truncated}]")))
-        )
+        end = "it did not end in time"
+        if ended.exit_code is not None:
+            end = f"exit code {ended.exit_code}"
+        if ended.truncated:
+            end += ", not all was kept"
+        outputs = [part.decode(errors="replace").rstrip() for part in (ended.stdout, ended.stderr)]
+        return ToolResult("\n".join(filter(None, (*outputs, f"[{end}]"))))

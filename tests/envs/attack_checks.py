@@ -159,7 +159,7 @@ def _environment(seen: Seen) -> bool:
     if seen.last is None:
         return False
     environment = PythonInterpreter.__new__(PythonInterpreter)
-    environment._settings, environment._shown = PythonInterpreter.Settings(), 0
+    environment._settings, environment._shown_images = PythonInterpreter.Settings(), 0
     try:
         environment._answered(seen.last, time.monotonic() + 5)
     except Exception:

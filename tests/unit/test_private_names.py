@@ -62,6 +62,7 @@ ALLOWED: dict[str, set[str]] = {
         "torch.distributed._functional_collectives"
     },  # those of torch.distributed.nn refer to it
     "rayloop/envs/agents/host.py": {"_exit"},  # of os; documented
+    "rayloop/envs/agents/namespaces.py": {"_exit"},
     "rayloop/envs/desktop/inside/driver.py": {"_exit"},
     "rayloop/envs/desktop/inside/keyboard.py": {
         "_update_keymap"

@@ -1,6 +1,4 @@
-"""PyVision's environment: the policy looks at images by writing Python, and answers when it has
-seen enough.
-"""
+"""PyVision's environment: the policy looks at images by writing Python, then answers."""
 
 import atexit
 import math
@@ -25,8 +23,8 @@ from rayloop.sandbox.host import CodeResult, Interpreter, Sandbox
 from rayloop.sandbox.options import CodeDeadline, CodeFailed, Level, Options, SandboxFailed
 
 MIB = 1 << 20
-_LOADING = 30.0
-"""Seconds to hand an episode's images over; beyond it the sandbox failed."""
+_LOAD_TIMEOUT_S = 30.0
+"""Seconds to hand over an episode's images; beyond it the sandbox failed."""
 
 
 Minimum = Literal["process", "filtered", "namespaces"]
@@ -35,7 +33,7 @@ _lock = threading.Lock()
 
 
 def shared_sandbox(minimum: Minimum, options: Options) -> Sandbox:
-    """The strongest that works here. Raises ConfigError when that is less than ``minimum``."""
+    """Return the strongest sandbox that works here. Raises ConfigError below ``minimum``."""
     required_level(minimum)
     level = levels.reached().level
     assert level is not None
@@ -48,22 +46,22 @@ def shared_sandbox(minimum: Minimum, options: Options) -> Sandbox:
 
 
 def required_level(minimum: Minimum) -> str:
-    """What this machine gives, in words. Raises ConfigError when it is less."""
-    found = levels.reached()
-    if found.short_of(Level(minimum)):
+    """Describe the level that this machine gives. Raises ConfigError when it is too low."""
+    reached = levels.reached()
+    if reached.short_of(Level(minimum)):
         raise ConfigError(
-            f"sandbox.minimum: {minimum} is not reached here, only {found}. Code of the policy is"
+            f"sandbox.minimum: {minimum} is not reached here, only {reached}. Code of the policy is"
             " not run. Use a newer kernel or another container profile (docs/security.md, The"
             " sandbox), or, where you trust what the policy writes, lower it"
         )
-    return str(found)
+    return str(reached)
 
 
 def close_sandboxes() -> None:
     """Close the sandboxes of this process."""
     with _lock:
-        for one in _sandboxes.values():
-            one.close()
+        for sandbox in _sandboxes.values():
+            sandbox.close()
         _sandboxes.clear()
 
 
@@ -91,13 +89,14 @@ class SandboxSettings(SettingsModel):
     Raise it when many episodes begin in the same moment.
     """
     preload: tuple[str, ...] = ("numpy", "PIL.Image", "matplotlib.pyplot")
-    """Modules loaded once for all interpreters; code can import others that are installed, at a
-    cost each time.
+    """Modules that are loaded once for all interpreters.
+
+    Code can import other installed modules, which takes time in each episode.
     """
 
     @property
     def options(self) -> Options:
-        """As the sandbox takes them."""
+        """The settings as the sandbox takes them."""
         return Options(
             memory=self.memory * MIB,
             scratch=self.scratch * MIB,
@@ -107,51 +106,57 @@ class SandboxSettings(SettingsModel):
 
 
 class PythonInterpreter:
-    """Each turn's code runs in a Python of the episode's own that keeps its names; a turn with an
-    answer ends the episode.
+    """Runs each turn's code in the episode's Python, which keeps its names.
 
-    The task's images are there as ``image_clue_0`` and on; videos (``extra["videos"]``: for each,
-    an animated image or a list of frames) as ``video_clue_0`` and on, read with ``len``, ``[i]``
-    and ``get_batch``. ``evaluate`` counts turns that ran code.
+    A turn with an answer ends the episode. Code finds the task's images as ``image_clue_0`` and on,
+    and its videos (``extra["videos"]``: for each, an animated image or a list of frames) as
+    ``video_clue_0`` and on, read with ``len``, ``[i]`` and ``get_batch``. ``evaluate`` counts turns
+    that ran code.
     """
 
     class Settings(SettingsModel):
         """How code is run, and what the policy sees of it."""
 
         on_error: Literal["feed_back", "stop"] = "feed_back"
-        """What failing code does: the policy sees the error, or the episode ends as
-        ``action_error``, as PyVision's did.
+        """What failing code does.
+
+        The policy sees the error, or the episode ends as ``action_error``, as PyVision's did.
         """
         code_timeout: float = Field(30.0, gt=0)
-        """Seconds for a turn's code; then its interpreter is ended.
+        """Seconds for a turn's code; its interpreter is ended after them.
 
         Keep it below ``episode.step_timeout``.
         """
         show_images: bool = True
         """Whether the prompt shows the images.
 
-        Without, code alone can look at them, under the names ``image_hint_0`` and on.
+        Without, only code can look at them, under the names ``image_hint_0`` and on.
         """
         instruct: bool = True
-        """Whether the first message explains how to write code and answers, and names the images;
-        off where the prompt does.
+        """Whether the first message explains how to write code and answers, and names the images.
+
+        Turn it off where the prompt does.
         """
         role: str = "user"
-        """The role under which results are shown: user as PyVision has it, or tool when the chat
-        template has one.
+        """The role under which results are shown.
+
+        PyVision has user; take tool when the chat template has that role.
         """
         forbidden: tuple[str, ...] = ()
-        """Regular expressions of code that is refused unrun, as in PyVision's
-        (``recipes/pyvision/original.py``); no protection.
+        """Regular expressions of code that is refused and not run.
+
+        PyVision's are in ``recipes/pyvision/original.py``. They protect nothing.
         """
         wording: text.Wording = "rayloop"
-        """rayloop, or the environment of PyVision-RL whose reading of turns, results and preloaded
-        names a published model was trained with; a timeout is then an error in code. It needs
-        instruct: false and on_error: stop.
+        """rayloop, or the environment of PyVision-RL that a published model was trained with.
+
+        That decides how turns are read, results are written and names are preloaded, and makes a
+        timeout an error in code. It needs instruct: false and on_error: stop.
         """
         fps: float = Field(1.0, gt=0)
-        """Frames per second that a video's reader returns, where a row has no ``fps`` (a number, or
-        a list: one for each video).
+        """Frames per second that a video's reader returns, where a row has no ``fps``.
+
+        A row's ``fps`` is a number, or a list with one for each video.
         """
         sandbox: SandboxSettings = SandboxSettings()
         """How strongly code is confined, and its limits."""
@@ -172,19 +177,19 @@ class PythonInterpreter:
         self._interpreter: Interpreter | None = None
         self._images: dict[str, bytes] = {}
         self._videos: dict[str, list[bytes]] = {}
-        self._shown = self._ran = 0
+        self._shown_images = 0
+        self._code_turns = 0
         self._rates: list[float] = []
 
     @staticmethod
     def preflight(settings: Settings) -> str:
-        """Before a run begins: how code is confined here.
-
-        Raises ConfigError for less than ``sandbox.minimum``.
-        """
+        """Say how code is confined here. Raises ConfigError for less than ``sandbox.minimum``."""
         return required_level(settings.sandbox.minimum)
 
     def reset(self, task: Task) -> Observation:
-        """Raises DataFailure for an image or a row that cannot be read, EnvironmentFailed when the
+        """Begin an episode with the task's images.
+
+        Raises DataFailure for an image or a row that cannot be read, EnvironmentFailed when the
         sandbox fails.
         """
         probed = [probe(image) for image in task.images]
@@ -193,7 +198,8 @@ class PythonInterpreter:
         self._videos = {f"video_clue_{index}": frames for index, frames in enumerate(_videos(task))}
         self._rates = _rates(task, len(self._videos), self._settings.fps)
         self._begin()
-        return Observation(self._prompt(task, [(width, height) for _, width, height in probed]))
+        sizes = [(width, height) for _, width, height in probed]
+        return Observation(self._prompt(task, sizes))
 
     def step(self, turn: str) -> StepResult:
         """Run the turn's code.
@@ -201,10 +207,11 @@ class PythonInterpreter:
         Raises ToolDeadline for code that hangs with ``on_error: stop`` and ``wording: rayloop``,
         and EnvironmentFailed when the sandbox fails.
         """
-        ours = self._settings.wording == "rayloop"
-        code = text.code(turn) if ours else text.published_code(turn)
-        if (answer := text.answer(turn) if ours else text.published_answer(turn)) is not None:
+        is_published = self._settings.wording != "rayloop"
+        answer = text.published_answer(turn) if is_published else text.answer(turn)
+        if answer is not None:
             return StepResult(done=True, info={"final_answer": answer})
+        code = text.published_code(turn) if is_published else text.code(turn)
         if code is None:
             return self._refused(
                 "there is neither code (a ```python block, closed by ```) nor an <answer> in this"
@@ -217,24 +224,25 @@ class PythonInterpreter:
             self._begin()
         assert self._interpreter is not None
 
-        self._ran += 1
-        began = time.monotonic()
+        self._code_turns += 1
+        start_time = time.monotonic()
         try:
-            given = self._interpreter.run(code, self._settings.code_timeout)
+            result = self._interpreter.run(code, self._settings.code_timeout)
         except CodeFailed as error:
             self._interpreter = None
-            if isinstance(error, CodeDeadline) and self._settings.on_error == "stop" and ours:
+            stops = self._settings.on_error == "stop" and not is_published
+            if isinstance(error, CodeDeadline) and stops:
                 raise ToolDeadline(f"the code of a turn: {error}") from error
             return self._refused(
                 f"{error}; a new interpreter begins, without the names of the old one"
             )
         except SandboxFailed as error:
             raise EnvironmentFailed(f"the sandbox failed: {error}") from error
-        return self._answered(given, began + self._settings.code_timeout)
+        return self._answered(result, start_time + self._settings.code_timeout)
 
     def evaluate(self) -> float:
-        """How many turns ran code."""
-        return float(self._ran)
+        """Return how many turns ran code."""
+        return float(self._code_turns)
 
     def close(self) -> None:
         """End the interpreter."""
@@ -243,36 +251,41 @@ class PythonInterpreter:
             self._interpreter = None
 
     def _begin(self) -> None:
-        """A new interpreter with the episode's images.
+        """Start an interpreter with the episode's images.
 
-        Raises DataFailure for one that it cannot read, EnvironmentFailed.
+        Raises DataFailure for an image that it cannot read, EnvironmentFailed.
         """
         try:
             self._interpreter = self._sandbox.interpreter()
-            failed = self._given(self._interpreter)
+            unreadable = self._load_images(self._interpreter)
         except (SandboxFailed, CodeFailed) as error:
             self.close()
             raise EnvironmentFailed(f"the sandbox failed: {error}") from error
-        if failed:
+        if unreadable:
             self.close()
-            raise DataFailure("the task's images", f"the interpreter cannot read them: {failed}")
+            raise DataFailure(
+                "the task's images", f"the interpreter cannot read them: {unreadable}"
+            )
 
-    def _given(self, interpreter: Interpreter) -> str | None:
-        """Give it images, and what a published model finds there.
+    def _load_images(self, interpreter: Interpreter) -> str | None:
+        """Give it the images, and what a published model finds there.
 
-        Returns why not, or None. Raises SandboxFailed, CodeFailed.
+        Returns the reason why it cannot read them, or None. Raises SandboxFailed, CodeFailed.
         """
-        failed = interpreter.images(self._images, _LOADING) if self._images else None
+        unreadable = None
+        if self._images:
+            unreadable = interpreter.images(self._images, _LOAD_TIMEOUT_S)
         for (name, encoded), rate in zip(self._videos.items(), self._rates, strict=True):
-            failed = failed or interpreter.video(name, encoded, rate, _LOADING)
-        if failed or self._settings.wording == "rayloop":
-            return failed
-        if error := interpreter.run(text.PRELUDE, _LOADING).error:
+            unreadable = unreadable or interpreter.video(name, encoded, rate, _LOAD_TIMEOUT_S)
+        if unreadable or self._settings.wording == "rayloop":
+            return unreadable
+        error = interpreter.run(text.PRELUDE, _LOAD_TIMEOUT_S).error
+        if error:
             raise SandboxFailed(f"its Python lacks what the published prelude imports: {error}")
         return None
 
     def _prompt(self, task: Task, sizes: Sequence[tuple[int, int]]) -> tuple[Message, ...]:
-        """The task's messages; each image stands between its name's tags, or is left out."""
+        """Return the task's messages; each image stands between its name's tags, or is left out."""
         messages = []
         for message in task.messages:
             parts: list[str | ImageSource] = []
@@ -280,125 +293,131 @@ class PythonInterpreter:
                 if isinstance(part, str):
                     parts.append(part)
                 elif self._settings.show_images:
-                    before, after = text.clue(self._shown)
-                    parts += [before, part, after]
-                    self._shown += 1
+                    opening, closing = text.clue(self._shown_images)
+                    parts += [opening, part, closing]
+                    self._shown_images += 1
             messages.append(Message(message.role, tuple(parts)))
         if self._settings.instruct:
-            inputs = [
-                f"{name}: a PIL image of {width}x{height} pixels."
-                for name, (width, height) in zip(self._images, sizes, strict=True)
-            ]
-            inputs += [
-                f"{name}: a video; len({name}), {name}[i] and {name}.get_batch(indices)."
-                for name in self._videos
-            ]
-            said = text.INSTRUCTIONS.format(inputs="\n".join(inputs) or "There is no image.")
             last = messages[-1]
-            messages[-1] = Message(last.role, (*last.parts, f"\n{said}"))
+            messages[-1] = Message(last.role, (*last.parts, f"\n{self._instructions(sizes)}"))
         return tuple(messages)
 
-    def _answered(self, given: CodeResult, until: float) -> StepResult:
-        """What the policy is shown of an answer."""
-        pictures, lost = _intact(given.images, until)
-        lost += given.dropped
-        said = given.text + (f"\n[{lost} pictures are not shown]" if lost else "")
-        if given.error is not None:
-            said = f"{said.rstrip()}\n{given.error}".lstrip()
+    def _instructions(self, sizes: Sequence[tuple[int, int]]) -> str:
+        inputs = []
+        for name, (width, height) in zip(self._images, sizes, strict=True):
+            inputs.append(f"{name}: a PIL image of {width}x{height} pixels.")
+        for name in self._videos:
+            inputs.append(f"{name}: a video; len({name}), {name}[i] and {name}.get_batch(indices).")
+        return text.INSTRUCTIONS.format(inputs="\n".join(inputs) or "There is no image.")
+
+    def _answered(self, result: CodeResult, deadline: float) -> StepResult:
+        """Show the policy the result of its code."""
+        pictures, hidden = _intact(result.images, deadline)
+        hidden += result.dropped
+        output = result.text
+        if hidden:
+            output += f"\n[{hidden} pictures are not shown]"
+        if result.error is not None:
+            output = f"{output.rstrip()}\n{result.error}".lstrip()
 
         wording = self._settings.wording
-        ours = text.opened(said), text.CLOSED
-        opened, closed = (
-            ours if wording == "rayloop" else text.published_result(wording, said, bool(pictures))
-        )
-        parts: list[str | ImageSource] = [opened]
+        if wording == "rayloop":
+            head, tail = text.opened(output), text.CLOSED
+        else:
+            head, tail = text.published_result(wording, output, bool(pictures))
+        parts: list[str | ImageSource] = [head]
         for picture in pictures:
-            before, after = text.clue(self._shown)
-            parts += [before, picture, f"{after}\n" if wording == "rayloop" else after]
-            self._shown += 1
+            opening, closing = text.clue(self._shown_images)
+            parts += [opening, picture, f"{closing}\n" if wording == "rayloop" else closing]
+            self._shown_images += 1
 
-        observation = Observation((Message(self._settings.role, (*parts, closed)),))
-        stops = given.error is not None and self._settings.on_error == "stop"
+        observation = Observation((Message(self._settings.role, (*parts, tail)),))
+        stops = result.error is not None and self._settings.on_error == "stop"
         return StepResult(
-            observation, done=stops, error=given.error, info={"seconds": given.seconds}
+            observation, done=stops, error=result.error, info={"seconds": result.seconds}
         )
 
-    def _refused(self, why: str) -> StepResult:
-        observation = Observation(
-            (Message(self._settings.role, (text.opened(f"Error: {why}"), text.CLOSED)),)
-        )
-        return StepResult(observation, done=self._settings.on_error == "stop", error=why)
+    def _refused(self, reason: str) -> StepResult:
+        parts = (text.opened(f"Error: {reason}"), text.CLOSED)
+        observation = Observation((Message(self._settings.role, parts),))
+        return StepResult(observation, done=self._settings.on_error == "stop", error=reason)
 
 
-def _intact(images: Sequence[bytes], until: float) -> tuple[list[ImageSource], int]:
-    """The intact images, and the number of others: code can forge answers.
+def _intact(images: Sequence[bytes], deadline: float) -> tuple[list[ImageSource], int]:
+    """Return the intact images, and the number of others: code can forge answers.
 
-    Images not decoded ``until`` then are not shown.
+    Images that are not decoded by the deadline are not shown.
     """
-    plain: list[ImageSource] = []
+    sources: list[ImageSource] = []
     for image in images:
         with suppress(ValueError):
-            plain.append(ImageSource(data=bare(image)))
-    kept = [shown for shown in looked_at(plain, MOST_PIXELS, until) if shown is not None]
-    return kept, len(images) - len(kept)
+            sources.append(ImageSource(data=bare(image)))
+    checked = looked_at(sources, MOST_PIXELS, deadline)
+    intact = [image for image in checked if image is not None]
+    return intact, len(images) - len(intact)
 
 
 def _videos(task: Task) -> list[list[bytes]]:
-    """The files of each video: one animated image, or one a frame, each of them a picture: the
-    policy's code gets their bytes. Raises DataFailure.
+    """Return the files of each video: one animated image, or one picture a frame.
+
+    The policy's code gets their bytes. Raises DataFailure.
     """
-    given: Any = task.extra.get("videos", ())
+    column: Any = task.extra.get("videos", ())
     try:
-        videos = [[video] if isinstance(video, str) else list(video) for video in given]
-        return [
-            [frame(ImageSource(path=path), len(video) == 1) for path in video] for video in videos
-        ]
+        videos = [[video] if isinstance(video, str) else list(video) for video in column]
+        return [_frames(video) for video in videos]
     except TypeError as error:
         raise DataFailure(task.id, f"videos: {error}") from error
 
 
-def _rates(task: Task, videos: int, usual: float) -> list[float]:
-    """Frames per second of each video: the row's number, its list, or ``usual`` where it has none.
+def _frames(paths: Sequence[str]) -> list[bytes]:
+    may_be_animated = len(paths) == 1
+    return [frame(ImageSource(path=path), may_be_animated) for path in paths]
 
-    Raises DataFailure.
+
+def _rates(task: Task, videos: int, default: float) -> list[float]:
+    """Return the frames per second of each video.
+
+    They are the row's number, its list, or ``default`` where it has none. Raises DataFailure.
     """
-    given: Any = task.extra.get("fps")
-    each = list(given) if isinstance(given, list | tuple) else [given] * videos
+    column: Any = task.extra.get("fps")
+    per_video = list(column) if isinstance(column, list | tuple) else [column] * videos
     try:
-        rates = [float(rate or usual) for rate in each]
+        rates = [float(rate or default) for rate in per_video]
     except (TypeError, ValueError):
         rates = []
     if len(rates) != videos or not all(0 < rate < math.inf for rate in rates):
         raise DataFailure(
             task.id,
-            f"fps: got {given!r:.100}, expected a positive number, or one for each of {videos}"
+            f"fps: got {column!r:.100}, expected a positive number, or one for each of {videos}"
             " videos",
         )
     return rates
 
 
-_BEGIN = b"\x89PNG\r\n\x1a\n"
-_OF_PIXELS = frozenset((b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"))
-_MOST_CHUNKS = 4096
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_PIXEL_CHUNKS = frozenset((b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"))
+_MAX_CHUNKS = 4096
 """Pillow writes 64 KiB into each."""
 
 
 def bare(png: bytes) -> bytes:
-    """The PNG without profiles and texts, which can keep a decoder busy for half a minute.
+    """Return the PNG without profiles and texts.
 
-    Raises ValueError.
+    Those can keep a decoder busy for half a minute. Raises ValueError.
     """
-    if not png.startswith(_BEGIN):
-        raise ValueError("it is no PNG")
-    kept, at = [_BEGIN], len(_BEGIN)
-    for _ in range(_MOST_CHUNKS):
-        if at + 12 > len(png):
+    if not png.startswith(_PNG_SIGNATURE):
+        raise ValueError("it is not a PNG")
+    chunks = [_PNG_SIGNATURE]
+    start = len(_PNG_SIGNATURE)
+    for _ in range(_MAX_CHUNKS):
+        if start + 12 > len(png):
             raise ValueError("it is cut")
-        length, kind = struct.unpack_from(">I4s", png, at)
-        end = at + 12 + length
-        if kind in _OF_PIXELS:
-            kept.append(png[at:end])
+        length, kind = struct.unpack_from(">I4s", png, start)
+        end = start + 12 + length
+        if kind in _PIXEL_CHUNKS:
+            chunks.append(png[start:end])
         if kind == b"IEND":
-            return b"".join(kept)
-        at = end
-    raise ValueError(f"it has more than {_MOST_CHUNKS} chunks")
+            return b"".join(chunks)
+        start = end
+    raise ValueError(f"it has more than {_MAX_CHUNKS} chunks")

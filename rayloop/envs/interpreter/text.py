@@ -1,5 +1,6 @@
-"""PyVision's texts, kept letter by letter, since models were trained on them: instructions, code,
-answers, results.
+"""PyVision's texts: instructions, code, answers and results.
+
+They are kept letter by letter, since models were trained on them.
 """
 
 import re
@@ -21,9 +22,9 @@ INSTRUCTIONS = (
 
 
 def code(turn: str) -> str | None:
-    """The last fenced block within ``<code>``, else the last fence of Python; None without one."""
-    found = _CELL.findall(turn) or _FENCE.findall(turn)
-    return found[-1] if found else None
+    """Return the last fenced block within ``<code>``, else the last fence of Python, else None."""
+    blocks = _CELL.findall(turn) or _FENCE.findall(turn)
+    return blocks[-1] if blocks else None
 
 
 def forbidden(code: str, expressions: Sequence[str]) -> bool:
@@ -32,13 +33,13 @@ def forbidden(code: str, expressions: Sequence[str]) -> bool:
 
 
 def answer(turn: str) -> str | None:
-    """What the last ``<answer>`` holds, as it is written; None when there is none or it is blank."""
-    found = _ANSWER.findall(turn)
-    return found[-1] if found and found[-1].strip() else None
+    """Return what the last ``<answer>`` holds, as written; None when it is blank or missing."""
+    answers = _ANSWER.findall(turn)
+    return answers[-1] if answers and answers[-1].strip() else None
 
 
 def opened(text: str) -> str:
-    """The result of code, up to where its pictures stand."""
+    """Return the result of code, up to where its pictures stand."""
     return f"<tool_response>\n<interpreter>\nText Result:\n{text.rstrip() or 'None'}\n"
 
 
@@ -46,7 +47,7 @@ CLOSED = "</interpreter>\n</tool_response>"
 
 
 def clue(index: int) -> tuple[str, str]:
-    """What stands before and after a picture that the policy is shown."""
+    """Return what stands before and after a picture that the policy is shown."""
     return f"<image_clue_{index}>", f"</image_clue_{index}>"
 
 
@@ -66,27 +67,29 @@ _PUBLISHED_FENCE = Enclosed("```python", "```")
 
 
 def published_code(turn: str) -> str | None:
-    """As PyVision-RL (62ca599) reads it, without the blanks around it, in time that is linear in
-    the turn.
+    """Return the code as PyVision-RL (62ca599) reads it, without the blanks around it.
+
+    The time is linear in the turn's length.
     """
-    found = _PUBLISHED_CELL.findall(turn) or _PUBLISHED_FENCE.findall(turn)
-    return (found[-1].strip() or None) if found else None
+    blocks = _PUBLISHED_CELL.findall(turn) or _PUBLISHED_FENCE.findall(turn)
+    return (blocks[-1].strip() or None) if blocks else None
 
 
 def published_answer(turn: str) -> str | None:
-    """As PyVision-RL reads it: what the last ``<answer>`` holds, blanks too; None when that is
-    nothing at all.
+    """Return the answer as PyVision-RL reads it: what the last ``<answer>`` holds, blanks too.
+
+    None when that is nothing at all.
     """
-    found = _ANSWER.findall(turn)
-    return found[-1] or None if found else None
+    answers = _ANSWER.findall(turn)
+    return answers[-1] or None if answers else None
 
 
-def published_result(wording: Wording, said: str, pictures: bool) -> tuple[str, str]:
-    """What PyVision-RL's environment ``wording`` writes before and behind the pictures of a result."""
-    head = f"<tool_response>\n<interpreter>\nText Result:\n{said.strip()}"
+def published_result(wording: Wording, output: str, pictures: bool) -> tuple[str, str]:
+    """Return what PyVision-RL's environment ``wording`` writes around the pictures of a result."""
+    head = f"<tool_response>\n<interpreter>\nText Result:\n{output.strip()}"
     if pictures:
-        inner = "" if wording == "pyvision_gym_w_image_hint" else "\n"
-        head = f"<tool_response>\n<interpreter>{inner}Text Result:\n{said.strip()}\nImage Result:\n"
+        gap = "" if wording == "pyvision_gym_w_image_hint" else "\n"
+        head = f"<tool_response>\n<interpreter>{gap}Text Result:\n{output.strip()}\nImage Result:\n"
     elif wording == "pyvision_gym_wo_video_hint":
         head += "\n"
     return head, "</interpreter>\n\n</tool_response>"

@@ -13,7 +13,8 @@ from rayloop.chat.rendering import Renderer
 from rayloop.config.model import ModelSettings
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import EndReason, Trajectory
-from rayloop.envs.episode import FORGOTTEN, summarize
+from rayloop.envs.context import FORGOTTEN
+from rayloop.envs.episode import summarize
 from rayloop.grpo.batch import by_segment, segmented
 from rayloop.rollout.plain import plain_trajectory, trajectory_from_plain
 from tests.support.scripted_engine import ScriptedEngine
