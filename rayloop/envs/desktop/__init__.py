@@ -1,3 +1,4 @@
-"""A local X desktop for each episode, in a sandbox without network, with tasks that are checked on
-the files they leave.
+"""A local X desktop for each episode, in a sandbox without network.
+
+Its tasks are checked on the files that they leave.
 """

@@ -1,5 +1,6 @@
-"""The desktop as an environment: a new desktop for each episode, UI-TARS actions, screenshots, a
-result from the files.
+"""The desktop as an environment, with a new desktop for each episode.
+
+The policy sees screenshots and answers with UI-TARS actions; the files give the result.
 """
 
 import time
@@ -35,36 +36,35 @@ from rayloop.envs.grammar.actions import (
 from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings
 from rayloop.sandbox import bubblewrap
 
-TICKS = 5
+SCROLL_TICKS = 5
 """Steps of the wheel for one scroll, as in UI-TARS."""
-LONGEST = 4_000
+MAX_TYPED_CHARACTERS = 4_000
 """Characters that one action may type."""
-PER_CHARACTER = 0.05
-"""Seconds that typing one may take before the desktop counts as lost; it takes one or two
-milliseconds.
+CHARACTER_TIMEOUT_S = 0.05
+"""Seconds that typing a character may take before the desktop counts as lost.
+
+It takes one or two milliseconds.
 """
 
 
 class DesktopTasks(ScreenEnvironment):
-    """A task of a file (``tasks``), which the row names in its column ``desktop``, on a local X
-    desktop without network.
+    """A task of a file (``tasks``) on a local X desktop without network.
 
-    The text ``{instruction}`` of the row becomes the task's. A desktop that dies is a failure of
-    infrastructure; one that the policy's programs broke ends the episode as ``action_error`` with
-    the result 0.
+    The row names the task in its column ``desktop``, and its text ``{instruction}`` becomes the
+    task's. A desktop that dies is a failure of infrastructure; one that the policy's programs broke
+    ends the episode as ``action_error`` with the result 0.
     """
 
     class Settings(ScreenSettings):
         """Which tasks, how large a desktop is, and how long it is waited for."""
 
         tasks: str = ""
-        """A YAML or JSON file of desktop tasks with the folders of their start files beside it;
-        empty for the shipped ones.
+        """A YAML or JSON file of desktop tasks; empty for the shipped ones.
+
+        The folders of their start files are in the same folder.
         """
         limits: DesktopLimits = DesktopLimits()
-        """Size of the screen, memory, processes and deadlines of each desktop
-        (docs/environments.md).
-        """
+        """Screen size, memory, processes and deadlines of a desktop (docs/environments.md)."""
         pause: float = Field(0.1, ge=0)
         """Seconds after each action, so that programs can follow.
 
@@ -98,18 +98,21 @@ class DesktopTasks(ScreenEnvironment):
 
     @staticmethod
     def preflight(settings: Settings) -> str:
-        """How desktops are confined on this machine, for the run's header; or why none can be
-        started here.
-        """
-        if lacks := missing() or bubblewrap.refused_here():
-            return f"nothing yet: desktops cannot be started here ({lacks})"
+        """Say how desktops are confined on this machine, or why they cannot start here."""
+        reason = missing() or bubblewrap.refused_here()
+        if reason:
+            return f"nothing yet: desktops cannot be started here ({reason})"
         return "namespaces without network, refused calls of administrators (desktops)"
 
     def reset(self, task: Task) -> Observation:
-        """Raises DataFailure for a task that does not exist or cannot start, DesktopLost."""
+        """Start a desktop with the task's files and programs.
+
+        Raises DataFailure for a task that does not exist or cannot start, DesktopLost.
+        """
         settings = self._settings
         self._task, self._start = self._find(task)
-        desktop = self._desktop = Desktop(settings.limits)
+        desktop = Desktop(settings.limits)
+        self._desktop = desktop
         for path, file in self._start.items():
             desktop.put(path, file.content, file.executable)
         try:
@@ -121,12 +124,14 @@ class DesktopTasks(ScreenEnvironment):
         return self._first(task, self._task.instruction, screen)
 
     def screen_size(self) -> tuple[int, int]:
-        """As the settings say."""
+        """Return width and height, as the settings say."""
         return self._settings.limits.width, self._settings.limits.height
 
     def _carry_out(self, actions: Sequence[Action]) -> StepResult:
-        """An impossible action is an error, with a screenshot after others; a desktop broken from
-        inside ends the episode.
+        """Carry out a turn's actions, and take a screenshot.
+
+        An impossible action is an error, with a screenshot when others came before it. A desktop
+        that was broken from inside ends the episode.
         """
         try:
             for number, action in enumerate(actions):
@@ -135,7 +140,8 @@ class DesktopTasks(ScreenEnvironment):
                 try:
                     self._act(action)
                 except ValueError as error:
-                    return self._refused(str(error), *([self._look(0)] if number else ()))
+                    screens = [self._look(0)] if number else []
+                    return self._refused(str(error), *screens)
                 time.sleep(self._settings.pause)
             return StepResult(self._shown(self._look(self._settings.react)))
         except DesktopSpoiled as error:
@@ -143,13 +149,15 @@ class DesktopTasks(ScreenEnvironment):
             return StepResult(done=True, error=f"the desktop was broken from inside: {error}")
 
     def evaluate(self) -> float:
-        """1 when all checks hold, else 0 or, if the task says so, their share; 0 for a broken
-        desktop. Raises DesktopLost.
+        """Return 1 when all checks hold, else 0 or, if the task says so, their share.
+
+        A broken desktop gives 0. Raises DesktopLost.
         """
         assert self._task is not None
         assert self._desktop is not None
         try:
-            self._look(0)  # programs may still be writing
+            # Programs may still be writing: this waits until the screen is still.
+            self._look(0)
         except DesktopSpoiled:
             self._spoiled = True
         if self._spoiled:
@@ -163,9 +171,10 @@ class DesktopTasks(ScreenEnvironment):
             self._desktop.close()
 
     def _act(self, action: Action) -> None:
-        """Raises ValueError for what a desktop cannot do, in words for the policy, and DesktopLost."""
+        """Raises ValueError for an action that a desktop cannot do, for the policy; DesktopLost."""
         assert self._desktop is not None
-        ask, limits = self._desktop.ask, self._settings.limits
+        ask = self._desktop.ask
+        limits = self._settings.limits
         match self._settings.pointing.on(action, limits.width, limits.height):
             case Click(at, button, times):
                 ask("click", x=int(at.x), y=int(at.y), button=button, count=times)
@@ -176,17 +185,18 @@ class DesktopTasks(ScreenEnvironment):
             case Scroll(direction, at):
                 if at is not None:
                     ask("move", x=int(at.x), y=int(at.y))
-                ask("scroll", direction=direction, ticks=TICKS)
+                ask("scroll", direction=direction, ticks=SCROLL_TICKS)
             case Hotkey(keys):
                 ask("press", keys=list(keys))
             case HoldKey(key, down):
                 ask("hold", key=key, down=down)
             case Type(text):
-                if len(text) > LONGEST:
+                if len(text) > MAX_TYPED_CHARACTERS:
                     raise ValueError(
-                        f"one action types at most {LONGEST} characters, not {len(text)}"
+                        f"one action types at most {MAX_TYPED_CHARACTERS} characters, not"
+                        f" {len(text)}"
                     )
-                self._desktop.type(text, self._settings.type_delay, PER_CHARACTER)
+                self._desktop.type(text, self._settings.type_delay, CHARACTER_TIMEOUT_S)
             case Sleep():
                 time.sleep(self._settings.wait)
             case other:
@@ -199,15 +209,15 @@ class DesktopTasks(ScreenEnvironment):
         return ImageSource(data=self._desktop.screenshot(react, self._settings.settle))
 
     def _find(self, task: Task) -> tuple[DesktopTask, Mapping[str, StartFile]]:
-        """Raises DataFailure."""
+        """Return the row's task and its start files. Raises DataFailure."""
         path = local_path(self._settings.tasks) if self._settings.tasks else SHIPPED
         name = task.extra.get("desktop")
         try:
             tasks: TaskFile = task_file(path)
             if name not in tasks.tasks:
-                known = ", ".join(list(tasks.tasks)[:5])
+                examples = ", ".join(list(tasks.tasks)[:5])
                 raise ValueError(
-                    f"the row's `desktop` is {name!r}, no task of {path} ({known}, ...)"
+                    f"the row's `desktop` is {name!r}, no task of {path} ({examples}, ...)"
                 )
             return tasks.tasks[name], tasks.start(tasks.tasks[name])
         except (OSError, ValueError) as error:

@@ -1,6 +1,4 @@
-"""The host's side of one desktop: starts it in its sandbox, asks its driver, and ends it with all
-that runs in it.
-"""
+"""The host's side of one desktop: starts it in its sandbox, asks its driver, and ends it."""
 
 import json
 import os
@@ -37,10 +35,10 @@ PROGRAMS = {
 MIB = 1 << 20
 PACKAGE = Path(__file__).parents[2]
 """The folder of rayloop."""
-DYING = 10.0
-"""Seconds in which a killed desktop is gone."""
+EXIT_TIMEOUT_S = 10.0
+"""Seconds in which a killed desktop has ended."""
 _RC = {
-    # equal states then have equal pixels, and an idle desktop takes no CPU
+    # Equal states then have equal pixels, and an idle desktop takes no CPU.
     ".config/gtk-3.0/settings.ini": (
         "[Settings]\ngtk-cursor-blink=false\ngtk-enable-animations=false\n"
     ),
@@ -127,9 +125,9 @@ class DesktopSpoiled(Exception):
 
 @dataclass(frozen=True, slots=True)
 class HomeEntry:
-    """What lies at a path of a home.
+    """A file, a folder or something else in a home.
 
-    ``content`` is None for a folder, and for what is no file, is too large or unreadable.
+    ``content`` is None for all but files, and for a file that is too large or unreadable.
     """
 
     kind: str
@@ -137,34 +135,34 @@ class HomeEntry:
 
 
 def missing() -> str:
-    """What a desktop needs and this machine lacks, with the command that installs it; empty when it
-    has all.
+    """Return the command that installs what a desktop needs and this machine lacks.
+
+    Empty when it lacks nothing.
     """
-    lacks = [
-        package
-        for program, package in {"bwrap": "bubblewrap", **PROGRAMS}.items()
-        if not shutil.which(program)
-    ]
-    if lacks:
-        return f"apt-get install --no-install-recommends {' '.join(lacks)}"
+    needed = {"bwrap": "bubblewrap", **PROGRAMS}
+    packages = [package for program, package in needed.items() if not shutil.which(program)]
+    if packages:
+        return f"apt-get install --no-install-recommends {' '.join(packages)}"
     return 'pip install "rayloop[desktop]"' if find_spec("Xlib") is None else ""
 
 
 class Desktop:
-    """A desktop that lives until ``close``, or until the thread that made it ends; raises
-    DesktopLost when it does not start.
+    """A desktop that lives until ``close``, or until the thread that made it ends.
+
+    Raises DesktopLost when it does not start.
     """
 
     def __init__(self, limits: DesktopLimits) -> None:
-        if lacks := missing():
-            raise DesktopLost(f"this machine lacks what a desktop needs: {lacks}")
+        install_command = missing()
+        if install_command:
+            raise DesktopLost(f"this machine lacks what a desktop needs: {install_command}")
         self._limits = limits
+        # The user of the programs, and the user of X, which they then cannot reach.
         self._users = [bubblewrap.free_user(), bubblewrap.free_user()] if os.geteuid() == 0 else []
-        """Of the programs, and of X, which is then out of their reach."""
-        ours, theirs = socket.socketpair()
-        self._channel = Channel(ours)
-        with theirs:
-            self._process = self._start(theirs)
+        host_end, driver_end = socket.socketpair()
+        self._channel = Channel(host_end)
+        with driver_end:
+            self._process = self._start(driver_end)
         try:
             self._channel.ask("begin", limits.start_timeout)
             for path, text in _RC.items():
@@ -173,10 +171,9 @@ class Desktop:
             self.close()
             if isinstance(error, Refused | OSError):
                 self._errors.seek(0)
-                said = self._errors.read().decode(errors="replace").strip()
-                raise DesktopLost(
-                    f"the desktop did not start: {error}{said and f': {said[-500:]}'}"
-                ) from error
+                output = self._errors.read().decode(errors="replace").strip()
+                detail = f": {output[-500:]}" if output else ""
+                raise DesktopLost(f"the desktop did not start: {error}{detail}") from error
             raise
 
     def put(self, path: str, content: bytes, executable: bool = False) -> None:
@@ -184,18 +181,20 @@ class Desktop:
         self.ask("put", blobs=[content], path=path, mode=0o755 if executable else 0o644)
 
     def home(self) -> Mapping[str, HomeEntry]:
-        """All that is in the home, by path.
+        """Return all that is in the home, by path.
 
-        It is read inside of the desktop: a link of the policy leads nowhere.
+        The driver reads it inside of the desktop, where a link of the policy leads nowhere.
         """
         header, [contents] = self.ask("list")
-        entries, start = {}, 0
+        entries = {}
+        start = 0
         for entry in header["entries"]:
             size = entry.get("size")
-            entries[entry["path"]] = HomeEntry(
-                entry["kind"], None if size is None else contents[start : start + size]
-            )
-            start += size or 0
+            content = None
+            if size is not None:
+                content = contents[start : start + size]
+                start += size
+            entries[entry["path"]] = HomeEntry(entry["kind"], content)
         return entries
 
     def launch(self, command: Sequence[str]) -> None:
@@ -209,7 +208,7 @@ class Desktop:
         )
 
     def screenshot(self, react: float = 0.0, settle: float = 0.0) -> bytes:
-        """PNG of the screen.
+        """Return a PNG of the screen.
 
         Waits at most ``react`` seconds for a change since the last, then ``settle`` until it is
         still.
@@ -223,18 +222,17 @@ class Desktop:
         return png(Image.frombuffer("RGB", tuple(header["size"]), pixels, "raw", "BGRX", 0, 1))
 
     def type(self, text: str, delay: float, longest: float) -> None:
-        """Wait ``delay`` seconds after each character; each may take ``longest``.
+        """Type a text, and wait ``delay`` seconds after each character, which may take ``longest``.
 
-        Raises ValueError for one that is no text.
+        Raises ValueError for a character that cannot be typed.
         """
-        self.ask(
-            "type", seconds=self._limits.call_timeout + longest * len(text), text=text, delay=delay
-        )
+        seconds = self._limits.call_timeout + longest * len(text)
+        self.ask("type", seconds=seconds, text=text, delay=delay)
 
     def ask(
         self, op: str, blobs: Sequence[bytes] = (), seconds: float | None = None, **arguments: Any
     ) -> tuple[Header, list[bytes]]:
-        """One call of the driver (``inside/driver.py``).
+        """Call the driver (``inside/driver.py``).
 
         Raises DesktopLost, DesktopSpoiled, and ValueError for an unknown key.
         """
@@ -250,124 +248,134 @@ class Desktop:
             raise DesktopLost(f"{op}: {error}") from error
 
     def close(self) -> None:
-        """End it.
+        """End the desktop. May be called again.
 
-        Whatever runs in it is gone with the first process of its namespace. May be called again.
+        All that runs in it ends with the first process of its namespace.
         """
         self._channel.close()
-        # Found before the kill: a process whose parent has ended is no longer below it.
-        driver = processes.tree(self._process.pid)[
-            1:2
-        ]  # which gets no signal when root's bwrap ends
+        # Found before the kill: a process whose parent has ended is no longer below it. The driver
+        # gets no signal when root's bwrap ends.
+        driver = processes.tree(self._process.pid)[1:2]
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, 9)
         for pid in driver:
             with suppress(ProcessLookupError):
                 os.kill(pid, 9)
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(DYING)
+            self._process.wait(EXIT_TIMEOUT_S)
         for user in self._users:
             user.close_when_unused()
 
-    def _start(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
-        users = [user.number for user in self._users]
-        uid = users[0] if users else os.geteuid()
-        limits = self._limits
-        reading, writing = os.pipe()
-        # A pipe holds a line, so this returns before bwrap reads it.
-        with open(writing, "w", encoding="utf-8") as passwd:
-            passwd.write(f"user:x:{uid}:{uid}:user:{HOME}:/bin/bash\n")
-
-        display, written = os.pipe()
-
-        filtered = os.memfd_create("filter")
-        os.write(filtered, seccomp.administrators_refused())
-        os.lseek(filtered, 0, os.SEEK_SET)
-        options = {
-            **limits.model_dump(include={"processes", "memory_mb", "total_mb"}),
-            "size": [limits.width, limits.height],
-            "display": display,
-            "display_written": written,
-            "apart": bool(users),
+    def _start(self, driver_end: socket.socket) -> subprocess.Popen[bytes]:
+        passwd_reader = _passwd(self._users[0].number if self._users else os.geteuid())
+        display_reader, display_writer = os.pipe()
+        filter_file = os.memfd_create("filter")
+        os.write(filter_file, seccomp.administrators_refused())
+        os.lseek(filter_file, 0, os.SEEK_SET)
+        settings = {
+            **self._limits.model_dump(include={"processes", "memory_mb", "total_mb"}),
+            "size": [self._limits.width, self._limits.height],
+            "display": display_reader,
+            "display_written": display_writer,
+            "apart": bool(self._users),
         }
-
-        server = [
-            "/usr/bin/prlimit",
-            f"--as={limits.memory_mb * MIB}",
-            "--core=0",
-            "Xvfb",
-            "-displayfd",
-            str(written),
-        ]
-        server += [
-            "-screen",
-            "0",
-            f"{limits.width}x{limits.height}x24",
-            "-nolisten",
-            "tcp",
-            "-noreset",
-        ]
-
-        paths = _code()
-        line = bubblewrap.command(
-            [
-                *(
-                    os.path.realpath(sys.executable),
-                    "-S",
-                    "-m",
-                    "rayloop.envs.desktop.inside.driver",
-                ),
-                *(str(theirs.fileno()), json.dumps(options)),
-            ],
-            read=[*paths, *filter(os.path.exists, _SYSTEM)],
-            folders={HOME: limits.home_mb * MIB, "/run/user": MIB, "/dev/shm": 64 * MIB},
-            environment={
-                **_ENVIRONMENT,
-                "PYTHONPATH": f"{PACKAGE.parent}{os.pathsep}{_library('Xlib').parent}",
-            },
-            uid=users[0] if users else None,
-            beside=(server, users[1] if users else None),
-            options=[
-                *("--seccomp", str(filtered)),
-                *(
-                    "--as-pid-1",
-                    "--perms",
-                    "1777",
-                    "--dir",
-                    "/tmp/.X11-unix",
-                ),  # which Xvfb makes for root alone
-                *("--perms", "0644", "--ro-bind-data", str(reading), "/etc/passwd"),
-            ],
+        command = self._command(
+            driver_end.fileno(),
+            settings,
+            _server(self._limits, display_writer),
+            (
+                *("--seccomp", str(filter_file)),
+                # Xvfb makes this folder only as root.
+                *("--as-pid-1", "--perms", "1777", "--dir", "/tmp/.X11-unix"),
+                *("--perms", "0644", "--ro-bind-data", str(passwd_reader), "/etc/passwd"),
+            ),
         )
+        descriptors = (passwd_reader, display_reader, display_writer, filter_file)
         try:
             self._errors = open(os.memfd_create("desktop"), "w+b")  # noqa: SIM115
             return subprocess.Popen(
-                line,
-                pass_fds=(theirs.fileno(), reading, display, written, filtered),
+                command,
+                pass_fds=(driver_end.fileno(), *descriptors),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
                 start_new_session=True,
             )
         finally:
-            for descriptor in (reading, display, written, filtered):
+            for descriptor in descriptors:
                 os.close(descriptor)
+
+    def _command(
+        self,
+        connection: int,
+        settings: Mapping[str, Any],
+        server: list[str],
+        options: Sequence[str],
+    ) -> list[str]:
+        """Return bubblewrap's command: the driver as first process, and the X server."""
+        driver = [
+            os.path.realpath(sys.executable),
+            "-S",
+            "-m",
+            "rayloop.envs.desktop.inside.driver",
+            str(connection),
+            json.dumps(settings),
+        ]
+        driver_user, server_user = [user.number for user in self._users] or [None, None]
+        home_bytes = self._limits.home_mb * MIB
+        python_path = f"{PACKAGE.parent}{os.pathsep}{_library('Xlib').parent}"
+        return bubblewrap.command(
+            driver,
+            read=[*_code(), *filter(os.path.exists, _SYSTEM)],
+            folders={HOME: home_bytes, "/run/user": MIB, "/dev/shm": 64 * MIB},
+            environment={**_ENVIRONMENT, "PYTHONPATH": python_path},
+            uid=driver_user,
+            beside=(server, server_user),
+            options=options,
+        )
+
+
+def _passwd(uid: int) -> int:
+    """Return a descriptor from which bwrap reads the desktop's /etc/passwd."""
+    reader, writer = os.pipe()
+    # A pipe holds a line, so this returns before bwrap reads it.
+    with open(writer, "w", encoding="utf-8") as file:
+        file.write(f"user:x:{uid}:{uid}:user:{HOME}:/bin/bash\n")
+    return reader
+
+
+def _server(limits: DesktopLimits, display_writer: int) -> list[str]:
+    """Return the command of the X server, which writes its display's number."""
+    return [
+        "/usr/bin/prlimit",
+        f"--as={limits.memory_mb * MIB}",
+        "--core=0",
+        "Xvfb",
+        "-displayfd",
+        str(display_writer),
+        "-screen",
+        "0",
+        f"{limits.width}x{limits.height}x24",
+        "-nolisten",
+        "tcp",
+        "-noreset",
+    ]
 
 
 def _code() -> list[str]:
-    """The Python of this process, and of its packages only what the driver imports."""
-    own = (
+    """Return the folders of this Python, and the files of rayloop that the driver imports."""
+    modules = (
         "__init__.py",
         "envs/__init__.py",
         "sandbox/__init__.py",
         "sandbox/frames.py",
         "sandbox/memory.py",
         "envs/desktop/__init__.py",
+        "envs/desktop/inside",
     )
-    python = bubblewrap.python_folders(sys.base_prefix)
     return [
-        *python,
-        *(str(PACKAGE / name) for name in (*own, "envs/desktop/inside")),
+        *bubblewrap.python_folders(sys.base_prefix),
+        *(str(PACKAGE / name) for name in modules),
         str(_library("Xlib")),
         str(_library("six")),
     ]

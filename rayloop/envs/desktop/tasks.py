@@ -1,6 +1,4 @@
-"""Desktop tasks: what is asked, what lies in the home at the beginning, what is open, and how the
-result is checked.
-"""
+"""Desktop tasks: their instruction, the home and programs at the start, and their checks."""
 
 import functools
 import os
@@ -15,8 +13,8 @@ from rayloop.config.settings import SettingsModel
 from rayloop.envs.desktop.session import HomeEntry
 
 SHIPPED = Path(__file__).parent / "shipped" / "tasks.yaml"
-MOST_START_BYTES = 64 << 20
-"""Of all start files of a task."""
+MAX_START_BYTES = 64 << 20
+"""Bytes of all start files of a task."""
 
 
 class Check(SettingsModel):
@@ -25,7 +23,7 @@ class Check(SettingsModel):
     path: str
     """Below the home folder, as the instruction calls it: Documents/notes.txt."""
     text: str | None = None
-    """The whole text of the file. One line end at the end may be there or not."""
+    """The whole text of the file. One line end at its end may be missing or added."""
     margins: bool = False
     """Ignore blanks at the beginning and end of each line when ``text`` is compared.
 
@@ -34,7 +32,7 @@ class Check(SettingsModel):
     contains: tuple[str, ...] = ()
     """Texts that must all occur in the file, wherever they stand in it."""
     lacks: tuple[str, ...] = ()
-    """Texts of which none may occur in the file, which must be there itself."""
+    """Texts of which none may occur in the file, which must exist."""
     number: float | None = None
     """The file holds this number and nothing else but blanks and line ends."""
     same_as: str | None = None
@@ -46,8 +44,8 @@ class Check(SettingsModel):
 
     @model_validator(mode="after")
     def _asks_something(self) -> Self:
-        asked = (self.text, self.number, self.same_as, self.names, self.is_)
-        if all(value is None for value in asked) and not (self.contains or self.lacks):
+        values = (self.text, self.number, self.same_as, self.names, self.is_)
+        if all(value is None for value in values) and not (self.contains or self.lacks):
             raise ValueError(
                 f"the check of {self.path} asks nothing: give text, contains, lacks, number,"
                 " same_as, names or is"
@@ -55,19 +53,19 @@ class Check(SettingsModel):
         return self
 
     def holds(self, home: Mapping[str, HomeEntry], start: Mapping[str, bytes]) -> bool:
-        """``start``: the files of the beginning, by path."""
+        """Return whether the check holds. ``start``: the files at the start, by path."""
         entry = home.get(self.path)
-        if self.is_ is not None and (entry.kind if entry else "nothing") != self.is_:
+        kind = entry.kind if entry else "nothing"
+        if self.is_ is not None and kind != self.is_:
             return False
-        folder = entry is not None and entry.kind == "folder"
-        if self.names is not None and not (folder and _inside(home, self.path) == set(self.names)):
+        if self.names is not None and kind != "folder":
             return False
-        if (
-            self.text is None
-            and self.number is None
-            and self.same_as is None
-            and not (self.contains or self.lacks)
-        ):
+        if self.names is not None and _inside(home, self.path) != set(self.names):
+            return False
+        needs_text = (
+            self.text is not None or self.number is not None or bool(self.contains or self.lacks)
+        )
+        if not needs_text and self.same_as is None:
             return True
         if entry is None or entry.content is None:
             return False
@@ -76,16 +74,15 @@ class Check(SettingsModel):
         try:
             return self._reads(entry.content.decode())
         except UnicodeDecodeError:
-            return self.text is None and self.number is None and not (self.contains or self.lacks)
+            return not needs_text
 
     def _reads(self, text: str) -> bool:
         if self.text is not None and self._lines(text) != self._lines(self.text):
             return False
         if self.number is not None and _number(text) != self.number:
             return False
-        return all(part in text for part in self.contains) and not any(
-            part in text for part in self.lacks
-        )
+        has_all = all(part in text for part in self.contains)
+        return has_all and not any(part in text for part in self.lacks)
 
     def _lines(self, text: str) -> list[str]:
         lines = text.removesuffix("\n").split("\n")
@@ -98,7 +95,7 @@ def score(
     start: Mapping[str, bytes],
     partial: bool,
 ) -> float:
-    """1 when all checks hold, else 0; the share of those that hold when ``partial``."""
+    """Return 1 when all checks hold, else 0; the share of those that hold when ``partial``."""
     held = [check.holds(home, start) for check in checks]
     return sum(held) / len(held) if partial else float(all(held))
 
@@ -116,19 +113,21 @@ def _number(text: str) -> float | None:
 
 
 class DesktopTask(SettingsModel):
-    """A task for a desktop, as it stands in a task file."""
+    """A task for a desktop, as a task file has it."""
 
     id: str = Field(min_length=1)
     """The name by which a row or a command asks for the task; unique in its file."""
     instruction: str = Field(min_length=1)
     """What the policy is asked to do on the screen, in plain words."""
     start: str | None = None
-    """A folder beside the task file whose files the home has at the beginning; none for an empty
-    home.
+    """A folder in the task file's folder; its files are in the home at the beginning.
+
+    None for an empty home.
     """
     open: tuple[tuple[str, ...], ...] = ()
-    """Programs with their arguments that are on the screen at the beginning, in this order: the
-    last one has the focus.
+    """Programs, with their arguments, that are on the screen at the beginning.
+
+    They start in this order: the last one has the focus.
     """
     checks: tuple[Check, ...] = Field(min_length=1)
     """What must hold of the files that the episode leaves."""
@@ -139,7 +138,7 @@ class DesktopTask(SettingsModel):
     def _can_fail(self) -> Self:
         if all(check.is_ == "nothing" for check in self.checks):
             raise ValueError(
-                f"task {self.id}: an emptied home would pass: check also what must be there"
+                f"task {self.id}: an emptied home would pass: check also for a file or folder"
             )
         return self
 
@@ -153,26 +152,26 @@ class TaskFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            tasks = TypeAdapter(list[DesktopTask]).validate_python(
-                yaml.safe_load(path.read_text(encoding="utf-8"))
-            )
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+            tasks = TypeAdapter(list[DesktopTask]).validate_python(content)
         except (ValidationError, yaml.YAMLError) as error:
-            raise ValueError(f"{path} is no file of desktop tasks: {error}") from error
+            raise ValueError(f"{path} is not a file of desktop tasks: {error}") from error
         self.tasks = {task.id: task for task in tasks}
         if len(self.tasks) < len(tasks):
-            twice = next(task.id for task in tasks if [one.id for one in tasks].count(task.id) > 1)
-            raise ValueError(f"{path} has two tasks with the id {twice!r}")
+            ids = [task.id for task in tasks]
+            duplicate = next(id_ for id_ in ids if ids.count(id_) > 1)
+            raise ValueError(f"{path} has two tasks with the id {duplicate!r}")
         for task in tasks:
-            there = self.start(task)
+            start_files = self.start(task)
             for check in task.checks:
-                if check.same_as is not None and check.same_as not in there:
+                if check.same_as is not None and check.same_as not in start_files:
                     raise ValueError(
-                        f"{path}: task {task.id} compares with {check.same_as}, which is no start"
-                        " file"
+                        f"{path}: task {task.id} compares with {check.same_as}, which is not a"
+                        " start file"
                     )
 
     def start(self, task: DesktopTask) -> Mapping[str, "StartFile"]:
-        """The files of its home at the beginning, by path. Raises ValueError."""
+        """Return the files of a task's home at the beginning, by path. Raises ValueError."""
         if task.start is None:
             return {}
         folder = self.path.parent / task.start
@@ -185,9 +184,9 @@ class TaskFile:
             for file in sorted(folder.rglob("*"))
             if file.is_file()
         }
-        if sum(len(file.content) for file in files.values()) > MOST_START_BYTES:
+        if sum(len(file.content) for file in files.values()) > MAX_START_BYTES:
             raise ValueError(
-                f"{self.path}: the start files of {task.id} have more than {MOST_START_BYTES} bytes"
+                f"{self.path}: the start files of {task.id} have more than {MAX_START_BYTES} bytes"
             )
         return files
 
@@ -201,7 +200,7 @@ class StartFile(NamedTuple):
 
 @functools.cache
 def task_file(path: Path) -> TaskFile:
-    """Read once per process. Raises as ``TaskFile``."""
+    """Read a task file, once per process. Raises as ``TaskFile``."""
     return TaskFile(path)
 
 
@@ -209,7 +208,7 @@ PROMPT = "You see the screen of a computer. {instruction}"
 
 
 def rows(path: Path = SHIPPED, prompt: str = PROMPT) -> list[dict[str, Any]]:
-    """The rows of a data file, one for each task: its id in the column ``desktop``.
+    """Return the rows of a data file, one for each task: its id in the column ``desktop``.
 
     Raises as ``TaskFile``.
     """

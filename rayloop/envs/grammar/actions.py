@@ -11,7 +11,7 @@ Direction = Literal["up", "down", "left", "right"]
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """From the left and from the top."""
+    """A place on the screen, counted from the left and from the top."""
 
     x: float
     y: float
@@ -50,7 +50,7 @@ class Drag:
 
 @dataclass(frozen=True, slots=True)
 class Scroll:
-    """Where the pointer is when ``at`` is None."""
+    """The wheel turns at ``at``, or where the pointer is when that is None."""
 
     direction: Direction
     at: Point | None = None
@@ -60,7 +60,7 @@ class Scroll:
 class Hotkey:
     """Keys that go down in this order and up in the other; one key is a key press.
 
-    Names are those of ``calls.py``.
+    The names are in ``calls.py``.
     """
 
     keys: tuple[str, ...]
@@ -101,8 +101,9 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class CallUser:
-    """The policy gives up: it asks for the user (``call_user``), or says that something is broken
-    (``error_env``).
+    """The policy gives up.
+
+    It asks for the user (``call_user``), or says that something is broken (``error_env``).
     """
 
     reason: str = ""
@@ -110,14 +111,14 @@ class CallUser:
 
 @dataclass(frozen=True, slots=True)
 class OpenApp:
-    """Of a phone: start a program by its name."""
+    """Start a program by its name, on a phone."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class PhoneButton:
-    """Of a phone: the home or the back button."""
+    """Press the home or the back button of a phone."""
 
     name: Literal["home", "back"]
 
@@ -141,8 +142,9 @@ Action = (
 
 @dataclass(frozen=True, slots=True)
 class Actions:
-    """One turn of the policy: what it thought, and at least one action, in the order in which to
-    carry them out.
+    """One turn of the policy: its thought, and at least one action.
+
+    The actions are in the order in which they are carried out.
     """
 
     thought: str
@@ -151,8 +153,9 @@ class Actions:
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """Why a text is no turn: ``reason`` for the policy, ``position`` in characters, ``near`` the
-    text there.
+    """Why a text is not a turn.
+
+    ``reason`` is for the policy, ``position`` counts characters, ``near`` is the text there.
     """
 
     reason: str

@@ -1,5 +1,7 @@
-"""How ARPO itself reads a turn (dvlab-research/ARPO at 7489ae3), mistakes included, for ``variant:
-original``. The code that it makes for an action is never run: ``acts`` reads it as data.
+"""How ARPO itself reads a turn (dvlab-research/ARPO at 7489ae3), mistakes included.
+
+``variant: original`` uses it. The code that ARPO makes for an action is never run: ``acts`` reads
+it as data.
 """
 
 import ast
@@ -7,7 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rayloop.data.resizing import smart_resize
 from rayloop.envs.grammar import calls
@@ -26,12 +28,16 @@ from rayloop.envs.grammar.actions import (
     Type,
 )
 
-WIDTH, HEIGHT = 1920, 1080
-"""Pixels of its screens, whatever the real one is."""
+WIDTH = 1920
+"""Pixels of ARPO's screens from left to right, whatever the real width is."""
+HEIGHT = 1080
+"""Pixels of ARPO's screens from top to bottom, whatever the real height is."""
 _ARROWS = {f"arrow{way}": way for way in ("left", "right", "up", "down")}
 _ENDS = ("finished", "wait", "error_env", "call_user")
-"""Its worker stops at these names before any code is made of them (verl/trainer/gui_agent.py,
-``EnvWorker.step``, lines 788 to 804): what is left of the call is its name.
+"""Names at which ARPO's worker stops, before it makes code of the calls.
+
+Only the name of such a call has a meaning then (verl/trainer/gui_agent.py, ``EnvWorker.step``,
+lines 788 to 804).
 """
 _POINTED = {
     "click": "click({x}, {y}, button='left')",
@@ -44,18 +50,19 @@ _MARKS = {
     "Reflection": ("Reflection: ", "Action_Summary: "),
     "Action_Summary": ("Action_Summary: ",),
 }
-"""What a turn begins with -> the marks before its thought; else ``Thought: ``."""
+"""The first word of a turn -> the marks before its thought; else ``Thought: ``."""
 _BOX = re.compile(r"(start_box|end_box)='\((\d+),(\d+)\)'")
 
 
 class Broken(Exception):
-    """The original raises here; the message is the name of its error."""
+    """ARPO's parser raises here; the message is the name of its error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """One call: its name, its inputs (boxes as a list of fractions, written out), and the code that
-    it would run.
+    """One call: its name, its inputs, and the code that ARPO would run for it.
+
+    Boxes among the inputs are lists of fractions, as text.
     """
 
     name: str | None
@@ -64,14 +71,15 @@ class Parsed:
 
 
 def resized(height: int, width: int) -> tuple[int, int]:
-    """Height and width of the picture that the model's pixels refer to."""
+    """Return height and width of the picture that the model's pixels refer to."""
     return smart_resize(height, width, 28, 3136, 2_116_800)
 
 
 @dataclass(frozen=True, slots=True)
 class ScreenSize:
-    """Width and height of the picture that the model's pixels refer to (``unit``), and of the
-    screen; those of ARPO.
+    """Width and height of the picture that the model's pixels refer to, and of the screen.
+
+    The defaults are ARPO's. ``unit`` is the picture's size.
     """
 
     unit: tuple[int, int] = resized(HEIGHT, WIDTH)[::-1]
@@ -82,39 +90,44 @@ ARPO = ScreenSize()
 
 
 def parsed(text: str, screen: ScreenSize = ARPO) -> list[Parsed]:
-    """The calls behind the last ``Action:``, blank lines between them, up to the first of
-    ``_ENDS``. Raises Broken.
+    """Return the calls behind the last ``Action:``, up to the first of ``_ENDS``.
+
+    Blank lines separate them. Raises Broken.
     """
     text = text.strip()
-    _, mark, written = text.rpartition("Action:")
+    _, mark, actions = text.rpartition("Action:")
     if not mark:
         raise Broken("AssertionError")
-    calls = [_call(repaired(one).replace("\n", "\\n").lstrip()) for one in written.split("\n\n")]
-    found = [
-        (name, {key: _input(key, value, screen) for key, value in given.items() if value != ""})
-        for name, given in calls
+    # All calls are read before the inputs of the first: the first error decides, as in ARPO.
+    names_and_arguments = [
+        _call(repaired(action).replace("\n", "\\n").lstrip()) for action in actions.split("\n\n")
+    ]
+    names_and_inputs = [
+        (name, _inputs(arguments, screen)) for name, arguments in names_and_arguments
     ]
     start = (
         f"import pyautogui\nimport time\n'''\nObservation:\n\n\nThought:\n{_thought(text)}\n'''\n"
     )
-    made = []
-    for name, inputs in found:
-        made.append(Parsed(name, inputs, _code(start, name, inputs, screen)))
+    results = []
+    for name, inputs in names_and_inputs:
+        results.append(Parsed(name, inputs, _code(start, name, inputs, screen)))
         if name in _ENDS:
             break
-    return made
+    return results
 
 
 def _thought(text: str) -> str | None:
-    """What stands between the marks and the action, in time that grows with the text; None without
-    a mark.
+    """Return what stands between the marks and the action; None without a mark.
+
+    The time is linear in the text's length.
     """
     start = 0
     for mark in _MARKS.get(text.partition(":")[0], ("Thought: ",)):
-        found = text.find(mark, start + (start > 0))  # there is a character between two marks
-        if found < 0:
+        # There is at least one character between two marks.
+        position = text.find(mark, start + (start > 0))
+        if position < 0:
             return None
-        start = found + len(mark)
+        start = position + len(mark)
     if start == len(text):
         return None
     end = text.find("Action:", start + 1)
@@ -122,20 +135,21 @@ def _thought(text: str) -> str | None:
 
 
 def add_box_token(text: str) -> str:
-    """Puts the box tokens back that decoding took away: around ``(x,y)`` without a blank, and
-    nowhere else.
+    """Put the box tokens around ``(x,y)`` again, which decoding took away.
+
+    Only boxes without blanks get them.
     """
     if "Action: " not in text or "start_box=" not in text:
         return text
-    before, *actions = text.split("Action: ")
-    put = [_BOX.sub(r"\1='<|box_start|>(\2,\3)<|box_end|>'", action.strip()) for action in actions]
-    return f"{before}Action: " + "\n\n".join(put)
+    head, *actions = text.split("Action: ")
+    box = r"\1='<|box_start|>(\2,\3)<|box_end|>'"
+    return f"{head}Action: " + "\n\n".join(_BOX.sub(box, action.strip()) for action in actions)
 
 
 def repaired(call: str) -> str:
-    """The call with its quotes escaped; text around the call becomes part of its argument.
+    """Return the call with its quotes escaped; text around it becomes part of its argument.
 
-    In time that grows with the text.
+    The time is linear in the text's length.
     """
     name = next((name for name in ("type", "finished") if f"{name}(content" in call), None)
     if name is None:
@@ -145,12 +159,13 @@ def repaired(call: str) -> str:
 
 
 def _unwrapped(line: str, name: str) -> str:
-    """The line with the arguments in place of its calls.
+    """Return the line with the arguments in place of its calls.
 
-    Behind the last end of a call there is none to search for.
+    Only the text up to the last end of a call is searched.
     """
-    before, end, rest = line.rpartition("')")
-    return re.sub(rf"{name}\(content='(.*?)'\)", lambda found: found[1], before + end) + rest
+    searched, end, rest = line.rpartition("')")
+    call = re.compile(rf"{name}\(content='(.*?)'\)")
+    return call.sub(lambda match: match[1], searched + end) + rest
 
 
 def _escaped(text: str) -> str:
@@ -158,7 +173,7 @@ def _escaped(text: str) -> str:
 
 
 def _call(text: str) -> tuple[str | None, dict[str, object]]:
-    """Name and keyword arguments of a call in Python's syntax; positional ones are not looked at."""
+    """Return name and keyword arguments of a call in Python's syntax; others are ignored."""
     try:
         call = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -166,10 +181,15 @@ def _call(text: str) -> tuple[str | None, dict[str, object]]:
     if not isinstance(call, ast.Call):
         raise Broken("ValueError")
     name = getattr(call.func, "id", getattr(call.func, "attr", None))
-    return name, {
-        str(one.arg): one.value.value if isinstance(one.value, ast.Constant) else None
-        for one in call.keywords
-    }
+    arguments: dict[str, object] = {}
+    for keyword in call.keywords:
+        value = keyword.value
+        arguments[str(keyword.arg)] = value.value if isinstance(value, ast.Constant) else None
+    return name, arguments
+
+
+def _inputs(arguments: Mapping[str, object], screen: ScreenSize) -> dict[str, str]:
+    return {name: _input(name, value, screen) for name, value in arguments.items() if value != ""}
 
 
 def _input(name: str, value: object, screen: ScreenSize) -> str:
@@ -187,68 +207,76 @@ def _input(name: str, value: object, screen: ScreenSize) -> str:
 
 
 def _point(box: str, screen: ScreenSize, short: str = "ValueError") -> tuple[float, float]:
-    """The middle of a box in pixels of the screen.
+    """Return the middle of a box in pixels of the screen.
 
     ``short``: the error unless there are four numbers.
     """
     numbers = [float(part) for part in box.strip("[]").split(",")]
+    # ARPO evaluates the text, and nan and inf are not names in Python.
     if not all(map(math.isfinite, numbers)):
-        raise Broken("NameError")  # it evaluates the text, and nan and inf are no names
+        raise Broken("NameError")
     if len(numbers) != 4:
         raise Broken(short)
     x1, y1, x2, y2 = numbers
-    wide, high = screen.pixels
-    return round((x1 + x2) / 2 * wide, 3), round((y1 + y2) / 2 * high, 3)
+    width, height = screen.pixels
+    return round((x1 + x2) / 2 * width, 3), round((y1 + y2) / 2 * height, 3)
 
 
 def _code(start: str, name: str | None, inputs: Mapping[str, str], screen: ScreenSize) -> str:
-    box, end = inputs.get("start_box"), inputs.get("end_box")
+    box = inputs.get("start_box")
+    end_box = inputs.get("end_box")
     if name is not None and name in _ENDS:
         return name
     if name == "press":
-        raise Broken("UnboundLocalError")  # it looks at the key of another branch
+        # ARPO reads the key's variable, which only another branch assigns.
+        raise Broken("UnboundLocalError")
     if name in _POINTED:
         if box is None:
             raise Broken("TypeError")
         x, y = _point(box, screen, "UnboundLocalError")
         return f"{start}\npyautogui.{_POINTED[name].format(x=x, y=y)}"
     if name in ("drag", "select"):
-        if not box or not end:
+        if not box or not end_box:
             return start
-        (x, y), (to_x, to_y) = _point(box, screen), _point(end, screen)
-        return (
-            f"{start}\npyautogui.moveTo({x}, {y})\n\npyautogui.dragTo({to_x}, {to_y},"
-            " duration=1.0)\n"
-        )
+        x, y = _point(box, screen)
+        to_x, to_y = _point(end_box, screen)
+        drag = f"pyautogui.dragTo({to_x}, {to_y}, duration=1.0)\n"
+        return f"{start}\npyautogui.moveTo({x}, {y})\n\n{drag}"
     if name == "scroll":
-        return start + _scrolled(box, inputs.get("direction", "").lower(), screen)
+        return start + _scroll_code(box, inputs.get("direction", "").lower(), screen)
     if name == "hotkey":
-        keys = _ARROWS.get(key := inputs.get("key", inputs.get("hotkey", "")), key).split()
-        pressed = ", ".join(repr(" " if one == "space" else one) for one in keys)
-        return f"{start}\npyautogui.hotkey({pressed})" if key else start
+        return start + _hotkey_code(inputs.get("key", inputs.get("hotkey", "")))
     if name in ("keydown", "keyup"):
-        return f"{start}\npyautogui.{'keyDown' if name == 'keydown' else 'keyUp'}({inputs.get('key', '')!r})"
-    return (
-        start + _typed(_escaped(inputs.get("content", "")))
-        if name == "type"
-        else f"{start}\n# Unrecognized action type: {name}"
-    )
+        function = "keyDown" if name == "keydown" else "keyUp"
+        return f"{start}\npyautogui.{function}({inputs.get('key', '')!r})"
+    if name == "type":
+        return start + _typing_code(_escaped(inputs.get("content", "")))
+    return f"{start}\n# Unrecognized action type: {name}"
 
 
-def _scrolled(box: str | None, direction: str, screen: ScreenSize) -> str:
+def _hotkey_code(key: str) -> str:
+    if not key:
+        return ""
+    names = _ARROWS.get(key, key).split()
+    arguments = ", ".join(repr(" " if name == "space" else name) for name in names)
+    return f"\npyautogui.hotkey({arguments})"
+
+
+def _scroll_code(box: str | None, direction: str, screen: ScreenSize) -> str:
     """Left and right do nothing."""
     place = ", x={}, y={}".format(*_point(box, screen)) if box else ""
-    amount = 5 if "up" in direction else -5 if "down" in direction else None
-    return "" if amount is None else f"\npyautogui.scroll({amount}{place})"
+    if "up" in direction:
+        return f"\npyautogui.scroll(5{place})"
+    return f"\npyautogui.scroll(-5{place})" if "down" in direction else ""
 
 
-def _typed(content: str) -> str:
+def _typing_code(content: str) -> str:
     """A new line at the end is the Enter key."""
     if not content:
         return ""
     submits = content.endswith(("\n", "\\n"))
-    shown = content.rstrip("\\n").rstrip("\n") if submits else content
-    code = f"\npyautogui.write('{shown}', interval=0.1)\ntime.sleep(0.5)\n"
+    line = content.rstrip("\\n").rstrip("\n") if submits else content
+    code = f"\npyautogui.write('{line}', interval=0.1)\ntime.sleep(0.5)\n"
     return f"{code}\npyautogui.press('enter')" if submits else code
 
 
@@ -258,7 +286,7 @@ _ENDINGS: Mapping[str, Action] = {
     "error_env": CallUser(),
     "call_user": CallUser(),
 }
-"""What is left of a turn that has one of these names, whatever stands before it."""
+"""The one action of a turn that has one of these names, whatever stands before it."""
 _UNKNOWN = frozenset(calls.ALIASES) - {
     "command",
     "win",
@@ -273,18 +301,19 @@ _UNKNOWN = frozenset(calls.ALIASES) - {
 
 
 def acts(text: str, screen: ScreenSize = ARPO) -> list[tuple[Action, ...]]:
-    """What each action does, in pixels; nothing where its code does nothing.
+    """Return what each action does, in pixels; nothing where its code does nothing.
 
     Raises Broken, where the original ends the episode.
     """
-    found = parsed(text, screen)
-    if (name := found[-1].name) in _ENDINGS:
-        return [(_ENDINGS[str(name)],)]
-    return [_done(one.code, screen) for one in found]
+    calls = parsed(text, screen)
+    last_name = calls[-1].name
+    if last_name in _ENDINGS:
+        return [(_ENDINGS[str(last_name)],)]
+    return [_actions(call.code, screen) for call in calls]
 
 
-def _done(code: str, screen: ScreenSize) -> tuple[Action, ...]:
-    """Nothing where a thought or a text made other code of it."""
+def _actions(code: str, screen: ScreenSize) -> tuple[Action, ...]:
+    """Return an action's code as data, nothing where a thought or a text made other code of it."""
     try:
         return tuple(_calls(code, screen))
     except (
@@ -300,74 +329,104 @@ def _done(code: str, screen: ScreenSize) -> tuple[Action, ...]:
         return ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A call of pyautogui or time in the code."""
+
+    function: str
+    arguments: list[Any]
+    keywords: dict[str | None, Any]
+
+
 def _calls(code: str, screen: ScreenSize) -> Iterator[Action]:
-    """What the calls of pyautogui in the code do, which cuts pixels to whole ones.
+    """Yield what the calls of pyautogui in the code do, with pixels cut to whole numbers.
 
     Raises whatever other code leads to.
     """
     body = ast.parse(code).body
-    lines = [(line.value.func.attr, *_values(line.value)) for line in body if _is_call(line)]  # type: ignore[attr-defined]
-    texts = [
-        line for line in body if isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)
-    ]
-    if len(lines) + len(texts) + sum(isinstance(line, ast.Import) for line in body) < len(body):
-        return
+    lines: list[_Line] = []
+    for statement in body:
+        value = statement.value if isinstance(statement, ast.Expr) else None
+        if isinstance(value, ast.Call) and _is_of_pyautogui(value.func):
+            lines.append(_line(value))
+        elif not isinstance(value, ast.Constant) and not isinstance(statement, ast.Import):
+            return
 
-    def place(x: float, y: float) -> Point:
-        wide, high = screen.pixels
-        return Point(min(max(int(x), 0), wide - 1), min(max(int(y), 0), high - 1))
-
-    at: Point | None = None
-    for name, given, named in lines:
-        match name:
-            case "click" | "doubleClick":
-                yield Click(
-                    place(*given),
-                    "right" if named.get("button") == "right" else "left",
-                    2 if name == "doubleClick" else 1,
-                )
-            case "moveTo":
-                at = place(*given)
-                if not any(other == "dragTo" for other, *_ in lines):
-                    yield Hover(at)
-            case "dragTo" if at is not None:
-                yield Drag(at, place(*given))
-            case "scroll":
-                yield Scroll(
-                    "up" if given[0] > 0 else "down",
-                    place(named["x"], named["y"]) if "x" in named else None,
-                )
-            case "hotkey" | "press":
-                if keys := tuple(filter(None, map(_key, given))):
-                    yield Hotkey(keys)
-            case "keyDown" | "keyUp":
-                if key := _key(given[0]):
-                    yield HoldKey(key, name == "keyDown")
-            case "write":
-                if (
-                    typed := given[0].encode("ascii", "ignore").decode()
-                ):  # it drops what a plain keyboard lacks
-                    yield Type(typed)
+    drags = any(line.function == "dragTo" for line in lines)
+    position: Point | None = None
+    for line in lines:
+        if line.function == "moveTo":
+            position = _pixel(screen, *line.arguments)
+            if drags:
+                continue
+        action = _action(line, position, screen)
+        if action is not None:
+            yield action
 
 
-def _is_call(line: ast.stmt) -> bool:
-    """Of pyautogui or time."""
-    call = (
-        line.value.func if isinstance(line, ast.Expr) and isinstance(line.value, ast.Call) else None
-    )
+def _action(line: _Line, position: Point | None, screen: ScreenSize) -> Action | None:
+    """Return the action of a call, None for one that does nothing.
+
+    ``position``: where the pointer was moved to before.
+    """
+    name = line.function
+    arguments = line.arguments
+    keywords = line.keywords
+    match name:
+        case "click" | "doubleClick":
+            at = _pixel(screen, *arguments)
+            button: Literal["left", "right"] = "left"
+            if keywords.get("button") == "right":
+                button = "right"
+            return Click(at, button, 2 if name == "doubleClick" else 1)
+        case "moveTo" if position is not None:
+            return Hover(position)
+        case "dragTo" if position is not None:
+            return Drag(position, _pixel(screen, *arguments))
+        case "scroll":
+            direction: Literal["up", "down"] = "up" if arguments[0] > 0 else "down"
+            at_pointer = "x" not in keywords
+            return Scroll(
+                direction, None if at_pointer else _pixel(screen, keywords["x"], keywords["y"])
+            )
+        case "hotkey" | "press":
+            keys = tuple(filter(None, map(_key, arguments)))
+            return Hotkey(keys) if keys else None
+        case "keyDown" | "keyUp":
+            key = _key(arguments[0])
+            return HoldKey(key, name == "keyDown") if key else None
+        case "write":
+            # pyautogui drops what a plain keyboard lacks.
+            text = arguments[0].encode("ascii", "ignore").decode()
+            return Type(text) if text else None
+    return None
+
+
+def _pixel(screen: ScreenSize, x: float, y: float) -> Point:
+    width, height = screen.pixels
+    return Point(min(max(int(x), 0), width - 1), min(max(int(y), 0), height - 1))
+
+
+def _is_of_pyautogui(function: ast.expr) -> bool:
+    """Return whether it is a function of pyautogui or time."""
     return (
-        isinstance(call, ast.Attribute)
-        and isinstance(call.value, ast.Name)
-        and call.value.id in ("pyautogui", "time")
+        isinstance(function, ast.Attribute)
+        and isinstance(function.value, ast.Name)
+        and function.value.id in ("pyautogui", "time")
     )
 
 
-def _values(call: ast.Call) -> tuple[list[Any], dict[str | None, Any]]:
-    """Raises ValueError for what is no constant."""
-    return [ast.literal_eval(one) for one in call.args], {
-        one.arg: ast.literal_eval(one.value) for one in call.keywords
-    }
+def _line(call: ast.Call) -> _Line:
+    """Read a call. Raises ValueError for arguments that are not constants."""
+    assert isinstance(call.func, ast.Attribute)
+    return _Line(
+        call.func.attr,
+        [ast.literal_eval(argument) for argument in call.args],
+        {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords},
+    )
 
 
 def _key(name: str) -> str | None:
-    return "space" if name == " " else None if name.lower() in _UNKNOWN else calls.key(name)
+    if name == " ":
+        return "space"
+    return None if name.lower() in _UNKNOWN else calls.key(name)

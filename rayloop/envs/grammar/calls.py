@@ -1,7 +1,7 @@
 """The functions of the grammar with their arguments and actions, and the names of keys.
 
-Source: bytedance/UI-TARS (582f3a7), prompt.py and action_parser.py; names that its models write too
-are aliases.
+Source: bytedance/UI-TARS (582f3a7), prompt.py and action_parser.py; other names that its models
+write are aliases.
 """
 
 import string
@@ -13,13 +13,13 @@ from rayloop.envs.grammar import actions
 from rayloop.envs.grammar.actions import Action, Point
 
 Kind = Literal["point", "text", "key", "keys", "direction", "ignored"]
-"""What an argument's text is read as."""
+"""How an argument's text is read."""
 DIRECTIONS = ("up", "down", "left", "right")
 MOST_KEYS = 4
-"""In a combination; the prompts of UI-TARS ask for three at most."""
+"""Keys of a combination; the prompts of UI-TARS ask for three at most."""
 
 START = ("start_box", "point", "start_point")
-"""Names of the same argument: those of UI-TARS 1.0 and 1.5, and of the ``point`` spelling."""
+"""Names of the same argument: in UI-TARS 1.0 and 1.5, and in the ``point`` spelling."""
 END = ("end_box", "end_point")
 
 ALIASES = {
@@ -47,7 +47,7 @@ ALIASES = {
     "plus": "+",
     "minus": "-",
 }
-"""What a model may write -> the name of the key."""
+"""A name that a model may write -> the name of the key."""
 NAMED = (
     "ctrl",
     "shift",
@@ -71,33 +71,33 @@ NAMED = (
     *(f"f{n}" for n in range(1, 13)),
 )
 KEYS = frozenset((*NAMED, *string.ascii_lowercase, *string.digits, *string.punctuation))
-"""All names: those of ``NAMED``, and the characters of a plain keyboard, letters in lower case."""
+"""All names: ``NAMED``, and the characters of a plain keyboard, letters in lower case."""
 
 
 def key(written: str) -> str | None:
-    """The key's name; None when there is no such key."""
+    """Return the key's name; None when there is no such key."""
     name = ALIASES.get(written.lower(), written.lower())
     return name if name in KEYS else None
 
 
 def keys(written: str) -> tuple[str, ...] | None:
-    """The keys of ``ctrl c``, ``ctrl+c`` or ``ctrl +``.
+    """Return the keys of ``ctrl c``, ``ctrl+c`` or ``ctrl +``.
 
     None when one is unknown or there is none.
     """
-    found: list[str] = []
+    names: list[str] = []
     for word in written.split():
         for part in [word] if key(word) else word.split("+"):
             name = key(part)
             if name is None:
                 return None
-            found.append(name)
-    return tuple(found) or None
+            names.append(name)
+    return tuple(names) or None
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """``names``: any of them; ``field``: what the action calls it."""
+    """An argument of a call: ``names``: any of them; ``field``: the action's name for it."""
 
     names: tuple[str, ...]
     kind: Kind
@@ -107,13 +107,13 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class CallSignature:
-    """``make`` gets the arguments by their ``field``, and returns the actions that the call means."""
+    """A call's arguments; ``make`` gets them by their ``field``, and returns its actions."""
 
     arguments: tuple[Argument, ...]
     make: Callable[..., Action | tuple[Action, ...]]
 
     def argument(self, name: str) -> Argument | None:
-        """The argument of that name; None when there is none."""
+        """Return the argument of that name; None when there is none."""
         return next((argument for argument in self.arguments if name in argument.names), None)
 
 
@@ -123,7 +123,7 @@ _END = Argument(END, "point", "end")
 _TIME = Argument(("time",), "ignored", "time", required=False)
 
 
-def _made(action: Callable[..., Action], **fixed: Any) -> Callable[..., Action]:
+def _with(action: Callable[..., Action], **fixed: Any) -> Callable[..., Action]:
     return lambda **arguments: action(**fixed, **arguments)
 
 
@@ -135,20 +135,21 @@ def _optional(argument: Argument) -> Argument:
     return replace(argument, required=False)
 
 
-def _selected(start: Point, end: Point | None = None) -> Action:
-    """``select`` with a start alone opens a list or takes an item of it (UI-TARS,
-    data/training_example.json).
+def _select(start: Point, end: Point | None = None) -> Action:
+    """``select`` with only a start opens a list or takes an item of it.
+
+    Source: UI-TARS, data/training_example.json.
     """
     return actions.Click(start) if end is None else actions.Drag(start, end)
 
 
-def _typed(text: str, at: Point | None = None) -> tuple[Action, ...]:
+def _type(text: str, at: Point | None = None) -> tuple[Action, ...]:
     """``type`` with a place clicks it first (UI-TARS, data/training_example.json)."""
     focus = () if at is None else (actions.Click(at),)
     return (*focus, actions.Type(text))
 
 
-def _scrolled(
+def _scroll(
     at: Point | None = None, direction: actions.Direction | None = None, end: Point | None = None
 ) -> Action:
     """``scroll`` from a place to another is the swipe of a phone (UI-TARS, README_v1.md).
@@ -168,24 +169,24 @@ _FIRST = (_AT,)
 FUNCTIONS: Mapping[str, CallSignature] = {
     "click": CallSignature(_FIRST, actions.Click),
     "left_single": CallSignature(_FIRST, actions.Click),
-    "left_double": CallSignature(_FIRST, _made(actions.Click, times=2)),
-    "right_single": CallSignature(_FIRST, _made(actions.Click, button="right")),
+    "left_double": CallSignature(_FIRST, _with(actions.Click, times=2)),
+    "right_single": CallSignature(_FIRST, _with(actions.Click, button="right")),
     "hover": CallSignature(_FIRST, actions.Hover),
     "drag": CallSignature((_START, _END), actions.Drag),
-    "select": CallSignature((_START, _optional(_END)), _selected),
+    "select": CallSignature((_START, _optional(_END)), _select),
     "hotkey": CallSignature((Argument(("key", "hotkey"), "keys", "keys"),), actions.Hotkey),
     "press": CallSignature(_KEY, lambda key: actions.Hotkey((key,))),
     "keydown": CallSignature(_KEY, actions.HoldKey),
-    "keyup": CallSignature(_KEY, _made(actions.HoldKey, down=False)),
-    "release": CallSignature(_KEY, _made(actions.HoldKey, down=False)),
-    "type": CallSignature((Argument(("content",), "text", "text"), _optional(_AT)), _typed),
+    "keyup": CallSignature(_KEY, _with(actions.HoldKey, down=False)),
+    "release": CallSignature(_KEY, _with(actions.HoldKey, down=False)),
+    "type": CallSignature((Argument(("content",), "text", "text"), _optional(_AT)), _type),
     "scroll": CallSignature(
         (
             _optional(_AT),
             Argument(("direction",), "direction", "direction", required=False),
             _optional(_END),
         ),
-        _scrolled,
+        _scroll,
     ),
     "wait": CallSignature((_TIME,), lambda time="": actions.Sleep()),
     "finished": CallSignature(_text("answer"), actions.Finish),
@@ -193,7 +194,7 @@ FUNCTIONS: Mapping[str, CallSignature] = {
     "error_env": CallSignature(_text("reason"), actions.CallUser),
     "long_press": CallSignature((_AT, _TIME), lambda at, time="": actions.LongPress(at)),
     "open_app": CallSignature((Argument(("app_name",), "text", "name"),), actions.OpenApp),
-    "press_home": CallSignature((), _made(actions.PhoneButton, name="home")),
-    "press_back": CallSignature((), _made(actions.PhoneButton, name="back")),
+    "press_home": CallSignature((), _with(actions.PhoneButton, name="home")),
+    "press_back": CallSignature((), _with(actions.PhoneButton, name="back")),
 }
-"""By the name in the text."""
+"""The name in the text -> its call."""

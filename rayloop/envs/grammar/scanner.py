@@ -1,6 +1,7 @@
-"""Reads a policy's turn in the UI-TARS action grammar (docs/environments.md): every text becomes
-``Actions`` or a ``Mistake``, and none raises. What counts is behind the last line that begins with
-``Action:``; several actions have blanks or lines between them. Points are written ``(x,y)``,
+"""Reads a policy's turn in the UI-TARS action grammar (docs/environments.md).
+
+Every text becomes ``Actions`` or a ``Mistake``, and none raises. The actions follow the last line
+that begins with ``Action:``, with blanks or lines between them. Points are written ``(x,y)``,
 ``<|box_start|>(x,y)<|box_end|>`` or ``<point>x y</point>``; the middle of a box of four numbers is
 a point too. A backslash escapes as in Python (``ESCAPES``); a quote within an argument (``it's``)
 is a letter.
@@ -27,16 +28,16 @@ ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
 A backslash before any other letter stands for itself.
 """
 WRAPPERS = (("<|box_start|>", "<|box_end|>"), ("<point>", "</point>"), ("<bbox>", "</bbox>"))
-NUMBER = 12
+MAX_NUMBER_CHARACTERS = 12
 """Characters of a number, at most."""
-NEAR = 24
+QUOTED_CHARACTERS = 24
 """Characters of the text that a mistake quotes."""
 _LETTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_")
 _DIGITS = frozenset("0123456789")
 
 
 def read(text: str) -> Actions | Mistake:
-    """The turn that the text is, with points as written; else where and why it is none."""
+    """Return the turn that the text is, with points as written; else where and why it is none."""
     start = _mark(text)
     if start is None:
         return Mistake(f"no line begins with '{MARK}'", len(text), "")
@@ -44,61 +45,64 @@ def read(text: str) -> Actions | Mistake:
     try:
         return Actions(thought, _Scanner(text, start + len(MARK)).actions())
     except _Stop as stop:
-        return Mistake(stop.reason, stop.position, text[stop.position : stop.position + NEAR])
+        quotation = text[stop.position : stop.position + QUOTED_CHARACTERS]
+        return Mistake(stop.reason, stop.position, quotation)
 
 
 class _Stop(Exception):
     def __init__(self, reason: str, position: int) -> None:
         super().__init__(reason)
-        self.reason, self.position = reason, position
+        self.reason = reason
+        self.position = position
 
 
 def _mark(text: str) -> int | None:
-    """Where the last line begins that starts with the mark; where none does, the last mark
-    anywhere.
-    """
+    """Return where the last line begins that starts with the mark; else the last mark anywhere."""
     end = len(text)
-    while (found := text.rfind(MARK, 0, end)) >= 0:
-        # Each line is left behind once it was looked at, so many marks cost no more than one.
-        line = end = text.rfind("\n", 0, found) + 1
-        first = found - len(text[line:found].lstrip())
-        if text.startswith(MARK, first):
-            return first
-    found = text.rfind(MARK)
-    return found if found >= 0 else None
+    position = text.rfind(MARK, 0, end)
+    while position >= 0:
+        line_start = text.rfind("\n", 0, position) + 1
+        first_letter = position - len(text[line_start:position].lstrip())
+        if text.startswith(MARK, first_letter):
+            return first_letter
+        # The search continues before this line, so that many marks in a line cost no more than one.
+        position = text.rfind(MARK, 0, line_start)
+    last = text.rfind(MARK)
+    return last if last >= 0 else None
 
 
 class _Scanner:
     """Walks through ``text`` from ``at``."""
 
     def __init__(self, text: str, at: int) -> None:
-        self.text, self.at = text, at
+        self.text = text
+        self.at = at
 
     def actions(self) -> tuple[Action, ...]:
-        found: list[Action] = []
+        actions: list[Action] = []
         self._blanks()
         while not self._ended():
-            found += self._call()
+            actions += self._call()
             self._blanks()
-        if not found:
+        if not actions:
             raise _Stop(f"no action follows '{MARK}'", self.at)
-        return tuple(found)
+        return tuple(actions)
 
     def _ended(self) -> bool:
-        """At the end, or at a mark of the chat template that the text was cut behind."""
-        return self.at >= len(self.text) or self.text.startswith(
-            ("<|im_end|>", "<|endoftext|>"), self.at
-        )
+        """Return whether the text ends here, or a mark of the chat template follows."""
+        at_mark = self.text.startswith(("<|im_end|>", "<|endoftext|>"), self.at)
+        return self.at >= len(self.text) or at_mark
 
     def _call(self) -> tuple[Action, ...]:
-        """The actions that one call means."""
+        """Return the actions that one call means."""
         start = self.at
         name = self._word()
         function = FUNCTIONS.get(name)
         if function is None:
-            raise _Stop(
-                f"there is no action {name[:NEAR]!r}" if name else "an action was expected", start
-            )
+            reason = "an action was expected"
+            if name:
+                reason = f"there is no action {name[:QUOTED_CHARACTERS]!r}"
+            raise _Stop(reason, start)
         self._expect("(", f"behind {name}")
         values: dict[str, Any] = {}
         self._blanks()
@@ -112,10 +116,10 @@ class _Scanner:
             if argument.required and argument.field not in values:
                 raise _Stop(f"{name} needs the argument {argument.names[0]!r}", start)
         try:
-            made = function.make(**values)
+            actions = function.make(**values)
         except ValueError as error:
             raise _Stop(str(error), start) from error
-        return made if isinstance(made, tuple) else (made,)
+        return actions if isinstance(actions, tuple) else (actions,)
 
     def _argument(self, name: str, function: CallSignature, values: dict[str, Any]) -> None:
         self._blanks()
@@ -123,8 +127,8 @@ class _Scanner:
         word = self._word()
         argument = function.argument(word)
         if argument is None:
-            takes = ", ".join(f"{argument.names[0]}='...'" for argument in function.arguments)
-            raise _Stop(f"{name} takes {takes or 'no arguments'}", start)
+            examples = ", ".join(f"{argument.names[0]}='...'" for argument in function.arguments)
+            raise _Stop(f"{name} takes {examples or 'no arguments'}", start)
         if argument.field in values:
             raise _Stop(f"{name} is given {word!r} twice", start)
         self._expect("=", f"behind {word}")
@@ -133,17 +137,18 @@ class _Scanner:
         values[argument.field] = _value(argument, word, self._quoted(word), start)
 
     def _quoted(self, word: str) -> str:
-        """The text between quotes, escapes resolved."""
-        quote, start = self._here(), self.at
+        """Return the text between quotes, escapes resolved."""
+        quote = self._here()
+        start = self.at
         if quote not in ("'", '"'):
             raise _Stop(f"{word} must be a text in quotes", start)
         self.at += 1
         letters: list[str] = []
         while self.at < len(self.text):
             letter = self.text[self.at]
-            follows = self.text[self.at + 1 : self.at + 2]
-            if letter == "\\" and follows in ESCAPES:
-                letters.append(ESCAPES[follows])
+            next_letter = self.text[self.at + 1 : self.at + 2]
+            if letter == "\\" and next_letter in ESCAPES:
+                letters.append(ESCAPES[next_letter])
                 self.at += 2
                 continue
             self.at += 1
@@ -153,21 +158,28 @@ class _Scanner:
         raise _Stop(f"the quote of {word} is never closed", start)
 
     def _closes(self) -> bool:
-        """Whether a quote ends its argument: another argument follows, or a ')' with a blank or the
-        end behind.
+        """Return whether a quote ends its argument.
+
+        It does when another argument follows, or a ')' with a blank or the end behind it.
         """
         at = self._skip(self.at)
         if at >= len(self.text):
             return True
         if self.text.startswith(",", at):
-            word = at = self._skip(at + 1)
-            while at < len(self.text) and self.text[at] in _LETTERS and at - word < 2 * NEAR:
-                at += 1
-            return at > word and self.text.startswith("=", self._skip(at))
-        behind = self.text[at + 1 : at + 2]
-        return self.text.startswith(")", at) and (
-            not behind.strip() or self.text.startswith("<|", at + 1)
-        )
+            return self._starts_argument(at + 1)
+        next_letter = self.text[at + 1 : at + 2]
+        ends_call = not next_letter.strip() or self.text.startswith("<|", at + 1)
+        return self.text.startswith(")", at) and ends_call
+
+    def _starts_argument(self, at: int) -> bool:
+        """Return whether a name and a '=' follow."""
+        start = self._skip(at)
+        end = start
+        # The limit keeps the time linear when a text has many quotes.
+        limit = min(len(self.text), start + 2 * QUOTED_CHARACTERS)
+        while end < limit and self.text[end] in _LETTERS:
+            end += 1
+        return end > start and self.text.startswith("=", self._skip(end))
 
     def _word(self) -> str:
         start = self.at
@@ -195,51 +207,51 @@ class _Scanner:
         return at
 
 
-def _value(argument: Argument, word: str, written: str, at: int) -> Any:
-    """What an argument's text means. ``at`` is where it stands."""
+def _value(argument: Argument, word: str, text: str, at: int) -> Any:
+    """Return what an argument's text means. ``at`` is where it stands."""
     if argument.kind == "point":
-        point = _point(written)
+        point = _point(text)
         if point is None:
             raise _Stop(f"{word} must be a point such as '(12,34)' or '<point>12 34</point>'", at)
         return point
     if argument.kind == "direction":
-        if written.strip().lower() not in DIRECTIONS:
+        if text.strip().lower() not in DIRECTIONS:
             raise _Stop(f"{word} must be one of {', '.join(DIRECTIONS)}", at)
-        return written.strip().lower()
+        return text.strip().lower()
     if argument.kind == "key":
-        name = key(written.strip())
+        name = key(text.strip())
         if name is None:
-            raise _Stop(f"there is no key {written[:NEAR]!r}", at)
+            raise _Stop(f"there is no key {text[:QUOTED_CHARACTERS]!r}", at)
         return name
     if argument.kind == "keys":
-        names = keys(written)
+        names = keys(text)
         if names is None or len(names) > MOST_KEYS:
             raise _Stop(
                 f"{word} must be 1 to {MOST_KEYS} keys with blanks between, such as 'ctrl c'", at
             )
         return names
-    return written
+    return text
 
 
-def _point(written: str) -> Point | None:
-    """Of two numbers, or the middle of a box of four."""
-    inside = written.strip()
+def _point(text: str) -> Point | None:
+    """Return the point of two numbers, or the middle of a box of four; None for other texts."""
+    inside = text.strip()
     for left, right in WRAPPERS:
         if inside.startswith(left):
             inside = inside.removeprefix(left).removesuffix(right).strip()
     for left, right in ("()", "[]"):
         if inside.startswith(left) and inside.endswith(right):
             inside = inside[1:-1]
-    numbers = [_number(part) for part in inside.replace(",", " ", 3).split(None, 4)]
-    if len(numbers) not in (2, 4) or None in numbers:
+    parts = inside.replace(",", " ", 3).split(None, 4)
+    numbers = [number for number in map(_number, parts) if number is not None]
+    if len(parts) not in (2, 4) or len(numbers) < len(parts):
         return None
-    found = [number for number in numbers if number is not None]
-    return Point((found[0] + found[-2]) / 2, (found[1] + found[-1]) / 2)
+    return Point((numbers[0] + numbers[-2]) / 2, (numbers[1] + numbers[-1]) / 2)
 
 
 def _number(text: str) -> float | None:
-    """Decimal digits with an optional sign and point; None for anything else, such as nan."""
+    """Return the number of decimal digits with an optional sign and point; None for other texts."""
     digits = text.removeprefix("-").replace(".", "", 1)
-    if not digits or len(text) > NUMBER or not _DIGITS.issuperset(digits):
+    if not digits or len(text) > MAX_NUMBER_CHARACTERS or not _DIGITS.issuperset(digits):
         return None
     return float(text)

@@ -1,9 +1,11 @@
-"""The base of environments with a screen: settings, prompts of rows, a turn's actions, and the
-first observation.
+"""The base of environments with a screen.
+
+It has their settings, the prompts of rows, a turn's actions, and the first observation.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,13 +20,12 @@ from rayloop.envs.grammar.arpo import Broken, ScreenSize, acts
 from rayloop.envs.grammar.scanner import read
 
 INSTRUCTION = "{instruction}"
-"""In a row's prompt: where what the task asks for goes."""
+"""The text in a row's prompt that the task's instruction replaces."""
 _TEXT = (Path(__file__).parent / "prompts" / "ui_tars.txt").read_text(encoding="utf-8").rstrip()
 UI_TARS = _TEXT.replace("{call_user}", "")
 """Source: bytedance/UI-TARS 582f3a7 (Apache-2.0), prompts of UI-TARS 1.5 for computers."""
 UI_TARS_OR_FAIL = _TEXT.replace("{call_user}", "call_user() # When the task cannot be done.\n")
-"""The same for tasks some of which cannot be done, as in OSWorld."""
-
+"""The same for tasks of which some cannot be done, as in OSWorld."""
 
 THOUSAND = 1000
 
@@ -33,100 +34,114 @@ class Pointing(SettingsModel):
     """Coordinates of a model's actions."""
 
     coordinates: Literal["absolute", "relative"] = "absolute"
-    """As trained: pixels of the resized screenshot (Qwen2.5-VL, UI-TARS 1.5), or relative: 0 to
-    1000 (UI-TARS 1.0, Qwen3-VL).
+    """Pixels of the resized screenshot, or relative: 0 to 1000; as the model was trained.
+
+    Qwen2.5-VL and UI-TARS 1.5 write pixels, UI-TARS 1.0 and Qwen3-VL relative numbers.
     """
     factor: int = Field(28, ge=1)
-    """Sides of the resized screenshot are multiples of this many pixels: 28 for Qwen2-VL and
-    Qwen2.5-VL, 32 for Qwen3-VL.
+    """Sides of the resized screenshot are multiples of this many pixels.
+
+    It is 28 for Qwen2-VL and Qwen2.5-VL, 32 for Qwen3-VL.
     """
     min_pixels: int = Field(784, gt=0)
-    """Smaller screenshots are enlarged to this many pixels: the same number as
-    ``model.min_pixels``, or absolute clicks miss.
+    """Smaller screenshots are enlarged to this many pixels.
+
+    It must be the same number as ``model.min_pixels``, or absolute clicks miss.
     """
     max_pixels: int = Field(1_003_520, gt=0)
-    """Larger screenshots are shrunk to this many pixels: the same number as ``model.max_pixels``,
-    or absolute clicks miss.
+    """Larger screenshots are shrunk to this many pixels.
+
+    It must be the same number as ``model.max_pixels``, or absolute clicks miss.
     """
 
     def size(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height in the model's unit, of a screen in pixels."""
+        """Return a screen's width and height in the model's unit."""
         if self.coordinates == "relative":
             return THOUSAND, THOUSAND
         rows, columns = smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
         return columns, rows
 
     def on(self, action: Action, width: int, height: int) -> Action:
-        """The action with its points in whole pixels of a screen of ``width`` x ``height``, clamped
-        to it.
+        """Return the action with its points in whole pixels of a screen, clamped to it.
+
+        The screen has ``width`` x ``height`` pixels.
         """
         columns, rows = self.size(width, height)
 
-        def place(point: Point) -> Point:
-            x, y = round(point.x * width / columns), round(point.y * height / rows)
+        def to_pixels(point: Point) -> Point:
+            x = round(point.x * width / columns)
+            y = round(point.y * height / rows)
             return Point(min(max(x, 0), width - 1), min(max(y, 0), height - 1))
 
-        return _moved(action, place)
+        return _with_points(action, to_pixels)
 
     def written(self, action: Action, width: int, height: int) -> Action:
-        """The other way, for demonstrations: an action in pixels of the screen with its points as
-        the model would write them.
+        """Return the action with its points as the model would write them, for demonstrations.
+
+        The points of ``action`` are in pixels of the screen.
         """
         columns, rows = self.size(width, height)
-        return _moved(
-            action,
-            lambda point: Point(round(point.x * columns / width), round(point.y * rows / height)),
-        )
+
+        def to_unit(point: Point) -> Point:
+            return Point(round(point.x * columns / width), round(point.y * rows / height))
+
+        return _with_points(action, to_unit)
 
 
-def _moved(action: Action, place: Callable[[Point], Point]) -> Action:
-    found: dict[str, Any] = {
-        field.name: getattr(action, field.name) for field in dataclasses.fields(action)
-    }
-    made: Callable[..., Action] = type(action)
-    return made(**{name: place(it) if isinstance(it, Point) else it for name, it in found.items()})
+def _with_points(action: Action, convert: Callable[[Point], Point]) -> Action:
+    """Return the action with each of its points converted."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(action):
+        value = getattr(action, field.name)
+        values[field.name] = convert(value) if isinstance(value, Point) else value
+    kind: Callable[..., Action] = type(action)
+    return kind(**values)
 
 
 class ScreenSettings(SettingsModel):
     """How a policy's turns reach a screen, and how it is shown to the policy."""
 
     pointing: Pointing = Pointing()
-    """How the model's coordinates become pixels; must fit what the model was trained on and
-    ``model.max_pixels``.
+    """How the model's coordinates become pixels.
+
+    It must fit what the model was trained on and ``model.max_pixels``.
     """
     role: str = "user"
-    """The role under which the chat template shows screens: some templates know no ``tool``."""
+    """The role under which the chat template shows screens: some templates have no ``tool``."""
     max_actions: int = Field(8, ge=1)
-    """Of ``corrected``: actions in one turn; a turn with more is answered with an error.
+    """Actions in one turn with ``corrected``; a turn with more is answered with an error.
 
     Raise it for models that plan ahead.
     """
     variant: Literal["corrected", "original"] = "corrected"
     """original: as in ARPO, for models that it trained.
 
-    Turns are read by its own rules, mistakes included; one that cannot be read ends the episode;
-    the first screen is a message of its own.
+    Turns are read by its rules, mistakes included; one that cannot be read ends the episode; the
+    first screen is a separate message.
     """
     most_actions: int | None = Field(None, ge=1)
-    """Of ``original``: actions of an episode (15 in ARPO), after which it ends, within a turn too,
-    which ARPO carries out.
+    """Actions of an episode with ``original`` (15 in ARPO), after which it ends.
+
+    It can end within a turn, whose last actions ARPO would still carry out.
     """
 
 
 class ScreenEnvironment:
-    """What environments with a screen share: reads a turn, checks its number of actions, and shows
-    what follows. In what derives from it ``_carry_out`` does actions, ``reset`` returns ``_first``,
-    and ``variant: original`` asks for ``screen_size``.
+    """What environments with a screen share: it reads turns, and shows what follows.
+
+    It also checks the number of a turn's actions. In subclasses ``_carry_out`` does actions,
+    ``reset`` returns ``_first``, and ``screen_size`` is needed for ``variant: original``.
     """
 
     def __init__(self, settings: ScreenSettings) -> None:
-        self._screen, self._acted = settings, 0
+        self._screen = settings
+        self._action_count = 0
 
     def step(self, text: str) -> StepResult:
         """Carry out a turn.
 
-        A text that is no turn, or asks for what the screen cannot do, is an error that the policy
-        sees.
+        A text that is not a turn, or asks for what the screen cannot do, is an error that the
+        policy sees.
         """
         if self._screen.variant == "original":
             return self._original(text)
@@ -143,31 +158,35 @@ class ScreenEnvironment:
             return self._refused(str(error))
 
     def _original(self, text: str) -> StepResult:
-        """A call that does nothing still takes the time of an action, after which the screen is
-        shown.
+        """Carry out a turn as ARPO reads it.
+
+        A call that does nothing still takes the time of an action, after which the screen is shown.
         """
-        wide, high = self.screen_size()
-        columns, rows = self._screen.pointing.size(wide, high)
+        width, height = self.screen_size()
+        columns, rows = self._screen.pointing.size(width, height)
         try:
-            done = acts(text, ScreenSize((columns, rows), (wide, high)))
+            calls = acts(text, ScreenSize((columns, rows), (width, height)))
         except Broken as error:
-            return StepResult(error=f"this is no turn: {error}", done=True)
-        most = self._screen.most_actions
-        done = done if most is None else done[: max(0, most - self._acted)]
-        self._acted += len(done)
-        unit = [
-            _moved(one, lambda at: Point(at.x * columns / wide, at.y * rows / high))
-            for call in done
-            for one in call
-        ]
+            return StepResult(error=f"this is not a turn: {error}", done=True)
+        limit = self._screen.most_actions
+        if limit is not None:
+            calls = calls[: max(0, limit - self._action_count)]
+        self._action_count += len(calls)
+
+        def to_unit(point: Point) -> Point:
+            return Point(point.x * columns / width, point.y * rows / height)
+
+        actions = [_with_points(action, to_unit) for action in chain.from_iterable(calls)]
         try:
-            step = self._carry_out(unit or [Sleep()])
+            step = self._carry_out(actions or [Sleep()])
         except ValueError as error:
             step = self._refused(str(error))
-        return step if most is None or self._acted < most else dataclasses.replace(step, done=True)
+        if limit is None or self._action_count < limit:
+            return step
+        return dataclasses.replace(step, done=True)
 
     def screen_size(self) -> tuple[int, int]:
-        """Width and height of the screen, in pixels."""
+        """Return width and height of the screen, in pixels."""
         raise NotImplementedError
 
     def _carry_out(self, actions: Sequence[Action]) -> StepResult:
@@ -177,25 +196,26 @@ class ScreenEnvironment:
     def _shown(self, *parts: str | ImageSource) -> Observation:
         return Observation((Message(self._screen.role, parts),))
 
-    def _refused(self, why: str, *seen: ImageSource) -> StepResult:
-        return StepResult(self._shown(f"Error: {why}", *seen), error=why)
+    def _refused(self, reason: str, *screens: ImageSource) -> StepResult:
+        return StepResult(self._shown(f"Error: {reason}", *screens), error=reason)
 
-    def _first(self, task: Task, instruction: str, *seen: str | ImageSource) -> Observation:
-        """The row's messages with ``instruction`` in place of ``{instruction}`` in the last one,
-        and what is ``seen`` behind it.
+    def _first(self, task: Task, instruction: str, *screen: str | ImageSource) -> Observation:
+        """Return the row's messages with the instruction in the last one, and the screen.
+
+        ``instruction`` replaces ``{instruction}``.
         """
-        self._acted = 0
-        *before, last = with_instruction(task, instruction)
+        self._action_count = 0
+        *earlier, last = with_instruction(task, instruction)
         if self._screen.variant == "original":
-            return Observation((*before, last, Message(self._screen.role, seen)))
-        return Observation((*before, Message(last.role, (*last.parts, *seen))))
+            return Observation((*earlier, last, Message(self._screen.role, screen)))
+        return Observation((*earlier, Message(last.role, (*last.parts, *screen))))
 
 
 def with_instruction(task: Task, instruction: str) -> Sequence[Message]:
-    """The row's messages with ``instruction`` in place of ``{instruction}`` in the last one."""
-    *before, last = task.messages
+    """Return the row's messages with ``instruction`` for ``{instruction}`` in the last one."""
+    *earlier, last = task.messages
     texts = [
         part.replace(INSTRUCTION, instruction) if isinstance(part, str) else part
         for part in last.parts
     ]
-    return *before, Message(last.role, tuple(texts))
+    return *earlier, Message(last.role, tuple(texts))

@@ -147,5 +147,5 @@ def test_no_more_actions_are_carried_out_than_an_episode_has() -> None:
 
 def test_a_turn_that_is_none_ends_the_episode_whatever_the_run_does_after_errors() -> None:
     step = screen().step("I would rather not.")
-    assert (step.done, step.error) == (True, "this is no turn: AssertionError")
+    assert (step.done, step.error) == (True, "this is not a turn: AssertionError")
     assert screen(variant="corrected").step("I would rather not.").done is False

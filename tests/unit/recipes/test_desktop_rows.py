@@ -35,5 +35,5 @@ def test_a_file_of_ones_own_is_checked(tmp_path: Path) -> None:
     assert (tmp_path / "train.jsonl").read_text(encoding="utf-8").count("\n") == 1
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("- {id: a}", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"--tasks: .*wrong.yaml is no file of desktop tasks"):
+    with pytest.raises(ConfigError, match=r"--tasks: .*wrong.yaml is not a file of desktop tasks"):
         main(["--out", str(tmp_path), "--tasks", str(wrong)])

@@ -1,3 +1,4 @@
-"""What runs inside a desktop's sandbox: nothing else of rayloop is visible there, least of all the
-tasks' checks.
+"""The part of rayloop that runs inside a desktop's sandbox.
+
+Nothing else of rayloop is visible there, least of all the tasks' checks.
 """

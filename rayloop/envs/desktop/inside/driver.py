@@ -1,5 +1,6 @@
-"""The first process inside a desktop's sandbox: starts a window manager and programs, acts through
-XTEST, grabs the screen.
+"""The first process inside a desktop's sandbox.
+
+It starts a window manager and programs, acts through XTEST, and grabs the screen.
 """
 
 import ctypes
@@ -25,16 +26,18 @@ from Xlib.ext import xtest
 from rayloop.envs.desktop.inside.memory import Watch
 from rayloop.sandbox.frames import Channel, Header, arguments
 
-START = 10.0
+START_TIMEOUT_S = 10.0
 """Seconds for the X server, and again for the window manager."""
 BUTTONS = {"left": 1, "middle": 2, "right": 3}
 WHEEL = {"up": 4, "down": 5, "left": 6, "right": 7}
-GAP = 0.05
+GRAB_EVERY_S = 0.05
 """Seconds between two looks at the screen."""
-ENDING = 1.0
-"""Seconds in which a process is gone that has closed its connection, or lost the X server."""
+EXIT_TIMEOUT_S = 1.0
+"""Seconds until a process has ended that has closed its connection, or lost the X server."""
 MANAGER = "openbox"
-SET_PDEATHSIG, SET_DUMPABLE = 1, 4
+# Numbers of the kernel, for which Python has no names.
+SET_PDEATHSIG = 1
+SET_DUMPABLE = 4
 FREE = ("put", "list", "running")
 """Calls that need no screen: they work even when the X server has ended."""
 
@@ -53,15 +56,18 @@ class Desk:
         self.running: dict[int, str] = {}
         self._last = b""
         self._width, self._height = settings["size"]
-        self._server, self._apart = int(os.environ.pop("BESIDE")), settings["apart"]
+        self._server = int(os.environ.pop("BESIDE"))
+        self._apart = settings["apart"]
         self._signals: dict[int, int] = {}
         self._wait_for_server(settings["display"])
         self._manager = self._spawn([MANAGER])
         self._display = Display(os.environ["DISPLAY"])
         self._root = self._display.screen().root
-        # openbox announces itself before it takes windows: one that is mapped in between is lost (5
-        # of 40 starts)
-        self._until(lambda: bool(self._property("_NET_WORKAREA")), START, "the window manager")
+        # openbox announces itself before it takes windows: a window that is mapped in between is
+        # lost (5 of 40 starts).
+        self._until(
+            lambda: bool(self._property("_NET_WORKAREA")), START_TIMEOUT_S, "the window manager"
+        )
         self._keyboard = Keyboard(self._display)
         self._memory_mb = settings["total_mb"]
         self._memory = Watch(self._memory_mb << 20)
@@ -74,10 +80,10 @@ class Desk:
         if needs_screen and self._manager in self._signals:
             raise self._blamed()
         try:
-            found = getattr(self, f"do_{header['op']}")(*blobs, **arguments(header))
+            result = getattr(self, f"do_{header['op']}")(*blobs, **arguments(header))
         except ConnectionClosedError as error:
             raise (self._blamed() if needs_screen else error) from error
-        answer, content = found if isinstance(found, tuple) else (found or {}, None)
+        answer, content = result if isinstance(result, tuple) else (result or {}, None)
         return answer, [] if content is None else [content]
 
     # What the host asks for -----------------------------------------------------------------------
@@ -87,36 +93,39 @@ class Desk:
         put_file(self._home, path, content, mode)
 
     def do_list(self) -> tuple[Header, bytes]:
-        """All entries of the home, and the contents of its files."""
+        """Return all entries of the home, and the contents of its files."""
         entries, contents = home_contents(self._home)
         return {"entries": entries}, contents
 
     def do_launch(self, command: list[str], within: float) -> None:
         """Start a program and wait until it has a window, and the focus."""
-        # Before the start: the window may be there when the next line returns.
-        before = set(self._property("_NET_CLIENT_LIST"))
+        # Before the start: the window may exist when the next line returns.
+        windows_at_start = set(self._property("_NET_CLIENT_LIST"))
         self._spawn(command)
 
-        def shown() -> bool:
-            new = set(self._property("_NET_CLIENT_LIST")) - before
-            return bool(new & set(self._property("_NET_ACTIVE_WINDOW")))
+        def has_focused_window() -> bool:
+            new_windows = set(self._property("_NET_CLIENT_LIST")) - windows_at_start
+            return bool(new_windows & set(self._property("_NET_ACTIVE_WINDOW")))
 
-        self._until(shown, within, f"a window of {command[0]}")
+        self._until(has_focused_window, within, f"a window of {command[0]}")
 
     def do_screenshot(self, react: float, settle: float) -> tuple[Header, bytes]:
-        """Rows of 4 bytes a pixel (BGRX), after at most ``react`` seconds for a change and
-        ``settle`` for two equal looks.
+        """Return rows of 4 bytes a pixel (BGRX).
+
+        Waits at most ``react`` seconds for a change, and ``settle`` for two equal looks.
         """
-        end = time.monotonic() + react
+        react_until = time.monotonic() + react
         pixels = self._grab()
-        while pixels == self._last and time.monotonic() < end:
-            time.sleep(GAP)
+        while pixels == self._last and time.monotonic() < react_until:
+            time.sleep(GRAB_EVERY_S)
             pixels = self._grab()
-        end, settled = time.monotonic() + settle, False
-        while not settled and time.monotonic() < end:
-            time.sleep(GAP)
-            before, pixels = pixels, self._grab()
-            settled = before == pixels
+        settle_until = time.monotonic() + settle
+        is_still = False
+        while not is_still and time.monotonic() < settle_until:
+            time.sleep(GRAB_EVERY_S)
+            previous = pixels
+            pixels = self._grab()
+            is_still = previous == pixels
         self._last = pixels
         return {"size": [self._width, self._height]}, pixels
 
@@ -134,7 +143,7 @@ class Desk:
         self._display.sync()
 
     def do_drag(self, x: int, y: int, to_x: int, to_y: int) -> None:
-        """In ten steps, since programs begin a drag only when the pointer moves."""
+        """Drag in ten steps, since programs begin a drag only when the pointer moves."""
         self.do_move(x, y)
         self._button(BUTTONS["left"], True)
         self._display.sync()
@@ -146,7 +155,7 @@ class Desk:
         self._display.sync()
 
     def do_scroll(self, direction: str, ticks: int) -> None:
-        """Turn the wheel ``ticks`` steps where the pointer is."""
+        """Turn the wheel by ``ticks`` steps where the pointer is."""
         for _ in range(ticks):
             self._button(WHEEL[direction], True)
             self._button(WHEEL[direction], False)
@@ -165,74 +174,72 @@ class Desk:
         self._keyboard.type(text, delay)
 
     def do_running(self) -> Header:
-        """Programs that were started in here and live."""
+        """Return the living programs that were started in here."""
         return {"running": sorted(self.running.values())}
 
     # The display ----------------------------------------------------------------------------------
 
     def _wait_for_server(self, reading: int) -> None:
-        """Until it has written the number of its display.
+        """Wait until the X server has written the number of its display.
 
         Raises TimeoutError, ChildProcessError.
         """
-        said = b""
-        while not said.endswith(
-            b"\n"
-        ):  # it writes the number and the line's end apart, and dies when nobody reads the second
-            if not select.select([reading], [], [], START)[0]:
-                raise TimeoutError(f"the X server did not start within {START:g} seconds")
-            if not (part := os.read(reading, 16)):
+        number = b""
+        # It writes the number and the line's end in two parts, and dies when nobody reads the
+        # second.
+        while not number.endswith(b"\n"):
+            if not select.select([reading], [], [], START_TIMEOUT_S)[0]:
+                raise TimeoutError(f"the X server did not start within {START_TIMEOUT_S:g} seconds")
+            part = os.read(reading, 16)
+            if not part:
                 raise ChildProcessError("the X server ended at its start")
-            said += part
+            number += part
         os.close(reading)
-        os.environ["DISPLAY"] = f":{said.decode().strip()}"
+        os.environ["DISPLAY"] = f":{number.decode().strip()}"
 
     def _blamed(self) -> Exception:
-        """The error for the end of the window manager or of X: Spoiled when programs in here caused
-        it.
+        """Return the error for the end of the window manager or of X.
+
+        It is Spoiled when programs in here caused the end.
         """
         if self._memory.filled:
-            filled = self._memory.filled >> 20
+            filled_mb = self._memory.filled >> 20
             return Spoiled(
-                f"the programs filled {filled} MiB together, of at most {self._memory_mb}, and were"
-                " ended"
+                f"the programs filled {filled_mb} MiB together, of at most {self._memory_mb}, and"
+                " were ended"
             )
         if not self._ended(self._server):
-            broken = (
-                "the window manager"
-                if self._manager in self._signals
-                else "the driver's connection to the screen"
-            )
-            return Spoiled(f"{broken} was ended")
+            if self._manager in self._signals:
+                return Spoiled("the window manager was ended")
+            return Spoiled("the driver's connection to the screen was ended")
         if not self._apart and self._ended(self._manager) and self._signals[self._manager]:
             return Spoiled("all programs were ended by a signal, and the X server with them")
         return ConnectionError("the X server ended")
 
     def _ended(self, pid: int) -> bool:
-        """Whether it has, or does right now."""
-        end = time.monotonic() + ENDING
-        while pid not in self._signals and time.monotonic() < end:
+        """Return whether a process has ended, or ends within a moment."""
+        deadline = time.monotonic() + EXIT_TIMEOUT_S
+        while pid not in self._signals and time.monotonic() < deadline:
             self._reap()
             time.sleep(0.01)
         return pid in self._signals
 
     def _grab(self) -> bytes:
-        return bytes(
-            self._root.get_image(0, 0, self._width, self._height, X.ZPixmap, 0xFFFFFFFF).data
-        )
+        image = self._root.get_image(0, 0, self._width, self._height, X.ZPixmap, 0xFFFFFFFF)
+        return bytes(image.data)
 
     def _button(self, number: int, down: bool) -> None:
         xtest.fake_input(self._display, X.ButtonPress if down else X.ButtonRelease, number)
 
     def _property(self, name: str) -> list[int]:
-        found = self._root.get_full_property(self._display.intern_atom(name), X.AnyPropertyType)
-        return list(found.value) if found else []
+        value = self._root.get_full_property(self._display.intern_atom(name), X.AnyPropertyType)
+        return list(value.value) if value else []
 
-    def _until(self, test: Callable[[], bool], seconds: float, what: str) -> None:
-        end = time.monotonic() + seconds
+    def _until(self, test: Callable[[], bool], seconds: float, event: str) -> None:
+        deadline = time.monotonic() + seconds
         while not test():
-            if time.monotonic() > end:
-                raise TimeoutError(f"{what} did not come within {seconds:g} seconds")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{event} did not come within {seconds:g} seconds")
             time.sleep(0.005)
 
     # Processes ------------------------------------------------------------------------------------
@@ -246,7 +253,7 @@ class Desk:
         return pid
 
     def _reap(self) -> None:
-        """As the first process of its namespace it inherits every orphan."""
+        """Collect exit codes: the first process of a namespace inherits every orphan."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -266,18 +273,17 @@ def confine(settings: dict[str, Any]) -> None:
         resource.RLIMIT_AS: settings["memory_mb"] << 20,
         resource.RLIMIT_CORE: 0,
     }
-    for which, limit in limits.items():
-        resource.setrlimit(which, (limit, limit))
-    for name in map(int, os.listdir("/proc/self/fd")):
+    for kind, limit in limits.items():
+        resource.setrlimit(kind, (limit, limit))
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        # Otherwise every program could answer the host in the driver's place.
         with suppress(OSError):
-            os.set_inheritable(
-                name, False
-            )  # else every program could answer the host in the driver's place
+            os.set_inheritable(descriptor, False)
     prctl = ctypes.CDLL(None).prctl
-    prctl(SET_DUMPABLE, 0, 0, 0, 0)  # else they could write into its memory, as the same user
-    prctl(
-        SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0
-    )  # an ordinary user's; root's bwrap may not signal another user
+    # Otherwise programs could write into its memory, as the same user.
+    prctl(SET_DUMPABLE, 0, 0, 0, 0)
+    # For an ordinary user's driver: root's bwrap may not signal another user.
+    prctl(SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.umask(0o022)
     os.chdir(os.environ["HOME"])
 
@@ -294,8 +300,9 @@ def end_with_the_host(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    """Confine this process, start the desktop at the first call ("begin"), and answer calls until
-    the host is gone.
+    """Confine this process, start the desktop at the first call, and answer calls.
+
+    The first call is "begin". It ends when the host has ended.
     """
     connection = socket.socket(fileno=int(sys.argv[1]))
     threading.Thread(target=end_with_the_host, args=(connection,), daemon=True).start()
@@ -316,13 +323,12 @@ def main() -> None:
 
 SKIPPED = {".cache", ".config", ".local", ".dbus"}
 """What programs keep for themselves, at the top of the home."""
-MOST_FILES = 2_000
-MOST_BYTES = 8 << 20
-MOST_OF_ONE = 1 << 20
-"""What is returned of a home: entries, bytes of all files and of one.
-
-The rest is there without content.
-"""
+MAX_ENTRIES = 2_000
+"""Entries of a home that are returned; the others are left out."""
+MAX_TOTAL_BYTES = 8 << 20
+"""Bytes of all files that are returned; further entries have no content."""
+MAX_FILE_BYTES = 1 << 20
+"""Bytes of a file that is returned; the entry of a larger one has no content."""
 
 
 def put_file(home: str, path: str, content: bytes, mode: int) -> None:
@@ -330,39 +336,41 @@ def put_file(home: str, path: str, content: bytes, mode: int) -> None:
 
     Raises ValueError for a path that is not below ``home``.
     """
-    whole = os.path.normpath(os.path.join(home, path))
-    if not whole.startswith(home + os.sep):
+    target = os.path.normpath(os.path.join(home, path))
+    if not target.startswith(home + os.sep):
         raise ValueError(f"{path} is not below the home")
-    os.makedirs(os.path.dirname(whole), exist_ok=True)
-    with open(whole, "wb") as file:
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    with open(target, "wb") as file:
         file.write(content)
-    os.chmod(whole, mode)
+    os.chmod(target, mode)
 
 
 def home_contents(home: str) -> tuple[list[dict[str, Any]], bytes]:
-    """The entries of the home (``path``, ``kind``, ``size`` of returned files), and the contents
-    one after the other.
+    """Return the entries of the home, and the contents of its files one after the other.
+
+    An entry has ``path``, ``kind``, and ``size`` when its content is returned.
     """
     entries: list[dict[str, Any]] = []
-    found: list[bytes] = []
-    room = MOST_BYTES
+    contents: list[bytes] = []
+    bytes_left = MAX_TOTAL_BYTES
     for folder, folders, files in os.walk(home):
         if folder == home:
             folders[:] = [name for name in folders if name not in SKIPPED]
         for name in sorted([*folders, *files]):
-            if len(entries) == MOST_FILES:
-                return entries, b"".join(found)
-            whole = os.path.join(folder, name)
-            entry: dict[str, Any] = {"path": os.path.relpath(whole, home), "kind": _kind(whole)}
-            if (
-                entry["kind"] == "file"
-                and (content := _read(whole, min(room, MOST_OF_ONE))) is not None
-            ):
+            if len(entries) == MAX_ENTRIES:
+                return entries, b"".join(contents)
+            path = os.path.join(folder, name)
+            kind = _kind(path)
+            entry: dict[str, Any] = {"path": os.path.relpath(path, home), "kind": kind}
+            content = None
+            if kind == "file":
+                content = _read(path, min(bytes_left, MAX_FILE_BYTES))
+            if content is not None:
                 entry["size"] = len(content)
-                found.append(content)
-                room -= len(content)
+                contents.append(content)
+                bytes_left -= len(content)
             entries.append(entry)
-    return entries, b"".join(found)
+    return entries, b"".join(contents)
 
 
 def _kind(path: str) -> str:
@@ -370,11 +378,13 @@ def _kind(path: str) -> str:
         mode = os.lstat(path).st_mode
     except OSError:
         return "other"
-    return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "other"
+    if stat.S_ISREG(mode):
+        return "file"
+    return "folder" if stat.S_ISDIR(mode) else "other"
 
 
-def _read(path: str, most: int) -> bytes | None:
-    """None when it is larger, no file any more, or cannot be read."""
+def _read(path: str, max_bytes: int) -> bytes | None:
+    """Return a file's content; None when it is larger, not a file now, or cannot be read."""
     try:
         # Programs still run, and may replace a file by a link, which leads elsewhere, or by a pipe,
         # which would block.
@@ -384,8 +394,8 @@ def _read(path: str, most: int) -> bytes | None:
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             return None
-        content = file.read(most + 1)
-    return content if len(content) <= most else None
+        content = file.read(max_bytes + 1)
+    return content if len(content) <= max_bytes else None
 
 
 if __name__ == "__main__":

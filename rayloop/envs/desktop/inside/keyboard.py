@@ -1,5 +1,6 @@
-"""Exact typing by XTEST: every character arrives, also those that the keyboard layout lacks, and a
-new line is Return.
+"""Exact typing by XTEST: every character arrives, also those that the keyboard layout lacks.
+
+A new line is Return.
 """
 
 import time
@@ -33,9 +34,11 @@ NAMES = {
 }
 """The grammar's names of keys that write nothing (rayloop/envs/grammar/calls.py) -> X's."""
 CONTROL = {"\n": 0xFF0D, "\r": 0xFF0D, "\t": 0xFF09, "\b": 0xFF08}
-NOTICED = 0.5
-"""Seconds in which programs have read keys typed before, or a changed keyboard map; on two busy
-cores 0.15 was too short.
+CONTROL = {"\n": 0xFF0D, "\r": 0xFF0D, "\t": 0xFF09, "\b": 0xFF08}
+NOTICED_AFTER_S = 0.5
+"""Seconds in which programs have read keys typed before, or a changed keyboard map.
+
+On two busy cores 0.15 was too short.
 """
 
 
@@ -48,15 +51,16 @@ class Keyboard:
     def __init__(self, display: Display) -> None:
         self._display = display
         info = display.display.info
-        self._first, self._count = info.min_keycode, info.max_keycode - info.min_keycode + 1
-        mapping = display.get_keyboard_mapping(self._first, self._count)
-        self._free = [
-            self._first + index for index, symbols in enumerate(mapping) if not any(symbols)
-        ][::-1]
+        self._first_code = info.min_keycode
+        code_count = info.max_keycode - info.min_keycode + 1
+        self._code_count = code_count
+        mapping = display.get_keyboard_mapping(self._first_code, code_count)
+        free = [self._first_code + index for index, keys in enumerate(mapping) if not any(keys)]
+        self._free = free[::-1]
         self._shift = self._key("shift")
 
     def press(self, keys: Sequence[str]) -> None:
-        """All at once, as ``ctrl`` and ``s``. Raises ValueError for a key that no keyboard has."""
+        """Press keys together, as ``ctrl`` and ``s``. Raises ValueError for an unknown key."""
         codes = [self._key(key) for key in keys]
         for code in codes:
             xtest.fake_input(self._display, X.KeyPress, code)
@@ -65,20 +69,19 @@ class Keyboard:
         self._display.sync()
 
     def hold(self, key: str, down: bool) -> None:
-        """One key goes down and stays, or up. Raises ValueError for a key that no keyboard has."""
+        """Press a key that stays down, or release it. Raises ValueError for an unknown key."""
         xtest.fake_input(self._display, X.KeyPress if down else X.KeyRelease, self._key(key))
         self._display.sync()
 
     def type(self, text: str, delay: float) -> None:
-        """``delay``: seconds after each character.
+        """Type a text, with ``delay`` seconds after each character.
 
-        Raises ValueError for a character that is no text, such as a NUL.
+        Raises ValueError for a character that cannot be typed, such as a NUL.
         """
         text = text.replace("\r\n", "\n")
-        if wrong := [
-            character for character in text if not (character.isprintable() or character in CONTROL)
-        ]:
-            raise ValueError(f"{wrong[0]!r} cannot be typed")
+        for character in text:
+            if not (character.isprintable() or character in CONTROL):
+                raise ValueError(f"{character!r} cannot be typed")
         while text:
             length = self._teach(text)
             for character in text[:length]:
@@ -87,26 +90,27 @@ class Keyboard:
             text = text[length:]
 
     def _teach(self, text: str) -> int:
-        """Make the layout know the characters of ``text``; how many of the first ones it then
-        knows.
+        """Add missing characters to the layout; returns how many of the first it then has.
+
+        There may be fewer free keycodes than missing characters.
         """
         missing: list[str] = []
         length = len(text)
         for index, character in enumerate(text):
-            if character in missing or self._found(character) is not None:
+            if character in missing or self._lookup(character) is not None:
                 continue
             if len(missing) == len(self._free):
                 length = index
                 break
             missing.append(character)
         if missing:
-            time.sleep(NOTICED)
+            time.sleep(NOTICED_AFTER_S)
             for keycode, character in zip(self._free, missing, strict=False):
                 self._display.change_keyboard_mapping(keycode, [[_symbol(character)] * 2])
             self._display.sync()
             # python-xlib looks keycodes up in a copy of the map that it made at the start.
-            self._display._update_keymap(self._first, self._count)
-            time.sleep(NOTICED)
+            self._display._update_keymap(self._first_code, self._code_count)
+            time.sleep(NOTICED_AFTER_S)
         return length
 
     def _strike(self, code: int, shifted: bool) -> None:
@@ -119,27 +123,26 @@ class Keyboard:
         self._display.sync()
 
     def _place(self, character: str) -> tuple[int, bool]:
-        place = self._found(character)
+        place = self._lookup(character)
         if place is None:
             raise RuntimeError(f"the keyboard did not learn {character!r}")
         return place
 
-    def _found(self, character: str) -> tuple[int, bool] | None:
-        """Its keycode, and whether with shift; None when the layout lacks it."""
+    def _lookup(self, character: str) -> tuple[int, bool] | None:
+        """Return a character's keycode, and whether with shift; None when the layout lacks it."""
         for code, level in self._display.keysym_to_keycodes(_symbol(character)):
             if level in (0, 1):
                 return code, level == 1
         return None
 
     def _key(self, name: str) -> int:
-        symbol = (
-            XK.string_to_keysym(NAMES[name])
-            if name in NAMES
-            else _symbol(name)
-            if len(name) == 1
-            else 0
-        )
-        if not symbol or not (code := self._display.keysym_to_keycode(symbol)):
+        symbol = 0
+        if name in NAMES:
+            symbol = XK.string_to_keysym(NAMES[name])
+        elif len(name) == 1:
+            symbol = _symbol(name)
+        code = self._display.keysym_to_keycode(symbol) if symbol else 0
+        if not code:
             raise ValueError(f"there is no key {name!r}")
         return int(code)
 
