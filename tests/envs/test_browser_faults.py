@@ -259,7 +259,7 @@ def test_nothing_is_left_when_the_actor_is_killed(folder: Path, tmp_path: Path) 
 
 def test_a_browser_that_does_not_start_says_so(folder: Path) -> None:
     with (
-        pytest.raises(EnvironmentFailed, match="no program here"),
+        pytest.raises(EnvironmentFailed, match="not a program here"),
         visiting(folder, "good.html", browser={"program": "nope"}),
     ):
         pass

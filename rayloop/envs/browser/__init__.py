@@ -1,3 +1,4 @@
-"""Environments in a real Chromium: MiniWoB++ pages, and your own pages with a check expression
-(docs/environments.md).
+"""Environments in a real Chromium (docs/environments.md).
+
+They are MiniWoB++'s pages, and custom pages with a check expression.
 """

@@ -22,76 +22,83 @@ FLAGS = (
     "--js-flags=--max-old-space-size=512",
     "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
 )
-"""Wheel turns take effect at once; equal pages have equal pixels; a page's script ends at half a
-GiB by an error of its own.
+"""Flags of the browser.
+
+Wheel turns take effect at once; equal pages have equal pixels; a page's script that fills half a
+GiB gets an error.
 """
 MIB = 1 << 20
-NOWHERE = "/proc/self/fdinfo"
+NO_FOLDER = "/proc/self/fdinfo"
 """For downloads and traces, which are refused: a folder that exists and takes no file."""
-CLOSING = 5.0
+CLOSE_TIMEOUT_S = 5.0
 """Seconds for an orderly end; then the processes are killed."""
-BLAMED = 5.0
+MEMORY_BLAME_S = 5.0
 """Seconds within which a page's end is put down to a process that was ended for its memory."""
 
 
 class Chromium:
-    """``open``: its pages, ``episodes``: all that it ever had. Made by ``launch``."""
+    """A running browser, which ``launch`` makes.
+
+    ``open`` counts its pages, ``episodes`` all that it ever had.
+    """
 
     def __init__(
         self, browser: Any, pid: int | None, program: Program, settings: BrowserSettings
     ) -> None:
-        self.browser, self.pid, self._program, self._settings = browser, pid, program, settings
-        self.open = self.episodes = 0
+        self.browser = browser
+        self.pid = pid
+        self.open = 0
+        self.episodes = 0
+        self._program = program
+        self._settings = settings
         self.retired = False
         self._renderers: dict[int, bool] = {}
         self._ended_for_memory = 0.0
 
     @property
     def has_room(self) -> bool:
-        """Whether it may take one more page."""
+        """Return whether it may take one more page."""
         return not self.retired and self.alive and self.open < self._settings.pages
 
     @property
     def alive(self) -> bool:
-        """Whether Playwright is connected to it."""
+        """Return whether Playwright is connected to it."""
         return bool(self.browser.is_connected())
 
     @property
     def memory_spent(self) -> bool:
-        """Whether one of its pages was just ended for its memory."""
-        return time.monotonic() - self._ended_for_memory < BLAMED
+        """Return whether one of its pages was just ended for its memory."""
+        return time.monotonic() - self._ended_for_memory < MEMORY_BLAME_S
 
     def took_one(self, again: bool = False) -> None:
-        """Count an episode, in a page it had before if ``again``; retire after the last one that it
-        may have.
+        """Count an episode, in a page that it had before if ``again``.
+
+        Retires the browser after the last one that it may have.
         """
         self.open += not again
         self.episodes += 1
         self.retired = self.retired or self.episodes >= self._settings.recycle_episodes
 
     def watch(self, look_again: bool) -> None:
-        """End pages that fill too much memory, and retire a browser that is too large;
+        """End pages that fill too much memory, and retire a browser that is too large.
+
         ``look_again`` finds new processes.
         """
         if self.pid is None:
             return
         if look_again or not self._renderers:
             self._renderers = {pid: processes.renders(pid) for pid in processes.tree(self.pid)}
+        page_limit = self._settings.page_memory * MIB
         for pid, renders in self._renderers.items():
             # The list may be seconds old and a process id taken again: look before the kill.
-            if (
-                renders
-                and beyond(self._settings.page_memory * MIB, [pid])
-                and processes.renders(pid)
-            ):
+            if renders and beyond(page_limit, [pid]) and processes.renders(pid):
                 self._ended_for_memory = time.monotonic()
                 _kill(pid)
-        self.retired = self.retired or bool(
-            beyond(self._settings.browser_memory * MIB, list(self._renderers))
-        )
+        browser_limit = self._settings.browser_memory * MIB
+        self.retired = self.retired or bool(beyond(browser_limit, list(self._renderers)))
 
     async def answers(self, seconds: float) -> bool:
-        """Whether its main process does, whatever its pages do."""
+        """Return whether its main process answers, whatever its pages do."""
         with suppress(Exception):
             async with asyncio.timeout(seconds):
                 session = await self.browser.new_browser_cdp_session()
@@ -101,19 +108,20 @@ class Chromium:
         return False
 
     async def close(self) -> None:
-        """Orderly if it answers, and by force."""
+        """Close it, orderly if it answers, and then by force."""
         self.retired = True
         with suppress(Exception):
-            async with asyncio.timeout(CLOSING if self.alive else 0.5):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S if self.alive else 0.5):
                 await self.browser.close()
         self.kill()
         # After the kill: this waits until the browser's processes have ended, and other pages must
         # not wait for that.
-        await in_thread(self._program.close, timeout=CLOSING)
+        await in_thread(self._program.close, timeout=CLOSE_TIMEOUT_S)
 
     def kill(self) -> None:
-        """All its processes: they share a process-id namespace, or descend from the one that was
-        started.
+        """Kill all its processes.
+
+        They share a process-id namespace, or descend from the process that was started.
         """
         self.retired = True
         for pid in reversed(processes.tree(self.pid) if self.pid else []):
@@ -121,8 +129,12 @@ class Chromium:
 
 
 async def launch(playwright: Any, settings: BrowserSettings, held: Confinement) -> Chromium:
-    """Raises EnvironmentFailed when it is not there within ``launch_timeout``, with what it said."""
-    program, mark = Program(settings, held), f"--rayloop-browser={uuid.uuid4().hex}"
+    """Start a browser.
+
+    Raises EnvironmentFailed, with the browser's words, after ``launch_timeout``.
+    """
+    program = Program(settings, held)
+    mark = f"--rayloop-browser={uuid.uuid4().hex}"
     try:
         # Playwright's own deadline comes first, since its error has what the browser said.
         async with asyncio.timeout(settings.launch_timeout + 1):
@@ -131,7 +143,7 @@ async def launch(playwright: Any, settings: BrowserSettings, held: Confinement) 
                 args=[mark, *FLAGS],
                 chromium_sandbox=held.own,
                 timeout=settings.launch_timeout * 1000,
-                artifacts_dir=NOWHERE,
+                artifacts_dir=NO_FOLDER,
                 # The run decides what a signal ends; Playwright would close the browser at once.
                 handle_sigint=False,
                 handle_sigterm=False,
@@ -139,20 +151,26 @@ async def launch(playwright: Any, settings: BrowserSettings, held: Confinement) 
             )
     except Exception as error:
         # Playwright may have started it before it gave up; only the mark finds its process.
-        if (pid := processes.marked(os.getpid(), mark)) is not None:
+        pid = processes.marked(os.getpid(), mark)
+        if pid is not None:
             _kill(pid)
-        await in_thread(program.close, timeout=CLOSING)
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise EnvironmentFailed(f"{settings.program} did not start ({held}): {first}") from error
+        await in_thread(program.close, timeout=CLOSE_TIMEOUT_S)
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        raise EnvironmentFailed(f"{settings.program} did not start ({held}): {reason}") from error
     pid = processes.marked(os.getpid(), mark)
     if pid is not None and held.level == "namespaces":
-        for word in processes.command_line(pid):
-            if word.startswith(
-                "--user-data-dir="
-            ):  # Playwright's folder for a profile: the real one lies in the browser's memory
-                with suppress(OSError):
-                    os.rmdir(word.partition("=")[2])
+        _remove_profile_folder(pid)
     return Chromium(browser, pid, program, settings)
+
+
+def _remove_profile_folder(pid: int) -> None:
+    """Remove Playwright's folder for a profile: the real profile is in the browser's memory."""
+    option = "--user-data-dir="
+    for word in processes.command_line(pid):
+        if word.startswith(option):
+            with suppress(OSError):
+                os.rmdir(word.removeprefix(option))
 
 
 def _kill(pid: int) -> None:

@@ -1,6 +1,7 @@
-"""How Chromium is confined: bubblewrap's namespaces around Chromium's own sandbox, each where this
-machine allows it. Inside there is no network (Playwright uses inherited pipes), no file but /usr,
-no other process, and the profile is in memory.
+"""How Chromium is confined: bubblewrap's namespaces around Chromium's sandbox.
+
+Each is used where this machine allows it. Inside there is no network (Playwright uses inherited
+pipes), no file but /usr, and no other process, and the profile is in memory.
 """
 
 import functools
@@ -26,12 +27,15 @@ class BrowserSettings(SettingsModel):
     """The Chromium of an environment actor: how it is confined, and when it is replaced."""
 
     program: str = "chromium-headless-shell"
-    """The browser to start, a path or a name of PATH; Debian's headless shell needs less memory
-    than a full Chromium.
+    """The browser to start, a path or a name of PATH.
+
+    Debian's headless shell needs less memory than a full Chromium.
     """
     containment: Containment = "namespaces"
-    """What must confine the browser: bubblewrap's namespaces, Chromium's own sandbox, or nothing
-    (for trusted pages only).
+    """What must confine the browser: namespaces, chromium or none.
+
+    They stand for bubblewrap's namespaces, Chromium's sandbox, and nothing (for trusted pages
+    only).
     """
     pages: int = Field(16, ge=1)
     """Episodes in one browser at once.
@@ -39,8 +43,9 @@ class BrowserSettings(SettingsModel):
     Lower it when a browser's end costs too many episodes; raise it to save memory.
     """
     recycle_episodes: int = Field(500, ge=1)
-    """After this many episodes a browser takes no more and ends with its last; lower it when
-    browsers grow over time.
+    """Episodes after which a browser takes no more, and ends with its last.
+
+    Lower it when browsers grow over time.
     """
     browser_memory: int = Field(4096, ge=256)
     """MiB of all processes of a browser; beyond it the browser takes no more episodes.
@@ -48,12 +53,12 @@ class BrowserSettings(SettingsModel):
     Raise it with ``pages``.
     """
     page_memory: int = Field(768, ge=64)
-    """MiB that one page may fill; beyond it the page is ended as the policy's doing.
+    """MiB that one page may fill; beyond it the page is ended, and the policy is to blame.
 
     Raise it for maps and spreadsheets.
     """
     launch_timeout: float = Field(30.0, gt=0)
-    """Seconds in which the browser must be there, and an empty page in it.
+    """Seconds in which the browser must have started, with an empty page in it.
 
     Raise it on busy machines.
     """
@@ -70,23 +75,25 @@ class BrowserSettings(SettingsModel):
 
 
 FOLDERS = {"/tmp": 512 << 20, "/dev/shm": 64 << 20, "/run": 1 << 20}
-"""What it may write to, in memory, and bytes at most; Playwright puts the profile and shared memory
-into /tmp.
+"""Folders that it may write to, in memory, and bytes at most.
+
+Playwright puts the profile and shared memory into /tmp.
 """
-BASE = 256
+STACK_MB = 256
 """MiB for stacks of each process.
 
 RLIMIT_DATA is this plus twice ``page_memory``, a bound for pages that grow between two looks.
 """
 CONFIGURATION = ("/etc/chromium", "/etc/chromium.d")
 LEVELS: tuple[Containment, ...] = ("none", "chromium", "namespaces")
-"""Weakest first."""
+"""The levels, weakest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
-    """The level of a browser; ``own``: Chromium's own sandbox works too; ``lacks``: why there is no
-    more, or empty.
+    """The level of a browser.
+
+    ``own``: Chromium's sandbox works too; ``lacks``: why the level is not higher, or empty.
     """
 
     level: Containment
@@ -94,30 +101,35 @@ class Confinement:
     lacks: str
 
     def __str__(self) -> str:
-        what = {
+        names = {
             "namespaces": "namespaces without network",
             "chromium": "Chromium's own sandbox",
             "none": "nothing",
         }
-        own = " around Chromium's own sandbox" if self.own and self.level == "namespaces" else ""
-        return f"{what[self.level]}{own}" + (f" ({self.lacks})" if self.lacks else "")
+        text = names[self.level]
+        if self.own and self.level == "namespaces":
+            text += " around Chromium's own sandbox"
+        return f"{text} ({self.lacks})" if self.lacks else text
 
 
 @functools.cache
 def available() -> Confinement:
-    """What this machine allows, tried once per process (some 50 ms)."""
-    namespaces = bubblewrap.refused_here()
-    own = _own_sandbox_refused(inside=not namespaces)
-    level: Containment = (
-        "none" if namespaces and own else "chromium" if namespaces else "namespaces"
-    )
-    lacks = [f"bubblewrap: {namespaces}"] if namespaces else []
-    lacks += [f"Chromium's own sandbox: {own}"] if own else []
-    return Confinement(level, not own, "; ".join(lacks))
+    """Return what this machine allows, tried once per process (some 50 ms)."""
+    bubblewrap_refusal = bubblewrap.refused_here()
+    chromium_refusal = _own_sandbox_refused(inside=not bubblewrap_refusal)
+    level: Containment = "namespaces"
+    if bubblewrap_refusal:
+        level = "none" if chromium_refusal else "chromium"
+    lacks = []
+    if bubblewrap_refusal:
+        lacks.append(f"bubblewrap: {bubblewrap_refusal}")
+    if chromium_refusal:
+        lacks.append(f"Chromium's own sandbox: {chromium_refusal}")
+    return Confinement(level, not chromium_refusal, "; ".join(lacks))
 
 
 def check(settings: BrowserSettings) -> Confinement:
-    """How the browser will be confined.
+    """Return how the browser will be confined.
 
     Raises EnvironmentFailed for less than ``containment``, or without a browser.
     """
@@ -126,36 +138,40 @@ def check(settings: BrowserSettings) -> Confinement:
             "apt-get install --no-install-recommends chromium-headless-shell fonts-dejavu-core, or"
             " set browser.program"
         )
-        raise EnvironmentFailed(f"{settings.program} is no program here: {remedy}", bug=True)
-    held = available()
-    if LEVELS.index(held.level) < LEVELS.index(settings.containment):
+        raise EnvironmentFailed(f"{settings.program} is not a program here: {remedy}", bug=True)
+    confinement = available()
+    if LEVELS.index(confinement.level) < LEVELS.index(settings.containment):
         remedy = (
             "see `python -m rayloop doctor`, or lower browser.containment for pages that you trust"
         )
         raise EnvironmentFailed(
-            f"browser.containment is {settings.containment}, and here is {held}: {remedy}", bug=True
+            f"browser.containment is {settings.containment}, and here is {confinement}: {remedy}",
+            bug=True,
         )
-    return held
+    return confinement
 
 
 class Program:
     """An executable in memory that starts the confined browser; it ends with this process."""
 
-    def __init__(self, settings: BrowserSettings, held: Confinement) -> None:
+    def __init__(self, settings: BrowserSettings, confinement: Confinement) -> None:
         """Raises EnvironmentFailed when root finds no user number to give to the browser."""
         self._user: User | None = None
         program = shutil.which(settings.program) or settings.program
-        line = [program] if held.level != "namespaces" else self._contained(program)
+        command = [program]
+        if confinement.level == "namespaces":
+            command = self._contained(program)
         self._file = os.memfd_create("rayloop-browser")
-        limit = f"ulimit -d {(BASE + 2 * settings.page_memory) * 1024}"
-        os.write(self._file, f'#!/bin/sh\n{limit}\nexec {shlex.join(line)} "$@"\n'.encode())
+        limit = f"ulimit -d {(STACK_MB + 2 * settings.page_memory) * 1024}"
+        os.write(self._file, f'#!/bin/sh\n{limit}\nexec {shlex.join(command)} "$@"\n'.encode())
         os.fchmod(self._file, 0o700)
         # Playwright's driver starts the file, and has other descriptors than this process.
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
 
     def close(self) -> None:
-        """Remove the executable, and give the user number back after the browser's processes have
-        ended.
+        """Remove the executable, and give the user number back.
+
+        That happens after the browser's processes have ended.
         """
         os.close(self._file)
         if self._user is not None:
@@ -176,18 +192,19 @@ class Program:
 
 
 def _outside(program: str) -> Sequence[str]:
-    """The folder of a browser that is not below /usr."""
+    """Return the folder of a browser that is not below /usr."""
     folder = os.path.dirname(os.path.realpath(program))
     return () if folder.startswith("/usr/") else (folder,)
 
 
 def _own_sandbox_refused(inside: bool) -> str:
-    """Why Chromium's own sandbox fails here (``inside`` bubblewrap's namespaces or not); empty when
-    it works.
+    """Return why Chromium's sandbox fails here; empty when it works.
+
+    ``inside``: within bubblewrap's namespaces.
     """
     if os.geteuid() == 0 and not inside:
         return "not as root"
-    tried = [
+    command = [
         "/usr/bin/unshare",
         "--user",
         "--map-current-user",
@@ -198,12 +215,13 @@ def _own_sandbox_refused(inside: bool) -> str:
     ]
     try:
         with borrowed() as uid:
-            line = bubblewrap.command(tried, uid=uid) if inside else tried
-            ended = subprocess.run(line, capture_output=True, text=True, timeout=10, check=False)
+            if inside:
+                command = bubblewrap.command(command, uid=uid)
+            result = subprocess.run(
+                command, capture_output=True, text=True, timeout=10, check=False
+            )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    return (
-        ""
-        if ended.returncode == 0
-        else (ended.stderr.strip() or f"unshare ended with {ended.returncode}")
-    )
+    if result.returncode == 0:
+        return ""
+    return result.stderr.strip() or f"unshare ended with {result.returncode}"

@@ -1,5 +1,6 @@
-"""MiniWoB++: 130 small pages and 3 flight pages (Liu et al. 2018; the html of the package miniwob),
-each with its own reward.
+"""MiniWoB++: 130 small pages and 3 flight pages, each with its reward.
+
+Liu et al. 2018; the html is in the package miniwob.
 """
 
 import importlib.util
@@ -9,23 +10,25 @@ from typing import Any, Literal
 
 from rayloop.core.failures import DataFailure, EnvironmentFailed
 from rayloop.core.types import Task
-from rayloop.envs.browser.chromium import CLOSING
+from rayloop.envs.browser.chromium import CLOSE_TIMEOUT_S
 from rayloop.envs.browser.host import Host
 from rayloop.envs.browser.page import PageEnvironment, PageSettings
 from rayloop.envs.browser.tab import Files, Screen, Size, Tab
 
 FLIGHTS = ("AA", "Alaska", "Alaska-auto")
-"""Pages of another shape, with a site in a frame."""
-SMALL, LARGE = Size(160, 210, 500, 320), Size(375, 667, 700, 760)
+"""Pages of another size, with a site in a frame."""
+SMALL = Size(160, 210, 500, 320)
+LARGE = Size(375, 667, 700, 760)
 HOST = "miniwob"
 START = (Path(__file__).parent / "miniwob.js").read_text(encoding="utf-8")
 
 UNREPEATED = ("chase-circle", "click-dialog", "stock-market")
-"""Pages whose first screen is not the same for a seed, even when loaded anew: the members of a
-group see different ones.
+"""Pages whose first screen is not the same for a seed, even when they are loaded again.
+
+The members of a group see different ones.
 """
 HIDDEN = ("find-greatest", "guess-number", "hot-cold", "moving-items", "simon-says", "terminal")
-"""Pages with one first screen for all seeds: what differs is hidden at first."""
+"""Pages with one first screen for all seeds: the differences are hidden at first."""
 
 
 class MiniWob(PageEnvironment):
@@ -43,43 +46,49 @@ class MiniWob(PageEnvironment):
         """How pages are loaded and scored."""
 
         reload: bool = True
-        """Whether each episode loads its page anew, so that equal seeds look equal.
+        """Whether each episode loads its page again, so that equal seeds look equal.
 
         False: ten times as fast, 15 pages differ.
         """
         mode: Literal["train", "test", "default"] = "train"
-        """Which of the page's own sets of problems is drawn from; ``test`` for evaluation, where a
-        page has one.
+        """Which of the page's sets of problems is drawn from.
+
+        Take ``test`` for evaluation, where a page has one.
         """
         success_at: float | None = None
-        """A page's reward of at least this is 1, and any other 0; set it to 1 for pages with
-        partial rewards. None: as it is.
+        """A page's reward of at least this is 1, and any other 0; None: as it is.
+
+        Set it to 1 for pages with partial rewards.
         """
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._miniwob = settings
-        self._page, self._seed = "", ""
-        self._over, self._reward = False, 0.0
+        self._page = ""
+        self._seed = ""
+        self._over = False
+        self._reward = 0.0
 
     def evaluate(self) -> float:
-        """The page's reward, or whether it reached ``success_at``."""
+        """Return the page's reward, or whether it reached ``success_at``."""
         reward = self._reward if self._over else 0.0
         threshold = self._miniwob.success_at
         return reward if threshold is None else float(reward >= threshold)
 
     def _prepare(self, task: Task) -> None:
-        page, seed = task.extra.get("page"), task.extra.get("seed")
+        page = task.extra.get("page")
+        seed = task.extra.get("seed")
         if not isinstance(page, str) or page not in pages():
-            known = ", ".join(pages()[:5])
+            examples = ", ".join(pages()[:5])
             raise DataFailure(
-                task.id, f"the row's `page` is {page!r}, no page of MiniWoB++ ({known}, ...)"
+                task.id, f"the row's `page` is {page!r}, no page of MiniWoB++ ({examples}, ...)"
             )
         if seed is None or isinstance(seed, list | dict | float):
             raise DataFailure(
                 task.id, f"the row's `seed` is {seed!r}; a number or a text is needed"
             )
-        self._page, self._seed = page, str(seed)
+        self._page = page
+        self._seed = str(seed)
         self.size = LARGE if page in FLIGHTS else SMALL
 
     def _files(self) -> Files:
@@ -89,19 +98,19 @@ class MiniWob(PageEnvironment):
         await tab.rest_pointer()
         if tab.address != address(self._page) or self._miniwob.reload:
             await tab.load(address(self._page))
-        return str(await tab.evaluate(f"({START})({json.dumps([self._seed, self._miniwob.mode])})"))
+        arguments = json.dumps([self._seed, self._miniwob.mode])
+        return str(await tab.evaluate(f"({START})({arguments})"))
 
     def _open(self, host: Host) -> Tab:
-        found = (
-            None
-            if self._miniwob.reload
-            else host.run(host.parked(address(self._page), self.size), 3 * CLOSING)
-        )
-        return found or super()._open(host)
+        tab = None
+        if not self._miniwob.reload:
+            parked = host.parked(address(self._page), self.size)
+            tab = host.run(parked, 3 * CLOSE_TIMEOUT_S)
+        return tab or super()._open(host)
 
     def _release(self, host: Host, tab: Tab) -> None:
         if self._sound and not self._miniwob.reload:
-            host.run(host.park(tab), 3 * CLOSING)
+            host.run(host.park(tab), 3 * CLOSE_TIMEOUT_S)
         else:
             super()._release(host, tab)
 
@@ -109,29 +118,30 @@ class MiniWob(PageEnvironment):
         value: Any = screen.value
         if not (isinstance(value, list) and len(value) == 2):
             raise EnvironmentFailed(f"{self._page} left its page: its state is {value!r}")
-        self._over, self._reward = bool(value[0]), float(value[1])
+        self._over = bool(value[0])
+        self._reward = float(value[1])
         return self._over
 
 
 def html() -> Path:
-    """The folder of the pages. Raises EnvironmentFailed without the package."""
-    found = importlib.util.find_spec("miniwob")  # not imported: that needs gymnasium and selenium
-    if found is None or found.origin is None:
+    """Return the folder of the pages. Raises EnvironmentFailed without the package."""
+    # An import would need gymnasium and selenium.
+    spec = importlib.util.find_spec("miniwob")
+    if spec is None or spec.origin is None:
         raise EnvironmentFailed(
             'miniwob is not installed: pip install "rayloop[browser]"', bug=True
         )
-    return Path(found.origin).parent / "html"
+    return Path(spec.origin).parent / "html"
 
 
 def pages() -> tuple[str, ...]:
-    """All names, sorted, the flight pages last."""
-    return (*sorted(file.stem for file in (html() / "miniwob").glob("*.html")), *FLIGHTS)
+    """Return all names, sorted, the flight pages last."""
+    small_pages = sorted(file.stem for file in (html() / "miniwob").glob("*.html"))
+    return (*small_pages, *FLIGHTS)
 
 
 def address(page: str) -> str:
-    """Where the page is served."""
-    return (
-        f"http://{HOST}/flight/{page}/wrapper.html"
-        if page in FLIGHTS
-        else f"http://{HOST}/miniwob/{page}.html"
-    )
+    """Return the address at which the page is served."""
+    if page in FLIGHTS:
+        return f"http://{HOST}/flight/{page}/wrapper.html"
+    return f"http://{HOST}/miniwob/{page}.html"

@@ -7,9 +7,7 @@ from rayloop.sandbox.memory import tree as tree
 
 
 def marked(root: int, mark: str) -> int | None:
-    """The first descendant of ``root`` whose command line has the argument ``mark``; None when
-    there is none.
-    """
+    """Return the first descendant of ``root`` with the argument ``mark``; None without one."""
     for pid in tree(root)[1:]:
         if mark in command_line(pid):
             return pid
@@ -17,15 +15,15 @@ def marked(root: int, mark: str) -> int | None:
 
 
 def command_line(pid: int) -> list[str]:
-    """Its arguments; empty when the process is gone."""
+    """Return the arguments of a process; empty when it has ended."""
     with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
         return file.read().decode(errors="replace").split("\0")
     return []
 
 
 def renders(pid: int) -> bool:
-    """Whether it is the process of a page.
+    """Return whether it is the process of a page.
 
-    Chromium writes its own command line anew, with blanks between.
+    Chromium rewrites its command line with blanks between the arguments.
     """
     return "--type=renderer" in " ".join(command_line(pid))

@@ -1,6 +1,4 @@
-"""Your own pages: a row names an address and a JavaScript expression that is true when its task is
-done.
-"""
+"""Custom pages: a row names an address and the check of its task, a JavaScript expression."""
 
 from typing import Any
 from urllib.parse import urljoin, urlsplit
@@ -31,8 +29,9 @@ class WebPage(PageEnvironment):
         """Which pages may be loaded, and how large the screen is."""
 
         folder: LocalPath | None = None
-        """The folder of the pages, addressed as ``http://pages/NAME`` or by name; nothing outside
-        of it can be loaded.
+        """The folder of the pages, addressed as ``http://pages/NAME`` or by name.
+
+        No file outside of it can be loaded.
         """
         sites: tuple[str, ...] = ()
         """Hosts, with their ports if any, whose pages may be loaded by Playwright's driver.
@@ -44,8 +43,9 @@ class WebPage(PageEnvironment):
         height: int = Field(600, ge=56)
         """Pixels of the screen from top to bottom; a smaller one costs fewer image tokens."""
         settle: float = Field(0.2, ge=0)
-        """Seconds between a turn's actions and the screenshot, for late changes; loading pages are
-        waited for in addition.
+        """Seconds between a turn's actions and the screenshot, for late changes.
+
+        Loading pages are waited for in addition.
         """
         stop: bool = True
         """Whether a check that comes true ends the episode.
@@ -58,44 +58,44 @@ class WebPage(PageEnvironment):
         self._web = settings
         self.SETTLE = settings.settle
         self.size = Size(settings.width, settings.height, settings.width, settings.height)
-        self._url, self._check, self._instruction = "", "", ""
+        self._url = ""
+        self._check = ""
+        self._instruction = ""
         self._value = 0.0
 
     def evaluate(self) -> float:
-        """The last value of the row's check."""
+        """Return the last value of the row's check."""
         return self._value
 
     def _prepare(self, task: Task) -> None:
         url, check, instruction = (
             task.extra.get(name, "") for name in ("url", "check", "instruction")
         )
-        if not all(isinstance(value, str) for value in (url, check, instruction)) or not (
-            url and check
-        ):
+        are_texts = all(isinstance(value, str) for value in (url, check, instruction))
+        if not are_texts or not url or not check:
             raise DataFailure(
                 task.id,
                 f"the row needs an `url` and a `check`, texts; they are {url!r} and {check!r}",
             )
         self._url = urljoin(f"http://{HOST}/", url) if self._web.folder else url
+        files = self._files()
         parts = urlsplit(self._url)
-        if parts.scheme not in ("http", "https") or parts.netloc not in (
-            *self._files().hosts,
-            *self._web.sites,
-        ):
-            known = ", ".join((*self._files().hosts, *self._web.sites)) or "no host"
+        allowed = (*files.hosts, *self._web.sites)
+        if parts.scheme not in ("http", "https") or parts.netloc not in allowed:
+            hosts = ", ".join(allowed) or "no host"
             raise DataFailure(
-                task.id, f"{self._url} cannot be loaded: `folder` and `sites` allow {known}"
+                task.id, f"{self._url} cannot be loaded: `folder` and `sites` allow {hosts}"
             )
-        if self._files().serves(self._url) and self._files().find(self._url) is None:
-            raise DataFailure(task.id, f"{self._url} is no file of {self._web.folder}")
-        self._check, self._instruction = check, instruction
+        if files.serves(self._url) and files.find(self._url) is None:
+            raise DataFailure(task.id, f"{self._url} is not a file of {self._web.folder}")
+        self._check = check
+        self._instruction = instruction
         self.STATE = f"(() => {{ try {{ return ({check}) }} catch {{ return 0 }} }})()"
         self.OVER = f"Number({self.STATE}) >= 1" if self._web.stop else "false"
 
     def _files(self) -> Files:
-        return Files(
-            {HOST: self._web.folder} if self._web.folder else {}, frozenset(self._web.sites)
-        )
+        hosts = {HOST: self._web.folder} if self._web.folder else {}
+        return Files(hosts, frozenset(self._web.sites))
 
     async def _begin(self, tab: Tab) -> str:
         await tab.load(self._url)
@@ -116,7 +116,7 @@ class WebPage(PageEnvironment):
 
 
 def _number(value: Any) -> float:
-    """Raises ValueError for what is neither truth nor a finite number."""
+    """Return true or false as a number. Raises ValueError for anything but finite numbers."""
     if not isinstance(value, bool | int | float) or number(value) is None:
         raise ValueError(f"it is {short(value)}")
     return float(value)

@@ -1,5 +1,6 @@
-"""OSWorld as an environment, never exercised on a real machine: its tasks, UI-TARS actions,
-screenshots, OSWorld's own result.
+"""OSWorld as an environment: its tasks and results, UI-TARS actions and screenshots.
+
+Never exercised on a real machine.
 """
 
 import json
@@ -7,6 +8,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 from uuid import uuid4
@@ -40,20 +42,22 @@ from rayloop.envs.osworld.machines import (
 
 @dataclass
 class ResultFiles:
-    """An episode as OSWorld's own scripts leave it: DOMAIN/ID/traj.jsonl, a line an action, and
-    result.txt, which its show_result.py adds up. Until it ends, an episode has a file of its own,
-    so that several can play the task; a further one replaces both files. Without ``folder`` nothing
-    is written.
+    """An episode's files as OSWorld's scripts write them.
+
+    In DOMAIN/ID, traj.jsonl has a line for each action, and result.txt the number that OSWorld's
+    show_result.py adds up. Until it ends, an episode writes to a file with another name, so that
+    several can play the task; a later one replaces both files. Without ``folder`` nothing is
+    written.
     """
 
     folder: Path | None = None
     steps: int = 0
     name: str = field(default_factory=lambda: f".{uuid4().hex}")
-    """Of the episode's own files."""
+    """The name of the episode's file until it ends."""
 
     @classmethod
     def of(cls, results: str, name: str) -> Self:
-        """Of the task ``name`` (domain/id) below the folder ``results``, if there is one.
+        """Return the files of the task ``name`` (domain/id) below ``results``, if that is set.
 
         Raises DataFailure.
         """
@@ -69,7 +73,7 @@ class ResultFiles:
         return cls(folder)
 
     def step(self, action: str, done: bool) -> None:
-        """Append an action, as it was sent, to the episode's own file."""
+        """Append an action, as it was sent, to the episode's file."""
         if self.folder is None:
             return
         self.steps += 1
@@ -87,16 +91,17 @@ class ResultFiles:
         """Give the actions their name, and write the result."""
         if self.folder is None:
             return
-        own = self.folder / self.name
-        if own.exists():
-            own.replace(self.folder / "traj.jsonl")
-        own.write_text(f"{result}\n", encoding="utf-8")
-        own.replace(self.folder / "result.txt")
+        file = self.folder / self.name
+        if file.exists():
+            file.replace(self.folder / "traj.jsonl")
+        file.write_text(f"{result}\n", encoding="utf-8")
+        file.replace(self.folder / "result.txt")
 
 
 class OSWorld(ScreenEnvironment):
-    """A row names a task as domain/id in its column ``osworld``, or has OSWorld's JSON of it there.
+    """Tasks of OSWorld on its machines.
 
+    A row names a task as domain/id in its column ``osworld``, or has OSWorld's JSON of it there.
     OSWorld's errors are failures of infrastructure; only ``evaluate`` returns a result.
     """
 
@@ -113,34 +118,38 @@ class OSWorld(ScreenEnvironment):
 
     @staticmethod
     def preview(settings: OSWorldSettings, task: Task) -> Sequence[Message]:
-        """The first messages but for the screen, for which no machine is needed.
+        """Return the first messages without the screen, for which no machine is needed.
 
         Raises DataFailure.
         """
         return with_instruction(task, str(_task_of(task, settings.tasks)["instruction"]))
 
     def reset(self, task: Task) -> Observation:
-        """Tries other machines, with growing pauses between.
+        """Reset a machine for the task; tries other machines, with growing pauses between.
 
         Raises DataFailure, MachineLost when all attempts failed.
         """
         config = _task_of(task, self._settings.tasks)
         name = task.extra["osworld"]
-        own = name if isinstance(name, str) else f"{config.get('domain', 'unknown')}/{config['id']}"
-        self._trace = ResultFiles.of(self._settings.results, own)
-        return self._first(task, str(config["instruction"]), ImageSource(data=self._begin(config)))
+        if not isinstance(name, str):
+            name = f"{config.get('domain', 'unknown')}/{config['id']}"
+        self._trace = ResultFiles.of(self._settings.results, name)
+        screen = ImageSource(data=self._begin(config))
+        return self._first(task, str(config["instruction"]), screen)
 
     def screen_size(self) -> tuple[int, int]:
-        """As the settings say."""
+        """Return width and height, as the settings say."""
         return self._settings.width, self._settings.height
 
     def _carry_out(self, actions: Sequence[Action]) -> StepResult:
-        """Each action is sent once; OSWorld may carry it out twice after a broken connection.
+        """Send each action once; OSWorld may carry it out twice after a broken connection.
 
         Raises MachineLost.
         """
         screen = b""
-        for line in [self._line(action) for action in actions]:
+        # All actions are written first: one that a desktop cannot do leaves the others undone.
+        lines = [self._line(action) for action in actions]
+        for line in lines:
             header, screen = self._ask(
                 "step", self._settings.step_timeout, action=line, pause=self._settings.pause
             )
@@ -150,14 +159,16 @@ class OSWorld(ScreenEnvironment):
         return StepResult(self._shown(ImageSource(data=screen)))
 
     def evaluate(self) -> float:
-        """OSWorld's result, 0 to 1. Raises MachineLost where OSWorld raises: that is no 0."""
+        """Return OSWorld's result, 0 to 1. Raises MachineLost where OSWorld raises."""
         header, _ = self._ask("evaluate", self._settings.evaluate_timeout)
-        self._trace.end(result := float(header["result"]))
+        result = float(header["result"])
+        self._trace.end(result)
         return result
 
     def close(self) -> None:
         """Give the machine back, or end it when a call of it failed."""
-        machine, self._machine = self._machine, None
+        machine = self._machine
+        self._machine = None
         if machine is None:
             return
         if self._broken:
@@ -167,23 +178,26 @@ class OSWorld(ScreenEnvironment):
 
     def _begin(self, config: Mapping[str, Any]) -> bytes:
         settings = self._settings
-        why: MachineLost | None = None
+        last_error: MachineLost | None = None
         for attempt in range(settings.attempts):
             if attempt:
                 time.sleep(settings.back_off * 2 ** (attempt - 1))
             try:
                 machine = self._machines.take(time.monotonic() + settings.boot_timeout)
             except MachineLost as error:
-                why = error
+                last_error = error
                 continue
             try:
                 _, screen = machine.ask("reset", settings.reset_timeout, task=config)
-                self._machine, self._broken = machine, False
+                self._machine = machine
+                self._broken = False
                 return screen
             except MachineLost as error:
-                why = error
+                last_error = error
                 self._machines.discard(machine, settings.back_off * 2**attempt)
-        raise MachineLost(f"{settings.attempts} resets failed, the last one: {why}") from why
+        raise MachineLost(
+            f"{settings.attempts} resets failed, the last one: {last_error}"
+        ) from last_error
 
     def _ask(self, op: str, seconds: float, **arguments: Any) -> tuple[dict[str, Any], bytes]:
         if self._machine is None or self._broken:
@@ -195,63 +209,65 @@ class OSWorld(ScreenEnvironment):
             raise
 
     def _line(self, action: Action) -> str:
-        """Raises ValueError."""
+        """Return what OSWorld runs for an action. Raises ValueError."""
         if isinstance(action, Finish):
             return "DONE"
         if isinstance(action, CallUser):
-            return "FAIL"  # the right answer to a task that cannot be done
-        return code(self._settings.pointing.on(action, self._settings.width, self._settings.height))
+            # The right answer to a task that cannot be done.
+            return "FAIL"
+        settings = self._settings
+        return code(settings.pointing.on(action, settings.width, settings.height))
 
 
 def _task_of(task: Task, tasks: str) -> Mapping[str, Any]:
-    """OSWorld's JSON of the row's task, from the folder ``tasks`` where the row names it.
+    """Return OSWorld's JSON of the row's task, from the folder ``tasks`` where the row names it.
 
     Raises DataFailure.
     """
-    found = task.extra.get("osworld")
-    if isinstance(found, str) and tasks:
+    config = task.extra.get("osworld")
+    if isinstance(config, str) and tasks:
         folder = local_path(tasks)
-        path = (folder / f"{found}.json").resolve()
+        path = (folder / f"{config}.json").resolve()
         if not path.is_relative_to(folder.resolve()):
-            raise DataFailure(task.id, f"the row's `osworld` {found!r} leads out of {folder}")
+            raise DataFailure(task.id, f"the row's `osworld` {config!r} leads out of {folder}")
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            config = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise DataFailure(
                 task.id, f"the OSWorld task {path} cannot be read: {error}"
             ) from error
-    if not (isinstance(found, Mapping) and {"id", "instruction", "evaluator"} <= set(found)):
+    if not (isinstance(config, Mapping) and {"id", "instruction", "evaluator"} <= set(config)):
         raise DataFailure(
             task.id,
-            "the row's `osworld` is no task of OSWorld: domain/id below `tasks`, or its JSON",
+            "the row's `osworld` is not a task of OSWorld: domain/id below `tasks`, or its JSON",
         )
-    return found
+    return config
 
 
 def rows(path: Path, prompt: object = UI_TARS_OR_FAIL) -> list[dict[str, Any]]:
-    """Rows of a data file from one of OSWorld's lists of tasks, ``{domain: [id, ...]}``.
+    """Return rows of a data file from one of OSWorld's lists of tasks, ``{domain: [id, ...]}``.
 
     Raises OSError, ValueError.
     """
-    names = [
-        f"{domain}/{name}"
-        for domain, ids in json.loads(path.read_text(encoding="utf-8")).items()
-        for name in ids
-    ]
+    names = []
+    for domain, ids in json.loads(path.read_text(encoding="utf-8")).items():
+        names += [f"{domain}/{name}" for name in ids]
     return [{"id": name, "prompt": prompt, "osworld": name} for name in names]
 
 
-TICKS = 5
+SCROLL_TICKS = 5
 _KEYS = {"meta": ("win",), "<": ("shift", ",")}
-"""pyautogui's keys for those of the grammar (rayloop/envs/grammar/calls.py) that it has under
-another name, or presses wrongly: it looks for ``<`` on the additional key of a keyboard with 105
-keys and holds Shift, which makes ``>`` of it.
+"""A key of the grammar -> pyautogui's keys, where they differ.
+
+pyautogui looks for ``<`` on the additional key of a keyboard with 105 keys and holds Shift, which
+makes ``>`` of it.
 """
 
 
 def code(action: Action) -> str:
-    """The Python that a machine runs for an action; the policy's text is in it as a quoted text
-    only. Raises ValueError.
+    """Return the Python that a machine runs for an action.
+
+    The policy's text is in it only as a quoted text. Raises ValueError.
     """
     match action:
         case Click(at, button, times):
@@ -267,53 +283,57 @@ def code(action: Action) -> str:
                 f"dragTo({int(end.x)}, {int(end.y)}, duration=1.0)",
             )
         case Scroll(direction, at):
-            moved = [] if at is None else [f"moveTo({int(at.x)}, {int(at.y)})"]
+            moves = [] if at is None else [f"moveTo({int(at.x)}, {int(at.y)})"]
             wheel = "scroll" if direction in ("up", "down") else "hscroll"
-            return _calls(*moved, f"{wheel}({TICKS if direction in ('up', 'right') else -TICKS})")
+            ticks = SCROLL_TICKS if direction in ("up", "right") else -SCROLL_TICKS
+            return _calls(*moves, f"{wheel}({ticks})")
         case Hotkey(keys):
             return _calls(_hotkey(*keys))
         case HoldKey(key, down):
-            return _held(key, down)
+            return _hold(key, down)
         case Type(text):
-            return _typed(text)
+            return _type(text)
         case Sleep():
             return "WAIT"
     raise ValueError(f"a desktop has no {type(action).__name__}: it is an action of touch screens")
 
 
-def _pressed(key: str) -> tuple[str, ...]:
-    """The keys of pyautogui that together are a key of the grammar."""
+def _pyautogui_keys(key: str) -> tuple[str, ...]:
+    """Return the keys of pyautogui that together are a key of the grammar."""
     return _KEYS.get(key, (key,))
 
 
 def _hotkey(*keys: str) -> str:
-    names = [name for key in keys for name in _pressed(key)]
+    names = chain.from_iterable(map(_pyautogui_keys, keys))
     return f"hotkey({', '.join(map(repr, names))})"
 
 
-def _held(key: str, down: bool) -> str:
-    """Keys go down in their order and come up in the reverse one, so that the last key is never
-    down without Shift.
+def _hold(key: str, down: bool) -> str:
+    """Return calls that press or release a key.
+
+    Keys come up in the reverse order, so that the last key is never down without Shift.
     """
-    names = _pressed(key) if down else reversed(_pressed(key))
+    names = _pyautogui_keys(key) if down else reversed(_pyautogui_keys(key))
     method = "keyDown" if down else "keyUp"
     return _calls(*(f"{method}({name!r})" for name in names))
 
 
-def _typed(text: str) -> str:
-    """pyautogui writes only what a plain keyboard has and drops the rest silently: such text goes
-    through the clipboard.
+def _type(text: str) -> str:
+    """Return calls that type a text.
+
+    pyautogui drops silently what a plain keyboard lacks: such text goes through the clipboard.
     """
     if not text:
         raise ValueError("there is nothing to type")
     if text.isascii():
-        return _calls(*_written(text))
+        return _calls(*_typing_calls(text))
     return f"import pyautogui, pyperclip; pyperclip.copy({text!a}); pyautogui.hotkey('ctrl', 'v')"
 
 
-def _written(text: str) -> Iterator[str]:
-    """Calls that type a text of ASCII: the characters that ``write`` gets wrong are pressed as
-    keys.
+def _typing_calls(text: str) -> Iterator[str]:
+    """Yield calls that type a text of ASCII.
+
+    The characters that ``write`` gets wrong are pressed as keys.
     """
     for part in re.split("(<)", text):
         if part == "<":

@@ -1,6 +1,6 @@
-"""Runs in OSWorld's own Python (3.9 or newer): makes one DesktopEnv and answers calls.
+"""The process of one machine, in OSWorld's Python (3.9 or newer).
 
-Imports nothing of rayloop but frames.
+It makes a DesktopEnv and answers calls. It imports nothing of rayloop but frames.
 """
 
 import importlib
@@ -36,37 +36,41 @@ class MachineServer:
         return {}, []
 
     def do_reset(self, task: dict[str, Any]) -> tuple[Header, list[bytes]]:
-        """Raises SetupFailed where OSWorld goes on after five failed setups, NoScreenshot, and
+        """Reset the machine for a task.
+
+        Raises SetupFailed where OSWorld continues after five failed setups, NoScreenshot, and
         whatever OSWorld raises.
         """
         controller = self._env.setup_controller
-        setup, ended = controller.setup, []
+        setup = controller.setup
+        results: list[Any] = []
 
         def watched(*arguments: Any, **options: Any) -> Any:
-            ended.append(False)
-            ended[-1] = setup(*arguments, **options)
-            return ended[-1]
+            results.append(False)
+            results[-1] = setup(*arguments, **options)
+            return results[-1]
 
-        # ``reset`` goes on after a failed setup and reports nothing: only these return values show
-        # it.
+        # ``reset`` continues after a failed setup and reports nothing: only these return values
+        # show it.
         controller.setup = watched
         try:
-            seen = self._env.reset(task_config=task)
+            observation = self._env.reset(task_config=task)
         finally:
             controller.setup = setup
-        if ended and ended[-1] is False:
-            raise SetupFailed(f"the setup of task {task.get('id')} failed {len(ended)} times")
-        return {}, [_screenshot(seen)]
+        if results and results[-1] is False:
+            raise SetupFailed(f"the setup of task {task.get('id')} failed {len(results)} times")
+        return {}, [_screenshot(observation)]
 
     def do_step(self, action: str, pause: float) -> tuple[Header, list[bytes]]:
-        """Carry out one action; the screenshot ``pause`` seconds after it, unless the episode is
-        done.
+        """Carry out one action, and take a screenshot ``pause`` seconds after it.
+
+        There is none when the episode is done.
         """
-        seen, _, done, _ = self._env.step(action, pause)
-        return {"done": bool(done)}, [] if done else [_screenshot(seen)]
+        observation, _, done, _ = self._env.step(action, pause)
+        return {"done": bool(done)}, [] if done else [_screenshot(observation)]
 
     def do_evaluate(self) -> tuple[Header, list[bytes]]:
-        """OSWorld's result, 0 to 1."""
+        """Return OSWorld's result, 0 to 1."""
         return {"result": float(self._env.evaluate())}, []
 
     def do_close(self) -> tuple[Header, list[bytes]]:
@@ -76,9 +80,9 @@ class MachineServer:
         return {}, []
 
 
-def _screenshot(seen: Any) -> bytes:
-    """Raises NoScreenshot."""
-    shot = seen.get("screenshot") if isinstance(seen, dict) else None
+def _screenshot(observation: Any) -> bytes:
+    """Return the observation's PNG. Raises NoScreenshot."""
+    shot = observation.get("screenshot") if isinstance(observation, dict) else None
     if not shot:
         raise NoScreenshot("OSWorld returned no screenshot after its three tries")
     return bytes(shot)
