@@ -1,5 +1,6 @@
-"""An agent of any make as an environment: a program that calls an OpenAI client leads the episode
-(docs/policy_endpoint.md).
+"""An agent of any kind as an environment: a program that calls an OpenAI client leads the episode.
+
+See docs/policy_endpoint.md.
 """
 
 import asyncio
@@ -60,38 +61,39 @@ PASSED = (
     "TMPDIR",
 )
 """Variables of the run that an agent has too: none of them is a key."""
-READY = 60.0
-"""Seconds in which the process that starts agents has imported what it must."""
+READY_TIMEOUT_S = 60.0
+"""Seconds in which the process that starts agents has imported its modules."""
 FULL = (errno.EAGAIN, errno.ETOOMANYREFS)
-"""What the kernel says of a socket that holds too many requests, or too many descriptors, which
-nobody has read yet.
-"""
-AGAIN = 0.02
+"""The kernel's errors for a socket with too many requests, or too many descriptors, to be read."""
+SEND_AGAIN_AFTER_S = 0.02
 """Seconds until a request is sent again that found the buffer full."""
-SHOWN = 1500
+SHOWN_CHARACTERS = 1500
 """Characters of an agent's output that a failure shows."""
 UNREACHED = ("Network is unreachable", "Temporary failure in name resolution")
-"""What programs without a network say."""
+"""The messages of programs without a network."""
 PACKAGES = {"browsergym": "browsergym-miniwob miniwob openai"}
-"""What pip installs for a module of another name."""
+"""The packages that pip installs for a module of another name."""
 
 
 class Harness:
-    """Runs an agent for each episode, as a process that asks the policy at ``OPENAI_BASE_URL`` with
-    ``OPENAI_API_KEY``.
+    """Runs an agent for each episode, as a process that asks the policy over HTTP.
+
+    It finds the address in ``OPENAI_BASE_URL`` and its key in ``OPENAI_API_KEY``.
     """
 
     leads = True
 
     class Settings(SettingsModel):
         run: str | tuple[str, ...]
-        """``module:function`` or ``file.py:function``, plain or a coroutine function; or a command
-        as a list of words. Parameters of the function, and words like ``{prompt}``, get the row's
-        columns; a single parameter of another name gets the row.
+        """The agent: ``module:function``, ``file.py:function``, or a command as a list of words.
+
+        The function may be a coroutine function. Its parameters, and words like ``{prompt}``, get
+        the row's columns; a single parameter of another name gets the row.
         """
         python: str = ""
-        """The Python that runs the function, when not this one: of an environment with the agent's
-        packages.
+        """The Python that runs the function, if it is not this one.
+
+        Name the Python of an environment with the agent's packages.
         """
         model: str = "policy"
         """The model's name that the agent sends (``OPENAI_MODEL``).
@@ -101,46 +103,50 @@ class Harness:
         env: dict[str, str] = {}
         """Further variables of the agent.
 
-        Of the run's own it has PATH, HOME and the like, and no keys.
+        It inherits PATH, HOME and the like from the run, and no keys.
         """
         preload: tuple[str, ...] = ()
-        """Modules that agents import slowly, such as ``openai`` (1 s): imported once, in a process
-        from which agents are forked.
+        """Modules that agents import slowly, such as ``openai`` (1 s).
+
+        They are imported once, in a process from which agents are forked.
         """
         deadline: float = Field(600.0, gt=0)
-        """Seconds of one agent; beyond it the agent is ended, and the episode is played again or
-        left out.
+        """Seconds of one agent.
+
+        Beyond them the agent is ended, and the episode is played again or left out.
         """
         memory_mb: int = Field(4096, ge=64)
         """MiB of the agent and of all that it starts."""
         processes: int = Field(64, ge=1)
         """Processes of the agent at once."""
         reward: Literal["returned", "posted"] = "returned"
-        """``returned``: what the function returns.
+        """``returned``: the number that the function returns; ``posted``: also rewards by HTTP.
 
-        ``posted``: also what is sent to ``/v1/reward`` with the key that a parameter
-        ``reward_key``, or a word ``{reward_key}``, gets: for commands. Whatever that key reaches
-        can pay.
+        They are sent to ``/v1/reward`` with the key that a parameter ``reward_key``, or a word
+        ``{reward_key}``, gets: for commands. Any program with that key can pay.
         """
         alone: bool = True
-        """Whether the agent has user, process and IPC namespaces of its own, where they work here:
-        it then sees none but its own processes. Off for an agent that must see others.
+        """Whether the agent gets its own user, process and IPC namespaces, where they work here.
+
+        It then sees only its processes. Turn it off for an agent that must see others.
         """
         network: bool = False
         """Whether an agent that is alone has this machine's network.
 
-        Without, it reaches the policy and what it starts itself.
+        Without it, the agent reaches the policy and what it starts itself.
         """
         on_error: Literal["exclude"] | Annotated[float, Field(allow_inf_nan=False)] = 0.0
-        """The result of an episode whose agent, after an answer of the policy, ended with an error,
-        or passed its memory or its processes: most often the answer has a call that the agent
-        cannot carry out. Errors of network, machine and packages that are missing, and refused
-        requests, are left out whatever this says. exclude: all are, so the worst answers leave
-        groups.
+        """The result of an episode whose agent failed after an answer of the policy.
+
+        It ended with an error, or passed its memory or its processes: most often the answer has a
+        call that the agent cannot carry out. Errors of network, machine and missing packages, and
+        refused requests, are always left out. exclude: all are, so the worst answers leave groups.
         """
 
     def __init__(self, settings: Settings) -> None:
-        self.settings, self.model, self.on_error = settings, settings.model, settings.on_error
+        self.settings = settings
+        self.model = settings.model
+        self.on_error = settings.on_error
 
     async def reset(self, task: Task) -> Observation:
         """Check that the agent can be loaded.
@@ -158,7 +164,7 @@ class Harness:
     async def lead(self, task: Task, address: Mapping[str, str]) -> float | None:
         """Run the agent to its end.
 
-        Returns the number that its function returned, None for anything else. Raises AgentFailed
+        Returns the number that its function returned, None for any other value. Raises AgentFailed
         when it ended with an error, EnvironmentHung at the deadline, EnvironmentFailed at another
         limit.
         """
@@ -170,61 +176,66 @@ class Harness:
     async def _run(
         self, row: Mapping[str, Any], address: Mapping[str, str], *, call: bool
     ) -> float | None:
-        s = self.settings
-        limits = {"seconds": s.deadline, "memory_mb": s.memory_mb, "processes": s.processes}
-        opens = {
-            name: value
-            for name, value in address.items()
-            if name != "reward_key" or s.reward == "posted"
-        }
-        asked = {
-            "run": s.run,
+        settings = self.settings
+        python = settings.python or sys.executable
+        pays = settings.reward == "posted"
+        request = {
+            "run": settings.run,
             "row": row,
-            "address": opens,
-            "limits": limits,
+            "address": {
+                name: value for name, value in address.items() if name != "reward_key" or pays
+            },
+            "limits": {
+                "seconds": settings.deadline,
+                "memory_mb": settings.memory_mb,
+                "processes": settings.processes,
+            },
             "call": call,
-            "alone": s.alone,
+            "alone": settings.alone,
+            "network": settings.network,
+            "variables": self._variables(address),
+            "folder": os.getcwd(),
         }
-        asked["network"] = s.network
-        asked |= {"variables": self._variables(address), "folder": os.getcwd()}
-
         server = await in_thread(
-            _fork_server, s.python or sys.executable, s.preload, timeout=2 * READY
+            _fork_server, python, settings.preload, timeout=2 * READY_TIMEOUT_S
         )
-        found = await server.host(asked)
-        if s.alone and not found["alone"]:
-            _warn()
+        report = await server.host(request)
+        if settings.alone and not report["alone"]:
+            _warn_once()
 
-        said = _said(found["output"], s.python or sys.executable)
-        if found["late"]:
-            raise EnvironmentHung(f"the agent was ended: {found['end']}{said}", True)
-        if found["end"]:
-            raise AgentFailed(f"the agent was ended: {found['end']}{said}", bug=True)
-        if found["code"]:
-            why = f"the agent ended with exit code {found['code']}{said}"
+        output = _last_output(report["output"], python)
+        if report["late"]:
+            raise EnvironmentHung(f"the agent was ended: {report['end']}{output}", True)
+        if report["end"]:
+            raise AgentFailed(f"the agent was ended: {report['end']}{output}", bug=True)
+        if report["code"]:
+            by_policy = not report["broken"] and self._blame(report) is Blame.POLICY
             raise AgentFailed(
-                why, bug=True, policys=not found["broken"] and self._blame(found) is Blame.POLICY
+                f"the agent ended with exit code {report['code']}{output}",
+                bug=True,
+                policys=by_policy,
             )
-        result: float | None = found["result"]
+        result: float | None = report["result"]
         return result
 
-    def _blame(self, found: Mapping[str, Any]) -> Blame:
-        """Who is to blame for an agent's error: by the exceptions of its function, or by the name
-        that a program's last line begins with, as that of a traceback does. A MemoryError comes
-        from ``memory_mb``: a machine without memory kills.
+    def _blame(self, report: Mapping[str, Any]) -> Blame:
+        """Return who is to blame for an agent's error.
+
+        The exceptions of its function say it, or the name at the start of a program's last line,
+        where a traceback has it. A MemoryError comes from ``memory_mb``: a machine without memory
+        kills.
         """
-        chain = found["raised"]
-        # The policy may have written a function's last line, and its exceptions are known without
-        # it.
+        chain = report["raised"]
+        # A function's exceptions are known without its output, whose last line the policy may have
+        # written.
         if not isinstance(self.settings.run, str):
-            named = re.match(r"(?:\w+\.)*(\w+)", found["output"].strip().rpartition("\n")[2])
-            chain = [([named[1]], None)] if named else []
-        return blame_of(
-            [
-                Raised([kind for kind in kinds if kind != "MemoryError"], number)
-                for kinds, number in chain
-            ]
-        )
+            last_line = report["output"].strip().rpartition("\n")[2]
+            match = re.match(r"(?:\w+\.)*(\w+)", last_line)
+            chain = [([match[1]], None)] if match else []
+        errors = []
+        for names, number in chain:
+            errors.append(Raised([name for name in names if name != "MemoryError"], number))
+        return blame_of(errors)
 
     def _variables(self, address: Mapping[str, str]) -> dict[str, str]:
         openai = {
@@ -232,40 +243,46 @@ class Harness:
             "OPENAI_API_KEY": address.get("api_key", ""),
         }
         local = {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
-        return {**_passed(), **local, **openai, "OPENAI_MODEL": self.model, **self.settings.env}
+        return {
+            **_inherited_variables(),
+            **local,
+            **openai,
+            "OPENAI_MODEL": self.model,
+            **self.settings.env,
+        }
 
 
 @functools.cache
-def _warn() -> None:
+def _warn_once() -> None:
     logger.warning(
         "agents share this user's processes: no user namespaces, or no /proc in them, here"
         " (docs/security.md, Agents)"
     )
 
 
-def _passed() -> dict[str, str]:
-    return {name: value for name in PASSED if (value := os.environ.get(name)) is not None}
+def _inherited_variables() -> dict[str, str]:
+    return {name: os.environ[name] for name in PASSED if name in os.environ}
 
 
 class _ForkServer:
-    """The process from which the agents of one Python are forked (agents/host.py); it ends with
-    this one.
+    """The process from which the agents of one Python are forked (agents/host.py).
+
+    It ends with this process.
     """
 
     def __init__(self, python: str, preload: tuple[str, ...]) -> None:
         """Start it. Raises EnvironmentFailed."""
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Requests are sent from the event loop, which must not wait for this process.
         self._control.setblocking(False)
-        line, variables = [python, HOST, *preload], _passed()
-        with tempfile.TemporaryFile() as errors, theirs:
+        with tempfile.TemporaryFile() as errors, server_end:
             try:
                 process = subprocess.Popen(
-                    line,
-                    stdin=theirs.fileno(),
+                    [python, HOST, *preload],
+                    stdin=server_end.fileno(),
                     stdout=subprocess.PIPE,
                     stderr=errors,
-                    env=variables,
+                    env=_inherited_variables(),
                     start_new_session=True,
                 )
             except OSError as error:
@@ -273,42 +290,46 @@ class _ForkServer:
                     f"with.python: {python} cannot be started: {error}", bug=True
                 ) from error
             assert process.stdout is not None
-            if not (
-                select.select([process.stdout], [], [], READY)[0] and process.stdout.readline()
-            ):
+            answered = select.select([process.stdout], [], [], READY_TIMEOUT_S)[0]
+            if not answered or not process.stdout.readline():
                 process.kill()
-                errors.seek(max(0, errors.seek(0, os.SEEK_END) - 4 * SHOWN))
-                said = (
-                    _said(errors.read(4 * SHOWN).decode(errors="replace"), python) or ": no answer"
-                )
+                # A character of UTF-8 has at most four bytes.
+                errors.seek(max(0, errors.seek(0, os.SEEK_END) - 4 * SHOWN_CHARACTERS))
+                tail = errors.read(4 * SHOWN_CHARACTERS).decode(errors="replace")
+                output = _last_output(tail, python) or ": no answer"
                 raise EnvironmentFailed(
-                    f"with.python, with.preload: {python} did not start{said}", bug=True
+                    f"with.python, with.preload: {python} did not start{output}", bug=True
                 )
         self._process = process
 
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Return whether it runs."""
         return self._process.poll() is None
 
-    async def host(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """How an agent ended. Raises EnvironmentFailed. Ends the agent when it is cancelled."""
-        connection, theirs = socket.socketpair()
+    async def host(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Run an agent, and return how it ended. Ends the agent when this is cancelled.
+
+        Raises EnvironmentFailed.
+        """
+        connection, server_end = socket.socketpair()
         try:
-            with theirs:  # no name leads to that process, which an agent could find
-                await self._send(theirs.fileno())
+            # A socket without a name: an agent could find a name.
+            with server_end:
+                await self._send(server_end.fileno())
             reader, writer = await asyncio.open_unix_connection(sock=connection, limit=1 << 20)
         except OSError as error:
             connection.close()
-            raise EnvironmentFailed(f"the process that starts agents is gone: {error}") from error
+            raise EnvironmentFailed(f"the process that starts agents ended: {error}") from error
         except BaseException:
             connection.close()
             raise
         try:
-            writer.write(json.dumps(asked, default=str).encode() + b"\n")
+            writer.write(json.dumps(request, default=str).encode() + b"\n")
             await writer.drain()
-            if line := await reader.readline():
-                found: dict[str, Any] = json.loads(line)
-                return found
+            line = await reader.readline()
+            if line:
+                report: dict[str, Any] = json.loads(line)
+                return report
         except ConnectionError as error:
             raise EnvironmentFailed(f"the process that runs the agent ended: {error}") from error
         finally:
@@ -319,9 +340,10 @@ class _ForkServer:
     async def _send(self, descriptor: int) -> None:
         """Give the process a socket.
 
-        Raises EnvironmentFailed when it takes none within ``READY``, OSError when it has ended.
+        Raises EnvironmentFailed when it takes none within ``READY_TIMEOUT_S``, OSError when it has
+        ended.
         """
-        until = time.monotonic() + READY
+        deadline = time.monotonic() + READY_TIMEOUT_S
         while True:
             try:
                 socket.send_fds(self._control, [b"1"], [descriptor])
@@ -329,12 +351,12 @@ class _ForkServer:
             except OSError as error:
                 if error.errno not in FULL:
                     raise
-                if time.monotonic() > until:
+                if time.monotonic() > deadline:
                     raise EnvironmentFailed(
-                        f"the process that starts agents took no request for {READY:g} s"
+                        f"the process that starts agents took no request for {READY_TIMEOUT_S:g} s"
                     ) from error
             # Many episodes that begin at once fill the buffer faster than that process forks.
-            await asyncio.sleep(AGAIN)
+            await asyncio.sleep(SEND_AGAIN_AFTER_S)
 
 
 _fork_servers: dict[tuple[str, tuple[str, ...]], _ForkServer] = {}
@@ -342,38 +364,41 @@ _starting = threading.Lock()
 
 
 def _fork_server(python: str, preload: tuple[str, ...]) -> _ForkServer:
-    """The one of this Python, started where there is none."""
+    """Return the running fork server of this Python; start it when there is none."""
     with _starting:
-        found = _fork_servers.get((python, preload))
-        if found is None or not found.alive():
-            found = _fork_servers[python, preload] = _ForkServer(python, preload)
-        return found
+        server = _fork_servers.get((python, preload))
+        if server is None or not server.alive():
+            server = _ForkServer(python, preload)
+            _fork_servers[python, preload] = server
+        return server
 
 
-def _said(output: str, python: str) -> str:
-    """The end of a program's output, its last line first since people see one line of events, and
-    how to install what it lacks.
+def _last_output(output: str, python: str) -> str:
+    """Return the end of a program's output, and how to install what it lacks.
+
+    Its last line comes first, since readers see one line of events.
     """
-    *earlier, last = output.strip()[-SHOWN:].split("\n")
-    if lacking := re.search(r"No module named '(\w+)", last):
-        last += f": {python} -m pip install {PACKAGES.get(lacking[1], lacking[1])}"
-    if any(sign in output for sign in UNREACHED):
+    *earlier, last = output.strip()[-SHOWN_CHARACTERS:].split("\n")
+    match = re.search(r"No module named '(\w+)", last)
+    if match:
+        module = match[1]
+        last += f": {python} -m pip install {PACKAGES.get(module, module)}"
+    if any(message in output for message in UNREACHED):
         last += " (with.network: true gives an agent this machine's network)"
     return "\n".join([f": {last}", *earlier]) if last else ""
 
 
 def _row(task: Task) -> dict[str, Any]:
-    """The task for an agent: its columns, ``messages`` in OpenAI's form, and ``prompt``, the texts
-    of the last one.
+    """Return the task for an agent: its columns, ``messages`` in OpenAI's form, and ``prompt``.
+
+    ``prompt`` joins the texts of the last message.
     """
     messages = [
         {"role": message.role, "content": _content(message.parts)} for message in task.messages
     ]
-    prompt = (
-        "".join(part for part in task.messages[-1].parts if isinstance(part, str))
-        if task.messages
-        else ""
-    )
+    prompt = ""
+    if task.messages:
+        prompt = "".join(part for part in task.messages[-1].parts if isinstance(part, str))
     return {
         **task.extra,
         "id": task.id,

@@ -1,5 +1,6 @@
-"""Tools that look at images: crop, zoom, rotate, inspect and wait, each returning an image; two
-also have DeepEyes' names.
+"""Tools that look at images: crop, zoom, rotate, inspect and wait, each returning an image.
+
+Two also have DeepEyes' names.
 """
 
 import math
@@ -21,7 +22,7 @@ Name = Literal[
     "crop", "zoom", "rotate", "inspect", "wait", "image_zoom_in_tool", "image_rotate_tool"
 ]
 MOST_PIXELS = 16_000_000
-"""Of an image that a tool gives; a larger one is reduced."""
+"""Pixels of an image that a tool gives; a larger one is reduced."""
 _RIGHT_ANGLES = {
     90: Image.Transpose.ROTATE_90,
     180: Image.Transpose.ROTATE_180,
@@ -30,32 +31,38 @@ _RIGHT_ANGLES = {
 
 
 class ImageTools(ToolCalls):
-    """``ToolCalls`` with tools that look at the task's images, and at those that tools gave before."""
+    """``ToolCalls`` with tools that look at the task's images, and at those that tools gave."""
 
     class Settings(ToolCalls.Settings):
         """Which tools the policy has, and what boxes may be."""
 
         image_tools: tuple[Name, ...] = ("crop",)
-        """Which tools the policy has, in this order: crop, zoom, rotate, inspect (measures a box),
-        wait (shows the image later), and image_zoom_in_tool(bbox_2d, label) and
-        image_rotate_tool(angle), as DeepEyes calls crop and rotate.
+        """Which tools the policy has, in this order.
+
+        They are crop, zoom, rotate, inspect (measures a box), wait (shows the image later), and
+        image_zoom_in_tool(bbox_2d, label) and image_rotate_tool(angle), as DeepEyes calls crop and
+        rotate.
         """
         coordinates: Literal["fraction", "pixel"] = "fraction"
-        """What boxes are in: fractions of width and height (Arc Vision), or pixels of the original
-        image (DeepEyes).
+        """The unit of boxes: fraction or pixel.
+
+        They are fractions of width and height (Arc Vision), or pixels of the original image
+        (DeepEyes).
         """
         min_side: int = Field(28, ge=1)
-        """A box with a shorter side, in pixels, is refused, since it would be enlarged from almost
-        nothing. DeepEyes has 31.
+        """A box with a shorter side, in pixels, is refused.
+
+        It would be enlarged from almost nothing. DeepEyes has 31.
         """
         max_aspect: float = Field(100.0, ge=1)
-        """A box whose one side is more than this many times the other is refused, as image
-        processors do.
+        """A box is refused when one side is more than this many times the other.
+
+        Image processors refuse it too.
         """
         max_zoom: float = Field(4.0, ge=1)
         """Largest factor of ``zoom``. Raise it for screens with small writing."""
         wait_limit: float = Field(5.0, gt=0)
-        """Seconds that an episode may really spend in ``wait``. Keep it below ``tool_timeout``."""
+        """Seconds that an episode may spend in ``wait``. Keep it below ``tool_timeout``."""
 
         @model_validator(mode="after")
         def _waits_in_time(self) -> Self:
@@ -70,12 +77,13 @@ class ImageTools(ToolCalls):
         self._looking = settings
 
     def tools_for(self, task: Task) -> Sequence[Tool]:
-        """Reads the images, under the environment's own deadline.
+        """Read the images, within the deadline of ``reset``, and return the tools.
 
         Raises DataFailure, InfrastructureFailure.
         """
         album = Album([read(image) for image in task.images], self._looking)
-        return [*(album.tool(name) for name in self._looking.image_tools), *super().tools_for(task)]
+        image_tools = [album.tool(name) for name in self._looking.image_tools]
+        return [*image_tools, *super().tools_for(task)]
 
 
 @dataclass(frozen=True)
@@ -88,24 +96,28 @@ class ImageTool:
     function: Callable[..., ToolResult]
 
     def __call__(self, /, **arguments: Any) -> ToolResult:
-        """Raises ToolError for what the policy cannot have."""
+        """Call the function. Raises ToolError for what the policy cannot have."""
         return self.function(**arguments)
 
 
 class Album:
-    """The images of one episode, numbered in the order in which the policy saw them, and the tools'
-    functions.
+    """The images of one episode, and the functions of the tools.
+
+    Images are numbered in the order in which the policy saw them.
     """
 
     def __init__(self, images: Sequence[bytes], settings: ImageTools.Settings) -> None:
-        self._images, self._settings = list(images), settings
+        self._images = list(images)
+        self._settings = settings
         self._waited = 0.0
 
     def tool(self, name: Name) -> Tool:
-        """The tool of that name."""
+        """Return the tool of that name."""
         box = {"box": _BOXES[self._settings.coordinates]}
-        most = self._settings.max_zoom
-        factor = _number("how many times larger to show it", 1, most, default=min(2.0, most))
+        max_zoom = self._settings.max_zoom
+        factor = _number(
+            "how many times larger to show it", 1, max_zoom, default=min(2.0, max_zoom)
+        )
         angle = _number("degrees, counter-clockwise", -360, 360, examples=[90])
         seconds = _number("how long to wait", 0.1, self._settings.wait_limit, examples=[0.1])
         tools: dict[str, tuple[str, Mapping[str, Any], Callable[..., ToolResult]]] = {
@@ -129,89 +141,94 @@ class Album:
             ),
             "image_rotate_tool": ("Turns an image.", {"angle": angle}, self.rotate),
         }
-        about, own, function = tools[name]
+        description, properties, function = tools[name]
         parameters = {
             "type": "object",
-            "properties": {**own, "image": _IMAGE},
-            "required": [next(iter(own))],
+            "properties": {**properties, "image": _IMAGE},
+            "required": [next(iter(properties))],
         }
-        return ImageTool(name, about, parameters, function)
+        return ImageTool(name, description, parameters, function)
 
     def crop(self, box: Any, image: int = 0) -> ToolResult:
-        """The part of an image, in the image's own resolution. Raises ToolError."""
-        found = self._image(image)
-        return self._shown(found.crop(self._edges(box, found)))
+        """Return a part of an image, in the image's resolution. Raises ToolError."""
+        source = self._image(image)
+        return self._shown(source.crop(self._edges(box, source)))
 
     def image_zoom_in_tool(self, bbox_2d: Any, label: str = "", image: int = 0) -> ToolResult:
-        """``crop``; ``label`` is for the policy's own thoughts. Raises ToolError."""
+        """Return ``crop``; ``label`` is for the policy's thoughts. Raises ToolError."""
         return self.crop(bbox_2d, image)
 
     def zoom(self, box: Any, factor: float | None = None, image: int = 0) -> ToolResult:
-        """The part of an image, ``factor`` times as wide and high. Raises ToolError."""
-        most = self._settings.max_zoom
-        factor = min(2.0, most) if factor is None else factor
-        if not 1 <= factor <= most:
-            raise ToolError(f"factor {factor} must be from 1 to {most:g}")
-        found = self._image(image)
-        left, top, right, bottom = edges = self._edges(box, found)
+        """Return a part of an image, ``factor`` times as wide and high. Raises ToolError."""
+        max_zoom = self._settings.max_zoom
+        factor = min(2.0, max_zoom) if factor is None else factor
+        if not 1 <= factor <= max_zoom:
+            raise ToolError(f"factor {factor} must be from 1 to {max_zoom:g}")
+        source = self._image(image)
+        edges = self._edges(box, source)
+        left, top, right, bottom = edges
         size = _fitting(round((right - left) * factor), round((bottom - top) * factor), MOST_PIXELS)
-        return self._shown(found.resize(size, Image.Resampling.BICUBIC, edges))
+        return self._shown(source.resize(size, Image.Resampling.BICUBIC, edges))
 
     def rotate(self, angle: float, image: int = 0) -> ToolResult:
-        """The whole image, turned; what is new at the corners is white. Raises ToolError."""
+        """Return the whole image, turned, with white corners. Raises ToolError."""
         if not -360 <= angle <= 360:
             raise ToolError(f"angle {angle} must be from -360 to 360")
-        found, angle = self._image(image), angle % 360
+        source = self._image(image)
+        angle = angle % 360
         if angle in _RIGHT_ANGLES:
-            return self._shown(found.transpose(_RIGHT_ANGLES[int(angle)]))
-        largest = (
-            found.width + found.height
-        ) ** 2 // 2  # of the picture turned by 45 degrees, with its corners
-        if largest > MOST_PIXELS:
-            found = found.resize(
-                _fitting(*found.size, found.width * found.height * MOST_PIXELS // largest)
-            )
+            return self._shown(source.transpose(_RIGHT_ANGLES[int(angle)]))
+        # The pixels of the picture turned by 45 degrees, with its corners.
+        max_turned_pixels = (source.width + source.height) ** 2 // 2
+        if max_turned_pixels > MOST_PIXELS:
+            pixels = source.width * source.height * MOST_PIXELS // max_turned_pixels
+            source = source.resize(_fitting(*source.size, pixels))
         return self._shown(
-            found.rotate(angle, Image.Resampling.BICUBIC, expand=True, fillcolor="white")
+            source.rotate(angle, Image.Resampling.BICUBIC, expand=True, fillcolor="white")
         )
 
     def inspect(self, box: Any, image: int = 0) -> ToolResult:
-        """The whole image with the box marked, its size, place, mean colour and contrast (WCAG 2, 1
-        to 21). Raises ToolError.
+        """Return the whole image with the box marked, and a text that measures the box.
+
+        It has size, place, mean colour and contrast (WCAG 2, 1 to 21). Raises ToolError.
         """
-        found = self._image(image)
-        left, top, right, bottom = edges = self._edges(box, found)
-        pixels = np.asarray(found.crop(edges), np.float64)
-        red, green, blue = (round(v) for v in pixels.mean((0, 1)))
-        light = _luminance(pixels)
-        share = (right - left) * (bottom - top) / (found.width * found.height)
+        source = self._image(image)
+        edges = self._edges(box, source)
+        left, top, right, bottom = edges
+        pixels = np.asarray(source.crop(edges), np.float64)
+        red, green, blue = (round(mean) for mean in pixels.mean((0, 1)))
+        luminance = _luminance(pixels)
+        contrast = (luminance.max() + 0.05) / (luminance.min() + 0.05)
+        share = (right - left) * (bottom - top) / (source.width * source.height)
         text = (
             f"{right - left}x{bottom - top} pixels at ({left}, {top}), {share:.1%} of the image;"
-            f" mean colour #{red:02x}{green:02x}{blue:02x}, contrast"
-            f" {(light.max() + 0.05) / (light.min() + 0.05):.1f}"
+            f" mean colour #{red:02x}{green:02x}{blue:02x}, contrast {contrast:.1f}"
         )
-        marked = found.copy()
-        line = max(2, min(found.size) // 200)
-        low = max(left - line, 0), max(top - line, 0)
-        high = min(right + line, found.width) - 1, min(bottom + line, found.height) - 1
-        ImageDraw.Draw(marked).rectangle((low, high), outline="red", width=line)
-        return self._shown(marked, text)
+        copy = source.copy()
+        width = max(2, min(source.size) // 200)
+        upper_left = max(left - width, 0), max(top - width, 0)
+        lower_right = (
+            min(right + width, source.width) - 1,
+            min(bottom + width, source.height) - 1,
+        )
+        ImageDraw.Draw(copy).rectangle((upper_left, lower_right), outline="red", width=width)
+        return self._shown(copy, text)
 
     def wait(self, seconds: float, image: int = 0) -> ToolResult:
-        """The same image, later: a picture of a screen does not change.
+        """Return the same image, later: a picture of a screen does not change.
 
         Raises ToolError beyond ``wait_limit``.
         """
-        limit = self._settings.wait_limit
-        found = self._image(image)
-        if not 0 < seconds <= limit - self._waited:
+        source = self._image(image)
+        seconds_left = self._settings.wait_limit - self._waited
+        if not 0 < seconds <= seconds_left:
             raise ToolError(
-                f"{seconds} seconds are not between 0 and the {limit - self._waited:g} that are"
+                f"{seconds} seconds are not between 0 and the {seconds_left:g} that are"
                 " left to wait"
             )
         self._waited += seconds
         time.sleep(seconds)
-        return self._shown(found, f"{seconds:g} seconds later nothing has changed")
+        return self._shown(source, f"{seconds:g} seconds later nothing has changed")
 
     def _image(self, index: int) -> Image.Image:
         if not 0 <= index < len(self._images):
@@ -221,22 +238,22 @@ class Album:
         return decode(self._images[index])
 
     def _edges(self, box: Any, image: Image.Image) -> tuple[int, int, int, int]:
-        """Left, top, right and bottom in pixels, clamped to the image. Raises ToolError."""
-        if not (
-            len(box) == 4 and all(type(v) in (int, float) and -math.inf < v < math.inf for v in box)
-        ):
+        """Return left, top, right and bottom in pixels, clamped to the image. Raises ToolError."""
+        if len(box) != 4 or not all(map(_is_finite_number, box)):
             raise ToolError("box must be [x1, y1, x2, y2], four numbers")
-        wide, high = image.size if self._settings.coordinates == "fraction" else (1, 1)
-        left, right = (round(min(max(v * wide, 0), image.width)) for v in (box[0], box[2]))
-        top, bottom = (round(min(max(v * high, 0), image.height)) for v in (box[1], box[3]))
-        width, height, least = right - left, bottom - top, self._settings.min_side
+        x_unit, y_unit = image.size if self._settings.coordinates == "fraction" else (1, 1)
+        left, right = (round(min(max(x * x_unit, 0), image.width)) for x in (box[0], box[2]))
+        top, bottom = (round(min(max(y * y_unit, 0), image.height)) for y in (box[1], box[3]))
+        width = right - left
+        height = bottom - top
+        min_side = self._settings.min_side
         if width <= 0 or height <= 0:
             raise ToolError(
                 f"box {box} must have x1 < x2 and y1 < y2 within the image"
                 f" ({image.width}x{image.height} pixels)"
             )
-        if min(width, height) < least:
-            raise ToolError(f"the box covers {width}x{height} pixels, each side needs {least}")
+        if min(width, height) < min_side:
+            raise ToolError(f"the box covers {width}x{height} pixels, each side needs {min_side}")
         if max(width, height) > self._settings.max_aspect * min(width, height):
             raise ToolError(
                 f"the box covers {width}x{height} pixels: one side is too long for the other"
@@ -244,30 +261,40 @@ class Album:
         return left, top, right, bottom
 
     def _shown(self, image: Image.Image, text: str = "") -> ToolResult:
-        """The image, as the next of the album."""
+        """Return the image, as the next of the album."""
         encoded = png(image)
         self._images.append(encoded)
         number = f"image {len(self._images) - 1}: {image.width}x{image.height} pixels"
         return ToolResult(f"{text}; {number}" if text else number, (ImageSource(data=encoded),))
 
 
-def _fitting(width: int, height: int, most: int) -> tuple[int, int]:
-    """The size, reduced to at most ``most`` pixels."""
-    scale = min(1.0, math.sqrt(most / (width * height)))
+def _is_finite_number(value: Any) -> bool:
+    return type(value) in (int, float) and -math.inf < value < math.inf
+
+
+def _fitting(width: int, height: int, max_pixels: int) -> tuple[int, int]:
+    """Return the size, reduced to at most ``max_pixels`` pixels."""
+    scale = min(1.0, math.sqrt(max_pixels / (width * height)))
     return max(1, int(width * scale)), max(1, int(height * scale))
 
 
 def _luminance(
     pixels: np.ndarray[Any, np.dtype[np.float64]],
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Relative luminance 0..1 of RGB pixels 0..255 [..., 3] (WCAG 2, definition of contrast ratio)."""
+    """Return the relative luminance 0..1 of RGB pixels 0..255 [..., 3] (WCAG 2, contrast ratio)."""
     share = pixels / 255
     linear = np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
     return linear @ np.array([0.2126, 0.7152, 0.0722])
 
 
-def _number(description: str, least: float, most: float, **more: Any) -> dict[str, Any]:
-    return {"type": "number", "description": description, "minimum": least, "maximum": most, **more}
+def _number(description: str, minimum: float, maximum: float, **more: Any) -> dict[str, Any]:
+    return {
+        "type": "number",
+        "description": description,
+        "minimum": minimum,
+        "maximum": maximum,
+        **more,
+    }
 
 
 _LABEL = {"type": "string", "description": "what is in the box (optional)"}

@@ -1,5 +1,6 @@
-"""Tools in a conversation: the policy calls one (``rayloop/chat/calls.py``) and sees its text and
-images.
+"""Tools in a conversation: the policy calls one, and sees its text and images.
+
+``rayloop/chat/calls.py`` reads the calls.
 """
 
 import json
@@ -27,38 +28,35 @@ from rayloop.data.images import pictures
 
 logger = logging.getLogger(__name__)
 
-SHOWN = 200
-"""Characters of what the policy wrote that an error repeats."""
+QUOTED_CHARACTERS = 200
+"""Characters of the policy's text that an error repeats."""
 _INSTRUCTIONS = (
     (Path(__file__).parent / "prompts" / "tools.txt").read_text(encoding="utf-8").rstrip()
 )
 
 
 Schema = dict[str, Any]
-"""``{"type": "function", "function": {"name", "description", "parameters"}}``, as chat templates of
-the Hub take it.
+"""``{"type": "function", "function": {"name", "description", "parameters"}}``.
+
+Chat templates of the Hub take it.
 """
 
 
 def schemas(environment: Environment) -> list[Schema]:
-    """Of the environment's ``tools``, in their order; empty when it has none.
+    """Return the schemas of the environment's ``tools``, in their order; empty when it has none.
 
-    Raises EnvironmentFailed for what is no tool.
+    Raises EnvironmentFailed for an object that is not a tool.
     """
     return [schema(tool) for tool in getattr(environment, "tools", ())]
 
 
 def schema(tool: Any) -> Schema:
-    """Of one tool. Raises EnvironmentFailed for what is none."""
-    name, about, parameters = (
+    """Return the schema of one tool. Raises EnvironmentFailed for an object that is not a tool."""
+    name, description, parameters = (
         getattr(tool, key, None) for key in ("name", "description", "parameters")
     )
-    if not (
-        isinstance(name, str)
-        and name
-        and isinstance(about, str)
-        and isinstance(parameters, Mapping)
-    ):
+    has_name = isinstance(name, str) and name
+    if not has_name or not isinstance(description, str) or not isinstance(parameters, Mapping):
         needs = "a name and a description (texts) and parameters (a JSON schema, a mapping)"
         raise EnvironmentFailed(f"{type(tool).__name__} is no tool: it needs {needs}", bug=True)
     try:
@@ -69,7 +67,7 @@ def schema(tool: Any) -> Schema:
         ) from error
     return {
         "type": "function",
-        "function": {"name": name, "description": about, "parameters": plain},
+        "function": {"name": name, "description": description, "parameters": plain},
     }
 
 
@@ -78,20 +76,23 @@ class ToolError(Exception):
 
 
 def instructions(tools: Sequence[Schema]) -> str:
-    """The instructions for ``tools``, a line of JSON each, where the chat template has none."""
+    """Return the instructions for ``tools``, where the chat template has none.
+
+    Each tool is a line of JSON.
+    """
     return _INSTRUCTIONS.format(tools="\n".join(map(json.dumps, tools)), call=CALL, called=CALLED)
 
 
 def tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
-    """Name and arguments of the last tool call in ``text``, None when there is none.
+    """Return name and arguments of the last tool call in ``text``, None when there is none.
 
-    Raises ToolError if malformed.
+    Raises ToolError for a malformed call.
     """
-    found = bodies(text)
-    if not found:
+    calls = bodies(text)
+    if not calls:
         return None
     try:
-        return called(found[-1])
+        return called(calls[-1])
     except ValueError as error:
         raise ToolError(str(error)) from error
 
@@ -99,16 +100,14 @@ def tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
 class ToolCalls:
     """The task's messages, then calls of tools until a turn calls none: that turn is the answer.
 
-    Own tools are classes under ``tools``; a subclass can override ``tools_for``.
+    Custom tools are classes under ``tools``; a subclass can override ``tools_for``.
     """
 
     class Settings(SettingsModel):
         """Which tools there are, and how they are described and shown."""
 
         tools: tuple[Annotated[Component, Role("tool", ("__call__",))], ...] = ()
-        """``[{use: module:Class, with: {...}}]``: what the policy may call
-        (docs/bring_your_own/tool.md).
-        """
+        """``[{use: module:Class, with: {...}}]``: custom tools (docs/bring_your_own/tool.md)."""
         role: str = "tool"
         """The role under which the chat template shows results."""
         tool_timeout: float = Field(30.0, gt=0)
@@ -117,9 +116,11 @@ class ToolCalls:
         Keep it below ``episode.step_timeout``.
         """
         describe: Literal["template", "prompt", "nowhere"] = "template"
-        """Where tools are described: ``template`` gives their schemas to the chat template
-        (Qwen3-VL, Hermes), ``prompt`` writes a system message (Qwen2.5-VL's template ignores
-        tools), ``nowhere`` leaves it to the row's prompt.
+        """Where tools are described: template, prompt or nowhere.
+
+        ``template`` gives their schemas to the chat template (Qwen3-VL, Hermes), ``prompt`` writes
+        a system message (Qwen2.5-VL's template ignores tools), ``nowhere`` leaves it to the row's
+        prompt.
         """
 
     def __init__(self, settings: Settings) -> None:
@@ -128,15 +129,13 @@ class ToolCalls:
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """What the chat template describes to the policy."""
-        return (
-            [checked.tool for checked in self._tools.values()]
-            if self._settings.describe == "template"
-            else ()
-        )
+        """Return the tools that the chat template describes to the policy."""
+        if self._settings.describe != "template":
+            return ()
+        return [checked.tool for checked in self._tools.values()]
 
     def tools_for(self, task: Task) -> Sequence[Tool]:
-        """Called by ``reset``, under the environment's own deadline.
+        """Return the episode's tools, for ``reset`` and within its deadline.
 
         Raises DataFailure, InfrastructureFailure.
         """
@@ -147,16 +146,14 @@ class ToolCalls:
         self._tools = {tool.name: _Checked(tool) for tool in self.tools_for(task)}
         if self._settings.describe != "prompt" or not self._tools:
             return Observation(task.messages)
-        return Observation(
-            _with_system(
-                task.messages, instructions([schema(tool) for tool in self._tools.values()])
-            )
-        )
+        text = instructions([schema(tool) for tool in self._tools.values()])
+        return Observation(_with_system(task.messages, text))
 
     def step(self, text: str) -> StepResult:
         """Carry out the call.
 
-        A call that cannot be is answered with the reason, as an error. Raises ToolDeadline.
+        A call that cannot be carried out is answered with the reason, as an error. Raises
+        ToolDeadline.
         """
         name = ""
         try:
@@ -165,8 +162,9 @@ class ToolCalls:
                 return StepResult(done=True)
             name, arguments = call
             if name not in self._tools:
+                quoted = name[:QUOTED_CHARACTERS]
                 raise ToolError(
-                    f"there is no tool {name[:SHOWN]!r}; the tools are: {', '.join(self._tools)}"
+                    f"there is no tool {quoted!r}; the tools are: {', '.join(self._tools)}"
                 )
             result = self._result(self._tools[name], arguments)
         except ToolError as error:
@@ -174,10 +172,10 @@ class ToolCalls:
         return StepResult(self._shown(str(result.text), *pictures(result.images), name=name))
 
     def _result(self, tool: "_Checked", arguments: Mapping[str, Any]) -> ToolResult:
-        """What the tool answers.
+        """Return what the tool answers.
 
         Raises ToolError, also for other errors that the call is to blame for, ToolDeadline, and
-        what blames the data or the infrastructure.
+        errors that blame the data or the infrastructure.
         """
         try:
             if hasattr(tool.tool, "own_deadline"):
@@ -200,23 +198,28 @@ class ToolCalls:
         return result
 
     def evaluate(self) -> float | None:
-        """No result of its own."""
+        """Return None: the reward judges the answer."""
         return None
 
     def close(self) -> None:
         """Close the tools that have a ``close``, and forget all."""
-        tools, self._tools = self._tools, {}
+        tools = self._tools
+        self._tools = {}
         for checked in tools.values():
             getattr(checked.tool, "close", tuple)()
 
     def _shown(self, *parts: str | ImageSource, name: str = "") -> Observation:
-        """The result of the tool ``name``; some templates write whose it is (gpt-oss, Gemma 4)."""
-        named = {"name": name} if name in self._tools and self._settings.role == "tool" else {}
-        return Observation((Message(self._settings.role, parts, named),))
+        """Return the result of the tool ``name``.
+
+        Some templates write the name (gpt-oss, Gemma 4).
+        """
+        has_name = name in self._tools and self._settings.role == "tool"
+        fields = {"name": name} if has_name else {}
+        return Observation((Message(self._settings.role, parts, fields),))
 
 
 def _with_system(messages: Sequence[Message], text: str) -> tuple[Message, ...]:
-    """``messages`` with ``text`` in their system message, which comes first."""
+    """Return ``messages`` with ``text`` in their system message, which comes first."""
     if messages and messages[0].role == "system":
         return (Message("system", (*messages[0].parts, "\n\n", text)), *messages[1:])
     return (Message("system", (text,)), *messages)
@@ -234,51 +237,57 @@ _TYPES: Mapping[str, Callable[[Any], bool]] = {
 
 
 class _Checked:
-    """A tool that is only called with arguments that its schema knows, of the types it names, and
-    with all that it requires.
+    """A tool that is only called with arguments that fit its schema.
+
+    The schema has their names and types, and none that it requires is missing.
     """
 
     def __init__(self, tool: Tool) -> None:
-        self.name, self.description, self.parameters = tool.name, tool.description, tool.parameters
+        self.name = tool.name
+        self.description = tool.description
+        self.parameters = tool.parameters
         self.tool = tool
 
     def __call__(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """Raises ToolError.
+        """Call the tool. Raises ToolError.
 
-        ``arguments`` is one mapping: the policy's names are never those of a parameter here.
+        ``arguments`` is one mapping: the policy's names are never parameters of this method.
         """
-        known = self.parameters.get("properties", {})
+        properties = self.parameters.get("properties", {})
         missing = [name for name in self.parameters.get("required", ()) if name not in arguments]
         if missing:
             raise ToolError(f"{self.name} needs the argument {missing[0]!r}")
         for name, value in arguments.items():
-            if name not in known:
+            if name not in properties:
                 raise ToolError(
-                    f"{self.name} knows no argument {name[:SHOWN]!r}; it has:"
-                    f" {', '.join(known) or 'none'}"
+                    f"{self.name} knows no argument {name[:QUOTED_CHARACTERS]!r}; it has:"
+                    f" {', '.join(properties) or 'none'}"
                 )
-            wanted = _types(known[name])
-            if wanted and not any(_TYPES[one](value) for one in wanted):
-                given = (
-                    type(value).__name__ if isinstance(value, list | dict) else repr(value)[:SHOWN]
-                )  # nested ones have no repr
+            types = _types(properties[name])
+            if types and not any(_TYPES[type_](value) for type_ in types):
                 raise ToolError(
-                    f"the argument {name!r} of {self.name} must be of type {' or '.join(wanted)},"
-                    f" not {given}"
+                    f"the argument {name!r} of {self.name} must be of type {' or '.join(types)},"
+                    f" not {_short(value)}"
                 )
         return self.tool(**arguments)
 
 
+def _short(value: Any) -> str:
+    # Deeply nested values have no repr.
+    if isinstance(value, list | dict):
+        return type(value).__name__
+    return repr(value)[:QUOTED_CHARACTERS]
+
+
 def _types(schema: Any) -> list[str]:
-    """The JSON types that the schema of an argument names; empty where it names none, or one that
-    is unknown.
+    """Return the JSON types that the schema of an argument names.
+
+    Empty where it names none, or an unknown one.
     """
-    named = schema.get("type") if isinstance(schema, Mapping) else None
-    found = (
-        [named]
-        if isinstance(named, str)
-        else list(named)
-        if isinstance(named, list | tuple)
-        else []
-    )
-    return found if all(one in _TYPES for one in found) else []
+    value = schema.get("type") if isinstance(schema, Mapping) else None
+    types: list[Any] = []
+    if isinstance(value, str):
+        types = [value]
+    elif isinstance(value, list | tuple):
+        types = list(value)
+    return types if all(type_ in _TYPES for type_ in types) else []
