@@ -12,8 +12,10 @@ from rayloop.core.types import ImageSource, Message, Task
 from rayloop.data.images import png
 from rayloop.envs.settings import EnvironmentKind
 
-SIDE, RADIUS = 640, 7
-"""Pixels of the interpreter's picture, and of a dot in it."""
+PICTURE_PIXELS = 640
+"""Pixels of a side of the interpreter's picture."""
+DOT_RADIUS = 7
+"""Pixels of the radius of a dot in it."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +31,16 @@ class Family:
     turn: Callable[[str], str]
 
     def play(self, name: str, seed: int) -> tuple[EnvironmentKind, Task]:
-        """The environment of a task, and the task. ``name`` is one of ``names``."""
-        return EnvironmentKind.model_validate(
-            {"use": self.use, "with": dict(self.settings)}
-        ), self.task(name, seed)
+        """Return the environment of a task, and the task. ``name`` is one of ``names``."""
+        kind = EnvironmentKind.model_validate({"use": self.use, "with": dict(self.settings)})
+        return kind, self.task(name, seed)
 
 
 def _scripted() -> Family:
     from rayloop.envs.scripted import ScriptedImage
+
+    def task(name: str, seed: int) -> Task:
+        return _task(name, seed, f"Turn 1 of seed {seed}.", ScriptedImage().source())
 
     steps = [{"text": f"Turn {turn}.", "images": [{"width": 40 * turn}]} for turn in (2, 3)]
     return Family(
@@ -45,7 +49,7 @@ def _scripted() -> Family:
         ("three-turns",),
         "rayloop.envs.scripted:ScriptedTool",
         {"steps": steps, "result": 1.0},
-        lambda name, seed: _task(name, seed, f"Turn 1 of seed {seed}.", ScriptedImage().source()),
+        task,
         str,
     )
 
@@ -76,6 +80,9 @@ def _interpreter() -> Family:
 def _miniwob() -> Family:
     from rayloop.envs.browser.miniwob import pages
 
+    def task(name: str, seed: int) -> Task:
+        return _task(name, seed, "{instruction}", extra={"page": name, "seed": seed})
+
     return Family(
         'MiniWoB++, small web pages in a real Chromium; needs pip install "rayloop[browser]" and'
         " chromium-headless-shell",
@@ -83,7 +90,7 @@ def _miniwob() -> Family:
         pages(),
         "rayloop.envs.browser.miniwob:MiniWob",
         {"pointing": {"factor": 1}},
-        lambda name, seed: _task(name, seed, "{instruction}", extra={"page": name, "seed": seed}),
+        task,
         screen_turn,
     )
 
@@ -92,15 +99,20 @@ def _desktop() -> Family:
     from rayloop.envs.desktop.session import missing
     from rayloop.envs.desktop.tasks import PROMPT, SHIPPED, task_file
 
-    lacks = missing()
+    def task(name: str, seed: int) -> Task:
+        return _task(name, seed, PROMPT, extra={"desktop": name})
+
+    about = "tasks on a local X desktop with an editor, a file manager and a terminal"
+    install_command = missing()
+    if install_command:
+        about += f"; missing here: {install_command}"
     return Family(
-        "tasks on a local X desktop with an editor, a file manager and a terminal"
-        + (f"; missing here: {lacks}" if lacks else ""),
+        about,
         "type(content='hello')",
         tuple(task_file(SHIPPED).tasks),
         "rayloop.envs.desktop.environment:DesktopTasks",
         {"pointing": {"coordinates": "absolute", "factor": 1, "max_pixels": 1 << 30}},
-        lambda name, seed: _task(name, seed, PROMPT, extra={"desktop": name}),
+        task,
         screen_turn,
     )
 
@@ -111,11 +123,14 @@ FAMILIES: Mapping[str, Callable[[], Family]] = {
     "miniwob": _miniwob,
     "scripted": _scripted,
 }
-"""Word before the colon -> the family. One that is added has one line here."""
+"""The word before the colon -> the family. A new family is one line here."""
 
 
 def family(name: str) -> Family:
-    """Raises ConfigError for one that does not exist, or whose packages or pages are not installed."""
+    """Return a family.
+
+    Raises ConfigError for one that does not exist, or whose packages or pages are not installed.
+    """
     if name not in FAMILIES:
         raise ConfigError(
             f"no environments are called {name!r}{nearest(name, list(FAMILIES))}; there are"
@@ -128,44 +143,49 @@ def family(name: str) -> Family:
 
 
 def playable(written: str, seed: int) -> tuple[Family, EnvironmentKind, Task]:
-    """The environment and the task of ``family:name``. Raises ConfigError."""
+    """Return the environment and the task of ``family:name``. Raises ConfigError."""
     word, _, name = written.partition(":")
-    found = family(word)
-    if name not in found.names:
-        close = [known for known in found.names if name and name in known] or list(found.names)
-        some = f"{', '.join(close[:10])}{' ...' if close[10:] else ''}"
-        raise ConfigError(f"{word} has no {name!r}; there is {some}{nearest(name, found.names)}")
-    return found, *found.play(name, seed)
+    environments = family(word)
+    if name not in environments.names:
+        similar = [other for other in environments.names if name and name in other]
+        names = similar or list(environments.names)
+        examples = ", ".join(names[:10])
+        if len(names) > 10:
+            examples += " ..."
+        suggestion = nearest(name, environments.names)
+        raise ConfigError(f"{word} has no {name!r}; there is {examples}{suggestion}")
+    return environments, *environments.play(name, seed)
 
 
 def screen_turn(typed: str) -> str:
-    """The turn of a policy that acts on a screen, of a typed action; points are pixels of the
-    screen.
-    """
+    """Return a typed action as the turn of a policy; points are pixels of the screen."""
     return typed if "Action:" in typed else f"Action: {typed}"
 
 
 def interpreter_turn(typed: str) -> str:
-    """The turn of a policy with an interpreter, of a typed line: Python, or ``answer`` and the
-    answer.
+    """Return a typed line as the turn of a policy with an interpreter.
+
+    The line is Python, or ``answer`` and the answer.
     """
     word, _, rest = typed.strip().partition(" ")
     if word == "answer":
         return f"<answer>\n\\boxed{{{rest}}}\n</answer>"
-    return typed if typed.lstrip().startswith("<") else f"<code>\n```python\n{typed}\n```\n</code>"
+    if typed.lstrip().startswith("<"):
+        return typed
+    return f"<code>\n```python\n{typed}\n```\n</code>"
 
 
 def dots(seed: int) -> tuple[bytes, int]:
-    """A PNG of 5 to 30 dots on white, none on another, and their number."""
-    draws = random.Random(seed)
-    cells = draws.sample(range(100), draws.randint(5, 30))
-    picture = Image.new("RGB", (SIDE, SIDE), "white")
+    """Return a PNG of 5 to 30 dots on white that do not overlap, and their number."""
+    generator = random.Random(seed)
+    cells = generator.sample(range(100), generator.randint(5, 30))
+    image = Image.new("RGB", (PICTURE_PIXELS, PICTURE_PIXELS), "white")
+    cell_pixels = PICTURE_PIXELS // 10
     for cell in cells:
-        x, y = (SIDE // 10 * part + SIDE // 20 for part in divmod(cell, 10))
-        ImageDraw.Draw(picture).ellipse(
-            (x - RADIUS, y - RADIUS, x + RADIUS, y + RADIUS), fill="black"
-        )
-    return png(picture), len(cells)
+        x, y = (cell_pixels * part + PICTURE_PIXELS // 20 for part in divmod(cell, 10))
+        box = (x - DOT_RADIUS, y - DOT_RADIUS, x + DOT_RADIUS, y + DOT_RADIUS)
+        ImageDraw.Draw(image).ellipse(box, fill="black")
+    return png(image), len(cells)
 
 
 def _task(name: str, seed: int, *parts: str | ImageSource, **more: Any) -> Task:

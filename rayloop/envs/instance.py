@@ -1,5 +1,6 @@
-"""One environment while it lives: made, called and closed by a thread of its own, a process, or the
-event loop.
+"""One environment while it lives: made, called and closed.
+
+A thread, a process or the event loop runs it.
 """
 
 import asyncio
@@ -27,27 +28,30 @@ class Instance(Protocol):
     contained: bool
 
     async def make(self, timeout: float) -> None:
-        """Call its constructor; first of all. Raises as ``call`` does."""
+        """Call its constructor, before all other calls. Raises as ``call`` does."""
 
     async def call(self, method: str, *args: object, timeout: float) -> Any:
-        """What ``invoke`` gives.
+        """Return what ``invoke`` returns.
 
         Raises DeadlineExceeded, EnvironmentFailed when its process ended, and what the method
         raises.
         """
 
     async def close(self, timeout: float) -> None:
-        """Last of all, also after a failure.
+        """Close it, after all other calls and also after a failure.
 
         Raises as ``call`` does; whatever happens, nothing of it is used again.
         """
 
 
 def invoke(environment: Environment, method: str, args: tuple[Any, ...]) -> Any:
-    """Call a method of the protocol; ``tools`` gives the schemas of the tools that the environment
-    offers now.
+    """Call a method of the protocol.
+
+    ``tools`` returns the schemas of the tools that the environment offers now.
     """
-    return schemas(environment) if method == "tools" else getattr(environment, method)(*args)
+    if method == "tools":
+        return schemas(environment)
+    return getattr(environment, method)(*args)
 
 
 class _Here:
@@ -56,7 +60,8 @@ class _Here:
     contained = False
 
     def __init__(self, name: str, build: Callable[[], Environment]) -> None:
-        self.name, self._build = name, build
+        self.name = name
+        self._build = build
         self._environment: Environment | None = None
 
     async def make(self, timeout: float) -> None:
@@ -65,7 +70,7 @@ class _Here:
 
     async def call(self, method: str, *args: object, timeout: float) -> Any:
         """As ``Instance.call``."""
-        return await self._run(timeout, method, lambda: invoke(self._made(), method, args))
+        return await self._run(timeout, method, lambda: invoke(self._built(), method, args))
 
     async def close(self, timeout: float) -> None:
         """As ``Instance.close``."""
@@ -74,7 +79,7 @@ class _Here:
     def _make(self) -> None:
         self._environment = self._build()
 
-    def _made(self) -> Environment:
+    def _built(self) -> Environment:
         assert self._environment is not None
         return self._environment
 
@@ -96,7 +101,8 @@ class Immediate(_Here):
         if not inspect.isawaitable(result):
             return result
         if inspect.iscoroutine(result):
-            result.close()  # or Python warns that it was never awaited
+            # Otherwise Python warns that it was never awaited.
+            result.close()
         raise EnvironmentFailed(
             f"{method} is a coroutine: {self.name} must not say `immediate = True`", bug=True
         )
@@ -105,7 +111,7 @@ class Immediate(_Here):
 class Leading(_Here):
     """For a class that ``leads``: its coroutines run on the event loop.
 
-    ``endpoint`` is that of its process.
+    ``endpoint`` is the endpoint of its process.
     """
 
     contained = True
@@ -116,20 +122,21 @@ class Leading(_Here):
 
     @property
     def model(self) -> str:
-        """The model's name that the agent sends."""
-        return str(self._made().model)  # type: ignore[attr-defined]
+        """Return the model's name that the agent sends."""
+        return str(self._built().model)  # type: ignore[attr-defined]
 
     @property
     def on_error(self) -> float | None:
-        """The result of an episode whose program the policy broke; None: such an episode is left
-        out.
+        """Return the result of an episode whose program the policy broke.
+
+        None: such an episode is left out.
         """
-        found = getattr(self._made(), "on_error", "exclude")
-        return None if found == "exclude" else float(found)
+        value = getattr(self._built(), "on_error", "exclude")
+        return None if value == "exclude" else float(value)
 
     async def lead(self, task: Task, address: Mapping[str, str]) -> float | None:
         """As ``LeadingEnvironment.lead``."""
-        result: float | None = await self._made().lead(task, address)  # type: ignore[attr-defined]
+        result: float | None = await self._built().lead(task, address)  # type: ignore[attr-defined]
         return result
 
     async def _run(self, timeout: float, method: str, function: Callable[[], Any]) -> Any:
@@ -142,9 +149,9 @@ class Leading(_Here):
 
 
 class InThread(_Here):
-    """``isolation: thread``: one thread of this process.
+    """``isolation: thread``: an environment in a thread of this process.
 
-    A call that hangs or is cancelled keeps it; ``close`` then queues.
+    A call that hangs or is cancelled keeps the thread; ``close`` then queues.
     """
 
     def __init__(self, name: str, build: Callable[[], Environment]) -> None:
@@ -171,17 +178,19 @@ class InThread(_Here):
 
 
 class Environments:
-    """Makes an instance of the kind that a task names, or of ``default`` when it names none or
-    there are no ``kinds``.
+    """Makes instances of the kinds that tasks name.
+
+    A task that names none gets ``default``, and every task where there are no ``kinds``.
     """
 
     def __init__(self, default: EnvironmentKind, kinds: Mapping[str, EnvironmentKind]) -> None:
-        self._default, self._kinds = default, kinds
+        self._default = default
+        self._kinds = kinds
         self._workers = IdleWorkers()
         self._endpoint: Endpoint | None = None
 
     def kind(self, task: Task) -> EnvironmentKind:
-        """Raises DataFailure for an unknown one."""
+        """Return the kind of a task. Raises DataFailure for an unknown one."""
         if not (self._kinds and task.environment):
             return self._default
         if task.environment not in self._kinds:
@@ -191,18 +200,19 @@ class Environments:
         return self._kinds[task.environment]
 
     def of(self, task: Task) -> Instance:
-        """A new instance, not made yet; it must be closed. Raises as ``kind``."""
+        """Return a new instance, not made yet; it must be closed. Raises as ``kind``."""
         kind = self.kind(task)
         if kind.leads:
-            from rayloop.envs.agents.endpoint import (
-                Endpoint,
-            )  # a web server, for the runs that need one
+            # A web server, only for the runs that need one.
+            from rayloop.envs.agents.endpoint import Endpoint
 
             self._endpoint = self._endpoint or Endpoint()
             return Leading(kind.name, kind.build, self._endpoint)
         if kind.isolation == "process":
             return InProcess(kind, self._workers)
-        return (Immediate if kind.immediate else InThread)(kind.name, kind.build)
+        if kind.immediate:
+            return Immediate(kind.name, kind.build)
+        return InThread(kind.name, kind.build)
 
     def end(self) -> None:
         """End the processes that wait for their next instance, and the agents' endpoint."""

@@ -27,8 +27,11 @@ Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
-TOO_LARGE = "413"
-"""The status of a request with more bytes than the endpoint reads: what a tool gave is in it."""
+BODY_TOO_LARGE = "413"
+"""The status of a request with more bytes than the endpoint reads.
+
+A tool's result is in it.
+"""
 
 
 async def play_led(
@@ -47,56 +50,63 @@ async def play_led(
     """
     await _blamed("__init__", environment.make(settings.step_timeout))
     session = Session(request, renderer, settings, generate, environment.model)
-    reason, result = EndReason.DONE, None
-    what = f"{environment.name} of task {request.task.id}"
+    reason = EndReason.DONE
+    result: float | None = None
+    name = f"{environment.name} of task {request.task.id}"
     try:
         async with environment.endpoint.serving(session) as address:
-            result = _number(await _led(environment, request, session, address))
+            result = _number(await _run_agent(environment, request, session, address))
     except EnvironmentHung as error:
-        raise EnvironmentHung(f"{what}: {error}", contained=True) from error
+        raise EnvironmentHung(f"{name}: {error}", contained=True) from error
     except EnvironmentFailed as error:
-        ended = _ended(error, session, environment.on_error)
-        if ended is None:
-            said = f"; the last request was refused: {session.refused}" if session.refused else ""
-            raise EnvironmentFailed(f"{what}: {error}{said}", error.bug) from error
-        reason, result = ended
-        logger.warning("%s of %s ended the episode as %s: %s", what, request.id, reason, error)
+        end = _end(error, session, environment.on_error)
+        if end is None:
+            refusal = ""
+            if session.refused:
+                refusal = f"; the last request was refused: {session.refused}"
+            raise EnvironmentFailed(f"{name}: {error}{refusal}", error.bug) from error
+        reason, result = end
+        logger.warning("%s of %s ended the episode as %s: %s", name, request.id, reason, error)
     finally:
         session.close()
     return session.trajectory(reason, session.reward if session.reward is not None else result)
 
 
 def _number(result: Any) -> float | None:
-    """What an agent returned. Raises AgentFailed for what is no finite number."""
+    """Return an agent's result. Raises AgentFailed when it is not a finite number."""
     if result is None:
         return None
-    if not (isinstance(result, Real | np.bool_) and number(result) is not None):
+    is_number = isinstance(result, Real | np.bool_) and number(result) is not None
+    if not is_number:
         raise AgentFailed(f"returned {short(result, 200)}, which is no finite number", bug=True)
     return float(result)
 
 
-def _ended(
+def _end(
     error: EnvironmentFailed, session: Session, on_error: float | None
 ) -> tuple[EndReason, float | None] | None:
-    """How an episode ends whose agent ended with an error, and its result; None for an error that
-    is not the policy's.
+    """Return how an episode ends whose agent ended with an error, and its result.
+
+    None for an error that is not the policy's.
     """
     if not isinstance(error, AgentFailed):
         return None
     if session.limit is not None:
         return session.limit, None
-    if session.answered and session.refused.startswith(TOO_LARGE):
+    if session.answered and session.refused.startswith(BODY_TOO_LARGE):
         return EndReason.OVER_LENGTH, None
-    policys = error.policys and session.answered and not session.refused
-    return (EndReason.ACTION_ERROR, on_error) if policys and on_error is not None else None
+    by_policy = error.policys and session.answered and not session.refused
+    if by_policy and on_error is not None:
+        return EndReason.ACTION_ERROR, on_error
+    return None
 
 
-async def _led(
+async def _run_agent(
     environment: Leading, request: RolloutRequest, session: Session, address: dict[str, str]
 ) -> Any:
-    """What the agent returned.
+    """Return what the agent returned.
 
-    Raises at once what makes the episode worthless, and ends the agent then.
+    An error that makes the episode worthless ends the agent, and is raised at once.
     """
     agent = asyncio.ensure_future(_blamed("lead", environment.lead(request.task, address)))
     try:
@@ -112,7 +122,7 @@ async def _led(
 
 
 async def _blamed(method: str, call: Awaitable[Result]) -> Result:
-    """What the environment's method returns.
+    """Return what the environment's method returns.
 
     An error that blames neither it nor the data is a bug of its class.
     """

@@ -1,6 +1,7 @@
-"""``isolation: process``: an environment in a process of its own (guard.py, worker.py), without
-torch and Ray, in its own session. The process is used again for other instances, is killed with all
-that it started when a call hangs, and ends with its parent.
+"""``isolation: process``: an environment in its own process (guard.py, worker.py).
+
+The process has its own session, and neither torch nor Ray. It is used again for other instances, is
+killed with all that it started when a call hangs, and ends with its parent.
 """
 
 import os
@@ -18,9 +19,9 @@ from rayloop.envs.settings import EnvironmentKind
 from rayloop.sandbox.frames import Bounds, Channel
 
 PICKLED = Bounds(1 << 10, 1, 1 << 34)
-"""Of each message: one pickle, of a call's arguments, or of what it returned or raised."""
-DYING = 5.0
-"""Seconds in which a killed process must be gone."""
+"""The bounds of a message: one pickle, of a call's arguments, or of what it returned or raised."""
+EXIT_TIMEOUT_S = 5.0
+"""Seconds in which a killed process must have ended."""
 START = (
     "import sys; sys.path[:] = sys.argv[3:]; from rayloop.envs.guard import main;"
     " main(int(sys.argv[1]), int(sys.argv[2]))"
@@ -31,32 +32,33 @@ class WorkerProcess:
     """A process that hosts one environment after the other."""
 
     def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair()
+        self._socket, worker_end = socket.socketpair()
         self._channel = Channel(self._socket, PICKLED)
-        self._lifeline, watched = socket.socketpair()
-        with theirs, watched:
-            given = (theirs.fileno(), watched.fileno())
+        # The guard in the process watches this socket: its end closes when this process ends.
+        self._lifeline, guard_end = socket.socketpair()
+        with worker_end, guard_end:
+            descriptors = (worker_end.fileno(), guard_end.fileno())
             self._process = subprocess.Popen(
-                [sys.executable, "-c", START, *map(str, given), *sys.path],
-                pass_fds=given,
+                [sys.executable, "-c", START, *map(str, descriptors), *sys.path],
+                pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
         self.pid = self._process.pid
 
     async def ask(self, op: str, timeout: float, *arguments: object) -> tuple[bool, Any]:
-        """Whether the call succeeded, and what it returned or raised.
+        """Return whether the call succeeded, and what it returned or raised.
 
         A failure kills the process. Raises DeadlineExceeded, and EnvironmentFailed when the process
         has ended.
         """
         try:
             content = pickle.dumps(arguments)
-            # The channel's own deadline passes first, and so frees the thread.
-            answer, [packed] = await in_thread(
-                self._channel.ask, op, timeout, [content], timeout=timeout + DYING
+            # The channel's deadline passes first, and so frees the thread.
+            answer, [pickled] = await in_thread(
+                self._channel.ask, op, timeout, [content], timeout=timeout + EXIT_TIMEOUT_S
             )
-            return answer["succeeded"], pickle.loads(packed)
+            return answer["succeeded"], pickle.loads(pickled)
         except TimeoutError as error:
             self.kill()
             raise DeadlineExceeded(str(error)) from error
@@ -69,7 +71,7 @@ class WorkerProcess:
             raise
 
     def idle(self) -> bool:
-        """Whether it lives: the connection is open, and nothing came without a call."""
+        """Return whether it lives: the connection is open, and nothing came without a call."""
         self._socket.setblocking(False)
         with suppress(ConnectionError):
             try:
@@ -79,7 +81,7 @@ class WorkerProcess:
         return False
 
     def kill(self) -> None:
-        """With all that it started. Safe to call again."""
+        """Kill the process with all that it started. Safe to call again."""
         if self._socket.fileno() == -1:
             return
         self._channel.close()
@@ -90,8 +92,9 @@ class WorkerProcess:
         start(self._reap)
 
     def _reap(self) -> None:
-        """Also what it had started: in an actor, which is a subreaper, orphans become children of
-        this process.
+        """Wait for the process, and for what it had started.
+
+        An actor is a subreaper: orphans become children of this process.
         """
         self._process.wait()
         with suppress(ChildProcessError):
@@ -99,9 +102,9 @@ class WorkerProcess:
                 os.waitpid(-self.pid, 0)
 
     async def _end(self) -> str:
-        """How the process ended, for people."""
+        """Say how the process ended."""
         try:
-            code = await in_thread(self._process.wait, timeout=DYING)
+            code = await in_thread(self._process.wait, timeout=EXIT_TIMEOUT_S)
         except DeadlineExceeded:
             return "its process closed the connection"
         if code >= 0:
@@ -110,12 +113,13 @@ class WorkerProcess:
 
 
 class IdleWorkers(list[WorkerProcess]):
-    """Processes that wait for their next instance; the last to come is the first to go."""
+    """Processes that wait for their next instance; the last one to come is taken first."""
 
     def take(self) -> tuple[WorkerProcess, bool]:
-        """One that seems to live, and True; a new one, and False, when there is none."""
+        """Return one that seems to live, and True; a new one, and False, when there is none."""
         while self:
-            if (worker := self.pop()).idle():
+            worker = self.pop()
+            if worker.idle():
                 return worker, True
             worker.kill()
         return WorkerProcess(), False
@@ -127,40 +131,44 @@ class IdleWorkers(list[WorkerProcess]):
 
 
 class InProcess:
-    """An instance in a process of its own (``rayloop.envs.instance.Instance``)."""
+    """An instance in its own process (``rayloop.envs.instance.Instance``)."""
 
     contained = True
 
     def __init__(self, kind: EnvironmentKind, workers: IdleWorkers) -> None:
-        self.name, self._kind, self._workers = kind.name, kind, workers
+        self.name = kind.name
+        self._kind = kind
+        self._workers = workers
         self._worker: WorkerProcess | None = None
 
     async def make(self, timeout: float) -> None:
-        """Make it in an idle process; when a dying one gives no answer, another one is taken."""
+        """Make it in an idle process, in another one when that is dying and does not answer."""
         while True:
             self._worker, used_before = self._workers.take()
             try:
                 await self._ask("make", timeout, self._kind)
                 return
             except EnvironmentFailed:
-                if (
-                    self._worker is not None or not used_before
-                ):  # the constructor's answer, or its doing
+                # The constructor raised it, or ended a new process.
+                if self._worker is not None or not used_before:
                     raise
 
     async def call(self, method: str, *args: object, timeout: float) -> Any:
-        """What ``invoke`` returns in its process. Raises as ``Instance.call``."""
+        """Return what ``invoke`` returns in its process. Raises as ``Instance.call``."""
         return await self._ask("call", timeout, method, args)
 
     async def close(self, timeout: float) -> None:
-        """Close the environment; its process waits for the next one, unless calls of tools hang in
-        it.
+        """Close the environment.
+
+        Its process waits for the next one, unless calls of tools hang in it.
         """
-        worker, self._worker = self._worker, None
+        worker = self._worker
+        self._worker = None
         if worker is None:
             return
         succeeded, value = await worker.ask("close", timeout)
-        if succeeded and value == 0:  # threads in which calls of tools hang
+        # The value is the number of threads in which calls of tools hang.
+        if succeeded and value == 0:
             self._workers.append(worker)
             return
         worker.kill()
@@ -168,12 +176,15 @@ class InProcess:
             raise value
 
     async def _ask(self, op: str, timeout: float, *arguments: object) -> Any:
-        """Raises EnvironmentFailed when the process is gone already, else as ``WorkerProcess.ask``,
+        """Call the process.
+
+        Raises EnvironmentFailed when the process has ended already, else as ``WorkerProcess.ask``,
         and what the call raised.
         """
-        worker, self._worker = self._worker, None
+        worker = self._worker
+        self._worker = None
         if worker is None:
-            raise EnvironmentFailed("its process is gone")
+            raise EnvironmentFailed("its process has ended")
         succeeded, value = await worker.ask(op, timeout, *arguments)
         # Only after an answer: a call that failed or was cancelled has killed the process.
         self._worker = worker

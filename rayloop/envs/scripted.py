@@ -1,5 +1,6 @@
-"""An environment that follows a script whatever the policy says: for tests, demonstrations and load
-measurements.
+"""An environment that follows a script whatever the policy says.
+
+It is for tests, demonstrations and load measurements.
 """
 
 import time
@@ -17,20 +18,15 @@ class ScriptedImage(SettingsModel):
     """A generated picture: a horizontal gradient."""
 
     width: int = Field(56, ge=1)
-    """Pixels of the made picture from left to right."""
+    """Pixels of the picture from left to right."""
     height: int = Field(56, ge=1)
-    """Pixels of the made picture from top to bottom."""
+    """Pixels of the picture from top to bottom."""
 
     def source(self) -> ImageSource:
-        """The picture as PNG."""
-        return ImageSource(
-            data=png(
-                Image.linear_gradient("L")
-                .rotate(90)
-                .resize((self.width, self.height))
-                .convert("RGB")
-            )
-        )
+        """Return the picture as PNG."""
+        gradient = Image.linear_gradient("L").rotate(90)
+        picture = gradient.resize((self.width, self.height)).convert("RGB")
+        return ImageSource(data=png(picture))
 
 
 class ScriptedStep(SettingsModel):
@@ -49,8 +45,9 @@ class ScriptedStep(SettingsModel):
 
 
 class ScriptedTool:
-    """Answers the k-th turn with the k-th step of the script; the episode is done when the script
-    is.
+    """Answers the k-th turn with the k-th step of the script.
+
+    The episode is done at the end of the script.
     """
 
     class Settings(SettingsModel):
@@ -59,7 +56,7 @@ class ScriptedTool:
         steps: tuple[ScriptedStep, ...] = ()
         """The answers, one a turn, in order."""
         role: str = "user"
-        """The role of the observations in the chat: some templates know no tool."""
+        """The role of the observations in the chat: some templates have no tool."""
         result: float | None = None
         """What the environment reports as the episode's result."""
 
@@ -73,19 +70,19 @@ class ScriptedTool:
         return Observation(task.messages)
 
     def step(self, text: str) -> StepResult:
-        """The next answer of the script."""
+        """Return the next answer of the script."""
         step = next(self._steps, None)
         if step is None:
             return StepResult(done=True)
         time.sleep(step.seconds)
-        parts = (*((step.text,) if step.text else ()), *(image.source() for image in step.images))
-        return StepResult(
-            Observation((Message(self._settings.role, parts),)), step.done, step.error
-        )
+        text = (step.text,) if step.text else ()
+        images = (image.source() for image in step.images)
+        message = Message(self._settings.role, (*text, *images))
+        return StepResult(Observation((message,)), step.done, step.error)
 
     def evaluate(self) -> float | None:
-        """``result``."""
+        """Return ``result``."""
         return self._settings.result
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: it holds no resources."""

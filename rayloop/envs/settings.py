@@ -10,46 +10,54 @@ from rayloop.core.types import Sampling
 
 
 class EnvironmentRole(Role):
-    """An environment has the methods of ``Environment``, or leads and has those of
-    ``LeadingEnvironment``.
+    """The role of an environment, which has the methods of ``Environment``.
+
+    One that leads has the methods of ``LeadingEnvironment``.
     """
 
     def check(self, component: Component) -> None:
         """As ``Role.check``."""
         leads = getattr(component.resolve(), "leads", False) is True
-        Role(self.name, ("reset", "lead", "close") if leads else self.methods).check(component)
+        methods = ("reset", "lead", "close") if leads else self.methods
+        Role(self.name, methods).check(component)
 
 
 ENVIRONMENT = EnvironmentRole("environment", ("reset", "step", "evaluate", "close"))
 
 
 class EnvironmentKind(Component):
-    """An environment, and where its instances live: ``{use: module:Class, with: {...}, isolation:
-    thread}``.
+    """An environment, and where its instances live.
+
+    It is written ``{use: module:Class, with: {...}, isolation: thread}``.
     """
 
     isolation: Literal["thread", "process"] = "thread"
-    """``process``: each instance has its own process, so a hang or crash costs its own episode
-    only; ``thread`` costs little, but a hang costs the actor. Choose ``process`` for native code;
-    shipped browsers, interpreters and desktops have processes already.
+    """Where each instance runs: ``thread`` or ``process``.
+
+    In its own ``process`` a hang or crash costs only its episode; ``thread`` costs little, but a
+    hang costs the actor. Choose ``process`` for native code; shipped browsers, interpreters and
+    desktops have processes already.
     """
 
     @property
     def name(self) -> str:
-        """Of its class."""
+        """Return the name of its class."""
         return self.use.rpartition(":")[2]
 
     @property
     def immediate(self) -> bool:
-        """Whether it is called without a thread: the class itself, not one that it derives from,
-        says so, and has no process.
+        """Return whether it is called without a thread.
+
+        The class itself, not one that it derives from, must say so, and must not have a process.
         """
-        found = self.resolve() if self.isolation == "thread" else None
-        return isinstance(found, type) and vars(found).get("immediate") is True
+        if self.isolation != "thread":
+            return False
+        component = self.resolve()
+        return isinstance(component, type) and vars(component).get("immediate") is True
 
     @property
     def leads(self) -> bool:
-        """Whether it leads the episode itself (``rayloop.core.protocols.LeadingEnvironment``)."""
+        """Return whether it leads the episode (``rayloop.core.protocols.LeadingEnvironment``)."""
         return getattr(self.resolve(), "leads", False) is True
 
 
@@ -59,40 +67,46 @@ class EpisodeSettings(SettingsModel):
     environment: Annotated[EnvironmentKind, ENVIRONMENT] = EnvironmentKind(
         use="rayloop.envs.single_turn:SingleTurn"
     )
-    """``{use: module:Class, with: {...}}``: the environment of every task; with
-    ``environment.kinds``, of those that name none.
+    """The environment of every task: ``{use: module:Class, with: {...}}``.
+
+    With ``environment.kinds``, it is the environment of tasks that name none.
     """
     max_turns: int = Field(1, ge=1)
     """Sampled turns per episode; reaching it ends the episode as max_turns."""
     max_prompt_tokens: int = Field(4096, gt=0)
     """A longer rendered prompt is excluded with its size, never truncated."""
     max_tokens: int = Field(8192, gt=0)
-    """Tokens per episode, prompt and observations included; beyond it the episode ends as
-    over_length.
+    """Tokens per episode, prompt and observations included.
+
+    Beyond it the episode ends as over_length.
     """
     max_response_tokens: int | None = Field(None, gt=0)
-    """Tokens of all turns and observations together, the prompt left out; beyond it the episode
-    ends as over_length. None: what ``max_tokens`` leaves. For published runs that have such a
-    limit.
+    """Tokens of all turns and observations together, without the prompt.
+
+    Beyond it the episode ends as over_length. None: what ``max_tokens`` leaves. For published runs
+    that have such a limit.
     """
     max_images: int = Field(32, ge=0)
-    """Images in the policy's context; with an observation beyond it the episode does what
-    ``when_full`` says.
+    """Images in the policy's context.
+
+    With an observation beyond it the episode does what ``when_full`` says.
     """
     when_full: Literal["end", "forget"] = "end"
-    """An image beyond ``max_images`` ends the episode (``end``), or replaces the oldest ones by
-    words in a context that begins anew and is a sequence of its own for the trainer (``forget``,
-    for long episodes on screens).
+    """What an image beyond ``max_images`` does.
+
+    It ends the episode (``end``), or replaces the oldest images by words in a new context, which is
+    a separate sequence for the trainer (``forget``, for long episodes on screens).
     """
     on_error: Literal["continue", "end"] = "continue"
-    """An action the environment could not use: show the error to the policy (DeepEyes), or end as
-    action_error (PyVision).
+    """What follows an action that the environment could not use.
+
+    The policy sees the error (DeepEyes), or the episode ends as action_error (PyVision).
     """
     step_timeout: float = Field(60.0, gt=0)
     """Seconds for making the environment, and again for each ``reset``, ``step`` and ``evaluate``.
 
-    Raise it for what starts slowly, such as a desktop. Keep it above the environment's own
-    ``tool_timeout``, which then passes first.
+    Raise it for an environment that starts slowly, such as a desktop. Keep it above the
+    environment's ``tool_timeout``, which then passes first.
     """
 
 
@@ -118,18 +132,19 @@ class SamplingSettings(SettingsModel):
     """
 
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the fewest likeliest tokens that have this share of the probability together, in
-    training over the same ones (arXiv:2512.02556). Below 1, ``top_k`` is 128 unless set. Lower it
+    """Sample from the fewest likeliest tokens that together have this share of the probability.
+
+    Training uses the same tokens (arXiv:2512.02556). Below 1, ``top_k`` is 128 unless set. Lower it
     when rare tokens spoil long answers.
     """
     top_k: int | None = Field(None, ge=2, le=MOST_KEPT)
-    """Sample from so many likeliest tokens, in training over the same ones.
+    """Sample from this many likeliest tokens; training uses the same tokens.
 
     None: from all, with ``top_p`` below 1 from 128.
     """
 
     def sampling(self, *, greedy: bool = False) -> Sampling:
-        """The same for an engine; ``greedy``: at temperature 0."""
+        """Return the settings for an engine; ``greedy``: at temperature 0."""
         temperature = 0.0 if greedy else self.temperature
         return Sampling(
             temperature,

@@ -1,5 +1,6 @@
-"""The environment of question and answer: the prompt is the task's messages, the first answer ends
-the episode.
+"""The environment of question and answer.
+
+The prompt is the task's messages, and the first answer ends the episode.
 """
 
 from rayloop.config.settings import SettingsModel
@@ -26,8 +27,8 @@ class SingleTurn:
         return StepResult(done=True)
 
     def evaluate(self) -> float | None:
-        """No result of its own."""
+        """Return None: the reward judges the answer."""
         return None
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: it holds no resources."""

@@ -1,5 +1,6 @@
-"""The process of an environment with ``isolation: process``: calls run in its main thread, another
-thread reads them.
+"""The process of an environment with ``isolation: process``.
+
+Calls run in its main thread, another thread reads them.
 """
 
 import os
@@ -19,13 +20,15 @@ from rayloop.sandbox import frames
 
 
 def serve(connection: int) -> None:
-    """Serve the socket with this number until the actor is gone."""
+    """Serve the socket with this number until the actor has ended."""
     host = _Host(socket.socket(fileno=connection))
     threading.Thread(target=host.listen, daemon=True, name="rayloop-actor").start()
     host.serve()
 
 
 class _Host:
+    """Runs the environment's calls. ``_call`` is the number of the call that is carried out."""
+
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._calls = CallLoop()
@@ -34,15 +37,15 @@ class _Host:
         self._call = 0
 
     def listen(self) -> None:
-        """Queue the calls of the actor; kill the process group when the actor is gone.
+        """Queue the calls of the actor; kill the process group when the actor has ended.
 
         Never returns.
         """
         try:
             while True:
-                header, [packed] = frames.receive(self._connection, None, PICKLED)
+                header, [pickled] = frames.receive(self._connection, None, PICKLED)
                 self._call = header["call"]
-                self._put(header["op"], *pickle.loads(packed))
+                self._put(header["op"], *pickle.loads(pickled))
         except BaseException as error:
             # An OSError is the end of the actor: nobody is left who would read it.
             if not isinstance(error, OSError):
@@ -88,21 +91,22 @@ class _Host:
         try:
             content = pickle.dumps(value if succeeded else _portable(value))
         except Exception as error:
-            why = (
+            reason = (
                 f"what it returned ({type(value).__name__}) cannot be sent to the actor:"
                 f" {type(error).__name__}: {error}"
             )
-            succeeded, content = False, pickle.dumps(TypeError(why))
+            succeeded = False
+            content = pickle.dumps(TypeError(reason))
         frames.send(self._connection, {"call": self._call, "succeeded": succeeded}, [content])
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The error with its traceback as a note; another one of its words when it cannot be pickled."""
+    """Return the error with its traceback as a note; a RuntimeError when it cannot be pickled."""
     trace = own_frames(error)
     try:
-        # Pickle calls a class with ``args`` alone: one that needs more is written, but not read.
-        copied: BaseException = pickle.loads(pickle.dumps(error))
+        # Pickle calls a class with ``args`` alone: an error that needs more cannot be read.
+        copy: BaseException = pickle.loads(pickle.dumps(error))
     except Exception:
-        copied = RuntimeError(f"{type(error).__name__}: {error}")
-    copied.add_note(f"In its own process:\n{trace}")
-    return copied
+        copy = RuntimeError(f"{type(error).__name__}: {error}")
+    copy.add_note(f"In its own process:\n{trace}")
+    return copy

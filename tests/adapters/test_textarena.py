@@ -79,7 +79,7 @@ def test_moves_that_are_none_are_counted_by_the_game() -> None:
 def test_what_cannot_be_played_is_refused() -> None:
     with pytest.raises(ValidationError, match="textarena has no game 'NoSuch-v0'"):
         Component(**{**GUESS, "with": {"id": "NoSuch-v0"}}).options()
-    with pytest.raises(DataFailure, match="TicTacToe-v0 is no game for one player"):
+    with pytest.raises(DataFailure, match="TicTacToe-v0 is not a game for one player"):
         made("TicTacToe-v0").reset(task(1))
     with pytest.raises(DataFailure, match="seed None"):
         made().reset(task(None))

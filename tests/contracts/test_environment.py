@@ -486,7 +486,7 @@ def test_a_hang_or_a_crash_costs_nobody_else(
             with pytest.raises(error, match=words):
                 await left
             assert until(lambda: all(gone(pid) for pid in (pids[0], *started)))
-            with pytest.raises(EnvironmentFailed, match="its process is gone"):
+            with pytest.raises(EnvironmentFailed, match="its process has ended"):
                 await sick.call("evaluate", timeout=30)
             await sick.close(30)
             for one, pid in zip(well, pids[1:], strict=True):

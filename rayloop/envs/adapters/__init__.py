@@ -1,3 +1,4 @@
-"""Environments and tools of gymnasium, OpenEnv and MCP: each needs a package, and is imported only
-where it is named.
+"""Environments and tools of gymnasium, OpenEnv and MCP.
+
+Each needs a package, and is imported only where it is named.
 """

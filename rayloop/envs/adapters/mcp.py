@@ -20,34 +20,36 @@ from rayloop.core.types import ImageSource, Task
 from rayloop.envs.adapters.packages import needs
 from rayloop.envs.tools import ToolCalls, ToolError
 
-ENDING = 10.0
+CLOSE_TIMEOUT_S = 10.0
 """Seconds for a server to end; its process is killed by the client after that."""
-CONNECTING, READING = 30.0, 300.0
-"""Seconds of a server's HTTP, as the client's own."""
+CONNECT_TIMEOUT_S = 30.0
+"""Seconds to connect to a server over HTTP, as the client has it by default."""
+READ_TIMEOUT_S = 300.0
+"""Seconds for an answer over HTTP, as the client has it by default."""
 
 
 class McpServer(SettingsModel):
-    """A program that is started for each episode, or a server that is there already."""
+    """A program that is started for each episode, or a server that runs already."""
 
     command: str = ""
-    """The program of a server that speaks over its standard input and output; it has no more rights
-    than the run, and no fewer.
+    """The program of a server that uses its standard input and output.
+
+    It has the rights of the run.
     """
     args: tuple[str, ...] = ()
-    """What ``command`` is called with; a path in it is one of the machine that plays the episode.
-    """
+    """Arguments of ``command``; a path is on the machine that plays the episode."""
     env: dict[str, str] = {}
     """Environment variables of ``command``; it inherits only a few harmless ones."""
     url: str = ""
-    """Address of a server that is there already, such as http://host:8000/mcp.
+    """Address of a server that runs already, such as http://host:8000/mcp.
 
     All episodes then share it.
     """
     headers: dict[str, str] = {}
     """Headers of each request to ``url``.
 
-    ``$NAME`` in a value is a variable of the machine that plays the episode, so that no key stands
-    here: ``{Authorization: "Bearer $GITHUB_TOKEN"}``.
+    ``$NAME`` in a value is a variable of the machine that plays the episode, so that the
+    configuration has no key: ``{Authorization: "Bearer $GITHUB_TOKEN"}``.
     """
     only: tuple[str, ...] = ()
     """Names of its tools that the policy may call. Empty: all of them."""
@@ -62,12 +64,12 @@ class McpServer(SettingsModel):
 
     @property
     def shown(self) -> str:
-        """For people: the program with its arguments, or the address."""
+        """Return the program with its arguments, or the address, for messages."""
         return self.url or " ".join([self.command, *self.args])
 
     @property
     def hint(self) -> str:
-        """What to do where it does not start."""
+        """Return what to do where it does not start."""
         if self.command:
             return "Run it by hand: its own errors are in this process's log"
         return (
@@ -86,8 +88,9 @@ class McpTools(ToolCalls):
         """Which servers there are."""
 
         servers: tuple[McpServer, ...] = Field((), min_length=1)
-        """``[{command: python, args: [server.py]}]`` or ``[{url: http://host:8000/mcp}]``: whose
-        tools are offered.
+        """The servers whose tools are offered.
+
+        ``[{command: python, args: [server.py]}]`` or ``[{url: http://host:8000/mcp}]``.
         """
         start_timeout: float = Field(30.0, gt=0)
         """Seconds for a server to start and list its tools.
@@ -102,10 +105,11 @@ class McpTools(ToolCalls):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self._mcp, self._open = settings, ExitStack()
+        self._mcp = settings
+        self._open = ExitStack()
 
     def tools_for(self, task: Task) -> Sequence[Tool]:
-        """Starts the servers.
+        """Start the servers, and return their tools.
 
         Raises InfrastructureFailure when one does not start or lists two tools of one name.
         """
@@ -113,22 +117,26 @@ class McpTools(ToolCalls):
 
         try:
             portal = self._open.enter_context(start_blocking_portal())
-            # The stack unwinds backwards: first servers end, then calls that wait, then the portal.
-            self._open.callback(portal.call, portal.stop, True)  # calls that wait are cancelled
-            offered = self._open.enter_context(
-                portal.wrap_async_context_manager(_offered(self._mcp))
-            )
+            # The stack unwinds backwards: first servers end, then calls that wait are cancelled,
+            # then the portal ends.
+            self._open.callback(portal.call, portal.stop, True)
+            servers = portal.wrap_async_context_manager(_offered(self._mcp))
+            offered = self._open.enter_context(servers)
         except InfrastructureFailure:
             raise
         except Exception as error:
             raise InfrastructureFailure(f"MCP: {type(error).__name__}: {_first(error)}") from error
-        found = [*(_Tool(portal, *one) for one in offered), *super().tools_for(task)]
-        names = [tool.name for tool in found]
-        if twice := {name for name in names if names.count(name) > 1}:
+        tools: list[Tool] = [
+            _Tool(portal, client, tool, server) for client, tool, server in offered
+        ]
+        tools += super().tools_for(task)
+        names = [tool.name for tool in tools]
+        duplicates = {name for name in names if names.count(name) > 1}
+        if duplicates:
             raise InfrastructureFailure(
-                f"several tools are called {', '.join(sorted(twice))}: choose with `only`"
+                f"several tools are called {', '.join(sorted(duplicates))}: choose with `only`"
             )
-        return found
+        return tools
 
     def close(self) -> None:
         """End the servers that were started."""
@@ -137,33 +145,35 @@ class McpTools(ToolCalls):
 
 
 Offered = tuple[Any, Any, str]
-"""The client of a server, one of its tools, and the server for people."""
+"""The client of a server, one of its tools, and the server's name in messages."""
 
 
 @asynccontextmanager
 async def _offered(settings: McpTools.Settings) -> AsyncIterator[list[Offered]]:
-    """Tools of the servers. Raises InfrastructureFailure, which names the server."""
-    open_, found = AsyncExitStack(), list[Offered]()
-    until = asyncio.get_running_loop().time() + settings.start_timeout
+    """Yield the tools of the servers. Raises InfrastructureFailure, which names the server."""
+    clients = AsyncExitStack()
+    tools = list[Offered]()
+    deadline = asyncio.get_running_loop().time() + settings.start_timeout
     try:
         for server in settings.servers:
             try:
-                async with asyncio.timeout_at(until):
-                    found += await _listed(server, open_)
+                async with asyncio.timeout_at(deadline):
+                    tools += await _listed(server, clients)
             except Exception as error:
-                why = f"{_kind(error)}: {_first(error)}"
+                reason = f"{_kind(error)}: {_first(error)}"
                 raise InfrastructureFailure(
-                    f"MCP: {why}, of the server {server.shown}. {server.hint}"
+                    f"MCP: {reason}, of the server {server.shown}. {server.hint}"
                 ) from error
-        yield found
+        yield tools
     finally:
-        with suppress(Exception):  # a server may have ended
-            async with asyncio.timeout(ENDING):
-                await open_.aclose()
+        # It raises when a server has ended.
+        with suppress(Exception):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await clients.aclose()
 
 
-async def _listed(server: McpServer, open_: AsyncExitStack) -> list[Offered]:
-    """Start the server.
+async def _listed(server: McpServer, clients: AsyncExitStack) -> list[Offered]:
+    """Start the server, and return its tools.
 
     Raises ValueError for an unknown name in ``only``, and what the client raises.
     """
@@ -174,59 +184,62 @@ async def _listed(server: McpServer, open_: AsyncExitStack) -> list[Offered]:
         from mcp.client.streamable_http import streamable_http_client
 
         headers = {name: os.path.expandvars(value) for name, value in server.headers.items()}
-        patience = httpx2.Timeout(CONNECTING, read=READING)
-        web = await open_.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=patience))
-        transport: Any = streamable_http_client(server.url, http_client=web)
+        timeout = httpx2.Timeout(CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S)
+        http_client = await clients.enter_async_context(
+            httpx2.AsyncClient(headers=headers, timeout=timeout)
+        )
+        transport: Any = streamable_http_client(server.url, http_client=http_client)
     else:
-        started = StdioServerParameters(
+        transport = server.url or StdioServerParameters(
             command=server.command, args=list(server.args), env=server.env or None
         )
-        transport = server.url or started
-    client = await open_.enter_async_context(Client(transport))
-    listed = (await client.list_tools()).tools
-    known = {tool.name for tool in listed}
-    if unknown := set(server.only) - known:
+    client = await clients.enter_async_context(Client(transport))
+    tools = (await client.list_tools()).tools
+    names = {tool.name for tool in tools}
+    unknown = set(server.only) - names
+    if unknown:
         raise ValueError(
-            f"the server has no tool {', '.join(sorted(unknown))}, but {', '.join(sorted(known))}"
+            f"the server has no tool {', '.join(sorted(unknown))}, but {', '.join(sorted(names))}"
         )
-    return [
-        (client, tool, server.shown)
-        for tool in listed
-        if not server.only or tool.name in server.only
-    ]
+    if server.only:
+        tools = [tool for tool in tools if tool.name in server.only]
+    return [(client, tool, server.shown) for tool in tools]
 
 
 class _Tool:
     """One tool of a server."""
 
     def __init__(self, portal: Any, client: Any, tool: Any, server: str) -> None:
-        self.name, self.description, self.parameters = (
-            tool.name,
-            tool.description or tool.name,
-            tool.input_schema,
-        )
-        self._portal, self._client, self._server = portal, client, server
+        self.name = tool.name
+        self.description = tool.description or tool.name
+        self.parameters = tool.input_schema
+        self._portal = portal
+        self._client = client
+        self._server = server
 
     def __call__(self, /, **arguments: Any) -> ToolResult:
-        """Raises ToolError for what the server reports as the call's error, InfrastructureFailure
-        when the server is lost.
+        """Call the tool.
+
+        Raises ToolError for an error that the server reports, InfrastructureFailure when the server
+        is lost.
         """
         try:
             result = self._portal.call(self._client.call_tool, self.name, arguments)
         except Exception as error:
             if _answered(error):
                 raise ToolError(_first(error)) from error
-            why = f"{_kind(error)}: {_first(error)}"
+            reason = f"{_kind(error)}: {_first(error)}"
             raise InfrastructureFailure(
-                f"MCP tool {self.name} of the server {self._server}: {why}"
+                f"MCP tool {self.name} of the server {self._server}: {reason}"
             ) from error
-        texts, images = list[str](), list[ImageSource]()
+        texts = list[str]()
+        images = list[ImageSource]()
         for part in result.content:
-            shown = _shown(part)
-            if isinstance(shown, ImageSource):
-                images.append(shown)
+            text_or_image = _text_or_image(part)
+            if isinstance(text_or_image, ImageSource):
+                images.append(text_or_image)
             else:
-                texts.append(shown)
+                texts.append(text_or_image)
         if not result.content and result.structured_content is not None:
             texts.append(json.dumps(result.structured_content, ensure_ascii=False))
         if result.is_error:
@@ -234,8 +247,8 @@ class _Tool:
         return ToolResult("\n".join(texts), tuple(images))
 
 
-def _shown(part: Any) -> str | ImageSource:
-    """A part of a result as the policy sees it; words where it cannot be shown."""
+def _text_or_image(part: Any) -> str | ImageSource:
+    """Return a part of a result as the policy sees it; words where it cannot be shown."""
     match part.type:
         case "text":
             return str(part.text)
@@ -254,7 +267,7 @@ def _shown(part: Any) -> str | ImageSource:
 
 
 def _image(encoded: str) -> ImageSource:
-    """A picture, broken ones too: ``ToolCalls`` says which cannot be shown."""
+    """Return a picture, also a broken one: ``ToolCalls`` says which cannot be shown."""
     try:
         return ImageSource(data=base64.b64decode(encoded))
     except ValueError:
@@ -262,13 +275,15 @@ def _image(encoded: str) -> ImageSource:
 
 
 OF_THE_CONNECTION = frozenset({-32000, -32001, -32600, -32601, -32700})
-"""Codes of JSON-RPC and MCP that do not speak of a call's arguments: the connection is closed, no
-answer in time, and requests that no server takes, as after it has forgotten the session.
+"""Codes of JSON-RPC and MCP that are not about a call's arguments.
+
+The connection is closed, no answer came in time, or no server takes the request, as after it has
+forgotten the session.
 """
 
 
 def _answered(error: Exception) -> bool:
-    """Whether the server answered this call with an error, or with what is no result."""
+    """Return whether the server answered this call with an error, or with an invalid result."""
     code = getattr(error, "code", None)
     if isinstance(code, int):
         return code not in OF_THE_CONNECTION
@@ -276,7 +291,7 @@ def _answered(error: Exception) -> bool:
 
 
 def _inner(error: BaseException) -> BaseException:
-    """The first error of a group; another error itself."""
+    """Return the first error of a group; another error itself."""
     # The task groups of anyio raise a group even for a single error.
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -288,6 +303,6 @@ def _kind(error: BaseException) -> str:
 
 
 def _first(error: BaseException) -> str:
-    """Of a group of errors the first one, in a line."""
+    """Return the first line of an error, of the first one in a group."""
     inner = _inner(error)
     return (str(inner).strip() or type(inner).__name__).splitlines()[0]

@@ -23,8 +23,8 @@ from rayloop.data.images import NOT_SHOWN, pictures
 from rayloop.envs.adapters.packages import RewardedSteps, function, needs, picture, read_by
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
-BYTES = 100 * 2**20
-"""Of the largest answer."""
+MAX_ANSWER_BYTES = 100 * 2**20
+"""Bytes of the largest answer."""
 TOO_BIG = 1009
 """WebSocket's code for a message that is too big."""
 REFUSED = ("VALIDATION_ERROR", "INVALID_JSON")
@@ -42,13 +42,14 @@ class OpenEnvSettings(SettingsModel):
     Without it, the observation is shown as JSON, pictures left out.
     """
     image: str = ""
-    """Key of the observation's picture: base64 of a PNG or JPEG (smallest), or lists, flat ones
-    with ``<key>_shape``.
+    """Key of the observation's picture.
+
+    It is base64 of a PNG or JPEG (smallest), or lists, flat ones with ``<key>_shape``.
     """
     act: str = "rayloop.envs.adapters.openenv:json_action"
     """``module:function`` from the policy's text to the action, a dictionary.
 
-    It raises ValueError for a text that is none.
+    It raises ValueError for a text without an action.
     """
     result: Literal["sum", "last"] = "sum"
     """What ``evaluate`` returns: the sum of the rewards, or the last one."""
@@ -79,47 +80,48 @@ class OpenEnv(RewardedSteps):
         self._open = ExitStack()
 
     def reset(self, task: Task) -> Observation:
-        """Raises EnvironmentFailed."""
+        """Open a session, and start its episode. Raises EnvironmentFailed."""
         from websockets.sync.client import connect
 
-        s = self._settings
-        address = f"ws{s.url.removeprefix('ws').removeprefix('http').rstrip('/')}/ws"
+        settings = self._settings
+        address = settings.url.removeprefix("ws").removeprefix("http").rstrip("/")
         # websockets obeys HTTPS_PROXY and the like, and no proxy reaches this machine's loopback.
-        proxy = None if urlsplit(s.url).hostname in LOCAL else True
+        proxy = None if urlsplit(settings.url).hostname in LOCAL else True
         try:
             connection = connect(
-                address, open_timeout=s.message_timeout, max_size=BYTES, proxy=proxy
+                f"ws{address}/ws",
+                open_timeout=settings.message_timeout,
+                max_size=MAX_ANSWER_BYTES,
+                proxy=proxy,
             )
-            self._session = self._open.enter_context(
-                connection
-            )  # as all releases of websockets need it
+            # Some releases of websockets return a context manager instead of a connection.
+            self._session = self._open.enter_context(connection)
         except Exception as error:
             raise EnvironmentFailed(
-                f"OpenEnv at {s.url}: {type(error).__name__}: {error}"
+                f"OpenEnv at {settings.url}: {type(error).__name__}: {error}"
             ) from error
-        asked = {
-            key: task.extra[key]
-            for key in ("seed", "episode_id")
-            if task.extra.get(key) is not None
-        }
-        said, _ = self._asked("reset", asked)
-        return Observation((*task.messages, self._seen(said)))
+        columns = {key: task.extra.get(key) for key in ("seed", "episode_id")}
+        data, _ = self._ask(
+            "reset", {key: value for key, value in columns.items() if value is not None}
+        )
+        return Observation((*task.messages, self._seen(data)))
 
     def step(self, text: str) -> StepResult:
-        """Raises PolicyFailure for an action that the server's environment answers with an
-        exception or with more than ``BYTES``, EnvironmentFailed for the rest.
+        """Take an action.
+
+        Raises PolicyFailure for an action that the server's environment answers with an exception
+        or with more than ``MAX_ANSWER_BYTES``, EnvironmentFailed for other errors.
         """
         try:
             action = read_by(self._act, text)
         except ValueError as error:
             return self._refused(str(error))
-        said, refusal = self._asked("step", action)
+        data, refusal = self._ask("step", action)
         if refusal:
             return self._refused(refusal)
-        reward = self._reward(said.get("reward") or 0.0)
-        return StepResult(
-            Observation((self._seen(said, acted=True),)), done=bool(said.get("done")), reward=reward
-        )
+        reward = self._reward(data.get("reward") or 0.0)
+        message = self._seen(data, acted=True)
+        return StepResult(Observation((message,)), done=bool(data.get("done")), reward=reward)
 
     def close(self) -> None:
         """End the session."""
@@ -128,8 +130,8 @@ class OpenEnv(RewardedSteps):
                 self._session.send(json.dumps({"type": "close"}))
         self._open.close()
 
-    def _asked(self, op: str, data: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-        """What the server observed, and why it does not accept the action.
+    def _ask(self, op: str, arguments: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+        """Return the server's observation, and why it does not accept the action.
 
         Raises EnvironmentFailed.
         """
@@ -137,94 +139,106 @@ class OpenEnv(RewardedSteps):
 
         acts = op == "step"
         try:
-            with suppress(ConnectionClosed):  # what it said before it closed is still to be read
-                self._session.send(json.dumps({"type": op, "data": data}))
+            # What it sent before it closed the connection can still be read.
+            with suppress(ConnectionClosed):
+                self._session.send(json.dumps({"type": op, "data": arguments}))
             answer = json.loads(self._session.recv(timeout=self._settings.message_timeout))
-            kind, said = answer["type"], answer["data"]
+            kind = answer["type"]
+            data = answer["data"]
         except Exception as error:
-            ended = error.sent if isinstance(error, ConnectionClosed) else None
-            if acts and ended is not None and ended.code == TOO_BIG:
+            close = error.sent if isinstance(error, ConnectionClosed) else None
+            if acts and close is not None and close.code == TOO_BIG:
                 raise PolicyFailure(
-                    f"what the action led to has more than {BYTES} bytes"
+                    f"what the action led to has more than {MAX_ANSWER_BYTES} bytes"
                 ) from error
             raise EnvironmentFailed(f"OpenEnv, {op}: {type(error).__name__}: {error}") from error
         if kind == "error":
-            code, message = said.get("code", "UNKNOWN"), said.get("message", "")
-            if code == "CAPACITY_REACHED":
-                message += ". Raise the server's max_concurrent_envs, or lower environment.actors"
-            if acts and code in REFUSED:
-                return {}, _why(said)
-            if acts and code == "EXECUTION_ERROR":
-                raise PolicyFailure(f"OpenEnv: the action raised: {message}")
-            raise EnvironmentFailed(f"OpenEnv, {op}: {code}: {message}")
-        if kind != "observation" or not isinstance(said, dict):
+            return {}, _refusal(op, data)
+        if kind != "observation" or not isinstance(data, dict):
             raise EnvironmentFailed(
-                f"OpenEnv answered {op} with {kind!r}, which is no observation", bug=True
+                f"OpenEnv answered {op} with {kind!r}, which is not an observation", bug=True
             )
-        return said, ""
+        return data, ""
 
-    def _seen(self, said: Mapping[str, Any], *, acted: bool = False) -> Message:
-        """``acted``: what an action has led to; words stand for a picture of it that cannot be
-        shown.
+    def _seen(self, data: Mapping[str, Any], *, acted: bool = False) -> Message:
+        """Return the observation as a message.
+
+        ``acted``: after an action; words then stand for a picture that cannot be shown.
         """
-        observed = said.get("observation", said)
-        key, parts = self._settings.image, list[str | ImageSource]()
-        if key and observed.get(key) is not None:
+        observation = data.get("observation", data)
+        key = self._settings.image
+        parts = list[str | ImageSource]()
+        if key and observation.get(key) is not None:
             try:
-                seen = _picture(observed[key], observed.get(f"{key}_shape"))
-                parts += pictures([seen]) if acted else [seen]
+                image = _picture(observation[key], observation.get(f"{key}_shape"))
+                parts += pictures([image]) if acted else [image]
             except EnvironmentFailed:
                 if not acted:
                     raise
                 parts.append(NOT_SHOWN)
-        if (text := observed.get(self._settings.text)) is not None:
+        text = observation.get(self._settings.text)
+        if text is not None:
             parts.append(str(text))
         else:
-            rest = {
-                name: value
-                for name, value in observed.items()
-                if name not in (key, f"{key}_shape", "metadata")
-            }
-            parts.append(json.dumps(rest))
+            hidden = (key, f"{key}_shape", "metadata")
+            fields = {name: value for name, value in observation.items() if name not in hidden}
+            parts.append(json.dumps(fields))
         return self._shown(*parts)
 
 
-def _why(said: Mapping[str, Any]) -> str:
-    """Why the server refuses an action: its message, and each field of the action with what is
-    wrong with it.
+def _refusal(op: str, data: Mapping[str, Any]) -> str:
+    """Return why the server does not accept an action.
+
+    Raises PolicyFailure for an action that raised, EnvironmentFailed for other errors.
     """
-    errors = said.get("errors")
+    acts = op == "step"
+    code = data.get("code", "UNKNOWN")
+    message = data.get("message", "")
+    if code == "CAPACITY_REACHED":
+        message += ". Raise the server's max_concurrent_envs, or lower environment.actors"
+    if acts and code in REFUSED:
+        return _reason(data)
+    if acts and code == "EXECUTION_ERROR":
+        raise PolicyFailure(f"OpenEnv: the action raised: {message}")
+    raise EnvironmentFailed(f"OpenEnv, {op}: {code}: {message}")
+
+
+def _reason(data: Mapping[str, Any]) -> str:
+    """Return the server's message, and each field of the action with its errors."""
+    message = str(data.get("message", ""))
+    errors = data.get("errors")
     if not isinstance(errors, list):
-        return str(said.get("message", ""))
-    fields = [error for error in errors if isinstance(error, dict)]
-    faults = [
-        f"{'.'.join(map(str, error.get('loc', ())))}: {error.get('msg', '')}" for error in fields
-    ]
-    return "; ".join([str(said.get("message", "")), *faults])
+        return message
+    reasons = [message]
+    for error in errors:
+        if isinstance(error, dict):
+            field = ".".join(map(str, error.get("loc", ())))
+            reasons.append(f"{field}: {error.get('msg', '')}")
+    return "; ".join(reasons)
 
 
 def json_action(text: str) -> dict[str, Any]:
-    """The JSON object that the text is, or that stands between its first and last brace.
+    """Return the JSON object that the text is, or that stands between its first and last brace.
 
     Raises ValueError.
     """
-    begin, end = text.find("{"), text.rfind("}")
+    start = text.find("{")
+    end = text.rfind("}")
     try:
-        found = json.loads(text[begin : end + 1]) if 0 <= begin < end else None
+        action = json.loads(text[start : end + 1]) if 0 <= start < end else None
     except RecursionError as error:
         raise ValueError("the action is nested too deeply") from error
-    if not isinstance(found, dict):
+    if not isinstance(action, dict):
         raise ValueError("the action is a JSON object")
-    return found
+    return action
 
 
 def _picture(value: Any, shape: Any) -> ImageSource:
-    """Raises EnvironmentFailed for what is none."""
+    """Return a picture. Raises EnvironmentFailed for a value that is not one."""
     try:
         if isinstance(value, str):
-            return ImageSource(
-                data=base64.b64decode(value.partition("base64,")[2] or value, validate=True)
-            )
+            encoded = value.partition("base64,")[2] or value
+            return ImageSource(data=base64.b64decode(encoded, validate=True))
         array = np.asarray(value)
         return picture(array.reshape(shape) if shape else array)
     except (ValueError, TypeError, binascii.Error) as error:

@@ -1,5 +1,7 @@
-"""Shared by the adapters: packages that may be missing, functions that a configuration names,
-pictures of arrays, and rewards.
+"""Code that the adapters share.
+
+It checks for packages, loads functions that a configuration names, makes pictures of arrays, and
+keeps rewards.
 """
 
 import importlib
@@ -21,8 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 class RewardedSteps:
-    """The base of environments that reward each step; ``evaluate`` returns the sum of the rewards
-    or the last one (``result``).
+    """The base of environments that reward each step.
+
+    ``evaluate`` returns the sum of the rewards or the last one (``result``).
     """
 
     def __init__(self, result: Literal["sum", "last"]) -> None:
@@ -31,15 +34,15 @@ class RewardedSteps:
         self._last_shown: tuple[str | ImageSource, ...] = ()
 
     def evaluate(self) -> float:
-        """The sum of the rewards, or the last one."""
+        """Return the sum of the rewards, or the last one."""
         return sum(self._rewards) if self._result == "sum" else self._rewards[-1]
 
-    def _reward(self, given: Any) -> float:
+    def _reward(self, value: Any) -> float:
         """Take the reward of a step, and return it.
 
-        Raises PolicyFailure for what is no finite number: no step before was so.
+        Raises PolicyFailure for a reward that is not finite: the action before has led to it.
         """
-        reward = float(given)
+        reward = float(value)
         if not math.isfinite(reward):
             raise PolicyFailure(f"the action was rewarded with {reward}")
         self._rewards.append(reward)
@@ -49,18 +52,17 @@ class RewardedSteps:
         self._last_shown = parts
         return Message("user", parts)
 
-    def _refused(self, why: str) -> StepResult:
-        """The error, and what was shown before."""
-        return StepResult(
-            Observation((Message("user", (f"Error: {why}\n", *self._last_shown)),)), error=why
-        )
+    def _refused(self, reason: str) -> StepResult:
+        """Return the error, and what was shown before."""
+        parts = (f"Error: {reason}\n", *self._last_shown)
+        return StepResult(Observation((Message("user", parts),)), error=reason)
 
 
 def read_by(act: Callable[..., Any], text: str, *more: Any) -> Any:
-    """The action that ``act`` reads in the policy's text.
+    """Return the action that ``act`` reads in the policy's text.
 
-    Raises ValueError, in words for the policy, for whatever it raises on the text but what blames
-    the infrastructure.
+    Raises ValueError, in words for the policy, for every error of ``act`` that does not blame the
+    infrastructure.
     """
     try:
         return act(text, *more)
@@ -72,12 +74,13 @@ def read_by(act: Callable[..., Any], text: str, *more: Any) -> Any:
         logger.warning(
             "the text of a turn broke %s", getattr(act, "__qualname__", act), exc_info=error
         )
-        raise ValueError(f"this is no action: {type(error).__name__}: {error}") from error
+        raise ValueError(f"this is not an action: {type(error).__name__}: {error}") from error
 
 
 def needs(package: str, extra: str = "") -> None:
-    """Raises ValueError, which the check of a configuration shows, when the package, of an
-    ``extra`` or not, is not installed.
+    """Check that a package, of an ``extra`` or not, is installed.
+
+    Raises ValueError, which the check of a configuration shows.
     """
     if find_spec(package) is None:
         install = f'"rayloop[{extra}]"' if extra else package
@@ -85,27 +88,29 @@ def needs(package: str, extra: str = "") -> None:
 
 
 def function(use: str) -> Callable[..., Any]:
-    """``module:name``. Raises ValueError when there is none."""
+    """Return the function ``module:name``. Raises ValueError when there is none."""
     module, _, name = use.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
+        value = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{use}: {error}; a function is named module:name") from error
-    if not callable(found):
-        raise ValueError(f"{use} is no function")
-    named: Callable[..., Any] = found
-    return named
+    if not callable(value):
+        raise ValueError(f"{use} is not a function")
+    result: Callable[..., Any] = value
+    return result
 
 
 def picture(pixels: Any) -> ImageSource:
-    """A PNG of an array [H, W, 3] or [H, W] of integers from 0 to 255.
+    """Return a PNG of an array [H, W, 3] or [H, W] of integers from 0 to 255.
 
-    Raises ValueError for another.
+    Raises ValueError for another array.
     """
     array = np.asarray(pixels)
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[:, :, 0]
-    if not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 3)) or 0 in array.shape:
+    is_grey = array.ndim == 2
+    is_rgb = array.ndim == 3 and array.shape[2] == 3
+    if not (is_grey or is_rgb) or 0 in array.shape:
         raise ValueError(
             f"no picture: an array of shape {array.shape}, expected [height, width, 3]"
         )

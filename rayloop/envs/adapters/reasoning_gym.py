@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym: rows made by the package's generators, answers judged by its scorers.
+"""Tasks of reasoning-gym: rows of the package's generators, answers judged by its scorers.
 
 The extra ``reasoning-gym``.
 """
@@ -33,36 +33,40 @@ EVALUATING = (
 )
 """Tasks whose scorer evaluates the policy's text as Python, in sympy's parser too: refused."""
 RUNNING = ("codeio", "composite")
-"""Tasks that run programs from their data, or that hold others: refused."""
+"""Tasks that run programs from their data, or that hold other tasks: refused."""
 
 
 CONSTANTS = ("0", "1", "True", "False", "x", "no answer")
-"""Answers that are wrong for every item but those that have them.
+"""Answers that are wrong for every item, except for the items whose answer they are.
 
-A scorer that pays one of them in full pays a guess: of 0.1.25 game_of_life_halting pays any text,
+A scorer that pays one of them in full pays a guess: in 0.1.25 game_of_life_halting pays any text,
 and coin_flip the first digits of the answer.
 """
 _NOT_FINITE = re.compile(r"(?<![a-z])[+-]?(?:nan|inf|infinity)[ij]?(?![a-z])", re.IGNORECASE)
-"""A number that is not finite: a difference to it is not finite either, and complex_arithmetic pays
-that in full.
+"""A number that is not finite.
+
+A difference to it is not finite either, and complex_arithmetic pays that in full.
 """
 
 
 class ReasoningGymRows:
-    """Reads rows ``{task, seed, index, config}``: item ``index`` (0) of the package's data set
-    ``task`` with this seed and config; ``size`` is the data set's (index + 1). The prompt is the
-    item's question, the metrics are split by task.
+    """Reads rows ``{task, seed, index, config}`` of the package's data sets.
+
+    A row stands for item ``index`` (0) of the data set ``task`` with this seed and config; ``size``
+    is the data set's (index + 1). The prompt is the item's question, and the metrics are split by
+    task.
     """
 
     class Settings(SettingsModel):
-        """What stands before a question."""
+        """The messages before a question."""
 
         system: str = "default"
-        """The package's prompt that asks for ``<answer>``: DeepSeekZero, default, simple, direct,
-        chain_of_draft. Empty: none.
+        """The package's prompt that asks for ``<answer>``; empty for none.
+
+        DeepSeekZero, default, simple, direct or chain_of_draft.
         """
         shots: int = Field(0, ge=0)
-        """Solved questions before each question: the first items of the same data set.
+        """Solved questions before each question: the first items of its data set.
 
         No row may name one of these.
         """
@@ -74,26 +78,26 @@ class ReasoningGymRows:
 
             if self.system and self.system not in SYSTEM_PROMPTS:
                 raise ValueError(
-                    f"{self.system!r} is none of the package's prompts: {', '.join(SYSTEM_PROMPTS)}"
+                    f"{self.system!r} is not a prompt of the package: {', '.join(SYSTEM_PROMPTS)}"
                 )
             return self
 
     def __init__(self, settings: Settings) -> None:
         from reasoning_gym.utils import SYSTEM_PROMPTS
 
-        self._system = (
-            (Message("system", (SYSTEM_PROMPTS[settings.system],)),) if settings.system else ()
-        )
+        self._system: tuple[Message, ...] = ()
+        if settings.system:
+            self._system = (Message("system", (SYSTEM_PROMPTS[settings.system],)),)
         self._shots = settings.shots
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
-        """The row as a task.
+        """Return the row as a task.
 
         Raises DataFailure, also for tasks of ``EVALUATING`` and ``RUNNING``, and for an item whose
         scorer pays one of ``CONSTANTS`` in full.
         """
-        made, entry = _entry(row, where)
-        guess = _paid_guess(made, entry)
+        dataset, entry = _entry(row, where)
+        guess = _paid_guess(dataset, entry)
         if guess is not None:
             truth = str(entry["answer"])
             raise DataFailure(
@@ -101,31 +105,31 @@ class ReasoningGymRows:
                 f"the scorer of {row['task']} pays 1 for {guess!r} where {truth!r:.60} is right:"
                 " leave it out",
             )
-        name, seed, index = row["task"], row["seed"], row.get("index") or 0
+        name = row["task"]
+        index = row.get("index") or 0
         if index < self._shots:
             raise DataFailure(
                 where,
                 f"index {index} is one of the {self._shots} solved questions"
                 " (data.reader.with.shots)",
             )
-        solved = [made[shot] for shot in range(self._shots)]
-        shown = [
-            m
-            for one in solved
-            for m in (Message("user", (one["question"],)), Message("assistant", (one["answer"],)))
-        ]
+        messages = list(self._system)
+        for shot in range(self._shots):
+            solved = dataset[shot]
+            messages.append(Message("user", (solved["question"],)))
+            messages.append(Message("assistant", (solved["answer"],)))
+        messages.append(Message("user", (entry["question"],)))
+        task_id = str(row.get("id") or f"{name}/{row['seed']}/{index}")
         extra = {column: row.get(column) for column in ("task", "seed", "index", "size", "config")}
-        messages = (*self._system, *shown, Message("user", (entry["question"],)))
-        return Task(
-            str(row.get("id") or f"{name}/{seed}/{index}"), messages, entry["answer"], name, extra
-        )
+        return Task(task_id, tuple(messages), entry["answer"], name, extra)
 
 
 class ReasoningGymScore:
-    """The score that the package's own scorer gives to the last ``<answer>``, from 0 to 1; the row
-    is made again for it. An answer that the scorer cannot read, or a number that is not finite
-    where none is asked for, gets 0 and the flag ``unreadable``. The component ``exact`` is 1 for a
-    score of 1.
+    """The score that the package's scorer gives to the last ``<answer>``, from 0 to 1.
+
+    The row's item is generated again for it. An answer that the scorer cannot read, or a number
+    that is not finite where none is asked for, gets 0 and the flag ``unreadable``. The component
+    ``exact`` is 1 for a score of 1.
     """
 
     class Settings(SettingsModel):
@@ -146,48 +150,52 @@ class ReasoningGymScore:
         self._whole = settings.whole
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
-        """Raises DataFailure for a task that is none of ``ReasoningGymRows``."""
+        """Score the last text. Raises DataFailure for a task that has no row's columns."""
         from reasoning_gym.utils import extract_answer
 
-        made, entry = _entry(task.extra, task.id)
+        dataset, entry = _entry(task.extra, task.id)
         text = context.texts[-1] if context.texts else ""
         answer = text.strip() if self._whole else extract_answer(text)
-        found = {"answered": float(answer is not None)}
-        value = _score(made, answer, entry)
-        if not math.isfinite(value):
-            return Scored(0.0, {**found, "exact": 0.0}, ("unreadable",))
-        return Scored(value, {**found, "exact": float(value >= 1)})
+        value = _score(dataset, answer, entry)
+        is_readable = math.isfinite(value)
+        components = {
+            "answered": float(answer is not None),
+            "exact": float(is_readable and value >= 1),
+        }
+        if not is_readable:
+            return Scored(0.0, components, ("unreadable",))
+        return Scored(value, components)
 
 
-def _score(made: Any, answer: str | None, entry: Mapping[str, Any]) -> float:
-    """The scorer's value; NaN for an answer that it cannot read.
+def _score(dataset: Any, answer: str | None, entry: Mapping[str, Any]) -> float:
+    """Return the scorer's value; NaN for an answer that it cannot read.
 
-    Raises what the policy's text cannot have caused.
+    Raises errors that the policy's text cannot have caused.
     """
     if answer and _NOT_FINITE.search(answer) and not _NOT_FINITE.search(str(entry["answer"])):
         return math.nan
     try:
-        return float(made.score_answer(answer, entry))
-    except (
-        Exception
-    ) as error:  # scorers raise whatever comes for a text that has not the form of an answer
+        return float(dataset.score_answer(answer, entry))
+    except Exception as error:
+        # Scorers raise any error for a text that does not have the form of an answer.
         if blame(error) is not Blame.POLICY:
             raise
         return math.nan
 
 
-def _paid_guess(made: Any, entry: Mapping[str, Any]) -> str | None:
-    """One of ``CONSTANTS`` that is not the item's answer and is paid in full all the same."""
+def _paid_guess(dataset: Any, entry: Mapping[str, Any]) -> str | None:
+    """Return one of ``CONSTANTS`` that is not the item's answer and is still paid in full."""
     for guess in CONSTANTS:
         if _same_answer(guess, str(entry["answer"])):
             continue
-        if _score(made, guess, entry) >= 1:  # which NaN is not
+        # NaN is not at least 1.
+        if _score(dataset, guess, entry) >= 1:
             return guess
     return None
 
 
 def _same_answer(guess: str, answer: str) -> bool:
-    """The same text, or the same number."""
+    """Return whether they are the same text, or the same number."""
     if guess.casefold() == answer.strip().casefold():
         return True
     try:
@@ -197,8 +205,10 @@ def _same_answer(guess: str, answer: str) -> bool:
 
 
 def _entry(row: Mapping[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
-    """The data set and its item. Raises DataFailure."""
-    name, seed, index = row.get("task"), row.get("seed"), row.get("index") or 0
+    """Return the data set and its item. Raises DataFailure."""
+    name = row.get("task")
+    seed = row.get("seed")
+    index = row.get("index") or 0
     config = row.get("config") or {}
     if name in EVALUATING:
         raise DataFailure(
@@ -208,14 +218,11 @@ def _entry(row: Mapping[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
         )
     if name in RUNNING:
         raise DataFailure(
-            where, f"{name} runs programs of its data, or holds other tasks: name a task of its own"
+            where,
+            f"{name} runs programs of its data, or holds other tasks: name a task of its own",
         )
-    if not (
-        isinstance(name, str)
-        and isinstance(seed, int)
-        and isinstance(index, int)
-        and isinstance(config, Mapping)
-    ):
+    are_numbers = isinstance(seed, int) and isinstance(index, int)
+    if not isinstance(name, str) or not are_numbers or not isinstance(config, Mapping):
         raise DataFailure(
             where,
             f"task {name!r}, seed {seed!r}, index {index!r}, config {config!r}: a name, numbers, a"
@@ -224,20 +231,20 @@ def _entry(row: Mapping[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
     size = row.get("size") or index + 1
     if not isinstance(size, int) or not 0 <= index < size:
         raise DataFailure(where, f"index {index} lies outside the data set of size {size!r}")
-    given = {
-        key: value for key, value in config.items() if value is not None
-    }  # parquet fills columns with nulls
+    # Parquet fills columns with nulls.
+    options = {key: value for key, value in config.items() if value is not None}
     try:
-        made = _made(name, seed, size, json.dumps(given, sort_keys=True))
-        return made, made[index]
-    except Exception as error:  # whatever the package's generator raises for a config
+        dataset = _dataset(name, seed, size, json.dumps(options, sort_keys=True))
+        return dataset, dataset[index]
+    except Exception as error:
+        # The package's generator raises any error for a config.
         raise DataFailure(
             where, f"reasoning-gym cannot make {name}: {type(error).__name__}: {error}"
         ) from error
 
 
 @lru_cache(maxsize=256)
-def _made(name: str, seed: int, size: int, config: str) -> Any:
+def _dataset(name: str, seed: int, size: int, config: str) -> Any:
     import reasoning_gym
 
     return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(config))

@@ -1,5 +1,6 @@
-"""The HTTP server, on loopback, of the agents of one process: each episode has a key of its own,
-which opens nothing else.
+"""The HTTP server, on loopback, of the agents of one process.
+
+Each episode has its key, which opens nothing else.
 """
 
 import asyncio
@@ -19,19 +20,19 @@ from rayloop.chat.openai.routes import AnswersChats, add_routes
 from rayloop.connections import Impatient
 from rayloop.web import KEY, application, bearer, documented, problem
 
-READY = 30.0
+START_TIMEOUT_S = 30.0
 """Seconds in which the server must answer."""
 NO_PAY = (
     "the key of the chats does not pay: return the reward, or set with.reward: posted and send it"
     " with reward_key"
 )
-KEPT_ALIVE = 3600
+KEEP_ALIVE_S = 3600
 """Seconds that a connection may rest between two requests, while the agent works."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a request's body."""
+    """Limits of a request's body."""
 
     bytes: int = 32 << 20
     body_seconds: float = 60.0
@@ -40,7 +41,7 @@ class Limits:
 class RewardBody(BaseModel):
     """The body of ``POST /v1/reward``.
 
-    ``answer`` (``<id>/<choice>``): of this answer alone, not of the episode.
+    ``answer`` (``<id>/<choice>``): the reward is for this answer, not for the episode.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -49,7 +50,7 @@ class RewardBody(BaseModel):
 
 
 class Led(AnswersChats, Protocol):
-    """What an agent's key opens."""
+    """The session that an agent's key opens."""
 
     refused: str
 
@@ -58,7 +59,7 @@ class Led(AnswersChats, Protocol):
 
 
 class Endpoint:
-    """Starts with the first episode, on the event loop that runs then."""
+    """The server, which starts with the first episode, on the event loop that runs then."""
 
     def __init__(self) -> None:
         self._sessions: dict[bytes, Led] = {}
@@ -70,21 +71,26 @@ class Endpoint:
 
     @asynccontextmanager
     async def serving(self, session: Led) -> AsyncIterator[dict[str, str]]:
-        """Answer the holder of a new key by ``session``: yields ``base_url``, ``api_key`` and
-        ``model``, and ``reward_key``, which alone pays and does nothing else.
+        """Answer the holder of a new key by ``session``.
+
+        Yields ``base_url``, ``api_key`` and ``model``, and ``reward_key``, which alone pays and
+        does nothing else.
         """
         await self._start()
-        key, paying = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
-        self._sessions[key.encode()] = self._paying[paying.encode()] = session
-        address = {
-            "base_url": f"http://127.0.0.1:{self._port}/v1",
-            "api_key": key,
-            "reward_key": paying,
-        }
+        chat_key = secrets.token_urlsafe(32)
+        reward_key = secrets.token_urlsafe(32)
+        self._sessions[chat_key.encode()] = session
+        self._paying[reward_key.encode()] = session
         try:
-            yield {**address, "model": session.chats.name}
+            yield {
+                "base_url": f"http://127.0.0.1:{self._port}/v1",
+                "api_key": chat_key,
+                "reward_key": reward_key,
+                "model": session.chats.name,
+            }
         finally:
-            del self._sessions[key.encode()], self._paying[paying.encode()]
+            del self._sessions[chat_key.encode()]
+            del self._paying[reward_key.encode()]
 
     def end(self) -> None:
         """Stop the server."""
@@ -105,24 +111,29 @@ class Endpoint:
                 "log_config": None,
                 "access_log": False,
                 "lifespan": "off",
-                "timeout_keep_alive": KEPT_ALIVE,
+                "timeout_keep_alive": KEEP_ALIVE_S,
             }
             config = uvicorn.Config(self._app(), http=Impatient, **options)
             self._server = _Server(config)
             self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
-            async with asyncio.timeout(READY):
+            async with asyncio.timeout(START_TIMEOUT_S):
                 while not self._server.started:
                     if self._serving.done():
-                        # A server that has ended never gets ``started``: this raises why it ended.
+                        # A server that has ended never gets ``started``: this raises its error.
                         await self._serving
                     await asyncio.sleep(0.005)
 
     def _app(self) -> FastAPI:
         app = application(
-            "rayloop agents", _Always(), self._known, Limits(), "a live episode", invalid=400
+            "rayloop agents",
+            _AlwaysReady(),
+            self._is_known,
+            Limits(),
+            "a live episode",
+            invalid=400,
         )
         app.add_middleware(_Refusals, find=self._sessions.get)
-        add_routes(app, self._of)
+        add_routes(app, self._session)
 
         @app.post(
             "/v1/reward",
@@ -134,18 +145,20 @@ class Endpoint:
             session = self._paying.get(bearer(request.scope))
             if session is None:
                 raise HTTPException(403, NO_PAY)
-            why = session.pay(body.reward, body.answer)
-            return problem(409, "refused", why) if why else {"reward": body.reward}
+            refusal = session.pay(body.reward, body.answer)
+            if refusal:
+                return problem(409, "refused", refusal)
+            return {"reward": body.reward}
 
         return app
 
-    def _of(self, request: Request) -> Led:
+    def _session(self, request: Request) -> Led:
         session = self._sessions.get(bearer(request.scope))
         if session is None:
             raise HTTPException(403, "the key of the reward opens nothing else")
         return session
 
-    def _known(self, key: bytes) -> bool:
+    def _is_known(self, key: bytes) -> bool:
         return key in self._sessions or key in self._paying
 
 
@@ -157,7 +170,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-class _Always:
+class _AlwaysReady:
     """A service that is always ready and has no metrics."""
 
     def running(self) -> AbstractAsyncContextManager[None]:
@@ -174,13 +187,15 @@ class _Refusals:
     """Middleware: notes the last error that a session got."""
 
     def __init__(self, app: ASGIApp, find: Callable[[bytes], Led | None]) -> None:
-        self._app, self._find = app, find
+        self._app = app
+        self._find = find
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         session = self._find(bearer(scope))
         if session is None:
             return await self._app(scope, receive, send)
-        led, status = session, 200
+        led = session
+        status = 200
 
         async def watched(message: Message) -> None:
             nonlocal status

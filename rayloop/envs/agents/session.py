@@ -1,5 +1,6 @@
-"""One episode that an agent leads: its chats are answered by the policy, and become the turns of
-one trajectory.
+"""One episode that an agent leads.
+
+The policy answers its chats, which become the turns of one trajectory.
 """
 
 import asyncio
@@ -7,6 +8,7 @@ import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import chain
 from typing import Any
 
 from rayloop.chat.openai.answers import Chats
@@ -34,12 +36,12 @@ from rayloop.core.types import (
 from rayloop.envs.settings import EpisodeSettings
 
 Generate = Callable[[TokenPrompt, Sampling], Awaitable[Completion]]
-HISTORY = 1 << 30
-"""Bytes of an episode's conversations, none of which should be forgotten."""
+HISTORY_BYTES = 1 << 30
+"""Bytes of an episode's conversations, so many that none is forgotten."""
 
 
 class Session:
-    """What an agent's key opens: its own conversations, until the episode ends.
+    """The episode that an agent's key opens, with its conversations.
 
     Sampling is the run's: a request's ``max_tokens`` may only lower it, its ``stop`` is added, and
     its temperature, ``top_p`` and the like are ignored.
@@ -53,7 +55,7 @@ class Session:
         generate: Generate,
         model: str,
     ) -> None:
-        self.chats = Chats(model, renderer, HISTORY)
+        self.chats = Chats(model, renderer, HISTORY_BYTES)
         self.sampling = renderer.sampling(request.sampling)
         self.reward: float | None = None
         self.limit: EndReason | None = None
@@ -61,25 +63,30 @@ class Session:
         self.refused = ""
         """The error that the agent got in place of its last answer; "" when it got one."""
         self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        """Gets what makes the episode worthless: an engine's failure, a prompt that is too long."""
-        self._request, self._settings, self._generate = request, settings, generate
+        """Gets an error that makes the episode worthless.
+
+        It is an engine's failure, or a prompt that is too long.
+        """
+        self._request = request
+        self._settings = settings
+        self._generate = generate
         self._answered: list[Conversation] = []
         self._rewards: dict[str, float] = {}
-        self._seen: Counter[str] = Counter()
-        self._asked = 0
+        self._seed_uses: Counter[str] = Counter()
+        self._answer_count = 0
         self._running: set[asyncio.Task[dict[str, Any]]] = set()
 
     @property
     def answered(self) -> bool:
-        """Whether the policy has answered."""
+        """Return whether the policy has answered."""
         return bool(self._answered)
 
     def model(self) -> dict[str, Any]:
-        """The one entry of ``/v1/models``."""
+        """Return the one entry of ``/v1/models``."""
         return {**self.chats.model(), "max_model_len": self._settings.max_tokens}
 
     async def chat(self, asked: ChatRequest) -> dict[str, Any]:
-        """A chat completion.
+        """Return a chat completion.
 
         Raises DataFailure and OverLongPrompt for the agent, and the engine's errors.
         """
@@ -110,70 +117,68 @@ class Session:
         return ""
 
     def close(self) -> None:
-        """Nothing is answered any more."""
+        """Cancel all requests, and answer no further one."""
         for task in self._running:
             task.cancel()
         self.failed.cancel()
 
     def trajectory(self, reason: EndReason, result: float | None) -> Trajectory:
-        """The episode. Raises EnvironmentFailed when the agent did not ask the policy at all."""
+        """Return the episode. Raises EnvironmentFailed when the agent never asked the policy."""
+        request = self._request
         if not self._answered:
-            said = f"; its last request was refused: {self.refused}" if self.refused else ""
-            why = (
-                f"the agent of task {self._request.task.id} ended without an answer of the"
-                f" policy{said}"
+            refusal = ""
+            if self.refused:
+                refusal = f"; its last request was refused: {self.refused}"
+            raise EnvironmentFailed(
+                f"the agent of task {request.task.id} ended without an answer of the"
+                f" policy{refusal}",
+                bug=True,
             )
-            raise EnvironmentFailed(why, bug=True)
-        asked, images = self._request, (image for one in self._answered for image in one.images)
-        data = {image.ref.sha256: image.data for image in images if image.data is not None}
+        image_bytes = {}
+        for conversation in self._answered:
+            for image in conversation.images:
+                if image.data is not None:
+                    image_bytes[image.ref.sha256] = image.data
         turns, order = turns_of(self._answered, self._rewards)
         return Trajectory(
-            asked.id,
-            asked.attempt,
-            asked.task.id,
-            asked.seed,
+            request.id,
+            request.attempt,
+            request.task.id,
+            request.seed,
             turns,
             self.sampling,
             reason,
             result,
-            data,
+            image_bytes,
             order,
         )
 
-    async def _chat(self, asked: ChatRequest) -> dict[str, Any]:
-        s, choices = self._settings, asked.n or 1
-        if self._asked + choices > s.max_turns:
-            raise self._over(
-                EndReason.MAX_TURNS,
-                f"an episode has {s.max_turns} answers (environment.episode.max_turns)",
-            )
-        if (images := images_of(asked.messages)) > s.max_images:
-            raise self._over(
-                EndReason.MAX_IMAGES,
-                f"{images} images, {s.max_images} are allowed (environment.episode.max_images)",
-            )
-        self._asked += choices  # before anything is awaited, since other requests come meanwhile
+    async def _chat(self, request: ChatRequest) -> dict[str, Any]:
+        settings = self._settings
+        choices = request.n or 1
+        self._check_limits(request, choices)
+        # Counted before anything is awaited, since other requests may come in between.
+        self._answer_count += choices
         try:
-            conversation = await in_thread(self.chats.prompt, asked, timeout=s.step_timeout)
-            sampling = self._sampling(asked, self._room(conversation))
+            conversation = await in_thread(
+                self.chats.prompt, request, timeout=settings.step_timeout
+            )
+            sampling = self._sampling(request, self._room(conversation))
         except Exception as error:
-            self._asked -= choices
-            if self._answered and isinstance(
-                error, ImageRefused | DeadlineExceeded
-            ):  # of what an answer has led to
+            self._answer_count -= choices
+            # After an answer, the images and texts are what that answer has led to.
+            if self._answered and isinstance(error, ImageRefused | DeadlineExceeded):
                 raise self._over(EndReason.ACTION_ERROR, str(error)) from error
             raise
 
-        # The seed depends on what is asked, since an agent's requests may come in any order.
-        digest = hashlib.sha256(
-            repr((conversation.token_ids, [i.ref.sha256 for i in conversation.images])).encode()
-        ).hexdigest()
-        seed = derive(self._request.seed, "chat", digest, self._seen[digest])
-        self._seen[digest] += 1
-
-        shown, group = (conversation.token_ids, conversation.images), str(self._request.id.group)
+        seed = self._seed(conversation)
         prompts = [
-            TokenPrompt(*shown, affinity=group, seed=derive(seed, "choice", index))
+            TokenPrompt(
+                conversation.token_ids,
+                conversation.images,
+                affinity=str(self._request.id.group),
+                seed=derive(seed, "choice", index),
+            )
             for index in range(choices)
         ]
         try:
@@ -184,38 +189,65 @@ class Session:
             self._fail(error)
             raise
 
-        answer, known = self.chats.answer(asked, conversation, completions, sampling, seed)
-        self._answered += known
+        answer, conversations = self.chats.answer(
+            request, conversation, completions, sampling, seed
+        )
+        self._answered += conversations
         self.refused = ""
         return answer
 
+    def _check_limits(self, request: ChatRequest, choices: int) -> None:
+        """Raises DataFailure for more answers or images than an episode may have."""
+        settings = self._settings
+        if self._answer_count + choices > settings.max_turns:
+            raise self._over(
+                EndReason.MAX_TURNS,
+                f"an episode has {settings.max_turns} answers (environment.episode.max_turns)",
+            )
+        images = images_of(request.messages)
+        if images > settings.max_images:
+            raise self._over(
+                EndReason.MAX_IMAGES,
+                f"{images} images, {settings.max_images} are allowed"
+                " (environment.episode.max_images)",
+            )
+
+    def _seed(self, conversation: Conversation) -> int:
+        """Return a seed that depends on the prompt: an agent's requests may come in any order."""
+        images = [image.ref.sha256 for image in conversation.images]
+        digest = hashlib.sha256(repr((conversation.token_ids, images)).encode()).hexdigest()
+        seed = derive(self._request.seed, "chat", digest, self._seed_uses[digest])
+        self._seed_uses[digest] += 1
+        return seed
+
     def _room(self, conversation: Conversation) -> int:
-        """Tokens that are left for the answer. Raises OverLongPrompt."""
-        s, tokens = self._settings, len(conversation.token_ids)
-        first = min(s.max_prompt_tokens, s.max_tokens - 1)
-        if not self._answered and tokens > first:
-            self._fail(OverLongPrompt(tokens, first))
-            raise OverLongPrompt(tokens, first)
-        if tokens >= s.max_tokens:
+        """Return the tokens that are left for the answer. Raises OverLongPrompt."""
+        settings = self._settings
+        tokens = len(conversation.token_ids)
+        prompt_limit = min(settings.max_prompt_tokens, settings.max_tokens - 1)
+        if not self._answered and tokens > prompt_limit:
+            self._fail(OverLongPrompt(tokens, prompt_limit))
+            raise OverLongPrompt(tokens, prompt_limit)
+        if tokens >= settings.max_tokens:
             self.limit = EndReason.OVER_LENGTH
-            raise OverLongPrompt(tokens, s.max_tokens - 1)
-        return s.max_tokens - tokens
+            raise OverLongPrompt(tokens, settings.max_tokens - 1)
+        return settings.max_tokens - tokens
 
-    def _sampling(self, asked: ChatRequest, room: int) -> Sampling:
+    def _sampling(self, request: ChatRequest, room: int) -> Sampling:
         base = self.sampling
-        most = min(
-            asked.max_completion_tokens or asked.max_tokens or base.max_tokens,
-            base.max_tokens,
-            room,
-        )
-        stop = (*base.stop, *(text for text in asked.stops if text not in base.stop))
+        requested = request.max_completion_tokens or request.max_tokens or base.max_tokens
+        max_tokens = min(requested, base.max_tokens, room)
+        added_stops = [text for text in request.stops if text not in base.stop]
         return dataclasses.replace(
-            base, max_tokens=most, min_tokens=min(base.min_tokens, most), stop=stop
+            base,
+            max_tokens=max_tokens,
+            min_tokens=min(base.min_tokens, max_tokens),
+            stop=(*base.stop, *added_stops),
         )
 
-    def _over(self, limit: EndReason, why: str) -> DataFailure:
+    def _over(self, limit: EndReason, reason: str) -> DataFailure:
         self.limit = limit
-        return DataFailure(limit, why)
+        return DataFailure(limit, reason)
 
     def _fail(self, error: Exception) -> None:
         if not self.failed.done():
@@ -225,33 +257,40 @@ class Session:
 def turns_of(
     answered: Sequence[Conversation], rewards: dict[str, float]
 ) -> tuple[tuple[Turn, ...], tuple[int, ...]]:
-    """The turns of all conversations, each sampled one once, and ``Trajectory.order``:
-    conversations are ``answered`` in time. One that does not continue the one before it begins with
+    """Return the turns of all conversations, each sampled one once, and ``Trajectory.order``.
+
+    Conversations are ``answered`` in time. One that does not continue the one before it begins with
     a restart: the tokens that it shares with earlier ones are its context.
     """
     continued = {conversation.continues for conversation in answered}
-    paid = {id(one.turns[-1]): rewards[one.name] for one in answered if one.name in rewards}
-    turns, places = list[Turn](), dict[int, int]()
-    for leaf in (one for one in answered if one.name not in continued):
-        known = max(
-            (number for number, turn in enumerate(leaf.turns, 1) if id(turn) in places), default=0
-        )
+    turn_rewards = {}
+    for conversation in answered:
+        if conversation.name in rewards:
+            turn_rewards[id(conversation.turns[-1])] = rewards[conversation.name]
+    turns = list[Turn]()
+    places = dict[int, int]()
+    for leaf in answered:
+        if leaf.name in continued:
+            continue
+        shared = 0
+        for count, turn in enumerate(leaf.turns, 1):
+            if id(turn) in places:
+                shared = count
         if turns:
-            before = leaf.turns[:known]
-            tokens = tuple(token for turn in before for token in turn.token_ids)
+            turns.append(_context(leaf.turns[:shared]))
+        for turn in leaf.turns[shared:]:
+            has_reward = id(turn) in turn_rewards
             turns.append(
-                Turn(
-                    "context",
-                    tokens,
-                    tuple(image for turn in before for image in turn.images),
-                    restart=True,
-                )
-            )
-        for turn in leaf.turns[known:]:
-            turns.append(
-                dataclasses.replace(turn, reward=paid[id(turn)]) if id(turn) in paid else turn
+                dataclasses.replace(turn, reward=turn_rewards[id(turn)]) if has_reward else turn
             )
             if turn.sampled:
                 places[id(turn)] = len(places)
-    order = tuple(places[id(one.turns[-1])] for one in answered)
+    order = tuple(places[id(conversation.turns[-1])] for conversation in answered)
     return tuple(turns), () if order == tuple(sorted(order)) else order
+
+
+def _context(turns: Sequence[Turn]) -> Turn:
+    """Return the turns as the one context with which a conversation restarts."""
+    token_ids = chain.from_iterable(turn.token_ids for turn in turns)
+    images = chain.from_iterable(turn.images for turn in turns)
+    return Turn("context", tuple(token_ids), tuple(images), restart=True)

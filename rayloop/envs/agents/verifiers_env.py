@@ -1,5 +1,6 @@
-"""An environment of verifiers 0.4 as an agent of the harness, in a Python with that package: ``run:
-.../verifiers_env.py:play``.
+"""An environment of verifiers 0.4 as an agent of the harness, in a Python with that package.
+
+``run: .../verifiers_env.py:play``.
 """
 
 import os
@@ -12,34 +13,21 @@ from typing import Any
 
 
 async def play(row: Mapping[str, Any], reward_key: str = "") -> float:
-    """One episode of the row's column ``taskset`` (its id: an installed package or a module), of
-    the task at ``index`` (0), with further columns ``env`` (an ``Env``'s id) and ``config`` (the
-    task set's). Returns the sum of what its rubric gave to the trainable agents. With
-    ``reward_key`` each answer of such an agent is paid what the agent got, and their sum is
-    returned. Raises RuntimeError for an episode that an answer broke, such as one that did not keep
-    to a contract of the environment, and ConnectionError for one that the provider, a sandbox or a
-    tool server broke.
+    """Play one episode of the row's column ``taskset``.
+
+    That is the task set's id: an installed package or a module. Further columns: ``index`` (0) of
+    the task, ``env`` (an ``Env``'s id) and ``config`` (the task set's). Returns the sum of what its
+    rubric gave to the trainable agents. With ``reward_key`` each answer of such an agent is paid
+    what the agent got, and their sum is returned. Raises RuntimeError for an episode that an answer
+    broke, such as one that did not keep to a contract of the environment, and ConnectionError for
+    one that the provider, a sandbox or a tool server broke.
     """
-    import httpx
     import verifiers.v1 as vf
     from verifiers.v1.runtimes.subprocess import SubprocessRuntime
-    from verifiers.v1.utils.loaders import env_config_type, load_environment
 
-    SubprocessRuntime.prepare_uv_script = (
-        _script  # uv would download into an environment of its own
-    )
-    taskset = {**(row.get("config") or {}), "id": row["taskset"]}
-    env = row.get("env") or ""
-    kind = env_config_type(row["taskset"], env)
-    seats = {
-        name: field.default
-        for name, field in kind.model_fields.items()
-        if isinstance(field.default, vf.AgentConfig)
-    }
-    chosen = {
-        name: {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}} for name in seats
-    }
-    environment = load_environment(kind.model_validate({"id": env, "taskset": taskset, **chosen}))
+    # uv would download the packages into another environment.
+    SubprocessRuntime.prepare_uv_script = _script
+    environment = _environment(row)
     index = int(row.get("index") or 0)
     (task,) = environment.taskset.include(idx=[f"{index}:{index + 1}"])
     answers = _answers_by_trace()
@@ -49,37 +37,68 @@ async def play(row: Mapping[str, Any], reward_key: str = "") -> float:
         episode = await environment.run_episode(
             task, vf.ModelContext(os.environ["OPENAI_MODEL"], client)
         )
-    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-    if errors:
-        broken = next((error for error in errors if _of_a_machine(error)), None)
-        error = broken or errors[0]
-        raise (ConnectionError if broken else RuntimeError)(
-            f"verifiers: {error.type}: {error.message}"
-        )
+    _raise_errors(episode)
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     if not reward_key:
         return float(sum(trace.reward for trace in trained))
-    pay = {answer: float(trace.reward) for trace in trained for answer in answers[trace.id]}
+    rewards = {}
+    for trace in trained:
+        for answer in answers[trace.id]:
+            rewards[answer] = float(trace.reward)
+    _post(rewards, base_url, reward_key)
+    return sum(rewards.values())
+
+
+def _environment(row: Mapping[str, Any]) -> Any:
+    """Return the row's environment, whose agents run in subprocesses."""
+    import verifiers.v1 as vf
+    from verifiers.v1.utils.loaders import env_config_type, load_environment
+
+    taskset = {**(row.get("config") or {}), "id": row["taskset"]}
+    env = row.get("env") or ""
+    kind = env_config_type(row["taskset"], env)
+    agents = {
+        name: {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+        for name, field in kind.model_fields.items()
+        if isinstance(field.default, vf.AgentConfig)
+    }
+    return load_environment(kind.model_validate({"id": env, "taskset": taskset, **agents}))
+
+
+def _raise_errors(episode: Any) -> None:
+    errors = list(episode.errors)
+    for trace in episode.traces:
+        errors += trace.errors
+    if not errors:
+        return
+    machine_error = next((error for error in errors if _of_a_machine(error)), None)
+    error = machine_error or errors[0]
+    kind = ConnectionError if machine_error else RuntimeError
+    raise kind(f"verifiers: {error.type}: {error.message}")
+
+
+def _post(rewards: Mapping[str, float], base_url: str, reward_key: str) -> None:
+    """Pay each answer its reward."""
+    import httpx
+
     headers = {"Authorization": f"Bearer {reward_key}"}
-    for answer, reward in pay.items():
-        httpx.post(
-            f"{base_url}/reward", headers=headers, json={"reward": reward, "answer": answer}
-        ).raise_for_status()
-    return sum(pay.values())
+    for answer, reward in rewards.items():
+        body = {"reward": reward, "answer": answer}
+        httpx.post(f"{base_url}/reward", headers=headers, json=body).raise_for_status()
 
 
 def _answers_by_trace() -> Mapping[str, list[str]]:
-    """The names of the answers that each trace gets from now on, by the trace's id."""
+    """Return the names of the answers that each trace gets from now on, by the trace's id."""
     from verifiers.v1.graph import PendingTurn
 
     answers = defaultdict[str, list[str]](list)
     commit = PendingTurn.commit
 
-    def noted(turn: Any, response: Any) -> Any:
+    def commit_and_note(turn: Any, response: Any) -> Any:
         answers[turn.trace.id].append(f"{response.id}/0")
         return commit(turn, response)
 
-    PendingTurn.commit = noted
+    PendingTurn.commit = commit_and_note
     return answers
 
 
@@ -88,28 +107,27 @@ MACHINES = ("ProviderError", "SandboxError", "ToolsetError", "InterceptionError"
 _MACHINE = re.compile(
     r"Connect|Timeout|Transport|Network|Memory|Import|OSError|HTTP|RateLimit|InternalServer"
 )
-"""In the names of exceptions that hooks and rubrics raise when what they ask is not there."""
+"""Parts of the names of exceptions that hooks and rubrics raise when a service does not answer."""
 
 
 def _of_a_machine(error: Any) -> bool:
-    """By the boundary, and within the task's and the environment's code by the class that was
-    raised first. The message, which the policy may have written a part of, stands behind that.
+    """Return whether the error is not the policy's.
+
+    The boundary says it, and within the code of task and environment the class that was raised
+    first. The message, of which the policy may have written a part, follows that class.
     """
-    first = next(
-        (
-            line
-            for line in (error.traceback or "").splitlines()
-            if line[:1].isalpha() and ":" in line.split()[0]
-        ),
-        "",
-    )
-    return error.type in MACHINES or bool(_MACHINE.search(first.partition(":")[0]))
+    class_name = ""
+    for line in (error.traceback or "").splitlines():
+        if line[:1].isalpha() and ":" in line.split()[0]:
+            class_name = line.partition(":")[0]
+            break
+    return error.type in MACHINES or bool(_MACHINE.search(class_name))
 
 
 async def _script(
     runtime: Any, script: str | bytes, env: Any = None, *, activate: bool = True
 ) -> list[str]:
-    """The program runs in this Python, which has its packages."""
+    """Return the program's command: it runs in this Python, which has its packages."""
     path = Path(runtime.workdir) / "program.py"
     path.write_bytes(script.encode() if isinstance(script, str) else script)
     return [sys.executable, str(path)]
