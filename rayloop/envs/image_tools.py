@@ -31,7 +31,7 @@ _RIGHT_ANGLES = {
 
 
 class ImageTools(ToolCalls):
-    """``ToolCalls`` with tools that look at the task's images, and at those that tools gave."""
+    """``ToolCalls`` with tools that look at the task's images, and at images that tools gave."""
 
     class Settings(ToolCalls.Settings):
         """Which tools the policy has, and what boxes may be."""

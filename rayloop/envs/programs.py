@@ -246,7 +246,7 @@ SandboxSetting = Annotated[
 
 
 class _Sandbox:
-    """Runs programs one after another; the files that one leaves are there for the next."""
+    """Runs programs one after another; each finds the files that the one before left."""
 
     def __init__(self, kind: Any) -> None:
         self._kind = kind

@@ -58,12 +58,12 @@ def schema(tool: Any) -> Schema:
     has_name = isinstance(name, str) and name
     if not has_name or not isinstance(description, str) or not isinstance(parameters, Mapping):
         needs = "a name and a description (texts) and parameters (a JSON schema, a mapping)"
-        raise EnvironmentFailed(f"{type(tool).__name__} is no tool: it needs {needs}", bug=True)
+        raise EnvironmentFailed(f"{type(tool).__name__} is not a tool: it needs {needs}", bug=True)
     try:
         plain = json.loads(json.dumps(parameters, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise EnvironmentFailed(
-            f"the parameters of the tool {name} are no JSON: {error}", bug=True
+            f"the parameters of the tool {name} are not JSON: {error}", bug=True
         ) from error
     return {
         "type": "function",
@@ -194,7 +194,9 @@ class ToolCalls:
             )
             raise ToolError(f"{tool.name} raised {type(error).__name__}: {error}") from error
         if not isinstance(result, ToolResult):
-            raise ToolError(f"{tool.name} returned {type(result).__name__}, which is no ToolResult")
+            raise ToolError(
+                f"{tool.name} returned {type(result).__name__}, which is not a ToolResult"
+            )
         return result
 
     def evaluate(self) -> float | None:

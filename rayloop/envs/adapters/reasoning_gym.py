@@ -219,7 +219,7 @@ def _entry(row: Mapping[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
     if name in RUNNING:
         raise DataFailure(
             where,
-            f"{name} runs programs of its data, or holds other tasks: name a task of its own",
+            f"{name} runs programs of its data, or holds other tasks: name a single task",
         )
     are_numbers = isinstance(seed, int) and isinstance(index, int)
     if not isinstance(name, str) or not are_numbers or not isinstance(config, Mapping):

@@ -30,7 +30,7 @@ class Check(SettingsModel):
     For tasks that may leave some.
     """
     contains: tuple[str, ...] = ()
-    """Texts that must all occur in the file, wherever they stand in it."""
+    """Texts that must all occur in the file, in any place."""
     lacks: tuple[str, ...] = ()
     """Texts of which none may occur in the file, which must exist."""
     number: float | None = None
@@ -40,7 +40,7 @@ class Check(SettingsModel):
     names: tuple[str, ...] | None = None
     """The path is a folder that holds files and folders of exactly these names."""
     is_: Literal["file", "folder", "nothing"] | None = Field(None, alias="is")
-    """What lies at the path: a file, a folder, or nothing at all."""
+    """The path is a file, a folder, or does not exist (nothing)."""
 
     @model_validator(mode="after")
     def _asks_something(self) -> Self:
@@ -95,7 +95,7 @@ def score(
     start: Mapping[str, bytes],
     partial: bool,
 ) -> float:
-    """Return 1 when all checks hold, else 0; the share of those that hold when ``partial``."""
+    """Return 1 when all checks hold, else 0; the share of checks that hold when ``partial``."""
     held = [check.holds(home, start) for check in checks]
     return sum(held) / len(held) if partial else float(all(held))
 

@@ -66,7 +66,7 @@ class ResultFiles:
         root = local_path(results).resolve()
         folder = (root / name).resolve()
         if folder == root or not folder.is_relative_to(root):
-            raise DataFailure(name, f"its results would lie at {folder}, which is not below {root}")
+            raise DataFailure(name, f"its results would be at {folder}, which is not below {root}")
         folder.mkdir(parents=True, exist_ok=True)
         for file in ("traj.jsonl", "result.txt"):
             (folder / file).unlink(missing_ok=True)

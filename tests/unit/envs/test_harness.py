@@ -428,7 +428,7 @@ def test_an_agent_has_no_key_of_the_run_and_its_own_opens_nothing_else(
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("os._exit(3)", "exit code 3"),
         ("os.kill(os.getpid(), 11)", "exit code -11"),
-        ("float('nan')", "returned nan, which is no finite number"),
+        ("float('nan')", "returned nan, which is not a finite number"),
         ("None", "without an answer of the policy"),
     ],
 )
@@ -811,8 +811,8 @@ class Own:
     [
         (TypeError("a typo"), "lead raised TypeError: a typo", True),
         (OSError("disk full"), "lead raised OSError: disk full", False),
-        ("high", "returned 'high', which is no finite number", True),
-        (float("inf"), "returned inf, which is no finite number", True),
+        ("high", "returned 'high', which is not a finite number", True),
+        (float("inf"), "returned inf, which is not a finite number", True),
     ],
 )
 def test_what_a_leading_class_breaks_is_its_own_failure_and_it_is_closed(

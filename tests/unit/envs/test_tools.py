@@ -120,7 +120,7 @@ def test_what_a_machine_breaks_is_not(error: Exception) -> None:
 
 
 def test_a_result_that_is_none_is_an_error() -> None:
-    assert said(call("echo", {}), "text").error == "echo returned str, which is no ToolResult"
+    assert said(call("echo", {}), "text").error == "echo returned str, which is not a ToolResult"
 
 
 def test_pictures_that_cannot_be_shown_are_words() -> None:
