@@ -641,7 +641,7 @@ def test_a_request_waits_while_the_buffer_is_full() -> None:
 def test_a_buffer_that_stays_full_is_not_an_end_of_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(harness, "READY", 0.05)
+    monkeypatch.setattr(harness, "READY_TIMEOUT_S", 0.05)
     server, theirs = full_server()
     with (
         theirs,
