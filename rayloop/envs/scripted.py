@@ -75,9 +75,9 @@ class ScriptedTool:
         if step is None:
             return StepResult(done=True)
         time.sleep(step.seconds)
-        text = (step.text,) if step.text else ()
+        texts = (step.text,) if step.text else ()
         images = (image.source() for image in step.images)
-        message = Message(self._settings.role, (*text, *images))
+        message = Message(self._settings.role, (*texts, *images))
         return StepResult(Observation((message,)), step.done, step.error)
 
     def evaluate(self) -> float | None:

@@ -321,7 +321,10 @@ class Desktop:
             str(connection),
             json.dumps(settings),
         ]
-        driver_user, server_user = [user.number for user in self._users] or [None, None]
+        driver_user: int | None = None
+        server_user: int | None = None
+        if self._users:
+            driver_user, server_user = (user.number for user in self._users)
         home_bytes = self._limits.home_mb * MIB
         python_path = f"{PACKAGE.parent}{os.pathsep}{_library('Xlib').parent}"
         return bubblewrap.command(
