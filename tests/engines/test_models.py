@@ -119,7 +119,7 @@ def test_a_checkpoint_that_is_no_renaming_is_refused(
             [tag[:, None, None].transpose(1, 2).unflatten(2, (1, 1, 1)) for tag in tags.values()], 7
         )
 
-    monkeypatch.setattr("rayloop.engines.models.revert_weight_conversion", merges)
+    monkeypatch.setattr("rayloop.engines.models.weights.revert_weight_conversion", merges)
     with pytest.raises(ConfigError, match="merges or splits parameters"):
         checkpoint_names(model)
 

@@ -18,8 +18,9 @@ from rayloop.core.failures import ConfigError, Damaged, Diverged
 from rayloop.core.types import Sampling, TokenPrompt
 from rayloop.engines.models import load_model
 from rayloop.engines.settings import FsdpSettings, LoraSettings, ModelSettings, OptimizerSettings
-from rayloop.engines.training import fsdp
+from rayloop.engines.training import checkpointing
 from rayloop.engines.training.fsdp import FsdpEngine
+from rayloop.engines.training.sharding import local
 from rayloop.transports.manifest import has_nan
 from tests.engines.prompts import engine as generation
 from tests.engines.training import VERSION, engine, mixed_items, run_ranks
@@ -32,7 +33,7 @@ BAD = [math.nan, math.inf, -math.inf]
 def spoil(trainer: FsdpEngine, part: str, value: float = math.nan) -> None:
     """Put one number that is none into the first parameter of that name."""
     parameter = next(p for name, p in trainer._parameters.items() if part in name)
-    shard = fsdp.local(parameter)
+    shard = local(parameter)
     if shard.numel():
         shard.view(-1)[0] = value
 
@@ -65,7 +66,7 @@ def test_an_optimizer_whose_state_is_not_finite_is_not_saved(
     trained: FsdpEngine, tmp_path: Path
 ) -> None:
     state = next(iter(trained._optimizer.state().values()))
-    fsdp.local(state["exp_avg_sq"]).view(-1)[0] = math.inf
+    local(state["exp_avg_sq"]).view(-1)[0] = math.inf
     with pytest.raises(
         Diverged, match=r"NaN or an infinity in 1 of \d+ tensors, first optimizer\.\S*\.exp_avg_sq"
     ):
@@ -79,7 +80,7 @@ def test_a_checkpoint_of_what_is_not_finite_counts_as_damaged(
     trained.save(good)
     spoil(trained, "down_proj")
     with monkeypatch.context() as patched:
-        patched.setattr(fsdp, "not_finite", lambda *_: "")
+        patched.setattr(checkpointing, "not_finite", lambda *_: "")
         trained.save(bad)
     with pytest.raises(Damaged, match="saved when it was not numbers any more: NaN"):
         trained.load(bad)

@@ -106,7 +106,7 @@ def test_values_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
     dcp.save(values, checkpoint_id=str(tmp_path / "old"))
     with pytest.raises(CheckpointError, match=r"its index names .*BytesStorageMetadata"):
         state.load(str(tmp_path / "old"), {"updates": torch.tensor(0), "name": None}, 0)
-    with pytest.raises(CheckpointError, match="name is no tensor"):
+    with pytest.raises(CheckpointError, match="name is not a tensor"):
         state.save(str(tmp_path / "new"), values, 0)
 
 
@@ -188,7 +188,7 @@ def test_an_index_that_does_not_fit_its_tensors_is_refused(
     change(index)
     (tmp_path / "index.json").write_text(json.dumps(index), encoding="utf-8")
     with pytest.raises(
-        CheckpointError, match=r"the trainer's state cannot be read: (its index|it is no index)"
+        CheckpointError, match=r"the trainer's state cannot be read: (its index|it is not an index)"
     ):
         state.load(str(tmp_path), tensors(0), 0)
 

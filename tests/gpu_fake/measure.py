@@ -32,7 +32,14 @@ from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl  # noqa: E402, F4
 
 from rayloop.engines import attention, models  # noqa: E402
 from rayloop.engines.settings import ModelSettings, OptimizerSettings  # noqa: E402
-from rayloop.engines.training import collator, fsdp, lora, sharding, updates  # noqa: E402
+from rayloop.engines.training import (  # noqa: E402
+    beforehand,
+    collator,
+    fsdp,
+    lora,
+    sharding,
+    updates,
+)
 from rayloop.estimate.memory import GIB, memory  # noqa: E402
 from rayloop.estimate.shape import Shape  # noqa: E402
 from rayloop.run.config import RunConfig  # noqa: E402
@@ -75,7 +82,7 @@ class Stage:
         self.watch, self.queries = Watch(), {"language": [0, 0], "tower": [0, 0]}
         device.pretend(self.watch.attend)
         fsdp.on_all_ranks = sharding.on_all_ranks = lambda build, within=None: build()
-        fsdp.total = updates.total = self._total
+        beforehand.total = updates.total = self._total
         sharding.CPUOffloadPolicy = lambda pin_memory: CPUOffloadPolicy(
             pin_memory=False
         )  # fake tensors cannot be pinned

@@ -26,12 +26,12 @@ pytestmark = [
 TABLE: dict[str, float] = json.loads(PEAKS.read_text(encoding="utf-8"))
 CARD = 80
 ONCE = {
-    "train",
+    "check_counts",
     "count_denominators",
-    "_equal_number",
+    "equal_passes",
     "_update",
     "_global_norm",
-    "_report",
+    "summarize",
     "finalize",
 }
 """Functions that wait for the device once in an update, however many micro-batches it has."""

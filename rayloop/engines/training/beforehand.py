@@ -1,83 +1,147 @@
-"""What an update must know of the tokens of other micro-batches and other ranks before the loss of
-any. With it an update does not depend on how it is cut.
+"""Values of tokens in other micro-batches and on other ranks that an update's losses need.
+
+They are computed before the loss of any token, so that an update does not depend on how it is cut.
 """
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from rayloop.core.protocols import TrainItem
 from rayloop.engines.training.scorer import Scores
-from rayloop.engines.training.sharding import everywhere
+from rayloop.engines.training.sharding import everywhere, total
 from rayloop.grpo.batch import TrainSample
 from rayloop.grpo.losses.policy import entropy_bound
 from rayloop.grpo.losses.settings import LossSettings, OwnLoss
 from rayloop.grpo.losses.surrogates import Elsewhere
 
 
+class ScoreFunction(Protocol):
+    """Type of a function that scores samples under the current weights."""
+
+    def __call__(self, samples: Sequence[TrainSample], *, entropy: bool = False) -> list[Scores]:
+        """Return the scores of each sample. Collective."""
+
+
+def with_old_logprobs(
+    mini_batches: Sequence[Sequence[TrainItem]],
+    samples: Sequence[Sequence[TrainSample]],
+    score: ScoreFunction,
+) -> list[list[TrainSample]]:
+    """Return the samples with the log-probs before the first update.
+
+    A trajectory of several epochs is scored once. Collective.
+    """
+    # ``segmented`` gives a trajectory the same objects
+    # in each epoch, so that their ids name them.
+    distinct: dict[int, TrainSample] = {}
+    for items, share in zip(mini_batches, samples, strict=True):
+        for item, sample in zip(items, share, strict=True):
+            distinct[id(item.trajectory)] = sample
+    scores = dict(zip(distinct, score(list(distinct.values())), strict=True))
+
+    def with_old(item: TrainItem, sample: TrainSample) -> TrainSample:
+        return dataclasses.replace(sample, old=scores[id(item.trajectory)].logprobs)
+
+    return [
+        list(map(with_old, items, share))
+        for items, share in zip(mini_batches, samples, strict=True)
+    ]
+
+
 def contributing(samples: Sequence[TrainSample], loss: LossSettings) -> list[TrainSample]:
-    """Without a KL and an entropy term, trajectories with advantage 0 have no gradient and need no
-    forward pass: all shipped losses are proportional to it.
+    """Return the samples that need a forward pass.
+
+    Without a KL and an entropy term, trajectories with advantage 0 have no gradient: all shipped
+    losses are proportional to it.
     """
-    every = loss.uses_kl or loss.uses_entropy or isinstance(loss, OwnLoss)
-    return [s for s in samples if every or s.teaches]
-
-
-def is_needed(loss: LossSettings) -> bool:
-    """Whether ``to_score`` can name a sample."""
-    return loss.top_entropy_quantile < 1 or loss.looks_at_trajectories
-
-
-def to_score(samples: Sequence[TrainSample], loss: LossSettings) -> list[TrainSample]:
-    """The samples whose log-probs and entropies must be known first: all for
-    ``top_entropy_quantile``; those of trajectories with several sequences for a loss that looks at
-    whole trajectories.
-    """
-    if loss.top_entropy_quantile < 1:
-        return list(samples)
-    if loss.looks_at_trajectories:
-        return [sample for sample in samples if 0 < sample.share < 1]
-    return []
+    needs_all = loss.uses_kl or loss.uses_entropy or isinstance(loss, OwnLoss)
+    return [sample for sample in samples if needs_all or sample.teaches]
 
 
 def completed(
-    samples: Sequence[TrainSample],
-    scored: Sequence[TrainSample],
-    scores: Sequence[Scores],
-    loss: LossSettings,
-) -> list[TrainSample]:
-    """The samples with ``chosen`` and ``elsewhere``.
+    samples: Sequence[TrainSample], loss: LossSettings, score: ScoreFunction, device: torch.device
+) -> Sequence[TrainSample]:
+    """Return the samples with ``chosen`` and ``elsewhere``, where the loss needs them.
 
-    ``scores``: of the samples ``scored``. Collective.
+    Collective.
     """
-    found = dict(zip(map(id, scored), scores, strict=True))
+    if loss.top_entropy_quantile >= 1 and not loss.looks_at_trajectories:
+        return samples
+    to_score = _to_score(samples, loss)
+    # Scoring gathers weights on all ranks, so they decide together whether any has a sample.
+    (most,) = total([len(to_score)], device, dist.ReduceOp.MAX)
+    if not most:
+        return samples
+    scores_in_order = score(to_score, entropy=True)
+    scores = dict(zip(map(id, to_score), scores_in_order, strict=True))
 
     # The quantile is the whole update's, and finding it
     # is collective: also for a rank without samples.
-    bound = None
-    if loss.top_entropy_quantile < 1:
-        learning = [found[id(s)].entropy for s in samples if s.streams.rl]
-        bound = entropy_bound(
-            everywhere([e for e in learning if e is not None]), loss.top_entropy_quantile
-        )
-    sequences = defaultdict[int, list[TrainSample]](list)
-    for sample in samples:
-        if loss.looks_at_trajectories and 0 < sample.share < 1:
-            sequences[sample.part_of].append(sample)
-    made = []
+    bound = _entropy_bound(samples, scores, loss) if loss.top_entropy_quantile < 1 else None
+    sequences = _sequences_of_trajectories(samples, loss)
+    results = []
     for sample in samples:
         # Equality of samples would compare tensors, so they are distinguished by identity.
-        others = [other for other in sequences[sample.part_of] if other is not sample]
-        entropy = found[id(sample)].entropy if bound is not None else None
-        chosen = None if entropy is None else (entropy >= bound).float()
-        rest = Elsewhere.joined([_constants(other, found[id(other)]) for other in others])
-        made.append(dataclasses.replace(sample, chosen=chosen, elsewhere=rest))
-    return made
+        siblings = [
+            sibling for sibling in sequences.get(sample.part_of, ()) if sibling is not sample
+        ]
+        entropy = None if bound is None else scores[id(sample)].entropy
+        results.append(
+            dataclasses.replace(
+                sample,
+                chosen=None if entropy is None else (entropy >= bound).float(),
+                elsewhere=Elsewhere.joined(
+                    [_constants(sibling, scores[id(sibling)]) for sibling in siblings]
+                ),
+            )
+        )
+    return results
+
+
+def _to_score(samples: Sequence[TrainSample], loss: LossSettings) -> list[TrainSample]:
+    """Return the samples whose log-probs and entropies must be known before the update.
+
+    All for ``top_entropy_quantile``; those of trajectories with several sequences for a loss that
+    looks at whole trajectories.
+    """
+    if loss.top_entropy_quantile < 1:
+        return list(samples)
+    return [sample for sample in samples if _is_part(sample)]
+
+
+def _is_part(sample: TrainSample) -> bool:
+    """Whether the sample's trajectory has several sequences."""
+    return 0 < sample.share < 1
+
+
+def _entropy_bound(
+    samples: Sequence[TrainSample], scores: Mapping[int, Scores], loss: LossSettings
+) -> Tensor | None:
+    """Return the quantile of the entropies of all ranks' RL tokens. Collective."""
+    entropies = [scores[id(sample)].entropy for sample in samples if sample.streams.rl]
+    measured = [entropy for entropy in entropies if entropy is not None]
+    return entropy_bound(everywhere(measured), loss.top_entropy_quantile)
+
+
+def _sequences_of_trajectories(
+    samples: Sequence[TrainSample], loss: LossSettings
+) -> dict[int, list[TrainSample]]:
+    """Return the samples of each trajectory with several, for a loss that looks at all of them."""
+    sequences = defaultdict[int, list[TrainSample]](list)
+    for sample in samples:
+        if loss.looks_at_trajectories and _is_part(sample):
+            sequences[sample.part_of].append(sample)
+    return sequences
 
 
 def _constants(sample: TrainSample, scores: Scores) -> Elsewhere:
-    """A sample's tokens as they stand beside its trajectory's others."""
+    """Return a sample's tokens as the losses of its trajectory's other sequences see them."""
     assert scores.entropy is not None
     old = scores.logprobs if sample.old is None else sample.old
     return Elsewhere(

@@ -1,4 +1,4 @@
-"""Makes packed batches of trajectories for one model.
+"""Makes packed batches of trajectories for a model.
 
 Threads decode images ahead of the device, and pack the next batch while the device computes one.
 Images and prompt positions that a group shares are made once.
@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
+from itertools import chain
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -25,10 +26,10 @@ from rayloop.engines.settings import FsdpSettings, ModelSettings
 from rayloop.grpo.batch import Batch, TrainSample, make_sample
 from rayloop.grpo.packing import micro_batches, pack, packed_length, prompt_groups
 
-THREADS = 8
+DECODING_THREADS = 8
 """Threads that decode images, at most one per core."""
-POSITIONS = 16 << 20
-"""Bytes of cached positions: some hundred prompts."""
+POSITION_CACHE_BYTES = 16 << 20
+"""Size of the cache of positions, in bytes: some hundred prompts."""
 
 
 class Collator:
@@ -42,15 +43,14 @@ class Collator:
         self._device = device
         self._vision = load_vision(settings, model.config)
         self._engine = engine
-        self._pool = ThreadPoolExecutor(min(THREADS, cores()), "pixels")
-        self._packer = ThreadPoolExecutor(
-            1, "packing"
-        )  # one of its own: it waits for those that decode
+        self._pool = ThreadPoolExecutor(min(DECODING_THREADS, cores()), "pixels")
+        # Packing has a separate thread, because it waits for the threads that decode.
+        self._packer = ThreadPoolExecutor(1, "packing")
         # The samples own the pixels: their memory goes back when a step's samples end.
         self._promised: WeakValueDictionary[tuple[str, bool], Future[Tensor]] = (
             WeakValueDictionary()
         )
-        self._positions = tensor_cache(POSITIONS)
+        self._positions = tensor_cache(POSITION_CACHE_BYTES)
         self._dummy = self._make_dummy()
 
     def close(self) -> None:
@@ -59,28 +59,35 @@ class Collator:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def sample(self, item: TrainItem, *, swap_images: bool = False) -> TrainSample:
-        """One trajectory as tensors; with ``swap_images`` its images are replaced by visibly
-        different ones. Raises ValueError (see make_sample). ``batch`` raises for an image that is
-        missing, corrupt or of another grid.
+        """Return one trajectory as tensors.
+
+        With ``swap_images`` its images are replaced by visibly different ones. Raises ValueError
+        (see make_sample). ``batch`` raises for an image that is missing, corrupt or of another
+        grid.
         """
-        trajectory, flat = item.trajectory, item.trajectory.flatten()
+        trajectory = item.trajectory
+        flat = trajectory.flatten()
         pixels = [self._pixels(image, trajectory, swap_images) for image in trajectory.images]
         return make_sample(item, flat, self._position_ids(trajectory, flat), pixels)
 
     def plan(self, samples: Sequence[TrainSample]) -> list[list[TrainSample]]:
-        """Returns the samples by micro-batch: packed up to ``micro_batch_tokens``; a longer sample
-        is alone, and so is each of a family whose rows hold one.
+        """Return the samples by micro-batch: packed up to ``micro_batch_tokens``.
+
+        A longer sample is alone, and so is each of a family whose rows hold one.
         """
         if not self._family.packs:
             return [[sample] for sample in samples]
         budget = self._engine.micro_batch * self._engine.sequence_parallel
-        groups = (
-            prompt_groups(samples, budget)
-            if shares_prompts(self._model)
-            else [[sample] for sample in samples]
-        )
-        plan = micro_batches([packed_length(group) for group in groups], budget)
-        return [[sample for i in indices for sample in groups[i]] for indices in plan]
+        if shares_prompts(self._model):
+            groups = prompt_groups(samples, budget)
+        else:
+            groups = [[sample] for sample in samples]
+        lengths = [packed_length(group) for group in groups]
+        plan: list[list[TrainSample]] = []
+        for group_indices in micro_batches(lengths, budget):
+            members = [groups[i] for i in group_indices]
+            plan.append(list(chain.from_iterable(members)))
+        return plan
 
     def batch(self, samples: Sequence[TrainSample]) -> Batch:
         """Pack samples on the device, or nothing at all into a batch that predicts nothing.
@@ -92,98 +99,97 @@ class Collator:
         return self._packed(samples).to(self._device)
 
     def ahead(self, plan: Sequence[Sequence[TrainSample]]) -> Iterator[Batch]:
-        """Yields the ``batch`` of each part of the plan, in order; while the caller computes with
-        one, a thread packs the next. Raises what ``batch`` raises, at the part that causes it.
+        """Yield the ``batch`` of each part of the plan, in order.
+
+        While the caller computes with one, a thread packs the next. Raises the error of ``batch``
+        at the part that causes it.
         """
         # Only one part is packed ahead: each holds the pixels of all its images.
         promises = deque(self._packer.submit(self._packed, part) for part in plan[:1])
         try:
-            for number in range(1, len(plan) + 1):
-                # The next one is handed in before the caller
+            for following in range(1, len(plan) + 1):
+                # The next part is submitted before the caller
                 # computes, so that packing and computing overlap.
-                promises.extend(
-                    self._packer.submit(self._packed, part) for part in plan[number : number + 1]
-                )
+                if following < len(plan):
+                    promises.append(self._packer.submit(self._packed, plan[following]))
                 yield promises.popleft().result().to(self._device)
         finally:
             for promise in promises:
                 promise.cancel()
 
     def _packed(self, samples: Sequence[TrainSample]) -> Batch:
-        """``batch``, on the CPU."""
-        complete = samples and (self._vision is None or any(sample.pixels for sample in samples))
+        """Return ``batch``, on the CPU."""
+        has_images = self._vision is None or any(sample.pixels for sample in samples)
         return pack(
-            [*samples] if complete else [*samples, self._dummy],
+            [*samples] if samples and has_images else [*samples, self._dummy],
             share_images=self._family.pooled,
             share_prompts=shares_prompts(self._model),
             image_token=self._model.config.image_token_id if self._vision else None,
         )
 
     def _pixels(self, image: ImageRef, trajectory: Trajectory, swap: bool) -> Future[Tensor]:
-        """Returns the same future for all live samples with this image, so that a batch encodes it once. A failed one is retried:
-        this trajectory may have the bytes.
+        """Return the future of an image's pixels, the same for all live samples with the image.
+
+        A batch then encodes the image once. A failed future is replaced: this trajectory may have
+        the bytes.
         """
         if self._vision is None:
             raise ValueError(
                 f"trajectory {trajectory.id} has an image, but the model has no vision tower"
             )
-        promise = self._promised.get((image.sha256, swap))
-        if promise is None or (promise.done() and promise.exception() is not None):
+        key = (image.sha256, swap)
+        promise = self._promised.get(key)
+        failed = promise is not None and promise.done() and promise.exception() is not None
+        if promise is None or failed:
             data = trajectory.image_bytes.get(image.sha256)
-            promise = self._promised[image.sha256, swap] = self._pool.submit(
-                _decoded, self._vision, image, data, swap
-            )
+            promise = self._pool.submit(_decoded, self._vision, image, data, swap)
+            self._promised[key] = promise
         return promise
 
     def _position_ids(self, trajectory: Trajectory, flat: FlatTrajectory) -> Tensor:
-        """[R, T]. Text that follows all images counts on from the highest position before it."""
-        token_ids, grids = (
-            flat.token_ids,
-            np.array([image.grid for image in trajectory.images], np.int64).reshape(-1, 3),
-        )
-        images = (
-            token_ids == self._model.config.image_token_id
-            if self._vision
-            else np.zeros(0, np.bool_)
-        )
-        start = int(images.nonzero()[0].max(initial=-1)) + 1
+        """Return [R, T]. Text after all images counts on from the highest position before it."""
+        token_ids = flat.token_ids
+        grids = np.array([image.grid for image in trajectory.images], np.int64).reshape(-1, 3)
+        if self._vision:
+            image_tokens = (token_ids == self._model.config.image_token_id).nonzero()[0]
+        else:
+            image_tokens = np.zeros(0, np.int64)
+        start = int(image_tokens.max(initial=-1)) + 1
+
+        def positions_up_to_start() -> Tensor:
+            return positions(
+                self._model, torch.from_numpy(token_ids[:start]), torch.from_numpy(grids)
+            )
 
         # The same tokens have other positions with images of other grids, so both make the key.
         key = sha256(token_ids[:start].tobytes() + grids.tobytes()).hexdigest()
-        first = self._positions.made(
-            key,
-            lambda: positions(
-                self._model, torch.from_numpy(token_ids[:start]), torch.from_numpy(grids)
-            ),
-        )
-        ahead = torch.arange(len(token_ids) - start)
-        # Row 0 counts tokens; M-RoPE's other rows go on together from their common maximum.
-        rest = torch.cat(
-            [_after(rows) + ahead.expand(len(rows), -1) for rows in (first[:1], first[1:])]
-        )
+        first = self._positions.made(key, positions_up_to_start)
+        steps = torch.arange(len(token_ids) - start)
+        # Row 0 counts tokens; M-RoPE's other rows continue together from their common maximum.
+        text_row = _next_position(first[:1]) + steps.expand(1, -1)
+        rotary_rows = _next_position(first[1:]) + steps.expand(len(first) - 1, -1)
+        rest = torch.cat([text_row, rotary_rows])
         return torch.cat([first, rest], dim=1)
 
     def _make_dummy(self) -> TrainSample:
-        least = self._engine.sequence_parallel  # every rank of a row has a token
-        nothing, token_ids, grids, pixels = (
-            torch.zeros(0),
-            torch.zeros(least).long(),
-            torch.zeros(0, 3).long(),
-            Future[Tensor](),
-        )
+        """Return a sample that predicts nothing, with an image for a vision model."""
+        length = self._engine.sequence_parallel  # every rank of a row has a token
+        token_ids = torch.zeros(length).long()
+        grids = torch.zeros(0, 3).long()
+        pixels = Future[Tensor]()
         if self._vision is not None:
             image, grid, count = self._vision.dummy()
-            token_ids = torch.cat(
-                [torch.full((count,), self._model.config.image_token_id), token_ids[count:]]
-            )
+            image_tokens = torch.full((count,), self._model.config.image_token_id)
+            token_ids = torch.cat([image_tokens, token_ids[count:]])
             grids = torch.tensor([grid])
             pixels.set_result(image)
+        empty = torch.zeros(0)
         return TrainSample(
             token_ids=token_ids,
             position_ids=positions(self._model, token_ids, grids),
-            predict=nothing.long(),
-            turn_position=nothing.long(),
-            behaviour=nothing,
+            predict=empty.long(),
+            turn_position=empty.long(),
+            behaviour=empty,
             reference=None,
             sampling=Sampling(),
             pixels=(pixels,) if len(grids) else (),
@@ -191,13 +197,12 @@ class Collator:
         )
 
 
-def _after(rows: Tensor) -> int:
-    """The position after all those of ``rows`` [n, T]."""
+def _next_position(rows: Tensor) -> int:
+    """Return the position after all positions of ``rows`` [n, T]."""
     return int(rows.max()) + 1 if rows.numel() else 0
 
 
 def _decoded(vision: Vision, image: ImageRef, data: bytes | None, swap: bool) -> Tensor:
     pixels = vision.pixels(image, data)
-    return (
-        1 - pixels.flip(0) if swap else pixels
-    )  # upside down and inverted, also for a uniform grey
+    # A swapped image is upside down and inverted: the latter also changes a uniform grey.
+    return 1 - pixels.flip(0) if swap else pixels

@@ -1,17 +1,15 @@
-"""One rank of the trainer: GRPO updates (arXiv:2402.03300) with PyTorch FSDP2, gloo on CPU and NCCL
-on GPU. World size, micro-batches, packing and the order of ranks do not change an update: every
-token's weight comes from one denominator over all ranks, and gradients are sums (docs/algorithm.md,
-section 6).
+"""One rank of the trainer: GRPO updates (arXiv:2402.03300) with PyTorch FSDP2.
+
+The backend is gloo on CPU and NCCL on GPU. World size, micro-batches, packing and the order of
+ranks do not change an update: every token's weight comes from one denominator over all ranks, and
+gradients are sums (docs/algorithm.md, section 6).
 """
 
 import contextlib
-import dataclasses
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from datetime import timedelta
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,57 +18,48 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rayloop.core.failures import CheckpointError, ConfigError, Damaged, Diverged, RayloopError
+from rayloop.core.failures import CheckpointError, ConfigError, Diverged, RayloopError
 from rayloop.core.files import Checksum
 from rayloop.core.model_families import family
 from rayloop.core.protocols import TrainItem
-from rayloop.core.threads import asked, settle, start
 from rayloop.core.types import Trajectory, TrajectoryId, Version, derive
 from rayloop.engines.attention import flex_chosen
 from rayloop.engines.machine import keep_freed
 from rayloop.engines.models import as_saved, checkpoint_names, load_model, model_groups
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
-from rayloop.engines.training import beforehand, state
+from rayloop.engines.training import beforehand
+from rayloop.engines.training.checkpointing import DIVERGED_ADVICE, TrainerCheckpoints
 from rayloop.engines.training.collator import Collator
 from rayloop.engines.training.finite import not_finite
 from rayloop.engines.training.lora import (
-    adapter_names,
     adapters_off,
     base_name,
     choose_trainable,
+    gather_merged,
     is_adapter,
-    is_up,
-    merged,
     saved_name,
 )
 from rayloop.engines.training.optimizer import Optimizer
+from rayloop.engines.training.perturbation import perturb
 from rayloop.engines.training.scorer import Scorer, Scores, score
-from rayloop.engines.training.sharding import (
-    add_noise,
-    from_first,
-    gather,
-    join,
-    local,
-    on_all_ranks,
-    shard,
-    total,
+from rayloop.engines.training.sharding import from_first, join, local, on_all_ranks, shard
+from rayloop.engines.training.state import UNKNOWN
+from rayloop.engines.training.updates import (
+    Update,
+    check_counts,
+    count_denominators,
+    equal_passes,
+    summarize,
+    weighted_sum,
 )
-from rayloop.engines.training.updates import Update, count_denominators
-from rayloop.engines.training_settings import ADAPTERS, COLLECTIVE_TIMEOUT
+from rayloop.engines.training_settings import COLLECTIVE_TIMEOUT
 from rayloop.grpo.batch import Batch, TrainSample, TurnGaps, by_segment, segmented, turn_gaps
 from rayloop.grpo.losses.metrics import LossMetrics
-from rayloop.grpo.losses.policy import Denominator, PolicyLoss, token_weights
+from rayloop.grpo.losses.policy import Denominator, PolicyLoss
 from rayloop.grpo.losses.settings import LossSettings
 from rayloop.transports.manifest import DTYPES
 
 logger = logging.getLogger(__name__)
-
-DIVERGED = "Lower policy.optimizer.lr, and look at actor/grad_norm of the last steps"
-"""What to do about weights that are not finite."""
-PERTURBATION = 0.5
-"""Noise of the weight sync's self-test, relative to each tensor's root mean square: far above
-rounding.
-"""
 
 
 class FsdpEngine:
@@ -95,13 +84,17 @@ class FsdpEngine:
     ) -> None:
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        self._settings, self._loss_settings, self._policy_loss = settings, loss, PolicyLoss(loss)
-        self._rank, self._world_size, self._seed = rank, world_size, seed
+        self._settings = settings
+        self._loss_settings = loss
+        self._policy_loss = PolicyLoss(loss)
+        self._rank = rank
+        self._world_size = world_size
+        self._seed = seed
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self._device.type == "cpu":
             keep_freed()
 
-        torch.manual_seed(seed)  # what new adapters start from
+        torch.manual_seed(seed)  # new adapters draw their weights
         mesh = join(
             self._device.type, rank, world_size, init_method, COLLECTIVE_TIMEOUT, settings.replicas
         )
@@ -119,18 +112,18 @@ class FsdpEngine:
         self._unperturbed: dict[str, Tensor] = {}
         self._gaps: dict[int, Tensor] = {}
         self.gaps: Mapping[TrajectoryId, TurnGaps] = {}
-        """Of the trajectories that ``train`` computed last, under the weights before its first
-        update.
-        """
-        self._savers: dist.ProcessGroup | None = None
+        """Log-prob differences of the last ``train``, under the weights before its first update."""
+        coefficients = self._policy_loss.coefficients if loss.adapts else None
+        self._checkpoints = TrainerCheckpoints(
+            trainable, self._optimizer, coefficients, rank, self._device
+        )
 
         # Ranks draw differently from here on: with one seed,
         # dropout would leave out the same places on each.
         torch.manual_seed(derive(seed, "trainer", rank))
-        counts = [
-            sum(p.numel() for p in chosen.values()) for chosen in (trainable, self._parameters)
-        ]
-        logger.info("training %d of %d parameters", *counts)
+        trainable_count = sum(p.numel() for p in trainable.values())
+        parameter_count = sum(p.numel() for p in self._parameters.values())
+        logger.info("training %d of %d parameters", trainable_count, parameter_count)
 
     def _load(self, model: ModelSettings, mesh: DeviceMesh) -> None:
         """Load the model: only the first rank has all of it in memory, the others get their shards.
@@ -158,24 +151,30 @@ class FsdpEngine:
             self._names,
             recomputes=settings.recomputes(self._device.type == "cuda"),
         )
-        options: Any = {
-            "learns_entropy": self._loss_settings.uses_entropy,
-            "together": settings.sequence_parallel,
-        }
-        scorer = on_all_ranks(lambda: Scorer(self._model, settings.logprob_chunk, **options))
-        self._scorer = shard(scorer, settings, mesh)
+
+        def make_scorer() -> Scorer:
+            return Scorer(
+                self._model,
+                settings.logprob_chunk,
+                learns_entropy=self._loss_settings.uses_entropy,
+                together=settings.sequence_parallel,
+            )
+
+        self._scorer = shard(on_all_ranks(make_scorer), settings, mesh)
 
     def move(self, device: str | None = None) -> None:
-        """Move parameters, gradients and the optimizer's state to ``device``; None: where they are
-        used. With ``cpu_offload`` they stay in main memory.
+        """Move parameters, gradients and the optimizer's state to ``device``.
+
+        None: to the device that computes. With ``cpu_offload`` they stay in main memory.
         """
-        if not self._settings.cpu_offload:
-            self._scorer.to(device or self._device)
-            self._optimizer.move(device or self._device)
-            if self._device.type == "cuda":
-                # PyTorch keeps freed blocks for itself; an
-                # engine that shares the GPU needs them back.
-                torch.cuda.empty_cache()
+        if self._settings.cpu_offload:
+            return
+        self._scorer.to(device or self._device)
+        self._optimizer.move(device or self._device)
+        if self._device.type == "cuda":
+            # PyTorch keeps freed blocks for itself; an
+            # engine that shares the GPU needs them back.
+            torch.cuda.empty_cache()
 
     def close(self) -> None:
         """Leave the process group."""
@@ -183,122 +182,94 @@ class FsdpEngine:
         dist.destroy_process_group()
 
     def train(self, mini_batches: Sequence[Sequence[TrainItem]]) -> dict[str, float]:
-        """One optimizer update per mini-batch, in order; each holds this rank's share, which may be
-        empty, and which the ranks of a sequence group have in common. Raises ValueError when the
-        ranks pass different numbers of mini-batches, DataFailure for an unusable image on any rank,
-        Diverged after too many skipped updates in a row.
-        """
-        began = time.perf_counter()
-        # The largest of the negated numbers is the smallest number: one collective finds both.
-        counts = total([len(mini_batches), -len(mini_batches)], self._device, dist.ReduceOp.MAX)
-        if counts[0] != -counts[1]:
-            raise ValueError(
-                f"the ranks got from {-counts[1]:.0f} to {counts[0]:.0f} mini-batches; each needs"
-                " as many"
-            )
+        """Run one optimizer update per mini-batch, in order, and return the step's metrics.
 
-        # They are counted while they are whole: a trajectory of several sequences counts once.
-        played = {
+        Each mini-batch holds this rank's share, which may be empty, and which the ranks of a
+        sequence group have in common. Raises ValueError when the ranks pass different numbers of
+        mini-batches, DataFailure for an unusable image on any rank, Diverged after too many skipped
+        updates in a row.
+        """
+        start_time = time.perf_counter()
+        check_counts(len(mini_batches), self._device)
+        # Counted before segmenting: a trajectory of several sequences counts once.
+        trajectories = {
             id(item.trajectory)
             for items in mini_batches
             for item in items
             if item.trajectory.sampled_tokens
         }
         mini_batches = on_all_ranks(lambda: segmented(mini_batches))
-        samples = on_all_ranks(
-            lambda: [[self._collator.sample(item) for item in items] for items in mini_batches]
-        )
+
+        def make_samples() -> list[list[TrainSample]]:
+            return [self._make_samples(items) for items in mini_batches]
+
+        samples = on_all_ranks(make_samples)
 
         # The only update of a step begins at the old
         # weights, so its old log-probs are its current ones.
         if len(mini_batches) > 1:
-            samples = self._with_old_logprobs(mini_batches, samples)
+            samples = beforehand.with_old_logprobs(mini_batches, samples, self._score)
         self._gaps.clear()
         updates = [self._update(share) for share in samples]
         self.gaps = turn_gaps(mini_batches, samples, self._gaps)
-        return self._report(updates, len(played), time.perf_counter() - began)
+        return self._report(updates, len(trajectories), time.perf_counter() - start_time)
 
-    def _with_old_logprobs(
-        self, mini_batches: Sequence[Sequence[TrainItem]], samples: Sequence[Sequence[TrainSample]]
-    ) -> list[list[TrainSample]]:
-        """The samples with the log-probs before the first update; a trajectory of several epochs is
-        scored once.
-        """
-        # ``segmented`` gives a trajectory the same objects
-        # in each epoch, so that their ids name them.
-        distinct = {
-            id(item.trajectory): sample
-            for items, share in zip(mini_batches, samples, strict=True)
-            for item, sample in zip(items, share, strict=True)
-        }
-        old = dict(zip(distinct, self._score(list(distinct.values())), strict=True))
-        return [
-            [
-                dataclasses.replace(s, old=old[id(item.trajectory)].logprobs)
-                for item, s in zip(items, share, strict=True)
-            ]
-            for items, share in zip(mini_batches, samples, strict=True)
-        ]
+    def _make_samples(
+        self, items: Sequence[TrainItem], *, swap_images: bool = False
+    ) -> list[TrainSample]:
+        return [self._collator.sample(item, swap_images=swap_images) for item in items]
 
     def _update(self, samples: Sequence[TrainSample]) -> Update:
-        tokens = sum(len(s.predict) for s in samples)
+        """Run one optimizer update on this rank's share of a mini-batch."""
         denominators = count_denominators(samples, self._settings.sequence_parallel, self._device)
-        completed = self._completed(samples)
-        given = dict(zip(map(id, completed), map(id, samples), strict=True))
-        loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        metrics, contributing = (
-            LossMetrics.zero(self._device),
-            beforehand.contributing(completed, self._loss_settings),
-        )
-
-        # ``_completed`` may have scored samples, which leaves the model in eval mode.
+        # Scoring leaves the model in eval mode, so that it comes before ``train``.
+        completed = beforehand.completed(samples, self._loss_settings, self._score, self._device)
+        contributing = beforehand.contributing(completed, self._loss_settings)
         self._scorer.train()
+        plan = equal_passes(self._collator.plan(contributing), self._device)
+        loss, metrics, gaps = self._accumulate(plan, denominators)
+        step = self._optimizer.step()
 
-        # Losses and differences stay on the device: reading one would wait for each micro-batch.
-        plan, differences = self._equal_number(self._collator.plan(contributing)), list[Tensor]()
+        # ``gaps`` is copied from the device once, after all micro-batches.
+        planned = [sample for micro_batch in plan for sample in micro_batch]
+        gaps_of_samples = gaps.cpu().split([len(sample.predict) for sample in planned])
+        original_ids = dict(zip(map(id, completed), map(id, samples), strict=True))
+        for sample, sample_gaps in zip(planned, gaps_of_samples, strict=True):
+            self._gaps[original_ids[id(sample)]] = sample_gaps
+        # The share that the ranks of a sequence group have in common counts once.
+        if self._rank % self._settings.sequence_parallel:
+            return Update(0.0, LossMetrics.zero(self._device), step, 0, 0)
+
+        tokens = sum(len(sample.predict) for sample in samples)
+        computed_tokens = sum(len(sample.predict) for sample in contributing)
+        # This is the one place where an update waits for the value of its loss.
+        return Update(float(loss), metrics, step, tokens, computed_tokens)
+
+    def _accumulate(
+        self, plan: Sequence[Sequence[TrainSample]], denominators: Mapping[str, Denominator]
+    ) -> tuple[Tensor, LossMetrics, Tensor]:
+        """Add up the gradients of all micro-batches.
+
+        Returns the loss, the metrics, and |difference| of the engine's and the old log-probs [N],
+        in the plan's order. All stay on the device: reading one would wait for each micro-batch.
+        """
+        loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        metrics = LossMetrics.zero(self._device)
+        gaps = list[Tensor]()
+        # The loss is a sum over the ranks, but FSDP averages their
+        # gradients; each of a sequence group has the whole loss.
+        gradient_scale = self._world_size / self._settings.sequence_parallel
         for number, batch in enumerate(self._batches(plan), 1):
             self._reduce(number == len(plan))
-            part, part_metrics, gaps = self._loss(batch, denominators)
-            # The loss is a sum over the ranks, but FSDP averages their gradients; each of a
-            # sequence group has the whole loss.
-            (part * (self._world_size / self._settings.sequence_parallel)).backward()
-            loss, metrics = loss + part.detach(), metrics.merge(part_metrics)
-            differences.append(gaps)
-        computed, done = sum(len(s.predict) for s in contributing), self._optimizer.step()
-        planned = [sample for part in plan for sample in part]
-        each = (
-            torch.cat(differences).cpu().split([len(sample.predict) for sample in planned])
-        )  # the only copy, at the end
-        self._gaps.update(
-            (given[id(sample)], gaps) for sample, gaps in zip(planned, each, strict=True)
-        )
-        if (
-            self._rank % self._settings.sequence_parallel
-        ):  # what the ranks of a sequence group have in common counts once
-            return Update(0.0, LossMetrics.zero(self._device), done, 0, 0)
-
-        # This is the one place where an update waits for the value of its loss.
-        return Update(float(loss), metrics, done, tokens, computed)
-
-    def _completed(self, samples: Sequence[TrainSample]) -> Sequence[TrainSample]:
-        """The samples with what their losses need of tokens of other micro-batches and ranks
-        (``beforehand``).
-        """
-        if not beforehand.is_needed(self._loss_settings):
-            return samples
-        first = beforehand.to_score(samples, self._loss_settings)
-        # Scoring gathers weights on all ranks, so they decide together whether there is any.
-        (most,) = total([len(first)], self._device, dist.ReduceOp.MAX)
-        return (
-            beforehand.completed(
-                samples, first, self._score(first, entropy=True), self._loss_settings
-            )
-            if most
-            else samples
-        )
+            batch_loss, batch_metrics, batch_gaps = self._loss(batch, denominators)
+            (batch_loss * gradient_scale).backward()
+            loss = loss + batch_loss.detach()
+            metrics = metrics.merge(batch_metrics)
+            gaps.append(batch_gaps)
+        return loss, metrics, torch.cat(gaps)
 
     def _batches(self, plan: Sequence[Sequence[TrainSample]]) -> Iterator[Batch]:
-        """Yields the packed micro-batches.
+        """Yield the packed micro-batches.
 
         Raises on all ranks the error of an image on one rank; the update is then discarded.
         """
@@ -313,8 +284,9 @@ class FsdpEngine:
             yield batch
 
     def _reduce(self, last: bool) -> None:
-        """Let replicas sum gradients at the last micro-batch, and all ranks those of adapters,
-        which wait whole: they are small.
+        """Let replicas sum gradients at the last micro-batch only.
+
+        With LoRA all ranks do: the gradients of adapters are small, and wait whole.
         """
         if self._settings.lora:
             self._scorer.set_requires_gradient_sync(last)
@@ -325,23 +297,19 @@ class FsdpEngine:
         """Drop the gradients of an update, also those that wait to be summed."""
         # FSDP holds gradients that wait outside of ``grad``, where zero_grad does not find them. A
         # pass with a loss of 0 makes it sum and release them.
-        if (self._settings.replicas > 1 or self._settings.lora) and self._scorer.training:
+        delays_sums = self._settings.replicas > 1 or self._settings.lora is not None
+        if delays_sums and self._scorer.training:
             self._reduce(last=True)
-            (0.0 * self._scorer(self._collator.batch([])).logprobs.sum()).backward()
+            empty_batch = self._collator.batch([])
+            (0.0 * self._scorer(empty_batch).logprobs.sum()).backward()
         self._optimizer.discard()
-
-    def _equal_number(self, plan: list[list[TrainSample]]) -> list[list[TrainSample]]:
-        """The plan with empty micro-batches added, so that all ranks run as many, and at least one."""
-        # FSDP gathers weights in each pass: a rank with
-        # fewer passes would leave the others waiting.
-        (most,) = total([max(1, len(plan))], self._device, dist.ReduceOp.MAX)
-        return plan + [[] for _ in range(int(most) - len(plan))]
 
     def _loss(
         self, batch: Batch, denominators: Mapping[str, Denominator]
     ) -> tuple[Tensor, LossMetrics, Tensor]:
-        """This micro-batch's part of the loss, its metrics, and the |difference| of the engine's
-        and the old log-probs [N].
+        """Return this micro-batch's part of the loss, its metrics, and its log-prob differences.
+
+        These are |difference| of the engine's and the old log-probs [N].
         """
         current, entropy = self._scorer(batch, entropy=True)
         old = current.detach() if batch.old is None else batch.old
@@ -359,61 +327,28 @@ class FsdpEngine:
             elsewhere=batch.elsewhere,
         )
 
-        # A stream without a token on any rank has no denominator, and all ranks leave it out.
-        parts = list[Tensor]()
-        for stream, denominator in denominators.items():
-            values: Tensor | None = getattr(result, stream)
-            if values is not None and denominator.tokens:
-                lengths = batch.group_tokens, batch.trajectory_tokens
-                weights = token_weights(batch.segment, self._loss_settings, denominator, *lengths)
-                parts.append((getattr(batch, stream) * weights * values).sum())
+        weighted = weighted_sum(result, batch, denominators, self._loss_settings)
         # An empty micro-batch needs a graph, too: its
         # backward pass takes part in the others' collectives.
-        return (
-            torch.stack(parts or [0.0 * current.sum()]).sum(),
-            result.metrics,
-            (old - batch.behaviour).abs(),
-        )
+        loss = 0.0 * current.sum() if weighted is None else weighted
+        return loss, result.metrics, (old - batch.behaviour).abs()
 
     def _report(
         self, updates: Sequence[Update], trajectories: int, seconds: float
     ) -> dict[str, float]:
-        """Metrics of the step over all ranks, means over its applied updates; a skipped update is
-        only counted. ``trajectories``: of this rank's share, in whatever number of sequences and
-        epochs. The coefficients are those that these updates had.
+        """Return the metrics of the step over all ranks, and adapt the loss's coefficients.
+
+        ``trajectories`` counts this rank's share, in whatever number of sequences and epochs. The
+        coefficients in the metrics are the ones that these updates had.
         """
-        applied = [update for update in updates if update.step.applied]
-        metrics = LossMetrics.zero(self._device)
-        for update in applied:
-            metrics = metrics.merge(update.metrics)
-
-        # The gradient's norm is global, so that all ranks have applied the same updates.
-        dist.all_reduce(metrics.sums)
-        dist.all_reduce(metrics.maxima, dist.ReduceOp.MAX)
-        own = trajectories / self._settings.sequence_parallel
-        counts = [sum(u.tokens for u in updates), sum(u.computed for u in updates), own]
-        loss, tokens, computed, trained = total(
-            [sum(u.loss for u in applied), *counts], self._device
+        report, metrics, trained = summarize(
+            updates, trajectories, seconds, self._settings.sequence_parallel, self._device
         )
-        report = {
-            "actor/updates": float(len(applied)),
-            "actor/skipped_updates": float(len(updates) - len(applied)),
-            "actor/tokens": tokens,
-            "actor/computed_tokens": computed,
-            "actor/sequences": trained,
-            "actor/tokens_per_second": computed / seconds,
-        }
-        if applied:
-            report |= {
-                "actor/loss": loss / len(applied),
-                "actor/grad_norm": sum(u.step.grad_norm for u in applied) / len(applied),
-                "actor/lr": applied[-1].step.lr,
-            }
-
+        coefficients = self._policy_loss.coefficients
         # All ranks have the same sums here, so their coefficients stay equal without a message.
-        found = metrics.finalize() | self._policy_loss.coefficients.adapting()
-        self._policy_loss.coefficients.after(found, trained)
-        return report | {f"actor/{name}": value for name, value in found.items()}
+        loss_metrics = metrics.finalize() | coefficients.adapting()
+        coefficients.after(loss_metrics, trained)
+        return report | {f"actor/{name}": value for name, value in loss_metrics.items()}
 
     def logprobs(
         self,
@@ -422,7 +357,7 @@ class FsdpEngine:
         reference: bool = False,
         swap_images: bool = False,
     ) -> list[npt.NDArray[np.float32]]:
-        """One array [sampled_tokens] per trajectory of this rank, under the current weights.
+        """Return one array [sampled_tokens] per trajectory of this rank, under the current weights.
 
         ``reference``: with the adapter off; ConfigError without LoRA. ``swap_images``: with every
         image replaced.
@@ -433,174 +368,119 @@ class FsdpEngine:
                 " fine-tuning"
             )
 
-        def scored(segments: Sequence[Trajectory]) -> list[npt.NDArray[np.float32]]:
-            samples = on_all_ranks(
-                lambda: [
-                    self._collator.sample(TrainItem(s, 0.0), swap_images=swap_images)
-                    for s in segments
-                ]
-            )
+        def score_segments(segments: Sequence[Trajectory]) -> list[npt.NDArray[np.float32]]:
+            items = [TrainItem(segment, 0.0) for segment in segments]
+            samples = on_all_ranks(lambda: self._make_samples(items, swap_images=swap_images))
             return [scores.logprobs.numpy() for scores in self._score(samples)]
 
         with adapters_off(self._model) if reference else contextlib.nullcontext():
-            return by_segment(trajectories, scored)
+            return by_segment(trajectories, score_segments)
 
     def _score(self, samples: Sequence[TrainSample], *, entropy: bool = False) -> list[Scores]:
         self._scorer.eval()
-        plan = self._equal_number(self._collator.plan(samples))
+        plan = equal_passes(self._collator.plan(samples), self._device)
         scores = score(self._scorer, samples, plan, self._batches(plan), entropy=entropy)
-        # the root stays gathered after a forward pass, and would miss changed weights
+        # The root stays gathered after a forward pass, and would miss changed weights.
         self._scorer.reshard()
         return scores
 
     def export(self, version: Version, *, adapters: bool = False) -> dict[str, Tensor]:
-        """What ``stream`` yields, as copies on the CPU."""
-        made = self.stream(version, adapters=adapters)
+        """Return the tensors that ``stream`` yields, as copies on the CPU."""
         return {
             name: tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
-            for name, tensor in made
+            for name, tensor in self.stream(version, adapters=adapters)
         }
 
     def stream(self, version: Version, *, adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Gathers the full weights in the compute dtype, one at a time: yields them under their
-        checkpoint names on rank 0, nothing elsewhere; all ranks must exhaust it. Adapters are
-        merged in float32, or with ``adapters`` sent alone, under the names of peft's files. They
-        may share memory with the parameters. ``version`` is only what the weights will be called.
-        Raises Diverged on all ranks before the first one when a parameter is not finite.
+        """Gather the full weights in the compute dtype, one at a time.
+
+        Yields them under their checkpoint names on rank 0, nothing elsewhere; all ranks must
+        exhaust it. Adapters are merged in float32, or with ``adapters`` sent alone, under the names
+        of peft's files. The tensors may share memory with the parameters. ``version`` is only the
+        name that the weights will have. Raises Diverged on all ranks before the first tensor when a
+        parameter is not finite.
         """
-        if wrong := not_finite(self._parameters, self._device):
-            raise Diverged(f"the weights of version {version} are not numbers: {wrong}. {DIVERGED}")
+        defect = not_finite(self._parameters, self._device)
+        if defect:
+            raise Diverged(
+                f"the weights of version {version} are not numbers: {defect}. {DIVERGED_ADVICE}"
+            )
         dtype = DTYPES[self._settings.dtype]
         logger.info("gathering the weights of version %s", version)
-        for name, parameter in self._parameters.items():
-            if is_adapter(name) is adapters:
-                full = self._full(name, parameter.detach(), dtype)
-                if self._rank == 0 and adapters:
-                    yield saved_name(name, self._names), full
-                elif self._rank == 0:
-                    yield from as_saved(
-                        self.family.experts, self._names[base_name(name)], full
-                    ).items()
-
-    def _full(self, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """A parameter, with its adapter, if it has one.
-
-        Converted before it moves, unless an adapter is merged into it.
-        """
-        down, up = (self._parameters.get(adapter) for adapter in adapter_names(base_name(name)))
-        if self._settings.lora is None or down is None or up is None:
-            # Each value is rounded once in either order, and this one sends half of the bytes.
-            return gather(weight.to(dtype))
-        return merged(
-            gather(weight), gather(down.detach()), gather(up.detach()), self._settings.lora
-        ).to(dtype)
+        for name in self._parameters:
+            if is_adapter(name) is not adapters:
+                continue
+            full = gather_merged(self._parameters, name, self._settings.lora, dtype)
+            if self._rank != 0:
+                continue
+            if adapters:
+                yield saved_name(name, self._names), full
+            else:
+                checkpoint_name = self._names[base_name(name)]
+                yield from as_saved(self.family.experts, checkpoint_name, full).items()
 
     def parameter_groups(self) -> list[str]:
-        """The parts of the model that ``perturb`` knows: embedding, head (if untied), language,
-        vision, merger.
+        """Return the parts of the model that ``perturb`` knows.
+
+        They are embedding, head (if untied), language, vision, merger.
         """
         return list(model_groups(self._names.values()))
 
     def perturb(self, group: str) -> None:
-        """Add visible noise to one part of the model, or to its ``ADAPTERS``;
+        """Add visible noise to one part of the model, or to its ``ADAPTERS``.
+
         ``restore_parameters`` undoes it bit for bit. Raises ValueError for an unknown group, and
         when the last perturbation has not been undone.
         """
-        groups = model_groups(self._names.values())
-        if lora := self._settings.lora:
-            groups = {**groups, ADAPTERS: [name for name in self._parameters if is_adapter(name)]}
-        if group not in groups or self._unperturbed:
-            raise ValueError(
-                f"cannot perturb {group!r}: choose one of {list(groups)}, and restore_parameters in"
-                " between"
-            )
-        chosen, shards = set(groups[group]), self._world_size // self._settings.replicas
-        for name, parameter in self._parameters.items():
-            if (name if is_adapter(name) else self._names[base_name(name)]) in chosen:
-                # Replicas hold the same shard, and must add the same noise to it.
-                generator = torch.Generator().manual_seed(
-                    derive(self._seed, "perturb", name, self._rank % shards)
-                )
-                least = (
-                    lora.rank**0.5 / lora.alpha if lora and is_up(name) else 0.0
-                )  # a new adapter's is 0
-                self._unperturbed[name] = add_noise(
-                    parameter, PERTURBATION, generator, self._device, least
-                )
+        shards = self._world_size // self._settings.replicas
+        self._unperturbed = perturb(
+            group,
+            self._parameters,
+            self._names,
+            self._settings.lora,
+            # Replicas hold the same shard, and must add the same noise to it.
+            shard_seed=(self._seed, self._rank % shards),
+            device=self._device,
+            perturbed=bool(self._unperturbed),
+        )
 
     @torch.no_grad()
     def restore_parameters(self) -> None:
         """Undo ``perturb``."""
-        for name, before in self._unperturbed.items():
-            local(self._parameters[name]).copy_(before)
+        for name, original in self._unperturbed.items():
+            local(self._parameters[name]).copy_(original)
         self._unperturbed = {}
 
     def save(self, folder: str) -> dict[str, Checksum]:
-        """Write the trained parameters, the optimizer, its position in the schedule and the random
+        """Write everything that ``load`` needs to continue.
+
+        That is the trained parameters, the optimizer, its position in the schedule and the random
         states, not the frozen parameters. Returns name -> checksum of the files that this rank
         wrote. Raises CheckpointError, also for perturbed weights, and Diverged for a state that is
         not finite.
         """
-        return state.save(folder, self._saved(folder), self._rank)
+        self._refuse_perturbed(folder)
+        return self._checkpoints.save(folder)
 
     def begin_save(self, folder: str) -> Future[dict[str, Checksum]]:
-        """``save`` beside training: returns when the state is copied.
+        """Start a ``save`` that runs while training continues; return when the state is copied.
 
-        The future has the result of ``save``. Only one at a time.
+        The future has the result of ``save``. Only one may run at a time.
         """
-        # The random state is read here, since training draws from it while the files are written.
-        own, random = state.copied(self._saved(folder)), state.random_state()
-        if self._savers is None:
-            # In one group the writing thread's collectives would mix
-            # with those of training, in another order on each rank.
-            within = timedelta(seconds=COLLECTIVE_TIMEOUT)
-            self._savers = dist.new_group(backend="gloo", timeout=within)
-        written: Future[dict[str, Checksum]] = asked()
-        start(
-            lambda: settle(
-                written, lambda: state.save(folder, own, self._rank, random, self._savers)
-            )
-        )
-        return written
+        self._refuse_perturbed(folder)
+        return self._checkpoints.begin_save(folder)
 
-    def _saved(self, folder: str) -> dict[str, Any]:
+    def _refuse_perturbed(self, folder: str) -> None:
         if self._unperturbed:
             raise CheckpointError(
                 f"{folder}: the weights are perturbed by the weight sync's self-test; restore them"
                 " first"
             )
-        own = self._state()
-        if wrong := not_finite(own, self._device):
-            raise Diverged(f"{folder}: the trainer's state is not saved: {wrong}. {DIVERGED}")
-        return own
 
-    def load(self, folder: str, sums: Mapping[str, Checksum] = state.UNKNOWN) -> None:
+    def load(self, folder: str, sums: Mapping[str, Checksum] = UNKNOWN) -> None:
         """Continue from a ``save`` exactly, also with another number of ranks.
 
         ``sums``: results of ``save`` of all ranks. Raises Damaged, CheckpointError.
         """
         self.restore_parameters()  # frozen parameters are not loaded
-        own = self._state()
-        state.load(folder, own, self._rank, sums)
-        if wrong := not_finite(own, self._device):
-            raise Damaged(
-                folder, f"the trainer's state was saved when it was not numbers any more: {wrong}"
-            )
-
-        # ``state.load`` fills tensors in place; a number must be taken out of its tensor.
-        self._optimizer.updates = int(own["updates"].item())
-        if "coefficients" in own:
-            self._policy_loss.coefficients.load(own["coefficients"])
-
-    def _state(self) -> dict[str, Any]:
-        trained = {name: p.detach() for name, p in self._parameters.items() if p.requires_grad}
-        found = {
-            "parameters": trained,
-            "optimizer": self._optimizer.state(),
-            "updates": torch.tensor(self._optimizer.updates),
-        }
-        return found | (
-            {"coefficients": self._policy_loss.coefficients.state()}
-            if self._loss_settings.adapts
-            else {}
-        )
+        self._checkpoints.load(folder, sums)

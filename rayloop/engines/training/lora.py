@@ -1,5 +1,6 @@
-"""What is trained of a model: low-rank adapters, or parts of it. peft is imported where it is used:
-a trainer without adapters starts without it.
+"""The trained part of a model: low-rank adapters, or some of its parameters.
+
+peft is imported where it is used: a trainer without adapters starts without it.
 """
 
 import logging
@@ -14,6 +15,7 @@ from rayloop.core.failures import ConfigError
 from rayloop.core.model_families import UNADAPTED, experts
 from rayloop.engines.models import has_vision, model_groups
 from rayloop.engines.settings import FsdpSettings, LoraSettings
+from rayloop.engines.training.sharding import gather
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +25,9 @@ ADAPTER = "default"
 def choose_trainable(
     model: PreTrainedModel, settings: FsdpSettings, names: Mapping[str, str], *, recomputes: bool
 ) -> None:
-    """Apply freezing, adapters and, if it ``recomputes``, gradient checkpointing to a model as
-    loaded. ``names``: its parameters' checkpoint names. Raises ConfigError.
+    """Apply freezing, adapters and, if it ``recomputes``, gradient checkpointing to a loaded model.
+
+    ``names``: its parameters' checkpoint names. Raises ConfigError.
     """
     if settings.train_vision is not None and not has_vision(model.config):
         raise ConfigError(
@@ -42,7 +45,7 @@ def choose_trainable(
         # The reentrant kind gives no gradient when its
         # inputs have none, as behind a frozen embedding.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        # else a frozen tower keeps its activations, and has a backward pass
+        # Otherwise a frozen tower would keep its activations, and have a backward pass.
         model.disable_input_require_grads()
 
 
@@ -52,25 +55,25 @@ def add_adapters(
     vision: bool,
     checkpoint_names: Mapping[str, str],
 ) -> None:
-    """Freeze the model and put adapters on its linear layers named in ``targets``, in place; on
-    those of the vision tower, partly of the same names, only with ``vision``. Raises ConfigError
-    when there is no layer to adapt.
+    """Freeze the model and put adapters on its linear layers named in ``targets``, in place.
+
+    Layers of the vision tower, some of which have the same names, get adapters only with
+    ``vision``. Raises ConfigError when there is no layer to adapt.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
     groups = model_groups(checkpoint_names.values())
-    in_vision = {*groups.get("vision", ()), *groups.get("merger", ())}
+    vision_weights = {*groups.get("vision", ()), *groups.get("merger", ())}
     head = model.get_output_embeddings()
-    linear = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and module is not head
-        and (vision or checkpoint_names[f"{name}.weight"] not in in_vision)
-    ]
 
-    # Like peft's ``all-linear``, which leaves the head out, where a model has other names.
-    targets = [name for name in linear if name.rpartition(".")[2] in settings.targets] or linear
+    def is_candidate(name: str, module: nn.Module) -> bool:
+        if not isinstance(module, nn.Linear) or module is head:
+            return False
+        return vision or checkpoint_names[f"{name}.weight"] not in vision_weights
+
+    layers = [name for name, module in model.named_modules() if is_candidate(name, module)]
+    # Where a model has other names, all layers get adapters, as with peft's ``all-linear``.
+    targets = [name for name in layers if name.rpartition(".")[2] in settings.targets] or layers
     if not targets:
         raise ConfigError(
             f"policy.engine.lora: {type(model).__name__} has no linear layer to adapt"
@@ -91,9 +94,9 @@ def add_adapters(
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """The model without its adapters: their scale is 0 inside.
+    """Give the adapters of the model the scale 0 inside the block.
 
-    (peft's own switch also changes ``requires_grad``.)
+    peft's own switch also changes ``requires_grad``.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -113,13 +116,14 @@ def is_adapter(name: str) -> bool:
 
 
 def base_name(name: str) -> str:
-    """A parameter's name before ``add_adapters``."""
+    """Return a parameter's name before ``add_adapters``."""
     return name.replace(".base_layer.", ".")
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
-    """Names of the two adapter matrices, down [rank, in] and up [out, rank], of the weight with
-    this base name.
+    """Return the names of a weight's two adapter matrices, by the weight's base name.
+
+    They are down [rank, in] and up [out, rank].
     """
     layer = weight.removesuffix(".weight")
     return f"{layer}.lora_A.{ADAPTER}.weight", f"{layer}.lora_B.{ADAPTER}.weight"
@@ -131,11 +135,32 @@ def is_up(name: str) -> bool:
 
 
 def saved_name(name: str, checkpoint_names: Mapping[str, str]) -> str:
-    """The name of an adapter's matrix in peft's files, by the layer's in the checkpoint."""
+    """Return the name of an adapter's matrix in peft's files, by the layer's in the checkpoint."""
     layer, _, _ = name.partition(".lora_")
-    return f"base_model.model.{checkpoint_names[f'{layer}.weight'].removesuffix('weight')}lora_{'AB'[is_up(name)]}.weight"
+    checkpoint_layer = checkpoint_names[f"{layer}.weight"].removesuffix(".weight")
+    matrix = "lora_B" if is_up(name) else "lora_A"
+    return f"base_model.model.{checkpoint_layer}.{matrix}.weight"
 
 
 def merged(weight: Tensor, down: Tensor, up: Tensor, settings: LoraSettings) -> Tensor:
-    """``weight + alpha / rank * up @ down``, a new tensor (Hu et al. 2021, "LoRA")."""
+    """Return ``weight + alpha / rank * up @ down``, a new tensor (Hu et al. 2021, "LoRA")."""
     return weight + torch.mm(up, down) * (settings.alpha / settings.rank)
+
+
+def gather_merged(
+    parameters: Mapping[str, nn.Parameter],
+    name: str,
+    settings: LoraSettings | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return a whole parameter in ``dtype``, with its adapter merged in float32 if it has one.
+
+    It may share memory with the parameter. Collective.
+    """
+    weight = parameters[name].detach()
+    down, up = map(parameters.get, adapter_names(base_name(name)))
+    if settings is None or down is None or up is None:
+        # Each value is rounded once in either order, and this one sends half of the bytes.
+        return gather(weight.to(dtype))
+    full = merged(gather(weight), gather(down.detach()), gather(up.detach()), settings)
+    return full.to(dtype)

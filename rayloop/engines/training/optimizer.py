@@ -1,5 +1,6 @@
-"""The optimizer of a sharded model: learning-rate schedule, clipping, and skipping of updates that
-are not finite.
+"""The optimizer of a sharded model: learning-rate schedule and clipping.
+
+Updates that are not finite are skipped.
 """
 
 import math
@@ -16,8 +17,9 @@ from rayloop.engines.settings import OptimizerSettings
 from rayloop.engines.training.sharding import local
 
 MAX_SKIPPED = 3
-"""Updates in a row that may be skipped because the gradient is not finite; one more raises
-Diverged.
+"""Updates in a row that may be skipped because the gradient is not finite.
+
+One more raises Diverged.
 """
 
 DECAY = 0.3
@@ -25,9 +27,10 @@ DECAY = 0.3
 
 
 def learning_rate(settings: OptimizerSettings, update: int) -> float:
-    """Learning rate of update number ``update`` (from 0): linear warm-up, then the schedule down to
-    0. wsd is the warm-up, stable, decay schedule of Hu et al. 2024 (arXiv:2404.06395, section 4.2)
-    with a linear decay.
+    """Return the learning rate of update number ``update``, from 0.
+
+    After a linear warm-up the schedule goes down to 0. wsd is the warm-up, stable, decay schedule
+    of Hu et al. 2024 (arXiv:2404.06395, section 4.2) with a linear decay.
     """
     if update < settings.warmup_steps:
         return settings.lr * (update + 1) / settings.warmup_steps
@@ -47,8 +50,9 @@ def learning_rate(settings: OptimizerSettings, update: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """``grad_norm`` is the global norm before clipping; ``applied`` is False when it was not
-    finite.
+    """Result of one step of the optimizer.
+
+    ``grad_norm`` is the global norm before clipping; ``applied`` is False when it was not finite.
     """
 
     grad_norm: float
@@ -57,20 +61,23 @@ class OptimizerStep:
 
 
 class Optimizer:
-    """Updates ``parameters`` (sharded by FSDP over all ranks of the default process group, of which
-    there may be ``replicas``) from their gradients.
+    """Updates sharded ``parameters`` from their gradients.
+
+    FSDP shards them over all ranks of the default process group; ``replicas`` of them may exist.
     """
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings, replicas: int = 1
     ) -> None:
         self._parameters = dict(parameters)
-        self._settings, self._replicas = settings, replicas
+        self._settings = settings
+        self._replicas = replicas
         self._optimizer = _make(list(parameters.values()), settings)
-        self.updates = self._skipped = 0
+        self.updates = 0
+        self._skipped = 0
 
     def step(self) -> OptimizerStep:
-        """One update; gradients are gone afterwards.
+        """Run one update and drop the gradients.
 
         Raises Diverged when too many in a row were not finite.
         """
@@ -102,16 +109,17 @@ class Optimizer:
 
     def move(self, device: torch.device | str) -> None:
         """Move the optimizer's own tensors."""
-        for own in self._optimizer.state.values():
-            own |= {name: tensor.to(device) for name, tensor in own.items()}
+        for tensors in self._optimizer.state.values():
+            tensors |= {name: tensor.to(device) for name, tensor in tensors.items()}
 
     def discard(self) -> None:
         """Drop the gradients of an update."""
         self._optimizer.zero_grad()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """The optimizer's own tensors by parameter name, to be saved, or overwritten in place by a
-        load.
+        """Return the optimizer's own tensors by parameter name.
+
+        They are to be saved, or overwritten in place by a load.
         """
         return {
             name: dict(self._optimizer.state[p])
@@ -131,9 +139,8 @@ def _make(parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch.
         weight_decay=settings.weight_decay,
         fused=True,
     )
-    for parameter in (
-        parameters
-    ):  # as AdamW itself does at its first step, but there before it, for save and load
+    # AdamW makes these itself at its first step; save and load need them earlier.
+    for parameter in parameters:
         adamw.state[parameter] = {
             # The fused kernel wants the number of steps on the parameter's device.
             "step": torch.tensor(0.0, device=parameter.device),
@@ -144,9 +151,10 @@ def _make(parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch.
 
 
 def _global_norm(shards: list[Tensor]) -> float:
-    """L2 norm over the shards of all ranks; NaN and infinity pass through. Collective."""
-    square = (
-        get_total_norm(shards).double().square() if shards else torch.zeros((), dtype=torch.float64)
-    )
+    """Return the L2 norm over the shards of all ranks; it may be NaN or infinite. Collective."""
+    if shards:
+        square = get_total_norm(shards).double().square()
+    else:
+        square = torch.zeros((), dtype=torch.float64)
     dist.all_reduce(square)
     return math.sqrt(square.item())

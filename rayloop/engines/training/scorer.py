@@ -1,5 +1,6 @@
-"""Log-probs of sampled tokens under a Hugging Face model (docs/algorithm.md, section 1); old,
-current and reference log-probs.
+"""Log-probs of sampled tokens under a Hugging Face model (docs/algorithm.md, section 1).
+
+Old, current and reference log-probs all come from here.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,12 +28,12 @@ from rayloop.transports.manifest import DTYPES
 
 
 class Scores(NamedTuple):
-    """Output of ``Scorer``; a tuple, because FSDP finds the tensors of an output through pytrees."""
+    """Output of ``Scorer``: a tuple, in which FSDP finds the tensors as in any pytree."""
 
-    logprobs: Tensor  # [N] float32
-    entropy: (
-        Tensor | None
-    )  # [N] float32, in nats, of the masked distribution: with top_p or top_k over the kept tokens
+    logprobs: Tensor
+    """[N] float32."""
+    entropy: Tensor | None
+    """[N] float32, nats, of the masked distribution; with top_p or top_k over the kept tokens."""
 
 
 class Scorer(nn.Module):
@@ -57,9 +58,7 @@ class Scorer(nn.Module):
         self.ranks = SequenceGroup.join(together, model) if together > 1 else None
 
     def forward(self, batch: Batch, *, entropy: bool = False) -> Scores:
-        """Log-probs of ``batch.targets``, and the entropy of the distributions they were drawn
-        from.
-        """
+        """Return the log-probs of ``batch.targets``, and the entropy of their distributions."""
         row = self.ranks.split(batch) if self.ranks else None
         batch = row.own() if row else batch
         hidden = self.hidden(batch, row)
@@ -71,65 +70,70 @@ class Scorer(nn.Module):
         return Scores(joined(logprobs), joined(entropies) if entropy else None)
 
     def hidden(self, batch: Batch, row: SplitRow | None = None) -> Tensor:
-        """Last hidden states [T, H], of the slice [t, H] of a ``row``."""
-        # Packing works only without a mask and without a cache; otherwise samples silently attend
-        # to each other. Text models take [1, T] ids; models with M-RoPE cut row 0 of [4, 1, T] off
-        # to find where a sample begins.
+        """Return the last hidden states [T, H], or [t, H] of the slice of a ``row``."""
+        # Text models take [1, T] ids; models with M-RoPE cut row
+        # 0 of [4, 1, T] off to find where a sample begins.
         positions = batch.position_ids[0] if len(batch.position_ids) == 1 else batch.position_ids
-        inputs: dict[str, Any] = self._inputs(batch, row) | (
-            {"starts": batch.starts} if shares_prompts(self.model) else {}
-        )
+        inputs: dict[str, Any] = self._inputs(batch, row)
+        if shares_prompts(self.model):
+            inputs["starts"] = batch.starts
         if row:
-            positions, inputs["row"] = positions[..., row.slice], row
-        return self.model.base_model(
+            positions = positions[..., row.slice]
+            inputs["row"] = row
+        # Packing works only without a mask and without a cache;
+        # otherwise samples silently attend to each other.
+        output = self.model.base_model(
             position_ids=positions, attention_mask=None, use_cache=False, **inputs
-        ).last_hidden_state[0]
+        )
+        return output.last_hidden_state[0]
 
-    def _inputs(self, batch: Batch, row: SplitRow | None) -> dict[str, Tensor]:
-        """The tokens and images of the whole row or its slice; an image that several samples have
-        is encoded once.
+    def _inputs(self, batch: Batch, row: SplitRow | None) -> dict[str, Any]:
+        """Return the tokens and images of the whole row or its slice.
+
+        An image that several samples have is encoded once.
         """
         ids = batch.token_ids[:, row.slice] if row else batch.token_ids
         if batch.pixel_values is None or batch.image_grid is None or batch.image_index is None:
             return {"input_ids": ids}
-        if not family(self.model.config.model_type).pooled:
+        config = self.model.config
+        if not family(config.model_type).pooled:
             grids = batch.image_grid.to(batch.pixel_values.device)
             return {"input_ids": ids, "pixel_values": batch.pixel_values, "image_grid_thw": grids}
-        encode, places = partial(image_features, self.model), batch.image_places
+        places = batch.image_places
         if places is None:
             # The places are on the CPU: ``row`` cuts by their values, and would wait for a GPU.
-            places = (batch.token_ids[0] == self.model.config.image_token_id).nonzero()[:, 0].cpu()
+            places = (batch.token_ids[0] == config.image_token_id).nonzero()[:, 0].cpu()
+        encode = partial(image_features, self.model)
         encoded = row.images(encode) if row else encode(batch.pixel_values, batch.image_grid)
         embeddings = self.model.get_input_embeddings()(ids)
         # Images follow the order of the row, where one of several samples appears several times.
         images = torch.cat([encoded[i] for i in batch.image_index.tolist()]).to(embeddings.dtype)
         if row:
-            first, end = torch.searchsorted(
-                places, torch.tensor([row.slice.start, row.slice.stop])
-            ).tolist()
-            images, places = images[first:end], places[first:end] - row.slice.start
-        return {
-            "inputs_embeds": embeddings.index_copy(
-                1, places.to(ids.device, non_blocking=True), images[None]
-            )
-        }
+            borders = torch.tensor([row.slice.start, row.slice.stop])
+            first, end = torch.searchsorted(places, borders).tolist()
+            images = images[first:end]
+            places = places[first:end] - row.slice.start
+        places = places.to(ids.device, non_blocking=True)
+        return {"inputs_embeds": embeddings.index_copy(1, places, images[None])}
 
 
 class TokenScorer(nn.Module):
-    """The head of ``Scorer``: a unit of FSDP, whose weights are gathered once in each pass for all
-    chunks.
+    """The head of ``Scorer``: a unit of FSDP.
+
+    Its weights are gathered once in each pass for all chunks.
     """
 
     def __init__(self, model: Any, chunk: int, learns_entropy: bool) -> None:
         super().__init__()
         self.weights = model.get_output_embeddings()
-        self.chunk, self.learns_entropy = chunk, learns_entropy
+        self.chunk = chunk
+        self.learns_entropy = learns_entropy
         self._logits = partial(logits_of, model)
 
     def forward(self, hidden: Tensor, batch: Batch, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Log-probs and entropies [N] of last hidden states [N, H]."""
+        """Return the log-probs and entropies [N] of last hidden states [N, H]."""
         # An empty batch still makes one (empty) chunk: its log-probs stay connected to the graph.
-        *earlier, last = range(0, max(1, len(hidden)), self.chunk)
+        *first_starts, last_start = range(0, max(1, len(hidden)), self.chunk)
         # Each chunk is recomputed in the backward pass, but for the last, which comes first there:
         # [N, vocabulary] is never held.
         chunks = [
@@ -138,14 +142,15 @@ class TokenScorer(nn.Module):
                 self._chunk,
                 hidden,
                 batch,
-                slice(i, i + self.chunk),
+                slice(start, start + self.chunk),
                 entropy,
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
-            for i in earlier
+            for start in first_starts
         ]
-        chunks.append(self._chunk(hidden, batch, slice(last, last + self.chunk), entropy))
+        last = slice(last_start, last_start + self.chunk)
+        chunks.append(self._chunk(hidden, batch, last, entropy))
         logprobs, entropies = zip(*chunks, strict=True)
         return torch.cat(logprobs), torch.cat(entropies) if entropy else None
 
@@ -155,34 +160,33 @@ class TokenScorer(nn.Module):
         # The engine's sampler computes its log-probs in
         # float32, too; bfloat16 would widen the mismatch.
         logits = self._logits(hidden[part]).float()
-        kept = None if batch.kept is None else batch.kept[part]
+        kept_tokens = None if batch.kept is None else batch.kept[part]
         logp = masked_logprobs(
             logits,
             batch.temperature[part],
             batch.ban_end[part],
             batch.banned_tokens,
             batch.end_tokens,
-            kept,
+            kept_tokens,
         )
-        chosen = logp.gather(1, batch.targets[part, None])[:, 0]
+        target_logprobs = logp.gather(1, batch.targets[part, None])[:, 0]
         if not entropy:
-            return chosen, None
+            return target_logprobs, None
         # With a gradient the probabilities [chunk, V] would be kept until the backward pass.
         with torch.set_grad_enabled(self.learns_entropy and torch.is_grad_enabled()):
-            return chosen, -(logp.exp() * logp).sum(1)
+            return target_logprobs, -(logp.exp() * logp).sum(1)
 
 
 def _tiled(forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """``forward`` of [..., T, H], tile by tile if T is above ``LONG``."""
+    """Return ``forward`` of [..., T, H], tile by tile if T is above ``LONG``."""
     if hidden.shape[-2] <= LONG:
         return forward(hidden)
-    return torch.cat(
-        [checkpoint(forward, tile, use_reentrant=False) for tile in hidden.split(TILE, -2)], -2
-    )
+    tiles = hidden.split(TILE, -2)
+    return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in tiles], -2)
 
 
 class _Hidden(tuple[Tensor]):
-    """What a language model returns, of which only the last hidden states [1, n, H] are there."""
+    """Output of a language model that has only the last hidden states [1, n, H]."""
 
     @property
     def last_hidden_state(self) -> Tensor:
@@ -190,21 +194,22 @@ class _Hidden(tuple[Tensor]):
         return self[0]
 
     def __getattr__(self, name: str) -> None:
-        """Anything else that a head may hand on."""
+        """Return None for anything else that a head may hand on."""
 
 
 def logits_of(model: Any, hidden: Tensor) -> Tensor:
-    """Logits [n, V] of last hidden states [n, H], by the model's own forward pass: families scale,
-    cap or shift them there.
+    """Return the logits [n, V] of last hidden states [n, H].
+
+    The model's own forward pass computes them: families scale, cap or shift them there.
     """
-    below, output = model.base_model, _Hidden((hidden[None],))
-    below.forward = lambda *_, **__: output
+    language_model = model.base_model
+    output = _Hidden((hidden[None],))
+    language_model.forward = lambda *_, **__: output
     try:
-        logits: Tensor = model(
-            input_ids=hidden.new_zeros(1, 0, dtype=torch.int64), use_cache=False
-        ).logits[0]
+        no_tokens = hidden.new_zeros(1, 0, dtype=torch.int64)
+        logits: Tensor = model(input_ids=no_tokens, use_cache=False).logits[0]
     finally:
-        del below.forward
+        del language_model.forward
     return logits
 
 
@@ -216,9 +221,10 @@ def masked_logprobs(
     end_tokens: Tensor,
     kept: Tensor | None = None,
 ) -> Tensor:
-    """The policy's log-probs [n, V] from logits [n, V] and ``temperature`` [n]; no end tokens where
-    ``ban_end`` [n]. With ``kept`` [n, k] over these tokens only, as the engine sampled them
-    (arXiv:2512.02556); a row of -1 keeps all.
+    """Return the policy's log-probs [n, V] from logits [n, V] and ``temperature`` [n].
+
+    End tokens have none where ``ban_end`` [n]. With ``kept`` [n, k] the distribution is over these
+    tokens only, as the engine sampled them (arXiv:2512.02556); a row of -1 keeps all.
     """
     # The lowest finite number instead of -inf: the same probabilities, and p * log p stays 0
     # instead of NaN.
@@ -226,16 +232,14 @@ def masked_logprobs(
     never = logits.new_zeros(logits.shape[-1]).index_fill(0, banned_tokens, lowest)
     masked = torch.addcdiv(never, logits, temperature[:, None])
     if end_tokens.numel():
-        early = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device).index_fill(
-            0, end_tokens, True
-        )
-        masked = masked.masked_fill(ban_end[:, None] & early, lowest)
+        no_token = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+        is_end = no_token.index_fill(0, end_tokens, True)
+        masked = masked.masked_fill(ban_end[:, None] & is_end, lowest)
     if kept is not None:
         # scatter refuses negative indices; the rows of
         # -1, which the clamp falsifies, are exempt below.
-        removed = torch.ones_like(masked, dtype=torch.bool).scatter_(
-            1, kept.long().clamp(min=0), False
-        )
+        indices = kept.long().clamp(min=0)
+        removed = torch.ones_like(masked, dtype=torch.bool).scatter_(1, indices, False)
         removed &= kept[:, :1] >= 0
         masked = masked.masked_fill_(removed, lowest)
     return masked.log_softmax(-1)
@@ -250,24 +254,24 @@ def score(
     *,
     entropy: bool = False,
 ) -> list[Scores]:
-    """The scores [N] on the CPU of each of ``samples``.
+    """Return the scores [N], on the CPU, of each of ``samples``.
 
     ``plan`` holds each once, ``batches`` its parts; empty ones run too.
     """
-    scored: dict[int, Scores] = {}
+    scores: dict[int, Scores] = {}
     for group, batch in zip(plan, batches, strict=True):
-        found, lengths = scorer(batch, entropy=entropy), [len(sample.predict) for sample in group]
+        output = scorer(batch, entropy=entropy)
         # An empty part only ran so that the other ranks could gather.
         if not group:
             continue
-        logprobs = found.logprobs.cpu().split(lengths)
-        entropies = (
-            [None] * len(group) if found.entropy is None else found.entropy.cpu().split(lengths)
-        )
-        scored |= {
-            id(sample): Scores(*of) for sample, *of in zip(group, logprobs, entropies, strict=True)
-        }
-    return [scored[id(sample)] for sample in samples]
+        lengths = [len(sample.predict) for sample in group]
+        logprobs = output.logprobs.cpu().split(lengths)
+        entropies: Sequence[Tensor | None] = [None] * len(group)
+        if output.entropy is not None:
+            entropies = output.entropy.cpu().split(lengths)
+        for sample, sample_logprobs, sample_entropy in zip(group, logprobs, entropies, strict=True):
+            scores[id(sample)] = Scores(sample_logprobs, sample_entropy)
+    return [scores[id(sample)] for sample in samples]
 
 
 class FrozenScorer:
@@ -277,22 +281,21 @@ class FrozenScorer:
         if settings.threads:
             torch.set_num_threads(settings.threads)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        loaded = load_model(model, dtype=DTYPES[settings.dtype])
-        self._collator = Collator(loaded, model, settings, device)
-        self._scorer = (
-            Scorer(loaded, settings.logprob_chunk).to(device).requires_grad_(False).eval()
-        )
+        language_model = load_model(model, dtype=DTYPES[settings.dtype])
+        self._collator = Collator(language_model, model, settings, device)
+        scorer = Scorer(language_model, settings.logprob_chunk).to(device)
+        self._scorer = scorer.requires_grad_(False).eval()
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[npt.NDArray[np.float32]]:
-        """One array [sampled_tokens] per trajectory.
+        """Return one array [sampled_tokens] per trajectory.
 
         Raises DataFailure and ValueError (see Collator.sample).
         """
 
-        def scored(segments: Sequence[Trajectory]) -> list[npt.NDArray[np.float32]]:
+        def score_segments(segments: Sequence[Trajectory]) -> list[npt.NDArray[np.float32]]:
             samples = [self._collator.sample(TrainItem(segment, 0.0)) for segment in segments]
             plan = self._collator.plan(samples)
-            found = score(self._scorer, samples, plan, self._collator.ahead(plan))
-            return [scores.logprobs.numpy() for scores in found]
+            results = score(self._scorer, samples, plan, self._collator.ahead(plan))
+            return [scores.logprobs.numpy() for scores in results]
 
-        return by_segment(trajectories, scored)
+        return by_segment(trajectories, score_segments)

@@ -1,6 +1,7 @@
-"""Sequence parallelism (Ulysses, arXiv:2309.14509): the ranks of a group hold a slice of each
-packed row, and exchange it for a share of the heads where all tokens meet, in attention. Images are
-shared out whole.
+"""Sequence parallelism (Ulysses, arXiv:2309.14509).
+
+The ranks of a group hold a slice of each packed row, and exchange it for a share of the heads where
+all tokens meet, in attention. Images are shared out whole.
 """
 
 import dataclasses
@@ -33,22 +34,26 @@ class SequenceGroup:
 
     @classmethod
     def join(cls, size: int, model: PreTrainedModel) -> "SequenceGroup":
-        """The group of this rank: ``size`` ranks in a row.
+        """Return the group of this rank: ``size`` ranks in a row.
 
         Collective. Raises ConfigError when the ranks or the model's key-value heads cannot be
         divided, or rows of this family cannot be cut.
         """
-        text, kind = model.config.get_text_config(), family(model.config.model_type)
         # The exchange gives each rank as many whole key-value heads as the others.
+        key_value_heads = model.config.get_text_config().num_key_value_heads
         for name, number in (
             ("policy.ranks", dist.get_world_size()),
-            ("the model's key-value heads", text.num_key_value_heads),
+            ("the model's key-value heads", key_value_heads),
         ):
             if number % size:
                 raise ConfigError(
                     f"policy.engine.sequence_parallel: {size} does not divide {name} ({number})"
                 )
-        if not kind.packs or (kind.images and not kind.pooled) or not shares_prompts(model):
+        model_family = family(model.config.model_type)
+        packs = model_family.packs and shares_prompts(model)
+        # Only images that enter as embeddings can be cut with the row.
+        images_fit = model_family.pooled or not model_family.images
+        if not (packs and images_fit):
             raise ConfigError(
                 f"policy.engine.sequence_parallel: rows of {model.config.model_type} cannot be cut:"
                 " that needs packed attention and images that enter with the embeddings (Qwen2-VL,"
@@ -59,86 +64,95 @@ class SequenceGroup:
         return cls(group, dist.get_rank(group), size)
 
     def split(self, batch: Batch) -> "SplitRow":
-        """The rows' slices, of lengths that differ by one token at most."""
-        return SplitRow(
-            self,
-            batch,
-            [len(part) for part in torch.arange(batch.token_ids.shape[1]).tensor_split(self.size)],
-        )
+        """Return the row's slices, of lengths that differ by one token at most."""
+        tokens = torch.arange(batch.token_ids.shape[1])
+        return SplitRow(self, batch, [len(part) for part in tokens.tensor_split(self.size)])
 
 
 class SplitRow:
     """A packed row [T] of a batch, and this rank's slice [t] of it."""
 
     def __init__(self, ranks: SequenceGroup, batch: Batch, sizes: Sequence[int]) -> None:
-        self.ranks, self.batch, self.sizes = ranks, batch, list(sizes)
+        self.ranks = ranks
+        self.batch = batch
+        self.sizes = list(sizes)
         start = sum(sizes[: ranks.rank])
         self.slice = slice(start, start + sizes[ranks.rank])
-        mine = ((batch.predict >= start) & (batch.predict < self.slice.stop)).nonzero()[:, 0]
-        self._predict = batch.predict[mine] - start
-        self._mine = mine.to(batch.targets.device, non_blocking=True)
+        in_slice = (batch.predict >= start) & (batch.predict < self.slice.stop)
+        indices = in_slice.nonzero()[:, 0]
+        self._predict = batch.predict[indices] - start
+        self._indices = indices.to(batch.targets.device, non_blocking=True)
 
     def own(self) -> Batch:
-        """The batch with only the tokens that this rank's slice predicts; ``predict`` counts from
-        the slice's start.
+        """Return the batch with only the tokens that this rank's slice predicts.
+
+        ``predict`` counts from the slice's start.
         """
-        fields = {
-            name: None if (value := getattr(self.batch, name)) is None else value[self._mine]
-            for name in PREDICTED
-        }
+        fields: dict[str, Tensor | None] = {}
+        for name in PREDICTED:
+            value: Tensor | None = getattr(self.batch, name)
+            fields[name] = None if value is None else value[self._indices]
         return dataclasses.replace(self.batch, predict=self._predict, **fields)
 
     def joined(self, values: Tensor) -> Tensor:
-        """[N] of all predicted tokens on every rank, of ``values`` [n] of this one's.
+        """Return the values [N] of all predicted tokens, from this rank's ``values`` [n].
 
-        The gradient of each rank is added.
+        All ranks get them. The gradient of each rank is added.
         """
-        return self._sum(
-            values.new_zeros(len(self.batch.predict)).index_copy(0, self._mine, values)
-        )
+        spread = values.new_zeros(len(self.batch.predict)).index_copy(0, self._indices, values)
+        return self._sum(spread)
 
     def _sum(self, tensor: Tensor) -> Tensor:
         return wait_tensor(all_reduce(tensor, "sum", self.ranks.group))
 
     def heads(self, attend: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        """``attend`` of the whole row with this rank's share of the heads, [1, t, heads, d]:
-        queries, keys and values are [1, heads, t, d] here and [1, heads / ranks, T, d] there; it
-        returns [1, T, heads / ranks, d].
+        """Call ``attend`` for the whole row with this rank's share of the heads.
+
+        Queries, keys and values are [1, heads, t, d] here and [1, heads / ranks, T, d] in
+        ``attend``, which returns [1, T, heads / ranks, d]. Returns [1, t, heads, d].
         """
-        ranks, own = self.ranks.size, [self.sizes[self.ranks.rank]] * self.ranks.size
+        ranks = self.ranks.size
+        slice_size = self.sizes[self.ranks.rank]
+        slice_sizes = [slice_size] * ranks
 
         def whole(tensor: Tensor) -> Tensor:
-            sent = tensor[0].unflatten(0, (ranks, -1)).transpose(1, 2).flatten(0, 1)
-            return self._exchange(sent, own, self.sizes).transpose(0, 1)[None]
+            rows = tensor[0].unflatten(0, (ranks, -1)).transpose(1, 2).flatten(0, 1)
+            return self._exchange(rows, slice_sizes, self.sizes).transpose(0, 1)[None]
 
-        back = self._exchange(attend(*map(whole, tensors))[0], self.sizes, own)
-        return back.unflatten(0, (ranks, own[0])).transpose(0, 1).flatten(1, 2)[None]
+        output = attend(*map(whole, tensors))[0]
+        rows = self._exchange(output, self.sizes, slice_sizes)
+        return rows.unflatten(0, (ranks, slice_size)).transpose(0, 1).flatten(1, 2)[None]
 
     def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """``rows`` [n, ...], of which each rank of the group gets as many as ``sent`` says, for
-        those that it sends.
+        """Exchange ``rows`` [n, ...] within the group.
+
+        ``sent`` and ``received``: how many rows go to, and come from, each rank.
         """
         return wait_tensor(all_to_all_single(rows.contiguous(), received, sent, self.ranks.group))
 
     def images(self, encode: Encode) -> list[Tensor]:
-        """The features of the batch's distinct images, of which each rank encodes every
-        ``size``-th.
+        """Return the features of the batch's distinct images.
+
+        Each rank encodes every ``size``-th.
         """
-        pixels, grids = self.batch.pixel_values, self.batch.image_grid
+        pixels = self.batch.pixel_values
+        grids = self.batch.image_grid
         assert pixels is not None
         assert grids is not None
         patches = grids.prod(-1).tolist()
-        mine = range(self.ranks.rank, len(patches), self.ranks.size) or range(
-            1
-        )  # FSDP needs all ranks to run the tower
-        encoded = encode(torch.cat([pixels.split(patches)[i] for i in mine]), grids[list(mine)])
-        counts = [one * len(encoded[0]) // patches[mine[0]] for one in patches]
-        rows = torch.arange(sum(counts), device=pixels.device).split(counts)
-        whole = encoded[0].new_zeros(sum(counts), encoded[0].shape[1])
+        # FSDP needs all ranks to run the tower: a rank without an image encodes the first one.
+        indices = range(self.ranks.rank, len(patches), self.ranks.size) or range(1)
+        pixels_of_images = pixels.split(patches)
+        image_pixels = torch.cat([pixels_of_images[i] for i in indices])
+        encoded = encode(image_pixels, grids[list(indices)])
 
-        # A rank without an image encodes the first one as well, and adds 0 times its features.
-        used = 1.0 if self.ranks.rank < len(patches) else 0.0
-        whole = whole.index_copy(
-            0, torch.cat([rows[i] for i in mine]), used * torch.cat(list(encoded))
-        )
-        return list(self._sum(whole).split(counts))
+        first_patches = patches[indices[0]]
+        counts = [count * len(encoded[0]) // first_patches for count in patches]
+        rows = torch.arange(sum(counts), device=pixels.device).split(counts)
+        features = encoded[0].new_zeros(sum(counts), encoded[0].shape[1])
+
+        # A rank without an image adds 0 times the features of the first one.
+        weight = 1.0 if self.ranks.rank < len(patches) else 0.0
+        own_rows = torch.cat([rows[i] for i in indices])
+        features = features.index_copy(0, own_rows, weight * torch.cat(list(encoded)))
+        return list(self._sum(features).split(counts))

@@ -1,22 +1,25 @@
-"""What one optimizer update returns, and what its losses are divided by."""
+"""Parts of an optimizer update that all ranks agree on, its result, and the metrics of a step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from rayloop.engines.training.optimizer import OptimizerStep
 from rayloop.engines.training.sharding import total
-from rayloop.grpo.batch import TrainSample
+from rayloop.grpo.batch import Batch, TrainSample
 from rayloop.grpo.losses.metrics import LossMetrics
-from rayloop.grpo.losses.policy import STREAMS, Denominator
+from rayloop.grpo.losses.policy import STREAMS, Denominator, PerToken, token_weights
+from rayloop.grpo.losses.settings import LossSettings
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
     """Result of one optimizer update on this rank; ``loss`` is the rank's part of the sum.
 
-    ``computed``: of the ``tokens``, those of the trajectories that contribute.
+    ``computed``: the ``tokens`` that belong to trajectories that contribute.
     """
 
     loss: float
@@ -29,7 +32,10 @@ class Update:
 def count_denominators(
     samples: Sequence[TrainSample], together: int, device: torch.device
 ) -> dict[str, Denominator]:
-    """Of each stream, over all ranks, of which ``together`` have one share. Collective."""
+    """Return the denominator of each stream, over all ranks.
+
+    ``together`` ranks have one share. Collective.
+    """
     counts = [0.0] * (3 * len(STREAMS))
     for sample in samples:
         n = len(sample.predict)
@@ -42,3 +48,90 @@ def count_denominators(
                 counts[3 * i + 2] += n / (sample.group_tokens or n)
     sums = total([count / together for count in counts], device)
     return {stream: Denominator(*sums[3 * i : 3 * i + 3]) for i, stream in enumerate(STREAMS)}
+
+
+def check_counts(count: int, device: torch.device) -> None:
+    """Raise ValueError unless all ranks have the same number of mini-batches. Collective."""
+    # The largest of the negated numbers is the smallest number: one collective finds both.
+    most, negated_least = total([count, -count], device, dist.ReduceOp.MAX)
+    if most != -negated_least:
+        raise ValueError(
+            f"the ranks got from {-negated_least:.0f} to {most:.0f} mini-batches; each needs as"
+            " many"
+        )
+
+
+def equal_passes(plan: list[list[TrainSample]], device: torch.device) -> list[list[TrainSample]]:
+    """Return the plan with empty micro-batches added: as many on all ranks, and at least one.
+
+    Collective.
+    """
+    # FSDP gathers weights in each pass: a rank with
+    # fewer passes would leave the others waiting.
+    (most,) = total([max(1, len(plan))], device, dist.ReduceOp.MAX)
+    return plan + [[] for _ in range(int(most) - len(plan))]
+
+
+def weighted_sum(
+    losses: PerToken,
+    batch: Batch,
+    denominators: Mapping[str, Denominator],
+    settings: LossSettings,
+) -> Tensor | None:
+    """Return the weighted sum of a micro-batch's token losses; None: no stream has a loss."""
+    parts = list[Tensor]()
+    for stream, denominator in denominators.items():
+        token_losses: Tensor | None = getattr(losses, stream)
+        # A stream without a token on any rank has no denominator, and all ranks leave it out.
+        if token_losses is None or not denominator.tokens:
+            continue
+        weights = token_weights(
+            batch.segment, settings, denominator, batch.group_tokens, batch.trajectory_tokens
+        )
+        parts.append((getattr(batch, stream) * weights * token_losses).sum())
+    return torch.stack(parts).sum() if parts else None
+
+
+def summarize(
+    updates: Sequence[Update],
+    trajectories: int,
+    seconds: float,
+    together: int,
+    device: torch.device,
+) -> tuple[dict[str, float], LossMetrics, float]:
+    """Return a step's metrics, its loss metrics, and its number of trajectories, over all ranks.
+
+    Metrics are means over the applied updates; a skipped update is only counted.
+    ``trajectories``: number on this rank, whose share ``together`` ranks have. Collective.
+    """
+    applied = [update for update in updates if update.step.applied]
+    metrics = LossMetrics.zero(device)
+    for update in applied:
+        metrics = metrics.merge(update.metrics)
+
+    # The gradient's norm is global, so that all ranks have applied the same updates.
+    dist.all_reduce(metrics.sums)
+    dist.all_reduce(metrics.maxima, dist.ReduceOp.MAX)
+    sums = [
+        sum(update.loss for update in applied),
+        sum(update.tokens for update in updates),
+        sum(update.computed for update in updates),
+        trajectories / together,
+    ]
+    loss, tokens, computed, trained = total(sums, device)
+    report = {
+        "actor/updates": float(len(applied)),
+        "actor/skipped_updates": float(len(updates) - len(applied)),
+        "actor/tokens": tokens,
+        "actor/computed_tokens": computed,
+        "actor/sequences": trained,
+        "actor/tokens_per_second": computed / seconds,
+    }
+    if applied:
+        grad_norms = sum(update.step.grad_norm for update in applied)
+        report |= {
+            "actor/loss": loss / len(applied),
+            "actor/grad_norm": grad_norms / len(applied),
+            "actor/lr": applied[-1].step.lr,
+        }
+    return report, metrics, trained

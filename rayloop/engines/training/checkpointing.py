@@ -1,0 +1,109 @@
+"""Checkpoints of a trainer: what one holds, and how it is written while training continues."""
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rayloop.core.failures import Damaged, Diverged
+from rayloop.core.files import Checksum
+from rayloop.core.threads import asked, settle, start
+from rayloop.engines.training import state
+from rayloop.engines.training.finite import not_finite
+from rayloop.engines.training.optimizer import Optimizer
+from rayloop.engines.training_settings import COLLECTIVE_TIMEOUT
+from rayloop.grpo.losses.kl import Coefficients
+
+DIVERGED_ADVICE = "Lower policy.optimizer.lr, and look at actor/grad_norm of the last steps"
+"""What to do about weights that are not finite."""
+
+
+class TrainerCheckpoints:
+    """Saves and loads the ``trainable`` parameters, the optimizer and the random states of a rank.
+
+    ``coefficients``: the loss's, None if they do not adapt. All methods are collective.
+    """
+
+    def __init__(
+        self,
+        trainable: Mapping[str, nn.Parameter],
+        optimizer: Optimizer,
+        coefficients: Coefficients | None,
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        self._trainable = trainable
+        self._optimizer = optimizer
+        self._coefficients = coefficients
+        self._rank = rank
+        self._device = device
+        self._group: dist.ProcessGroup | None = None
+
+    def save(self, folder: str) -> dict[str, Checksum]:
+        """Write the state; return the checksums of this rank's files by name.
+
+        Raises CheckpointError, Diverged for a state that is not finite.
+        """
+        return state.save(folder, self._finite_tensors(folder), self._rank)
+
+    def begin_save(self, folder: str) -> Future[dict[str, Checksum]]:
+        """Copy the state, and start a thread that writes it; the future has the result of ``save``.
+
+        Only one may run at a time. Raises Diverged.
+        """
+        snapshot = state.copied(self._finite_tensors(folder))
+        # The random state is read here, since training draws from it while the files are written.
+        random_state = state.random_state()
+        if self._group is None:
+            # In one group the writing thread's collectives would mix
+            # with those of training, in another order on each rank.
+            timeout = timedelta(seconds=COLLECTIVE_TIMEOUT)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+
+        def write() -> dict[str, Checksum]:
+            return state.save(folder, snapshot, self._rank, random_state, self._group)
+
+        result: Future[dict[str, Checksum]] = asked()
+        start(lambda: settle(result, write))
+        return result
+
+    def load(self, folder: str, sums: Mapping[str, Checksum]) -> None:
+        """Overwrite the state by a saved one.
+
+        ``sums``: results of ``save`` of all ranks. Raises Damaged, CheckpointError.
+        """
+        tensors = self._tensors()
+        state.load(folder, tensors, self._rank, sums)
+        defect = not_finite(tensors, self._device)
+        if defect:
+            raise Damaged(
+                folder, f"the trainer's state was saved when it was not numbers any more: {defect}"
+            )
+
+        # ``state.load`` fills tensors in place; a number must be taken out of its tensor.
+        self._optimizer.updates = int(tensors["updates"].item())
+        if self._coefficients is not None:
+            self._coefficients.load(tensors["coefficients"])
+
+    def _finite_tensors(self, folder: str) -> dict[str, Any]:
+        tensors = self._tensors()
+        defect = not_finite(tensors, self._device)
+        if defect:
+            raise Diverged(
+                f"{folder}: the trainer's state is not saved: {defect}. {DIVERGED_ADVICE}"
+            )
+        return tensors
+
+    def _tensors(self) -> dict[str, Any]:
+        tensors: dict[str, Any] = {
+            "parameters": {name: p.detach() for name, p in self._trainable.items()},
+            "optimizer": self._optimizer.state(),
+            "updates": torch.tensor(self._optimizer.updates),
+        }
+        if self._coefficients is not None:
+            tensors["coefficients"] = self._coefficients.state()
+        return tensors
