@@ -66,7 +66,7 @@ def test_members_that_share_a_long_prompt_are_padded_by_their_own_length() -> No
         row = torch.cat(
             [torch.arange(start, start + many) for start, many in zip(starts, own, strict=True)]
         )[None]
-        computed += sum(part.own.numel() for part in attention._samples(row).parts)
+        computed += sum(part.queries.numel() for part in attention._samples(row).parts)
         needed += sum(own)
     assert computed / needed < 1.15
     short = torch.cat(

@@ -93,11 +93,11 @@ def test_one_number_for_each_sampled_token_and_a_busy_server_is_asked_again(
         (lambda entries: [*entries[:-1], {t: {"logprob": None} for t in entries[-1]}], "TypeError"),
         (
             lambda entries: [*entries[:-1], {t: {"logprob": 0.5} for t in entries[-1]}],
-            "0.5 is no log-prob",
+            "0.5 is not a log-prob",
         ),
         (
             lambda entries: [*entries[:-1], {t: {"logprob": -9999.0} for t in entries[-1]}],
-            "-9999.0 is no log-prob",
+            "-9999.0 is not a log-prob",
         ),
     ],
 )

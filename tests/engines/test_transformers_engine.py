@@ -341,15 +341,15 @@ def test_requests_that_trickle_in_share_a_batch(
         await asyncio.gather(*waiting)
         assert batches == [8, 1]
 
-    monkeypatch.setattr(transformers, "FIRST", 0.5)
+    monkeypatch.setattr(transformers, "FIRST_WAIT_S", 0.5)
     served(tiny_text, test, max_sequences=8)
 
 
 def test_a_batch_waits_twice_as_long_as_requests_kept_it_waiting_lately() -> None:
     measured = transformers.Arrivals()
-    assert measured.wait == transformers.FIRST, "nothing is known"
+    assert measured.wait == transformers.FIRST_WAIT_S, "nothing is known"
     measured.decoded([0.5], 0.4)
-    assert measured.wait == transformers.FIRST, "one alone shows nothing"
+    assert measured.wait == transformers.FIRST_WAIT_S, "one alone shows nothing"
     measured.decoded([1.0, 1.01, 1.015], 0.4)
     assert measured.wait == pytest.approx(0.02)
     measured.decoded([2.0] * 8, 0.4)
@@ -360,9 +360,9 @@ def test_a_batch_waits_twice_as_long_as_requests_kept_it_waiting_lately() -> Non
     assert measured.wait == pytest.approx(0.08), "what is far apart belongs to another batch"
     measured.decoded([4.0, 4.09], 0.4)
     assert measured.wait == pytest.approx(0.1), "no more than a quarter of what a batch takes"
-    for start in range(transformers.BATCHES):
+    for start in range(transformers.COUNTED_BATCHES):
         measured.decoded([5.0 + start] * 2, 0.4)
-    assert measured.wait == transformers.SHORTEST
+    assert measured.wait == transformers.SHORTEST_WAIT_S
 
 
 def test_pause_waits_for_the_batch_and_holds_the_next(
@@ -382,7 +382,7 @@ def test_pause_waits_for_the_batch_and_holds_the_next(
         await engine.resume()
         await held
 
-    monkeypatch.setattr(transformers, "FIRST", 0.0)
+    monkeypatch.setattr(transformers, "FIRST_WAIT_S", 0.0)
     served(tiny_text, test)
 
 

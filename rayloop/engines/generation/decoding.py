@@ -1,6 +1,7 @@
-"""Decodes one batch of sequences with a transformers model: prefills each distinct prompt once,
-then goes token by token. Shapes: U distinct prompts, B sequences, P padded prompt length, R
-position rows (1 for text models, 4 with M-RoPE).
+"""Decodes one batch of sequences with a transformers model.
+
+Each distinct prompt is prefilled once; then decoding goes token by token. Shapes: U distinct
+prompts, B sequences, P padded prompt length, R position rows (1 for text models, 4 with M-RoPE).
 """
 
 from collections.abc import Callable, Sequence
@@ -25,9 +26,10 @@ from rayloop.engines.models import Vision, image_features, positions, tensor_cac
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """As tensors: ``token_ids`` [T], ``positions`` [R, T], ``grids`` [n, 3], and per image what the
-    model takes. That is its features [tokens, hidden], or its pixels [patches, dim] for a model
-    that mixes features into many layers.
+    """A prompt as tensors: ``token_ids`` [T], ``positions`` [R, T], ``grids`` [n, 3], and images.
+
+    An image is its features [tokens, hidden], or its pixels [patches, dim] for a model that mixes
+    features into many layers.
     """
 
     token_ids: Tensor
@@ -55,7 +57,8 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, vision: Vision | None) -> None:
         use_grouped_decoding(model)
-        self._model, self._tokenizer = model, tokenizer
+        self._model = model
+        self._tokenizer = tokenizer
         self._vision = vision
         self._vocabulary: int = model.config.get_text_config().vocab_size
         self._features = tensor_cache()
@@ -66,8 +69,9 @@ class Decoder:
 
     @torch.inference_mode()
     def decode(self, rows: Sequence[DecodeRequest]) -> None:
-        """Decode ``rows`` as one batch and call ``finish`` (or ``fail``, for a broken prompt) of
-        each.
+        """Decode ``rows`` as one batch, and call each one's ``finish``.
+
+        A broken prompt's ``fail`` is called instead.
         """
         rows, prompts, index = self._prompts(rows)
         if rows:
@@ -76,27 +80,25 @@ class Decoder:
     def _prompts(
         self, rows: Sequence[DecodeRequest]
     ) -> tuple[list[DecodeRequest], list[Prompt], list[int]]:
-        """The rows that can be decoded, the distinct prompts, and the prompt's index of each of
-        these rows.
-        """
-        good: list[DecodeRequest] = []
+        """Return the rows that can be decoded, the distinct prompts, and each row's prompt."""
+        valid_rows: list[DecodeRequest] = []
         index: list[int] = []
         prompts: list[Prompt] = []
-        known: dict[tuple[TokenIds, tuple[str, ...]], int] = {}
+        numbers: dict[tuple[TokenIds, tuple[str, ...]], int] = {}
         for row in rows:
             # Equal tokens can show other images, so these belong to the key.
             key = (row.prompt.token_ids, tuple(image.ref.sha256 for image in row.prompt.images))
-            if key not in known:
+            if key not in numbers:
                 try:
                     prompts.append(self._prompt(row.prompt))
                 except DataFailure as error:
                     # A broken prompt fails alone: the rest of the batch is decoded.
                     row.fail(error)
                     continue
-                known[key] = len(prompts) - 1
-            good.append(row)
-            index.append(known[key])
-        return good, prompts, index
+                numbers[key] = len(prompts) - 1
+            valid_rows.append(row)
+            index.append(numbers[key])
+        return valid_rows, prompts, index
 
     def _prompt(self, prompt: TokenPrompt) -> Prompt:
         if not prompt.token_ids:
@@ -106,20 +108,18 @@ class Decoder:
                 "prompt", f"it has {len(prompt.images)} images, but the model is text-only"
             )
         token_ids = torch.tensor(prompt.token_ids)
-        grids = torch.tensor(
-            [image.ref.grid for image in prompt.images], dtype=torch.int64
-        ).reshape(-1, 3)
+        grid_rows = [image.ref.grid for image in prompt.images]
+        grids = torch.tensor(grid_rows, dtype=torch.int64).reshape(-1, 3)
         position_ids = positions(self._model, token_ids, grids)
-        images = (
-            tuple(self._image(self._vision, image) for image in prompt.images)
-            if self._vision
-            else ()
-        )
+        images: tuple[Tensor, ...] = ()
+        if self._vision:
+            images = tuple(self._image(self._vision, image) for image in prompt.images)
         return Prompt(token_ids, position_ids, grids, images)
 
     def _image(self, vision: Vision, image: PromptImage) -> Tensor:
-        """Features [tokens, hidden], or pixels; each image is encoded alone, whatever else is in
-        the batch.
+        """Return the image's features [tokens, hidden], or its pixels.
+
+        Each image is encoded alone: the rest of the batch does not change its features.
         """
         if not family(self._model.config.model_type).pooled:
             return vision.pixels(image.ref, image.data)
@@ -131,13 +131,14 @@ class Decoder:
         return self._features.made(image.ref.sha256, features)
 
 
-ROOM = 128
+CACHE_HEADROOM = 128
 """Free tokens of a cache after it was copied."""
 
 
 class _AppendedLayer(DynamicLayer):
-    """Keys and values [B, heads, T, d] in tensors with room for more tokens; transformers' own
-    layer copies them at every token.
+    """Keys and values [B, heads, T, d] in tensors with room for more tokens.
+
+    transformers' own layer copies them at every token.
     """
 
     def update(
@@ -154,20 +155,24 @@ class _AppendedLayer(DynamicLayer):
         return self.keys, self.values
 
     def _append(self, name: str, past: Tensor, new: Tensor) -> Tensor:
-        """``past`` and ``new`` [B, heads, n, d] as one tensor: a view of a larger one, whose room
-        the next call uses.
+        """Return ``past`` and ``new`` [B, heads, n, d] as one tensor.
+
+        It is a view of a larger one, whose room the next call uses.
         """
         if not past.numel():
             return new
-        start, end = past.shape[-2], past.shape[-2] + new.shape[-2]
-        whole = self._roomy.get(name)
+        start = past.shape[-2]
+        end = start + new.shape[-2]
+        buffer = self._roomy.get(name)
         # After a selection of rows the past is another
         # tensor, and the old room does not continue it.
-        if whole is None or whole.data_ptr() != past.data_ptr() or end > whole.shape[-2]:
-            whole = self._roomy[name] = past.new_empty(*past.shape[:2], end + ROOM, past.shape[-1])
-            whole[:, :, :start] = past
-        whole[:, :, start:end] = new
-        return whole[:, :, :end]
+        continues = buffer is not None and buffer.data_ptr() == past.data_ptr()
+        if buffer is None or not continues or end > buffer.shape[-2]:
+            buffer = past.new_empty(*past.shape[:2], end + CACHE_HEADROOM, past.shape[-1])
+            buffer[:, :, :start] = past
+            self._roomy[name] = buffer
+        buffer[:, :, start:end] = new
+        return buffer[:, :, :end]
 
 
 class _Batch:
@@ -177,7 +182,7 @@ class _Batch:
     """
 
     _positions: Tensor
-    """Of the next tokens, as the model counts them: [3 or 1, U, 1]."""
+    """Positions of the next tokens, as the model counts them: [3 or 1, U, 1]."""
 
     def __init__(
         self,
@@ -201,15 +206,16 @@ class _Batch:
         self._stop = StopStrings(tokenizer, samplings)
         self._tokens: npt.NDArray[np.int64] = np.zeros((len(rows), self._longest), np.int64)
         self._logprobs: npt.NDArray[np.float32] = np.zeros((len(rows), self._longest), np.float32)
-        self._kept: list[list[npt.NDArray[np.int64]]] = [[] for _ in rows]
+        self._kept_tokens: list[list[npt.NDArray[np.int64]]] = [[] for _ in rows]
         self._members = np.arange(len(rows))
         """Which row each sequence of the batch is [B]."""
         self._live: npt.NDArray[np.bool_] = np.ones(len(rows), np.bool_)
         """Which sequences of the batch are unfinished [B]."""
 
     def run(self, prompts: Sequence[Prompt], index: Sequence[int]) -> None:
-        """Prefill ``prompts``, give sequence i the cache of prompt ``index[i]``, and decode until
-        all are finished.
+        """Prefill ``prompts``, and decode until all sequences are finished.
+
+        Sequence i gets the cache of prompt ``index[i]``.
         """
         # Each prompt runs once; its cache is then copied to every sequence that begins with it.
         logits = self._prefill(prompts)
@@ -217,12 +223,11 @@ class _Batch:
         logits = logits[select]
         self._select(select)
         for position in range(self._longest):
-            tokens, logprobs, ends, kept = self._sampler.sample(logits, position)
+            tokens, logprobs, ends, kept_tokens = self._sampler.sample(logits, position)
             self._tokens[self._members, position] = tokens.numpy(force=True)
             self._logprobs[self._members, position] = logprobs.numpy(force=True)
-            if kept.numel():
-                for member, row in zip(self._members.tolist(), kept.numpy(force=True), strict=True):
-                    self._kept[member].append(row[row >= 0])
+            if kept_tokens.numel():
+                self._record_kept(kept_tokens.numpy(force=True))
             self._finish(position + 1, ends.numpy(force=True))
             if not self._live.any():
                 return
@@ -232,15 +237,20 @@ class _Batch:
             logits = self._forward(self._positions, input_ids=tokens[:, None])
             self._positions = self._positions + 1
 
+    def _record_kept(self, kept_tokens: npt.NDArray[np.int64]) -> None:
+        """Note the tokens [B, k] that top_p and top_k kept; -1 fills rows with fewer."""
+        for member, row in zip(self._members.tolist(), kept_tokens, strict=True):
+            self._kept_tokens[member].append(row[row >= 0])
+
     def _prefill(self, prompts: Sequence[Prompt]) -> Tensor:
-        """Logits [U, V] after the prompts, left-padded to one length; sets cache, mask and next
-        positions.
+        """Return the logits [U, V] after the prompts, and set cache, mask and next positions.
+
+        The prompts are left-padded to one length.
         """
         length = max(len(prompt.token_ids) for prompt in prompts)
         token_ids = torch.zeros(len(prompts), length, dtype=torch.int64)
-        position_ids = torch.zeros(
-            len(prompts[0].positions), len(prompts), length, dtype=torch.int64
-        )
+        position_rows = len(prompts[0].positions)
+        position_ids = torch.zeros(position_rows, len(prompts), length, dtype=torch.int64)
         # The mask has room for all new tokens, so that it need not grow with each of them.
         mask = torch.ones(len(prompts), length + self._longest, dtype=torch.bool)
         for i, prompt in enumerate(prompts):
@@ -257,12 +267,11 @@ class _Batch:
         ]
         self._length = 0
         self._positions = self._next_positions(position_ids).to(self._device)
-        return self._forward(
-            position_ids.to(self._device), **self._inputs(prompts, token_ids.to(self._device))
-        )
+        inputs = self._inputs(prompts, token_ids.to(self._device))
+        return self._forward(position_ids.to(self._device), **inputs)
 
     def _inputs(self, prompts: Sequence[Prompt], token_ids: Tensor) -> dict[str, Tensor]:
-        """The model's arguments for the padded prompts ``token_ids`` [U, P] and their images."""
+        """Return the model's arguments for the padded prompts [U, P] and their images."""
         images = [image for prompt in prompts for image in prompt.images]
         if not images:
             return {"input_ids": token_ids}
@@ -277,8 +286,9 @@ class _Batch:
 
     @staticmethod
     def _next_positions(position_ids: Tensor) -> Tensor:
-        """[R, U, 1]: text continues its own count, the M-RoPE rows continue after their common
-        maximum.
+        """Return the positions [R, U, 1] after ``position_ids`` [R, U, P].
+
+        Text continues its own count, the M-RoPE rows continue after their common maximum.
         """
         following = position_ids.amax(-1, keepdim=True)
         if len(position_ids) > 1:
@@ -286,7 +296,7 @@ class _Batch:
         return following + 1
 
     def _forward(self, position_ids: Tensor, **inputs: Tensor) -> Tensor:
-        """Logits [B, V] of the last of the new tokens, whose ``position_ids`` are [R, B, n]."""
+        """Return the logits [B, V] of the last new tokens, at ``position_ids`` [R, B, n]."""
         self._length += position_ids.shape[-1]
         output = self._model(
             attention_mask=None if self._mask is None else self._mask[:, : self._length],
@@ -303,11 +313,8 @@ class _Batch:
         """Finish the sequences that ended with their ``n``-th token, and drop abandoned ones."""
         live = np.flatnonzero(self._live)
         # Strings are looked for in all live sequences with one call of the tokenizer.
-        for i, stop in zip(
-            live.tolist(),
-            self._stop.reached(self._members[live].tolist(), self._tokens, n),
-            strict=True,
-        ):
+        stops = self._stop.reached(self._members[live].tolist(), self._tokens, n)
+        for i, stop in zip(live.tolist(), stops, strict=True):
             member = int(self._members[i])
             row = self._rows[member]
             if ends[i]:
@@ -322,26 +329,24 @@ class _Batch:
                 self._live[i] = not row.abandoned()
                 continue
             self._live[i] = False
-            kept = packed(row.sampling, self._kept[member])
-            row.finish(
-                tuple(self._tokens[member, :n].tolist()),
-                tuple(self._logprobs[member, :n].tolist()),
-                reason,
-                kept,
-            )
+            token_ids = tuple(self._tokens[member, :n].tolist())
+            logprobs = tuple(self._logprobs[member, :n].tolist())
+            kept_tokens = packed(row.sampling, self._kept_tokens[member])
+            row.finish(token_ids, logprobs, reason, kept_tokens)
 
     def _compact(self, tokens: Tensor) -> Tensor:
         """Drop the finished sequences; returns the others' ``tokens``."""
         select = torch.from_numpy(np.flatnonzero(self._live)).to(self._device)
         self._select(select)
         self._sampler.select(select)
-        self._members, self._live = self._members[self._live], self._live[self._live]
+        self._members = self._members[self._live]
+        self._live = self._live[self._live]
         return tokens[select]
 
     def _select(self, select: Tensor) -> None:
         for layer in self._cache.layers:
-            getattr(layer, "batch_select_indices", layer.reorder_cache)(
-                select
-            )  # a recurrent state has the latter only
+            # A recurrent state has only ``reorder_cache``.
+            select_rows = getattr(layer, "batch_select_indices", layer.reorder_cache)
+            select_rows(select)
         self._positions = self._positions[:, select]
         self._mask = None if self._mask is None else self._mask[select]

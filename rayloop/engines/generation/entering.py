@@ -1,5 +1,6 @@
-"""Requests that a library still prepares when new weights come: they carry the version of the
-present ones.
+"""Requests that a library still prepares when new weights come.
+
+They carry the version of the present weights.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ class Entering:
 
     @contextmanager
     def request(self, number: str) -> Iterator[None]:
-        """The call of the library for the request ``number``."""
+        """Surround the call of the library for the request ``number``."""
         self._events[number] = asyncio.Event()
         try:
             yield
@@ -26,8 +27,9 @@ class Entering:
     def noticed(
         self, send: Callable[..., Awaitable[Any]], number: Callable[[Any], str] = str
     ) -> Callable[..., Awaitable[Any]]:
-        """``send`` as the library must call it to give a request to its scheduler; its first
-        argument has the ``number``.
+        """Return ``send`` as the library must call it to give a request to its scheduler.
+
+        Its first argument has the ``number``.
         """
 
         async def noticed(first: Any, *arguments: Any, **options: Any) -> Any:
@@ -41,11 +43,12 @@ class Entering:
         return noticed
 
     async def all_in(self) -> None:
-        """Returns when the scheduler has all of them, or their calls have ended."""
-        # It goes over a copy, since requests that have entered leave the mapping during the wait.
+        """Return when the scheduler has all of them, or their calls have ended."""
+        # The loop is over a copy, since requests that have entered leave the mapping during it.
         for event in list(self._events.values()):
             await event.wait()
 
     def _entered(self, number: str) -> None:
-        if event := self._events.pop(number, None):
+        event = self._events.pop(number, None)
+        if event is not None:
             event.set()

@@ -1,13 +1,14 @@
-"""Generation by servers with the OpenAI interface, over HTTP: for evaluation, and for training with
-a server that returns token ids with log-probs and loads the synced weights. Samples of other
-weights are off-policy from the second step on.
+"""Generation by servers with the OpenAI interface, over HTTP.
+
+It serves evaluation, and training with a server that returns token ids with log-probs and loads the
+synced weights. Samples of other weights are off-policy from the second step on.
 """
 
 import asyncio
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,12 @@ class OpenAiHttpEngine:
     def __init__(
         self, model: ModelSettings, settings: OpenAiHttpEngineSettings, place: EnginePlace
     ) -> None:
-        self._model, self._settings, self._folder = model, settings, Path(place.weights) / "server"
+        self._model = model
+        self._settings = settings
+        self._folder = Path(place.weights) / "server"
         self._tokenizer = load_tokenizer(Path(model.path))
-        self._start, self._end = (
-            self._tokenizer.token_to_id(t) for t in ("<|im_start|>", "<|im_end|>")
-        )
+        self._start = self._tokenizer.token_to_id("<|im_start|>")
+        self._end = self._tokenizer.token_to_id("<|im_end|>")
         if settings.interface == "chat" and (self._start is None or self._end is None):
             raise ConfigError(
                 f"rollout.engine.interface: chat needs a ChatML template; {model.path} has no"
@@ -59,8 +61,9 @@ class OpenAiHttpEngine:
         self._image = self._tokenizer.token_to_id(IMAGE)
         self._version: Version | None = None
         self._running = 0
-        self._open, self._idle = asyncio.Event(), asyncio.Event()
+        self._open = asyncio.Event()
         self._open.set()
+        self._idle = asyncio.Event()
         self._idle.set()
         key = os.environ.get("OPENAI_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -71,7 +74,8 @@ class OpenAiHttpEngine:
 
         Raises DataFailure for a prompt that the server refuses, ConfigError, WorkerLost.
         """
-        while not self._open.is_set():  # it may have been closed again before this call runs
+        # It may have been closed again before this call runs.
+        while not self._open.is_set():
             await self._open.wait()
         version = self._version if self._settings.update else Version(0, 0)
         if version is None:
@@ -82,9 +86,9 @@ class OpenAiHttpEngine:
         self._running += 1
         self._idle.clear()
         try:
-            return await (self._chat if self._settings.interface == "chat" else self._tokens)(
-                prompt, sampling, version
-            )
+            if self._settings.interface == "chat":
+                return await self._chat(prompt, sampling, version)
+            return await self._tokens(prompt, sampling, version)
         finally:
             self._running -= 1
             if not self._running:
@@ -94,7 +98,7 @@ class OpenAiHttpEngine:
         """Does nothing: the server batches."""
 
     async def pause(self) -> None:
-        """Start no request; returns when none is running."""
+        """Start no request; return when none is running."""
         self._open.clear()
         await self._idle.wait()
 
@@ -113,18 +117,20 @@ class OpenAiHttpEngine:
                 f"rollout.engine: {self._servers[0][0]} takes no weights (rollout.engine.update is"
                 " empty)"
             )
-        first, self._version = self._version is None, None
-        if first:  # raises ConfigError when the server's answers cannot be trained on
+        is_first = self._version is None
+        self._version = None
+        # A request raises ConfigError when the server's answers cannot be trained on.
+        if is_first:
             await self._tokens(TokenPrompt((0,)), Sampling(max_tokens=1), Version(0, 0))
         target = self._folder / f"weights-{manifest.version}"
         # A server reads the folder later, so it must be whole before any is asked.
         await asyncio.to_thread(self._write, manifest, tensors, target)
         for (url, http), (path, body) in product(self._servers, self._settings.update.items()):
-            at = str(httpx.URL(url).copy_with(path=path))
-            _, answer = await request([(at, http)], _filled(body, str(target.resolve())))
+            address = str(httpx.URL(url).copy_with(path=path))
+            _, answer = await request([(address, http)], _filled(body, str(target.resolve())))
             # Some servers answer 200 and put the failure into the body.
             if isinstance(answer, dict) and answer.get("success") is False:
-                raise WeightSyncError(f"version {manifest.version}: {at} answered {answer}")
+                raise WeightSyncError(f"version {manifest.version}: {address} answered {answer}")
         self._version = manifest.version
 
     def health(self) -> EngineHealth:
@@ -134,8 +140,9 @@ class OpenAiHttpEngine:
     def _write(self, manifest: Manifest, tensors: Mapping[str, Tensor], target: Path) -> None:
         verify(manifest, tensors)
         # No server needs the folder of the last version any more, and each has a model's size.
+        # The next load tries again where one cannot be removed.
         for old in self._folder.glob("weights-*"):
-            shutil.rmtree(old, ignore_errors=True)  # the next load tries again
+            shutil.rmtree(old, ignore_errors=True)
         save_model(self._model.path, target, tensors, limits=self._model)
 
     async def _tokens(
@@ -147,7 +154,7 @@ class OpenAiHttpEngine:
                 " kind: vllm"
             )
         url, answer = await request(
-            self._from("/completions", prompt),
+            self._addresses("/completions", prompt),
             {
                 "model": self._settings.model,
                 "prompt": list(prompt.token_ids),
@@ -173,10 +180,8 @@ class OpenAiHttpEngine:
         )
         try:
             [choice] = answer["choices"]
-            token_ids, logprobs = (
-                tuple(choice["token_ids"]),
-                tuple(choice["logprobs"]["token_logprobs"]),
-            )
+            token_ids = tuple(choice["token_ids"])
+            logprobs = tuple(choice["logprobs"]["token_logprobs"])
             if len(token_ids) != len(logprobs):
                 raise ValueError(f"{len(logprobs)} log-probs for {len(token_ids)} tokens")
         except (KeyError, TypeError, ValueError) as error:
@@ -185,21 +190,15 @@ class OpenAiHttpEngine:
                 " needs. vLLM's server does (return_token_ids); for evaluation use"
                 " rollout.engine.interface: chat"
             ) from error
-        reason = FinishReason.LENGTH
-        if choice["finish_reason"] != "length":
-            reason = (
-                FinishReason.STOP_STRING
-                if isinstance(choice.get("stop_reason"), str)
-                else FinishReason.END_TOKEN
-            )
-        return Completion(token_ids, logprobs, reason, version)
+        return Completion(token_ids, logprobs, _finish_reason(choice), version)
 
     async def _chat(self, prompt: TokenPrompt, sampling: Sampling, version: Version) -> Completion:
-        """The answer's text in our tokens; log-probs are NaN. Stop strings are looked for here:
-        servers would cut them off.
+        """Return the answer's text in our tokens, with NaN as log-probs.
+
+        Stop strings are looked for here: servers would cut them off.
         """
         url, answer = await request(
-            self._from("/chat/completions", prompt),
+            self._addresses("/chat/completions", prompt),
             {
                 "model": self._settings.model,
                 "messages": self.messages(prompt),
@@ -210,69 +209,98 @@ class OpenAiHttpEngine:
         )
         try:
             choice = answer["choices"][0]
-            text, reason = choice["message"]["content"] or "", FinishReason.END_TOKEN
+            text = choice["message"]["content"] or ""
         except (KeyError, TypeError, IndexError) as error:
             raise ConfigError(
                 f"{url} answered {str(answer)[:200]}, which has no message"
             ) from error
+        reason = FinishReason.END_TOKEN
         if choice["finish_reason"] == "length":
             reason = FinishReason.LENGTH
         # The earliest stop string ends the turn, whichever comes first in the list.
-        if ends := [text.index(stop) + len(stop) for stop in sampling.stop if stop in text]:
-            text, reason = text[: min(ends)], FinishReason.STOP_STRING
+        ends = [text.index(stop) + len(stop) for stop in sampling.stop if stop in text]
+        if ends:
+            text = text[: min(ends)]
+            reason = FinishReason.STOP_STRING
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         if reason is FinishReason.END_TOKEN and self._end is not None:
             ids.append(self._end)
         if len(ids) > sampling.max_tokens:
-            ids, reason = ids[: sampling.max_tokens], FinishReason.LENGTH
+            ids = ids[: sampling.max_tokens]
+            reason = FinishReason.LENGTH
         return Completion(tuple(ids), (math.nan,) * len(ids), reason, version)
 
     def messages(self, prompt: TokenPrompt) -> list[dict[str, Any]]:
-        """The conversation that the prompt's ChatML tokens spell, without the header of the turn to
-        sample.
+        """Return the conversation that the prompt's ChatML tokens spell.
+
+        The header of the turn to sample is left out.
         """
         images = iter(prompt.images)
-        found = []
-        for starts, tokens in groupby(prompt.token_ids, lambda token: token == self._start):
-            if starts:
+        messages = []
+        for is_start, tokens in groupby(prompt.token_ids, lambda token: token == self._start):
+            if is_start:
                 continue
             parts: list[dict[str, Any]] = []
             for is_image, run in groupby(tokens, lambda token: token == self._image):
-                left = len(ids := list(run))
-                while is_image and left > 0:  # images without a text between them
-                    left -= (image := next(images)).ref.tokens
-                    parts.append({"type": "image_url", "image_url": {"url": _data_url(image)}})
-                if not is_image:
-                    ids = ids[: ids.index(self._end)] if self._end in ids else ids
-                    parts.append(
-                        {
-                            "type": "text",
-                            "text": self._tokenizer.decode(ids, skip_special_tokens=True),
-                        }
-                    )
+                if is_image:
+                    parts += _image_parts(len(list(run)), images)
+                else:
+                    parts.append({"type": "text", "text": self._text(list(run))})
             role, _, parts[0]["text"] = parts[0]["text"].partition("\n")
-            found.append({"role": role, "content": [p for p in parts if p.get("text") != ""]})
-        return [message for message in found if message["content"]]
+            content = [part for part in parts if part.get("text") != ""]
+            messages.append({"role": role, "content": content})
+        return [message for message in messages if message["content"]]
 
-    def _from(self, path: str, prompt: TokenPrompt) -> list[tuple[str, httpx.AsyncClient]]:
-        """Where to ask, in turn: first the server that has seen the prompt's group, whose prefix it
-        keeps.
+    def _text(self, ids: list[int]) -> str:
+        """Return the text of the tokens before the end of the message."""
+        if self._end in ids:
+            ids = ids[: ids.index(self._end)]
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    def _addresses(self, path: str, prompt: TokenPrompt) -> list[tuple[str, httpx.AsyncClient]]:
+        """Return the addresses to ask, in turn.
+
+        The first server has seen the prompt's group, whose prefix it keeps.
         """
         # Python's own hash differs between processes, and each would choose another server.
-        at = crc32(prompt.affinity.encode()) % len(self._servers)
-        return [(url + path, http) for url, http in (*self._servers[at:], *self._servers[:at])]
+        first = crc32(prompt.affinity.encode()) % len(self._servers)
+        servers = (*self._servers[first:], *self._servers[:first])
+        return [(url + path, http) for url, http in servers]
+
+
+def _finish_reason(choice: Mapping[str, Any]) -> FinishReason:
+    if choice["finish_reason"] == "length":
+        return FinishReason.LENGTH
+    # A server names a stop string; of an end token it gives the number, or nothing.
+    if isinstance(choice.get("stop_reason"), str):
+        return FinishReason.STOP_STRING
+    return FinishReason.END_TOKEN
+
+
+def _image_parts(tokens: int, images: Iterator[PromptImage]) -> list[dict[str, Any]]:
+    """Return message parts of the next images, which fill ``tokens`` without text between them."""
+    parts: list[dict[str, Any]] = []
+    while tokens > 0:
+        image = next(images)
+        tokens -= image.ref.tokens
+        parts.append({"type": "image_url", "image_url": {"url": _data_url(image)}})
+    return parts
 
 
 def _filled(value: Any, folder: str) -> Any:
-    """``value`` with the folder's path in its texts."""
+    """Return ``value`` with the folder's path in its texts."""
     if isinstance(value, str):
         return value.replace("{folder}", folder)
     if isinstance(value, Mapping):
         return {key: _filled(part, folder) for key, part in value.items()}
-    return [_filled(part, folder) for part in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_filled(part, folder) for part in value]
+    return value
 
 
 def _data_url(image: PromptImage) -> str:
-    return data_url(
-        portable(image.data if image.data is not None else read(ImageSource(path=image.ref.path)))
-    )
+    data = image.data
+    if data is None:
+        data = read(ImageSource(path=image.ref.path))
+    return data_url(portable(data))

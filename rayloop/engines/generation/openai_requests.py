@@ -1,6 +1,4 @@
-"""Requests to servers with the OpenAI interface: deadlines, attempts, and what each status code
-means.
-"""
+"""Requests to servers with the OpenAI interface: deadlines, attempts, and status codes."""
 
 import asyncio
 import json
@@ -17,14 +15,16 @@ BUSY = frozenset({408, 409, 425, 429})
 REFUSED = frozenset({400, 413, 422})
 """Status codes for a request with wrong content."""
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
-"""Never reached through a proxy."""
+"""Hosts that are never reached through a proxy."""
 ATTEMPTS = 6
-"""How often a server is asked that cannot be reached, is busy or fails: with 1, 2, 4, 8, 16 seconds
-between, a restart of it.
+"""How often a server is asked that cannot be reached, is busy or fails.
+
+With 1, 2, 4, 8, 16 seconds between, it has time to restart.
 """
 TIMEOUT = 600.0
-"""Seconds for one answer; the caller bounds all attempts together (a sixth of
-``environment.episode_timeout``).
+"""Seconds for one answer.
+
+The caller bounds all attempts together (a sixth of ``environment.episode_timeout``).
 """
 NONE: Mapping[str, str] = MappingProxyType({})
 
@@ -32,7 +32,7 @@ NONE: Mapping[str, str] = MappingProxyType({})
 async def request(
     servers: Sequence[tuple[str, httpx.AsyncClient]], body: Any, key: str = "rollout.engine"
 ) -> tuple[str, Any]:
-    """The address that answered and its JSON: the first that can be reached.
+    """Return the address that answered and its JSON: the first that can be reached.
 
     GET when ``body`` is None. Raises WorkerLost when the attempts are spent, DataFailure or
     ConfigError, which names ``key``, when refused.
@@ -48,7 +48,7 @@ async def request(
                 failure = f"{url}: {type(error).__name__}: {error}"
                 continue
             except httpx.HTTPError as error:
-                # The server may be at work on it: it is given time before anybody is asked again.
+                # The server may be at work on it: it gets time before a server is asked again.
                 failure = f"{url}: {type(error).__name__}: {error}"
                 break
             failure = f"{url}: HTTP {response.status_code}: {response.text[:200]}"
@@ -63,7 +63,7 @@ async def request(
 
 
 def client(url: str, headers: Mapping[str, str] = NONE) -> httpx.AsyncClient:
-    """For the server at ``url``, past proxies when it is this machine."""
+    """Return a client for the server at ``url``, past proxies when it is this machine."""
     # httpx allows 100 connections, and requests beyond them can time out while they wait for one.
     limits = httpx.Limits(max_connections=None)
     return httpx.AsyncClient(
@@ -75,7 +75,7 @@ def client(url: str, headers: Mapping[str, str] = NONE) -> httpx.AsyncClient:
 
 
 def _parsed(response: httpx.Response) -> Any:
-    """The body as JSON; None when it is empty, as the answers of some calls are."""
+    """Return the body as JSON; None when it is empty, as the answers of some calls are."""
     try:
         return response.json() if response.content else None
     except json.JSONDecodeError:

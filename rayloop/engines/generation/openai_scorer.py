@@ -1,5 +1,6 @@
-"""Log-probs of sampled tokens under a model that vLLM serves: the reference of a run that has no
-room for a large teacher.
+"""Log-probs of sampled tokens under a model that vLLM serves.
+
+It is the reference of a run that has no room for a large teacher.
 """
 
 import asyncio
@@ -21,34 +22,38 @@ from rayloop.grpo.batch import by_segment
 KEY = "reference.path"
 BLOCK = 1024
 """Tokens whose text the server tokenises at a time, to compare."""
-MASKED, ROUNDING = -9999.0, 1e-3
-"""vLLM's stand-in for a log-prob of minus infinity; what a log-prob may lie above 0."""
+MASKED_LOGPROB = -9999.0
+"""vLLM's stand-in for a log-prob of minus infinity."""
+ROUNDING = 1e-3
+"""How much a log-prob may be above 0."""
 
 
 class OpenAiScorer:
-    """What ``FrozenScorer`` computes, by the ``prompt_logprobs`` of the server at ``url``,
-    http://host:port/v1. Raises ConfigError unless it serves one model, returns log-probs of token
-    ids, and has the tokenizer of ``model``; WorkerLost without an answer.
+    """Scores as ``FrozenScorer``, by the ``prompt_logprobs`` of the server at ``url``.
+
+    ``url`` is http://host:port/v1. Raises ConfigError unless the server has one model, returns
+    log-probs of token ids, and has the tokenizer of ``model``; WorkerLost without an answer.
     """
 
     def __init__(self, model: ModelSettings, url: str) -> None:
-        self._url, self._path = url.rstrip("/"), model.path
+        self._url = url.rstrip("/")
+        self._path = model.path
         self._tokenizer = load_tokenizer(resolve(model.path, model.revision).folder)
-        self._served = asyncio.run(self._examined())
+        self._served = asyncio.run(self._examine())
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[npt.NDArray[np.float32]]:
-        """One array [sampled_tokens] per trajectory.
+        """Return one array [sampled_tokens] per trajectory.
 
         Raises WorkerLost for an answer without the log-prob of a sampled token, ConfigError for
-        images and for what the server refuses.
+        images and for a request that the server refuses.
         """
         return by_segment(trajectories, lambda segments: asyncio.run(self._all(segments)))
 
     async def _all(self, segments: Sequence[Trajectory]) -> list[npt.NDArray[np.float32]]:
         async with client(self._url) as http:
-            return await asyncio.gather(*(self._one(http, segment) for segment in segments))
+            return await asyncio.gather(*(self._score(http, segment) for segment in segments))
 
-    async def _one(self, http: httpx.AsyncClient, segment: Trajectory) -> npt.NDArray[np.float32]:
+    async def _score(self, http: httpx.AsyncClient, segment: Trajectory) -> npt.NDArray[np.float32]:
         if segment.images:
             raise ConfigError(
                 f"{KEY}: {self._url} gets token ids alone, and trajectory {segment.id} has images."
@@ -56,24 +61,24 @@ class OpenAiScorer:
             )
         flat = segment.flatten()
         ids = flat.token_ids.tolist()
-        found = await self._asked(http, ids)
+        entries = await self._prompt_logprobs(http, ids)
         try:
-            if len(found) != len(ids):
-                raise ValueError(f"{len(found)} entries for {len(ids)} tokens")
-            values = [
-                float(found[i][str(ids[i])]["logprob"]) for i in np.flatnonzero(flat.loss_mask)
-            ]
+            if len(entries) != len(ids):
+                raise ValueError(f"{len(entries)} entries for {len(ids)} tokens")
+            sampled = np.flatnonzero(flat.loss_mask)
+            values = [float(entries[i][str(ids[i])]["logprob"]) for i in sampled]
             # The comparison has ``not``, so that a NaN is found as well.
-            if wrong := [value for value in values if not MASKED < value <= ROUNDING]:
-                raise ValueError(f"{wrong[0]} is no log-prob")
+            invalid = [value for value in values if not MASKED_LOGPROB < value <= ROUNDING]
+            if invalid:
+                raise ValueError(f"{invalid[0]} is not a log-prob")
         except (KeyError, TypeError, ValueError) as error:
             raise WorkerLost(
                 f"{KEY}: {self._url} gave no log-prob for each of {len(ids)} tokens: {error!r}"
             ) from error
         return np.array(values, np.float32)
 
-    async def _asked(self, http: httpx.AsyncClient, ids: list[int]) -> Any:
-        """The log-probs of the prompt ``ids``; None: the answer has none."""
+    async def _prompt_logprobs(self, http: httpx.AsyncClient, ids: list[int]) -> Any:
+        """Return the log-probs of the prompt ``ids``; None: the answer has none."""
         # The interface wants at least one new token, which is not used.
         body = {
             "model": self._served,
@@ -86,11 +91,12 @@ class OpenAiScorer:
             _, answer = await request([(f"{self._url}/completions", http)], body, KEY)
         except DataFailure as error:
             raise ConfigError(f"{KEY}: {error}") from error
-        choice = answer["choices"][0] if isinstance(answer, dict) and answer.get("choices") else {}
-        return choice.get("prompt_logprobs")
+        if not isinstance(answer, dict) or not answer.get("choices"):
+            return None
+        return answer["choices"][0].get("prompt_logprobs")
 
-    async def _examined(self) -> str:
-        """The name of the model that the server has."""
+    async def _examine(self) -> str:
+        """Return the name of the model that the server has, after all checks."""
         async with client(self._url) as http:
             _, models = await request([(f"{self._url}/models", http)], None, KEY)
             try:
@@ -100,36 +106,35 @@ class OpenAiScorer:
                     f"{KEY}: {self._url}/models does not name one model: {str(models)[:200]}"
                 ) from error
             # The first token has no context, so a log-prob needs two.
-            if await self._asked(http, [0, 0]) is None:
+            if await self._prompt_logprobs(http, [0, 0]) is None:
                 raise ConfigError(
                     f"{KEY}: {self._url} returns no prompt_logprobs, as vLLM's server does. Name a"
                     " folder"
                 )
-            at = str(httpx.URL(self._url).copy_with(path="/tokenize"))
-            for first in range(0, size := self._tokenizer.get_vocab_size(), BLOCK):
-                text = self._tokenizer.decode(
-                    list(range(first, min(first + BLOCK, size))), skip_special_tokens=False
-                )
-                _, answer = await request(
-                    [(at, http)],
-                    {"model": self._served, "prompt": text, "add_special_tokens": False},
-                    KEY,
-                )
-                self._compare(
-                    self._tokenizer.encode(text, add_special_tokens=False).ids, answer["tokens"]
-                )
+            await self._compare_tokenizers(http)
         return self._served
+
+    async def _compare_tokenizers(self, http: httpx.AsyncClient) -> None:
+        """Raise ConfigError unless both tokenize the text of every token in the same way."""
+        url = str(httpx.URL(self._url).copy_with(path="/tokenize"))
+        size = self._tokenizer.get_vocab_size()
+        for first in range(0, size, BLOCK):
+            tokens = list(range(first, min(first + BLOCK, size)))
+            text = self._tokenizer.decode(tokens, skip_special_tokens=False)
+            body = {"model": self._served, "prompt": text, "add_special_tokens": False}
+            _, answer = await request([(url, http)], body, KEY)
+            ours = self._tokenizer.encode(text, add_special_tokens=False).ids
+            self._compare(ours, answer["tokens"])
 
     def _compare(self, ours: list[int], theirs: list[int]) -> None:
         # None at both ends shows a text that has more tokens on one side.
-        for one, other in zip([*ours, None], [*theirs, None], strict=False):
-            if one != other:
-                shown = [
-                    None if token is None else (token, self._tokenizer.id_to_token(token))
-                    for token in (one, other)
-                ]
+        for our_token, their_token in zip([*ours, None], [*theirs, None], strict=False):
+            if our_token != their_token:
                 raise ConfigError(
                     f"{KEY}: {self._url} has another tokenizer than model.path {self._path}: of one"
-                    f" text a token is {shown[1]} there and {shown[0]} here. Name a model with the"
-                    " same tokenizer"
+                    f" text a token is {self._shown(their_token)} there and"
+                    f" {self._shown(our_token)} here. Name a model with the same tokenizer"
                 )
+
+    def _shown(self, token: int | None) -> tuple[int, str | None] | None:
+        return None if token is None else (token, self._tokenizer.id_to_token(token))

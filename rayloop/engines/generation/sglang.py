@@ -62,8 +62,10 @@ class SglangEngine:
                 f"sglang {sglang.__version__} is installed, {TESTED} is wanted"
                 " (constraints-sglang.txt)"
             )
-        self._settings, self._running, self._open = settings, 0, asyncio.Event()
+        self._settings = settings
+        self._running = 0
         self._version: Version | None = None
+        self._open = asyncio.Event()
         self._open.set()
         config = AutoConfig.from_pretrained(model.path)
         self._image = config.to_dict().get("image_token_id")
@@ -89,9 +91,11 @@ class SglangEngine:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         images = [await asyncio.to_thread(sent, image, self._patch) for image in prompt.images]
-        while not self._open.is_set():  # it may have been closed again before this call runs
+        # It may have been closed again before this call runs.
+        while not self._open.is_set():
             await self._open.wait()
-        if (version := self._version) is None:
+        version = self._version
+        if version is None:
             raise WorkerLost(
                 "the engine has no weights: the last load failed, or none has succeeded yet"
             )
@@ -108,7 +112,7 @@ class SglangEngine:
             with self._entering.request(request.rid):
                 answer = await anext(self._manager.generate_request(request, None))
         except asyncio.CancelledError:
-            # SGLang goes on with a request that nobody awaits, until it is aborted.
+            # SGLang continues a request that no caller awaits, until it is aborted.
             self._manager.abort_request(request.rid)
             raise
         except ValueError as error:
@@ -123,7 +127,7 @@ class SglangEngine:
     async def pause(self) -> None:
         """Take running requests off the GPU; they are prefilled again after ``resume``.
 
-        Those that SGLang is still preparing are let in first: they carry the version of the present
+        Requests that SGLang is still preparing enter first: they carry the version of the present
         weights.
         """
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
@@ -133,7 +137,7 @@ class SglangEngine:
             await self._entering.all_in()
             await self._manager.pause_generation(PauseGenerationReqInput(mode="retract"))
         except BaseException:
-            # waiting requests then fail, instead of waiting for a resume that never comes
+            # Waiting requests then fail, instead of waiting for a resume that never comes.
             self._open.set()
             raise
 
@@ -145,13 +149,13 @@ class SglangEngine:
         self._open.set()
 
     async def sleep(self, level: Level) -> None:
-        """Its cache goes, its weights go to main memory."""
+        """Drop its cache, and move its weights to main memory."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(), None)
 
     async def wake(self) -> None:
-        """Weights and cache are where they were."""
+        """Bring weights and cache back to their places."""
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(), None)
@@ -159,7 +163,7 @@ class SglangEngine:
     async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         """Verify, load whole tensors [name] bucket by bucket through GPU memory, empty the caches.
 
-        Raises WeightSyncError. SGLang says nothing of tensors that it misses.
+        Raises WeightSyncError. SGLang does not report missing tensors.
         """
         self._version = None
         await asyncio.to_thread(verify, manifest, tensors)
@@ -170,14 +174,10 @@ class SglangEngine:
 
         async with self._changing(manifest.version):
             processes = self._settings.extra.get("tp_size", 1)
-            made = buckets(
-                tensors.items(),
-                BUCKET_BYTES,
-                torch.device(self._settings.extra.get("device", "cuda")),
-            )
-            while bucket := await asyncio.to_thread(
-                next, made, None
-            ):  # kept until the next one replaces it
+            device = torch.device(self._settings.extra.get("device", "cuda"))
+            parts_of_weights = buckets(tensors.items(), BUCKET_BYTES, device)
+            bucket = await asyncio.to_thread(next, parts_of_weights, None)
+            while bucket is not None:
                 on_gpu = list(bucket[1].items())
                 # torch counts one reader for each serialised handle
                 # of GPU memory, so each process gets its own.
@@ -186,6 +186,8 @@ class SglangEngine:
                     serialized_named_tensors=parts, flush_cache=False
                 )
                 _check(manifest.version, await self._manager.update_weights_from_tensor(request))
+                # A bucket's memory is kept until the next one replaces it.
+                bucket = await asyncio.to_thread(next, parts_of_weights, None)
             # A custom loader runs only as part of an update of tensors, so an empty one goes along.
             nothing = pickle.dumps([("", torch.zeros(0, dtype=torch.uint8))])
             request = UpdateWeightsFromTensorReqInput(
@@ -196,17 +198,17 @@ class SglangEngine:
             _check(manifest.version, await self._manager.update_weights_from_tensor(request))
 
     async def receive(self, version: Version, broadcast: bytes) -> None:
-        """Let SGLang's processes receive a broadcast (``StreamingEngine``): its own
-        ``update_weights_from_distributed`` neither verifies what came nor has a deadline. Raises
-        WeightSyncError, BroadcastFailed.
+        """Let SGLang's processes receive a broadcast (``StreamingEngine``).
+
+        Its own ``update_weights_from_distributed`` neither verifies the weights nor has a deadline.
+        Raises WeightSyncError, BroadcastFailed.
         """
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         self._version = None
         with tempfile.TemporaryDirectory() as folder:
-            packed = torch.frombuffer(
-                bytearray(pickle.dumps((version, broadcast, folder))), dtype=torch.uint8
-            )
+            message = bytearray(pickle.dumps((version, broadcast, folder)))
+            packed = torch.frombuffer(message, dtype=torch.uint8)
             parts = [pickle.dumps([("", packed)])] * self._settings.receivers
             request = UpdateWeightsFromTensorReqInput(
                 serialized_named_tensors=parts,
@@ -216,20 +218,20 @@ class SglangEngine:
             )
             async with self._changing(version):
                 _check(version, await self._manager.update_weights_from_tensor(request))
-                found = [pickle.loads(file.read_bytes()) for file in Path(folder).iterdir()]
-                if faults := [fault for fault in found if isinstance(fault, Exception)]:
+                results = [pickle.loads(file.read_bytes()) for file in Path(folder).iterdir()]
+                faults = [result for result in results if isinstance(result, Exception)]
+                if faults:
                     # A process whose weights are damaged says more than
                     # the others, which only saw the broadcast end.
                     raise min(faults, key=lambda fault: isinstance(fault, BroadcastFailed))
-                _check(
-                    version,
-                    (len(found) == len(parts), f"{len(found)} of {len(parts)} processes did"),
-                )
-                for names in found:
+                count = f"{len(results)} of {len(parts)} processes did"
+                _check(version, (len(results) == len(parts), count))
+                for names in results:
                     self._complete(version, names)
 
     def _complete(self, version: Version, names: Collection[str]) -> None:
-        if missing := sorted(self._names.difference(names)):
+        missing = sorted(self._names.difference(names))
+        if missing:
             few = ", ".join(missing[:3])
             raise WeightSyncError(
                 f"version {version} lacks {len(missing)} tensors of the engine's model: {few}"
@@ -237,9 +239,9 @@ class SglangEngine:
 
     @asynccontextmanager
     async def _changing(self, version: Version) -> AsyncIterator[None]:
-        """SGLang takes weights within.
+        """Let SGLang take weights inside the block.
 
-        The end follows in any case: without it, SGLang refuses the next beginning.
+        The update is ended in any case: otherwise SGLang refuses to begin the next one.
         """
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
 
@@ -254,22 +256,24 @@ class SglangEngine:
         self._version = version
 
     def health(self) -> EngineHealth:
-        """Version and running requests."""
+        """Return the version and the number of running requests."""
         return EngineHealth(self._version, self._running, 0)
 
 
 def names(folder: Path, tied: bool) -> frozenset[str]:
-    """Returns the tensors of a model folder that every weight sync must have: no ``tied`` head, no
-    computed buffers.
+    """Return the tensors of a model folder that every weight sync must have.
+
+    These are no ``tied`` head and no computed buffers.
     """
-    found = Resolved(folder).stored()
-    return frozenset(
-        n for n in found if not n.endswith("inv_freq") and not (tied and n.startswith("lm_head."))
-    )
+
+    def is_synced(name: str) -> bool:
+        return not name.endswith("inv_freq") and not (tied and name.startswith("lm_head."))
+
+    return frozenset(filter(is_synced, Resolved(folder).stored()))
 
 
 def sent(image: PromptImage, patch: int) -> bytes:
-    """Returns the image as a PNG in the size that the model sees.
+    """Return the image as a PNG in the size that the model sees.
 
     SGLang decodes JPEGs on the GPU, and resizes others in its own way, which changes log-probs.
     """
@@ -279,7 +283,7 @@ def sent(image: PromptImage, patch: int) -> bytes:
 
 
 def arguments(model: ModelSettings, settings: SglangEngineSettings) -> dict[str, Any]:
-    """Keyword arguments of ``sglang.Engine``; those of ``extra`` win."""
+    """Return the keyword arguments of ``sglang.Engine``; those of ``extra`` win."""
     pixels = {"min_pixels": model.min_pixels, "max_pixels": model.max_pixels}
     defaults: dict[str, Any] = {
         "model_path": model.path,
@@ -289,15 +293,13 @@ def arguments(model: ModelSettings, settings: SglangEngineSettings) -> dict[str,
     }
     if settings.sleep:
         defaults["enable_weights_cpu_backup"] = True
-    return {
-        **defaults,
-        "sampling_defaults": "openai",
-        **settings.extra,
-    }  # not those of generation_config.json
+    # By default sampling would follow generation_config.json.
+    defaults["sampling_defaults"] = "openai"
+    return {**defaults, **settings.extra}
 
 
 def parameters(prompt: TokenPrompt, sampling: Sampling) -> dict[str, Any]:
-    """SGLang's sampling parameters.
+    """Return SGLang's sampling parameters.
 
     Its log-probs are those of the masked logits divided by the temperature. Not ``ignore_eos``, as
     for vLLM: SGLang then ignores ``stop_token_ids``, too.
@@ -315,18 +317,19 @@ def parameters(prompt: TokenPrompt, sampling: Sampling) -> dict[str, Any]:
 
 
 def completion(answer: Mapping[str, Any], version: Version, prompt: TokenPrompt) -> Completion:
-    """From SGLang's answer to the prompt.
+    """Return the turn from SGLang's answer to the prompt.
 
     Raises WorkerLost when the turn was aborted, DataFailure when SGLang has tokenized the prompt
-    anew, as its processor of images does when it cannot keep the ids.
+    again, as its processor of images does when it cannot keep the ids.
     """
-    meta, read = answer["meta_info"], tuple(map(int, answer["prompt_token_ids"]))
+    meta = answer["meta_info"]
+    prompt_tokens = tuple(map(int, answer["prompt_token_ids"]))
     # Log-probs of other tokens would be trained without a sign.
-    if read != prompt.token_ids:
+    if prompt_tokens != prompt.token_ids:
         raise DataFailure(
             "prompt",
-            f"SGLang read other tokens ({len(read)}) than the {len(prompt.token_ids)} that were"
-            " sent",
+            f"SGLang read other tokens ({len(prompt_tokens)}) than the"
+            f" {len(prompt.token_ids)} that were sent",
         )
     finish = meta["finish_reason"]
     if finish["type"] not in ("stop", "length"):

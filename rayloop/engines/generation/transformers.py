@@ -28,42 +28,47 @@ from rayloop.engines.models import copy_weights, hf_state, load_model, load_visi
 from rayloop.engines.settings import EnginePlace, ModelSettings, TransformersEngineSettings
 from rayloop.transports.manifest import DTYPES
 
-FIRST = 0.05
+FIRST_WAIT_S = 0.05
 """Seconds to wait before the first batch."""
-SHORTEST = 0.002
-SHARE = 0.25
+SHORTEST_WAIT_S = 0.002
+"""Seconds to wait at least before a batch."""
+LONGEST_WAIT_SHARE = 0.25
 """Longest wait, as a share of the last batches' mean duration.
 
 Longer pauses separate batches and do not count.
 """
-BATCHES = 8
+COUNTED_BATCHES = 8
 """Number of last batches whose pauses count."""
 
 
 class Arrivals:
-    """A batch that is not full starts when no request came for ``wait`` seconds: twice the longest
-    pause of the last batches. Too early leaves requests to a second batch, which takes nearly as
-    long; a long wait delays all.
+    """Decides when a batch that is not full starts: when no request came for ``wait`` seconds.
+
+    That is twice the longest pause of the last batches. Too early leaves requests to a second
+    batch, which takes nearly as long; a long wait delays all.
     """
 
     def __init__(self) -> None:
-        self.wait = FIRST
+        self.wait = FIRST_WAIT_S
         self._last = float("-inf")
-        self._pauses: deque[float] = deque(maxlen=BATCHES)
-        self._seconds: deque[float] = deque(maxlen=BATCHES)
+        self._pauses: deque[float] = deque(maxlen=COUNTED_BATCHES)
+        self._seconds: deque[float] = deque(maxlen=COUNTED_BATCHES)
 
     def decoded(self, arrivals: Sequence[float], seconds: float) -> None:
-        """Count a batch that took ``seconds``, whose requests came at ``arrivals`` (seconds,
-        ascending). A short pause before its first request counts: that request just missed the
-        previous batch.
+        """Count a batch that took ``seconds``, whose requests came at ``arrivals``.
+
+        The latter are in seconds, ascending. A short pause before its first request counts: that
+        request just missed the previous batch.
         """
         self._seconds.append(seconds)
-        longest = SHARE * mean(self._seconds)
+        longest = LONGEST_WAIT_SHARE * mean(self._seconds)
         pauses = [later - earlier for earlier, later in pairwise((self._last, *arrivals))]
         self._last = arrivals[-1]
-        if known := [pause for pause in pauses if pause <= longest]:
-            self._pauses.append(max(known))
-            self.wait = min(max(2 * max(self._pauses), SHORTEST), max(longest, SHORTEST))
+        counted = [pause for pause in pauses if pause <= longest]
+        if counted:
+            self._pauses.append(max(counted))
+            wait = max(2 * max(self._pauses), SHORTEST_WAIT_S)
+            self.wait = min(wait, max(longest, SHORTEST_WAIT_S))
 
 
 COHORT_WAIT = 120.0
@@ -94,13 +99,11 @@ class TransformersEngine:
     ) -> None:
         self._settings = settings
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._model = (
-            load_model(model, dtype=DTYPES[settings.dtype]).requires_grad_(False).to(device)
-        )
+        loaded_model = load_model(model, dtype=DTYPES[settings.dtype])
+        self._model = loaded_model.requires_grad_(False).to(device)
         self._parameters = hf_state(self._model)
-        self._decoder = Decoder(
-            self._model, load_tokenizer(Path(model.path)), load_vision(model, self._model.config)
-        )
+        tokenizer = load_tokenizer(Path(model.path))
+        self._decoder = Decoder(self._model, tokenizer, load_vision(model, self._model.config))
         number = settings.threads or torch.get_num_threads()
         # torch keeps the number of threads for each thread, so it is set where the work is done.
         self._worker = ThreadPoolExecutor(
@@ -110,7 +113,7 @@ class TransformersEngine:
         self._paused = False
         self._waiting: list[_Request] = []
         self._running: list[_Request] = []
-        self._left: Counter[str] = Counter()
+        self._departures: Counter[str] = Counter()
         self._arrivals = Arrivals()
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
@@ -133,11 +136,11 @@ class TransformersEngine:
 
     async def leave(self, cohort: str) -> None:
         """Wait for one member less of ``cohort``."""
-        self._left[cohort] += 1
+        self._departures[cohort] += 1
         self._changed.set()
 
     async def pause(self) -> None:
-        """Start no batch; returns when the running one has ended."""
+        """Start no batch; return when the running one has ended."""
         self._paused = True
         await self._idle.wait()
 
@@ -156,20 +159,18 @@ class TransformersEngine:
         await asyncio.get_running_loop().run_in_executor(
             self._worker, self._copy, manifest, tensors
         )
-        self._left.clear()  # a restored run plays its groups again under their old names
+        # A restored run plays its groups again under their old names.
+        self._departures.clear()
         self._version = manifest.version
 
     async def profile(self, path: str | None) -> None:
-        """As ``ProfiledEngine`` says."""
+        """Begin or end a profile, as ``ProfiledEngine``."""
         await asyncio.to_thread(profiling.profile, path)
 
     def health(self) -> EngineHealth:
-        """Version, running and waiting requests."""
-        return EngineHealth(
-            self._version,
-            sum(not request.answer.done() for request in self._running),
-            len(self._waiting),
-        )
+        """Return the version, and the numbers of running and waiting requests."""
+        running = sum(not request.answer.done() for request in self._running)
+        return EngineHealth(self._version, running, len(self._waiting))
 
     def close(self) -> None:
         """Stop serving; requests that still wait are cancelled.
@@ -192,80 +193,68 @@ class TransformersEngine:
                 continue
             # Identity decides (``eq=False``): two requests of a group may be equal in all fields.
             self._waiting = [request for request in self._waiting if request not in batch]
-            self._running, began = batch, loop.time()
+            self._running = batch
+            start_time = loop.time()
             self._idle.clear()
+            rows = [_row(request, version, loop) for request in batch]
             try:
-                await loop.run_in_executor(
-                    self._worker, self._decoder.decode, [_row(one, version, loop) for one in batch]
-                )
+                await loop.run_in_executor(self._worker, self._decoder.decode, rows)
             except Exception as error:  # the callers get it, and the next batch is tried
+                reason = f"decoding a batch of {len(batch)} failed: {error!r}"
                 for request in batch:
-                    _fail(
-                        request,
-                        WorkerLost(f"decoding a batch of {len(batch)} failed: {error!r}"),
-                        error,
-                    )
+                    _fail(request, WorkerLost(reason), error)
             finally:
                 self._running = []
                 self._idle.set()
-                self._arrivals.decoded(
-                    sorted(request.arrival for request in batch), loop.time() - began
-                )
+                arrivals = sorted(request.arrival for request in batch)
+                self._arrivals.decoded(arrivals, loop.time() - start_time)
 
     async def _wait(self, seconds: float | None) -> None:
-        """Until a request, a departure or ``resume`` arrives, at most ``seconds``."""
+        """Wait until a request, a departure or ``resume`` arrives, at most ``seconds``."""
         self._changed.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
 
     def _choose(self, now: float) -> tuple[list[_Request], float | None]:
-        """The next batch, or an empty one and the seconds until a waiting period ends."""
+        """Return the next batch, or an empty one and the seconds until a waiting period ends."""
         self._waiting = [request for request in self._waiting if not request.answer.done()]
         if self._paused or not self._waiting:
             return [], None
         if self._version is None:
+            reason = "the engine has no weights: the last load failed, or none has succeeded yet"
             for request in self._waiting:
-                _fail(
-                    request,
-                    WorkerLost(
-                        "the engine has no weights: the last load failed, or none has succeeded yet"
-                    ),
-                )
+                _fail(request, WorkerLost(reason))
             return [], None
 
-        # A group that is complete goes first, as a batch
-        # of its own; other requests fill the time between.
+        # A complete group goes first, as a separate batch;
+        # other requests fill the time between.
         deadlines: list[float] = []
         for cohort, members in self._cohorts().items():
-            deadlines.append(members[0].arrival + COHORT_WAIT)
-            size = members[0].prompt.cohort.size if members[0].prompt.cohort else 0
-            missing = size - self._left[cohort] - len(members)
+            deadline = members[0].arrival + COHORT_WAIT
+            missing = self._missing(cohort, members)
             if missing <= 0:
                 # Requests come in any order; the order within
                 # a batch changes its bits, so it is fixed.
-                return (
-                    sorted(
-                        members, key=lambda request: (request.prompt.seed, request.prompt.token_ids)
-                    ),
-                    None,
-                )
-            if now >= deadlines[-1]:
-                waited = f"{missing} of group {cohort} did not come within {COHORT_WAIT:g} s"
-                why = (
-                    f"rollout.deterministic: {waited}. Give the machine less to do, or leave"
-                    " deterministic out"
-                )
-                for request in (
-                    members
-                ):  # a batch without the missing ones would give other bits than a repeated run
-                    _fail(request, InfrastructureFailure(why))
+                return sorted(members, key=_seed_and_prompt), None
+            if now >= deadline:
+                # A batch without the missing ones would give other bits than a repeated run.
+                _give_up(cohort, members, missing)
                 return [], 0.0
-        if free := [request for request in self._waiting if request.prompt.cohort is None]:
-            deadlines.append(free[-1].arrival + self._arrivals.wait)
-            if len(free) >= self._settings.max_sequences or now >= deadlines[-1]:
-                return free[: self._settings.max_sequences], None
+            deadlines.append(deadline)
+        without_cohort = [request for request in self._waiting if request.prompt.cohort is None]
+        if without_cohort:
+            deadlines.append(without_cohort[-1].arrival + self._arrivals.wait)
+            most = self._settings.max_sequences
+            if len(without_cohort) >= most or now >= deadlines[-1]:
+                return without_cohort[:most], None
         return [], max(0.0, min(deadlines) - now)
+
+    def _missing(self, cohort: str, members: Sequence[_Request]) -> int:
+        """Return how many members of the cohort have neither come nor left."""
+        settings = members[0].prompt.cohort
+        size = settings.size if settings else 0
+        return size - self._departures[cohort] - len(members)
 
     def _cohorts(self) -> dict[str, list[_Request]]:
         cohorts: dict[str, list[_Request]] = {}
@@ -275,9 +264,24 @@ class TransformersEngine:
         return cohorts
 
     def _copy(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """In the worker thread, hence never while a batch is decoded."""
+        """Copy the weights; in the worker thread, hence never while a batch is decoded."""
         copy_weights(manifest, tensors, self._parameters)
         self._decoder.forget()
+
+
+def _seed_and_prompt(request: _Request) -> tuple[int, TokenIds]:
+    return request.prompt.seed, request.prompt.token_ids
+
+
+def _give_up(cohort: str, members: Sequence[_Request], missing: int) -> None:
+    """Fail the members of a cohort that stayed incomplete."""
+    reason = f"{missing} of group {cohort} did not come within {COHORT_WAIT:g} s"
+    for request in members:
+        failure = InfrastructureFailure(
+            f"rollout.deterministic: {reason}. Give the machine less to do, or leave deterministic"
+            " out"
+        )
+        _fail(request, failure)
 
 
 def _row(request: _Request, version: Version, loop: asyncio.AbstractEventLoop) -> DecodeRequest:
@@ -285,9 +289,8 @@ def _row(request: _Request, version: Version, loop: asyncio.AbstractEventLoop) -
         token_ids: TokenIds, logprobs: tuple[float, ...], reason: FinishReason, kept: Kept | None
     ) -> None:
         # asyncio's futures belong to the loop's thread; the decoder runs in another one.
-        loop.call_soon_threadsafe(
-            _answer, request, Completion(token_ids, logprobs, reason, version, kept)
-        )
+        completion = Completion(token_ids, logprobs, reason, version, kept)
+        loop.call_soon_threadsafe(_answer, request, completion)
 
     def fail(error: Exception) -> None:
         loop.call_soon_threadsafe(_fail, request, error)
@@ -296,7 +299,7 @@ def _row(request: _Request, version: Version, loop: asyncio.AbstractEventLoop) -
 
 
 def _answer(request: _Request, completion: Completion) -> None:
-    # The caller may have been cancelled meanwhile, and a future takes one result.
+    # The caller may have been cancelled by now, and a future takes one result.
     if not request.answer.done():
         request.answer.set_result(completion)
 

@@ -1,5 +1,7 @@
-"""Generation with vLLM, on GPUs and on CPU: its ``AsyncLLM`` runs in the rollout actor, its engine
-and workers in processes below the actor (vllm_worker.py).
+"""Generation with vLLM, on GPUs and on CPU.
+
+Its ``AsyncLLM`` runs in the rollout actor, its engine and workers in processes below the actor
+(vllm_worker.py).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image
 from torch import Tensor
 from transformers import AutoConfig
@@ -55,13 +58,15 @@ from rayloop.engines.settings import (
     VllmEngineSettings,
 )
 
-RETRIES = (0.05, 0.5, 2.0)
-"""Seconds of pause before each further attempt at a request that vLLM gave up, which says nothing
-about the engine.
+RETRY_PAUSES_S = (0.05, 0.5, 2.0)
+"""Pauses before each further attempt at a request that vLLM gave up.
+
+That it gave up says nothing about the engine.
 """
 TIES = 64
-"""Tokens beyond ``top_k`` whose log-probs vLLM returns too: it keeps all that are as likely as the
-last one of ``top_k``.
+"""Tokens beyond ``top_k`` whose log-probs vLLM returns too.
+
+It keeps all that are as likely as the last one of ``top_k``.
 """
 
 
@@ -74,8 +79,9 @@ class VllmEngine:
     def __init__(
         self, model: ModelSettings, settings: VllmEngineSettings, place: EnginePlace
     ) -> None:
-        """With ``place.name``, which needs a Ray process, vLLM's metrics go to Ray's under this
-        name.
+        """Start vLLM.
+
+        With ``place.name``, which needs a Ray process, vLLM's metrics go to Ray's under this name.
         """
         folder = place.scratch()
         prepare(settings, folder)
@@ -87,14 +93,13 @@ class VllmEngine:
         self._vision = has_vision(config)
         self._image_token: int | None = config.image_token_id if self._vision else None
         self._family = family(config.model_type)
-        self._patch: int = (
-            config.vision_config.patch_size if self._family.images == "patches" else 0
-        )
+        has_patches = self._family.images == "patches"
+        self._patch: int = config.vision_config.patch_size if has_patches else 0
         self._load = VllmLoad()
         self._lora = settings.adapters if self._family.adapters else None
-        arguments = {"served_model_name": place.name} | _arguments(
-            model, settings, image_limits(model, config) if self._vision else {}, self._lora
-        )
+        limits = image_limits(model, config) if self._vision else {}
+        arguments = _arguments(model, settings, limits, self._lora)
+        arguments.setdefault("served_model_name", place.name)
         self._profiles = f"{folder}/profiles"
         # The user's own arguments win, as with all others.
         arguments.setdefault("profiler_config", profiler(self._profiles))
@@ -119,56 +124,57 @@ class VllmEngine:
         """Sample one turn; its version is that of its beginning.
 
         A cancelled call ends the request. Raises WorkerLost without loaded weights and when vLLM's
-        processes are gone, InfrastructureFailure when vLLM gives the request up again and again,
+        processes are dead, InfrastructureFailure when vLLM gives the request up again and again,
         OverLongPrompt, DataFailure.
         """
         completion = await self._completed(prompt, sampling)
-        for pause in RETRIES:
+        for pause in RETRY_PAUSES_S:
             if completion is None:
                 await asyncio.sleep(pause)
                 completion = await self._completed(prompt, sampling)
         if completion is not None:
             return completion
         raise InfrastructureFailure(
-            f"vLLM gave the request up {len(RETRIES) + 1} times, with finish_reason error"
+            f"vLLM gave the request up {len(RETRY_PAUSES_S) + 1} times, with finish_reason error"
         )
 
     async def _completed(self, prompt: TokenPrompt, sampling: Sampling) -> Completion | None:
-        """Returns the turn; None when vLLM ended the request with an error: it had dropped a cached
-        image and needs it again.
+        """Return the turn; None when vLLM ended the request with an error.
+
+        It had then dropped a cached image, and needs it again.
         """
-        tokens, images = collapsed(prompt, self._image_token, around=bool(self._family.around)), []
+        tokens = collapsed(prompt, self._image_token, around=bool(self._family.around))
+        images: list[Image.Image] = []
         if prompt.images:
-            images = await asyncio.to_thread(
-                lambda: [self._image(image) for image in prompt.images]
-            )
-        while not self._open.is_set():  # it may have been closed again before this call runs
+            images = await asyncio.to_thread(lambda: list(map(self._image, prompt.images)))
+        # It may have been closed again before this call runs.
+        while not self._open.is_set():
             await self._open.wait()
-        if (version := self._version) is None:
+        version = self._version
+        if version is None:
             raise WorkerLost(
                 "the engine has no weights: the last load failed, or none has succeeded yet"
             )
-        # vLLM would raise a ValueError of its own words; one token must fit behind the prompt.
+        # vLLM would raise a ValueError with its own words; one token must fit behind the prompt.
         if len(prompt.token_ids) >= self._limit:
             raise OverLongPrompt(len(prompt.token_ids), self._limit - 1)
         masks = bool(self._settings.extra.get("return_sampling_mask"))
-        given, parameters = (
-            self._prompt(prompt, tokens, images),
-            _parameters(prompt, sampling, self._vocabulary, masks),
-        )
+        request = self._prompt(prompt, tokens, images)
+        parameters = _parameters(prompt, sampling, self._vocabulary, masks)
         # Nothing is awaited between here and the version above: pause() sees the request, or the
         # request sees the pause.
-        number, failed = str(next(self._serial)), self._failed_loads
+        number = str(next(self._serial))
+        failed_loads = self._failed_loads
         self._running += 1
         try:
             with self._entering.request(number):
                 sampled = await output(
-                    self._llm, given, parameters, number, adapted=self._lora is not None
+                    self._llm, request, parameters, number, adapted=self._lora is not None
                 )
         finally:
             self._running -= 1
         # Its tokens may come from weights that are half old and half new.
-        if self._failed_loads != failed:
+        if self._failed_loads != failed_loads:
             raise WorkerLost("a load failed while the request was running")
         if sampled.finish_reason == "error":
             return None
@@ -178,17 +184,17 @@ class VllmEngine:
         """Does nothing: vLLM batches."""
 
     async def pause(self) -> None:
-        """Running requests are frozen.
+        """Freeze running requests.
 
-        Their cache is dropped, and all others' as well. Those that vLLM is still preparing are let
-        in first: they carry the version of the present weights.
+        Their cache is dropped, and all others' as well. Requests that vLLM is still preparing enter
+        first: they carry the version of the present weights.
         """
         self._open.clear()
         try:
             await self._entering.all_in()
             await answered(self._llm, self._llm.pause_generation(mode="keep", clear_cache=True))
         except BaseException:
-            # waiting requests then fail, instead of waiting for a resume that never comes
+            # Waiting requests then fail, instead of waiting for a resume that never comes.
             self._open.set()
             raise
 
@@ -198,14 +204,14 @@ class VllmEngine:
         self._open.set()
 
     async def sleep(self, level: Level) -> None:
-        """vLLM's sleep mode, for GPUs."""
+        """Enter vLLM's sleep mode, for GPUs."""
         # Level 2 drops the weights, so nothing may be served before the next load.
         if level == "level2":
             self._version = None
         await answered(self._llm, self._llm.sleep(level=int(level[-1])))
 
     async def wake(self) -> None:
-        """Weights and cache are where they were."""
+        """Bring weights and cache back to their places."""
         await answered(self._llm, self._llm.wake_up())
 
     async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
@@ -215,12 +221,11 @@ class VllmEngine:
         adapters alone; they are converted to the engine's dtype.
         """
         async with self._changing(manifest.version):
-            # Gigabytes are copied, and health checks must be answered meanwhile.
+            # Gigabytes are copied in a thread, since health checks must be answered during it.
             file = await asyncio.to_thread(written, self._meeting, manifest, tensors)
+            path = f"/proc/{os.getpid()}/fd/{file}"
             try:
-                await self._take(
-                    "take_weights", f"/proc/{os.getpid()}/fd/{file}", pickle.dumps(manifest)
-                )
+                await self._take("take_weights", path, pickle.dumps(manifest))
             finally:
                 os.close(file)
 
@@ -234,7 +239,8 @@ class VllmEngine:
 
     @asynccontextmanager
     async def _changing(self, version: Version) -> AsyncIterator[None]:
-        self._version = None  # an answer that arrives meanwhile was sampled before it
+        # An answer that arrives during the change was sampled before it.
+        self._version = None
         try:
             yield
         except BaseException:
@@ -243,31 +249,32 @@ class VllmEngine:
         self._version = version
 
     async def _take(self, method: str, *arguments: Any) -> None:
-        scaled = (self._lora.rank, self._lora.alpha) if self._lora else ()
+        scale = (self._lora.rank, self._lora.alpha) if self._lora else ()
         await answered(self._llm, self._llm.collective_rpc("forget_names"))
-        found = await answered(
-            self._llm, self._llm.collective_rpc(method, args=(*arguments, *scaled))
+        results = await answered(
+            self._llm, self._llm.collective_rpc(method, args=(*arguments, *scale))
         )
         # vLLM keeps image features by hash; the old weights made them.
         await answered(self._llm, self._llm.reset_encoder_cache())
-        if faults := [pickle.loads(fault) for fault in found if fault]:
+        faults = [pickle.loads(fault) for fault in results if fault]
+        if faults:
             # The worker with damaged weights says more than those whose broadcast only ended.
             raise min(faults, key=lambda fault: isinstance(fault, BroadcastFailed))
 
     async def profile(self, path: str | None) -> None:
-        """By vLLM's own profiler: a file for each worker."""
+        """Begin or end a profile by vLLM's own profiler: a file for each worker."""
         if path is None:
             return await answered(self._llm, self._llm.start_profile())
         await answered(self._llm, self._llm.stop_profile())
+        stem = path.removesuffix(".json.gz")
         for number, file in enumerate(sorted(Path(self._profiles).glob("*.json.gz"))):
-            await asyncio.to_thread(
-                shutil.move, file, f"{path.removesuffix('.json.gz')}-{number}.json.gz"
-            )
+            await asyncio.to_thread(shutil.move, file, f"{stem}-{number}.json.gz")
 
     def health(self) -> EngineHealth:
-        """Raises WorkerLost when vLLM's processes are gone."""
+        """Raises WorkerLost when vLLM's processes are dead."""
         alive(self._llm)
-        if not self._running:  # then vLLM says nothing new
+        # Without requests vLLM reports nothing new.
+        if not self._running:
             return EngineHealth(self._version, 0, 0, 0.0)
         waiting = min(self._load.waiting, self._running)
         return EngineHealth(self._version, self._running - waiting, waiting, self._load.cache)
@@ -279,17 +286,16 @@ class VllmEngine:
     def _prompt(
         self, prompt: TokenPrompt, tokens: Sequence[int], images: Sequence[Image.Image]
     ) -> dict[str, Any]:
-        """What vLLM calls a tokens prompt: one image token per image, which it expands, and the
-        images.
-        """
-        given: dict[str, Any] = {"prompt_token_ids": tokens}
+        """Return vLLM's tokens prompt: one image token per image, and the images."""
+        request: dict[str, Any] = {"prompt_token_ids": tokens}
         if prompt.images:
-            given["multi_modal_data"] = {"image": list(images)}
-            given["multi_modal_uuids"] = {"image": [image.ref.sha256 for image in prompt.images]}
-        return given
+            hashes = [image.ref.sha256 for image in prompt.images]
+            request["multi_modal_data"] = {"image": list(images)}
+            request["multi_modal_uuids"] = {"image": hashes}
+        return request
 
     def _image(self, image: PromptImage) -> Image.Image:
-        """Runs in a thread: on the event loop it would delay health checks."""
+        """Return the decoded image. It runs in a thread, to not delay health checks."""
         return self._images.made(image.ref.sha256, lambda: picture(image, self._patch))
 
 
@@ -299,7 +305,7 @@ def _arguments(
     limits: Mapping[str, Any],
     lora: LoraSettings | None,
 ) -> dict[str, Any]:
-    """Of ``AsyncEngineArgs``.
+    """Return arguments of ``AsyncEngineArgs``.
 
     Log-probs are those of the distribution sampled from: masked, and divided by the temperature.
     """
@@ -321,7 +327,7 @@ def _arguments(
 
 
 def _parameters(prompt: TokenPrompt, sampling: Sampling, vocabulary: int, masks: bool) -> Any:
-    """vLLM's sampling parameters.
+    """Return vLLM's sampling parameters.
 
     The context length keeps the turns of an episode apart when they share a seed. During
     ``min_tokens`` vLLM masks the tokenizer's own end token as well, which is one of ``end_tokens``
@@ -330,20 +336,22 @@ def _parameters(prompt: TokenPrompt, sampling: Sampling, vocabulary: int, masks:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    most, temperature = sampling.most_kept, sampling.temperature
+    most = sampling.most_kept
+    temperature = sampling.temperature
     top_k = most or 0
-    if masks and not top_k:  # with return_sampling_mask vLLM wants a temperature and a top_k
-        temperature, top_k = (temperature, vocabulary) if temperature else (1.0, 1)
+    # With return_sampling_mask vLLM needs a temperature and a top_k.
+    if masks and not top_k:
+        top_k = vocabulary if temperature else 1
+        temperature = temperature or 1.0
+    min_tokens = 0
+    if sampling.end_tokens or sampling.stop:
+        min_tokens = min(sampling.min_tokens, sampling.max_tokens)
     return SamplingParams(
         temperature=temperature,
         top_p=sampling.top_p if most else 1.0,
         top_k=top_k,
         max_tokens=sampling.max_tokens,
-        min_tokens=(
-            min(sampling.min_tokens, sampling.max_tokens)
-            if sampling.end_tokens or sampling.stop
-            else 0
-        ),
+        min_tokens=min_tokens,
         seed=derive(prompt.seed, len(prompt.token_ids)),
         logit_bias=dict.fromkeys(sampling.banned_tokens, -np.inf) or None,
         stop=list(sampling.stop),
@@ -363,37 +371,38 @@ def _parameters(prompt: TokenPrompt, sampling: Sampling, vocabulary: int, masks:
 
 
 def _completion(output: Any, sampling: Sampling, version: Version) -> Completion:
-    """The turn.
+    """Return the turn from vLLM's output.
 
     At each position vLLM's log-probs are those of the sampled token and of the likeliest ones, -inf
     where ``top_p`` or ``top_k`` removed them: the others are the kept tokens, unless it returns
     these as a sampling mask. Raises InfrastructureFailure when more may be kept than came back.
     """
-    finish, n, most = _finish(output), len(output.token_ids), sampling.most_kept
-    logprobs = np.array(output.logprobs.logprobs).reshape(n, -1)
+    finish = _finish(output)
+    logprobs = np.array(output.logprobs.logprobs).reshape(len(output.token_ids), -1)
     kept = None
-    if most is not None:
-        ids, left = (
-            np.array(output.logprobs.token_ids).reshape(n, -1)[:, 1:],
-            np.isfinite(logprobs[:, 1:]),
-        )
-        rows = (
-            output.sampling_mask.token_ids
-            if output.sampling_mask
-            else [row[k] for row, k in zip(ids, left, strict=True)]
-        )
-        if max(map(len, rows)) >= most + TIES:
+    if sampling.most_kept is not None:
+        rows = _kept_rows(output, logprobs)
+        if max(map(len, rows)) >= sampling.most_kept + TIES:
             raise InfrastructureFailure(
-                f"vLLM kept {TIES} or more tokens above top_k ({most}), all as likely as the last"
+                f"vLLM kept {TIES} or more tokens above top_k ({sampling.most_kept}), all as likely"
+                " as the last"
             )
         kept = Kept.of(rows)
-    return Completion(
-        tuple(output.token_ids), tuple(logprobs[:, 0].tolist()), finish, version, kept
-    )
+    token_ids = tuple(output.token_ids)
+    return Completion(token_ids, tuple(logprobs[:, 0].tolist()), finish, version, kept)
+
+
+def _kept_rows(output: Any, logprobs: npt.NDArray[np.float64]) -> Any:
+    """Return the kept tokens of each position, whose log-probs [n, 1 + k] are ``logprobs``."""
+    if output.sampling_mask:
+        return output.sampling_mask.token_ids
+    ids = np.array(output.logprobs.token_ids).reshape(len(logprobs), -1)[:, 1:]
+    is_kept = np.isfinite(logprobs[:, 1:])
+    return [row[mask] for row, mask in zip(ids, is_kept, strict=True)]
 
 
 def _finish(output: Any) -> FinishReason:
-    """Raises WorkerLost for a request that vLLM gave up."""
+    """Return why the turn ended. Raises WorkerLost for a request that vLLM gave up."""
     match output.finish_reason, output.stop_reason:
         case "length", _:
             return FinishReason.LENGTH

@@ -1,6 +1,6 @@
-"""Chat completions by vLLM in this process, text only, with the folder's weights: a judge's engine.
+"""Chat completions by vLLM in this process, text only: a judge's engine.
 
-The form is OpenAI's.
+It serves the folder's weights. The form is OpenAI's.
 """
 
 import asyncio
@@ -16,8 +16,9 @@ from rayloop.engines.settings import VllmEngineSettings
 
 
 class RequestRefused(ValueError):
-    """A request that the model cannot answer: too long, an unknown option, a schema that cannot be
-    followed.
+    """A request that the model cannot answer.
+
+    It is too long, or has an unknown option or a schema that cannot be followed.
     """
 
 
@@ -31,8 +32,9 @@ class VllmChat:
     def __init__(
         self, model: str, settings: VllmEngineSettings, folder: str, name: str = ""
     ) -> None:
-        """``model``: a folder; ``name``: the name in answers; ``folder``: for temporary files,
-        removed by the caller.
+        """Start vLLM with the folder ``model``.
+
+        ``name``: the name in answers; ``folder``: for temporary files, removed by the caller.
         """
         prepare(settings, folder)
         self._name = name or model
@@ -42,9 +44,9 @@ class VllmChat:
         self._serial = itertools.count()
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a chat request.
+        """Return the answer to a chat request.
 
-        Raises RequestRefused, and WorkerLost when vLLM's processes are gone.
+        Raises RequestRefused, and WorkerLost when vLLM's processes are dead.
         """
         # A template over a long text takes milliseconds,
         # in which the loop must answer health checks.
@@ -53,9 +55,8 @@ class VllmChat:
             raise TooLong(f"the prompt has {len(ids)} tokens, the limit is {self._limit - 1}")
         try:
             parameters = _parameters(body, self._limit - len(ids))
-            answer = await output(
-                self._llm, {"prompt_token_ids": ids}, parameters, f"chat-{next(self._serial)}"
-            )
+            number = f"chat-{next(self._serial)}"
+            answer = await output(self._llm, {"prompt_token_ids": ids}, parameters, number)
         except ValueError as error:
             raise RequestRefused(str(error)) from error
         if answer.finish_reason not in ("stop", "length"):
@@ -63,7 +64,7 @@ class VllmChat:
         return self._answer(ids, answer)
 
     def alive(self) -> None:
-        """Raises WorkerLost when vLLM's processes are gone."""
+        """Raises WorkerLost when vLLM's processes are dead."""
         alive(self._llm)
 
     def close(self) -> None:
@@ -71,11 +72,11 @@ class VllmChat:
         self._llm.shutdown(timeout=0)
 
     def _tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        plain = [
+        texts = [
             {"role": message["role"], "content": _text(message["content"])} for message in messages
         ]
         ids: Any = self._tokenizer.apply_chat_template(
-            plain, add_generation_prompt=True, return_dict=False
+            texts, add_generation_prompt=True, return_dict=False
         )
         return list(ids)
 
@@ -103,7 +104,7 @@ class VllmChat:
 
 
 def _text(content: Any) -> str:
-    """Raises RequestRefused for anything but text."""
+    """Return the text of a message. Raises RequestRefused for anything else."""
     if isinstance(content, str):
         return content
     if any(part["type"] != "text" for part in content):
@@ -112,7 +113,7 @@ def _text(content: Any) -> str:
 
 
 def _arguments(model: str, settings: VllmEngineSettings) -> dict[str, Any]:
-    """Of ``AsyncEngineArgs``."""
+    """Return arguments of ``AsyncEngineArgs``."""
     return {
         **common_arguments(model, settings),
         # Blanks between the tokens of a JSON object would be spent from a verdict's max_tokens.
@@ -122,7 +123,7 @@ def _arguments(model: str, settings: VllmEngineSettings) -> dict[str, Any]:
 
 
 def _parameters(body: Mapping[str, Any], room: int) -> Any:
-    """vLLM's sampling parameters; ``room`` is how many tokens fit behind the prompt.
+    """Return vLLM's sampling parameters; ``room`` is how many tokens fit behind the prompt.
 
     Raises ValueError.
     """
@@ -137,9 +138,9 @@ def _parameters(body: Mapping[str, Any], room: int) -> Any:
             structure = StructuredOutputsParams(json_object=True)
         case "json_schema":
             structure = StructuredOutputsParams(json=_schema(form))
-        case other:
+        case kind:
             raise RequestRefused(
-                f"response_format: {other!r} is none of text, json_object, json_schema"
+                f"response_format: {kind!r} is none of text, json_object, json_schema"
             )
     return SamplingParams(
         temperature=body.get("temperature", 1.0),
@@ -155,7 +156,7 @@ def _parameters(body: Mapping[str, Any], room: int) -> Any:
 
 
 def _schema(form: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a ``response_format``. Raises RequestRefused."""
+    """Return the schema of a ``response_format``. Raises RequestRefused."""
     match form:
         case {"json_schema": {"schema": dict(schema)}}:
             return schema
@@ -163,18 +164,14 @@ def _schema(form: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _logprobs(output: Any) -> list[dict[str, Any]]:
-    """OpenAI's ``logprobs.content``: each token of the answer with its alternatives."""
-    found = []
+    """Return OpenAI's ``logprobs.content``: each token of the answer with its alternatives."""
+    content = []
     for token, options in zip(output.token_ids, output.logprobs, strict=True):
-        top = [
-            {"token": option.decoded_token or "", "logprob": option.logprob}
-            for option in options.values()
-        ]
-        found.append(
-            {
-                "token": options[token].decoded_token or "",
-                "logprob": options[token].logprob,
-                "top_logprobs": top,
-            }
-        )
-    return found
+        entry: dict[str, Any] = _entry(options[token])
+        entry["top_logprobs"] = [_entry(option) for option in options.values()]
+        content.append(entry)
+    return content
+
+
+def _entry(option: Any) -> dict[str, Any]:
+    return {"token": option.decoded_token or "", "logprob": option.logprob}

@@ -1,5 +1,6 @@
-"""Shared by all uses of vLLM: environment variables, engine arguments, and calls that raise when
-vLLM's processes die.
+"""Environment variables, engine arguments and calls that all uses of vLLM share.
+
+The calls raise when vLLM's processes die.
 """
 
 import asyncio
@@ -16,15 +17,19 @@ from rayloop.engines.generation.vllm_worker import OWNER, VllmWorker, adapter
 from rayloop.engines.settings import PICTURES_GIB, VllmEngineSettings
 
 TESTED = SpecifierSet("==0.32.*")
-"""Releases of vLLM: the contract tests run with 0.32.0 on CPUs, and rayloop[gpu] installs 0.32.0.
+"""Releases of vLLM that work.
+
+The contract tests run with 0.32.0 on CPUs, and rayloop[gpu] installs 0.32.0.
 """
-LIVENESS = 1.0
-"""Seconds between two checks, by a call that waits for vLLM, that vLLM's processes are alive."""
+LIVENESS_INTERVAL_S = 1.0
+"""Time between two checks, by a call that waits for vLLM, that vLLM's processes are alive."""
 
 
 def prepare(settings: VllmEngineSettings, folder: str) -> None:
-    """Set the environment that vLLM and its processes read, sockets and temporary files in
-    ``folder``. Raises ConfigError when vLLM is missing or of an untested version.
+    """Set the environment that vLLM and its processes read.
+
+    Sockets and temporary files are in ``folder``. Raises ConfigError when vLLM is missing or of an
+    untested version.
     """
     if settings.extra.get("enforce_eager"):
         # enforce_eager alone leaves functions that torch
@@ -41,38 +46,37 @@ def prepare(settings: VllmEngineSettings, folder: str) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     # vLLM would bind its threads to cores, and several engines of a machine to the same ones.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault(
-        "VLLM_USE_FLASHINFER_SAMPLER", "0"
-    )  # it is compiled at its first use, by a nvcc that may not be there
+    # FlashInfer's sampler is compiled at its first use, by a nvcc that may be missing.
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     try:
-        from vllm import __version__ as found
+        from vllm import __version__ as installed
     except ImportError as error:
         raise ConfigError(
             f"engine kind vllm needs vLLM {TESTED}: {error}. Install rayloop[gpu]"
         ) from error
-    if found not in TESTED:
+    if installed not in TESTED:
         raise ConfigError(
-            f"engine kind vllm: vLLM {found} is installed, rayloop knows {TESTED}. Install"
+            f"engine kind vllm: vLLM {installed} is installed, rayloop knows {TESTED}. Install"
             " rayloop[gpu]"
         )
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of vLLM and of xgrammar, which makes replies follow a schema."""
-    from vllm import __version__ as found
+    """Return the versions of vLLM and of xgrammar, which makes replies follow a schema."""
+    from vllm import __version__ as installed
 
-    found_versions = {"vllm": found}
+    installed_versions = {"vllm": installed}
     with suppress(PackageNotFoundError):
-        found_versions["xgrammar"] = version("xgrammar")
-    return found_versions
+        installed_versions["xgrammar"] = version("xgrammar")
+    return installed_versions
 
 
 def common_arguments(model: str, settings: VllmEngineSettings) -> dict[str, Any]:
-    """Returns arguments of ``AsyncEngineArgs``; ``settings.extra`` overrides them."""
-    # Left to itself, vLLM starts several workers through Ray when its own process is in a placement
+    """Return arguments of ``AsyncEngineArgs``; ``settings.extra`` overrides them."""
+    # By default vLLM starts several workers through Ray when its own process is in a placement
     # group, as every actor of a run is: it would want bundles of one GPU each, and a Ray that its
     # engine process has not joined.
-    several = settings.tensor_parallel * settings.pipeline_parallel > 1
+    several = settings.receivers > 1
     return {
         "model": model,
         "dtype": settings.dtype,
@@ -93,7 +97,7 @@ def common_arguments(model: str, settings: VllmEngineSettings) -> dict[str, Any]
 
 
 def profiler(folder: str) -> Any:
-    """Returns the settings of vLLM's profiler, which costs nothing until it is started.
+    """Return the settings of vLLM's profiler, which costs nothing until it is started.
 
     Its files are below ``folder``.
     """
@@ -108,20 +112,24 @@ def profiler(folder: str) -> Any:
 
 
 async def answered(llm: Any, call: Coroutine[Any, Any, Any]) -> Any:
-    """Returns the result of a call to vLLM. Raises WorkerLost when vLLM fails, or dies and leaves
-    the call unanswered.
+    """Return the result of a call to vLLM.
+
+    Raises WorkerLost when vLLM fails, or dies and leaves the call unanswered.
     """
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
     task = asyncio.ensure_future(call)
     try:
-        while not (await asyncio.wait({task}, timeout=LIVENESS))[0]:
-            alive(llm)
+        while not task.done():
+            await asyncio.wait({task}, timeout=LIVENESS_INTERVAL_S)
+            if not task.done():
+                alive(llm)
         return task.result()
     except (EngineDeadError, EngineGenerateError) as error:
         raise WorkerLost(f"vLLM failed: {error.__cause__ or error!r}") from error
     except Exception as error:
-        if type(error) is not Exception:  # a bare one comes from vLLM's engine process
+        # A bare Exception comes from vLLM's engine process.
+        if type(error) is not Exception:
             raise
         raise WorkerLost(f"vLLM failed: {error}") from error
     finally:
@@ -135,27 +143,27 @@ class VllmLoad:
     """
 
     def __init__(self) -> None:
-        self.waiting, self.cache = 0, 0.0
+        self.waiting = 0
+        self.cache = 0.0
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *rest: Any, **named: Any) -> None:
         """Take the numbers of a step."""
         if scheduler_stats is not None:
-            self.waiting, self.cache = (
-                scheduler_stats.num_waiting_reqs,
-                scheduler_stats.kv_cache_usage,
-            )
+            self.waiting = scheduler_stats.num_waiting_reqs
+            self.cache = scheduler_stats.kv_cache_usage
 
     def log(self, *state: Any) -> None:
         """Does nothing."""
 
-    log_engine_initialized = record_sleep_state = log
+    log_engine_initialized = log
+    record_sleep_state = log
 
 
 def start(arguments: Mapping[str, Any], loggers: Sequence[Any] | None = None) -> Any:
-    """Returns an ``AsyncLLM``.
+    """Return an ``AsyncLLM``.
 
-    The usage lets vLLM choose the tokens of a step by device: 16,384 from 70 GiB on but on an A100,
-    else 8,192.
+    The usage lets vLLM choose the tokens of a step by device: 16,384 from 70 GiB on, except on an
+    A100, else 8,192.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -169,31 +177,34 @@ def start(arguments: Mapping[str, Any], loggers: Sequence[Any] | None = None) ->
 async def output(
     llm: Any, prompt: Mapping[str, Any], parameters: Any, number: str, *, adapted: bool = False
 ) -> Any:
-    """What vLLM generated for the request ``number``; ``adapted``: with its adapters.
+    """Return vLLM's output for the request ``number``; ``adapted``: with its adapters.
 
     Raises WorkerLost as ``answered`` does.
     """
+    lora_request = adapter() if adapted else None
 
     async def last() -> Any:
-        async for answer in llm.generate(
-            prompt, parameters, number, lora_request=adapter() if adapted else None
-        ):
-            found = answer.outputs[0]
-        return found
+        async for answer in llm.generate(prompt, parameters, number, lora_request=lora_request):
+            latest = answer.outputs[0]
+        return latest
 
     return await answered(llm, last())
 
 
 def stat_loggers(load: VllmLoad, name: str | None) -> list[Any]:
-    """Returns ``load``; with ``name`` also a logger that sends vLLM's metrics to Ray's, with
-    ``name`` as label ``model_name``.
+    """Return ``load``; with ``name`` also a logger that sends vLLM's metrics to Ray's.
+
+    They have ``name`` as label ``model_name``.
     """
     from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 
-    return [lambda config, index: load, *([RayPrometheusStatLogger] if name else [])]
+    loggers: list[Any] = [lambda config, index: load]
+    if name:
+        loggers.append(RayPrometheusStatLogger)
+    return loggers
 
 
 def alive(llm: Any) -> None:
-    """Raises WorkerLost when vLLM's processes are gone."""
+    """Raise WorkerLost when vLLM's processes are dead."""
     if llm.errored:
         raise WorkerLost("vLLM's engine process has died")

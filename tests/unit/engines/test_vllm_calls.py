@@ -32,7 +32,7 @@ from rayloop.core.types import (
     Version,
 )
 from rayloop.engines.generation import vllm_worker
-from rayloop.engines.generation.vllm import RETRIES, VllmEngine
+from rayloop.engines.generation.vllm import RETRY_PAUSES_S, VllmEngine
 from rayloop.engines.generation.vllm_process import common_arguments, prepare
 from rayloop.engines.generation.vllm_worker import VllmWorker
 from rayloop.engines.settings import EnginePlace, ModelSettings, VllmEngineSettings
@@ -112,7 +112,7 @@ def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "prepare", lambda *_: None)
     monkeypatch.setattr(module, "stat_loggers", lambda *_: [])
     monkeypatch.setattr(module, "_parameters", lambda *_: None)
-    monkeypatch.setattr(module, "RETRIES", (0.0,) * len(RETRIES))
+    monkeypatch.setattr(module, "RETRY_PAUSES_S", (0.0,) * len(RETRY_PAUSES_S))
     config = SimpleNamespace(
         model_type="qwen2", sub_configs={}, get_text_config=lambda: SimpleNamespace(vocab_size=320)
     )
