@@ -1,6 +1,7 @@
-"""The process on its machine, on every system: the cores that it may use, its open files, and the
-memory that it keeps. Imports no torch. Training, serving and sandboxes need Linux; looking at rows,
-settings and runs does not.
+"""The process on its machine: the cores that it may use, its open files, the memory that it keeps.
+
+The module imports no torch, and works on every system. Training, serving and sandboxes need Linux;
+looking at rows, settings and runs does not.
 """
 
 import ctypes
@@ -18,8 +19,9 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def quota(group: Path = CGROUP) -> float | None:
-    """Returns the control group's limit in cores (``docker --cpus``); None without a limit, and
-    with version 1 of cgroups.
+    """Return the control group's limit in cores (``docker --cpus``).
+
+    None without a limit, and with version 1 of cgroups.
     """
     try:
         share, period = (group / "cpu.max").read_text(encoding="utf-8").split()
@@ -29,32 +31,33 @@ def quota(group: Path = CGROUP) -> float | None:
 
 
 def cores() -> int:
-    """Returns the cores that the process may run on; all of the machine's where the system has no
-    affinity (macOS, Windows).
+    """Return the number of cores that the process may run on.
+
+    These are all of the machine's where the system has no affinity (macOS, Windows).
     """
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def usable(group: Path = CGROUP) -> int:
-    """Returns whole cores, at least one: the process's affinity, cut to the control group's limit."""
+    """Return whole cores, at least one: the affinity, cut to the control group's limit."""
     allowed = cores()
     return max(1, min(allowed, int(quota(group) or allowed)))
 
 
 def per_process(processes: int) -> int:
-    """Returns the torch threads of each of ``processes`` that compute on this machine at the same
-    time: an equal share.
-    """
+    """Return the torch threads of each of ``processes`` that compute at once: an equal share."""
     return max(1, usable() // max(1, processes))
 
 
 def open_files() -> tuple[int, int]:
-    """Returns the soft and the hard limit of open files; -1: none."""
+    """Return the soft and the hard limit of open files; -1: none."""
     return (-1, -1) if sys.platform == "win32" else resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 def needs_linux(what: str) -> None:
-    """Raises ConfigError on another system than Linux."""
+    """Raise ConfigError on another system than Linux."""
     if sys.platform != "linux":
         raise ConfigError(
             f"{what} needs Linux (on Windows: WSL2). `data validate`, `try`, `doctor`, `estimate`,"
@@ -64,14 +67,19 @@ def needs_linux(what: str) -> None:
 
 logger = logging.getLogger(__name__)
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt, in glibc's malloc.h
-_NEVER, _LARGEST = -1, 2**31 - 1
+# Parameters of mallopt, in glibc's malloc.h, and their values.
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
+_NEVER = -1
+_LARGEST = 2**31 - 1
 
 
 def keep_freed() -> None:
-    """Let this process keep the memory that it frees; glibc otherwise gives blocks above 32 MiB
-    back, and the kernel fills each page with zeros again: an eighth of the CPU time of an update
-    (docs/performance.md). Does nothing with another C library.
+    """Let this process keep the memory that it frees.
+
+    glibc otherwise gives blocks above 32 MiB back, and the kernel fills each page with zeros again:
+    an eighth of the CPU time of an update (docs/performance.md). Does nothing with another C
+    library.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -86,8 +94,10 @@ def keep_freed() -> None:
 
 
 def grow_segments() -> None:
-    """Let PyTorch grow its blocks on a GPU instead of adding blocks, since micro-batches differ in
-    length. Call it before torch is imported. Environment variables of the user win.
+    """Let PyTorch grow its blocks on a GPU instead of adding blocks.
+
+    Micro-batches differ in length. Call it before torch is imported. Environment variables of the
+    user win.
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         # PyTorch reads the older name, too, so a user's value there counts.

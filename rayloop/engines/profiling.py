@@ -9,19 +9,19 @@ _running: list[Any] = []
 
 
 def profile(path: str | None) -> None:
-    """Begin a profile in place of an earlier one; with ``path``, end it and write it there as a
-    Chrome trace (``.json.gz``).
+    """Begin a profile, in place of a running one; with ``path``, end the running one.
+
+    It is then written to ``path`` as a Chrome trace (``.json.gz``).
     """
-    ended = _running.pop() if _running else None
-    if ended is not None:
-        ended.stop()
+    running = _running.pop() if _running else None
+    if running is not None:
+        running.stop()
     if path is None:
-        config = _ExperimentalConfig(profile_all_threads=True)
-        _running.append(
-            torch.profiler.profile(
-                activities=torch.profiler.supported_activities(), experimental_config=config
-            )
+        profiler = torch.profiler.profile(
+            activities=torch.profiler.supported_activities(),
+            experimental_config=_ExperimentalConfig(profile_all_threads=True),
         )
-        _running[0].start()
-    elif ended is not None:
-        ended.export_chrome_trace(path)
+        _running.append(profiler)
+        profiler.start()
+    elif running is not None:
+        running.export_chrome_trace(path)

@@ -1,6 +1,6 @@
-"""Settings of the engines: the table of those that generate.
+"""Settings of the generation engines.
 
-Light: no torch, so that any process can read a configuration.
+The module imports no torch, so that any process can read a configuration.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from rayloop.engines.training_settings import LoraSettings as LoraSettings
 from rayloop.engines.training_settings import OptimizerSettings as OptimizerSettings
 
 PICTURES_GIB = 1
-"""GiB of main memory in which vLLM keeps what its processor made of pictures; vLLM's own 4 are
-emptied at each sync of weights.
+"""GiB of main memory for vLLM's cache of processed pictures.
+
+vLLM's own 4 are emptied at each sync of weights.
 """
 
 
 class EngineChoice(Computes):
-    """Base of the settings of every generation engine, with the properties that other parts of the
-    system ask for.
+    """Base of the settings of every generation engine.
+
+    It has the properties that other parts of the system ask for.
     """
 
     implementation: ClassVar[str]
     """``module:Class``, imported where it is needed (``rayloop.engines.settings``)."""
     cohorts: ClassVar[bool] = False
-    """Whether it decodes a group as a batch of its own, as ``rollout.deterministic`` asks for."""
+    """Whether it decodes a group as a separate batch, as ``rollout.deterministic`` asks for."""
     starts_slowly: ClassVar[bool] = False
-    """Whether it has processes of its own and starts in minutes: ``try`` takes transformers in its
-    place.
-    """
+    """Whether it has separate processes and starts in minutes: ``try`` then takes transformers."""
     returns_kept: ClassVar[bool] = False
     """Whether a turn comes with the tokens that ``top_p`` and ``top_k`` kept."""
     holds_model: ClassVar[bool] = True
@@ -63,29 +63,32 @@ class EngineChoice(Computes):
 
     @property
     def receivers(self) -> int:
-        """Processes of it that receive a broadcast of weights; 0: they come through its rollout
-        actor.
+        """Processes of it that receive a broadcast of weights.
+
+        0: they come through its rollout actor.
         """
         return 0
 
     @property
     def own_weights(self) -> str:
-        """Which weights answer, for an engine whose weights never change; empty for one that loads
-        new weights.
+        """Which weights answer, for an engine whose weights never change.
+
+        Empty for one that loads new weights.
         """
         return ""
 
     def untrainable(self) -> str:
-        """Why its answers cannot be trained on, or nothing."""
+        """Return why its answers cannot be trained on, or nothing."""
         return ""
 
     def problems(self, gpus: float, room: int) -> Iterator[str]:
-        """Yields what is wrong, for an actor with ``gpus`` and episodes of up to ``room`` tokens."""
+        """Yield the problems of an actor with ``gpus`` and episodes of up to ``room`` tokens."""
         yield from ()
 
     def unshared(self, *gpus: float, ahead: bool) -> Iterator[str]:
-        """Yields why it cannot ``sleep``, with these ``num_gpus`` of both roles; ``ahead``: groups
-        are played while some train.
+        """Yield why it cannot ``sleep``, with these ``num_gpus`` of both roles.
+
+        ``ahead``: groups are played while some train.
         """
         if self.sleep and ahead:
             yield (
@@ -99,7 +102,7 @@ class EngineChoice(Computes):
             )
 
     def unkept(self, sampling: Sampling, where: str) -> Iterator[str]:
-        """Yields what is wrong with ``top_p`` or ``top_k`` of the run, or ``where`` else."""
+        """Yield the problems with ``top_p`` or ``top_k`` of the run, or of ``where``."""
         if sampling.most_kept is not None and not self.returns_kept:
             key = "top_p" if sampling.top_p < 1 else "top_k"
             yield (
@@ -109,18 +112,19 @@ class EngineChoice(Computes):
             )
 
     def placed(self, gpus: float, tokens: int) -> EngineChoice:
-        """These settings for an actor with ``gpus``, and with room for episodes of so many tokens,
-        unless they say otherwise.
+        """Return these settings for an actor with ``gpus`` and room for episodes of ``tokens``.
+
+        Keys that are set keep their values.
         """
         return self
 
     def beside(self, trainer: FsdpSettings) -> EngineChoice:
-        """These settings in a run with this trainer."""
+        """Return these settings in a run with this trainer."""
         return self
 
     @property
     def adapters(self) -> LoraSettings | None:
-        """Those that the engine gets alone at a weight sync.
+        """Adapters that the engine gets alone at a weight sync.
 
         None: it gets whole weights, into which they are merged.
         """
@@ -128,7 +132,7 @@ class EngineChoice(Computes):
 
 
 class TransformersEngineSettings(EngineChoice, ComputesOnCpu):
-    """Generation with Hugging Face transformers: runs everywhere, meant for small models and CPU."""
+    """Generation with Hugging Face transformers: runs everywhere, for small models and CPU."""
 
     implementation = "rayloop.engines.generation.transformers:TransformersEngine"
     cohorts = returns_kept = True
@@ -142,19 +146,21 @@ class TransformersEngineSettings(EngineChoice, ComputesOnCpu):
     """
 
 
-MOST = 0.9
+DEFAULT_MEMORY_SHARE = 0.9
 """Share of a GPU for vLLM's weights and cache."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes as ``max_lora_rank``."""
-LITTLE = 0.01
-"""The same with ``kv_cache_memory_bytes``, which sets the cache's size: vLLM only checks at its
-start that this share is free.
+"""Values that vLLM takes as ``max_lora_rank``."""
+SHARE_WITH_FIXED_CACHE = 0.01
+"""Share of a GPU with ``kv_cache_memory_bytes``, which sets the cache's size.
+
+vLLM only checks at its start that this share is free.
 """
 
 
 class VllmEngineSettings(EngineChoice):
-    """Generation with vLLM, in processes of its own below the rollout actor: on GPUs, and on CPU
-    for tests.
+    """Generation with vLLM, in separate processes below the rollout actor.
+
+    It runs on GPUs, and on CPU for tests.
     """
 
     implementation = "rayloop.engines.generation.vllm:VllmEngine"
@@ -190,12 +196,9 @@ class VllmEngineSettings(EngineChoice):
 
     @property
     def tensor_parallel(self) -> int:
-        """GPUs that one engine is spread over: those of its actor, divided by the stages of a
-        pipeline.
-        """
-        return int(
-            self.extra.get("tensor_parallel_size") or max(1, self._gpus // self.pipeline_parallel)
-        )
+        """GPUs of a stage of the pipeline: those of its actor, divided by the stages."""
+        gpus_per_stage = max(1, self._gpus // self.pipeline_parallel)
+        return int(self.extra.get("tensor_parallel_size") or gpus_per_stage)
 
     @property
     def pipeline_parallel(self) -> int:
@@ -215,31 +218,31 @@ class VllmEngineSettings(EngineChoice):
     @property
     def memory_fraction(self) -> float:
         """Share of the GPU's memory that vLLM wants free at its start."""
-        return float(
-            self.extra.get("gpu_memory_utilization", LITTLE if self.kv_cache_bytes else MOST)
-        )
+        default = SHARE_WITH_FIXED_CACHE if self.kv_cache_bytes else DEFAULT_MEMORY_SHARE
+        return float(self.extra.get("gpu_memory_utilization", default))
 
     @property
     def kv_cache_bytes(self) -> int | None:
-        """Size of the cache of keys and values per GPU; None: what is left of the memory."""
+        """Size of the cache of keys and values per GPU; None: the rest of the memory."""
         return self.extra.get("kv_cache_memory_bytes")
 
     @model_validator(mode="after")
     def _own_arguments(self) -> VllmEngineSettings:
         for name, kind in _NUMBERS.items():
-            if name in self.extra and (
-                not isinstance(self.extra[name], kind) or self.extra[name] <= 0
-            ):
-                raise ValueError(
-                    f"extra: {name} is {self.extra[name]!r}, expected a number above 0"
-                )
-        if taken := sorted(self.extra.keys() & _VLLM_ARGUMENTS):
+            if name not in self.extra:
+                continue
+            number = self.extra[name]
+            has_kind = isinstance(number, kind)
+            if not has_kind or number <= 0:
+                raise ValueError(f"extra: {name} is {number!r}, expected a number above 0")
+        duplicates = sorted(self.extra.keys() & _VLLM_ARGUMENTS)
+        if duplicates:
             raise ValueError(
-                f"extra: {', '.join(taken)} follow from other settings, and cannot be given here"
+                f"extra: {', '.join(duplicates)} follow from other settings, and cannot be given"
+                " here"
             )
-        if sampling := sorted(
-            self.extra.keys() & {"generation_config", "override_generation_config"}
-        ):
+        sampling = sorted(self.extra.keys() & _SAMPLING_ARGUMENTS)
+        if sampling:
             raise ValueError(
                 f"extra: {sampling[0]} is refused: only rollout.sampling counts. Set top_p or top_k"
                 " there"
@@ -247,7 +250,7 @@ class VllmEngineSettings(EngineChoice):
         return self
 
     def problems(self, gpus: float, room: int) -> Iterator[str]:
-        """Its limit of tokens, and its GPUs."""
+        """Yield the problems of its limit of tokens, and of its GPUs."""
         if self.max_model_len is not None and self.max_model_len < room:
             yield (
                 f"rollout.engine.extra: max_model_len ({self.max_model_len}) is below"
@@ -262,25 +265,31 @@ class VllmEngineSettings(EngineChoice):
             )
 
     def placed(self, gpus: float, tokens: int | None) -> VllmEngineSettings:
-        """Left to itself, vLLM takes the model's limit: with a lower one turns would be cut, and
-        episodes excluded that should end as over_length; a much higher one it refuses.
+        """Return these settings for an actor, with its ``gpus`` and its limit of ``tokens``.
+
+        By default vLLM takes the model's limit: with a lower one turns would be cut, and episodes
+        excluded that should end as over_length; a much higher one it refuses.
         """
-        made = self.model_copy()
-        made._gpus, made._tokens = gpus, tokens
-        return made
+        copy = self.model_copy()
+        copy._gpus = gpus
+        copy._tokens = tokens
+        return copy
 
     def beside(self, trainer: FsdpSettings) -> VllmEngineSettings:
-        """Adapters of the language model go to vLLM alone, unless ``extra`` has ``enable_lora:
-        false`` or a quantised model.
+        """Return these settings in a run with this trainer.
+
+        Adapters of the language model go to vLLM alone, unless ``extra`` has ``enable_lora: false``
+        or a quantised model.
         """
-        made, lora = self.model_copy(), None if trainer.trains_vision else trainer.lora
+        copy = self.model_copy()
+        lora = None if trainer.trains_vision else trainer.lora
         fits = lora is not None and lora.rank <= VLLM_RANKS[-1] and "quantization" not in self.extra
-        made._adapters = lora if fits and self.extra.get("enable_lora", True) else None
-        return made
+        copy._adapters = lora if fits and self.extra.get("enable_lora", True) else None
+        return copy
 
     @property
     def adapters(self) -> LoraSettings | None:
-        """What ``beside`` found."""
+        """The adapters that ``beside`` found."""
         return self._adapters
 
 
@@ -294,7 +303,9 @@ _VLLM_ARGUMENTS = {
     "mm_processor_kwargs",
     "trust_remote_code",
 }
-"""What rayloop itself passes to vLLM."""
+"""Arguments that rayloop itself passes to vLLM."""
+_SAMPLING_ARGUMENTS = {"generation_config", "override_generation_config"}
+"""Arguments of vLLM that would change sampling."""
 _NUMBERS: dict[str, type | tuple[type, ...]] = {
     "tensor_parallel_size": int,
     "pipeline_parallel_size": int,
@@ -306,7 +317,7 @@ _NUMBERS: dict[str, type | tuple[type, ...]] = {
 
 
 class SglangEngineSettings(EngineChoice):
-    """Generation with SGLang on GPUs, from an environment of its own (constraints-sglang.txt).
+    """Generation with SGLang on GPUs, from a separate environment (constraints-sglang.txt).
 
     Never exercised there (docs/engines.md).
     """
@@ -315,10 +326,11 @@ class SglangEngineSettings(EngineChoice):
     starts_slowly = True
     kind: Literal["sglang"] = "sglang"
     extra: dict[str, Any] = {}
-    """Further arguments of ``sglang.Engine`` (``tp_size``, ``mem_fraction_static``,
-    ``context_length``, ...): its own defaults where they suit. ``enable_memory_saver: true``: it
-    has the GPU in turns with the policy. Leave 3 GiB of the GPU beside ``mem_fraction_static``:
-    synced weights pass through them.
+    """Further arguments of ``sglang.Engine``, by their names there.
+
+    Examples are ``tp_size``, ``mem_fraction_static`` and ``context_length``. ``enable_memory_saver:
+    true``: it has the GPU in turns with the policy. Leave 3 GiB of the GPU in addition to
+    ``mem_fraction_static``: synced weights pass through them.
     """
 
     @property
@@ -332,8 +344,9 @@ class SglangEngineSettings(EngineChoice):
         return int(self.extra.get("tp_size", 1)) if self.extra.get("pp_size", 1) == 1 else 0
 
     def problems(self, gpus: float, room: int) -> Iterator[str]:
-        """Its GPUs, which lie in one node: synced tensors are opened there from the memory of the
-        first.
+        """Yield the problems of its GPUs, which must be in one node.
+
+        Synced tensors are opened there from the memory of the first.
         """
         wanted = self.extra.get("tp_size", 1) * self.extra.get("pp_size", 1)
         if self.extra.get("nnodes", 1) > 1:
@@ -362,9 +375,10 @@ class OpenAiHttpEngineSettings(EngineChoice):
     holds_model = False
     kind: Literal["openai_http"] = "openai_http"
     base_url: Url | Annotated[tuple[Url, ...], Field(min_length=1)]
-    """With the version, for example http://host:8000/v1, reachable from the nodes of the rollout
-    actors. Of several servers of one model a group of episodes keeps to one; where that refuses
-    connections, the next is asked.
+    """Address with the version, for example http://host:8000/v1.
+
+    It must be reachable from the nodes of the rollout actors. With several servers of one model, a
+    group of episodes keeps to one; where that refuses connections, the next is asked.
     """
     model: str
     """The model's name at the server, as in its /v1/models.
@@ -373,19 +387,23 @@ class OpenAiHttpEngineSettings(EngineChoice):
     rollout actors.
     """
     dtype: Dtype = "bfloat16"
-    """What the server computes in: decides how far its log-probs may be from the trainer's
-    (``weight_sync.logprob_check``).
+    """Type in which the server computes.
+
+    It decides how far its log-probs may be from the trainer's (``weight_sync.logprob_check``).
     """
     interface: Literal["chat", "tokens"] = "chat"
-    """chat: messages and images go out, text comes back, there are no log-probs; ``model.path``
-    must have a ChatML template (Qwen's). tokens: token ids go out, token ids and log-probs come
-    back, as with vLLM's server, which needs ``--logprobs-mode processed_logprobs``; text only.
+    """Form of requests and answers.
+
+    chat: messages and images go out, text comes back, there are no log-probs; ``model.path`` must
+    have a ChatML template (Qwen's). tokens: token ids go out, token ids and log-probs come back, as
+    with vLLM's server, which needs ``--logprobs-mode processed_logprobs``; text only.
     """
     update: dict[str, dict[str, Any]] = {}
-    """POST requests, in order, that make the server load a model folder and forget its caches: the
-    path from the server's root (its own documentation has it), and what is sent as JSON, for
-    example ``{/update_weights_from_disk: {model_path: "{folder}"}}``, where ``{folder}`` stands for
-    the folder with the new weights. The server must see the run folder. Empty: it keeps its own
+    """POST requests, in order, that make the server load a model folder and forget its caches.
+
+    Each has the path from the server's root (its own documentation has it), and the JSON to send,
+    for example ``{/update_weights_from_disk: {model_path: "{folder}"}}``, where ``{folder}`` stands
+    for the folder with the new weights. The server must see the run folder. Empty: it keeps its own
     weights.
     """
 
@@ -396,14 +414,12 @@ class OpenAiHttpEngineSettings(EngineChoice):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Of every server, without a slash at the end."""
-        return tuple(
-            url.rstrip("/")
-            for url in ((self.base_url,) if isinstance(self.base_url, str) else self.base_url)
-        )
+        """Addresses of all servers, without a slash at the end."""
+        urls = (self.base_url,) if isinstance(self.base_url, str) else self.base_url
+        return tuple(url.rstrip("/") for url in urls)
 
     def untrainable(self) -> str:
-        """Log-probs or updates that are missing."""
+        """Return which log-probs or updates are missing, or nothing."""
         if self.interface == "chat":
             return (
                 "rollout.engine.interface: chat brings back neither token ids nor log-probs, which"
@@ -420,9 +436,9 @@ class OpenAiHttpEngineSettings(EngineChoice):
 
 
 class OwnEngine(EngineChoice):
-    """An engine that is named by where it is: what others ask of it.
+    """Settings of a custom engine, which is named by its module and class.
 
-    It is taken to compute in the trainer's ``dtype``.
+    It is assumed to compute in the trainer's ``dtype``.
     """
 
     returns_kept = True
@@ -452,29 +468,33 @@ GenerationSettings = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class EnginePlace:
-    """What an engine gets besides settings: its place on the machine."""
+    """The place of an engine on its machine: folders and names."""
 
     weights: str = ""
     """A folder in the run folder, which all nodes see, for weights that a server loads."""
     scratch: Callable[[], str] = tempfile.mkdtemp
     """Makes a folder for sockets and temporary files; the creator of this object removes it."""
     name: str | None = None
-    """Name of the Ray actor, if the engine is in one: vLLM's own metrics then go to Ray's metrics.
+    """Name of the Ray actor, if the engine is in one.
+
+    vLLM's own metrics then go to Ray's metrics.
     """
 
 
 def build_engine(
     model: ModelSettings, settings: EngineChoice, place: EnginePlace
 ) -> GenerationEngine:
-    """Returns the engine of ``settings`` for the model.
+    """Return the engine of ``settings`` for the model.
 
     Raises ConfigError when its library or the model's files are missing.
     """
     model = model.here(weights=settings.holds_model)
     make: Callable[..., Any]
+    options: Any = settings
     if isinstance(settings, OwnEngine):
-        make, own = settings.component.resolve(), settings.component.options()
+        make = settings.component.resolve()
+        options = settings.component.options()
     else:
-        make, own = pkgutil.resolve_name(settings.implementation), settings
-    engine: GenerationEngine = make(model, own, place)
+        make = pkgutil.resolve_name(settings.implementation)
+    engine: GenerationEngine = make(model, options, place)
     return engine

@@ -1,5 +1,6 @@
-"""A sentence embedder in the process that asks for it, such as all-MiniLM-L6-v2, for rewards
-without a server. It loads torch.
+"""A sentence embedder, such as all-MiniLM-L6-v2, in the caller's process.
+
+It serves rewards without a server, and loads torch.
 """
 
 import json
@@ -16,9 +17,10 @@ from rayloop.core.model_files import resolve
 
 
 class TextEmbedder:
-    """Means of a model's last hidden states over a text's tokens, of length 1: what
-    sentence-transformers computes for models with mean pooling. Longer texts are cut at the model's
-    ``max_seq_length`` (MiniLM: 256 tokens).
+    """Embeds texts as means of a model's last hidden states, scaled to the length 1.
+
+    sentence-transformers computes the same for models with mean pooling. Longer texts are cut at
+    the model's ``max_seq_length`` (MiniLM: 256 tokens).
     """
 
     class Settings(SettingsModel):
@@ -34,9 +36,8 @@ class TextEmbedder:
         """Threads of torch on the CPU. Raise it where the reward is waited for."""
 
     def __init__(self, settings: Settings) -> None:
-        folder = resolve(
-            settings.model, weights=True, key="reward.source.with.embedder.with.model"
-        ).folder
+        key = "reward.source.with.embedder.with.model"
+        folder = resolve(settings.model, weights=True, key=key).folder
         if settings.device != "cpu" and not torch.cuda.is_available():
             raise ConfigError(
                 f"embedder device {settings.device}: this process sees no GPU; set device: cpu, or"
@@ -47,9 +48,8 @@ class TextEmbedder:
         self._device = torch.device(settings.device)
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder)
-            self._model = (
-                AutoModel.from_pretrained(folder, dtype=torch.float32).to(self._device).eval()
-            )
+            model = AutoModel.from_pretrained(folder, dtype=torch.float32)
+            self._model = model.to(self._device).eval()
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"embedder model {settings.model}: {folder} cannot be loaded: {error}"
@@ -58,9 +58,9 @@ class TextEmbedder:
 
     @torch.no_grad()
     def embed(self, texts: Sequence[str]) -> Sequence[Sequence[float]]:
-        """One vector of length 1 for each text; an empty text has one too, that of its two marks.
+        """Return one vector of length 1 for each text; an empty text has that of its two marks.
 
-        Raises InfrastructureFailure for what torch raises, such as memory that is short: another
+        Raises InfrastructureFailure for torch's errors, such as memory that is short: another
         grader may have it.
         """
         try:
@@ -71,16 +71,16 @@ class TextEmbedder:
             ) from error
 
     def _vectors(self, texts: Sequence[str]) -> list[list[float]]:
-        read = self._tokenizer(
+        encoding = self._tokenizer(
             list(texts),
             padding=True,
             truncation=True,
             max_length=self._longest,
             return_tensors="pt",
         )
-        given = {name: tensor.to(self._device) for name, tensor in read.items()}
-        hidden = self._model(**given).last_hidden_state
-        mask = given["attention_mask"].unsqueeze(-1).to(hidden.dtype)
+        inputs = {name: tensor.to(self._device) for name, tensor in encoding.items()}
+        hidden = self._model(**inputs).last_hidden_state
+        mask = inputs["attention_mask"].unsqueeze(-1).to(hidden.dtype)
         # Padding has hidden states as well, so the mean counts real tokens only.
         mean = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1e-9)
         vectors: list[list[float]] = torch.nn.functional.normalize(mean, dim=1).cpu().tolist()
@@ -88,7 +88,7 @@ class TextEmbedder:
 
 
 def _longest(folder: Path, positions: int) -> int:
-    """Tokens of the longest text: sentence-transformers' own limit, else the model's positions.
+    """Return the tokens of the longest text: sentence-transformers' limit, else the positions.
 
     Raises ConfigError.
     """
@@ -96,9 +96,7 @@ def _longest(folder: Path, positions: int) -> int:
     if not file.is_file():
         return positions
     try:
-        return min(
-            int(json.loads(file.read_text(encoding="utf-8")).get("max_seq_length") or positions),
-            positions,
-        )
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        return min(int(settings.get("max_seq_length") or positions), positions)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"embedder model: {file} cannot be read: {error}") from error

@@ -1,6 +1,7 @@
-"""Makes a tiny model folder on the spot: Qwen2.5-VL (or text-only Qwen2) with random weights and
-its own tokenizer. The layout is that of the real checkpoint, so that transformers and vLLM load it;
-only the sizes differ.
+"""Makes a tiny model folder: Qwen2.5-VL (or text-only Qwen2) with random weights and a tokenizer.
+
+The layout is that of the real checkpoint, so that transformers and vLLM load it; only the sizes
+differ.
 """
 
 import json
@@ -43,10 +44,15 @@ SPECIAL_TOKENS = (
 CHAT_TEMPLATE = Path(__file__).with_name("tiny_chat.jinja").read_text(encoding="utf-8")
 """ChatML as in Qwen2.5-VL, without its default system message."""
 
-CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""What Qwen2.5-VL normalises pixels by, red, green, blue."""
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+"""Mean of red, green and blue by which Qwen2.5-VL normalises pixels."""
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+"""Standard deviation of red, green and blue by which Qwen2.5-VL normalises pixels."""
 
-PATCH, MERGE, TEMPORAL_PATCH, VOCABULARY_MULTIPLE = 14, 2, 2, 64
+PATCH = 14
+MERGE = 2
+TEMPORAL_PATCH = 2
+VOCABULARY_MULTIPLE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +77,10 @@ class TinySizes:
     max_positions: int = 8192
     tied: bool = True
     rope_theta: float = 10.0
-    """M-RoPE gives width the lowest frequencies: at 1e4 the angle across a small image vanishes and
-    grounding fails.
+    """Base of the rotary frequencies.
+
+    M-RoPE gives width the lowest ones: at 1e4 the angle across a small image vanishes and grounding
+    fails.
     """
     init: float = 0.05
     """Standard deviation of the initial weights; at this width 0.02 learns more slowly."""
@@ -96,15 +104,18 @@ def write_tiny_vlm(
     ``sizes`` are fields of ``TinySizes``; ``vision=False`` writes a text-only Qwen2ForCausalLM.
     Raises TypeError for an unknown size.
     """
-    folder, size = Path(folder), TinySizes(**sizes)
+    folder = Path(folder)
+    size = TinySizes(**sizes)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer(texts, size.vocabulary, extra_tokens)
     # The caller's random state stays as it was.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _vision_model(tokenizer, size) if vision else _text_model(tokenizer, size)
-    end, padding = tokenizer.eos_token_id, tokenizer.pad_token_id
-    model.generation_config = GenerationConfig(eos_token_id=[end, padding], pad_token_id=padding)
+    model.generation_config = GenerationConfig(
+        eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id],
+        pad_token_id=tokenizer.pad_token_id,
+    )
     disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -169,16 +180,14 @@ def _text_config(tokenizer: PreTrainedTokenizerFast, size: TinySizes) -> dict[st
 
 def _text_model(tokenizer: PreTrainedTokenizerFast, size: TinySizes) -> PreTrainedModel:
     rope = {"rope_type": "default", "rope_theta": size.rope_theta}
-    return Qwen2ForCausalLM(
-        Qwen2Config(**_text_config(tokenizer, size), rope_parameters=rope)
-    ).float()
+    config = Qwen2Config(**_text_config(tokenizer, size), rope_parameters=rope)
+    return Qwen2ForCausalLM(config).float()
 
 
 def _vision_model(tokenizer: PreTrainedTokenizerFast, size: TinySizes) -> PreTrainedModel:
     pairs = size.hidden // size.heads // 2
-    sides = (
-        pairs * 3 // 8
-    )  # Qwen2.5-VL's split of the rotary pairs: 2/8 time, 3/8 height, 3/8 width
+    # Qwen2.5-VL splits the rotary pairs into 2/8 time, 3/8 height, 3/8 width.
+    sides = pairs * 3 // 8
     rope = {
         "rope_type": "default",
         "rope_theta": size.rope_theta,
@@ -211,8 +220,9 @@ def _vision_model(tokenizer: PreTrainedTokenizerFast, size: TinySizes) -> PreTra
 
 
 def _image_processor(mean: Sequence[float], std: Sequence[float]) -> dict[str, Any]:
-    """A preprocessor_config.json like Qwen2.5-VL's; the pixel limits are those of
-    ``ModelSettings``' defaults.
+    """Return a preprocessor_config.json like Qwen2.5-VL's.
+
+    The pixel limits are the defaults of ``ModelSettings``.
     """
     return {
         "image_processor_type": "Qwen2VLImageProcessor",

@@ -11,8 +11,9 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerSettings(SettingsModel):
-    """Learning rate, its schedule and AdamW. A step has ``update.epochs`` * ``update.mini_batches``
-    optimizer updates.
+    """Learning rate, its schedule and AdamW.
+
+    A step has ``update.epochs`` * ``update.mini_batches`` optimizer updates.
     """
 
     kind: ClassVar[Literal["adamw", "sgd"]] = "adamw"
@@ -33,11 +34,14 @@ class OptimizerSettings(SettingsModel):
     weight_decay: float = Field(0.0, ge=0)
     """Pulls weights to 0; with LoRA, the adapter. Seldom needed in short runs."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps of the run over which the learning rate grows linearly to lr, with each of their
-    updates. Some, when the first updates are large.
+    """Steps of the run over which the learning rate grows linearly to lr, with each update.
+
+    Set some when the first updates are large.
     """
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """After the warm-up. linear and cosine fall to 0 over the run (linear: the default of
+    """Learning rate after the warm-up.
+
+    linear and cosine fall to 0 over the run (linear: the default of
     transformers and TRL); wsd (warm-up, stable, decay): constant, then linear to 0 over the last
     0.3. Keep constant while you do not know how long a run will be.
     """
@@ -51,35 +55,41 @@ class OptimizerSettings(SettingsModel):
 
     @property
     def total_updates(self) -> int | None:
-        """Length of the schedule in optimizer updates, warm-up included; None: the schedule stays
-        constant.
+        """Length of the schedule in optimizer updates, warm-up included.
+
+        None: the schedule stays constant.
         """
         return self._updates
 
     def over(self, steps: int, updates: int = 1) -> Self:
-        """The same with a schedule that ends after ``steps`` steps of ``updates`` each; its
-        ``warmup_steps`` are updates.
+        """Return the same settings with a schedule that ends after ``steps`` steps.
+
+        A step has ``updates`` updates; the ``warmup_steps`` of the result are updates.
         """
-        made = self.model_copy(update={"warmup_steps": self.warmup_steps * updates})
-        made._updates = steps * updates
-        return made
+        copy = self.model_copy(update={"warmup_steps": self.warmup_steps * updates})
+        copy._updates = steps * updates
+        return copy
 
 
-LONG, TILE = 32_768, 8192
-"""A layer computes its MLP over ``TILE`` of a row's tokens (or patches) at a time, and again in the
-backward pass, if there are more than ``LONG``: for 64,000 tokens of a 7B model one MLP would keep
-14 GiB.
+LONG = 32_768
+"""Tokens (or patches) of a row above which a layer computes its MLP tile by tile.
+
+It does so again in the backward pass: for 64,000 tokens of a 7B model one MLP would keep 14 GiB.
 """
+TILE = 8192
+"""Tokens of a tile."""
 COLLECTIVE_TIMEOUT = 1800.0
-"""Seconds after which a collective fails instead of hanging: torch's own limit for gloo, enough for
-ranks that load a large model from a slow disk. A rank that dies is noticed at once by Ray, and
-``policy.step_timeout`` bounds everything else.
+"""Seconds after which a collective fails instead of hanging: torch's own limit for gloo.
+
+It is enough for ranks that load a large model from a slow disk. Ray notices at once when a rank
+dies, and ``policy.step_timeout`` bounds everything else.
 """
 MICRO_BATCH = 16_384
 """Tokens of a micro-batch where the settings name none."""
 LOGPROB_CHUNK = 2048
-"""With 152,000 tokens their logits take 6 to 10 GB at the peak; more positions were no faster on a
-CPU.
+"""Positions whose logits exist at the same time.
+
+With 152,000 tokens they take 6 to 10 GB at the peak; more positions were no faster on a CPU.
 """
 ADAPTERS = "adapters"
 """The parameter group of a model's adapters."""
@@ -91,13 +101,15 @@ class LoraSettings(SettingsModel):
     rank: int = Field(8, gt=0)
     """Size of the adapters. More can express more, and costs memory (docs/choosing_settings.md)."""
     alpha: float = Field(16.0, gt=0)
-    """The adapters' output is scaled by alpha / rank: scale both together, or the effective
-    learning rate changes.
+    """The adapters' output is scaled by alpha / rank.
+
+    Scale both together, or the effective learning rate changes.
     """
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Share of the adapters' inputs that an update leaves out, to repeat a published run; log-probs
-    are computed without. The updated policy is then not quite the sampled one, which the log-prob
-    mismatch of the loss shows; ``alarms.logprobs`` compares fresh episodes instead.
+    """Share of the adapters' inputs that an update leaves out, to repeat a published run.
+
+    Log-probs are computed without. The updated policy is then not quite the sampled one, which the
+    log-prob mismatch of the loss shows; ``alarms.logprobs`` compares fresh episodes instead.
     """
     targets: ClassVar[tuple[str, ...]] = (
         "q_proj",
@@ -108,8 +120,9 @@ class LoraSettings(SettingsModel):
         "up_proj",
         "down_proj",
     )
-    """Names of the linear layers that get an adapter: all of a layer, as all models that can be
-    trained here name them.
+    """Names of the linear layers that get an adapter.
+
+    These are all of a layer, by the names in all models that can be trained here.
     """
 
 
@@ -132,9 +145,10 @@ class FsdpSettings(ComputesOnCpu):
     cpu_offload: bool = False
     """Keep weights and optimizer states in CPU memory: when they do not fit the GPUs; slow."""
     sequence_parallel: int = Field(1, ge=1)
-    """Ranks of a node that share each row (Ulysses, arXiv:2309.14509), for trajectories whose
-    activations exceed a GPU. It divides policy.ranks and the model's key-value heads; a row has
-    ``micro_batch_tokens`` for each of them.
+    """Ranks of a node that share each row (Ulysses, arXiv:2309.14509).
+
+    Set it for trajectories whose activations exceed a GPU. It divides policy.ranks and the model's
+    key-value heads; a row has ``micro_batch_tokens`` for each of them.
     """
     replicas: int = Field(1, ge=1)
     """Copies of the sharded weights (HSDP), of policy.ranks / replicas ranks in a row each.
