@@ -475,10 +475,7 @@ class EnginePlace:
     scratch: Callable[[], str] = tempfile.mkdtemp
     """Makes a folder for sockets and temporary files; the creator of this object removes it."""
     name: str | None = None
-    """Name of the Ray actor, if the engine is in one.
-
-    vLLM's own metrics then go to Ray's metrics.
-    """
+    """Name of the engine's Ray actor, if any: vLLM's own metrics then go to Ray's metrics."""
 
 
 def build_engine(

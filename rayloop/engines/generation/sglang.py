@@ -263,7 +263,7 @@ class SglangEngine:
 def names(folder: Path, tied: bool) -> frozenset[str]:
     """Return the tensors of a model folder that every weight sync must have.
 
-    These are no ``tied`` head and no computed buffers.
+    A ``tied`` head and computed buffers are left out.
     """
 
     def is_synced(name: str) -> bool:

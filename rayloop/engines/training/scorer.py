@@ -41,7 +41,7 @@ class Scorer(nn.Module):
 
     ``chunk``: positions whose logits exist at a time. ``learns_entropy``: the entropy has a
     gradient; otherwise it is measured only. ``together``: ranks in a row that share rows: each
-    returns all log-probs, and gets the sum of the gradients that the others have of its own.
+    returns all log-probs, and gets the sum of all ranks' gradients of its part.
     """
 
     def __init__(
