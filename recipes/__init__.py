@@ -1,6 +1,8 @@
-"""One folder per recipe: ``prepare.main(arguments)`` makes its rows (``data prepare NAME``),
-``score.SCORING`` scores completions. ``datasets/`` has maps of published data sets for ``data
-prepare``, ``benchmarks/`` configurations for ``eval --benchmark``.
+"""One folder per recipe.
+
+``prepare.main(arguments)`` makes its rows (``data prepare NAME``), ``score.SCORING`` scores
+completions. ``datasets/`` has maps of published data sets for ``data prepare``, ``benchmarks/``
+configurations for ``eval --benchmark``.
 """
 
 import json
@@ -15,8 +17,8 @@ from rayloop.core.files import write_whole
 
 def having(module: str) -> list[str]:
     """The recipes that have this module, sorted."""
-    names = [found.name for found in pkgutil.iter_modules(__path__) if found.ispkg]
-    return sorted(name for name in names if find_spec(f"{__name__}.{name}.{module}"))
+    recipes = [info.name for info in pkgutil.iter_modules(__path__) if info.ispkg]
+    return sorted(name for name in recipes if find_spec(f"{__name__}.{name}.{module}"))
 
 
 PREPARED = {
@@ -32,20 +34,19 @@ def datasets() -> dict[str, Path]:
 
 
 def benchmarks() -> dict[str, Path]:
-    """The files that ``eval --benchmark`` lays over a run's configuration (rows, reader, reward,
-    splits), by name, sorted.
+    """The files that ``eval --benchmark`` lays over a run's configuration, by name, sorted.
+
+    They have rows, reader, reward and splits.
     """
     return _files("benchmarks")
 
 
 def _files(kind: str) -> dict[str, Path]:
-    return dict(
-        sorted(
-            (path.stem, path)
-            for folder in __path__
-            for path in Path(folder).glob(f"*/{kind}/*.yaml")
-        )
-    )
+    paths: list[Path] = []
+    for folder in __path__:
+        paths += Path(folder).glob(f"*/{kind}/*.yaml")
+    paths.sort(key=lambda path: (path.stem, path))
+    return {path.stem: path for path in paths}
 
 
 def write_rows(out: Path, split: str, rows: Iterable[Mapping[str, Any]]) -> Path:

@@ -1,6 +1,4 @@
-"""UI grounding rows: a screenshot, an instruction, and the box of the element that the instruction
-means.
-"""
+"""UI grounding rows: a screenshot, an instruction, and the box of the element that it means."""
 
 import random
 import re
@@ -20,12 +18,14 @@ from rayloop.data.messages import PLACEHOLDER, field, image_entry
 
 PROMPTS = Path(__file__).parent / "prompts"
 """Texts that ``template`` names."""
+_FIELD = re.compile(r"\{(\w+)\}")
 
 
 class GroundingRows:
-    """Reads rows in Arc Vision's schema, or flat ones {id, image, instruction, bbox, page}; other
-    columns are in the task's ``extra``. The page type (``extra_info.element_type``, or ``page``) is
-    the task's source, which splits the metrics.
+    """Reads rows in Arc Vision's schema, or flat ones {id, image, instruction, bbox, page}.
+
+    Other columns are in the task's ``extra``. The page type (``extra_info.element_type``, or
+    ``page``) is the task's source, which splits the metrics.
     """
 
     class Settings(SettingsModel):
@@ -39,12 +39,13 @@ class GroundingRows:
         ``{height}`` (the image's, in pixels), and ``<image>`` where the image goes.
         """
         template: str = ""
-        """In place of ``prompt``: a file, or a text of ``recipes/arc_vision/prompts``:
-        ``arc_vision`` (the original's, byte for byte), ``qwen2_5_vl``, ``qwen3_vl`` (asking for the
-        boxes that these models write).
+        """In place of ``prompt``: a file, or the name of a text of ``recipes/arc_vision/prompts``.
+
+        ``arc_vision`` is the original's, byte for byte; ``qwen2_5_vl`` and ``qwen3_vl`` ask for the
+        boxes that these models write.
         """
         image_first: bool = False
-        """Where a text has no ``<image>``: image before text.
+        """Whether the image comes before a text without ``<image>``.
 
         Text first: a small model knows what to look for in the image.
         """
@@ -58,16 +59,17 @@ class GroundingRows:
         flat = _flat(row, where) if "extra_info" in row else row
         instruction = str(field(flat, "instruction", where))
         image = image_entry(field(flat, "image", where), where, root)
+        task_id = str(field(flat, "id", where))
+        parts = self._parts({**flat, "instruction": instruction}, image)
+        truth = box(field(flat, "bbox", where), where)
+        columns = {name: value for name, value in flat.items() if name not in ("image", "bbox")}
+        extra = {**columns, "instruction": instruction, **_weights(row)}
         return Task(
-            str(field(flat, "id", where)),
-            (Message("user", self._parts(dict(flat) | {"instruction": instruction}, image)),),
-            box(field(flat, "bbox", where), where),
+            task_id,
+            (Message("user", parts),),
+            truth,
             str(flat.get("page", "")),
-            {
-                **{name: value for name, value in flat.items() if name not in ("image", "bbox")},
-                "instruction": instruction,
-                **_weights(row),
-            },
+            extra,
         )
 
     def _parts(self, flat: Mapping[str, Any], image: ImageSource) -> tuple[str | ImageSource, ...]:
@@ -75,21 +77,23 @@ class GroundingRows:
 
         Raises DataFailure for an image that cannot be read.
         """
-        text, values = (
-            self._prompt,
-            {name: value for name, value in flat.items() if isinstance(value, str | int | float)},
-        )
+        text = self._prompt
+        values = {
+            name: value for name, value in flat.items() if isinstance(value, str | int | float)
+        }
         if "{width}" in text or "{height}" in text:
             _, values["width"], values["height"] = probe(image)
-        # Before the columns are filled in, whose texts may hold the placeholder as well.
-        before, place, after = text.partition(PLACEHOLDER)
-        if not place:
-            before, after = ("", text) if self._settings.image_first else (text, "")
-        before, after = (
-            re.sub(r"\{(\w+)\}", lambda found: str(values.get(found[1], found[0])), part)
-            for part in (before, after)
-        )
-        return tuple(part for part in (before, image, after) if part)
+        # The text is split before the columns are filled in, since they may hold the placeholder.
+        head, placeholder, tail = text.partition(PLACEHOLDER)
+        if not placeholder:
+            head, tail = ("", text) if self._settings.image_first else (text, "")
+
+        def value_of(match: re.Match[str]) -> str:
+            return str(values.get(match[1], match[0]))
+
+        head = _FIELD.sub(value_of, head)
+        tail = _FIELD.sub(value_of, tail)
+        return tuple(part for part in (head, image, tail) if part)
 
 
 def _template(name: str) -> str:
@@ -98,9 +102,9 @@ def _template(name: str) -> str:
     for place in places:
         if place.is_file():
             return place.read_bytes().decode()
+    searched = " and ".join(map(str, places))
     raise ConfigError(
-        f"data.reader.with.template: {name!r} is no text; looked for"
-        f" {' and '.join(map(str, places))}"
+        f"data.reader.with.template: there is no text {name!r}; looked for {searched}"
     )
 
 
@@ -123,7 +127,7 @@ def _flat(row: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _weights(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row's own weights for the reward's terms, if it has any."""
+    """The row's weights for the reward's terms, if it has any."""
     style = row.get("reward_model")
     weights = style.get("reward_weights") if isinstance(style, Mapping) else None
     return {} if weights is None else {"reward_weights": weights}
@@ -135,7 +139,7 @@ def box(values: Any, where: str) -> Box:
     Raises DataFailure for anything else: pixel boxes are never guessed at or clamped.
     """
     numbers = list(values) if isinstance(values, (list, tuple)) else []
-    if len(numbers) == 4 and all(isinstance(v, Real) and not isinstance(v, bool) for v in numbers):
+    if len(numbers) == 4 and all(map(_is_number, numbers)):
         x1, y1, x2, y2 = map(float, numbers)
         if 0 <= x1 < x2 <= 1 and 0 <= y1 < y2 <= 1:
             return x1, y1, x2, y2
@@ -143,6 +147,10 @@ def box(values: Any, where: str) -> Box:
         where,
         f"bbox must be [x1, y1, x2, y2], 0 <= x1 < x2 <= 1, 0 <= y1 < y2 <= 1, not {values!r}",
     )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 class BoxAnswers:
@@ -153,8 +161,9 @@ class BoxAnswers:
 
     class Settings(SettingsModel):
         loose: float = Field(0.0, ge=0)
-        """Sides are drawn outside the true ones by up to this share: labels of a hasty annotator,
-        that a reward can better.
+        """Sides are drawn outside the true ones by up to this share.
+
+        Such labels are those of a hasty annotator, which a reward can improve on.
         """
 
     tokens = ("<bbox>[", "]</bbox>", *(f"{hundredths / 100:.2f}" for hundredths in range(101)))
@@ -166,16 +175,22 @@ class BoxAnswers:
         """The task's box in ``<bbox>``."""
         x1, y1, x2, y2 = task.ground_truth
         if self._settings.loose:
-            left, top, right, bottom = (self._settings.loose * rng.random() for _ in range(4))
-            wide, high = x2 - x1, y2 - y1
-            x1, y1 = max(0.0, x1 - left * wide), max(0.0, y1 - top * high)
-            x2, y2 = min(1.0, x2 + right * wide), min(1.0, y2 + bottom * high)
-        return "<bbox>[" + ",".join(f"{value:.2f}" for value in (x1, y1, x2, y2)) + "]</bbox>"
+            margins = [self._settings.loose * rng.random() for _ in range(4)]
+            width = x2 - x1
+            height = y2 - y1
+            x1 = max(0.0, x1 - margins[0] * width)
+            y1 = max(0.0, y1 - margins[1] * height)
+            x2 = min(1.0, x2 + margins[2] * width)
+            y2 = min(1.0, y2 + margins[3] * height)
+        sides = ",".join(f"{value:.2f}" for value in (x1, y1, x2, y2))
+        return f"<bbox>[{sides}]</bbox>"
 
 
 class LargeFirst:
-    """In the first epoch first rows whose true box covers more than the first of ``areas``, then
-    the second, then all others.
+    """Orders the rows of the first epoch by the area of the true box.
+
+    Rows whose box covers more than the first of ``areas`` come first, then those above the second,
+    then all others.
     """
 
     class Settings(SettingsModel):
@@ -189,6 +204,6 @@ class LargeFirst:
         self._areas = settings.areas
 
     def tier(self, task: Task) -> int:
-        """Raises DataFailure when the ground truth is no box."""
+        """The row's place in ``areas``. Raises DataFailure when the ground truth is not a box."""
         x1, y1, x2, y2 = box(task.ground_truth, f"ground truth of task {task.id}")
         return sum((x2 - x1) * (y2 - y1) <= area for area in self._areas)

@@ -14,8 +14,9 @@ TRUTHS = ("ground_truth", "bbox", "truth", "gold", "label")
 
 
 def read(row: Mapping[str, Any], where: str) -> Saved:
-    """``{completion, ground_truth: [x1, y1, x2, y2], image_size?, step?}``, or a line of
-    ``rollouts``. Raises DataFailure.
+    """``{completion, ground_truth: [x1, y1, x2, y2], image_size?, step?}``, or a ``rollouts`` line.
+
+    Raises DataFailure.
     """
     task = Task(name_of(row, where), (), parsed(truth_of(row, TRUTHS, where)), extra=row)
     return Saved(texts_of(row, where), task, row, played(row), int(row.get("step") or 0))
@@ -24,12 +25,14 @@ def read(row: Mapping[str, Any], where: str) -> Saved:
 def answer(saved: Saved, variant: str) -> str | None:
     """The box that the variant reads, as text; None without one."""
     if variant in ORIGINALS:
-        found = ORIGINALS[variant]("\n".join(saved.texts))
+        box = ORIGINALS[variant]("\n".join(saved.texts))
     else:
-        found, _ = answered(
-            saved.texts[-1], size_of(saved.trajectory, saved.task, ArcVisionReward.Settings())
-        )
-    return None if found is None else "[" + ",".join(f"{value:g}" for value in found) + "]"
+        size = size_of(saved.trajectory, saved.task, ArcVisionReward.Settings())
+        box, _ = answered(saved.texts[-1], size)
+    if box is None:
+        return None
+    sides = ",".join(f"{side:g}" for side in box)
+    return f"[{sides}]"
 
 
 SCORING = OfflineScoring(

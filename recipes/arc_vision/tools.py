@@ -1,6 +1,4 @@
-"""Arc Vision's tools under its names and arguments: zoom_ui_element, wait_for_ui and
-inspect_element.
-"""
+"""Arc Vision's tools under its names: zoom_ui_element, wait_for_ui and inspect_element."""
 
 import functools
 import json
@@ -26,27 +24,31 @@ UNSURE = (
     "You are not sure. Here is your box with what surrounds it; answer again, in fractions of the"
     " whole screenshot."
 )
-"""What the policy reads beside the enlarged part when its answer does not pass the gate."""
+"""The text with the enlarged part when the policy's answer does not pass the gate."""
 
 
 class ArcVisionTools(ImageTools):
     """The original's three tools. A turn without a call is the answer."""
 
     class Settings(ImageTools.Settings):
-        """What the tools do, how they can be called, and when an answer is not yet one."""
+        """What the tools do, how they can be called, and when an answer is not taken."""
 
         results: Literal["real", "simulated"] = "real"
-        """real: zoom shows the enlarged part, inspect measures, wait waits. simulated: the
-        original's fixed texts, one for each call of a turn; a turn whose calls are no JSON ends the
-        episode.
+        """real: zoom shows the enlarged part, inspect measures, wait waits.
+
+        simulated: the original's fixed texts, one for each call of a turn; a turn whose calls are
+        not JSON ends the episode.
         """
         named: bool = False
-        """Whether ``<use_tool>NAME</use_tool>``, which the original's prompt teaches and its engine
-        never parsed, is carried out: with the original's default arguments. Only with real results.
+        """Whether ``<use_tool>NAME</use_tool>`` is carried out, with the original's arguments.
+
+        The original's prompt teaches it, and its engine never parsed it. Only with real results.
         """
         gate: float = Field(0.0, ge=0, le=1)
-        """An answer whose ``<confidence>`` is below this is not taken: once, the policy sees its
-        box enlarged and answers anew. The original's report has 0.7; 0: never, as its code.
+        """An answer whose ``<confidence>`` is below this is not taken.
+
+        The policy then sees its box enlarged and answers again, once an episode. The original's
+        report has 0.7; 0: never, as its code.
         """
 
     def __init__(self, settings: Settings) -> None:
@@ -60,23 +62,27 @@ class ArcVisionTools(ImageTools):
 
         Raises DataFailure, InfrastructureFailure.
         """
-        self._simulated, self._gated = Simulated(), False
-        real = self._arc.results == "real"
-        album = Album([read(image) for image in task.images] if real else [], self._arc)
-        return [ImageTool(function=_on(album, said["name"]), **said) for said in described()]
+        self._simulated = Simulated()
+        self._gated = False
+        images = [read(image) for image in task.images] if self._arc.results == "real" else []
+        functions = _tool_functions(Album(images, self._arc))
+        return [ImageTool(function=functions[schema["name"]], **schema) for schema in described()]
 
     def step(self, text: str) -> StepResult:
         """Carry out what the turn calls."""
         if self._arc.results == "simulated":
             return self._as_published(text)
-        if self._arc.named and not bodies(text) and (found := _NAMED.findall(text)):
-            return super().step(written(found[-1], DEFAULTS.get(found[-1], {})))
-        return (
-            super().step(text) if bodies(text) or not self._unsure(text) else self._look_again(text)
-        )
+        if bodies(text):
+            return super().step(text)
+        names = _NAMED.findall(text) if self._arc.named else []
+        if names:
+            return super().step(written(names[-1], DEFAULTS.get(names[-1], {})))
+        if self._unsure(text):
+            return self._look_again(text)
+        return super().step(text)
 
     def _as_published(self, text: str) -> StepResult:
-        """All calls of the turn in their order, each with a message of its own."""
+        """All calls of the turn in their order, each answered by a separate message."""
         results = []
         for name, arguments in _calls(text):
             try:
@@ -85,32 +91,38 @@ class ArcVisionTools(ImageTools):
                 return StepResult(self._shown(f"Error: {error}"), error=str(error))
         if not results:
             return StepResult(done=True)
-        return StepResult(Observation(tuple(Message(self._arc.role, (said,)) for said in results)))
+        messages = tuple(Message(self._arc.role, (result,)) for result in results)
+        return StepResult(Observation(messages))
 
     def _unsure(self, text: str) -> bool:
-        sure = confidence(text)
-        return not self._gated and sure is not None and sure < self._arc.gate
+        """Whether this is the first answer whose stated confidence is below the gate."""
+        certainty = confidence(text)
+        return not self._gated and certainty is not None and certainty < self._arc.gate
 
     def _look_again(self, text: str) -> StepResult:
-        """The answered box, twice as wide and high, enlarged; an answer that cannot be shown is
-        taken as it is.
+        """The answered box, twice as wide and high, enlarged.
+
+        An answer that cannot be shown is taken as it is.
         """
         self._gated = True
         box, _ = answered(text)
         if box is None:
             return StepResult(done=True)
-        wide, high = (box[2] - box[0]) / 2, (box[3] - box[1]) / 2
-        around = [
-            max(0.0, box[0] - wide),
-            max(0.0, box[1] - high),
-            min(1.0, box[2] + wide),
-            min(1.0, box[3] + high),
+        x1, y1, x2, y2 = box
+        half_width = (x2 - x1) / 2
+        half_height = (y2 - y1) / 2
+        region = [
+            max(0.0, x1 - half_width),
+            max(0.0, y1 - half_height),
+            min(1.0, x2 + half_width),
+            min(1.0, y2 + half_height),
         ]
-        step = super().step(written("zoom_ui_element", {"region": around}))
+        step = super().step(written("zoom_ui_element", {"region": region}))
         if step.error or step.observation is None:
             return StepResult(done=True)
-        (shown,) = step.observation.messages
-        return StepResult(Observation((Message(shown.role, (f"{UNSURE}\n", *shown.parts)),)))
+        (zoomed,) = step.observation.messages
+        message = Message(zoomed.role, (f"{UNSURE}\n", *zoomed.parts))
+        return StepResult(Observation((message,)))
 
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -121,16 +133,18 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 """The original's arguments where a call has none."""
 
 
-@functools.cache  # an episode asks for it, and parsing takes longer than all its calls
+# Each episode needs it, and parsing takes longer than all calls of an episode.
+@functools.cache
 def described() -> tuple[Mapping[str, Any], ...]:
-    """Name, description and parameters of the three tools, from the original's own file."""
+    """Name, description and parameters of the three tools, from the original's file."""
     text = (PROMPTS / "tools.yaml").read_text(encoding="utf-8")
     return tuple(tool["tool_schema"]["function"] for tool in yaml.safe_load(text)["tools"])
 
 
-def _on(album: Album, name: str) -> Callable[..., ToolResult]:
-    """The tool ``name`` over the episode's images; further calls look at the first image too, as
-    its box does.
+def _tool_functions(album: Album) -> Mapping[str, Callable[..., ToolResult]]:
+    """Name -> function of each tool, over the episode's images.
+
+    All calls look at the first image, as the answer's box does.
     """
 
     def zoom(region: Any, zoom_factor: float = 2.0) -> ToolResult:
@@ -142,25 +156,24 @@ def _on(album: Album, name: str) -> Callable[..., ToolResult]:
             raise ToolError(f"type {type!r} is none of {', '.join(kinds)}")
         return album.inspect(region)
 
-    functions: dict[str, Callable[..., ToolResult]] = {
-        "zoom_ui_element": zoom,
-        "wait_for_ui": lambda duration: album.wait(duration),
-        "inspect_element": inspect,
-    }
-    return functions[name]
+    def wait(duration: Any) -> ToolResult:
+        return album.wait(duration)
+
+    return {"zoom_ui_element": zoom, "wait_for_ui": wait, "inspect_element": inspect}
 
 
 def _calls(text: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """Those calls of a turn that are JSON with a name and arguments."""
-    found = []
+    """Name and arguments of the turn's calls that are JSON with both."""
+    calls = []
     for body in bodies(text):
         try:
-            said = json.loads(body)
+            call = json.loads(body)
         except (ValueError, RecursionError):
             continue
-        arguments = (
-            said.get("arguments", said.get("parameters", {})) if isinstance(said, Mapping) else None
-        )
-        if isinstance(arguments, Mapping) and isinstance(said.get("name"), str):
-            found.append((said["name"], arguments))
-    return found
+        if not isinstance(call, Mapping):
+            continue
+        name = call.get("name")
+        arguments = call.get("arguments", call.get("parameters", {}))
+        if isinstance(name, str) and isinstance(arguments, Mapping):
+            calls.append((name, arguments))
+    return calls

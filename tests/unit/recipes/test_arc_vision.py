@@ -28,8 +28,9 @@ from rayloop.core.types import (
     Turn,
 )
 from rayloop.recipes.arc_vision.data import Box, GroundingRows
-from rayloop.recipes.arc_vision.reward import ArcVisionReward, ArcVisionWeights, IoUReward, Played
+from rayloop.recipes.arc_vision.reward import ArcVisionReward, IoUReward, Played
 from rayloop.recipes.arc_vision.reward import arc_vision as formula
+from rayloop.recipes.arc_vision.settings import ArcVisionWeights
 from rayloop.run.config import RunConfig
 
 ROOT = Path(__file__).parents[3]
