@@ -43,8 +43,8 @@ from rayloop.measure.controls import (
     over_cells,
     pass_rates,
     summarise,
-    table,
 )
+from rayloop.measure.report import table
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, store, total
 from rayloop.run.folder import RolloutDump, is_answer, make_folder

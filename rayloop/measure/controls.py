@@ -1,6 +1,7 @@
-"""Evaluation against controls: a policy looks only if the right image scores higher than another
-image of the same kind, than one of another kind, and than the best answer without any (the blind
-prior), each beyond chance. Also pass@k of answers.
+"""Evaluation against controls, and pass@k of answers.
+
+A policy looks only if the right image scores higher than another image of the same kind, than one
+of another kind, and than the best answer without any (the blind prior), each beyond chance.
 """
 
 import random
@@ -12,12 +13,18 @@ from typing import Any, Protocol
 
 from rayloop.core.groups import Scored
 from rayloop.core.types import ImageSource, Task, derive
-from rayloop.measure.intervals import LEAST, Interval, interval, paired_interval, pass_at
+from rayloop.measure.intervals import Interval, interval, paired_interval, pass_at
 
-RIGHT, SAME, OTHER, BLIND, SAMPLED = "right", "same source", "other source", "blind", "sampled"
-"""Arms: the right image; another of the same source; one of another source; the blind prior; the
-right image, sampled.
-"""
+RIGHT = "right"
+"""The arm with the right image."""
+SAME = "same source"
+"""The arm with another image of the same source."""
+OTHER = "other source"
+"""The arm with an image of another source."""
+BLIND = "blind"
+"""The arm of the blind prior."""
+SAMPLED = "sampled"
+"""The arm with the right image and sampled answers."""
 CONTROLS = (BLIND, SAME, OTHER)
 WORDS = {
     BLIND: "the best answer without an image",
@@ -32,8 +39,6 @@ NOT_PLAYED = {
     ),
 }
 """A control that was not played, and why."""
-NAMED = 12
-"""Sources that a sentence names."""
 
 
 class BlindPrior(Protocol):
@@ -52,33 +57,38 @@ def swapped(tasks: Sequence[Task], seed: int, *, same: bool) -> list[Task]:
     A task without such another is left out.
     """
     order = [task for task in tasks if task.images]
-    random.Random(derive(seed, "swapped images", "same page" if same else "other page")).shuffle(
-        order
-    )
+    kind = "same page" if same else "other page"
+    random.Random(derive(seed, "swapped images", kind)).shuffle(order)
     result = []
     for position, task in enumerate(order):
-        others = (*order[position + 1 :], *order[:position])
-        fits = (o for o in others if (o.source == task.source) == same and o.images != task.images)
-        if (other := next(fits, None)) is not None:
-            result.append(_with_images(task, other.images))
+        donor = _donor(task, [*order[position + 1 :], *order[:position]], same)
+        if donor is not None:
+            result.append(_with_images(task, donor.images))
     return result
 
 
+def _donor(task: Task, candidates: Iterable[Task], same: bool) -> Task | None:
+    """The first candidate with other images, of the task's source or of another one."""
+    for candidate in candidates:
+        right_source = (candidate.source == task.source) == same
+        if right_source and candidate.images != task.images:
+            return candidate
+    return None
+
+
 def _with_images(task: Task, images: list[ImageSource]) -> Task:
-    """The task with its k-th image replaced by the k-th of ``images``, which are repeated when
-    there are fewer.
+    """The task with its k-th image replaced by the k-th of ``images``.
+
+    They are repeated when there are fewer.
     """
     remaining = iter(images * len(task.images))
-    return replace(
-        task,
-        messages=tuple(
-            replace(
-                m,
-                parts=tuple(next(remaining) if isinstance(p, ImageSource) else p for p in m.parts),
-            )
-            for m in task.messages
-        ),
-    )
+    messages = []
+    for message in task.messages:
+        parts = [
+            next(remaining) if isinstance(part, ImageSource) else part for part in message.parts
+        ]
+        messages.append(replace(message, parts=tuple(parts)))
+    return replace(task, messages=tuple(messages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +128,18 @@ Table = dict[str, dict[str, Interval]]
 
 
 def scores(items: Iterable[Item]) -> dict[str, dict[str, float]]:
-    """Score -> task -> mean over the task's scored answers, sorted by task, so that a resampling
-    does not depend on their order.
+    """Score -> task -> mean over the task's scored answers.
+
+    They are sorted by task, so that a resampling does not depend on their order.
     """
     values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for item in sorted(items, key=lambda item: item.key):
         for name, value in item.scores.items():
             values[name][item.task].append(value)
-    return {name: {task: sum(v) / len(v) for task, v in by.items()} for name, by in values.items()}
+    result = {}
+    for name, by_task in values.items():
+        result[name] = {task: sum(answers) / len(answers) for task, answers in by_task.items()}
+    return result
 
 
 def means(items: Iterable[Item]) -> dict[str, Interval]:
@@ -135,25 +149,33 @@ def means(items: Iterable[Item]) -> dict[str, Interval]:
 
 def by_column(items: Sequence[Item], values: Mapping[str, str]) -> Table:
     """The right image's scores by the values of a column; ``values``: id of a task -> value."""
-    right = [item for item in items if item.arm == RIGHT]
-    kinds = sorted({values.get(item.task, "") for item in right})
-    return {
-        kind: means(item for item in right if values.get(item.task, "") == kind) for kind in kinds
-    }
+    groups: dict[str, list[Item]] = defaultdict(list)
+    for item in _of_arm(items, RIGHT):
+        groups[values.get(item.task, "")].append(item)
+    return {value: means(groups[value]) for value in sorted(groups)}
+
+
+def _of_arm(items: Iterable[Item], arm: str) -> list[Item]:
+    return [item for item in items if item.arm == arm]
 
 
 def over_cells(rows: Table) -> dict[str, float]:
-    """Score -> mean of the rows' means, each weighing the same: the average of published tables
-    with a cell for each kind.
+    """Score -> mean of the rows' means, each weighing the same.
+
+    It is the average of published tables with a cell for each kind.
     """
-    names = dict.fromkeys(name for row in rows.values() for name in row)
-    return {name: fmean(row[name][0] for row in rows.values() if name in row) for name in names}
+    cells: dict[str, list[float]] = defaultdict(list)
+    for row in rows.values():
+        for name, (mean, _, _) in row.items():
+            cells[name].append(mean)
+    return {name: fmean(means) for name, means in cells.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A score of the ``tasks`` common to two evaluations: its means, and ``gain``, the mean paired
-    difference with its interval.
+    """A score of the ``tasks`` common to two evaluations, with its means.
+
+    ``gain`` is the mean paired difference with its interval.
     """
 
     tasks: int
@@ -164,14 +186,23 @@ class Pair:
 
 def pairs(after: Iterable[Item], before: Iterable[Item]) -> dict[str, Pair]:
     """Score -> how the tasks that both have differ; scores without a common task are left out."""
-    new, old = scores(after), scores(before)
+    scores_after = scores(after)
+    scores_before = scores(before)
     result = {}
-    for name in new.keys() & old.keys():
-        if common := sorted(new[name].keys() & old[name].keys()):
-            late, early = [new[name][t] for t in common], [old[name][t] for t in common]
-            result[name] = Pair(
-                len(common), fmean(early), fmean(late), paired_interval(late, early)
-            )
+    for name in scores_after.keys() & scores_before.keys():
+        new = scores_after[name]
+        old = scores_before[name]
+        tasks = sorted(new.keys() & old.keys())
+        if not tasks:
+            continue
+        new_means = [new[task] for task in tasks]
+        old_means = [old[task] for task in tasks]
+        result[name] = Pair(
+            tasks=len(tasks),
+            before=fmean(old_means),
+            after=fmean(new_means),
+            gain=paired_interval(new_means, old_means),
+        )
     return result
 
 
@@ -182,285 +213,113 @@ def gains(after: Iterable[Item], before: Iterable[Item]) -> dict[str, Interval]:
 
 def against_controls(items: Sequence[Item]) -> Table:
     """Control arm -> score -> right image minus that arm."""
-    arms = {arm: [item for item in items if item.arm == arm] for arm in (RIGHT, *CONTROLS)}
-    differences = {arm: gains(arms[RIGHT], arms[arm]) for arm in CONTROLS}
-    return {arm: by for arm, by in differences.items() if by}
+    right = _of_arm(items, RIGHT)
+    differences = {arm: gains(right, _of_arm(items, arm)) for arm in CONTROLS}
+    return {arm: by_score for arm, by_score in differences.items() if by_score}
 
 
 def looks(differences: Table) -> bool | None:
-    """Whether the reward with the right image is above that of every control that was played, with intervals that exclude 0. None:
-    undecided, for want of another image of the same source, or of ``LEAST`` items.
+    """Whether the reward with the right image is above that of every control that was played.
+
+    The intervals must exclude 0. None: undecided, since there is no other image of the same source,
+    or fewer than ``LEAST`` items.
     """
-    enough = [by for by in differences.values() if by["reward"][1] is not None]
-    if not all(map(_above, enough)):
+    lower_bounds = [by_score["reward"][1] for by_score in differences.values()]
+    known_bounds = [bound for bound in lower_bounds if bound is not None]
+    if not all(bound > 0 for bound in known_bounds):
         return False
-    return True if SAME in differences and len(enough) == len(differences) else None
-
-
-def _above(difference: Mapping[str, Interval]) -> bool:
-    low = difference["reward"][1]
-    return low is not None and low > 0
+    decided = SAME in differences and len(known_bounds) == len(lower_bounds)
+    return True if decided else None
 
 
 def by_source(items: Sequence[Item], before: Sequence[Item] = ()) -> dict[str, dict[str, Any]]:
-    """Source with images -> ``items``, ``reward`` with the right image, its ``differences`` from
-    controls, whether the policy ``looks``, how many ``answers`` are distinct, how many are the
-    ``commonest``, and ``change``: of the reward since ``before``.
+    """Source with images -> its summary with the right image.
+
+    Keys: ``items``, ``reward``, its ``differences`` from controls, whether the policy ``looks``,
+    how many ``answers`` are distinct, how many are the ``commonest``, and ``change``: of the reward
+    since ``before``.
     """
-    found: dict[str, dict[str, Any]] = {}
-    for source in sorted(
-        {item.source for item in items if item.arm in (SAME, OTHER) or item.images}
-    ):
-        now, then = ([item for item in group if item.source == source] for group in (items, before))
-        right = [item for item in now if item.arm == RIGHT and item.reward is not None]
+    shows_images = [item for item in items if item.arm in (SAME, OTHER) or item.images]
+    result: dict[str, dict[str, Any]] = {}
+    for source in sorted({item.source for item in shows_images}):
+        items_now = [item for item in items if item.source == source]
+        right = [item for item in _of_arm(items_now, RIGHT) if item.reward is not None]
         if not right:
             continue
-        differences = against_controls(now)
+        right_before = [item for item in _of_arm(before, RIGHT) if item.source == source]
+        differences = against_controls(items_now)
         texts = Counter(item.text for item in right)
-        found[source] = {
+        result[source] = {
             "items": len(right),
             "reward": means(right)["reward"],
-            "differences": {arm: by["reward"] for arm, by in differences.items()},
+            "differences": {arm: by_score["reward"] for arm, by_score in differences.items()},
             "looks": looks(differences),
             "answers": len(texts),
             "commonest": max(texts.values()),
-            "change": gains(right, [item for item in then if item.arm == RIGHT]).get("reward"),
+            "change": gains(right, right_before).get("reward"),
         }
-    return found
+    return result
 
 
 def summarise(items: Sequence[Item], unscored: int, before: Sequence[Item] = ()) -> dict[str, Any]:
-    """Means with their intervals by arm and by source, ``differences`` (right image minus control),
-    and whether it ``looks``: on average, and on every source. ``before``: the items of an earlier
-    evaluation, to compare with.
+    """Means with their intervals by arm and by source, and the comparison with the controls.
+
+    ``differences``: right image minus control. ``looks``: whether the policy looks, on average and
+    on every source. ``before``: the items of an earlier evaluation, to compare with.
     """
-    differences, arms = against_controls(items), list(dict.fromkeys(item.arm for item in items))
+    differences = against_controls(items)
+    arms = dict.fromkeys(item.arm for item in items)
     sources = by_source(items, before) if differences else {}
-    judged = [looks(differences), *(one["looks"] for one in sources.values())]
     return {
-        "items": sum(item.arm == RIGHT for item in items),
-        "arms": {arm: means(item for item in items if item.arm == arm) for arm in arms},
+        "items": len(_of_arm(items, RIGHT)),
+        "arms": {arm: means(_of_arm(items, arm)) for arm in arms},
         "sources": by_column(items, {item.task: item.source for item in items}),
         "differences": differences,
         "by_source": sources,
-        "looks": False if False in judged else None if None in judged or not differences else True,
+        "looks": _looks_everywhere(differences, sources.values()),
         "unscored": unscored,
     }
 
 
-def table(summary: dict[str, Any]) -> list[str]:
-    """The summary as lines of text.
-
-    Where the run names a score (``evaluation.solved``), tables have that one, and a line the means
-    of the others. Sources are shown where no other column is asked for.
-    """
-    arms, by, main = (
-        summary["arms"],
-        summary.get("by", {}),
-        summary.get("solved", "").partition(" ")[0],
-    )
-    first = next(iter(arms), "")
-    only = (main,) if main != "reward" and all(main in row for row in arms.values()) else ()
-    lines = [
-        f"{summary['items']} items, mean and 95 % interval (bootstrap over items)",
-        *_rows("", arms, only),
-    ]
-    if only and (
-        others := [
-            f"{score} {found[0]:.3f}"
-            for score, found in arms.get(first, {}).items()
-            if score != main
-        ]
-    ):
-        lines.append(f"other means, {first}: " + "  ".join(others))
-    if not by and len(summary["sources"]) > 1:
-        lines += ["by source, right image:", *_rows("  ", summary["sources"], only)]
-    for column, rows in by.items():
-        lines += [f"by {column}, right image:", *_rows("  ", rows, only)]
-        if average := summary.get("cells", {}).get(column):
-            means = (
-                f"{score} {mean:.3f}"
-                for score, mean in average.items()
-                if score in (only or average)
-            )
-            lines.append(f"  mean of these {len(rows)}  " + "  ".join(means))
-    for k, found in summary.get("pass_at", {}).items():
-        lines.append(f"pass@{k}  {_shown(found)}  (an answer is right with {summary['solved']})")
-    if cut := summary.get("cut"):
-        lines.append(
-            f"{cut} answers were cut by sampling.max_tokens; --retries N plays them again with more"
-            " room"
-        )
-    if differences := summary["differences"]:
-        lines += [
-            "right image minus control, paired:",
-            *_rows("  ", differences),
-            *_source_rows(summary),
-            verdict(summary),
-        ]
-    if summary["unscored"]:
-        lines.append(
-            f"{summary['unscored']} answers have no score; run again once the reason in"
-            " events.jsonl is removed"
-        )
-    return lines
-
-
-def verdict(summary: Mapping[str, Any]) -> str:
-    """On how many sources the policy looks; where it was not shown to look, where that is
-    undecided, and where it got worse.
-    """
-    sources: Mapping[str, Mapping[str, Any]] = summary.get("by_source") or {}
-    differences: Table = summary["differences"]
-    said = [_by_source(sources, differences) if len(sources) > 1 else _on_average(differences)]
-    worse = {
-        name: one["change"]
-        for name, one in sources.items()
-        if one["change"] and one["change"][0] < 0
-    }
-    sure = {
-        name: f"{name} {_shown(change)}"
-        for name, change in worse.items()
-        if change[2] is not None and change[2] < 0
-    }
-    if sure:
-        said.append(f"Worse than at the first evaluation: {_some(sure.values())}.")
-    if chance := [f"{name} {_shown(change)}" for name, change in worse.items() if name not in sure]:
-        said.append(f"Lower than at the first evaluation, which may be chance: {_some(chance)}.")
-    if missing := [why for arm, why in NOT_PLAYED.items() if arm not in differences]:
-        said.append(f"Not compared with {'; nor with '.join(missing)}.")
-    return " ".join(said)
-
-
-def _by_source(sources: Mapping[str, Mapping[str, Any]], differences: Table) -> str:
-    by: dict[bool | None, list[str]] = {True: [], False: [], None: []}
-    for name, one in sources.items():
-        by[one["looks"]].append(name)
-    few = f"fewer than {LEAST} tasks, or no other image of the source"
-    if len(by[None]) == len(sources):
-        return (
-            f"{_on_average(differences)} That is a mean over {len(sources)} sources; on which it"
-            f" holds is undecided ({few})."
-        )
-    count = f"{len(by[True])} of {len(sources)} sources"
-    said = [
-        f"The policy looks on {count}: there the right image scores above every control, and no"
-        " interval holds 0."
-    ]
-    if not by[True]:
-        said = [
-            f"No evidence that the policy looks: on none of {len(sources)} sources is the right"
-            " image above every control."
-        ]
-    if by[False]:
-        said.append(
-            f"Not shown to look: {_some(_weakest(name, sources[name]) for name in by[False])}."
-        )
-    if by[None]:
-        said.append(f"Undecided ({few}): {_some(by[None])}.")
-    return " ".join(said)
-
-
-def _weakest(name: str, one: Mapping[str, Any]) -> str:
-    """A source, the control whose interval reaches lowest, and how many answers it gave."""
-    bounded = {arm: found for arm, found in one["differences"].items() if found[1] is not None}
-    arm, found = min(bounded.items(), key=lambda pair: float(pair[1][1]))
-    answers = f"{one['answers']} distinct answers to {one['items']} tasks"
-    return f"{name} ({_shown(found)} against {WORDS[arm]}; {answers})"
-
-
-def _some(names: Iterable[str]) -> str:
-    """The first names, and how many more there are."""
-    known = list(names)
-    return ", ".join(known[:NAMED]) + (
-        f" and {len(known) - NAMED} more" if len(known) > NAMED else ""
-    )
-
-
-def _on_average(differences: Table) -> str:
-    """One sentence on whether the policy looks, over all sources."""
-    judged = looks(differences)
-    if judged:
-        above = ", ".join(WORDS[arm] for arm in differences)
-        return f"The policy looks: the right image scores above {above}; no interval holds 0."
-    if judged is False:
-        failing = [
-            WORDS[arm]
-            for arm, by in differences.items()
-            if by["reward"][1] is not None and not _above(by)
-        ]
-        return (
-            f"No evidence that the policy looks: the right image is not above {', '.join(failing)}."
-        )
-    few = [WORDS[arm] for arm, by in differences.items() if by["reward"][1] is None]
-    if few:
-        return (
-            f"Too few items to say whether the policy looks: fewer than {LEAST} for"
-            f" {', '.join(few)}."
-        )
-    return "Whether the policy looks is undecided."
-
-
-def _rows(indent: str, rows: Table, only: Sequence[str] = ()) -> list[str]:
-    """A line of each row, with all scores or those of ``only``."""
-    width = max((len(name) for name in rows), default=0)
-    return [
-        f"{indent}{name:<{width}}  "
-        + "  ".join(f"{score} {_shown(by[score])}" for score in only or by if score in by)
-        for name, by in rows.items()
-    ]
-
-
-JUDGED = {True: "looks", False: "not shown to look", None: "undecided"}
-
-
-def _source_rows(summary: Mapping[str, Any]) -> list[str]:
-    """A line of each source, where there are several: the right image's reward minus each control."""
-    sources = summary.get("by_source") or {}
-    if len(sources) < 2:
-        return []
-    width, lines = max(map(len, sources)), ["the same by source, reward alone:"]
-    for name, one in sources.items():
-        over = "  ".join(f"{arm} {_shown(found)}" for arm, found in one["differences"].items())
-        change = f"  change {_shown(one['change'])}" if one["change"] else ""
-        answers = f"{one['answers']} answers to {one['items']}"
-        lines.append(f"  {name:<{width}}  {JUDGED[one['looks']]:<17}  {over}  {answers}{change}")
-    return lines
-
-
-def _shown(found: Interval) -> str:
-    mean, low, high = found
-    return (
-        f"{mean:.3f} [{low:.3f}, {high:.3f}]" if low is not None else f"{mean:.3f} [too few items]"
-    )
+def _looks_everywhere(differences: Table, sources: Iterable[Mapping[str, Any]]) -> bool | None:
+    """Whether the policy looks on average and on every source; None where that is undecided."""
+    verdicts = [looks(differences), *(source["looks"] for source in sources)]
+    if False in verdicts:
+        return False
+    return None if None in verdicts or not differences else True
 
 
 def pass_rates(
     items: Iterable[Item], score: str, least: float, arm: str = SAMPLED
 ) -> dict[int, Interval]:
-    """k -> pass@k over tasks with its 95 % interval, for k = 1, 2, 4, ... and the number of sampled
-    answers; empty without any. An answer is right when its ``score`` is at least ``least``. k goes
-    up to the answers of the task with fewest.
+    """k -> pass@k over tasks with its 95 % interval; empty without answers.
+
+    k is 1, 2, 4, ... and the number of sampled answers, up to the answers of the task with fewest.
+    An answer is right when its ``score`` is at least ``least``.
     """
-    found: dict[str, list[bool]] = defaultdict(list)
+    answers: dict[str, list[bool]] = defaultdict(list)
     for item in items:
         if item.arm == arm and score in item.scores:
-            found[item.task].append(item.scores[score] >= least)
-    if not found:
+            answers[item.task].append(item.scores[score] >= least)
+    if not answers:
         return {}
-    most = min(map(len, found.values()))
-    counts = sorted({*(2**n for n in range(most.bit_length())), most})
-    tasks = [found[name] for name in sorted(found)]
-    return {k: interval([pass_at(len(task), sum(task), k) for task in tasks]) for k in counts}
+    fewest = min(map(len, answers.values()))
+    powers = {2**n for n in range(fewest.bit_length())}
+    tasks = [answers[task] for task in sorted(answers)]
+    rates = {}
+    for k in sorted(powers | {fewest}):
+        rates[k] = interval([pass_at(len(right), sum(right), k) for right in tasks])
+    return rates
 
 
 def solved_tasks(items: Iterable[Item], score: str, least: float) -> dict[str, tuple[int, int]]:
-    """By task: its right answers, and all that have the score, of the arms that show the right
-    image.
+    """Task -> its right answers, and all that have the score.
+
+    Only arms that show the right image count.
     """
-    found: dict[str, tuple[int, int]] = {}
+    counts: dict[str, tuple[int, int]] = {}
     for item in items:
         if item.arm in (RIGHT, SAMPLED) and score in item.scores:
-            right, played = found.get(item.task, (0, 0))
-            found[item.task] = right + (item.scores[score] >= least), played + 1
-    return found
+            right, total = counts.get(item.task, (0, 0))
+            counts[item.task] = right + (item.scores[score] >= least), total + 1
+    return counts

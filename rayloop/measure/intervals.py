@@ -5,10 +5,12 @@ from math import prod
 
 import numpy as np
 
-RESAMPLES, LEVEL = 10_000, 95.0
+RESAMPLES = 10_000
+LEVEL = 95.0
+"""Per cent of the resampled means that an interval covers."""
 BINS = 10
 """Ranges of confidence of the calibration error."""
-PICKED = 2**22
+BLOCK_ITEMS = 2**22
 """Items that are picked at a time, which keeps the memory of a resampling below 64 MiB."""
 LEAST = 8
 """Items below which there is no interval: resamples of few items vary too little.
@@ -31,14 +33,15 @@ def interval(values: Sequence[float], seed: int = 0) -> Interval:
     array = np.asarray(values, np.float64)
     if len(array) < LEAST:
         return float(array.mean()), None, None
-    generator, means = np.random.default_rng(seed), np.empty(RESAMPLES)
-    block = max(1, PICKED // len(array))
+    generator = np.random.default_rng(seed)
+    means = np.empty(RESAMPLES)
+    block = max(1, BLOCK_ITEMS // len(array))
     for start in range(0, RESAMPLES, block):
         size = (min(block, RESAMPLES - start), len(array))
-        means[start : start + block] = array[
-            generator.integers(0, len(array), size, dtype=np.int32)
-        ].mean(axis=1)
-    low, high = map(float, np.percentile(means, [(100 - LEVEL) / 2, (100 + LEVEL) / 2]))
+        picks = generator.integers(0, len(array), size, dtype=np.int32)
+        means[start : start + block] = array[picks].mean(axis=1)
+    tail = (100 - LEVEL) / 2
+    low, high = np.percentile(means, [tail, 100 - tail]).tolist()
     return float(array.mean()), low, high
 
 
@@ -55,9 +58,10 @@ def paired_interval(after: Sequence[float], before: Sequence[float], seed: int =
 def calibration_error(
     confidences: Sequence[float], right: Sequence[float], bins: int = BINS
 ) -> float:
-    """The expected calibration error (Guo et al., 2017, equation 3), 0 to 1, over ``bins`` equal
-    ranges of confidence. ``confidences`` [N] from 0 to 1, ``right`` [N] 0 or 1. Raises ValueError
-    when there is none, or their numbers differ.
+    """The expected calibration error (Guo et al., 2017, equation 3), 0 to 1.
+
+    It is over ``bins`` equal ranges of confidence. ``confidences`` [N] from 0 to 1, ``right`` [N] 0
+    or 1. Raises ValueError when there is none, or their numbers differ.
     """
     if not confidences or len(confidences) != len(right):
         raise ValueError(
@@ -66,13 +70,16 @@ def calibration_error(
         )
     gaps = [0.0] * bins
     for confidence, value in zip(confidences, right, strict=True):
-        gaps[min(int(confidence * bins), bins - 1)] += value - confidence
+        # A confidence of 1 belongs to the last range.
+        range_index = min(int(confidence * bins), bins - 1)
+        gaps[range_index] += value - confidence
     return sum(map(abs, gaps)) / len(confidences)
 
 
 def pass_at(answers: int, right: int, k: int) -> float:
-    """1 - C(n - c, k) / C(n, k) for n ``answers``, c of them ``right`` (Chen et al., 2021, section
-    2.1). Raises ValueError.
+    """1 - C(n - c, k) / C(n, k) for n ``answers``, c of them ``right``.
+
+    Chen et al., 2021, section 2.1. Raises ValueError.
     """
     if not (0 <= right <= answers and 1 <= k <= answers):
         raise ValueError(f"pass@{k} of {answers} answers, {right} of them right")

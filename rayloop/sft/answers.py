@@ -1,5 +1,6 @@
-"""The answers that the supervised stage trains on: a class, a plain function, or the rows' own
-column of answers.
+"""The answers that the supervised stage trains on.
+
+They come from a class, a plain function, or the rows' column of answers.
 """
 
 import inspect
@@ -26,15 +27,15 @@ class Answers(Protocol):
 
 
 class AnswerColumn:
-    """The row's own answer: the column that ``data.reader`` reads as the truth, a text or a number."""
+    """The column that ``data.reader`` reads as the truth, a text or a number."""
 
     def answer(self, task: Task, rng: random.Random) -> str:
-        """Raises DataFailure for a row whose answer is neither."""
+        """The row's answer as a text. Raises DataFailure when it is not a text or a number."""
         if isinstance(task.ground_truth, str | int | float):
             return str(task.ground_truth)
         raise DataFailure(
             f"task {task.id}",
-            f"the answer is {short(task.ground_truth)}, no text. Name the column with"
+            f"the answer is {short(task.ground_truth)}, not a text. Name the column with"
             " data.reader.with.truth, or write answers: {use: module:function}, a function of"
             " (task) or (task, rng) that returns the text",
         )
@@ -44,19 +45,25 @@ class FunctionAnswers:
     """A function of ``task``, or of ``task`` and ``rng``."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function, self._draws = function, "rng" in inspect.signature(function).parameters
+        self._function = function
+        self._takes_rng = "rng" in inspect.signature(function).parameters
 
     def answer(self, task: Task, rng: random.Random) -> Any:
-        """What the function returns."""
-        return self._function(task=task, rng=rng) if self._draws else self._function(task=task)
+        """The function's result."""
+        if self._takes_rng:
+            return self._function(task=task, rng=rng)
+        return self._function(task=task)
 
 
 def check_function(function: Callable[..., Any], use: str) -> None:
-    """Raises ConfigError for a function that takes anything else."""
+    """Check that a function can be called with ``task``, or ``task`` and ``rng``.
+
+    Raises ConfigError.
+    """
     try:
-        parameters = inspect.signature(function).parameters
-        given = {"task": 0, "rng": 0} if "rng" in parameters else {"task": 0}
-        inspect.signature(function).bind(**given)
+        signature = inspect.signature(function)
+        arguments = {"task": 0, "rng": 0} if "rng" in signature.parameters else {"task": 0}
+        signature.bind(**arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"use: {use!r} gives no answers: {error}. Expected a function of (task) or (task, rng)"
@@ -71,16 +78,21 @@ ANSWERS = Role("answers", ("answer",), check_function)
 
 def built(answers: Component) -> Answers:
     """The answers of a configuration."""
-    found: Any = answers.build()
-    return found if callable(getattr(found, "answer", None)) else FunctionAnswers(found)
+    component: Any = answers.build()
+    if callable(getattr(component, "answer", None)):
+        source: Answers = component
+        return source
+    return FunctionAnswers(component)
 
 
 def checked(answer: Any, task: Task) -> Sequence[Message]:
     """The answer as messages. Raises DataFailure for anything but a text and messages."""
     if isinstance(answer, str):
         return [Message("assistant", (answer,))]
-    if isinstance(answer, Sequence) and answer and all(isinstance(one, Message) for one in answer):
-        return answer
+    is_list = isinstance(answer, Sequence) and len(answer) > 0
+    if is_list and all(isinstance(message, Message) for message in answer):
+        messages: Sequence[Message] = answer
+        return messages
     raise DataFailure(
         f"task {task.id}", f"the answer is {short(answer)}, neither a text nor a list of Message"
     )
@@ -89,13 +101,13 @@ def checked(answer: Any, task: Task) -> Sequence[Message]:
 def try_first(answers: Component, task: Task) -> None:
     """Ask for the first row's answer before anything starts.
 
-    Raises ConfigError with the file and line of what raised.
+    Raises ConfigError with the file and line that raised.
     """
     try:
         checked(built(answers).answer(task, random.Random(0)), task)
     except DataFailure as failure:
         raise ConfigError(f"answers: {answers.use}: {failure}") from failure
-    except Exception as error:  # a person's own code
+    except Exception as error:  # the user's code may raise anything
         raise ConfigError(
             f"answers: {answers.use} raised on task {task.id}:\n{own_frames(error)}"
         ) from error

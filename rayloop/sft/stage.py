@@ -1,5 +1,6 @@
-"""Supervised steps on the answers of the training rows, before GRPO, on the same engine: the
-gradient of the log-likelihood is the policy gradient with advantage 1 at ratio 1.
+"""Supervised steps on the answers of the training rows, before GRPO, on the same engine.
+
+The gradient of the log-likelihood is the policy gradient with advantage 1 at ratio 1.
 cluster/stages/sft.py runs the stage.
 """
 
@@ -7,7 +8,7 @@ import random
 import tempfile
 import time
 from collections.abc import Iterable
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Self
@@ -42,8 +43,9 @@ ASSISTANT = "assistant"
 
 
 class TinySettings(SettingsModel):
-    """A tiny random model, made at ``model.path`` when that folder does not exist; its tokenizer
-    learns the rows' texts.
+    """A tiny random model, made at ``model.path`` when that folder does not exist.
+
+    Its tokenizer learns the rows' texts.
     """
 
     vision: bool = True
@@ -54,9 +56,10 @@ class TinySettings(SettingsModel):
     Raise them when the stage cannot fit its own rows.
     """
     image_mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
-    """Pixels (red, green, blue, 0..1) are normalised by mean and std; the defaults are
-    Qwen2.5-VL's. With random weights, use the background's colour as mean: otherwise the constant
-    background hides all differences.
+    """Pixels (red, green, blue, 0..1) are normalised by mean and std.
+
+    The defaults are Qwen2.5-VL's. With random weights, use the background's colour as mean:
+    otherwise the constant background hides all differences.
     """
     image_std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
     """The processor divides pixels by these. Smaller numbers raise the contrast."""
@@ -66,8 +69,7 @@ class SftConfig(SettingsModel):
     """``python -m rayloop sft CONFIG``."""
 
     output: LocalPath
-    """Folder of the trained model, in Hugging Face layout: what ``model.path`` of a run then names.
-    """
+    """Folder of the trained model, in Hugging Face layout, for ``model.path`` of a run."""
     seed: int = 0
     """Order of the rows, and random weights of a new tiny model.
 
@@ -78,16 +80,19 @@ class SftConfig(SettingsModel):
     seconds: float | None = Field(None, gt=0)
     """Stop after this long, if that comes before ``steps``: for comparisons at equal time."""
     save_every: int | None = Field(None, gt=0)
-    """Also write the model as ``output``/step_<N> after every so many steps, and measure its loss
-    on ``data.eval``, as at the end: to choose one on held-out rows.
+    """Steps after which the model is also written, as ``output``/step_<N>.
+
+    Its loss is measured on ``data.eval``, as at the end, to choose one on held-out rows.
     """
     best: bool = False
-    """Let ``output`` have the weights of the lowest held-out loss that was measured, instead of the
-    last ones. Set it where a stage may be longer than its rows allow.
+    """Whether ``output`` has the weights of the lowest held-out loss, instead of the last ones.
+
+    Set it where a stage may be longer than its rows allow.
     """
     dtype: Dtype = "float32"
-    """Type of the written weights (training has ``engine.dtype`` over float32 master weights).
-    bfloat16 halves the files.
+    """Type of the written weights; bfloat16 halves the files.
+
+    Training has ``engine.dtype`` over float32 master weights.
     """
     batch_size: int = Field(32, gt=0)
     """Rows per optimizer update, spread over the workers.
@@ -102,8 +107,10 @@ class SftConfig(SettingsModel):
     placement: Placement = Placement()
     """The resources of one worker: a GPU each on machines with GPUs."""
     checkpoint_every: int = Field(100, gt=0)
-    """Steps between the checkpoints from which the stage goes on when a worker dies or the command
-    is run again. Lower it where machines may be taken away.
+    """Steps between checkpoints.
+
+    The stage continues from the last one when a worker dies or the command is run again. Lower it
+    where machines may be taken away.
     """
     max_failures: int = Field(3, ge=0)
     """How often the workers are restarted after one died.
@@ -118,14 +125,17 @@ class SftConfig(SettingsModel):
     model: ModelSettings
     data: DataSettings
     answers: Annotated[Component, ANSWERS] = Component(use="rayloop.sft.answers:AnswerColumn")
-    """What the model must say: the rows' answers, a class of docs/components.md, or a function of
-    ``(task)`` or ``(task, rng)`` that returns the text, for example ``{use: "mine:spoken"}``.
+    """The answers that the model learns.
+
+    They are the rows' answers, a class of docs/components.md, or a function of ``(task)`` or
+    ``(task, rng)`` that returns the text, for example ``{use: "mine:spoken"}``.
     """
     tiny: TinySettings | None = None
     engine: FsdpSettings = FsdpSettings()
     optimizer: OptimizerSettings = OptimizerSettings(lr=1e-3)
-    """The learning rate is that of a supervised stage, higher than a run's; a schedule ends with
-    the stage.
+    """The optimizer, with the learning rate of a supervised stage, higher than a run's.
+
+    A schedule ends with the stage.
     """
     log_every: int = Field(25, gt=0)
     """Steps between two lines on the terminal. Lower it to watch a short stage."""
@@ -141,7 +151,7 @@ class SftConfig(SettingsModel):
 
 
 class Examples:
-    """Rows as trajectories whose sampled turns are the answer's."""
+    """Makes trajectories of rows: the sampled turns are those of the answer."""
 
     def __init__(self, config: SftConfig) -> None:
         self.renderer = Renderer(config.model)
@@ -149,30 +159,27 @@ class Examples:
         self.sampling = self.renderer.sampling(Sampling())
 
     def item(self, task: Task, rng: random.Random) -> TrainItem:
-        """Raises DataFailure for an unusable image."""
-        turns, images, said = list[Turn](), dict[str, bytes](), TokenIds()
+        """The row's training item. Raises DataFailure for an unusable image."""
+        turns: list[Turn] = []
+        images: dict[str, bytes] = {}
+        answer_ids = TokenIds()
 
         def show(role: str, rendered: Rendered) -> None:
-            turns.append(
-                Turn(role, rendered.token_ids, tuple(image.ref for image in rendered.images))
-            )
-            images.update(
-                {
-                    image.ref.sha256: image.data
-                    for image in rendered.images
-                    if image.data is not None
-                }
-            )
+            refs = tuple(image.ref for image in rendered.images)
+            turns.append(Turn(role, rendered.token_ids, refs))
+            for image in rendered.images:
+                if image.data is not None:
+                    images[image.ref.sha256] = image.data
 
         show("prompt", self.renderer.prompt(task.messages, task.tools))
-        for assistant, messages in groupby(
-            checked(self.answers.answer(task, rng), task), key=lambda m: m.role == ASSISTANT
-        ):
-            if assistant:
-                said = self.renderer.answer("".join(_texts(messages)), opening=True)
-                turns.append(Turn(ASSISTANT, said, logprobs=(0.0,) * len(said), version=START))
+        answer = checked(self.answers.answer(task, rng), task)
+        for is_answer, messages in groupby(answer, key=_is_assistant):
+            if is_answer:
+                answer_ids = self.renderer.answer("".join(_texts(messages)), opening=True)
+                logprobs = (0.0,) * len(answer_ids)
+                turns.append(Turn(ASSISTANT, answer_ids, logprobs=logprobs, version=START))
             else:
-                show("observation", self.renderer.observation(list(messages), said))
+                show("observation", self.renderer.observation(list(messages), answer_ids))
         trajectory = Trajectory(
             TrajectoryId(0, 0),
             0,
@@ -186,12 +193,17 @@ class Examples:
         return TrainItem(trajectory, advantage=0.0, streams=SUPERVISED)
 
 
+def _is_assistant(message: Message) -> bool:
+    return message.role == ASSISTANT
+
+
 def _texts(messages: Iterable[Message]) -> list[str]:
-    return [part for message in messages for part in message.parts if isinstance(part, str)]
+    parts = chain.from_iterable(message.parts for message in messages)
+    return [part for part in parts if isinstance(part, str)]
 
 
 def make_tiny(config: SftConfig) -> None:
-    """Make the model of ``config.tiny`` unless it is there. Raises ConfigError, DataFailure."""
+    """Make the model of ``config.tiny`` unless it exists. Raises ConfigError, DataFailure."""
     path = Path(config.model.path)
     if config.tiny is None or path.exists():
         return
@@ -206,15 +218,14 @@ def make_tiny(config: SftConfig) -> None:
     )
     answers = built(config.answers)
     rng = random.Random(config.seed)
-    texts = [
-        text
-        for task in dataset
-        for text in _texts((*task.messages, *checked(answers.answer(task, rng), task)))
-    ]
+    texts: list[str] = []
+    for task in dataset:
+        answer = checked(answers.answer(task, rng), task)
+        texts += _texts((*task.messages, *answer))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as aside:
-        made = write_tiny_vlm(
-            Path(aside) / "model",
+    with tempfile.TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as folder:
+        model = write_tiny_vlm(
+            Path(folder) / "model",
             texts,
             vision=config.tiny.vision,
             seed=config.seed,
@@ -223,13 +234,13 @@ def make_tiny(config: SftConfig) -> None:
             image_std=config.tiny.image_std,
             **config.tiny.sizes,
         )
-        # Renamed when it is whole: a later start takes the folder for the model without looking
+        # The rename comes last: a later start takes the folder for the model without looking
         # into it.
-        made.rename(path)
+        model.rename(path)
 
 
 class SftProgress:
-    """Makes the lines of progress, of means since the last line.
+    """Makes the lines of progress, with means since the last line.
 
     ``spent``: seconds before this part of the stage.
     """
@@ -237,7 +248,8 @@ class SftProgress:
     def __init__(self, spent: float = 0.0) -> None:
         self._last = time.monotonic()
         self._began = self._last - spent
-        self.rows, self._reports = 0, list[dict[str, float]]()
+        self.rows = 0
+        self._reports: list[dict[str, float]] = []
 
     @property
     def seconds(self) -> float:
@@ -250,11 +262,15 @@ class SftProgress:
         self.rows += rows
 
     def line(self, step: int) -> str:
-        """The behaviour log-probs of an answer are 0, so |old - behaviour| is its loss per token."""
+        """The line of the updates since the last line."""
         now = time.monotonic()
+        # The behaviour log-probs of an answer are 0, so |old - behaviour| is its loss per token.
         loss = mean(report["actor/logprob_mismatch_mean"] for report in self._reports)
-        report, rate = self._reports[-1], self.rows / (now - self._last)
-        self._last, self.rows, self._reports = now, 0, []
+        report = self._reports[-1]
+        rate = self.rows / (now - self._last)
+        self._last = now
+        self.rows = 0
+        self._reports = []
         return (
             f"step {step}  {now - self._began:.0f} s  {rate:.0f} rows/s  loss {loss:.4f}  "
             f"grad norm {report['actor/grad_norm']:.2f}  lr {report['actor/lr']:.1e}"

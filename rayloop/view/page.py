@@ -24,7 +24,7 @@ import jinja2
 
 from rayloop.core.failures import ConfigError
 from rayloop.core.files import write_whole
-from rayloop.measure.controls import JUDGED, verdict
+from rayloop.measure.report import JUDGED, verdict
 from rayloop.run.folder import RunFolder
 from rayloop.run.records.jsonl import SCHEMA_VERSION, encode
 from rayloop.view.charts import charts, drawn, is_constant

@@ -12,7 +12,7 @@ import yaml
 
 from rayloop.config.explain import short
 from rayloop.core.groups import Outcome, Scored
-from rayloop.measure.controls import table
+from rayloop.measure.report import table
 from rayloop.run.folder import RolloutRecord
 
 Record = Mapping[str, Any]

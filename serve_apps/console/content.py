@@ -24,7 +24,7 @@ from rayloop.data.images import FORMATS, MOST_BYTES, ORIENTATION
 from rayloop.judge.api import JudgeVersion
 from rayloop.judge.calibrate import CALIBRATION
 from rayloop.judge.transport import ConnectionSettings, JudgeConnection
-from rayloop.measure.controls import verdict
+from rayloop.measure.report import verdict
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder, configuration
 from rayloop.run.place import own_copy

@@ -185,7 +185,7 @@ def test_recipes_that_score_name_what_they_have() -> None:
 def test_an_interval_of_many_items_picks_them_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(1).random(50).tolist()
     whole = interval(values)
-    monkeypatch.setattr(intervals, "PICKED", 170)
+    monkeypatch.setattr(intervals, "BLOCK_ITEMS", 170)
     assert interval(values) == whole
 
 

@@ -22,10 +22,9 @@ from rayloop.measure.controls import (
     looks,
     summarise,
     swapped,
-    table,
-    verdict,
 )
 from rayloop.measure.intervals import LEAST, interval, paired_interval
+from rayloop.measure.report import table, verdict
 from rayloop.recipes.arc_vision.boxes import BlindBox
 from rayloop.run.config import RunConfig
 from rayloop.run.held_out import gain, metrics, plays

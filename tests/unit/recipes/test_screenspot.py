@@ -19,7 +19,8 @@ from rayloop.core.protocols import ScoreContext
 from rayloop.data.dataset import Dataset
 from rayloop.data.published.prepare import prepare
 from rayloop.data.published.source import ColumnMap
-from rayloop.measure.controls import RIGHT, Item, summarise, table
+from rayloop.measure.controls import RIGHT, Item, summarise
+from rayloop.measure.report import table
 from rayloop.rewards.saved import PLAYED
 from rayloop.run.config import read
 from tests.support.runs import ROOT
