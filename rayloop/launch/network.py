@@ -1,4 +1,4 @@
-"""The network of a node: its address, whether something listens at another, and its block of ports."""
+"""The network of a node: its addresses, connections to others, and its block of ports."""
 
 import random
 import socket
@@ -14,12 +14,11 @@ from rayloop.core.failures import ConfigError, InfrastructureFailure
 CONNECT = 2.0
 """Seconds for a TCP connection or an HTTP answer."""
 BLOCK = 1000
-"""Ports of one node: one for each service, the rest for its workers (a worker process needs one).
-"""
+"""Ports of one node: one for each service, and one for each of its worker processes."""
 
 
 def unreachable(host: str, port: int) -> str:
-    """Why no TCP connection can be made within CONNECT seconds; empty when one can."""
+    """The reason why no TCP connection can be made within CONNECT seconds; empty when one can."""
     try:
         socket.create_connection((host, port), timeout=CONNECT).close()
     except OSError as error:
@@ -34,9 +33,8 @@ def this_node() -> str | None:
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(
-                ("192.0.2.1", 9)
-            )  # reserved for documentation (RFC 5737); UDP only looks up the route
+            # The address is reserved for documentation (RFC 5737); UDP only looks up the route.
+            probe.connect(("192.0.2.1", 9))
         except OSError:
             return None
         return str(probe.getsockname()[0])
@@ -45,21 +43,20 @@ def this_node() -> str | None:
 def of_interface(name: str) -> str:
     """The IPv4 address of a network interface such as ib0.
 
-    Raises ConfigError with those that there are.
+    Raises ConfigError, which names the node's interfaces.
     """
-    found = {
-        interface: entry.address
-        for interface, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if entry.family is socket.AF_INET
-    }
-    if name not in found:
-        there = ", ".join(f"{interface} ({address})" for interface, address in found.items())
+    addresses = {}
+    for interface, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if entry.family is socket.AF_INET:
+                addresses[interface] = entry.address
+    if name not in addresses:
+        interfaces = [f"{interface} ({address})" for interface, address in addresses.items()]
         raise ConfigError(
             f"--interface {name}: this node has none with an IPv4 address; it has"
-            f" {there or 'no network'}"
+            f" {', '.join(interfaces) or 'no network'}"
         )
-    return found[name]
+    return addresses[name]
 
 
 class NoFreePorts(InfrastructureFailure):
@@ -68,7 +65,10 @@ class NoFreePorts(InfrastructureFailure):
 
 @dataclass(frozen=True)
 class Ports:
-    """``services``: name -> port. ``workers``: lowest and highest port of worker processes."""
+    """The ports of a node.
+
+    ``services``: name -> port. ``workers``: lowest and highest port of worker processes.
+    """
 
     services: dict[str, int]
     workers: tuple[int, int]
@@ -80,7 +80,8 @@ class Ports:
 def port_range(text: str) -> tuple[int, int]:
     """``20000-29999`` as numbers. Raises ConfigError."""
     low, _, high = text.partition("-")
-    if not (low.isdigit() and high.isdigit() and 1024 <= int(low) < int(high) < 65536):
+    is_range = low.isdigit() and high.isdigit()
+    if not is_range or not 1024 <= int(low) < int(high) < 65536:
         raise ConfigError(
             f"--ports {text}: expected LOW-HIGH between 1024 and 65535, for example 20000-29999"
         )
@@ -88,15 +89,16 @@ def port_range(text: str) -> tuple[int, int]:
 
 
 def kernels(file: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> str:
-    """LOW-HIGH: the range from which the kernel picks a port when none is named, as gloo, NCCL and
-    their stores do.
+    """LOW-HIGH: the range from which the kernel picks a port when none is named.
+
+    gloo, NCCL and their stores name none.
     """
     return "-".join(file.read_text(encoding="utf-8").split())
 
 
 @contextmanager
 def block(low: int, high: int, services: Sequence[str]) -> Iterator[Ports]:
-    """A block of ports within ``low``..``high``, owned within ``with``: its first stays bound.
+    """Own a block of ports in the range ``low``..``high``: its first port stays bound.
 
     Raises ConfigError, NoFreePorts.
     """
@@ -110,15 +112,14 @@ def block(low: int, high: int, services: Sequence[str]) -> Iterator[Ports]:
     # Nodes that start together on one machine would all try the first block otherwise.
     random.shuffle(starts)
     for start in starts:
-        held = _bound(start)
-        if held is None:
+        lock = _bound(start)
+        if lock is None:
             continue
-        with closing(held):
+        with closing(lock):
             numbers = range(start + 1, start + 1 + len(services))
             if all(map(_free, numbers)):
-                yield Ports(
-                    dict(zip(services, numbers, strict=True)), (numbers[-1] + 1, start + size - 1)
-                )
+                workers = (numbers[-1] + 1, start + size - 1)
+                yield Ports(dict(zip(services, numbers, strict=True)), workers)
                 return
     raise NoFreePorts(
         f"no block of {size} ports is free between {low} and {high}. Give another range with"
@@ -127,6 +128,7 @@ def block(low: int, high: int, services: Sequence[str]) -> Iterator[Ports]:
 
 
 def _bound(port: int) -> socket.socket | None:
+    """A socket that is bound to the port; None when another one is."""
     candidate = socket.socket()
     try:
         candidate.bind(("", port))

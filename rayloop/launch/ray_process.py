@@ -1,5 +1,6 @@
-"""The processes of one node: ``ray start --block``, a program beside it, and Ray's logs, which are
-kept when it has ended.
+"""The processes of one node: ``ray start --block`` and a program.
+
+Ray's logs are copied when it has ended.
 """
 
 import os
@@ -21,30 +22,33 @@ from rayloop.launch.network import Ports
 from rayloop.launch.rendezvous import accepts
 
 LOG = "ray-start.log"
-"""What ``ray start`` prints, in the temporary folder."""
+"""The output of ``ray start``, in the temporary folder."""
 POLL = 0.5
 """Seconds between two looks."""
-START = 120.0
+START_TIMEOUT_S = 120.0
 """Seconds within which Ray must accept connections."""
 DRAIN = 5
-"""Seconds that a leaving worker waits for what runs on it (Ray's own default, 30, is all that Slurm
-allows before SIGKILL).
+"""Seconds that a leaving worker waits for the work that runs on it.
+
+Ray's default, 30, is all that Slurm allows before SIGKILL.
 """
-END = 5.0
+END_TIMEOUT_S = 5.0
 """Seconds that Ray then gets to end by itself."""
 PATH_LIMIT = 40
-"""Characters of the temporary folder: Ray's sockets lie below it, and a socket's path may have 107.
+"""Characters of the temporary folder.
+
+Ray's sockets are below it, and a socket's path may have 107.
 """
-MOST = 200 * 2**20
-"""Bytes that are kept of a node."""
-ENDS = 5
-"""Of the same machine, of which logs are kept."""
+KEPT_LOG_BYTES = 200 * 2**20
+"""Bytes of logs that are kept of a node."""
+KEPT_LOG_FOLDERS = 5
+"""Log folders that are kept of a machine, one for each end of its Ray."""
 LOGS = Path("session_latest") / "logs"
-"""Where Ray writes them, below its temporary folder."""
+"""Ray's folder of logs, below its temporary folder."""
 
 
 class NodeFailed(InfrastructureFailure):
-    """Ray did not start, or ended by itself while the cluster went on."""
+    """Ray did not start, or ended by itself while the cluster continued."""
 
     exit_code = AGAIN
 
@@ -59,19 +63,21 @@ except OSError as error:
     print(f"{sys.argv[2]}: {error.strerror}", file=sys.stderr)
     sys.exit(127)
 """
-"""Asks for SIGTERM at its parent's death (prctl(2), PR_SET_PDEATHSIG), then becomes the command it
-is given. ``preexec_fn`` would run the libraries' after-fork hooks between fork and exec, and those
-of gRPC and torch crash.
+"""Asks for SIGTERM at its parent's death, then becomes the command that it gets.
+
+See prctl(2), PR_SET_PDEATHSIG. ``preexec_fn`` would run the libraries' after-fork hooks between
+fork and exec, and those of gRPC and torch crash.
 """
 _STARTED = weakref.WeakSet[subprocess.Popen[bytes]]()
-"""What ``child`` returned. Its exit code is for its owner, who polls it."""
+"""The processes that ``child`` started. The owner of one polls it for its exit code."""
 
 
 def child(
     command: Sequence[str], environment: Mapping[str, str], log: Any = None
 ) -> subprocess.Popen[bytes]:
-    """A process out of reach of the signals for our process group; it gets SIGTERM when this
-    process dies.
+    """Start a process that the signals for our process group do not reach.
+
+    It gets SIGTERM when this process dies.
     """
     shim = [sys.executable, "-ISc", CHILD, str(os.getpid())]
     process = subprocess.Popen(
@@ -94,22 +100,27 @@ def reap() -> None:
             return
         if ended is None:
             return
-        owned = [
-            process
-            for process in _STARTED
-            if process.pid == ended.si_pid and process.returncode is None
-        ]
-        if owned:
-            owned[0].poll()  # keeps the exit code for the owner
-        else:
+        process = _started_process(ended.si_pid)
+        if process is None:
             os.waitpid(ended.si_pid, os.WNOHANG)
+        else:
+            # Keeps the exit code for the owner.
+            process.poll()
+
+
+def _started_process(number: int) -> subprocess.Popen[bytes] | None:
+    """The process of ``child`` with this id, whose exit code has not been taken."""
+    for process in _STARTED:
+        if process.pid == number and process.returncode is None:
+            return process
+    return None
 
 
 @contextmanager
 def ray_node(
     options: Sequence[str], address: str, ports: Ports, folder: Path, settings: dict[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """``ray start --block`` with these options; with the block all its processes end.
+    """Run ``ray start --block`` with these options; with the block all its processes end.
 
     Raises ConfigError.
     """
@@ -118,13 +129,10 @@ def ray_node(
             f"{folder}: sockets below it would have too long paths. Name a shorter folder with"
             " --temp-dir"
         )
-    # Daemons of Ray lose their parent and are adopted by this process: what is new later is Ray's.
-    before = set(psutil.Process().children())
-    environment = (
-        {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-        | settings
-        | {"TMPDIR": str(folder)}
-    )
+    # Ray's daemons lose their parent and are adopted by this process: new children are Ray's.
+    other_children = set(psutil.Process().children())
+    inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment = {**inherited, **settings, "TMPDIR": str(folder)}
     command = [
         sys.executable,
         "-m",
@@ -147,25 +155,25 @@ def ray_node(
     finally:
         ray.terminate()
         with suppress(subprocess.TimeoutExpired):
-            ray.wait(DRAIN + END)
-        _end_rest(before)
+            ray.wait(DRAIN + END_TIMEOUT_S)
+        _end_descendants(other_children)
 
 
-def _end_rest(before: set[psutil.Process]) -> None:
-    """Kill what is left below this process, besides what was there before."""
-    rest = list[psutil.Process]()
-    for own in set(psutil.Process().children()) - before:
+def _end_descendants(spared: set[psutil.Process]) -> None:
+    """Kill this process's children and their descendants, except the ``spared`` children."""
+    processes: list[psutil.Process] = []
+    for process in set(psutil.Process().children()) - spared:
         with suppress(psutil.NoSuchProcess):
-            rest += [own, *own.children(recursive=True)]
-    end(rest)
+            processes += [process, *process.children(recursive=True)]
+    end(processes)
 
 
 def end(processes: Sequence[psutil.Process]) -> None:
-    """Kill processes, and wait until they are gone."""
+    """Kill processes, and wait until they have ended."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(processes, timeout=END)
+    psutil.wait_procs(processes, timeout=END_TIMEOUT_S)
 
 
 def started(
@@ -179,7 +187,7 @@ def started(
 
     Returns False when a signal or ``gone`` came before; raises NodeFailed.
     """
-    deadline = time.monotonic() + START
+    deadline = time.monotonic() + START_TIMEOUT_S
     while not all(map(accepts, addresses)):
         if signals.first is not None or gone():
             return False
@@ -187,7 +195,8 @@ def started(
             raise NodeFailed(f"ray start ended with code {ray.returncode}:\n{tail(folder)}")
         if time.monotonic() > deadline:
             raise NodeFailed(
-                f"ray start did not open {', '.join(addresses)} within {START:g} s:\n{tail(folder)}"
+                f"ray start did not open {', '.join(addresses)} within {START_TIMEOUT_S:g} s:\n"
+                f"{tail(folder)}"
             )
         time.sleep(POLL / 2)
     return True
@@ -200,8 +209,9 @@ def tail(folder: Path) -> str:
 
 @contextmanager
 def kept_logs(temporary: Path, beside: Path) -> Iterator[None]:
-    """Copy the logs below ``temporary`` at the end of the block to ``beside``.logs/HOST-TIME-PID,
-    which outlives the cluster.
+    """Copy the logs below ``temporary`` at the end of the block.
+
+    They go to ``beside``.logs/HOST-TIME-PID, which outlives the cluster.
     """
     logs = beside.with_name(f"{beside.name}.logs")
     try:
@@ -211,33 +221,37 @@ def kept_logs(temporary: Path, beside: Path) -> Iterator[None]:
         target = logs / f"{host}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         with suppress(OSError):
             logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if kept := keep(temporary / LOGS, target):
-            print(f"node: {kept} logs of Ray are kept in {target}", flush=True)
+        count = keep(temporary / LOGS, target)
+        if count:
+            print(f"node: {count} logs of Ray are kept in {target}", flush=True)
         # The time follows the host in the names, so the oldest come first.
-        for old in sorted(logs.glob(f"{host}-*"))[:-ENDS]:
+        for old in sorted(logs.glob(f"{host}-*"))[:-KEPT_LOG_FOLDERS]:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def keep(logs: Path, target: Path, most: int = MOST, but: str = "") -> int:
+def keep(logs: Path, target: Path, most: int = KEPT_LOG_BYTES, but: str = "") -> int:
     """Copy the newest ``most`` bytes of the files in ``logs``, but those that match ``but``.
 
-    Returns the number of files. Raises nothing: a file that cannot be read or written is left out.
+    Returns the number of files. Raises nothing: it ends at a file that cannot be read or written.
     """
-    kept = 0
+    count = 0
     with suppress(OSError):
-        found = [
+        files = [
             (file.stat(), file)
             for file in logs.rglob("*")
             if file.is_file() and not file.match(but or "/")
         ]
-        for about, file in sorted(found, key=lambda one: one[0].st_mtime, reverse=True):
-            size = min(about.st_size, most)
+        files.sort(key=lambda entry: entry[0].st_mtime, reverse=True)
+        for status, file in files:
+            size = min(status.st_size, most)
             if not size:
                 continue
             copy = target / file.relative_to(logs)
             copy.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("rb") as source, copy.open("wb") as written:
-                source.seek(about.st_size - size)
-                written.write(source.read(size))
-            most, kept = most - size, kept + 1
-    return kept
+            with file.open("rb") as source, copy.open("wb") as output:
+                # The end of a log says most.
+                source.seek(status.st_size - size)
+                output.write(source.read(size))
+            most -= size
+            count += 1
+    return count

@@ -14,34 +14,40 @@ from urllib.parse import urlsplit
 from rayloop.core.failures import ConfigError
 from rayloop.core.files import lock_file, new_secret
 
-PREFIX, LOCK = "rayloop-", "lock"
-"""A private cluster's temporary folder, and the file in it that the owning process keeps locked."""
+PREFIX = "rayloop-"
+"""Beginning of the name of a private cluster's temporary folder."""
+LOCK = "lock"
+"""The file in it that the owning process keeps locked."""
 UNLOCKED = "unlocked"
 """The name of that file until it is locked."""
 OBJECT_STORE = 512 * 2**20
 """Bytes of shared memory of a private cluster."""
 UNREAD = {"RAY_task_events_report_interval_ms": "0"}
-"""A private cluster has no dashboard to show Ray's record of each call, which costs a tenth of the
-CPU time of short calls.
+"""Turns off Ray's record of each call, which costs a tenth of the CPU time of short calls.
+
+A private cluster has no dashboard to show it.
 """
 NICENESS = "RAY_worker_niceness"
-"""Ray's own value is 15: any other program on the cores then gets thirty times the share of an
-actor.
+"""The variable of the niceness of Ray's workers.
+
+With Ray's default, 15, any other program on the cores gets thirty times the share of an actor.
 """
 SUBREAPER = "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"
-STOP_WAIT = 600
+STOP_WAIT_S = 600
 """Seconds that Ray gives a job to stop.
 
-The run's own ``preemption.grace`` is shorter, and decides.
+The run's ``preemption.grace`` is shorter, and decides.
 """
 
-HEALTH_PERIOD = 1000
-"""Milliseconds between two health checks of a node; after five failures in a row it is lost: in 5 s
-when it refuses connections.
+HEALTH_PERIOD_MS = 1000
+"""Milliseconds between two health checks of a node.
+
+After five failures in a row it is lost: in 5 s when it refuses connections.
 """
 LONGEST = 43
-"""Characters of the folder of a private cluster's files: Ray's sockets are 64 longer, and a
-socket's path may have 107.
+"""Characters of the folder of a private cluster's files.
+
+Ray's sockets are 64 longer, and a socket's path may have 107.
 """
 
 
@@ -52,48 +58,52 @@ def node_settings(token: Path | None, *, runs_jobs: bool = False) -> dict[str, s
     (subreaper), but not on a node that ``runs_jobs``: there Ray's workers would not get their
     children's exit codes, and each failed job would count as succeeded (Ray 2.60).
     """
-    authentication = (
-        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-        if token
-        else {"RAY_AUTH_MODE": "disabled"}
-    )
-    return authentication | {
+    return {
+        **_authentication(token),
         SUBREAPER: "false" if runs_jobs else "true",
         NICENESS: os.environ.get(NICENESS, "0"),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT),
-        "RAY_health_check_period_ms": str(HEALTH_PERIOD),
+        "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
+        "RAY_health_check_period_ms": str(HEALTH_PERIOD_MS),
     }
 
 
+def _authentication(token: Path | None) -> dict[str, str]:
+    if token is None:
+        return {"RAY_AUTH_MODE": "disabled"}
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+
+
 def interface_settings(interface: str | None) -> dict[str, str]:
-    """The variables by which the ranks of a policy and the weight sync use the same network
-    interface as Ray.
+    """The variables of the network interface for the ranks of a policy and the weight sync.
+
+    They use the same interface as Ray.
     """
-    return (
-        {}
-        if interface is None
-        else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-    )
+    if interface is None:
+        return {}
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
 
 
 def without_proxy(*hosts: str) -> dict[str, str]:
-    """``NO_PROXY`` and ``no_proxy`` with these hosts and this machine in them: a proxy never sees
-    our own traffic.
+    """``NO_PROXY`` and ``no_proxy`` with these hosts and this machine in them.
+
+    A proxy never sees the cluster's traffic.
     """
-    known = os.environ.get("NO_PROXY", "") + "," + os.environ.get("no_proxy", "")
-    names = dict.fromkeys(
-        name for name in (*known.split(","), "localhost", "127.0.0.1", "::1", *hosts) if name
-    )
-    return dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(names))
+    present = [
+        *os.environ.get("NO_PROXY", "").split(","),
+        *os.environ.get("no_proxy", "").split(","),
+    ]
+    names = [*present, "localhost", "127.0.0.1", "::1", *hosts]
+    text = ",".join(dict.fromkeys(name for name in names if name))
+    return {"NO_PROXY": text, "no_proxy": text}
 
 
 @contextmanager
 def private_cluster(insecure: bool = False) -> Iterator[str]:
-    """For a cluster of this process's own.
+    """Set the variables of a cluster that only this process uses.
 
-    Yields a temporary folder for the cluster's files; the token lies in it.
+    Yields a temporary folder for the cluster's files, with the token in it.
     """
     with temporary_folder() as folder:
         if len(str(folder)) > LONGEST:
@@ -108,9 +118,9 @@ def private_cluster(insecure: bool = False) -> Iterator[str]:
 
 @contextmanager
 def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
-    """For Ray's files on this machine, removed with the block.
+    """A folder for Ray's files on this machine, removed with the block.
 
-    Those that killed processes left in TMPDIR are removed too.
+    Folders that killed processes left in TMPDIR are removed too.
     """
     sweep()
     with (
@@ -119,7 +129,8 @@ def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
         ) as folder,
         open(Path(folder) / UNLOCKED, "w", encoding="utf-8") as lock,
     ):
-        with suppress(OSError):  # without locks `sweep` leaves folders where they are
+        # Where locks do not work, ``sweep`` leaves folders alone.
+        with suppress(OSError):
             lock_file(lock)
         # Only now under the name that ``sweep`` looks for: another process
         # would take a folder whose lock is still free for an abandoned one.
@@ -131,7 +142,7 @@ def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
 def joined_cluster(
     address: str, token: Path | None, insecure: bool = False, within: int | None = None
 ) -> Iterator[None]:
-    """For a cluster that is already there.
+    """Set the variables of a cluster that already runs.
 
     ``token``: the file with its token; None: the environment's (``RAY_AUTH_TOKEN_PATH``).
     ``within``: seconds in which a node of it must be found on this machine, instead of Ray's 60;
@@ -139,31 +150,25 @@ def joined_cluster(
     """
     if token is not None and not token.is_file():
         raise ConfigError(
-            f"--token-file: {token} is no file. It is on the head, where the cluster was started"
+            f"--token-file: {token} is not a file. It is on the head, where the cluster was started"
         )
-    limits = {} if within is None else {"RAY_gcs_server_request_timeout_seconds": str(within)}
-    with _set(
-        {
-            "RAY_USAGE_STATS_ENABLED": "0",
-            **limits,
-            **authentication(token, insecure),
-            **past_proxies(address),
-        }
-    ):
+    settings = {"RAY_USAGE_STATS_ENABLED": "0"}
+    if within is not None:
+        settings["RAY_gcs_server_request_timeout_seconds"] = str(within)
+    settings |= authentication(token, insecure)
+    settings |= past_proxies(address)
+    with _set(settings):
         yield
 
 
 def authentication(token: Path | None, insecure: bool) -> dict[str, str]:
-    """Ray's variables for a cluster with this token, or ``insecure`` without one; none for what the
-    environment says.
+    """Ray's variables for a cluster with this token, or ``insecure`` without one.
+
+    There are none when neither is given: the environment's variables then hold.
     """
     if insecure:
-        return {"RAY_AUTH_MODE": "disabled"}
-    return (
-        {}
-        if token is None
-        else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token.resolve())}
-    )
+        return _authentication(None)
+    return {} if token is None else _authentication(token.resolve())
 
 
 def past_proxies(address: str) -> dict[str, str]:
@@ -174,12 +179,13 @@ def past_proxies(address: str) -> dict[str, str]:
 
 @contextmanager
 def _set(settings: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in settings}
+    """Set environment variables within the block."""
+    former = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in former.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
@@ -192,8 +198,9 @@ def in_job() -> bool:
 
 
 def sweep() -> None:
-    """Remove the temporary folders of private clusters whose process was killed: nothing could do
-    it then.
+    """Remove the temporary folders of private clusters whose process was killed.
+
+    A killed process cannot remove its folder.
     """
     for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
         try:
@@ -201,4 +208,5 @@ def sweep() -> None:
                 lock_file(file)
                 shutil.rmtree(lock.parent, ignore_errors=True)
         except OSError:
-            continue  # its process lives, or it is another user's
+            # Its process lives, or it is another user's.
+            continue

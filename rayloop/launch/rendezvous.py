@@ -1,10 +1,14 @@
-"""The folder on the shared file system through which the nodes of a cluster find each other; its
-name is the cluster's.
+"""The folder on the shared file system through which the nodes of a cluster find each other.
 
-head.json the head: address, dashboard, token file, job; written aside and renamed, gone when the
-head leaves, or Ray of it ended token the cluster's token, readable by its owner only; processes get
-its path, never the token left the same as head.json, once that head has begun to leave: runs save,
-workers stay while it still listens jobs/ one file per Slurm job that belongs to the cluster
+Its name is the cluster's. It holds:
+
+- ``head.json``: the head's address, dashboard, token file and job. It is written under another name
+  and renamed, and removed when the head leaves or its Ray ended.
+- ``token``: the cluster's token, readable by its owner only. Processes get its path, never the
+  token.
+- ``left``: the same as head.json, once that head has begun to leave: runs save, and workers stay
+  while it still listens.
+- ``jobs/``: one file per Slurm job that belongs to the cluster.
 
 A file that cannot be read (a slow or failing file system, half a file) counts as missing, and nodes
 that have joined stay. A head that does not listen gets as long as Ray itself gives it: a network
@@ -30,13 +34,16 @@ ROOT = "~/.rayloop"
 POLL = 0.5
 """Seconds between two looks into the folder."""
 SILENCE = 60.0
-"""Seconds without an accepted connection after which a head counts as gone, as for Ray's own
-processes.
+"""Seconds without an accepted connection after which a head counts as lost.
+
+Ray's processes take as long.
 """
 UNPUBLISHED = 600.0
-"""Seconds after which a head ends that cannot publish its entry: no new node can find it meanwhile.
+"""Seconds after which a head ends that cannot publish its entry.
+
+No new node can find it during that time.
 """
-WAITS = 5.0
+REPORT_AFTER_S = 5.0
 """Seconds that a problem lasts before it is reported."""
 
 
@@ -67,16 +74,15 @@ class Head:
     published: float
 
     def stale(self) -> str | None:
-        """Why this head cannot be there any more; None: it answers, and its job is not known to
-        have ended.
+        """The reason why this head cannot run any more.
+
+        None: it answers, and its job is not known to have ended.
         """
         if not accepts(self.address):
             return f"{self.address} accepts no connection"
-        return (
-            f"its job {self.job} has ended"
-            if self.job is not None and slurm_job.ended(self.job)
-            else None
-        )
+        if self.job is not None and slurm_job.ended(self.job):
+            return f"its job {self.job} has ended"
+        return None
 
 
 def accepts(address: str) -> bool:
@@ -95,21 +101,22 @@ class Rendezvous:
         self.folder = root.expanduser().absolute() / cluster
 
     def open(self, insecure: bool) -> Path | None:
-        """Prepare the folder for a new head, without what a former one left.
+        """Prepare the folder for a new head, and remove the files of a former one.
 
         Returns the token's path, or None without one. Raises ConfigError while the cluster has a
         live head, and for a folder or a token that others may have written.
         """
         self._make()
         former = self.head()
-        if former is not None and (why := former.stale()) is None:
-            raise ConfigError(
-                f"the cluster {self.cluster} has a head already, at {former.address} on"
-                f" {former.node}. Choose another name, or end it with `python -m rayloop slurm"
-                " down`"
-            )
-        elif former is not None:
-            print(f"removing what a former head left: {why}", flush=True)
+        if former is not None:
+            reason = former.stale()
+            if reason is None:
+                raise ConfigError(
+                    f"the cluster {self.cluster} has a head already, at {former.address} on"
+                    f" {former.node}. Choose another name, or end it with `python -m rayloop slurm"
+                    " down`"
+                )
+            print(f"removing the files of a former head: {reason}", flush=True)
         for name in ("head.json", "left"):
             (self.folder / name).unlink(missing_ok=True)
         return None if insecure else new_secret(self.folder / "token", "the cluster's token")
@@ -121,37 +128,35 @@ class Rendezvous:
         """
         self._make()
         (self.folder / "jobs").mkdir(exist_ok=True)
-        with (self.folder / "jobs" / number).open(
-            "a", encoding="utf-8"
-        ) as file:  # a job may have several nodes
+        # Appended, since a job may have several nodes.
+        with (self.folder / "jobs" / number).open("a", encoding="utf-8") as file:
             file.write("program\n" if program else "")
 
     def jobs(self, *, programs: bool = False) -> list[str]:
         """The recorded jobs; with ``programs`` those that have one."""
-        return sorted(
-            file.name
-            for file in (self.folder / "jobs").glob("*")
-            if not programs or file.read_text(encoding="utf-8")
-        )
+        files = sorted((self.folder / "jobs").glob("*"))
+        if programs:
+            files = [file for file in files if file.read_text(encoding="utf-8")]
+        return [file.name for file in files]
 
     def publish(self, head: Head) -> None:
         """Write the entry of a head. Raises OSError."""
         self._write("head.json", head)
 
     def seen(self) -> Head | str:
-        """The head that is published, which may be stale; else why there is none, with the file.
+        """The published head, which may be stale, or the reason why there is none.
 
-        Raises ConfigError.
+        The reason names the file. Raises ConfigError.
         """
         return self._read("head.json")
 
     def head(self) -> Head | None:
-        """The head that is published, which may be stale; None: there is none that can be read.
+        """The published head, which may be stale; None: there is none that can be read.
 
         Raises ConfigError.
         """
-        seen = self.seen()
-        return None if isinstance(seen, str) else seen
+        entry = self.seen()
+        return None if isinstance(entry, str) else entry
 
     def withdraw(self, head: Head, *, left: bool) -> None:
         """Remove the entry, unless it is another head's.
@@ -173,20 +178,22 @@ class Rendezvous:
 
         Raises NoHead after ``seconds``.
         """
-        deadline, found = time.monotonic() + seconds, ""
+        deadline = time.monotonic() + seconds
+        problem = ""
         while time.monotonic() < deadline:
             if stop():
                 return None
-            head = self.seen()
-            if isinstance(head, str):
-                found = head
-            elif (why := head.stale()) is None:
-                return head
+            entry = self.seen()
+            if isinstance(entry, str):
+                problem = entry
             else:
-                found = f"the entry in {self.folder} is stale: {why}"
+                reason = entry.stale()
+                if reason is None:
+                    return entry
+                problem = f"the entry in {self.folder} is stale: {reason}"
             time.sleep(POLL)
         raise NoHead(
-            f"no head of the cluster {self.cluster} within {seconds:g} s: {found}. Is its job"
+            f"no head of the cluster {self.cluster} within {seconds:g} s: {problem}. Is its job"
             " running?"
         )
 
@@ -205,52 +212,50 @@ class Rendezvous:
     def _read(self, name: str) -> Head | str:
         file = self.folder / name
         try:
-            trusted(
-                self.folder, "the cluster's folder"
-            )  # what it says is where code is run, and with which token
+            # The entry decides where code is run, and with which token.
+            trusted(self.folder, "the cluster's folder")
             return Head(**json.loads(file.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return f"nothing was published in {self.folder}"
-        except (
-            OSError,
-            ValueError,
-            TypeError,
-        ) as error:  # ESTALE on NFS: replaced or removed while it was read
+        except (OSError, ValueError, TypeError) as error:
+            # Also ESTALE of NFS, when the file is replaced or removed while it is read.
             return f"{file} cannot be read: {error}"
 
 
 class Gone:
-    """Whether a head has left: another one is published, it began to leave and is silent, or it was
+    """Whether a head has left.
+
+    It has when another one is published, when it began to leave and is silent, or when it was
     silent for SILENCE seconds. ``saves``: a program must save as soon as the head begins to leave.
-    Raises ConfigError when others may write the folder.
     """
 
     def __init__(self, place: Rendezvous, joined: Head, saves: bool) -> None:
-        self._place, self._joined, self._saves = place, joined, saves
+        self._place = place
+        self._joined = joined
+        self._saves = saves
         self._listened = time.monotonic()
-        self._report = Report(WAITS)
+        self._report = Report(REPORT_AFTER_S)
 
     def __call__(self) -> bool:
-        """Look once."""
-        seen, listens = self._place.seen(), accepts(self._joined.address)
-        if isinstance(seen, Head) and seen != self._joined:
+        """Look once. Raises ConfigError when others may write the rendezvous folder."""
+        entry = self._place.seen()
+        listens = accepts(self._joined.address)
+        if isinstance(entry, Head) and entry != self._joined:
             return True
-        left = isinstance(seen, str) and self._place.left(self._joined)
-        if left and self._saves:
+        leaving = isinstance(entry, str) and self._place.left(self._joined)
+        if leaving and self._saves:
             return True
-        if listens:
-            self._listened = time.monotonic()
-            unreadable = isinstance(seen, str) and not left
+        if not listens:
             self._report(
-                f"{seen}; {self._joined.address} still listens, and this node stays"
-                if unreadable
-                else ""
+                f"{self._joined.address} accepts no connection: waiting, {SILENCE:g} s at most"
             )
-            return False
-        self._report(
-            f"{self._joined.address} accepts no connection: waiting, {SILENCE:g} s at most"
-        )
-        return left or time.monotonic() - self._listened > SILENCE
+            return leaving or time.monotonic() - self._listened > SILENCE
+        self._listened = time.monotonic()
+        problem = ""
+        if isinstance(entry, str) and not leaving:
+            problem = f"{entry}; {self._joined.address} still listens, and this node stays"
+        self._report(problem)
+        return False
 
     def replaced(self) -> bool:
         """Whether another head is published: the state of the joined one is lost."""
@@ -258,57 +263,62 @@ class Gone:
 
 
 class Unpublished:
-    """Whether another head is published in place of ``me``, or its own entry could not be written
-    for UNPUBLISHED seconds.
+    """Whether a head cannot be found any more.
+
+    Another head is published in its place, or its entry could not be written for UNPUBLISHED
+    seconds.
     """
 
-    def __init__(self, place: Rendezvous, me: Head) -> None:
-        self._place, self._me = place, me
-        self._there = time.monotonic()
+    def __init__(self, place: Rendezvous, entry: Head) -> None:
+        self._place = place
+        self._entry = entry
+        self._last_seen = time.monotonic()
         self._report = Report(0.0)
-        self.why = ""
+        self.reason = ""
         """The reason in words, once there is one."""
 
     def __call__(self) -> bool:
         """Look once. Raises ConfigError when others may write the rendezvous folder."""
-        seen = self._place.seen()
-        if seen == self._me:
-            self._there = time.monotonic()
+        entry = self._place.seen()
+        if entry == self._entry:
+            self._last_seen = time.monotonic()
             self._report("")
             return False
-        if isinstance(seen, Head):
-            self.why = (
-                f"{self._place.folder} has another head's entry, that of {seen.address} on"
-                f" {seen.node}"
+        if isinstance(entry, Head):
+            self.reason = (
+                f"{self._place.folder} has another head's entry, that of {entry.address} on"
+                f" {entry.node}"
             )
             return True
-        self._report(f"{seen}; it is written again, this head goes on")
+        self._report(f"{entry}; it is written again, this head continues")
         try:
-            self._place.publish(self._me)
+            self._place.publish(self._entry)
         except OSError as error:
-            self.why = (
+            self.reason = (
                 f"its entry in {self._place.folder} could not be published for {UNPUBLISHED:g} s:"
                 f" {error}"
             )
-        return time.monotonic() - self._there > UNPUBLISHED
+        return time.monotonic() - self._last_seen > UNPUBLISHED
 
 
 class Report:
-    """Prints a problem once, when it has lasted for ``waits`` seconds, and once that it is over."""
+    """Prints a problem once, when it has lasted for ``after`` seconds, and once that it is over."""
 
-    def __init__(self, waits: float) -> None:
-        self._waits = waits
+    def __init__(self, after: float) -> None:
+        self._after = after
         self._since: float | None = None
         self._printed = False
 
     def __call__(self, trouble: str) -> None:
-        """``trouble`` in words; "" for none."""
+        """Take the present ``trouble`` in words; "" for none."""
         if not trouble:
             if self._printed:
                 print("node: that is over", flush=True)
-            self._since, self._printed = None, False
+            self._since = None
+            self._printed = False
             return
-        self._since = time.monotonic() if self._since is None else self._since
-        if not self._printed and time.monotonic() - self._since >= self._waits:
+        if self._since is None:
+            self._since = time.monotonic()
+        if not self._printed and time.monotonic() - self._since >= self._after:
             self._printed = True
             print(f"node: {trouble}", flush=True)

@@ -1,6 +1,4 @@
-"""Restarts: the budget of a rate, and a program that is started again after a failure of the
-machines (exit code 69).
-"""
+"""Restarts of a program after a failure of the machines (exit code 69), and their budget."""
 
 import math
 import os
@@ -13,8 +11,10 @@ from rayloop.core.signals import STOP, StopSignals, handling
 from rayloop.launch import slurm_job
 from rayloop.launch.ray_process import POLL, child
 
-BACKOFF, LONGEST = 15.0, 300.0
-"""Seconds of the first pause, which doubles each time, and of the longest."""
+BACKOFF = 15.0
+"""Seconds of the first pause, which doubles each time."""
+LONGEST = 300.0
+"""Seconds of the longest pause."""
 RESTARTED = "RAYLOOP_RESTARTED"
 """Environment variable of programs that are started again after a failure."""
 HOUR = 3600.0
@@ -24,37 +24,39 @@ HOUR = 3600.0
 class Budget:
     """A token bucket: ``per_hour`` units, one comes back every ``HOUR / per_hour`` seconds.
 
-    ``now``: of a monotonic clock.
+    ``now`` is the time of a monotonic clock.
     """
 
     def __init__(self, per_hour: int) -> None:
         self.per_hour = per_hour
-        self._left, self._at = float(per_hour), -math.inf
+        self._units = float(per_hour)
+        self._taken_at: float | None = None
 
     def left(self, now: float) -> float:
         """Units left, fractions included."""
-        since = 0.0 if self._at == -math.inf else now - self._at
-        return min(float(self.per_hour), self._left + since * self.per_hour / HOUR)
+        seconds = 0.0 if self._taken_at is None else now - self._taken_at
+        return min(float(self.per_hour), self._units + seconds * self.per_hour / HOUR)
 
     def wait(self, now: float) -> float:
         """Seconds until a unit is left: 0 when one is, infinity for a budget of 0."""
-        return (
-            math.inf
-            if not self.per_hour
-            else max(0.0, (1.0 - self.left(now)) * HOUR / self.per_hour)
-        )
+        if not self.per_hour:
+            return math.inf
+        return max(0.0, (1.0 - self.left(now)) * HOUR / self.per_hour)
 
     def take(self, now: float) -> None:
         """Take one unit. Raises ValueError when none is left: ``wait`` first."""
-        left = self.left(now)
-        if left < 0.99:  # a sleep may end a moment early
-            raise ValueError(f"the budget of {self.per_hour} an hour has {left:.3f} left")
-        self._left, self._at = max(0.0, left - 1.0), now
+        units = self.left(now)
+        # Not 1, since a sleep may end a moment early.
+        if units < 0.99:
+            raise ValueError(f"the budget of {self.per_hour} an hour has {units:.3f} left")
+        self._units = max(0.0, units - 1.0)
+        self._taken_at = now
 
 
 def is_restart() -> bool:
-    """Whether this process was started after a failure: by ``train --again``, ``node --requeue`` or
-    Slurm.
+    """Whether this process was started after a failure.
+
+    ``train --again``, ``node --requeue`` or Slurm do so.
     """
     return RESTARTED in os.environ or slurm_job.restarts() > 0
 
@@ -81,15 +83,12 @@ def supervised(command: Sequence[str], times: int) -> int:
     signals = StopSignals()
     with handling(signals, *STOP):
         for before in range(times + 1):
-            code = _followed(
-                child(command, os.environ | ({RESTARTED: "1"} if before else {})), signals
-            )
-            if (
-                code != AGAIN
-                or signals.first is not None
-                or before == times
-                or not backed_off(signals, before)
-            ):
+            environment = dict(os.environ)
+            if before:
+                environment[RESTARTED] = "1"
+            code = _followed(child(command, environment), signals)
+            ended = code != AGAIN or signals.first is not None or before == times
+            if ended or not backed_off(signals, before):
                 break
             print(f"again, {before + 1} of {times}", flush=True)
     # A negative code is a signal, for which shells report 128 and its number.
@@ -97,9 +96,11 @@ def supervised(command: Sequence[str], times: int) -> int:
 
 
 def _followed(program: subprocess.Popen[bytes], signals: StopSignals) -> int:
+    """Wait for the program, and pass on each signal as SIGTERM. Returns its exit code."""
     sent = 0
     while program.poll() is None:
-        if sent < (signals.first is not None) + signals.again:
+        received = (signals.first is not None) + signals.again
+        if sent < received:
             program.terminate()
             sent += 1
         time.sleep(POLL)

@@ -1,5 +1,6 @@
-"""A cluster of Slurm jobs from the scripts in deploy/slurm: the settings of a site, and the jobs
-that follow from them.
+"""A cluster of Slurm jobs from the scripts in deploy/slurm.
+
+It has the settings of a site, and the jobs that follow from them.
 """
 
 import json
@@ -18,16 +19,16 @@ from rayloop.launch.slurm_job import Queued, active
 
 SITE = (Path(__file__).with_name("slurm_scripts") / "site.yaml").resolve()
 SCRIPTS = SITE.parent
-"""deploy/slurm, to whose files those of ``slurm_scripts`` are links; in an installed wheel the
-files themselves.
+"""The folder deploy/slurm, to whose files those of ``slurm_scripts`` are links.
+
+An installed wheel has the files in ``slurm_scripts``.
 """
 CANCEL = 120.0
-"""Seconds that cancelled jobs may take to end: Slurm's KillWait, and what the site's epilog does.
-"""
+"""Seconds that cancelled jobs may take to end: Slurm's KillWait, and the site's epilog."""
 
 
 class JobSettings(SettingsModel):
-    """What one kind of job asks Slurm for. None: the site's default."""
+    """The resources of one kind of job. None: the site's default."""
 
     partition: str | None = None
     time: str = "1-00:00:00"
@@ -41,16 +42,15 @@ class JobSettings(SettingsModel):
 
     def options(self) -> list[str]:
         """The options of sbatch."""
-        asked = {
+        values = {
             "partition": self.partition,
             "time": self.time,
             "cpus-per-task": self.cpus,
             "mem": self.mem,
             "gres": self.gres,
         }
-        return [f"--{name}={value}" for name, value in asked.items() if value is not None] + list(
-            self.sbatch
-        )
+        options = [f"--{name}={value}" for name, value in values.items() if value is not None]
+        return [*options, *self.sbatch]
 
 
 class NodeSettings(JobSettings):
@@ -79,16 +79,19 @@ class SiteSettings(SettingsModel):
     sbatch: tuple[str, ...] = ()
     """Options of every job, for example --account=vision."""
     setup: str | None = None
-    """A shell script that each job reads first, on a path that all nodes see: ``module load``,
-    ``source venv/bin/activate``.
+    """A shell script that each job reads first, on a path that all nodes see.
+
+    For example with ``module load`` or ``source venv/bin/activate``.
     """
     container: str | None = Field(None, pattern="^[^,]+$")
-    """Words before the container's ``python``, for example apptainer exec --nv /shared/rayloop.sif;
-    without commas (sbatch).
+    """Words before the container's ``python``, without commas (sbatch).
+
+    For example apptainer exec --nv /shared/rayloop.sif.
     """
     interface: str | None = None
-    """The network that nodes listen on, such as ib0, where Slurm's addresses are those of a slow
-    one.
+    """The network interface that nodes listen on, such as ib0.
+
+    Set it where Slurm's addresses are those of a slow network.
     """
     head: NodeSettings = NodeSettings()
     worker: WorkerSettings = WorkerSettings()
@@ -126,47 +129,47 @@ def plan(site: SiteSettings, training: list[str]) -> list[Job]:
         "CONTAINER": site.container,
         "INTERFACE": site.interface,
     }
-    export = ",".join(
-        [
-            "ALL",
-            *(f"RAYLOOP_{name}={value}" for name, value in variables.items() if value is not None),
-        ]
-    )
+    assignments = [
+        f"RAYLOOP_{name}={value}" for name, value in variables.items() if value is not None
+    ]
+    export = ",".join(["ALL", *assignments])
 
-    def job(role: str, script: str, asked: list[str], arguments: list[str]) -> Job:
+    def job(role: str, script: str, resources: list[str], arguments: list[str]) -> Job:
         name = f"{site.cluster}-{role}"
-        output = Path(site.logs).absolute() / f"{name}-%{'A_%a' if role == 'worker' else 'j'}.out"
+        # Workers are an array: %A is its number, %a that of the element.
+        number = "%A_%a" if role == "worker" else "%j"
+        output = Path(site.logs).absolute() / f"{name}-{number}.out"
         common = [f"--job-name={name}", f"--output={output}", f"--export={export}", *site.sbatch]
-        return Job(role, (*common, *asked), (str(SCRIPTS / script), site.cluster, *arguments))
+        return Job(role, (*common, *resources), (str(SCRIPTS / script), site.cluster, *arguments))
 
     array = [*site.worker.options(), f"--array=1-{site.worker.count}"]
     jobs = [
         job("head", "ray_head.sbatch", site.head.options(), list(site.head.node)),
         job("worker", "ray_worker.sbatch", array, list(site.worker.node)),
     ]
-    return jobs + (
-        [job("train", "train.sbatch", site.train.options(), training)] if training else []
-    )
+    if training:
+        jobs.append(job("train", "train.sbatch", site.train.options(), training))
+    return jobs
 
 
 def nodes(head: Head) -> list[dict[str, Any]]:
     """The nodes that the head's dashboard lists. Raises OSError when it does not answer."""
     request = urllib.request.Request(f"{head.dashboard}/api/v0/nodes?limit=10000&detail=1")
     if head.token is not None:
-        request.add_header(
-            "Authorization", f"Bearer {Path(head.token).read_text(encoding='utf-8')}"
-        )
+        token = Path(head.token).read_text(encoding="utf-8")
+        request.add_header("Authorization", f"Bearer {token}")
     # The empty ProxyHandler turns off the proxies of the environment, which do not reach nodes.
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
-        request, timeout=30
-    ) as answer:
-        listed: list[dict[str, Any]] = json.load(answer)["data"]["result"]["result"]
-    return listed
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=30) as answer:
+        entries: list[dict[str, Any]] = json.load(answer)["data"]["result"]["result"]
+    return entries
 
 
 def still_active(numbers: list[str], seconds: float) -> list[Queued]:
     """Wait for the end of jobs; returns those that have not ended within ``seconds``."""
     deadline = time.monotonic() + seconds
-    while (jobs := active(numbers)) and time.monotonic() < deadline:
+    jobs = active(numbers)
+    while jobs and time.monotonic() < deadline:
         time.sleep(0.5)
+        jobs = active(numbers)
     return jobs

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from rayloop.core.failures import InfrastructureFailure
 from rayloop.launch.network import of_interface, this_node
 
-LASTING = (
+FINAL_STATES = (
     "COMPLETED",
     "CANCELLED",
     "FAILED",
@@ -46,21 +46,20 @@ def restarts() -> int:
 def slurm(*command: str) -> str:
     """The output of a command of Slurm. Raises SlurmError when it is missing or fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
         raise SlurmError(
-            f"{command[0]}: no such command. Run this where Slurm's commands are, on a login node"
+            f"{command[0]}: no such command. Run this on a login node, which has Slurm's commands"
         ) from error
-    if done.returncode:
-        raise SlurmError(
-            f"{' '.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}"
-        )
-    return done.stdout
+    if result.returncode:
+        reason = result.stderr.strip() or f"exit code {result.returncode}"
+        raise SlurmError(f"{' '.join(command)}: {reason}")
+    return result.stdout
 
 
 @dataclass(frozen=True)
 class Queued:
-    """A job that waits, runs or ends just now; an element of an array is one of its own.
+    """A job that waits, runs or ends just now; each element of an array is a separate one.
 
     ``text`` is for people.
     """
@@ -71,19 +70,19 @@ class Queued:
 
 
 def active(jobs: Iterable[str]) -> list[Queued]:
-    """Those of ``jobs`` (an array's number stands for its elements) that Slurm still has.
+    """The ``jobs`` that Slurm still has; an array's number stands for its elements.
 
     Raises SlurmError.
     """
-    wanted = set(jobs)
-    # An element of an array has a number of its own (%A) beside that of the array (%F).
+    numbers = set(jobs)
+    # An element of an array has its number (%A) and that of the array (%F).
     lines = slurm("squeue", "--me", "-h", "-a", "-r", "-o", "%A %F %T %i %j %T %M %R").splitlines()
-    listed = (line.split(" ", 3) for line in lines)
-    return [
-        Queued(number, state, text)
-        for number, array, state, text in listed
-        if number in wanted or array in wanted
-    ]
+    result = []
+    for line in lines:
+        number, array, state, text = line.split(" ", 3)
+        if number in numbers or array in numbers:
+            result.append(Queued(number, state, text))
+    return result
 
 
 def ended(number: str) -> bool:
@@ -95,13 +94,15 @@ def ended(number: str) -> bool:
     except SlurmError as error:
         # Slurm forgets a job some minutes after its end, and then calls its id invalid.
         return "Invalid job id" in str(error)
-    return state in (*LASTING, "")
+    return state in (*FINAL_STATES, "")
 
 
 def node_address(interface: str | None = None) -> str:
-    """The IPv4 address of this node: that of ``interface``, else the one that Slurm knows it by,
-    else that of its outward route. The route counts also without scontrol, and when Slurm's address
-    is a loopback. Raises ConfigError without such an interface.
+    """The IPv4 address of this node.
+
+    It is the address of ``interface``, else the one that Slurm knows the node by, else that of its
+    outward route. The route counts also without scontrol, and when Slurm's address is a loopback.
+    Raises ConfigError without such an interface.
     """
     if interface is not None:
         return of_interface(interface)
@@ -109,25 +110,27 @@ def node_address(interface: str | None = None) -> str:
     name = os.environ.get("SLURMD_NODENAME")
     if name is None or not can_ask():
         return outward
-    fields = slurm("scontrol", "-o", "show", "node", name).split()
-    named = next(
-        (
-            value
-            for key, _, value in (field.partition("=") for field in fields)
-            if key == "NodeAddr"
-        ),
-        name,
-    )
+    host_name = _host_name(name)
     try:
-        address = socket.gethostbyname(named)
+        address = socket.gethostbyname(host_name)
     except OSError:
-        return outward  # a name that only Slurm's controller knows
-    # Debian's /etc/hosts gives the machine's own name the address 127.0.1.1.
+        # Only Slurm's controller knows the name.
+        return outward
+    # Debian's /etc/hosts gives the machine's name the address 127.0.1.1.
     return outward if address.startswith("127.") else address
 
 
+def _host_name(node: str) -> str:
+    """Slurm's NodeAddr of a node; the node's name without one. Raises SlurmError."""
+    for entry in slurm("scontrol", "-o", "show", "node", node).split():
+        key, _, value = entry.partition("=")
+        if key == "NodeAddr":
+            return value
+    return node
+
+
 def can_ask() -> bool:
-    """Whether Slurm's ``scontrol`` is here; in containers it often is not."""
+    """Whether Slurm's ``scontrol`` is installed; containers often lack it."""
     return shutil.which("scontrol") is not None
 
 
@@ -138,20 +141,27 @@ def cpus() -> int | None:
 
 
 def gpus() -> int | None:
-    """GPUs of this job on this node, counted in a list of devices where Slurm sets no
-    SLURM_GPUS_ON_NODE (no GRES accounting).
+    """GPUs of this job on this node; None outside of a job.
+
+    They are counted in a list of devices where Slurm sets no SLURM_GPUS_ON_NODE (no GRES
+    accounting).
     """
     if job() is None:
         return None
-    if (count := os.environ.get("SLURM_GPUS_ON_NODE")) is not None:
+    count = os.environ.get("SLURM_GPUS_ON_NODE")
+    if count is not None:
         return int(count)
-    lists = (os.environ.get(name, "") for name in GPU_LISTS)
-    return next((_devices(text) for text in lists if text), 0)
+    for name in GPU_LISTS:
+        devices = os.environ.get(name)
+        if devices:
+            return _devices(devices)
+    return 0
 
 
 def _devices(text: str) -> int:
-    """The number of devices in a list like ``0,2-3`` or ``GPU-5f2c,GPU-81aa``; 0 for Slurm's
-    ``NoDevFiles``.
+    """The number of devices in a list like ``0,2-3`` or ``GPU-5f2c,GPU-81aa``.
+
+    It is 0 for Slurm's ``NoDevFiles``.
     """
     count = 0
     for part in text.split(","):

@@ -167,7 +167,7 @@ def test_our_own_traffic_passes_by_a_proxy(monkeypatch: pytest.MonkeyPatch) -> N
         assert os.environ["NO_PROXY"].endswith(",10.0.0.7")
     assert "NO_PROXY" not in os.environ
     with (
-        pytest.raises(ConfigError, match="--token-file: nowhere is no file"),
+        pytest.raises(ConfigError, match="--token-file: nowhere is not a file"),
         joined_cluster("x:1", Path("nowhere")),
     ):
         pass

@@ -185,7 +185,7 @@ def test_a_head_publishes_itself_again(stage: Stage, capsys: pytest.CaptureFixtu
         assert not look()
         assert stage.place.head() == stage.head
         assert not look()
-        assert capsys.readouterr().out.count("it is written again, this head goes on") == 1
+        assert capsys.readouterr().out.count("it is written again, this head continues") == 1
 
 
 def test_a_head_without_its_folder_goes_on_for_a_documented_time(stage: Stage) -> None:
@@ -193,7 +193,7 @@ def test_a_head_without_its_folder_goes_on_for_a_documented_time(stage: Stage) -
     with pytest.MonkeyPatch.context() as patch:
         failing(errno.EIO)(stage, patch)
         assert stage.after(look, 1000) == UNPUBLISHED + 0.5
-    assert "could not be published for 600 s: [Errno 5] EIO" in look.why
+    assert "could not be published for 600 s: [Errno 5] EIO" in look.reason
 
 
 def test_a_head_ends_for_another_one(stage: Stage) -> None:
@@ -202,7 +202,7 @@ def test_a_head_ends_for_another_one(stage: Stage) -> None:
         Head("10.0.0.2:20001", "http://10.0.0.2:20002", None, "other", None, 0, 2.0)
     )
     assert look()
-    assert "has another head's entry, that of 10.0.0.2:20001 on other" in look.why
+    assert "has another head's entry, that of 10.0.0.2:20001 on other" in look.reason
 
 
 # A head whose Ray ends ----------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def test_the_newest_bytes_are_kept(tmp_path: Path) -> None:
 def test_a_node_that_fails_keeps_its_logs_and_a_few_of_those_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_process, "ENDS", 2)
+    monkeypatch.setattr(ray_process, "KEPT_LOG_FOLDERS", 2)
     for number in range(4):
         temporary = tmp_path / f"ray-{number}"
         monkeypatch.setattr(
