@@ -1,6 +1,7 @@
-"""The seven rewards as published, mistakes included: sanchit97/chartrl at 83c4406, its fork
-potate4/chartrl at 4948fe6. Texts are cut with ``str.split``: the content of a missing tag is the
-whole text.
+"""The seven rewards as published, mistakes included.
+
+They are those of sanchit97/chartrl at 83c4406, and of its fork potate4/chartrl at 4948fe6. Texts
+are cut with ``str.split``: the content of a missing tag is the whole text.
 """
 
 import json
@@ -20,26 +21,29 @@ _UNPARSED = object()
 
 
 def format_reward(text: str) -> float:
-    """2 when the blocks stand in order from the first character on and ``</answer>`` ends a line,
-    else 0. Linear in the text.
+    """2 when the blocks are in order from the first character on, else 0.
+
+    ``</answer>`` must end a line. Linear in the text.
     """
-    start = "<think>\n<type>"
-    if not text.startswith(start):
+    opening = "<think>\n<type>"
+    if not text.startswith(opening):
         return 0.0
-    end = len(start)
+    end = len(opening)
     for mark in _IN_ORDER:
-        found = text.find(mark, end)
-        if found < 0:
+        start = text.find(mark, end)
+        if start < 0:
             return 0.0
-        end = found + len(mark)
+        end = start + len(mark)
     return 2.0 if _CLOSED.search(text, end) else 0.0
 
 
 def accuracy_reward(text: str, label: Any) -> float:
-    """1 for a number within 5 % of ``label + 1e-6``, the denominator with its sign; for a label
-    that is a text the same text.
+    """1 for a number within 5 % of ``label + 1e-6``, or for the text of a label that is a text.
+
+    The denominator has the label's sign.
     """
-    answer = last(text, "answer").rstrip(".") if "<answer>" in text and "<think>" in text else ""
+    has_tags = "<answer>" in text and "<think>" in text
+    answer = last(text, "answer").rstrip(".") if has_tags else ""
     if not answer:
         return 0.0
     try:
@@ -53,12 +57,16 @@ def accuracy_reward(text: str, label: Any) -> float:
 
 
 def length_think_reward(text: str) -> float:
-    """1 for more than 70 and at most 250 characters of thought, table and tags included; 0.25 for
-    each ``<step-`` and one more, at most 1.5. The original's rule for thoughts of more than 500
-    characters follows the payment, so it has no effect.
+    """1 for more than 70 and at most 250 characters of thought, and a part for the steps.
+
+    Table and tags count as thought. 0.25 is paid for each ``<step-`` and one more, at most 1.5. The
+    original's rule for thoughts of more than 500 characters follows the payment, so it has no
+    effect.
     """
     thought = last(text, "think")
-    return float(70 < len(thought) <= 250) + min(0.25 * (thought.count("<step-") + 1), 1.5)
+    length = float(70 < len(thought) <= 250)
+    steps = min(0.25 * (thought.count("<step-") + 1), 1.5)
+    return length + steps
 
 
 def num_token_reward(text: str) -> float:
@@ -84,36 +92,42 @@ def last(text: str, tag: str) -> str:
 def table_style_rewards(
     texts: Sequence[str], tables: Sequence[Any] | None, *, fork: bool = False
 ) -> list[tuple[float, tuple[str, ...]]]:
-    """The table reward of each text of a batch, with flags: 0.5 for JSON, the comparison, 0.25 for
-    exactly the two keys. A text whose table cannot be parsed is paid for the table of the last text
-    that could: ``stale_table``. When the comparison raises (``comparison_failed``), the original
-    pays nothing for it, and the fork what it had. Without ``tables`` nothing is paid.
+    """The table reward of each text of a batch, with flags.
+
+    0.5 for JSON, the comparison, 0.25 for exactly the two keys. A text whose table cannot be parsed
+    is paid for the table of the last text that could: ``stale_table``. When the comparison raises
+    (``comparison_failed``), the original pays nothing for it, and the fork what it had. Without
+    ``tables`` nothing is paid.
     """
     if tables is None:
         return [(0.0, ())] * len(texts)
     parsed: Any = _UNPARSED
-    paid = []
+    results = []
     for text, table in zip(texts, tables, strict=True):
-        value, flags = 0.0, []
+        value = 0.0
+        flags = []
         try:
             parsed = json.loads(_block(text), parse_int=str, parse_float=str, parse_constant=str)
             value += 0.5
         except (ValueError, RecursionError):
-            flags += ["unparsable_table"] + ["stale_table"] * (parsed is not _UNPARSED)
-        compared, raised = (0.0, True) if parsed is _UNPARSED else _compare(parsed, table, fork)
-        value += compared
-        flags += ["comparison_failed"] * raised
-        paid.append((value + 0.25 * _has_both_keys(parsed), tuple(flags)))
-    return paid
+            flags.append("unparsable_table")
+            if parsed is not _UNPARSED:
+                flags.append("stale_table")
+        comparison, raised = _compare(parsed, table, fork)
+        value += comparison
+        if raised:
+            flags.append("comparison_failed")
+        value += 0.25 * _has_both_keys(parsed)
+        results.append((value, tuple(flags)))
+    return results
 
 
 def _block(text: str) -> str:
+    """The text of the table that the original parses."""
     inside = last(text, "table")
-    return (
-        inside.split("```json")[-1].split("```")[0].strip()
-        if "```json" in inside
-        else inside.replace("\n", "").strip()
-    )
+    if "```json" in inside:
+        return inside.split("```json")[-1].split("```")[0].strip()
+    return inside.replace("\n", "").strip()
 
 
 def _has_both_keys(parsed: Any) -> bool:
@@ -129,53 +143,67 @@ def _compare(said: Any, table: Any, fork: bool) -> tuple[float, bool]:
     Sorts the policy's table in place, as the original; the true one stays as it is, which changes
     no later result.
     """
+    if said is _UNPARSED:
+        return 0.0, True
     true = dict(table) if isinstance(table, dict) else table
     _sort(said, true, fork)
-    paid, failed = 0.0, False
-    for part in (_headers, _cells):
-        part_paid, raised = part(said, true, fork)
-        paid, failed = paid + part_paid, failed or raised
-        if raised and not fork:
-            return 0.0, True
-    return paid, failed
+    headers, headers_raised = _headers(said, true, fork)
+    if headers_raised and not fork:
+        return 0.0, True
+    cells, cells_raised = _cells(said, true, fork)
+    if cells_raised and not fork:
+        return 0.0, True
+    return headers + cells, headers_raised or cells_raised
 
 
 def _sort(said: Any, true: Any, fork: bool) -> None:
-    """Both headers by their names and both lists of rows, each by itself; where one of a kind
-    cannot be sorted, the rest stays.
+    """Sort both headers by their names, and both lists of rows.
+
+    The true table comes first. When one list of a kind cannot be sorted, the next stays as it is.
     """
-    for key, by in (("columns", lambda name: name.lower()), ("rows", None)):
-        with suppress(Exception):  # whatever a policy writes in place of a table
-            for table in (true, said):
-                if key == "columns" or not fork or all(isinstance(row, list) for row in table[key]):
-                    table[key] = sorted(table[key], key=by)
+    # A policy may write anything in place of a table.
+    with suppress(Exception):
+        for table in (true, said):
+            table["columns"] = sorted(table["columns"], key=lambda name: name.lower())
+    with suppress(Exception):
+        for table in (true, said):
+            if not fork or all(isinstance(row, list) for row in table["rows"]):
+                table["rows"] = sorted(table["rows"])
 
 
 def _headers(said: Any, true: Any, fork: bool) -> tuple[float, bool]:
-    paid = 0.0
+    """The pay for equal headers, and whether the comparison raised."""
+    value = 0.0
     try:
         count = len(said["columns"])
-        for i in range(min(count, len(true["columns"])) if fork else count):
+        compared = min(count, len(true["columns"])) if fork else count
+        for i in range(compared):
             if said["columns"][i].lower() == true["columns"][i].lower():
-                paid += 0.5 * (1 / count)
+                value += 0.5 * (1 / count)
     except Exception:
-        return paid, True
-    return paid, False
+        return value, True
+    return value, False
 
 
 def _cells(said: Any, true: Any, fork: bool) -> tuple[float, bool]:
-    paid = 0.0
+    """The pay for equal cells, and whether the comparison raised.
+
+    The pay is divided by the number of rows, not of cells, as the original does.
+    """
+    value = 0.0
     try:
         rows = said["rows"]
         if fork and not all(isinstance(row, list) for row in (*rows, *true["rows"])):
             return 0.0, False
-        for i in range(min(len(rows), len(true["rows"])) if fork else len(rows)):
-            for j in range(min(len(rows[i]), len(true["rows"][i])) if fork else len(rows[i])):
+        row_count = min(len(rows), len(true["rows"])) if fork else len(rows)
+        for i in range(row_count):
+            cell_count = min(len(rows[i]), len(true["rows"][i])) if fork else len(rows[i])
+            for j in range(cell_count):
                 if rows[i][j] == true["rows"][i][j]:
-                    paid += 0.5 * (1.0 / len(rows))
+                    value += 0.5 * (1.0 / len(rows))
     except Exception:
-        return paid, True
-    return paid, False
+        return value, True
+    return value, False
 
 
 def evaluated_answer(text: str) -> str:
@@ -186,13 +214,16 @@ def evaluated_answer(text: str) -> str:
 def relaxed_accuracy(
     prediction: str, target: str, tolerance: float = 0.05, *, unanswerable: bool = False
 ) -> float:
-    """1 for a number within ``tolerance`` of a target that is not 0 (``%`` divides by 100), else
-    for the same text in any case.
+    """1 for a number within ``tolerance`` of a target that is not 0, else for the same text.
+
+    ``%`` divides a number by 100. Texts are compared in any case.
     """
     if unanswerable and target.lower() == "unanswerable":
         return 1.0
-    said, true = prediction.removesuffix(".").strip(), target.strip()
-    number, truth = _number(said), _number(true)
+    said = prediction.removesuffix(".").strip()
+    true = target.strip()
+    number = _number(said)
+    truth = _number(true)
     if number is not None and truth:
         return float(abs(number - truth) / abs(truth) <= tolerance)
     return float(said.lower() == true.lower())
@@ -205,7 +236,9 @@ def exact_match(prediction: str, target: str) -> float:
 
 def _number(text: str) -> float | None:
     try:
-        return float(text.rstrip("%")) / 100.0 if text.endswith("%") else float(text)
+        if text.endswith("%"):
+            return float(text.rstrip("%")) / 100.0
+        return float(text)
     except ValueError:
         return None
 
@@ -220,12 +253,13 @@ class Original(Variant):
 
     def rules(self, samples: Sequence[ChartSample]) -> list[Paid]:
         """All components but ``process``, for a batch."""
-        tables = table_style_rewards(
-            [s.text for s in samples], [s.table for s in samples], fork=self._fork
-        )
-        paid = []
+        texts = [sample.text for sample in samples]
+        true_tables = [sample.table for sample in samples]
+        tables = table_style_rewards(texts, true_tables, fork=self._fork)
+        results = []
         for sample, (table, flags) in zip(samples, tables, strict=True):
-            text, target = sample.text, str(sample.label)
+            text = sample.text
+            target = str(sample.label)
             said = evaluated_answer(text)
             components = {
                 "format": format_reward(text),
@@ -237,11 +271,13 @@ class Original(Variant):
                 "relaxed": relaxed_accuracy(said, target),
                 "exact": exact_match(said, target),
             }
-            paid.append(Paid(components, flags))
-        return paid
+            results.append(Paid(components, flags))
+        return results
 
     def process(self, sample: ChartSample) -> Process:
-        """Flag ``process_raised``: there is no reasoning to split, where the original ends with an
+        """The texts to compare.
+
+        The flag ``process_raised``: there is no reasoning to split, and the original ends with an
         error.
         """
         if not isinstance(sample.reasoning, str):

@@ -1,11 +1,13 @@
-"""The input of the rewards (a completion's parts, the row's truth, the count of tokens), and the
-base class of a variant.
+"""The input of the rewards, and the base class of a variant.
+
+The input is a completion's parts, the row's truth and the count of tokens.
 """
 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Self
 
 from rayloop.core.types import Task
@@ -22,7 +24,7 @@ Count = Callable[[str], int]
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the tags hold, stripped; None without the opening tag.
+    """The contents of the tags, stripped; None without the opening tag.
 
     ``steps`` is the thought after the table (or type).
     """
@@ -32,38 +34,46 @@ class Parts:
     steps: str
     answer: str | None
     closed: bool
-    """Whether the answer's closing tag is there."""
+    """Whether the text has the answer's closing tag."""
 
 
 def parts(text: str) -> Parts:
-    """Of several answers the last counts; type and table are looked for in the thought only.
+    """The parts of a completion, in time linear in its length.
 
-    Linear in the text.
+    The last of several answers counts; type and table are looked for in the thought only.
     """
     thought, _ = block(text, "think")
     answer, closed = block(text, "answer")
     if thought is None:
         return Parts(None, None, "", answer, closed)
-    (kind, _), (table, _) = block(thought, "type"), block(thought, "table")
-    steps = thought.rpartition("</table>" if table is not None else "</type>")[2].strip()
+    kind, _ = block(thought, "type")
+    table, _ = block(thought, "table")
+    last_mark = "</type>" if table is None else "</table>"
+    steps = thought.rpartition(last_mark)[2].strip()
     return Parts(kind, table, steps, answer, closed)
 
 
 def block(text: str, tag: str) -> tuple[str | None, bool]:
-    """What the last opening tag holds, to its closing one (True) or to the end of the text (False);
-    None without it.
+    """The content of the last opening tag, and whether a closing tag ends it.
+
+    Without one it ends with the text. None and False without an opening tag.
     """
-    start = text.rfind(f"<{tag}>")
+    opening = f"<{tag}>"
+    start = text.rfind(opening)
     if start < 0:
         return None, False
-    start += len(tag) + 2
+    start += len(opening)
     end = text.find(f"</{tag}>", start)
-    return (text[start:] if end < 0 else text[start:end]).strip(), end >= 0
+    if end < 0:
+        return text[start:].strip(), False
+    return text[start:end].strip(), True
 
 
 def well_formed(text: str) -> bool:
-    """Each tag once and in order, blanks alone outside of ``think`` and ``answer``, nothing empty,
-    steps after the table.
+    """Whether the text has exactly the form that the prompt asks for.
+
+    Each tag is there once and in order, outside of ``think`` and ``answer`` are only blanks,
+    nothing is empty, and steps follow the table.
     """
     marks = (
         "<think>",
@@ -77,44 +87,49 @@ def well_formed(text: str) -> bool:
     )
     if any(text.count(mark) != 1 for mark in marks):
         return False
-    at = [text.find(mark) for mark in marks]
-    if at != sorted(at):
+    starts = [text.find(mark) for mark in marks]
+    if starts != sorted(starts):
         return False
-    ends = [start + len(mark) for start, mark in zip(at, marks, strict=True)]
-    between = [text[a:b].strip() for a, b in zip([0, *ends], [*at, len(text)], strict=True)]
-    before, opening, kind, gap, table, steps, after, answer, rest = between
-    return not (before or opening or gap or after or rest) and all((kind, table, steps, answer))
+    ends = [start + len(mark) for start, mark in zip(starts, marks, strict=True)]
+    spans = zip([0, *ends], [*starts, len(text)], strict=True)
+    contents = [text[start:end].strip() for start, end in spans]
+    head, opening, kind, gap, table, steps, transition, answer, tail = contents
+    only_blanks = not any((head, opening, gap, transition, tail))
+    return only_blanks and all((kind, table, steps, answer))
 
 
 def steps_of(text: str) -> list[str]:
     """The texts of the numbered steps, empty ones and repeated numbers left out."""
     _, *pieces = _STEP.split(text)
-    found: dict[str, str] = {}
-    for number, said in zip(pieces[::2], pieces[1::2], strict=True):
-        if said.strip():
-            found.setdefault(number.lstrip("0"), said.strip())
-    return list(found.values())
+    steps: dict[str, str] = {}
+    for number, body in zip(pieces[::2], pieces[1::2], strict=True):
+        step = body.strip()
+        if step:
+            steps.setdefault(number.lstrip("0"), step)
+    return list(steps.values())
 
 
 def pieces(text: str) -> int:
-    """About the number of tokens: words, single digits, runs of signs and of line breaks, as Qwen's
-    tokenizer splits first.
+    """About the number of tokens.
+
+    Words, single digits, runs of signs and of line breaks count, as Qwen's tokenizer first splits
+    them.
     """
-    return len((_ASCII if text.isascii() else _PIECE).findall(text))
+    pattern = _ASCII if text.isascii() else _PIECE
+    return len(pattern.findall(text))
 
 
 def parsed_table(text: str | None) -> Any:
     """The JSON of a table's text, with or without a code fence, numbers as they are written.
 
-    None when it is no JSON.
+    None when it is not JSON.
     """
     if text is None:
         return None
-    fenced = _FENCE.search(text) if "```" in text else None
+    fence = _FENCE.search(text) if "```" in text else None
+    source = fence[1] if fence else text
     try:
-        return json.loads(
-            fenced[1] if fenced else text, parse_int=str, parse_float=str, parse_constant=str
-        )
+        return json.loads(source, parse_int=str, parse_float=str, parse_constant=str)
     except (ValueError, RecursionError):
         return None
 
@@ -128,21 +143,21 @@ class Table:
 
 
 def as_table(data: Any) -> Table | None:
-    """A mapping with a list of headers and a list of lists of cells, each a text or a number; None
-    for anything else.
+    """The table of a mapping with a list of headers and a list of lists of cells.
+
+    Headers and cells are texts or numbers. None for anything else.
     """
     if not isinstance(data, dict):
         return None
-    columns, rows = data.get("columns"), data.get("rows")
-    if (
-        not isinstance(columns, list)
-        or not isinstance(rows, list)
-        or not all(isinstance(row, list) for row in rows)
-    ):
+    columns = data.get("columns")
+    rows = data.get("rows")
+    if not isinstance(columns, list) or not isinstance(rows, list):
         return None
-    if not all(map(_is_cell, columns)) or not all(_is_cell(cell) for row in rows for cell in row):
+    if not all(isinstance(row, list) for row in rows):
         return None
-    return Table([_cell(name) for name in columns], [[_cell(cell) for cell in row] for row in rows])
+    if not all(map(_is_cell, chain.from_iterable([columns, *rows]))):
+        return None
+    return Table(list(map(_cell, columns)), [list(map(_cell, row)) for row in rows])
 
 
 def _is_cell(value: Any) -> bool:
@@ -150,7 +165,7 @@ def _is_cell(value: Any) -> bool:
 
 
 def as_number(text: str) -> float | None:
-    """The text as ``float`` reads it; None when it is no number."""
+    """The text as ``float`` reads it; None when it is not a number."""
     try:
         return float(text)
     except ValueError:
@@ -163,7 +178,7 @@ def _cell(value: Any) -> str:
 
 SEVEN = ("format", "accuracy", "length", "tags", "type", "table", "process")
 """The components that are paid, in the order in which the original lists its functions."""
-_THEIRS = (
+_PUBLISHED_NAMES = (
     "format",
     "accuracy",
     "length_think",
@@ -172,8 +187,10 @@ _THEIRS = (
     "table_style",
     "process_style",
 )
-PUBLISHED = {f"{theirs}_reward": ours for theirs, ours in zip(_THEIRS, SEVEN, strict=True)}
-"""The original's name of each -> ours."""
+PUBLISHED = {
+    f"{published}_reward": name for published, name in zip(_PUBLISHED_NAMES, SEVEN, strict=True)
+}
+"""The original's name of each -> our name."""
 
 Pair = tuple[str, str]
 """A text of the policy, and the true text to compare with."""
@@ -200,18 +217,18 @@ class ChartSample:
         extra = task.extra
         return cls(
             text,
-            task.ground_truth,
-            extra.get("chart_type"),
-            extra.get("table"),
-            extra.get("reasoning"),
-            tokens,
-            f"task {task.id}",
+            label=task.ground_truth,
+            chart_type=extra.get("chart_type"),
+            table=extra.get("table"),
+            reasoning=extra.get("reasoning"),
+            tokens=tokens,
+            where=f"task {task.id}",
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Paid:
-    """Components of one sample before the process reward is added; ``flags`` name what went wrong."""
+    """Components of one sample without the process reward; ``flags`` name its faults."""
 
     components: Mapping[str, float]
     flags: tuple[str, ...] = ()
@@ -219,8 +236,9 @@ class Paid:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """The texts that the process reward embeds: ``pairs``, none when there is nothing to compare;
-    ``flags`` give the reason.
+    """The ``pairs`` of texts that the process reward embeds.
+
+    There are none when there is nothing to compare; ``flags`` give the reason.
     """
 
     pairs: Sequence[Pair] = ()
@@ -253,7 +271,5 @@ class Variant:
         raise NotImplementedError
 
     def conformity(self, pairs: Sequence[Pair], cosines: Sequence[float]) -> float:
-        """The process reward from ``process``'s pairs, of which there is at least one, and their
-        cosines.
-        """
+        """The process reward of the pairs of ``process``, at least one, and their cosines."""
         return cosines[0]

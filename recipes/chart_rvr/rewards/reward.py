@@ -55,13 +55,15 @@ class ChartWeights(SettingsModel):
 
 
 class LengthSettings(SettingsModel):
-    """When reasoning is neither short nor long, for ``corrected`` and ``paper``; the original's
-    numbers are fixed.
+    """When reasoning is neither short nor long, for ``corrected`` and ``paper``.
+
+    The original's numbers are fixed.
     """
 
     least: int = Field(50, ge=0)
-    """Fewest tokens that are paid: of the reasoning after the table (paper: of the whole
-    completion).
+    """Fewest tokens that are paid.
+
+    The tokens of the reasoning after the table count (paper: of the whole completion).
     """
     most: int = Field(400, ge=1)
     """Most tokens that are paid; raise it for questions that need many steps.
@@ -69,58 +71,70 @@ class LengthSettings(SettingsModel):
     The paper does not print its two.
     """
     cap: int = Field(500, ge=1)
-    """Reasoning of more tokens than this earns nothing for its length, steps included
-    (``corrected`` only).
+    """Reasoning of more tokens than this earns nothing for its length, steps included.
+
+    Only for ``corrected``.
     """
     tokenizer: str = ""
-    """Model folder or Hub name whose tokenizer counts; empty: words, digits and signs are counted,
-    a little less than tokens.
+    """Model folder or Hub name whose tokenizer counts.
+
+    Empty: words, digits and signs are counted, a little less than tokens.
     """
 
 
 class ChartReward:
-    """``sum of weights * components``; components that the variant has not are left out,
-    ``process`` also with weight 0. Components beside the seven: ``relaxed`` and ``exact``, the
-    measures of the benchmarks, which are not paid. Flags: ``no_answer``, ``unclosed_answer``,
-    ``unparsable_table``, ``not_a_table``, ``no_true_table``, ``no_reasoning``,
-    ``no_true_reasoning``; of the originals ``stale_table`` (compared by the sample before),
-    ``comparison_failed`` and ``process_raised`` (the original's error: paid 0). The row's columns
-    are ``label`` (the truth), ``chart_type``, ``table`` and ``reasoning``. With ``reward.per:
-    group`` an original's batch is the group, and one request embeds all its texts.
+    """``sum of weights * components``.
+
+    Components that the variant lacks are left out, ``process`` also with weight 0. Two more
+    components, ``relaxed`` and ``exact``, are the measures of the benchmarks, which are not paid.
+    Flags: ``no_answer``, ``unclosed_answer``, ``unparsable_table``, ``not_a_table``,
+    ``no_true_table``, ``no_reasoning``, ``no_true_reasoning``; in the originals ``stale_table``
+    (compared by the sample before), ``comparison_failed`` and ``process_raised`` (the original's
+    error: paid 0). The row's columns are ``label`` (the truth), ``chart_type``, ``table`` and
+    ``reasoning``. With ``reward.per: group`` an original's batch is the group, and one request
+    embeds all its texts.
     """
 
     infrastructure = (httpx.HTTPError,)
 
     class Settings(SettingsModel):
         variant: Literal["corrected", "original", "fork", "paper"] = "corrected"
-        """original: the published functions' numbers, mistakes included, to repeat or ablate a run;
-        fork: the same with the fork's table. corrected: the mistakes fixed. paper: as the paper
-        defines them, which the code never did.
+        """corrected: the published functions with their mistakes fixed.
+
+        original: the published functions' numbers, mistakes included, to repeat or ablate a run;
+        fork: the same with the fork's table. paper: the rewards as the paper defines them, which
+        the published code does not implement.
         """
         weights: ChartWeights = ChartWeights()
         tolerance: float = Field(0.05, ge=0, lt=1)
         """A number is right within this share of the true one; ``original`` always has 0.05."""
         years: tuple[int, int] = (1800, 2100)
-        """Whole true numbers in this range must be met exactly: 5 % of a year is a century
-        (``corrected`` only).
+        """Whole true numbers in this range must be met exactly: 5 % of a year is a century.
+
+        Only for ``corrected``.
         """
         length: LengthSettings = LengthSettings()
         steps: int = Field(2, ge=1)
-        """Steps that ``paper`` compares one by one, its m; all later ones are compared as one text.
+        """Steps that ``paper`` compares one by one, its m.
+
+        All later ones are compared as one text.
         """
         embedder: Annotated[Component | None, EMBEDDER] = None
-        """Embeds texts for the process reward: ``{use: module:Class}`` with ``embed(texts)``; none
-        by default.
+        """Embeds texts for the process reward: ``{use: module:Class}`` with ``embed(texts)``.
+
+        There is none by default.
         """
         batch: int = Field(256, ge=1)
         """Most texts in one call of the embedder; lower it when the server runs out of memory."""
         wait: float = Field(0.01, ge=0)
-        """Seconds that a text waits for others to share a call; raise it for a slow server, to ask
-        it less often.
+        """Seconds that a text waits for others to share a call.
+
+        Raise it for a slow server, to ask it less often.
         """
         embed_timeout: float = Field(120.0, gt=0)
-        """Seconds for one call of the embedder; beyond it the trajectories are unscored, never paid
-        0.
+        """Seconds for one call of the embedder.
+
+        After that the trajectories are unscored, never paid 0.
         """
 
         @model_validator(mode="after")
@@ -146,43 +160,46 @@ class ChartReward:
     def score(
         self, trajectory: Trajectory, task: Task, context: ScoreContext
     ) -> Outcome | Awaitable[Outcome]:
-        """Raises DataFailure for a row without label or with something else than a table; what the
-        embedder raises.
+        """The weighted sum.
+
+        Raises DataFailure for a row without label or with something else than a table, and the
+        embedder's errors.
         """
         sample = sampled(trajectory, task, context)
         (paid,) = self.variant.rules([sample])
-        return self._outcome(paid) if self._similarity is None else self._with_process(sample, paid)
+        if self._similarity is None:
+            return self._outcome(paid)
+        return self._with_process(sample, paid)
 
     def score_group(
         self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]
     ) -> Sequence[Outcome] | Awaitable[Sequence[Outcome]]:
         """The trajectories as one batch, in their order; raises as ``score``."""
-        samples = [sampled(t, task, c) for t, c in zip(trajectories, contexts, strict=True)]
-        paid = self.variant.rules(samples)
-        return (
-            [self._outcome(one) for one in paid]
-            if self._similarity is None
-            else self._with_processes(samples, paid)
-        )
+        episodes = zip(trajectories, contexts, strict=True)
+        samples = [sampled(trajectory, task, context) for trajectory, context in episodes]
+        results = self.variant.rules(samples)
+        if self._similarity is None:
+            return list(map(self._outcome, results))
+        return self._with_processes(samples, results)
 
     async def _with_processes(
-        self, samples: Sequence[ChartSample], paid: Sequence[Paid]
+        self, samples: Sequence[ChartSample], results: Sequence[Paid]
     ) -> Sequence[Outcome]:
-        """A coroutine, since ``score_group`` is called where no event loop runs."""
-        return await asyncio.gather(
-            *(self._with_process(s, p) for s, p in zip(samples, paid, strict=True))
-        )
+        """The outcomes with the process reward.
+
+        It is a coroutine, since ``score_group`` is called where no event loop runs.
+        """
+        return await asyncio.gather(*map(self._with_process, samples, results))
 
     async def _with_process(self, sample: ChartSample, paid: Paid) -> Outcome:
         assert self._similarity is not None
-        asked = self.variant.process(sample)
+        process = self.variant.process(sample)
         value = 0.0
-        if asked.pairs:
-            cosines = await self._similarity.cosines(asked.pairs, empty=self.variant.embeds_empty)
-            value = self.variant.conformity(asked.pairs, cosines)
-        return self._outcome(
-            Paid({**paid.components, "process": value}, (*paid.flags, *asked.flags))
-        )
+        if process.pairs:
+            cosines = await self._similarity.cosines(process.pairs, empty=self.variant.embeds_empty)
+            value = self.variant.conformity(process.pairs, cosines)
+        components = {**paid.components, "process": value}
+        return self._outcome(Paid(components, (*paid.flags, *process.flags)))
 
     def _outcome(self, paid: Paid) -> Outcome:
         value = sum(weight * paid.components[name] for name, weight in self._weights.items())
@@ -193,26 +210,19 @@ class ChartReward:
 
 def made(settings: ChartReward.Settings) -> Variant:
     """The rewards of the settings' variant."""
-    match settings.variant:
-        case "original" | "fork":
-            return Original(fork=settings.variant == "fork")
-        case "paper":
-            length = settings.length
-            return Paper(
-                settings.tolerance,
-                length.least,
-                length.most,
-                settings.steps,
-                counter(length.tokenizer),
-            )
+    if settings.variant in ("original", "fork"):
+        return Original(fork=settings.variant == "fork")
     length = settings.length
+    count = counter(length.tokenizer)
+    if settings.variant == "paper":
+        return Paper(settings.tolerance, length.least, length.most, settings.steps, count)
     return Corrected(
         settings.tolerance,
         settings.years,
         length.least,
         length.most,
         length.cap,
-        counter(length.tokenizer),
+        count,
     )
 
 
@@ -223,15 +233,18 @@ def counter(model: str) -> Count:
     """
     if not model:
         return pieces
-    tokenizer = load_tokenizer(resolve(model, key="reward.source.with.length.tokenizer").folder)
-    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+    files = resolve(model, key="reward.source.with.length.tokenizer")
+    tokenizer = load_tokenizer(files.folder)
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    return count
 
 
 def sampled(trajectory: Trajectory, task: Task, context: ScoreContext) -> ChartSample:
     """The last turn, with the number of its tokens where they are known."""
     turns = trajectory.sampled_turns
-    return ChartSample.of(
-        context.texts[-1] if context.texts else "",
-        task,
-        len(turns[-1].token_ids) if turns else None,
-    )
+    text = context.texts[-1] if context.texts else ""
+    tokens = len(turns[-1].token_ids) if turns else None
+    return ChartSample.of(text, task, tokens)

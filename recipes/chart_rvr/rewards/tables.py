@@ -1,5 +1,7 @@
-"""A policy's table against the true one: columns found by their headers, rows aligned in their
-order, each cell in its place.
+"""A policy's table against the true one.
+
+Columns are found by their headers, rows are aligned in their order, each cell is compared in its
+place.
 """
 
 import re
@@ -14,15 +16,16 @@ from rayloop.recipes.chart_rvr.rewards.reading import Table
 
 _PLAIN = re.compile(r"[-+]?(?:\d{1,15}(?:\.\d{1,15})?|\.\d{1,15})")
 _LONGEST = 200
-"""Characters of an answer that are looked at for a number, mark-up or a list: longer ones are
-compared as they are.
+"""Characters of an answer that is read as a number, mark-up or a list.
+
+Longer ones are compared as they are.
 """
-_REMEMBERED = 65_536
+_CACHE_ENTRIES = 65_536
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """Exactly as written: ``value`` in ``unit`` ("" for none).
+    """A number exactly as it is written: ``value`` in ``unit`` ("" for none).
 
     ``bare``: digits alone, as a year is written.
     """
@@ -40,48 +43,51 @@ def number(text: str) -> Number | None:
     return _number(text) if len(text) <= _LONGEST else None
 
 
-@lru_cache(_REMEMBERED)
+@lru_cache(_CACHE_ENTRIES)
 def _number(text: str) -> Number | None:
     if _PLAIN.fullmatch(text) and text.isascii():
-        whole, _, digits = text.partition(".")
-        return Number(
-            Fraction(int(f"{whole}{digits}"), 10 ** len(digits)),
-            bare=whole.isdigit() and not digits,
-        )
-    found = quantity(readable(text))
-    return (
-        None
-        if found is None
-        else Number(found.value, found.unit, found.integer and "," not in found.digits)
-    )
+        whole, _, decimals = text.partition(".")
+        value = Fraction(int(f"{whole}{decimals}"), 10 ** len(decimals))
+        return Number(value, bare=whole.isdigit() and not decimals)
+    amount = quantity(readable(text))
+    if amount is None:
+        return None
+    return Number(amount.value, amount.unit, amount.integer and "," not in amount.digits)
 
 
 def readable(text: str) -> str:
     """One spelling of a text: mark-up, blanks, final punctuation and case do not count."""
-    return _readable(text) if len(text) <= _LONGEST else " ".join(text.split()).casefold()
+    if len(text) > _LONGEST:
+        return " ".join(text.split()).casefold()
+    return _readable(text)
 
 
-@lru_cache(_REMEMBERED)
+@lru_cache(_CACHE_ENTRIES)
 def _readable(text: str) -> str:
     return plain(text).casefold()
 
 
 def same_answer(said: str, true: str, tolerance: Fraction, years: tuple[int, int]) -> bool:
-    """Relaxed accuracy: a number within ``tolerance`` (a share), a year exactly, a list item by
-    item, others by their text.
+    """Relaxed accuracy.
+
+    A number is right within ``tolerance`` (a share), a year exactly, a list item by item, and
+    anything else by its text.
     """
     if said == true:
         return True
-    wanted = number(true)
-    if wanted is not None:
-        exact = wanted.bare and years[0] <= wanted.value <= years[1]
-        got = number(said)
-        return got is not None and same_number(got, wanted, Fraction(0) if exact else tolerance)
+    true_number = number(true)
+    if true_number is not None:
+        said_number = number(said)
+        is_year = true_number.bare and years[0] <= true_number.value <= years[1]
+        share = Fraction(0) if is_year else tolerance
+        return said_number is not None and same_number(said_number, true_number, share)
     if len(true) <= _LONGEST and true.startswith("[") and true.endswith("]"):
-        mine, theirs = _items(said), _items(true)
-        return len(mine) == len(theirs) and all(
-            same_answer(a, b, tolerance, years) for a, b in zip(mine, theirs, strict=True)
-        )
+        said_items = _items(said)
+        true_items = _items(true)
+        if len(said_items) != len(true_items):
+            return False
+        pairs = zip(said_items, true_items, strict=True)
+        return all(same_answer(item, true_item, tolerance, years) for item, true_item in pairs)
     return readable(said) == readable(true)
 
 
@@ -89,10 +95,13 @@ def same_cell(said: str, true: str) -> bool:
     """The same number, however it is written, or the same text."""
     if said == true or said.casefold() == true.casefold():
         return True
-    wanted, got = number(true), number(said)
-    if wanted is None or got is None:
-        return wanted is None and got is None and readable(said) == readable(true)
-    return same_number(got, wanted, Fraction(0))
+    true_number = number(true)
+    said_number = number(said)
+    if true_number is None and said_number is None:
+        return readable(said) == readable(true)
+    if true_number is None or said_number is None:
+        return False
+    return same_number(said_number, true_number, Fraction(0))
 
 
 def same_number(said: Number, true: Number, tolerance: Fraction) -> bool:
@@ -102,90 +111,117 @@ def same_number(said: Number, true: Number, tolerance: Fraction) -> bool:
     """
     if said.unit and true.unit and said.unit != true.unit:
         return False
-    values = [(said.value, true.value)]
-    if "%" in (said.unit, true.unit) and said.unit != true.unit:
-        values.append(
-            (said.value / 100, true.value) if said.unit else (said.value, true.value / 100)
-        )
-    return any(abs(got - wanted) <= tolerance * abs(wanted) for got, wanted in values)
+    if _is_near(said.value, true.value, tolerance):
+        return True
+    # The units differ, so one is "%" and the other number is bare.
+    if said.unit == "%" and not true.unit:
+        return _is_near(said.value / 100, true.value, tolerance)
+    if true.unit == "%" and not said.unit:
+        return _is_near(said.value, true.value / 100, tolerance)
+    return False
+
+
+def _is_near(value: Fraction, true: Fraction, tolerance: Fraction) -> bool:
+    return abs(value - true) <= tolerance * abs(true)
 
 
 def _items(text: str) -> list[str]:
-    return [item.strip() for item in text.strip().removeprefix("[").removesuffix("]").split(",")]
+    inside = text.strip().removeprefix("[").removesuffix("]")
+    return [item.strip() for item in inside.split(",")]
 
 
-MOST = 250_000
-"""Cells that are compared for an alignment; beyond (a table far larger than the true one) rows are
-compared by their places.
+MOST_CELLS = 250_000
+"""Cells that are compared for an alignment.
+
+The rows of a table far larger than the true one are compared by their places.
 """
 
 
 def shares(said: Table, true: Table) -> tuple[float, float]:
-    """Shares of the true headers and cells that are there, 0..1.
+    """Shares of the true headers and of the true cells in the policy's table, 0..1.
 
-    One beyond the true number takes back what a right one is paid.
+    One beyond the true number takes back the pay of a right one.
     """
     places = _places(said.columns, true.columns)
     headers = _share(len(places), len(said.columns), len(true.columns))
     right = _aligned(said.rows, true.rows, places)
-    return headers, _share(right, sum(map(len, said.rows)), sum(map(len, true.rows)))
+    cells = _share(right, sum(map(len, said.rows)), sum(map(len, true.rows)))
+    return headers, cells
 
 
 def _share(right: int, said: int, true: int) -> float:
-    return float(not said) if not true else max(0, right - max(0, said - true)) / true
+    """The paid share of ``true`` entries; 1 when both tables have none."""
+    if not true:
+        return float(not said)
+    surplus = max(0, said - true)
+    return max(0, right - surplus) / true
 
 
 def _places(said: Sequence[str], true: Sequence[str]) -> Mapping[int, int]:
-    """True column -> the policy's column of the same header, each used once; case and blanks do not
-    count.
+    """True column -> the policy's column with the same header, each used once.
+
+    Case and blanks do not count.
     """
-    left = [_header(name) for name in said]
+    unused = [_header(name) for name in said]
     places = {}
     for i, name in enumerate(true):
-        if (wanted := _header(name)) in left:
-            places[i] = left.index(wanted)
-            left[places[i]] = ""  # used
+        header = _header(name)
+        if header in unused:
+            places[i] = unused.index(header)
+            unused[places[i]] = ""
     return places
 
 
 def _header(name: str) -> str:
-    """Never empty, so that "" can mark one that is used."""
+    """A header for comparison. It is never empty, so that "" can mark one that is used."""
     return " ".join(name.casefold().split()) or " "
 
 
 def _aligned(
     said: Sequence[Sequence[str]], true: Sequence[Sequence[str]], places: Mapping[int, int]
 ) -> int:
-    """Most right cells over all ways to match rows without crossing; a row may be missing or too
-    many.
+    """Most right cells over all ways to match rows without crossing.
+
+    A row of either table may have no match.
     """
     if not places or not said or not true:
         return 0
 
     # Equal rows at both ends are matched at once: the rest costs the product of its lengths.
     full = len(places)
-    start, said_end, true_end = 0, len(said), len(true)
+    start = 0
+    said_end = len(said)
+    true_end = len(true)
     while start < min(said_end, true_end) and _right(said[start], true[start], places) == full:
         start += 1
     right = full * start
-    while (
-        min(said_end, true_end) > start
-        and _right(said[said_end - 1], true[true_end - 1], places) == full
-    ):
-        said_end, true_end, right = said_end - 1, true_end - 1, right + full
-    said, true = said[start:said_end], true[start:true_end]
-    if len(said) * len(true) * full > MOST:
-        return right + sum(_right(a, b, places) for a, b in zip(said, true, strict=False))
+    while start < min(said_end, true_end):
+        if _right(said[said_end - 1], true[true_end - 1], places) != full:
+            break
+        said_end -= 1
+        true_end -= 1
+        right += full
+    said = said[start:said_end]
+    true = true[start:true_end]
+    if len(said) * len(true) * full > MOST_CELLS:
+        pairs = zip(said, true, strict=False)
+        return right + sum(_right(row, true_row, places) for row, true_row in pairs)
+    # best[j]: the most right cells of the policy's rows so far and the first j true rows.
     best = [0] * (len(true) + 1)
     for row in said:
-        before = best
+        former = best
         best = [0]
-        for j, wanted in enumerate(true):
-            best.append(max(before[j + 1], best[j], before[j] + _right(row, wanted, places)))
+        for j, true_row in enumerate(true):
+            matched = former[j] + _right(row, true_row, places)
+            best.append(max(former[j + 1], best[j], matched))
     return right + best[-1]
 
 
 def _right(said: Sequence[str], true: Sequence[str], places: Mapping[int, int]) -> int:
-    return sum(
-        i < len(true) and k < len(said) and same_cell(said[k], true[i]) for i, k in places.items()
-    )
+    """The number of right cells in a row; ``places``: true column -> the policy's column."""
+    count = 0
+    for true_column, column in places.items():
+        in_both = true_column < len(true) and column < len(said)
+        if in_both and same_cell(said[column], true[true_column]):
+            count += 1
+    return count

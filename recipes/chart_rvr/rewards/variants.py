@@ -1,10 +1,13 @@
-"""The seven rewards without the original's mistakes (README.md lists each mistake; a perfect table
-of any size is worth the published 2.25), and as sections 3.3 to 3.5 of Chart-RVR's paper define
-them, which its code does not implement.
+"""The seven rewards without the original's mistakes, and as the paper defines them.
+
+README.md lists each mistake; a perfect table of any size is worth the published 2.25. The paper's
+definitions are in its sections 3.3 to 3.5; its code does not implement them.
 """
 
+import operator
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import zip_longest
 
 from rayloop.core.failures import DataFailure
 from rayloop.recipes.chart_rvr.rewards import reading
@@ -21,13 +24,22 @@ from rayloop.recipes.chart_rvr.rewards.reading import (
 )
 from rayloop.recipes.chart_rvr.rewards.tables import readable, same_answer, shares
 
-STEP, STEPS_MOST = 0.25, 1.5
-JSON, KEYS, HEADERS, CELLS = 0.5, 0.25, 0.5, 1.0
-"""Pay for a table: parseable, exactly the two keys, all headers, all cells."""
+STEP_PAY = 0.25
+MOST_STEP_PAY = 1.5
+"""The most that all steps are paid."""
+JSON_PAY = 0.5
+"""Pay for a table that can be parsed."""
+KEYS_PAY = 0.25
+"""Pay for a table with exactly the two keys."""
+HEADERS_PAY = 0.5
+CELLS_PAY = 1.0
+"""Pay for a table in which all cells are right."""
 
 
 class Corrected(Variant):
-    """``least``, ``most`` and ``cap`` are tokens of the reasoning after the table, counted by
+    """The rewards without the original's mistakes.
+
+    ``least``, ``most`` and ``cap`` are tokens of the reasoning after the table, counted by
     ``count``.
     """
 
@@ -40,60 +52,73 @@ class Corrected(Variant):
         cap: int,
         count: Count,
     ) -> None:
-        # By its text: the float 0.05 is not exactly a twentieth.
-        self._tolerance, self._years = Fraction(str(tolerance)), years
-        self._least, self._most, self._cap, self._count = least, most, cap, count
+        # Made of the text: the float 0.05 is not exactly a twentieth.
+        self._tolerance = Fraction(str(tolerance))
+        self._years = years
+        self._least = least
+        self._most = most
+        self._cap = cap
+        self._count = count
 
     def process(self, sample: ChartSample) -> Process:
-        """Flags ``no_reasoning`` (the policy's) and ``no_true_reasoning``: nothing to compare, paid
-        0.
+        """The reasoning to compare.
+
+        The flags ``no_reasoning`` (the policy's) and ``no_true_reasoning``: there is nothing to
+        compare, and 0 is paid.
         """
         if not isinstance(sample.reasoning, str) or not sample.reasoning.strip():
             return Process((), ("no_true_reasoning",))
         steps = reading.parts(sample.text).steps
-        return Process(((steps, sample.reasoning),)) if steps else Process((), ("no_reasoning",))
+        if not steps:
+            return Process((), ("no_reasoning",))
+        return Process(((steps, sample.reasoning),))
 
     def _paid(self, sample: ChartSample) -> Paid:
-        found, label = reading.parts(sample.text), label_of(sample)
-        table, flags = self._table(found.table, sample)
-        right = bool(found.answer) and same_answer(
-            found.answer or "", label, self._tolerance, self._years
-        )
+        parts = reading.parts(sample.text)
+        label = label_of(sample)
+        table, flags = self._table(parts.table, sample)
+        answer = parts.answer or ""
+        right = answer != "" and same_answer(answer, label, self._tolerance, self._years)
+        exact = parts.answer is not None and readable(parts.answer) == readable(label)
         components = {
             "format": 2.0 * reading.well_formed(sample.text),
             "accuracy": float(right and "<think>" in sample.text),
-            "length": self._length(found.steps),
+            "length": self._length(parts.steps),
             "tags": num_token_reward(sample.text),
-            "type": type_reward(found.type, sample.chart_type),
+            "type": type_reward(parts.type, sample.chart_type),
             "table": table,
             "relaxed": float(right),
-            "exact": float(found.answer is not None and readable(found.answer) == readable(label)),
+            "exact": float(exact),
         }
-        return Paid(components, (*flags, *answer_flags(found)))
+        return Paid(components, (*flags, *answer_flags(parts)))
 
     def _length(self, steps: str) -> float:
-        """1 between ``least`` and ``most`` tokens, and 0.25 for each step with a text, at most 1.5;
-        nothing above ``cap``.
+        """1 between ``least`` and ``most`` tokens, and the pay for steps; 0 above ``cap``.
+
+        0.25 is paid for each step with a text, at most 1.5.
         """
         tokens = self._count(steps)
         if tokens > self._cap:
             return 0.0
-        return float(self._least <= tokens <= self._most) + min(
-            STEP * len(reading.steps_of(steps)), STEPS_MOST
-        )
+        length = float(self._least <= tokens <= self._most)
+        return length + min(STEP_PAY * len(reading.steps_of(steps)), MOST_STEP_PAY)
 
     def _table(self, text: str | None, sample: ChartSample) -> tuple[float, tuple[str, ...]]:
-        data, true = reading.parsed_table(text), true_table(sample)
+        """The pay for the table, and flags."""
+        data = reading.parsed_table(text)
+        true = true_table(sample)
         if data is None:
             return 0.0, ("unparsable_table",)
-        form = JSON + KEYS * (isinstance(data, dict) and data.keys() == {"columns", "rows"})
+        form = JSON_PAY
+        if isinstance(data, dict) and data.keys() == {"columns", "rows"}:
+            form += KEYS_PAY
         if true is None:
             return form, ("no_true_table",)
         said = reading.as_table(data)
         if said is None:
             return form, ("not_a_table",)
         headers, cells = shares(said, true)
-        return form + HEADERS * headers + CELLS * cells, ()
+        return form + HEADERS_PAY * headers + CELLS_PAY * cells, ()
 
 
 def label_of(sample: ChartSample) -> str:
@@ -113,7 +138,8 @@ def true_table(sample: ChartSample) -> Table | None:
     """
     if sample.table is None:
         return None
-    if (table := reading.as_table(sample.table)) is None:
+    table = reading.as_table(sample.table)
+    if table is None:
         raise DataFailure(
             sample.where,
             f"table must be {{columns: [..], rows: [[..], ..]}}, not {sample.table!r:.100}",
@@ -128,75 +154,90 @@ def type_reward(said: str | None, true: object) -> float:
 
 
 def _type(text: str) -> str:
-    return " ".join(text.casefold().replace("-", " ").replace("_", " ").split()).rstrip(".")
+    words = text.casefold().replace("-", " ").replace("_", " ").split()
+    return " ".join(words).rstrip(".")
 
 
-def answer_flags(found: Parts) -> tuple[str, ...]:
+def answer_flags(parts: Parts) -> tuple[str, ...]:
     """The flags of an answer that is missing or not closed."""
-    if not found.answer:
+    if not parts.answer:
         return ("no_answer",)
-    return () if found.closed else ("unclosed_answer",)
+    return () if parts.closed else ("unclosed_answer",)
 
 
 SPECIAL = " \t\n.,;:!?%°*'\"`"
-"""The characters that ``normal`` strips from a text's end; the paper does not list its "trailing
-special symbols".
+"""The characters that ``normal`` strips from a text's end.
+
+The paper does not list its "trailing special symbols".
 """
 
 
 class Paper(Variant):
-    """``least`` and ``most`` are its eta 1 and 2, in tokens of the whole completion; ``steps`` is
-    its m. It prints none of them.
+    """The rewards as the paper defines them.
+
+    ``least`` and ``most`` are its eta 1 and 2, in tokens of the whole completion; ``steps`` is its
+    m. The paper prints none of them.
     """
 
     components: tuple[str, ...] = ("format", "accuracy", "length", "type", "table", "process")
 
     def __init__(self, tolerance: float, least: int, most: int, steps: int, count: Count) -> None:
-        self._tolerance, self._least, self._most = tolerance, least, most
-        self._steps, self._count = steps, count
+        self._tolerance = tolerance
+        self._least = least
+        self._most = most
+        self._steps = steps
+        self._count = count
 
     def process(self, sample: ChartSample) -> Process:
-        """Pairs of the first ``steps`` true steps, then of what is left of both."""
-        if not isinstance(sample.reasoning, str) or not (
-            true := reading.steps_of(sample.reasoning)
-        ):
+        """The pairs of the first ``steps`` steps, then the pair of the remaining ones."""
+        true = reading.steps_of(sample.reasoning) if isinstance(sample.reasoning, str) else []
+        if not true:
             return Process((), ("no_true_reasoning",))
-        said, m = reading.steps_of(reading.parts(sample.text).steps), self._steps
-        first = [
-            (said[i] if i < len(said) else "", true[i] if i < len(true) else "") for i in range(m)
-        ]
-        return Process((*first, ("\n".join(said[m:]), "\n".join(true[m:]))))
+        said = reading.steps_of(reading.parts(sample.text).steps)
+        m = self._steps
+        pairs = list(zip_longest(said[:m], true[:m], fillvalue=""))
+        # Steps that both lack count as equal.
+        pairs += [("", "")] * (m - len(pairs))
+        rest = ("\n".join(said[m:]), "\n".join(true[m:]))
+        return Process((*pairs, rest))
 
     def conformity(self, pairs: Sequence[Pair], cosines: Sequence[float]) -> float:
-        """The mean of the first m steps plus that of the rest, s = (1 + cos) / 2; 0 for a missing
-        step, 1 where both lack it.
+        """The mean of the first m steps plus that of the rest, s = (1 + cos) / 2.
+
+        It is 0 for a missing step, and 1 where both lack it.
         """
-        *first, rest = [
-            (1 + cosine) / 2 if all(pair) else float(not any(pair))
-            for pair, cosine in zip(pairs, cosines, strict=True)
-        ]
+        similarities = []
+        for pair, cosine in zip(pairs, cosines, strict=True):
+            similarities.append((1 + cosine) / 2 if all(pair) else float(not any(pair)))
+        *first, rest = similarities
         return sum(first) / len(first) + rest
 
     def _paid(self, sample: ChartSample) -> Paid:
-        found, label = reading.parts(sample.text), label_of(sample)
+        parts = reading.parts(sample.text)
+        label = label_of(sample)
         tokens = self._count(sample.text) if sample.tokens is None else sample.tokens
-        right = float(same(found.answer or "", label, self._tolerance))
-        data, true = reading.parsed_table(found.table), true_table(sample)
-        table = 0.0 if data is None else JSON + _table(reading.as_table(data), true)
+        answer = parts.answer or ""
+        right = float(same(answer, label, self._tolerance))
+        right_type = isinstance(sample.chart_type, str) and (
+            normal(parts.type or "") == normal(sample.chart_type)
+        )
+        data = reading.parsed_table(parts.table)
+        true = true_table(sample)
+        flags = []
+        if data is None:
+            flags.append("unparsable_table")
+        if true is None:
+            flags.append("no_true_table")
         components = {
             "format": float(reading.well_formed(sample.text)),
             "accuracy": right,
             "length": float(self._least <= tokens <= self._most),
-            "type": float(
-                isinstance(sample.chart_type, str)
-                and normal(found.type or "") == normal(sample.chart_type)
-            ),
-            "table": table,
+            "type": float(right_type),
+            "table": 0.0 if data is None else JSON_PAY + _table(reading.as_table(data), true),
             "relaxed": right,
-            "exact": float(normal(found.answer or "") == normal(label)),
+            "exact": float(normal(answer) == normal(label)),
         }
-        flags = ("unparsable_table",) * (data is None) + ("no_true_table",) * (true is None)
-        return Paid(components, (*flags, *answer_flags(found)))
+        return Paid(components, (*flags, *answer_flags(parts)))
 
 
 def normal(text: str) -> str:
@@ -206,27 +247,26 @@ def normal(text: str) -> str:
 
 def same(said: str, true: str, tolerance: float) -> bool:
     """Equation 1. A true 0, which it does not define, is met by 0."""
-    answer, wanted = normal(said), normal(true)
-    number, truth = reading.as_number(answer), reading.as_number(wanted)
-    return (
-        bool(answer) and answer == wanted
-        if truth is None or number is None
-        else abs(number - truth) <= tolerance * abs(truth)
-    )
+    answer = normal(said)
+    wanted = normal(true)
+    number = reading.as_number(answer)
+    truth = reading.as_number(wanted)
+    if number is None or truth is None:
+        return answer != "" and answer == wanted
+    return abs(number - truth) <= tolerance * abs(truth)
 
 
 def _table(said: Table | None, true: Table | None) -> float:
-    """Equation 2: the share of true headers that are there, and the mean over true rows of the
-    share of cells in their places.
+    """Equation 2: the share of true headers in the policy's, and the mean share of right cells.
+
+    The mean is over true rows, and a cell is right in its place.
     """
     if said is None or true is None or not true.columns or not true.rows:
         return 0.0
-    there = set(map(normal, said.columns))
-    headers = sum(normal(name) in there for name in true.columns) / len(true.columns)
-    pairs = zip(true.rows, said.rows, strict=False)
-    cells = sum(
-        sum(a == b for a, b in zip(wanted, row, strict=False)) / len(wanted)
-        for wanted, row in pairs
-        if wanted
-    )
-    return headers + cells / len(true.rows)
+    headers = set(map(normal, said.columns))
+    right_headers = sum(normal(name) in headers for name in true.columns)
+    cells = 0.0
+    for true_row, row in zip(true.rows, said.rows, strict=False):
+        if true_row:
+            cells += sum(map(operator.eq, true_row, row)) / len(true_row)
+    return right_headers / len(true.columns) + cells / len(true.rows)

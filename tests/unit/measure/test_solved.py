@@ -19,9 +19,9 @@ from rayloop.measure.controls import (
     pass_rates,
     solved_tasks,
     summarise,
-    table,
 )
 from rayloop.measure.intervals import pass_at
+from rayloop.measure.report import table
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
