@@ -1,3 +1,4 @@
-"""Chart question answering with a structured rationale: chart type, table, numbered steps, answer
-(Chart-RVR).
+"""Chart question answering with a structured rationale (Chart-RVR).
+
+The rationale has chart type, table, numbered steps and answer.
 """

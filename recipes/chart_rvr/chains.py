@@ -1,7 +1,8 @@
-"""Writes tables, steps and types of charts by a teacher, for rows that have a question and its
-answer: ``python -m rayloop data prepare chart_chains --rows ROWS.jsonl --url http://HOST:8000/v1
---model NAME --out DIR``. The same command again goes on, and one with the rows of another data set
-adds to the file.
+"""Writes tables, steps and types of charts by a teacher, for rows with a question and its answer.
+
+``python -m rayloop data prepare chart_chains --rows ROWS.jsonl --url http://HOST:8000/v1 --model
+NAME --out DIR``. The same command again continues, and one with the rows of another data set adds
+to the file.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
@@ -29,12 +30,14 @@ from rayloop.recipes.chart_rvr.rewards.embedders import openai_client
 from rayloop.recipes.chart_rvr.rewards.reading import as_table, parsed_table, steps_of
 
 ATTEMPTS = 4
-"""How often a teacher is asked that cannot be reached, is busy or fails: with 1, 2 and 4 seconds
-between.
+"""Requests to a teacher that cannot be reached, is busy or fails.
+
+The pauses between them are 1, 2 and 4 seconds.
 """
 TIMEOUT = 600.0
 """Seconds for one answer of the teacher."""
-SYSTEM = f"""You see a chart, a question about it and the true answer. Write how the answer follows, in three sections:
+SYSTEM = f"""You see a chart, a question about it and the true answer. \
+Write how the answer follows, in three sections:
 ### Table
 the chart's data as one JSON object {{"columns": [...], "rows": [[...], ...]}} and nothing else
 ### Reasoning
@@ -52,6 +55,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns exit code 0; raises ConfigError, InfrastructureFailure.
     """
+    chosen = _parser().parse_args(arguments)
+    teacher = Teacher(chosen.url, chosen.model, chosen.max_tokens, chosen.api_key_env)
+    file = chosen.out / "train.jsonl"
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    _end_of_a_line(file)
+    finished_ids = _finished_ids(file)
+    wanted = _wanted(chosen.rows, chosen.max_samples)
+    missing = [row for row in wanted if row["id"] not in finished_ids]
+
+    def finish(row: Mapping[str, Any]) -> dict[str, Any]:
+        return _finished(teacher, row, chosen.rows.parent, chosen.out)
+
+    written, left_out = _ask_all(finish, missing, file, chosen.at_once)
+    total = written + len(finished_ids)
+    print(f"\n{file}: {total} rows")
+    for reason, count in left_out.most_common():
+        print(f"left out: {count} x {reason}")
+    if not total:
+        raise ConfigError(f"{file} has no row: {'; '.join(left_out) or f'{chosen.rows} is empty'}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m rayloop data prepare chart_chains", description=__doc__
     )
@@ -88,51 +114,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="of one answer (default: %(default)s)",
     )
     parser.add_argument("--max-samples", type=int, metavar="N", help="rows at most, in their order")
-    chosen = parser.parse_args(arguments)
-    teacher = Teacher(chosen.url, chosen.model, chosen.max_tokens, chosen.api_key_env)
-    file = chosen.out / "train.jsonl"
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    _end_of_a_line(file)
-    done = (
-        {row["id"] for _, row in rows(file) if isinstance(row, Mapping)}
-        if file.is_file() and file.stat().st_size
-        else set()
-    )
-    asked = [row for row in _wanted(chosen.rows, chosen.max_samples) if row["id"] not in done]
-    kept, left_out = 0, Counter[str]()
+    return parser
+
+
+def _finished_ids(file: Path) -> set[str]:
+    """The ids of the rows that the file has."""
+    if not file.is_file() or not file.stat().st_size:
+        return set()
+    return {row["id"] for _, row in rows(file) if isinstance(row, Mapping)}
+
+
+def _ask_all(
+    finish: Callable[[Mapping[str, Any]], dict[str, Any]],
+    missing: Sequence[Mapping[str, Any]],
+    file: Path,
+    at_once: int,
+) -> tuple[int, Counter[str]]:
+    """Add the finished rows to the file.
+
+    Returns their number, and the number of rows that were left out for each reason. Raises
+    InfrastructureFailure.
+    """
+    written = 0
+    left_out: Counter[str] = Counter()
     # Each line is written at once, so that a kill costs no finished row.
     with (
         open(file, "a", encoding="utf-8", buffering=1) as out,
-        ThreadPoolExecutor(chosen.at_once) as pool,
+        ThreadPoolExecutor(at_once) as pool,
     ):
-        for answer in as_completed(
-            [pool.submit(_finished, teacher, row, chosen.rows.parent, chosen.out) for row in asked]
-        ):
+        for answer in as_completed([pool.submit(finish, row) for row in missing]):
             try:
                 out.write(json.dumps(answer.result()) + "\n")
-                kept += 1
+                written += 1
             except DataFailure as failure:
                 left_out[failure.reason] += 1
             except InfrastructureFailure:
                 # The end of the block would ask all remaining questions first.
                 pool.shutdown(cancel_futures=True)
                 raise
-            print(
-                f"\r{kept + left_out.total()} of {len(asked)} rows",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
-    print(f"\n{file}: {kept + len(done)} rows")
-    for reason, count in left_out.most_common():
-        print(f"left out: {count} x {reason}")
-    if not kept + len(done):
-        raise ConfigError(f"{file} has no row: {'; '.join(left_out) or f'{chosen.rows} is empty'}")
-    return 0
+            progress = f"\r{written + left_out.total()} of {len(missing)} rows"
+            print(progress, end="", file=sys.stderr, flush=True)
+    return written, left_out
 
 
 def _end_of_a_line(file: Path) -> None:
-    """Cut what a kill left of a line."""
+    """Cut an unfinished last line, as a kill leaves it."""
     text = file.read_bytes() if file.is_file() else b""
     if text and not text.endswith(b"\n"):
         write_whole(file, text[: text.rfind(b"\n") + 1])
@@ -150,24 +176,29 @@ def _wanted(file: Path, most: int | None) -> Iterator[dict[str, Any]]:
     for index, (where, row) in enumerate(rows(file)):
         if most is not None and index >= most:
             return
-        if missing := [
-            name
-            for name in ("image", "query", "label")
-            if not isinstance(row, Mapping) or row.get(name) is None
-        ]:
+        columns = row if isinstance(row, Mapping) else {}
+        missing = [name for name in ("image", "query", "label") if columns.get(name) is None]
+        if missing:
             raise ConfigError(
                 f"{where}: no {', '.join(missing)}: `data prepare` of a chart data set writes such"
                 " rows"
             )
-        own = str(row.get("id", f"{file.stem}-{index}"))  # which another data set may have too
-        yield {**row, "id": f"{row['data_source']}-{own}" if row.get("data_source") else own}
+        row_id = str(columns.get("id", f"{file.stem}-{index}"))
+        # Another data set may have the same id.
+        if columns.get("data_source"):
+            row_id = f"{columns['data_source']}-{row_id}"
+        yield {**columns, "id": row_id}
 
 
 def _finished(teacher: "Teacher", row: Mapping[str, Any], root: Path, out: Path) -> dict[str, Any]:
-    image = image_entry(row["image"], str(row["id"]), root)
+    """The row with the teacher's table, steps and type. Raises DataFailure."""
+    row_id = str(row["id"])
+    image = image_entry(row["image"], row_id, root)
     data = read(image)
-    chain = parsed(teacher.answer(data, str(row["query"]), str(row["label"])), str(row["id"]))
-    return {**row, "image": _beside(data, out) if image.path else row["image"], **chain}
+    answer = teacher.answer(data, str(row["query"]), str(row["label"]))
+    chain = parsed(answer, row_id)
+    kept_image = _beside(data, out) if image.path else row["image"]
+    return {**row, "image": kept_image, **chain}
 
 
 def _beside(data: bytes, out: Path) -> str:
@@ -183,24 +214,24 @@ def _beside(data: bytes, out: Path) -> str:
 
 
 def parsed(text: str, where: str = "") -> dict[str, Any]:
-    """``table`` (None when it is no table), ``reasoning`` and ``chart_type`` of a teacher's answer.
+    """``table`` (None when it is not one), ``reasoning`` and ``chart_type`` of a teacher's answer.
 
     Raises DataFailure for one without numbered steps or with another type: a guess would be paid as
     the truth.
     """
     _, *pieces = _SECTION.split(text)
-    found = {
-        name.lower(): body.strip() for name, body in zip(pieces[::2], pieces[1::2], strict=True)
-    }
-    kind = found.get("type", "").strip(" .*`\"'").lower()
-    if not steps_of(found.get("reasoning", "")):
+    names = [name.lower() for name in pieces[::2]]
+    bodies = [body.strip() for body in pieces[1::2]]
+    sections = dict(zip(names, bodies, strict=True))
+    kind = sections.get("type", "").strip(" .*`\"'").lower()
+    if not steps_of(sections.get("reasoning", "")):
         raise DataFailure(where, "the teacher wrote no numbered steps")
     if kind not in TYPES:
         raise DataFailure(where, "the teacher named no type of chart that the prompt lists")
-    table = as_table(parsed_table(found.get("table")))
+    table = as_table(parsed_table(sections.get("table")))
     return {
         "table": asdict(table) if table else None,
-        "reasoning": found["reasoning"],
+        "reasoning": sections["reasoning"],
         "chart_type": kind,
     }
 
@@ -215,14 +246,15 @@ class Teacher:
     def answer(self, image: bytes, question: str, label: str) -> str:
         """The teacher's text.
 
-        Raises DataFailure when it refuses the request, InfrastructureFailure when it cannot be had.
+        Raises DataFailure when the teacher refuses the request, InfrastructureFailure when it gives
+        no answer.
         """
-        said = [
+        content = [
             {"type": "image_url", "image_url": {"url": data_url(portable(image))}},
             {"type": "text", "text": f"Question: {question}\nAnswer: {label}"},
         ]
-        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": said}]
-        why = ""
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]
+        problem = ""
         for attempt in range(ATTEMPTS):
             time.sleep(2 ** (attempt - 1) if attempt else 0)
             try:
@@ -231,17 +263,17 @@ class Teacher:
                 )
                 if reply.status_code < 400:
                     return str(reply.json()["choices"][0]["message"]["content"])
-                why = f"{reply.status_code}: {reply.text[:300]}"
+                problem = f"{reply.status_code}: {reply.text[:300]}"
             except httpx.HTTPError as error:
-                why = f"{type(error).__name__}: {error}"
+                problem = f"{type(error).__name__}: {error}"
             except (ValueError, LookupError, TypeError):
-                why = f"no chat completion: {reply.text[:300]}"
+                problem = f"no chat completion: {reply.text[:300]}"
             else:
                 if reply.status_code in (400, 413, 422):
-                    raise DataFailure("", f"the teacher refused the request with {why}")
+                    raise DataFailure("", f"the teacher refused the request with {problem}")
                 if reply.status_code < 500 and reply.status_code not in (408, 425, 429):
                     break
         raise InfrastructureFailure(
-            f"the teacher at {self._http.base_url} gave no answer ({why}); run the same command to"
-            " go on"
+            f"the teacher at {self._http.base_url} gave no answer ({problem}); run the same command"
+            " to continue"
         )

@@ -1,5 +1,6 @@
-"""Chart-RVR's own prompts, from a checkout of its repository: it has no licence, so they are not
-shipped.
+"""Chart-RVR's published prompts, from a checkout of its repository.
+
+It has no licence, so they are not shipped.
 """
 
 import ast
@@ -12,7 +13,9 @@ from pydantic import Field
 from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import ConfigError
 
-REPOSITORY, COMMIT, FILE = "https://github.com/sanchit97/chartrl", "83c4406", "prompts.py"
+REPOSITORY = "https://github.com/sanchit97/chartrl"
+COMMIT = "83c4406"
+FILE = "prompts.py"
 NAME = "SYSTEM_PROMPT_TEMPLATES"
 SHA256 = {
     1: "9907cacd5f7f7b6c28195065c2e0bb825d700bb21ce563e020b2d6266fc481f4",
@@ -20,29 +23,31 @@ SHA256 = {
     3: "71126c7e1694af5bb483bd2e81f161cd64e50e5ce8ad6c4f24cbcf9cb7712858",
     4: "f25a391ec4e13d1f3db1160c562fbf7747bf2b1939f13dd4545df335a48a49a1",
 }
-"""Of each template's text in UTF-8, as Python reads it."""
+"""The checksum of each template's text in UTF-8, as Python reads it."""
 
 
 class Checkout(SettingsModel):
     """The published system prompt, word for word."""
 
     checkout: str
-    """Folder of a checkout of sanchit97/chartrl (or potate4/chartrl, whose prompts are the same),
-    with its ``prompts.py``.
+    """Folder of a checkout of sanchit97/chartrl, with its ``prompts.py``.
+
+    The prompts of potate4/chartrl are the same.
     """
     number: int = Field(4, ge=1, le=4)
-    """1: the answer alone, 2: with steps, 3: and the type, 4: and the table, which is what is
-    trained.
+    """1: the answer alone, 2: with steps, 3: and the type, 4: and the table.
+
+    The published models were trained with the last one.
     """
 
     def text(self) -> str:
-        """Raises ConfigError when the file or the template is not there, or is another one."""
+        """The template. Raises ConfigError when it is missing, or is another one."""
         file = Path(self.checkout).expanduser() / FILE
         clone = (
             f"git clone {REPOSITORY} {self.checkout}, and git -C {self.checkout} checkout {COMMIT}"
         )
         try:
-            found = _templates(file.read_text(encoding="utf-8"))
+            templates = _templates(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(
                 f"data.reader.with.template: no {file.absolute()} ({error.strerror}): {clone}"
@@ -52,14 +57,12 @@ class Checkout(SettingsModel):
                 f"data.reader.with.template: {file.absolute()} has no {NAME} to read: {error}."
                 f" {clone}"
             ) from error
-        text = found.get(self.number)
-        if (
-            not isinstance(text, str)
-            or hashlib.sha256(text.encode()).hexdigest() != SHA256[self.number]
-        ):
+        text = templates.get(self.number)
+        checksum = hashlib.sha256(text.encode()).hexdigest() if isinstance(text, str) else None
+        if not isinstance(text, str) or checksum != SHA256[self.number]:
             raise ConfigError(
                 f"data.reader.with.template: template {self.number} of {file.absolute()} is not the"
-                f" published one: {clone}; a prompt of your own goes into data.reader.with.system"
+                f" published one: {clone}; a custom prompt goes into data.reader.with.system"
             )
         return text
 
@@ -70,12 +73,14 @@ def _templates(source: str) -> dict[object, object]:
     Raises ValueError, SyntaxError.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the texts have backslashes before blanks
+        # The texts have backslashes before blanks.
+        warnings.simplefilter("ignore")
         body = ast.parse(source).body
     for node in body:
-        if isinstance(node, ast.Assign) and any(
-            isinstance(to, ast.Name) and to.id == NAME for to in node.targets
-        ):
+        if not isinstance(node, ast.Assign):
+            continue
+        names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+        if NAME in names:
             value = ast.literal_eval(node.value)
             if isinstance(value, dict):
                 return value

@@ -1,5 +1,6 @@
-"""Chart questions as tasks: the prompt that asks for type, table, steps and answer, and the
-supervised answer in that form.
+"""Chart questions as tasks.
+
+The prompt asks for type, table, steps and answer, and the supervised answer has that form.
 """
 
 import json
@@ -46,25 +47,28 @@ TEMPLATES = {
     "type": f"{_FORM}<think>\n{_TYPE}\n{_STEPS}\n</think>\n{_ANSWER}",
     "table": f"{_FORM}<think>\n{_TYPE}\n{_TABLE}\n{_STEPS}\n</think>\n{_ANSWER}",
 }
-"""Chart-RVR's four prompts in our words: the answer alone; with steps; with the type; with type and
-table, which are paid.
+"""Chart-RVR's four prompts in our words.
+
+They ask for the answer alone; with steps; with the type; with type and table, which are paid.
 """
 
 
 class ChartRows:
-    """Reads rows ``{image, query, label, table, chart_type, reasoning}``, as
-    ``sanchit97/chart-rvr-grpo-train`` has; the last three may be missing, and tables JSON in a
-    text. The chart's type splits the metrics.
+    """Reads rows ``{image, query, label, table, chart_type, reasoning}``.
+
+    ``sanchit97/chart-rvr-grpo-train`` has such rows. The last three columns may be missing, and
+    tables may be JSON in a text. The chart's type splits the metrics.
     """
 
     class Settings(SettingsModel):
         template: Literal["direct", "steps", "type", "table"] | Checkout = "table"
-        """The answer that the prompt asks for; rewards for type and table need ``table``, answers
-        without reasoning ``direct``. ``{checkout: FOLDER}``: the published prompt, from a checkout
-        of its repository.
+        """The form of the answer that the prompt asks for.
+
+        Rewards for type and table need ``table``, answers without reasoning ``direct``.
+        ``{checkout: FOLDER}``: the published prompt, from a checkout of its repository.
         """
         system: str = ""
-        """Another text in place of the template's, for a prompt of your own."""
+        """Another text in place of the template's, for a custom prompt."""
         suffix: str = ""
         """Added to every question, as ChartFC's " Answer yes or no." does."""
         image: str = "image"
@@ -80,18 +84,22 @@ class ChartRows:
         reasoning: str = "reasoning"
         """Column of the true steps, when yours is called otherwise."""
         source: str = "data_source"
-        """Column by which metrics are split, such as who wrote the question; rows without it by
-        ``data_source`` or type.
+        """Column by which metrics are split, such as who wrote the question.
+
+        Rows without it are split by ``data_source`` or type.
         """
         keep: tuple[str, ...] = ()
         """Further columns that a reward or a benchmark's rule reads from the task."""
 
     def __init__(self, settings: Settings) -> None:
         """Raises ConfigError for a checkout without the published prompt."""
-        self._settings, template = settings, settings.template
-        self._system = settings.system or (
-            TEMPLATES[template] if isinstance(template, str) else template.text()
-        )
+        self._settings = settings
+        if settings.system:
+            self._system = settings.system
+        elif isinstance(settings.template, str):
+            self._system = TEMPLATES[settings.template]
+        else:
+            self._system = settings.template.text()
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
         """The row as a task. Raises DataFailure."""
@@ -111,27 +119,25 @@ class ChartRows:
             "table": parsed(row.get(names.table)),
             "reasoning": row.get(names.reasoning),
         }
-        messages = (
-            Message("system", (self._system,)),
-            Message("user", (image_entry(field(row, names.image, where), where, root), question)),
-        )
+        image = image_entry(field(row, names.image, where), where, root)
+        messages = (Message("system", (self._system,)), Message("user", (image, question)))
         source = str(row.get(names.source) or row.get("data_source") or kind or "")
         return Task(str(row.get("id") or where), messages, str(label), source, extra)
 
 
 class ConversationRows(ChartRows):
-    """Rows of ChartQAPro: ``paragraph`` and earlier ``questions`` and ``answers`` stand before the
-    question.
+    """Rows of ChartQAPro, with the conversation before the question.
+
+    ``paragraph`` and earlier ``questions`` and ``answers`` are put before it.
     """
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
-        """The row with what came before its question. Raises DataFailure."""
+        """The row with the conversation before its question. Raises DataFailure."""
         column = self._settings.query
         earlier = zip(_listed(row, "questions")[:-1], _listed(row, "answers")[:-1], strict=False)
-        before = [f"{asked}\n{said}" for asked, said in earlier]
-        text = "\n".join(
-            filter(None, [row.get("paragraph"), *before, str(field(row, column, where))])
-        )
+        exchanges = [f"{question}\n{answer}" for question, answer in earlier]
+        parts = [row.get("paragraph"), *exchanges, str(field(row, column, where))]
+        text = "\n".join(part for part in parts if part)
         return super().task({**row, column: text}, where, root)
 
 
@@ -141,14 +147,15 @@ def _listed(row: Mapping[str, Any], name: str) -> Sequence[Any]:
 
 
 class ChartAnswers:
-    """The supervised answer: the row's type, table, steps and label in the form that the prompt
-    asks for.
+    """The supervised answer in the form that the prompt asks for.
+
+    It has the row's type, table, steps and label.
     """
 
     tokens = ()
 
     def answer(self, task: Task, rng: random.Random) -> str:
-        """Raises DataFailure for a row without one of them."""
+        """The row's answer. Raises DataFailure for a row that lacks one of them."""
         missing = [
             name for name in ("chart_type", "table", "reasoning") if not task.extra.get(name)
         ]
@@ -157,6 +164,7 @@ class ChartAnswers:
                 f"task {task.id}",
                 f"no {' and no '.join(missing)}: there is no rationale to learn from",
             )
-        kind, table, reasoning = (task.extra[name] for name in ("chart_type", "table", "reasoning"))
-        thought = f"<type>{kind}</type>\n<table>{json.dumps(table)}</table>\n{reasoning}"
+        kind = task.extra["chart_type"]
+        table = json.dumps(task.extra["table"])
+        thought = f"<type>{kind}</type>\n<table>{table}</table>\n{task.extra['reasoning']}"
         return f"<think>\n{thought}\n</think>\n<answer>\n{task.ground_truth}\n</answer>"

@@ -296,7 +296,7 @@ def _answer(task: Task) -> str:
 
 
 def _usual(rows: Sequence[Task]) -> Task:
-    """A row with the most frequent value in each cell, over the tables of the most frequent size."""
+    """A row with the most frequent value in each cell, over the most frequent size of table."""
     tables = [row.extra["table"] for row in rows]
     size = _most(map(_size, tables))
     tables = [table for table in tables if _size(table) == size]

@@ -1,5 +1,7 @@
-"""Draws charts that the tiny model of quickstart.yaml can see: ``python -m rayloop data prepare
-chart_rvr --out DIR``. ``--warm N`` adds warm.jsonl, for the stage that made it.
+"""Draws charts that the tiny model of quickstart.yaml can see.
+
+``python -m rayloop data prepare chart_rvr --out DIR`` writes them. ``--warm N`` adds warm.jsonl,
+for the stage that made the model.
 """
 
 import argparse
@@ -17,8 +19,10 @@ from rayloop.core.types import derive
 from rayloop.recipes import write_rows
 
 KINDS = ("bar", "line")
-COLUMN, SIDE = 28, 84
-"""Pixels of an item's place, and of the chart."""
+COLUMN = 28
+"""Pixels of an item's place."""
+SIDE = 84
+"""Pixels of the chart's side."""
 UNIT = 9
 """Height of the value 1 in pixels."""
 MOST = 9
@@ -29,13 +33,17 @@ COLOURS = {
     "yellow": (235, 200, 30),
     "black": (20, 20, 20),
 }
-PAGE, INK = (240, 240, 240), (120, 120, 120)
+PAGE = (240, 240, 240)
+INK = (120, 120, 120)
 COLUMNS = ("Colour", "Value")
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """``rows``: the name of each item, then its value in each of ``columns[1:]``, as whole numbers."""
+    """A chart with its question and answer.
+
+    ``rows``: the name of each item, then its value in each of ``columns[1:]``, as whole numbers.
+    """
 
     kind: str
     title: str
@@ -66,20 +74,19 @@ def small(kind: str, seed: int, split: str, index: int) -> Chart:
     Equal arguments, equal charts. Raises ValueError for another kind.
     """
     if kind not in KINDS:
-        raise ValueError(f"{kind!r} is no kind of small chart; there are {', '.join(KINDS)}")
+        raise ValueError(f"{kind!r} is not a kind of small chart; there are {', '.join(KINDS)}")
     draw = random.Random(derive(seed, "small charts", kind, split, index))
     items = draw.sample(list(COLOURS), SIDE // COLUMN)
     values = draw.sample(range(1, MOST + 1), len(items))
     question, answer, step = draw.choice((_value, _highest, _lowest))(draw, items, values)
-    rows = tuple(zip(items, map(str, values), strict=True))
     return Chart(
-        kind,
-        "",
-        COLUMNS,
-        rows,
-        question,
-        answer,
-        (f"The question asks for {asked(question)}.", step),
+        kind=kind,
+        title="",
+        columns=COLUMNS,
+        rows=tuple(zip(items, map(str, values), strict=True)),
+        question=question,
+        answer=answer,
+        steps=(f"The question asks for {asked(question)}.", step),
     )
 
 
@@ -112,10 +119,8 @@ def _extreme(
     return f"Which colour is the {word}?", item, f"The {word} is {value}, that of {item}."
 
 
-_highest, _lowest = (
-    partial(_extreme, word="highest", pick=max),
-    partial(_extreme, word="lowest", pick=min),
-)
+_highest = partial(_extreme, word="highest", pick=max)
+_lowest = partial(_extreme, word="lowest", pick=min)
 
 
 def drawn(about: Chart) -> Image.Image:
@@ -133,9 +138,8 @@ def save(about: Chart, path: Path) -> None:
 def _bars(draw: ImageDraw.ImageDraw, items: Sequence[str], values: Sequence[int]) -> None:
     for i, (item, value) in enumerate(zip(items, values, strict=True)):
         left = COLUMN * i + 5
-        draw.rectangle(
-            (left, SIDE - UNIT * value, left + COLUMN - 11, SIDE - 1), fill=COLOURS[item]
-        )
+        bar = (left, SIDE - UNIT * value, left + COLUMN - 11, SIDE - 1)
+        draw.rectangle(bar, fill=COLOURS[item])
 
 
 def _line(draw: ImageDraw.ImageDraw, items: Sequence[str], values: Sequence[int]) -> None:
@@ -157,8 +161,10 @@ _DRAWN: dict[str, Callable[[ImageDraw.ImageDraw, Sequence[str], Sequence[int]], 
 
 @dataclass(frozen=True)
 class Made:
-    """Charts of one size: their ``kinds``, the ``rows`` of each split by default, and how one is
-    ``drawn`` (of a kind, a seed, a split and its place there) and ``saved``.
+    """Charts of one size.
+
+    ``kinds`` and the ``rows`` of each split are defaults. ``drawn`` makes the chart of a kind, a
+    seed, a split and its place there; ``saved`` writes it.
     """
 
     kinds: Sequence[str]
@@ -176,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_rows(command: str, made: Made, arguments: Sequence[str] | None) -> int:
-    """Parse the options of ``command``, and write what they ask for.
+    """Parse the options of ``command``, and write the splits.
 
     Returns exit code 0; raises ConfigError.
     """
@@ -196,37 +202,37 @@ def make_rows(command: str, made: Made, arguments: Sequence[str] | None) -> int:
     )
     chosen = parser.parse_args(arguments)
     kinds = [kind.strip() for kind in chosen.kinds.split(",")]
-    if unknown := sorted(set(kinds) - set(made.kinds)):
+    unknown = sorted(set(kinds) - set(made.kinds))
+    if unknown:
         raise ConfigError(
             f"--kinds: no such chart: {', '.join(unknown)}; there are {', '.join(made.kinds)}"
         )
     seen: set[tuple[Any, ...]] = set()
     for split in made.rows:
-        if count := getattr(chosen, split):
-            write(
-                chosen.out,
-                split,
-                list(charts(made, count, kinds, chosen.seed, split, seen)),
-                made.saved,
-            )
+        count = getattr(chosen, split)
+        if count:
+            drawings = list(charts(made, count, kinds, chosen.seed, split, seen))
+            write(chosen.out, split, drawings, made.saved)
     return 0
 
 
 def charts(
     made: Made, count: int, kinds: Sequence[str], seed: int, split: str, seen: set[tuple[Any, ...]]
 ) -> Iterator[Chart]:
-    """``count`` charts, the kinds in turn; none whose table is in ``seen``, to which theirs are
-    added: splits share no chart.
+    """``count`` charts, the kinds in turn, whose tables are not in ``seen``.
+
+    Their tables are added to ``seen``, so that splits share no chart.
     """
-    found = index = 0
-    while found < count:
-        one = made.drawn(kinds[found % len(kinds)], seed, split, index)
+    number = 0
+    index = 0
+    while number < count:
+        chart = made.drawn(kinds[number % len(kinds)], seed, split, index)
         index += 1
-        key = (one.kind, one.columns, one.rows)
+        key = (chart.kind, chart.columns, chart.rows)
         if key not in seen:
             seen.add(key)
-            found += 1
-            yield one
+            number += 1
+            yield chart
 
 
 def write(
@@ -234,20 +240,20 @@ def write(
 ) -> Path:
     """Write ``SPLIT.jsonl``, and one image for each row below ``images/SPLIT``."""
     (out / "images" / split).mkdir(parents=True, exist_ok=True)
-    images = [f"images/{split}/{i:06d}.png" for i in range(len(made))]
-    for one, image in zip(made, images, strict=True):
-        save(one, out / image)
-    rows = [
-        {
-            "id": f"{split}-{i}",
-            "image": image,
-            "query": one.question,
-            "label": one.answer,
-            "table": one.table,
-            "chart_type": one.kind,
-            "reasoning": one.reasoning,
-            "data_source": f"generated {one.kind}",
-        }
-        for i, (one, image) in enumerate(zip(made, images, strict=True))
-    ]
+    rows = []
+    for i, chart in enumerate(made):
+        image = f"images/{split}/{i:06d}.png"
+        save(chart, out / image)
+        rows.append(
+            {
+                "id": f"{split}-{i}",
+                "image": image,
+                "query": chart.question,
+                "label": chart.answer,
+                "table": chart.table,
+                "chart_type": chart.kind,
+                "reasoning": chart.reasoning,
+                "data_source": f"generated {chart.kind}",
+            }
+        )
     return write_rows(out, split, rows)

@@ -25,20 +25,19 @@ def read(row: Mapping[str, Any], where: str) -> Saved:
 
     Raises DataFailure.
     """
-    task = Task(
-        name_of(row, where),
-        (),
-        truth_of(row, LABELS, where),
-        extra={**row, "table": parsed(row.get("table"))},
-    )
+    extra = {**row, "table": parsed(row.get("table"))}
+    task = Task(name_of(row, where), (), truth_of(row, LABELS, where), extra=extra)
     return Saved(texts_of(row, where), task, row)
 
 
 def settings(variant: str, reward: str | None) -> dict[str, Any]:
-    """The process reward is left out unless it is the one that is asked for: it needs an embedder
-    (``--with embedder=...``).
+    """The settings of a variant, without the process reward unless it is asked for.
+
+    It needs an embedder (``--with embedder=...``).
     """
-    return {"variant": variant} | ({} if reward == "process" else {"weights": {"process": 0}})
+    if reward == "process":
+        return {"variant": variant}
+    return {"variant": variant, "weights": {"process": 0}}
 
 
 def answer(saved: Saved, variant: str) -> str | None:
@@ -49,26 +48,26 @@ def answer(saved: Saved, variant: str) -> str | None:
 
 def notes(saved: Sequence[Saved], variant: str) -> list[str]:
     """Compares with the file's own extracted answers, and reports their published accuracy."""
-    own = [one for one in saved if isinstance(one.row.get(EXTRACTED), str)]
-    if not own:
+    rows = [entry for entry in saved if isinstance(entry.row.get(EXTRACTED), str)]
+    if not rows:
         return []
-    others = [one for one in own if (answer(one, variant) or "") != one.row[EXTRACTED]]
-    same = len(own) - len(others)
-    pairs = [(one.row[EXTRACTED], str(one.task.ground_truth)) for one in own]
+    differing = [entry for entry in rows if (answer(entry, variant) or "") != entry.row[EXTRACTED]]
+    same = len(rows) - len(differing)
+    pairs = [(entry.row[EXTRACTED], str(entry.task.ground_truth)) for entry in rows]
     relaxed = sum(relaxed_accuracy(said, true) for said, true in pairs) / len(pairs)
     exact = sum(exact_match(said, true) for said, true in pairs) / len(pairs)
-    shown = [
-        f"  {one.task.id}: read {answer(one, variant)!r:.60}, {EXTRACTED}"
-        f" {one.row[EXTRACTED]!r:.60}"
-        for one in others[:SHOWN]
-    ]
-    more = [f"  and {len(others) - SHOWN} more"] if len(others) > SHOWN else []
-    return [
+    lines = [
         f"{EXTRACTED} as published: relaxed {relaxed:.4f}, exact {exact:.4f}",
-        f"answers equal to {EXTRACTED}: {same} of {len(own)} ({100 * same / len(own):.2f} %)",
-        *shown,
-        *more,
+        f"answers equal to {EXTRACTED}: {same} of {len(rows)} ({100 * same / len(rows):.2f} %)",
     ]
+    for entry in differing[:SHOWN]:
+        lines.append(
+            f"  {entry.task.id}: read {answer(entry, variant)!r:.60}, {EXTRACTED}"
+            f" {entry.row[EXTRACTED]!r:.60}"
+        )
+    if len(differing) > SHOWN:
+        lines.append(f"  and {len(differing) - SHOWN} more")
+    return lines
 
 
 SCORING = OfflineScoring(

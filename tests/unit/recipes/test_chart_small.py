@@ -82,7 +82,7 @@ def test_answers_follow_from_the_table() -> None:
         assert made.answer in made.steps[1]
     assert set(asked) == {"highest", "lowest", "value"}
     assert small("line", 5, "val", 1) == small("line", 5, "val", 1) != small("line", 5, "train", 1)
-    with pytest.raises(ValueError, match="no kind of small chart"):
+    with pytest.raises(ValueError, match="not a kind of small chart"):
         small("pie", 0, "val", 0)
 
 
