@@ -1,6 +1,8 @@
-"""Writes rows of OSWorld's task lists, JSON ``{domain: [id, ...]}`` with each task in
-``examples/DOMAIN/ID.json``: ``python -m rayloop data prepare osworld --out DIR --from
-evaluation_examples``. No real folder has been read here.
+"""Writes rows of OSWorld's task lists.
+
+A list is JSON ``{domain: [id, ...]}`` with each task in ``examples/DOMAIN/ID.json``: ``python -m
+rayloop data prepare osworld --out DIR --from evaluation_examples``. It was tested without a real
+folder.
 """
 
 import argparse
@@ -24,7 +26,7 @@ NEEDED = {"id", "instruction", "evaluator"}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write train.jsonl.
 
-    Returns exit code 0; raises ConfigError for a list or a task that is not there.
+    Returns exit code 0; raises ConfigError for a list or a task that is missing.
     """
     parser = argparse.ArgumentParser(
         prog="python -m rayloop data prepare osworld", description=__doc__
@@ -52,16 +54,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--seed", type=int, default=0, help="of what is drawn (default: %(default)s)"
     )
     chosen = parser.parse_args(arguments)
-    made = tasks(chosen.folder, chosen.list, PROMPTS[chosen.prompt])
-    if chosen.max_samples is not None and chosen.max_samples < len(made):
-        keep = set(random.Random(chosen.seed).sample(range(len(made)), chosen.max_samples))
-        made = [row for number, row in enumerate(made) if number in keep]
-    write_rows(chosen.out, "train", made)
+    task_rows = tasks(chosen.folder, chosen.list, PROMPTS[chosen.prompt])
+    if chosen.max_samples is not None and chosen.max_samples < len(task_rows):
+        generator = random.Random(chosen.seed)
+        numbers = generator.sample(range(len(task_rows)), chosen.max_samples)
+        task_rows = [task_rows[number] for number in sorted(numbers)]
+    write_rows(chosen.out, "train", task_rows)
     return 0
 
 
 def tasks(folder: Path, name: Path, prompt: Prompt = UI_TARS_OR_FAIL) -> list[dict[str, Any]]:
-    """Rows {id, data_source (the domain), prompt, osworld} of a list beside or below ``folder``.
+    """Rows {id, data_source (the domain), prompt, osworld} of a list.
+
+    ``name`` is a path, or is relative to ``folder``.
 
     Raises ConfigError.
     """
@@ -69,21 +74,22 @@ def tasks(folder: Path, name: Path, prompt: Prompt = UI_TARS_OR_FAIL) -> list[di
     if file is None:
         raise ConfigError(f"--list {name}: no such file, nor in {folder}")
     try:
-        made = rows(file, prompt)
+        task_rows = rows(file, prompt)
     except (ValueError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{file} is no list of tasks, {{domain: [id, ...]}}: {error}") from error
-    if not made:
+        raise ConfigError(
+            f"{file} is not a list of tasks, {{domain: [id, ...]}}: {error}"
+        ) from error
+    if not task_rows:
         raise ConfigError(f"{file} names no task: expected {{domain: [id, ...]}}")
-    for row in made:
+    for row in task_rows:
         task = folder / "examples" / f"{row['osworld']}.json"
         try:
-            lacking = NEEDED - json.loads(task.read_text(encoding="utf-8")).keys()
+            missing = NEEDED - json.loads(task.read_text(encoding="utf-8")).keys()
         except (OSError, ValueError, AttributeError) as error:
             raise ConfigError(
                 f"{file} names {row['osworld']}, and {task} cannot be read: {error}"
             ) from error
-        if lacking:
-            raise ConfigError(
-                f"{task} is no task of OSWorld: it has no {', '.join(sorted(lacking))}"
-            )
-    return [{**row, "data_source": str(row["osworld"]).partition("/")[0]} for row in made]
+        if missing:
+            keys = ", ".join(sorted(missing))
+            raise ConfigError(f"{task} is not a task of OSWorld: it has no {keys}")
+    return [{**row, "data_source": str(row["osworld"]).partition("/")[0]} for row in task_rows]

@@ -1,5 +1,6 @@
-"""Writes MiniWoB++ tasks: ``python -m rayloop data prepare arpo --out DIR`` makes train.jsonl and
-val.jsonl.
+"""Writes MiniWoB++ tasks.
+
+``python -m rayloop data prepare arpo --out DIR`` makes train.jsonl and val.jsonl.
 """
 
 import argparse
@@ -23,14 +24,14 @@ PAGES = (
 )
 """Random clicks are rewarded now and then on each.
 
-A click beside everything costs a turn; most wrong ones end the episode.
+A click outside of all elements costs a turn; most wrong ones end the episode.
 """
 ROWS = {"train": 900, "val": 72}
 """Numbers of rows in the shipped splits."""
 
 
 Prompt = str | list[dict[str, str]]
-"""A row's: one text, or messages."""
+"""A row's prompt: one text, or messages."""
 
 
 def rows(
@@ -41,7 +42,8 @@ def rows(
     Seeds begin with the split's name, so no split has a page of another.
     """
     for number in range(count):
-        page, index = pages[number % len(pages)], number // len(pages)
+        index, position = divmod(number, len(pages))
+        page = pages[position]
         seed = f"{split}-{page}-{index}"
         yield {"id": seed, "data_source": page, "prompt": prompt, "page": page, "seed": seed}
 
@@ -56,7 +58,9 @@ ORIGINAL: Prompt = [
 Texts: dvlab-research/ARPO (Apache-2.0).
 """
 PROMPTS: Mapping[str, Prompt] = {"bare": INSTRUCTION, "ui-tars": UI_TARS, "original": ORIGINAL}
-"""UI-TARS's own for models that know it, or that of ARPO; explanations are of no use to a tiny one.
+"""The prompts by name: UI-TARS's for models that know it, or that of ARPO.
+
+Explanations do not help a tiny model.
 """
 
 
@@ -83,10 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"--{split}", type=int, default=count, help=f"rows of {split} (default: {count})"
         )
     chosen = parser.parse_args(arguments)
+    prompt = PROMPTS[chosen.prompt]
+    pages = tuple(chosen.pages)
     for split in ROWS:
-        write_rows(
-            chosen.out,
-            split,
-            rows(split, getattr(chosen, split), PROMPTS[chosen.prompt], tuple(chosen.pages)),
-        )
+        count = getattr(chosen, split)
+        write_rows(chosen.out, split, rows(split, count, prompt, pages))
     return 0

@@ -1,4 +1,4 @@
-"""ARPO's reward: the environment's result, and half a point less when the last turn was no action."""
+"""ARPO's reward: the environment's result, less half a point for a last turn without an action."""
 
 from typing import Literal
 
@@ -12,10 +12,12 @@ from rayloop.envs.grammar.scanner import read
 
 
 class ArpoReward:
-    """``result + format_weight * format`` (dvlab-research/ARPO at 7489ae3): the result of
-    ``evaluate``, 0 to 1, and -1 when the last turn cannot be read in the action grammar, else 0.
-    Components: ``success`` and ``format``; flag ``unparsable``, in the original with the name of
-    its error. An episode without a result has no reward; in the original 0, flag ``no_result``.
+    """``result + format_weight * format`` (dvlab-research/ARPO at 7489ae3).
+
+    ``result`` is that of ``evaluate``, 0 to 1; ``format`` is -1 when the last turn cannot be read
+    in the action grammar, else 0. Components: ``success`` and ``format``; flag ``unparsable``, in
+    the original with the name of its error. An episode without a result has no reward; in the
+    original it is 0, with the flag ``no_result``.
     """
 
     compares = False
@@ -23,11 +25,12 @@ class ArpoReward:
     class Settings(SettingsModel):
         variant: Literal["corrected", "original"] = "corrected"
         """corrected: turns are read by the grammar that acts, and only a result is a reward.
-        original: by ARPO's own parser with its mistakes (README.md), and no result is 0, to repeat
-        a published run.
+
+        original: turns are read by ARPO's parser with its mistakes (README.md), and no result is 0,
+        to repeat a published run.
         """
         format_weight: float = 0.5
-        """How much a last turn that is no action costs.
+        """The cost of a last turn that is not an action.
 
         Raise it while the policy still writes such turns.
         """
@@ -37,22 +40,29 @@ class ArpoReward:
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
         """Unscored without a result of the environment."""
-        original, result = self._settings.variant == "original", trajectory.env_result
+        original = self._settings.variant == "original"
+        result = trajectory.env_result
         if result is None and not original:
             return Unscored(
                 UnscoredKind.INVALID_REWARD,
                 "the environment's evaluate returned None: there is no result",
             )
         turn = context.texts[-1]
-        wrong = (
-            _original_flags(turn) if original else ("unparsable",) * isinstance(read(turn), Mistake)
-        )
-        components = {"success": result or 0.0, "format": -1.0 if wrong else 0.0}
+        flags = _original_flags(turn) if original else _flags(turn)
+        components = {"success": result or 0.0, "format": -1.0 if flags else 0.0}
         value = components["success"] + self._settings.format_weight * components["format"]
-        return Scored(value, components, wrong if result is not None else (*wrong, "no_result"))
+        if result is None:
+            flags = (*flags, "no_result")
+        return Scored(value, components, flags)
+
+
+def _flags(turn: str) -> tuple[str, ...]:
+    """The flag of a turn that the action grammar cannot read."""
+    return ("unparsable",) if isinstance(read(turn), Mistake) else ()
 
 
 def _original_flags(turn: str) -> tuple[str, ...]:
+    """The flags of a turn that ARPO's parser cannot read."""
     try:
         parsed(turn)
     except Broken as error:

@@ -16,8 +16,9 @@ def read(row: Mapping[str, Any], where: str) -> Saved:
     Raises DataFailure.
     """
     components: Any = row.get("components")
-    found = {**(components if isinstance(components, Mapping) else {}), **row}
-    return Saved(texts_of(row, where), Task(name_of(row, where), ()), row, played(found, RESULTS))
+    columns = {**components, **row} if isinstance(components, Mapping) else row
+    task = Task(name_of(row, where), ())
+    return Saved(texts_of(row, where), task, row, played(columns, RESULTS))
 
 
 def answer(saved: Saved, variant: str) -> str | None:

@@ -1,5 +1,6 @@
-"""Writes desktop tasks as rows: ``data prepare desktop --out DIR`` makes train.jsonl and val.jsonl
-(every fourth task).
+"""Writes desktop tasks as rows.
+
+``data prepare desktop --out DIR`` makes train.jsonl and val.jsonl (every fourth task).
 """
 
 import argparse
@@ -39,10 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     chosen = parser.parse_args(arguments)
     try:
-        made = rows(chosen.tasks.absolute(), PROMPTS[chosen.prompt])
+        task_rows = rows(chosen.tasks.absolute(), PROMPTS[chosen.prompt])
     except (OSError, ValueError) as error:
         raise ConfigError(f"--tasks: {error}") from error
-    held = made[HELD_OUT - 1 :: HELD_OUT]
-    for split, part in (("train", [row for row in made if row not in held]), ("val", held)):
-        write_rows(chosen.out, split, part)
+    held_out = task_rows[HELD_OUT - 1 :: HELD_OUT]
+    write_rows(chosen.out, "train", [row for row in task_rows if row not in held_out])
+    write_rows(chosen.out, "val", held_out)
     return 0

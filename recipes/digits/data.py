@@ -3,6 +3,7 @@
 Makes the rows and reads them.
 """
 
+import operator
 import random
 import re
 from collections.abc import Mapping
@@ -29,23 +30,22 @@ def rows(
         raise ValueError(
             f"lengths must satisfy 1 <= shortest <= longest, not {shortest} and {longest}"
         )
-    if train + evaluation > (
-        available := sum(10**length for length in range(shortest, longest + 1))
-    ):
+    available = sum(10**length for length in range(shortest, longest + 1))
+    if train + evaluation > available:
         raise ValueError(
             f"{train + evaluation} rows asked for, only {available} sequences have these lengths"
         )
     generator = random.Random(derive(seed, "digits"))
     sequences: dict[tuple[int, ...], None] = {}
     while len(sequences) < train + evaluation:
-        sequences[tuple(generator.choices(range(10), k=generator.randint(shortest, longest)))] = (
-            None
-        )
-    drawn = [list(sequence) for sequence in sequences]
-    return (
-        [{"id": f"train-{i}", "digits": digits} for i, digits in enumerate(drawn[:train])],
-        [{"id": f"eval-{i}", "digits": digits} for i, digits in enumerate(drawn[train:])],
-    )
+        length = generator.randint(shortest, longest)
+        sequences[tuple(generator.choices(range(10), k=length))] = None
+    digits = list(map(list, sequences))
+    return _rows("train", digits[:train]), _rows("eval", digits[train:])
+
+
+def _rows(split: str, sequences: list[list[int]]) -> list[Any]:
+    return [{"id": f"{split}-{i}", "digits": digits} for i, digits in enumerate(sequences)]
 
 
 class DigitRows:
@@ -61,14 +61,17 @@ class DigitRows:
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
         """The row as a task with sorted digits. Raises DataFailure."""
         digits = field(row, "digits", where)
-        if not (isinstance(digits, list) and all(type(d) is int and 0 <= d <= 9 for d in digits)):
+        if not isinstance(digits, list) or not all(map(_is_digit, digits)):
             raise DataFailure(
                 where, f"digits must be a list of integers from 0 to 9, not {digits!r}"
             )
         text = self._settings.prompt.replace("{digits}", " ".join(map(str, digits)))
-        return Task(
-            str(field(row, "id", where)), (Message("user", (text,)),), sorted(digits), "digits"
-        )
+        messages = (Message("user", (text,)),)
+        return Task(str(field(row, "id", where)), messages, sorted(digits), "digits")
+
+
+def _is_digit(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= 9
 
 
 class SortedAnswers:
@@ -98,7 +101,6 @@ class SortReward:
             return Scored(0.0, {"exact": 0.0, "format": 0.0}, ("unparsable",))
         answer = [int(digit) for digit in re.findall("[0-9]", text)]
         truth: list[int] = task.ground_truth
-        right = sum(a == b for a, b in zip(answer, truth, strict=False)) / max(
-            len(answer), len(truth)
-        )
-        return Scored(right, {"exact": float(answer == truth), "format": 1.0})
+        right = sum(map(operator.eq, answer, truth))
+        share = right / max(len(answer), len(truth))
+        return Scored(share, {"exact": float(answer == truth), "format": 1.0})

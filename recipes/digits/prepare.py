@@ -1,5 +1,6 @@
-"""Writes the digits dataset: ``python -m rayloop data prepare digits --out DIR`` makes train.jsonl
-and eval.jsonl in DIR.
+"""Writes the digits dataset.
+
+``python -m rayloop data prepare digits --out DIR`` makes train.jsonl and eval.jsonl in DIR.
 """
 
 import argparse
@@ -30,6 +31,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except ValueError as error:
         parser.error(str(error))
-    for split, made in (("train", train), ("eval", evaluation)):
-        write_rows(chosen.out, split, made)
+    write_rows(chosen.out, "train", train)
+    write_rows(chosen.out, "eval", evaluation)
     return 0

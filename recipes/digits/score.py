@@ -18,11 +18,8 @@ def read(row: Mapping[str, Any], where: str) -> Saved:
     Raises DataFailure.
     """
     truth = parsed(truth_of(row, TRUTHS, where))
-    if (
-        not isinstance(truth, list)
-        or not truth
-        or not all(isinstance(digit, int) for digit in truth)
-    ):
+    is_list = isinstance(truth, list) and len(truth) > 0
+    if not is_list or not all(isinstance(digit, int) for digit in truth):
         raise DataFailure(where, f"the truth must be a list of digits, not {truth!r:.100}")
     return Saved(texts_of(row, where), Task(name_of(row, where), (), truth), row)
 

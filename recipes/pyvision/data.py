@@ -1,5 +1,6 @@
-"""Questions about images, to be answered with code or tools: PyVision's, DeepEyes' and flat rows,
-with our prompt or theirs.
+"""Questions about images, to be answered with code or tools.
+
+Reads PyVision's, DeepEyes' and flat rows, with our prompt or the published ones.
 """
 
 import io
@@ -34,23 +35,28 @@ def published_text(name: str) -> str:
 
 
 class QuestionRows:
-    """Reads rows as published (``extra_info`` and ``reward_model`` with PyVision's ``mm_hint`` or
-    DeepEyes' ``images``; {question, answer, image_path}) or flat ones {id, image, question, answer,
-    kind}, which may have ``videos`` (animated pictures, or lists of frames) that only code sees.
-    ``kind`` is the source, which splits the metrics.
+    """Reads published rows or flat ones {id, image, question, answer, kind}.
+
+    Published rows have ``extra_info`` and ``reward_model`` with PyVision's ``mm_hint`` or DeepEyes'
+    ``images``, or are {question, answer, image_path}. Flat ones may have ``videos`` (animated
+    pictures, or lists of frames) that only code sees. ``kind`` is the source, which splits the
+    metrics.
     """
 
     class Settings(SettingsModel):
         prompt: str = "{question}"
-        """The user's text behind the image: ``{question}`` and the row's other columns in braces
-        are replaced, and ``{width}`` and ``{height}`` by the image's pixels. Other braces stay.
+        """The user's text after the image.
+
+        ``{question}`` and the row's other columns in braces are replaced, and ``{width}`` and
+        ``{height}`` by the image's pixels. Other braces stay.
         """
         published: Published | None = None
-        """Ask as the original does, instead of ``prompt``: with the row's own ``prompt``, or, where
-        it has none, with this text of ``prompts/`` (``deepeyes``: its two), filled in as the
-        original's reader does. A row with a prompt of its own that names no environment
-        (``environment``, ``env_name``) is of the kind ``none`` of ``environment.kinds``, without
-        tools.
+        """Ask as the original does, instead of with ``prompt``.
+
+        The prompt is the row's ``prompt``, or, where it has none, this text of ``prompts/``
+        (``deepeyes``: its two), filled in as the original's reader does. A row that has a prompt
+        and names no environment (``environment``, ``env_name``) is of the kind ``none`` of
+        ``environment.kinds``, without tools.
         """
 
     def __init__(self, settings: Settings) -> None:
@@ -61,34 +67,36 @@ class QuestionRows:
         """The row as a task. Raises DataFailure."""
         flat = _flat(row, where)
         videos = _videos(flat["videos"], where, root) if flat.get("videos") else []
-        images = (
-            [image_entry(field(flat, "image", where), where, root)]
-            if flat.get("image") or not videos
-            else []
-        )
-        own, kind = row.get("prompt"), row.get("env_name") or row.get("environment")
+        images: list[ImageSource] = []
+        if flat.get("image") or not videos:
+            images = [image_entry(field(flat, "image", where), where, root)]
+        row_prompt = row.get("prompt")
+        kind = row.get("env_name") or row.get("environment")
         if self._settings.published is None:
             text = filled(self._settings.prompt, flat, images, where)
             messages: tuple[Message, ...] = (Message("user", (*self._shown(images), text)),)
-        elif isinstance(own, list | tuple) and own:
+        elif isinstance(row_prompt, list | tuple) and row_prompt:
             kind = kind or "none"
-            messages = self._chat.task(
-                {"prompt": own, "images": [flat["image"]] if images else [], "id": ""}, where, root
-            ).messages
+            row_images = [flat["image"]] if images else []
+            chat_row = {"prompt": row_prompt, "images": row_images, "id": ""}
+            messages = self._chat.task(chat_row, where, root).messages
         else:
             messages = _asked(self._settings.published, flat, images, videos, where)
-        kept = {name: value for name, value in flat.items() if name != "image"}
+        extra = {name: value for name, value in flat.items() if name != "image"}
+        extra["root"] = str(root)
+        if videos:
+            extra["videos"] = videos
         return Task(
             str(field(flat, "id", where)),
             messages,
             str(field(flat, "answer", where)),
             str(flat.get("kind", "")),
-            {**kept, "root": str(root), **({"videos": videos} if videos else {})},
+            extra,
             str(kind or ""),
         )
 
     def _shown(self, images: list[ImageSource]) -> tuple[str | ImageSource, ...]:
-        """What stands before the text; a subclass can name the images."""
+        """The parts before the text; a subclass can name the images."""
         return tuple(images)
 
 
@@ -98,11 +106,15 @@ def filled(text: str, row: Mapping[str, Any], images: list[ImageSource], where: 
     Raises DataFailure.
     """
     field(row, "question", where)
-    sized = images and ("{width}" in text or "{height}" in text)
-    size = (
-        dict(zip(("width", "height"), _shape(images[0], where)[:2], strict=True)) if sized else {}
-    )
-    return _FIELD.sub(lambda found: str(row.get(found[1], size.get(found[1], found[0]))), text)
+    size: dict[str, int] = {}
+    if images and ("{width}" in text or "{height}" in text):
+        size["width"], size["height"], _ = _shape(images[0], where)
+
+    def value_of(match: re.Match[str]) -> str:
+        name = match[1]
+        return str(row.get(name, size.get(name, match[0])))
+
+    return _FIELD.sub(value_of, text)
 
 
 def _asked(
@@ -112,41 +124,44 @@ def _asked(
     videos: list[Any],
     where: str,
 ) -> tuple[Message, ...]:
-    """What PyVision-RL's ``rl_dataset.py`` and ``rl_dataset_wo_mm_hint.py``, and DeepEyes'
-    evaluation, make of a row.
+    """The messages that the original makes of a row.
+
+    They are those of PyVision-RL's ``rl_dataset.py`` and ``rl_dataset_wo_mm_hint.py``, and of
+    DeepEyes' evaluation.
     """
     question = str(field(row, "question", where))
     if name == "deepeyes":
-        return Message("system", (published_text("deepeyes_system"),)), Message(
-            "user", (*images, question + published_text("deepeyes_user"))
-        )
-    text = published_text(name)
+        system = Message("system", (published_text("deepeyes_system"),))
+        user = Message("user", (*images, question + published_text("deepeyes_user")))
+        return system, user
+    template = published_text(name)
     if name == "vis_tool_with_img_info_video_v4":
-        return (
-            Message("user", (text.format(query=question, video_info=_film(row, videos, where)),)),
-        )
+        text = template.format(query=question, video_info=_film(row, videos, where))
+        return (Message("user", (text,)),)
     width, height, _ = _shape(images[0], where)
     if name == "vistool_with_img_info_v2":
-        return (
-            Message(
-                "user", (*images, "\n" + text.format(query=question, width=width, height=height))
-            ),
-        )
-    about = f"Image Width: {width}; Image Height: {height}\n"
-    about += "The original image hint has been read into the global variable `image_hint_0`."
-    return (Message("user", (*images, text.format(query=question, image_info=about))),)
+        text = template.format(query=question, width=width, height=height)
+        return (Message("user", (*images, f"\n{text}")),)
+    info = (
+        f"Image Width: {width}; Image Height: {height}\n"
+        "The original image hint has been read into the global variable `image_hint_0`."
+    )
+    text = template.format(query=question, image_info=info)
+    return (Message("user", (*images, text)),)
 
 
 def _film(row: Mapping[str, Any], videos: list[Any], where: str) -> str:
-    """What the original's prompt says of a video."""
+    """The description of a video in the original's prompt. Raises DataFailure without one."""
     if not videos:
-        raise DataFailure(where, "the row has no videos, of which its prompt speaks")
+        raise DataFailure(where, "the prompt describes a video, and the row has none")
     frames = videos[0] if isinstance(videos[0], list) else [videos[0]]
     width, height, count = _shape(ImageSource(frames[0]), where)
     if len(frames) > 1:
         count = len(frames)
-    given = row.get("fps")
-    rate = float((given[0] if isinstance(given, list | tuple) else given) or 1)
+    fps = row.get("fps")
+    if isinstance(fps, list | tuple):
+        fps = fps[0]
+    rate = float(fps or 1)
     return (
         f"Frame Width: {width}; Frame Height: {height};\nVideo Length: {count}; Sample FPS:"
         f" {rate:.2f}\nThe original video has been read into the global variable `video_clue_0`."
@@ -163,28 +178,28 @@ def _shape(image: ImageSource, where: str) -> tuple[int, int, int]:
 
 
 def _videos(entries: Any, where: str, root: Path) -> list[str | list[str]]:
-    """Their files below ``root``, as the interpreter wants them: one animated picture, or a list of
-    frames. Raises DataFailure.
+    """The files of the videos below ``root``. Raises DataFailure.
+
+    As for the interpreter, each is one animated picture, or a list of frames.
     """
-    if not isinstance(entries, list | tuple) or not all(
-        isinstance(one, str | list | tuple) for one in entries
-    ):
+    is_list = isinstance(entries, list | tuple)
+    if not is_list or not all(isinstance(entry, str | list | tuple) for entry in entries):
         raise DataFailure(
             where, f"videos must be a list of paths, or of lists of frames, not {entries!r:.100}"
         )
-    return [
-        str(root / one) if isinstance(one, str) else [str(root / str(frame)) for frame in one]
-        for one in entries
-    ]
+    videos: list[str | list[str]] = []
+    for entry in entries:
+        if isinstance(entry, str):
+            videos.append(str(root / entry))
+        else:
+            videos.append([str(root / str(frame)) for frame in entry])
+    return videos
 
 
 def _flat(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """A published row as a flat one; a flat one as it is. Raises DataFailure."""
-    if (
-        "image" in row
-        or "videos" in row
-        or not {"mm_hint", "extra_info", "image_path"} & row.keys()
-    ):
+    is_published = not {"mm_hint", "extra_info", "image_path"}.isdisjoint(row)
+    if "image" in row or "videos" in row or not is_published:
         return row
     if "extra_info" not in row and "mm_hint" not in row:
         return {
@@ -193,7 +208,8 @@ def _flat(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
             **row,
             "image": row["image_path"],
         }
-    hint, extra = row.get("mm_hint"), field(row, "extra_info", where)
+    hint = row.get("mm_hint")
+    extra = field(row, "extra_info", where)
     if hint and field(hint, "hint_type", where) != "image":
         raise DataFailure(where, f"only hints that are images are read, not {hint['hint_type']!r}")
     return {
@@ -206,5 +222,5 @@ def _flat(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 def answered(text: str) -> str:
-    """An episode's last turn with the answer ``text`` in the form that PyVision's verifier reads."""
+    """A last turn with the answer ``text`` in the form that PyVision's verifier reads."""
     return f"<answer>\n\\boxed{{{text}}}\n</answer>"

@@ -1,4 +1,6 @@
-"""DeepEyes' reward: 0.8 for a right answer, 0.2 less for a broken form, 1.2 more if it is right
+"""DeepEyes' reward.
+
+It pays 0.8 for a right answer, 0.2 less for a broken form, and 1.2 more if the answer is right
 after looking at an image again.
 """
 
@@ -23,26 +25,31 @@ ATTEMPTS = 8
 
 
 class DeepEyesReward:
-    """``0.8 accuracy + 0.2 format + 1.2 tool`` (Visual-Agent/DeepEyes at 6c5e796); of mathematics
-    ``1.2 accuracy + 0.4 format``. ``format`` is -1 when tags are not in pairs, or the answer has
-    1,000 characters, else 0; ``tool`` is 1 when the answer is right and a tool showed an image.
-    Components: ``accuracy``, ``format``, ``tool``, ``looked`` (an image was shown) and ``calls``.
-    Flags: ``ill_formed``, ``unparsable``, ``too_long``, and those of the verifier.
+    """``0.8 accuracy + 0.2 format + 1.2 tool`` (Visual-Agent/DeepEyes at 6c5e796).
+
+    For mathematics it is ``1.2 accuracy + 0.4 format``. ``format`` is -1 when tags are not in
+    pairs, or the answer has 1,000 characters, else 0; ``tool`` is 1 when the answer is right and a
+    tool showed an image. Components: ``accuracy``, ``format``, ``tool``, ``looked`` (an image was
+    shown) and ``calls``. Flags: ``ill_formed``, ``unparsable``, ``too_long``, and those of the
+    verifier.
     """
 
     class Settings(SettingsModel):
         variant: Literal["corrected", "original"] = "corrected"
-        """corrected: the last turn's answer, images that a tool really gave, and no reward where
-        the judge fails. original: tags are looked for in the whole transcript, and a text without
-        tags is judged as a whole; to repeat or ablate a run.
+        """corrected: the last turn's answer, and images that a tool really gave.
+
+        An episode has no reward where the judge fails. original: tags are looked for in the whole
+        transcript, and a text without tags is judged as a whole; to repeat or ablate a run.
         """
         mathematics: tuple[str, ...] = ("thinklite_eureka",)
-        """Data sources that are paid by the second formula, and whose answers math-verify compares
-        before a judge is asked.
+        """Data sources that are paid by the second formula.
+
+        math-verify compares their answers before a judge is asked.
         """
         verifiers: dict[str, Kind] = {}
-        """Which rule judges a data source, as in PyVisionReward; the default of sources of
-        ``mathematics`` is math.
+        """The rule of a data source, as in PyVisionReward.
+
+        The default of sources of ``mathematics`` is math.
         """
         math_timeout: float = Field(5.0, gt=0)
         """Seconds for one comparison by math-verify; then the judge is asked.
@@ -50,13 +57,15 @@ class DeepEyesReward:
         Raise it for long formulas.
         """
         accuracy: Annotated[Component, Role("reward source", ("score",))] | None = None
-        """The reward source that judges the answer, such as ``rayloop.judge.reward:JudgeReward``;
-        else rules for short answers.
+        """The reward source that judges the answer, such as ``rayloop.judge.reward:JudgeReward``.
+
+        Without one, rules for short answers do.
         """
 
     def __init__(self, settings: Settings) -> None:
-        """Raises ConfigError when math-verify is asked for and not installed; of ``mathematics``
-        the first such row does.
+        """Raises ConfigError when ``verifiers`` need math-verify and it is not installed.
+
+        For ``mathematics`` the first such row raises it.
         """
         self._settings = settings
         kinds: Mapping[str, Kind] = {
@@ -77,88 +86,99 @@ class DeepEyesReward:
     def score(
         self, trajectory: Trajectory, task: Task, context: ScoreContext
     ) -> Outcome | Awaitable[Outcome]:
-        """Raises what the judge raises, and DataFailure for a task without the truth that its rule
-        needs.
+        """The reward of the formula of the task's source.
+
+        Raises the judge's errors, and DataFailure for a task without the truth that its rule needs.
         """
         math = task.source in self._settings.mathematics
-        read = _original(context, math) if self.transcript else _read(trajectory, context, math)
-        read = replace(read, calls=calls(trajectory, context))
-        ill = () if read.formed else ("ill_formed",)
-        if read.answer is None or (not read.answer and not self.transcript):
-            return self._paid(Scored(0.0, flags=("unparsable", *ill)), read, math)
-        asked = Asked(
-            read.answer, trajectory, task, replace(context, texts=[answered(read.answer)])
-        )
+        reading = self._reading(trajectory, context, math)
+        form_flags = () if reading.formed else ("ill_formed",)
+        if reading.answer is None or (not reading.answer and not self.transcript):
+            return self._paid(Scored(0.0, flags=("unparsable", *form_flags)), reading, math)
+        judge_context = replace(context, texts=[answered(reading.answer)])
+        asked = Asked(reading.answer, trajectory, task, judge_context)
         if math:
-            return self._mathematics(asked, read, ill)
+            return self._mathematics(asked, reading, form_flags)
         judged = self._verifiers.asked(asked) if self.transcript else self._verifiers.judged(asked)
-        return at_once(judged, lambda found: self._paid(_flagged(found, ill), read, math))
+        return at_once(
+            judged, lambda verdict: self._paid(_flagged(verdict, form_flags), reading, math)
+        )
+
+    def _reading(
+        self, trajectory: Trajectory, context: ScoreContext, math: bool
+    ) -> original.DeepEyes:
+        """The answer as the variant reads it, with the calls of the episode."""
+        read = _original if self.transcript else _corrected
+        return replace(read(trajectory, context, math), calls=calls(trajectory, context))
 
     async def _mathematics(
-        self, asked: Asked, read: original.DeepEyes, ill: tuple[str, ...]
+        self, asked: Asked, reading: original.DeepEyes, form_flags: tuple[str, ...]
     ) -> Outcome:
         """Compare with math-verify, then ask the judge.
 
         The original asks up to eight times; then the answer is wrong.
         """
-        by_mathematics = self._verifiers.kind(asked.task.source) == "math"
-        judged = (
-            self._verifiers.equivalent(asked) if by_mathematics else self._verifiers.judged(asked)
-        )
-        found = await judged if isinstance(judged, Awaitable) else judged
-        if isinstance(found, Scored) and found.value < 1 and self._verifiers.has_judge:
-            found = await self._asked_again(asked)
-        return self._paid(_flagged(found, ill), read, True)
+        if self._verifiers.kind(asked.task.source) == "math":
+            verdict: Judged = await self._verifiers.equivalent(asked)
+        else:
+            judged = self._verifiers.judged(asked)
+            verdict = await judged if isinstance(judged, Awaitable) else judged
+        if isinstance(verdict, Scored) and verdict.value < 1 and self._verifiers.has_judge:
+            verdict = await self._ask_judge(asked)
+        return self._paid(_flagged(verdict, form_flags), reading, True)
 
-    async def _asked_again(self, asked: Asked) -> Judged:
+    async def _ask_judge(self, asked: Asked) -> Judged:
+        """The judge's verdict, in the original after failures too, up to ATTEMPTS times."""
         for _ in range(ATTEMPTS if self.transcript else 1):
             try:
                 judged = self._verifiers.asked(asked)
-                found = await judged if isinstance(judged, Awaitable) else judged
+                verdict = await judged if isinstance(judged, Awaitable) else judged
             except Exception:
                 if not self.transcript:
                     raise
                 continue
-            if isinstance(found, Scored) or not self.transcript:
-                return found
+            if isinstance(verdict, Scored) or not self.transcript:
+                return verdict
         return Scored(0.0, flags=("judge_failed",))
 
-    def _paid(self, found: Judged, read: original.DeepEyes, math: bool) -> Outcome:
-        form = 0.0 if read.formed else -1.0
-        if not isinstance(found, Scored):
-            return replace(
-                found,
-                components={"format": form, "looked": float(read.looked), "calls": read.calls},
-            )
-        accuracy = found.value
-        tool = float(read.looked and accuracy > 0.5)
-        value = 1.2 * accuracy + 0.4 * form if math else 0.8 * accuracy + 0.2 * form + 1.2 * tool
+    def _paid(self, judged: Judged, reading: original.DeepEyes, math: bool) -> Outcome:
+        form = 0.0 if reading.formed else -1.0
+        components = {"format": form, "looked": float(reading.looked), "calls": reading.calls}
+        if not isinstance(judged, Scored):
+            return replace(judged, components=components)
+        accuracy = judged.value
+        tool = float(reading.looked and accuracy > 0.5)
+        value = 0.8 * accuracy + 0.2 * form + 1.2 * tool
+        if math:
+            value = 1.2 * accuracy + 0.4 * form
         components = {
             "accuracy": accuracy,
             "format": form,
             "tool": tool,
-            "looked": float(read.looked),
-            "calls": read.calls,
+            "looked": float(reading.looked),
+            "calls": reading.calls,
         }
-        return Scored(value, components, found.flags, reason=found.reason)
+        return Scored(value, components, judged.flags, reason=judged.reason)
 
 
-def _original(context: ScoreContext, math: bool) -> original.DeepEyes:
+def _original(trajectory: Trajectory, context: ScoreContext, math: bool) -> original.DeepEyes:
+    """The answer in the whole transcript."""
     response = context.transcript if context.transcript is not None else "".join(context.texts)
     return original.deepeyes_math(response) if math else original.deepeyes(response)
 
 
-def _read(trajectory: Trajectory, context: ScoreContext, math: bool) -> original.DeepEyes:
-    """The last turn's answer; its form over all turns of the policy; and whether a tool gave an
-    image.
-    """
-    said = extract(context.texts[-1], "box" if math else "tagged_box")
-    if said is not None and len(said) >= original.LONGEST:
-        return original.DeepEyes(None, False, _looked(trajectory))
-    paired = all(text.count("<think>") == text.count("</think>") for text in context.texts)
-    last = context.texts[-1].rpartition("</think>")[2]
-    paired = paired and last.count("<answer>") == last.count("</answer>")
-    return original.DeepEyes(said, paired and (said is not None or not math), _looked(trajectory))
+def _corrected(trajectory: Trajectory, context: ScoreContext, math: bool) -> original.DeepEyes:
+    """The last turn's answer, its form over all turns, and whether a tool gave an image."""
+    text = context.texts[-1]
+    looked = _looked(trajectory)
+    answer = extract(text, "box" if math else "tagged_box")
+    if answer is not None and len(answer) >= original.LONGEST:
+        return original.DeepEyes(None, False, looked)
+    thoughts_paired = all(turn.count("<think>") == turn.count("</think>") for turn in context.texts)
+    after_thought = text.rpartition("</think>")[2]
+    answers_paired = after_thought.count("<answer>") == after_thought.count("</answer>")
+    has_box = answer is not None or not math
+    return original.DeepEyes(answer, thoughts_paired and answers_paired and has_box, looked)
 
 
 def _looked(trajectory: Trajectory) -> bool:
@@ -168,7 +188,8 @@ def _looked(trajectory: Trajectory) -> bool:
     return any(turn.images for turn in turns[first:] if not turn.restart)
 
 
-def _flagged(found: Judged, ill: tuple[str, ...]) -> Judged:
-    return (
-        replace(found, flags=(*found.flags, *ill)) if ill and isinstance(found, Scored) else found
-    )
+def _flagged(judged: Judged, form_flags: tuple[str, ...]) -> Judged:
+    """The verdict with the flags of the answer's form."""
+    if not form_flags or not isinstance(judged, Scored):
+        return judged
+    return replace(judged, flags=(*judged.flags, *form_flags))

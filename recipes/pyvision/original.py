@@ -1,6 +1,7 @@
-"""The parsers of PyVision-RL (agents-x-project/PyVision-RL at 62ca599) and DeepEyes
-(Visual-Agent/DeepEyes at 6c5e796), mistakes included, for the ``original`` variants. Each search is
-linear in the text.
+"""The parsers of PyVision-RL and DeepEyes, mistakes included, for the ``original`` variants.
+
+They are those of agents-x-project/PyVision-RL at 62ca599 and Visual-Agent/DeepEyes at 6c5e796. Each
+search is linear in the text.
 """
 
 import re
@@ -32,8 +33,9 @@ EXAMPLES = frozenset(
         "longvila",
     }
 )
-"""Data sources with examples for the judge; for any other the multi-task verifier raises
-UnboundLocalError.
+"""Data sources with examples for the judge.
+
+For any other the multi-task verifier raises UnboundLocalError.
 """
 BENCHMARKS = {
     "direct_attributes": "vstar",
@@ -58,72 +60,75 @@ _BOXED = Enclosed(r"\\boxed\{", "}")
 
 
 def answer(response: str) -> str | None:
-    """The text in the first ``<answer>``, line break, ``\\boxed{...}``, line break, ``</answer>``, also in tool output."""
+    """The text in the first answer, also in tool output.
+
+    An answer is ``<answer>``, line break, ``\\boxed{...}``, line break, ``</answer>``.
+    """
     start = response.find(_BEGIN)
     end = response.find(_END, start + len(_BEGIN)) if start >= 0 else -1
     return response[start + len(_BEGIN) : end].strip() if end >= 0 else None
 
 
 def verified(response: str, *, gate: bool) -> str | None:
-    """The answer that is judged, None when it is wrong unseen.
+    """The answer that is judged, None when it is wrong without a judge.
 
-    ``gate``: tags must be in pairs, too (the multi-task verifier).
+    ``gate``: tags must also be in pairs (the multi-task verifier).
     """
     final = response.rpartition("</interpreter>")[2]
-    if gate and (unpaired_images(response) or final.count("<answer>") != final.count("</answer>")):
+    unpaired = unpaired_images(response) or final.count("<answer>") != final.count("</answer>")
+    if gate and unpaired:
         return None
-    found = answer(response)
-    nested = found is not None and any(
-        mark in found for mark in ("<interpreter>", "<answer>", "\\boxed")
-    )
-    return None if nested else found
+    text = answer(response)
+    if text is None or any(mark in text for mark in ("<interpreter>", "<answer>", "\\boxed")):
+        return None
+    return text
 
 
 def unpaired_images(response: str) -> bool:
     """Whether tags of images are not in pairs."""
-    begun, ended = (
-        response.count("<|vision_start|><|image_pad|>"),
-        response.count("<|image_pad|><|vision_end|>"),
-    )
-    return begun != ended
+    opened = response.count("<|vision_start|><|image_pad|>")
+    closed = response.count("<|image_pad|><|vision_end|>")
+    return opened != closed
 
 
 def verdict(reply: str) -> bool:
-    """The verdict of a judge that writes a digit: any 1 after the last ``Judgement:`` is right,
-    else the whole reply must be 1.
+    """The verdict of a judge that writes a digit.
+
+    Any 1 after the last ``Judgement:`` is right, else the whole reply must be 1.
     """
-    _, mark, said = reply.rpartition("Judgement:")
-    return "1" in said if mark else reply.strip() == "1"
+    _, mark, judgement = reply.rpartition("Judgement:")
+    return "1" in judgement if mark else reply.strip() == "1"
 
 
 def grade(reply: str) -> bool:
     """The verdict of the general verifier's grader: ``correct: yes`` is right."""
-    found = _GRADE.search(reply)
-    return found is not None and found[1].lower() == "yes"
+    match = _GRADE.search(reply)
+    return match is not None and match[1].lower() == "yes"
 
 
 def first_number(value: Any) -> float | None:
     """The first number in a text; a comma ends it."""
     if isinstance(value, int | float):
         return float(value)
-    found = _NUMBER.search(value) if isinstance(value, str) else None
-    return float(found[0]) if found else None
+    match = _NUMBER.search(value) if isinstance(value, str) else None
+    return float(match[0]) if match else None
 
 
 def step_reward(turn: str, ran: bool, per_call: float) -> float:
-    """The environment's pay for a turn: ``per_call`` for code that ran, also when it failed or took
-    too long, else 0.
+    """The environment's pay for a turn: ``per_call`` for code that ran, else 0.
+
+    Code that failed or took too long also ran.
     """
-    return (
-        per_call
-        if ran and interpreter.answer(turn) is None and interpreter.code(turn) is not None
-        else 0.0
-    )
+    if not ran or interpreter.answer(turn) is not None:
+        return 0.0
+    return 0.0 if interpreter.code(turn) is None else per_call
 
 
 @dataclass(frozen=True, slots=True)
 class DeepEyes:
-    """``answer``: the judged one, ``formed``: tags are in pairs (and one box, of mathematics),
+    """An answer as DeepEyes' reward reads it.
+
+    ``answer``: the judged one, ``formed``: tags are in pairs (and mathematics has one box),
     ``looked``: an image was shown, ``calls``: turns whose call was carried out.
     """
 
@@ -138,21 +143,19 @@ def deepeyes(response: str) -> DeepEyes:
 
     From ``LONGEST`` characters on it is wrong and ill-formed.
     """
-    said = response.rpartition("<answer>")[2].partition("</answer>")[0].strip()
-    behind = response.rpartition("</think>")[2]
-    paired = response.count("<think>") == response.count("</think>") and not unpaired_images(
-        response
-    )
-    formed = (
-        paired and behind.count("<answer>") == behind.count("</answer>") and len(said) < LONGEST
-    )
-    return DeepEyes(
-        said if len(said) < LONGEST else None, formed, "<|vision_start|><|image_pad|>" in response
-    )
+    answer = response.rpartition("<answer>")[2].partition("</answer>")[0].strip()
+    after_thought = response.rpartition("</think>")[2]
+    thoughts_paired = response.count("<think>") == response.count("</think>")
+    answers_paired = after_thought.count("<answer>") == after_thought.count("</answer>")
+    paired = thoughts_paired and answers_paired and not unpaired_images(response)
+    looked = "<|vision_start|><|image_pad|>" in response
+    if len(answer) >= LONGEST:
+        return DeepEyes(None, False, looked)
+    return DeepEyes(answer, paired, looked)
 
 
 def deepeyes_math(response: str) -> DeepEyes:
-    """The last box behind the thought; none, or several, is ill-formed."""
-    found = list(filter(None, _BOXED.findall(response.rpartition("</think>")[2])))
-    formed = response.count("<think>") == response.count("</think>") and len(found) == 1
-    return DeepEyes(found[-1] if found else None, formed)
+    """The last box after the thought; none, or several, is ill-formed."""
+    boxes = [text for text in _BOXED.findall(response.rpartition("</think>")[2]) if text]
+    paired = response.count("<think>") == response.count("</think>")
+    return DeepEyes(boxes[-1] if boxes else None, paired and len(boxes) == 1)

@@ -1,5 +1,7 @@
-"""Draws the scenes: ``python -m rayloop data prepare pyvision --out DIR`` makes train, val and
-test.jsonl, and images, in DIR.
+"""Draws the scenes.
+
+``python -m rayloop data prepare pyvision --out DIR`` makes train, val and test.jsonl, and images,
+in DIR.
 """
 
 import argparse
@@ -14,8 +16,10 @@ from PIL import Image, ImageDraw
 from rayloop.core.types import derive
 from rayloop.recipes import write_rows
 
-SIDE, CARD = 896, 240
-"""Pixels of the page, and of a card."""
+SIDE = 896
+"""Pixels of the page's side."""
+CARD = 240
+"""Pixels of a card's side."""
 PLACES = ("top left", "top right", "bottom left", "bottom right")
 CARDS = {
     "red": (235, 110, 110),
@@ -34,8 +38,10 @@ NEAR = {"count": 28, "dot": 10}
 """Pixels from the middle of a card to the edge of the box that holds its dots."""
 MOST = 5
 """Dots on a card."""
-COUNTED, COLOURED = 4, 6
-"""Pixels of a dot's side, by the kind of question."""
+COUNTED = 4
+"""Pixels of the side of a dot that is counted."""
+COLOURED = 6
+"""Pixels of the side of a dot whose colour is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +65,8 @@ def scene(kind: str, seed: int) -> Scene:
     answers = []
     for place, colour in enumerate(rng.sample(list(CARDS), len(PLACES))):
         x, y = middle(place)
-        draw.rectangle(
-            (x - CARD // 2, y - CARD // 2, x + CARD // 2 - 1, y + CARD // 2 - 1), fill=CARDS[colour]
-        )
+        half = CARD // 2
+        draw.rectangle((x - half, y - half, x + half - 1, y + half - 1), fill=CARDS[colour])
         answers.append(_dots(draw, rng, x, y) if kind == "count" else _dot(draw, rng, x, y))
     question = (
         "How many dots are on the card at the {}?"
@@ -73,26 +78,31 @@ def scene(kind: str, seed: int) -> Scene:
 
 def middle(place: int) -> tuple[int, int]:
     """The middle of the card in that quarter of the page, in reading order."""
-    return SIDE // 4 + place % 2 * SIDE // 2, SIDE // 4 + place // 2 * SIDE // 2
+    row, column = divmod(place, 2)
+    return SIDE // 4 + column * SIDE // 2, SIDE // 4 + row * SIDE // 2
 
 
 def box(kind: str, place: int) -> tuple[int, int, int, int]:
     """Left, top, right and bottom of the area on a card where dots can be."""
-    (x, y), near = middle(place), NEAR[kind]
+    x, y = middle(place)
+    near = NEAR[kind]
     return x - near, y - near, x + near, y + near
 
 
 def _dots(draw: ImageDraw.ImageDraw, rng: random.Random, x: int, y: int) -> str:
     number = rng.randint(1, MOST)
     for cell in rng.sample(range(25), number):
-        left, top = x - 22 + cell % 5 * 10, y - 22 + cell // 5 * 10
+        row, column = divmod(cell, 5)
+        left = x - 22 + column * 10
+        top = y - 22 + row * 10
         draw.rectangle((left, top, left + COUNTED - 1, top + COUNTED - 1), fill="black")
     return str(number)
 
 
 def _dot(draw: ImageDraw.ImageDraw, rng: random.Random, x: int, y: int) -> str:
     colour = rng.choice(list(DOTS))
-    left, top = x + rng.randint(-6, 0), y + rng.randint(-6, 0)
+    left = x + rng.randint(-6, 0)
+    top = y + rng.randint(-6, 0)
     draw.rectangle((left, top, left + COLOURED - 1, top + COLOURED - 1), fill=DOTS[colour])
     return colour
 

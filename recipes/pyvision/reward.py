@@ -1,5 +1,6 @@
-"""PyVision's reward: 1 for a right answer, and 0.1 more for each turn whose code ran, so that a
-policy keeps using its tool.
+"""PyVision's reward: 1 for a right answer, and 0.1 more for each turn whose code ran.
+
+The bonus makes a policy keep using its tool.
 """
 
 from collections.abc import Awaitable, Mapping
@@ -22,24 +23,29 @@ LONGEST = original.LONGEST
 
 
 class PyVisionReward:
-    """``accuracy + 1[right] * per_call * calls``. ``calls``: turns whose code ran, in ``corrected`` without an error; ``original``
-    counts code that raised or took too long, too (without turns, of a saved completion, what the environment counted). Components:
-    ``accuracy``, ``calls``, ``right``, and ``format`` (1 when the answer stands in its box). Flags: ``unparsable``, ``too_long``,
-    ``undecided`` (no rule decides, and there is no judge), ``no_number``; of the original ``raised`` with the
-    name of its error, and ``judge_failed``.
+    """``accuracy + 1[right] * per_call * calls``.
+
+    ``calls``: turns whose code ran, in ``corrected`` without an error; ``original`` also counts
+    code that raised or took too long. For a saved completion without turns it is the environment's
+    count. Components: ``accuracy``, ``calls``, ``right``, and ``format`` (1 when the answer is in
+    its box). Flags: ``unparsable``, ``too_long``, ``undecided`` (no rule decides, and there is no
+    judge), ``no_number``; in the original ``raised`` with the name of its error, and
+    ``judge_failed``.
     """
 
     class Settings(SettingsModel):
         variant: Literal["corrected", "original"] = "corrected"
-        """corrected: the answer of the last turn, clean code counts. original: the published
-        functions with their mistakes (README.md), which read the first answer of the whole
-        transcript, tool output included; to repeat or ablate a run.
+        """corrected: the answer of the last turn, and code without an error counts.
+
+        original: the published functions with their mistakes (README.md), which read the first
+        answer of the whole transcript, tool output included; to repeat or ablate a run.
         """
         published: Literal["multi_task_verifier", "general_verifier", "vl_agent"] = (
             "multi_task_verifier"
         )
-        """Which of the published functions ``original`` is (the first was trained); sources of
-        ``verifiers`` keep their rule.
+        """The published function that ``original`` computes; the first was trained.
+
+        Sources of ``verifiers`` keep their rule.
         """
         per_call: float = Field(0.1, ge=0)
         """Paid for each executed turn of a right answer.
@@ -49,13 +55,16 @@ class PyVisionReward:
         right_from: float = Field(0.5, ge=0, le=1)
         """An accuracy from here on counts as right, where a judge gives shares."""
         verifiers: dict[str, Kind] = dict(SOURCES)
-        """Which rule judges a data source, by its name or a pattern with ``*``: mra (mean relative
-        accuracy of numbers), option (a letter), math (equivalence), rules (short answers), judge
-        (``accuracy``). All others: judge if there is one, else rules.
+        """The rule of a data source, by its name or a pattern with ``*``.
+
+        Rules are mra (mean relative accuracy of numbers), option (a letter), math (equivalence),
+        rules (short answers) and judge (``accuracy``). All other sources: judge if there is one,
+        else rules.
         """
         math_timeout: float = Field(5.0, gt=0)
-        """Seconds for one comparison by math-verify; then the judge is asked, and without one the
-        answer is wrong. Raise it for long formulas.
+        """Seconds for one comparison by math-verify.
+
+        Then the judge is asked, and without one the answer is wrong. Raise it for long formulas.
         """
         accuracy: Annotated[Component, Role("reward source", ("score",))] | None = None
         """The reward source that judges the answer, such as ``rayloop.judge.reward:JudgeReward``.
@@ -82,41 +91,46 @@ class PyVisionReward:
         """
         if self._settings.variant == "original":
             return self._original(trajectory, task, context)
-        answer = extract(context.texts[-1], "tagged_box")
-        components = {"accuracy": 0.0, "calls": calls(trajectory, context), "right": 0.0}
-        components["format"] = float(answer is not None and boxed(context.texts[-1]) is not None)
+        text = context.texts[-1]
+        answer = extract(text, "tagged_box")
+        components = {
+            "accuracy": 0.0,
+            "calls": calls(trajectory, context),
+            "right": 0.0,
+            "format": float(answer is not None and boxed(text) is not None),
+        }
         if not answer:
             return Scored(0.0, components, ("unparsable",))
         if len(answer) >= LONGEST:
             return Scored(0.0, components, ("too_long",))
         judged = self._verifiers.judged(Asked(answer, trajectory, task, context))
-        return at_once(judged, lambda found: self._paid(found, components))
+        return at_once(judged, lambda verdict: self._paid(verdict, components))
 
     def _paid(
-        self, found: Judged, components: Mapping[str, float], *, long: bool = False
+        self, judged: Judged, components: Mapping[str, float], *, long: bool = False
     ) -> Outcome:
-        """``long``: an overlong answer, which keeps its bonus in the original."""
-        if not isinstance(found, Scored):
-            return replace(
-                found, components={name: components[name] for name in ("calls", "format")}
-            )
-        right = found.value >= self._settings.right_from
-        accuracy = 0.0 if long else found.value
+        """The outcome of a verdict.
+
+        ``long``: an overlong answer, which keeps its bonus in the original.
+        """
+        if not isinstance(judged, Scored):
+            known = {"calls": components["calls"], "format": components["format"]}
+            return replace(judged, components=known)
+        right = judged.value >= self._settings.right_from
+        accuracy = 0.0 if long else judged.value
         value = accuracy + right * self._settings.per_call * components["calls"]
         return Scored(
             value,
             {**components, "accuracy": accuracy, "right": float(right)},
-            found.flags,
-            reason=found.reason,
+            judged.flags,
+            reason=judged.reason,
         )
 
     def _original(
         self, trajectory: Trajectory, task: Task, context: ScoreContext
     ) -> Outcome | Awaitable[Outcome]:
-        published, source = (
-            self._settings.published,
-            original.BENCHMARKS.get(task.source, task.source),
-        )
+        published = self._settings.published
+        source = original.BENCHMARKS.get(task.source, task.source)
         response = context.transcript if context.transcript is not None else "".join(context.texts)
         components = {
             "accuracy": 0.0,
@@ -139,42 +153,38 @@ class PyVisionReward:
             return self._never_failing(asked, components)
         return at_once(
             self._verifiers.asked(asked),
-            lambda found: self._paid(found, components, long=len(answer) >= LONGEST),
+            lambda verdict: self._paid(verdict, components, long=len(answer) >= LONGEST),
         )
 
     def _first_numbers(self, response: str, task: Task, components: Mapping[str, float]) -> Outcome:
-        said, true = original.first_number(response), original.first_number(task.ground_truth)
+        """The original's mean relative accuracy of the first numbers."""
+        said = original.first_number(response)
+        true = original.first_number(task.ground_truth)
         if said is None and true == 0:
-            return Scored(0.0, components)  # it does not calculate with a truth of 0
+            # The original does not calculate with a truth of 0.
+            return Scored(0.0, components)
         if said is None or true is None:
             return Scored(0.0, components, ("raised", "TypeError"))
         return self._paid(Scored(mean_relative_accuracy(true, said)), {**components, "format": 1.0})
 
     async def _never_failing(self, asked: Asked, components: Mapping[str, float]) -> Outcome:
-        """The general verifier calls an answer wrong when its judge fails."""
+        """The outcome of the general verifier: an answer is wrong when its judge fails."""
         try:
-            found = self._verifiers.asked(asked)
-            found = (
-                found
-                if isinstance(found, Scored) or not isinstance(found, Awaitable)
-                else await found
-            )
+            verdict = self._verifiers.asked(asked)
+            judged = await verdict if isinstance(verdict, Awaitable) else verdict
         except Exception as error:
             return Scored(0.0, components, ("judge_failed", type(error).__name__))
-        judged = isinstance(found, Scored)
-        return (
-            self._paid(found, components, long=len(asked.answer) >= LONGEST)
-            if judged
-            else Scored(0.0, components, ("judge_failed",))
-        )
+        if not isinstance(judged, Scored):
+            return Scored(0.0, components, ("judge_failed",))
+        return self._paid(judged, components, long=len(asked.answer) >= LONGEST)
 
 
 def calls(trajectory: Trajectory, context: ScoreContext) -> float:
     """Turns whose code ran without an error."""
     turns = trajectory.sampled_turns
-    return float(
-        sum(turn.executed is True for turn in turns) if turns else trajectory.env_result or 0
-    )
+    if not turns:
+        return float(trajectory.env_result or 0)
+    return float(sum(turn.executed is True for turn in turns))
 
 
 def original_calls(trajectory: Trajectory, context: ScoreContext) -> float:

@@ -1,4 +1,4 @@
-"""Scores saved answers to questions about images: ``python -m rayloop score pyvision FILE.jsonl``."""
+"""Scores saved answers about images: ``python -m rayloop score pyvision FILE.jsonl``."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,9 +15,12 @@ CALLS = ("calls", "tool_turns_executed", "tool_cnt")
 
 
 def read(row: Mapping[str, Any], where: str) -> Saved:
-    """``{completion, answer, question?, data_source?, calls?, transcript?}``, or a line of
-    ``rollouts``. ``transcript``, which the original reads: everything behind the prompt, tool
-    output included. Raises DataFailure.
+    """A row ``{completion, answer, question?, data_source?, calls?, transcript?}``.
+
+    It may also be a line of ``rollouts``.
+
+    The original reads ``transcript``: everything after the prompt, tool output included. Raises
+    DataFailure.
     """
     question = row.get("question", row.get("prompt"))
     messages = (Message("user", (question,)),) if isinstance(question, str) else ()
@@ -29,8 +32,8 @@ def read(row: Mapping[str, Any], where: str) -> Saved:
 def answer(saved: Saved, variant: str) -> str | None:
     """The answer that the variant reads; None without one."""
     if variant.endswith("original"):
-        whole = saved.row.get("transcript")
-        text = whole if isinstance(whole, str) else "".join(saved.texts)
+        transcript = saved.row.get("transcript")
+        text = transcript if isinstance(transcript, str) else "".join(saved.texts)
         return original.answer(text) if variant == "original" else original.deepeyes(text).answer
     return extract(saved.texts[-1], "tagged_box")
 

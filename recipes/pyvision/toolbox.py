@@ -1,5 +1,6 @@
-"""DeepEyes' environment as its model was trained: the tools, arguments and texts of
-``visual_toolbox_v2``.
+"""DeepEyes' environment as its model was trained.
+
+It has the tools, arguments and texts of ``visual_toolbox_v2``.
 """
 
 import json
@@ -15,16 +16,21 @@ from rayloop.core.types import ImageSource, Message, Task
 from rayloop.data.images import decode, png, read
 from rayloop.recipes.pyvision.data import published_text
 
-_ANSWER, _CALL = tagged("answer"), tagged("tool_call")
-SHORTEST, MOST_ASPECT = 30, 100
-"""Pixels that a box's sides must exceed, and how many times the other one side may be."""
+_ANSWER = tagged("answer")
+_CALL = tagged("tool_call")
+SHORTEST = 30
+"""Pixels that a box's sides must exceed."""
+MOST_ASPECT = 100
+"""The largest ratio of a box's sides."""
 
 
 class VisualToolBoxV2:
-    """Visual-Agent/DeepEyes at 6c5e796, mistakes included: ``image_zoom_in_tool(bbox_2d)`` in
-    pixels of the first image and ``image_rotate_tool(angle)``, whose corners are black. ``label``
-    and any other argument is ignored, an answer ends the episode even behind a call, and errors are
-    Python's own. The prompt describes the tools. ``evaluate`` has no result.
+    """The tools of Visual-Agent/DeepEyes at 6c5e796, mistakes included.
+
+    ``image_zoom_in_tool(bbox_2d)`` is in pixels of the first image, and
+    ``image_rotate_tool(angle)`` leaves black corners. ``label`` and any other argument is ignored,
+    an answer ends the episode even after a call, and errors are Python's. The prompt describes the
+    tools. ``evaluate`` has no result.
     """
 
     tools: Sequence[Any] = ()
@@ -44,14 +50,17 @@ class VisualToolBoxV2:
 
     def step(self, turn: str) -> StepResult:
         """Carry out the last call; an answer, or no call, ends the episode."""
-        answers, calls = _ANSWER.findall(turn), _CALL.findall(turn)
-        if (answers and answers[-1]) or not (calls and calls[-1]):
+        answers = _ANSWER.findall(turn)
+        calls = _CALL.findall(turn)
+        has_answer = answers and answers[-1]
+        has_call = calls and calls[-1]
+        if has_answer or not has_call:
             return StepResult(done=True)
-        said = calls[-1].strip()
+        body = calls[-1].strip()
         try:
-            call = json.loads(said)
+            call = json.loads(body)
         except (ValueError, RecursionError) as error:
-            return _failed(f"Invalid tool call format: {said}. Error: {error}")
+            return _failed(f"Invalid tool call format: {body}. Error: {error}")
         try:
             picture = self.result(call)
         except Exception as error:
@@ -65,8 +74,9 @@ class VisualToolBoxV2:
         return StepResult(Observation((Message("user", shown),)))
 
     def result(self, call: Any) -> Image.Image:
-        """The picture that a call gives. Raises whatever Python makes of a call that is none."""
-        name, arguments = call["name"], call["arguments"]
+        """The picture that a call gives. Raises Python's error for a call of another form."""
+        name = call["name"]
+        arguments = call["arguments"]
         if name == "image_zoom_in_tool":
             box = self.maybe_resize_bbox(*arguments["bbox_2d"])
             if box is None:
@@ -84,21 +94,19 @@ class VisualToolBoxV2:
         The names are in Python's errors, which the policy sees. (The original would widen sides
         below 28 pixels, and needs 31 before.)
         """
-        left, top, right, bottom = (
-            max(0, left),
-            max(0, top),
-            min(self._image.width, right),
-            min(self._image.height, bottom),
-        )
+        left = max(0, left)
+        top = max(0, top)
+        right = min(self._image.width, right)
+        bottom = min(self._image.height, bottom)
         if not (left < right and bottom > top):
             return None
-        long, short = max(bottom - top, right - left), min(bottom - top, right - left)
-        return (
-            (left, top, right, bottom) if long / short <= MOST_ASPECT and short > SHORTEST else None
-        )
+        short, long = sorted((bottom - top, right - left))
+        if long / short > MOST_ASPECT or short <= SHORTEST:
+            return None
+        return left, top, right, bottom
 
     def evaluate(self) -> None:
-        """No result of its own."""
+        """There is no result."""
 
     def close(self) -> None:
         """Nothing is held."""

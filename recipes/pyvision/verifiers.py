@@ -1,5 +1,6 @@
-"""Whether an answer is right: by a rule of ``judge/rules`` that suits its data source, by a judge,
-or by its option.
+"""Whether an answer is right: by a rule of ``judge/rules``, by a judge, or by its option.
+
+The data source decides which one.
 """
 
 import asyncio
@@ -25,15 +26,20 @@ from rayloop.judge.rules.question import Question
 
 Kind = Literal["mra", "option", "math", "rules", "judge"]
 SOURCES: Mapping[str, Kind] = {"vsi_numerical": "mra", "*_rule_verifiable": "mra"}
-"""Of PyVision-RL's router: every other source is a judge's."""
+"""The rules of PyVision-RL's router; a judge decides every other source."""
 Judged = Outcome
-"""``Scored`` with the accuracy as its value, or why there is none."""
-WRONG, RIGHT = Scored(0.0), Scored(1.0)
+"""``Scored`` with the accuracy as its value, or the reason why there is none."""
+WRONG = Scored(0.0)
+RIGHT = Scored(1.0)
+UNDECIDED = Scored(0.0, flags=("undecided",))
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An answer with the judge's arguments; the context's last text holds the answer in its form."""
+    """An answer with the judge's arguments.
+
+    The context's last text holds the answer in its form.
+    """
 
     answer: str
     trajectory: Trajectory
@@ -42,7 +48,7 @@ class Asked:
 
 
 class Verifiers:
-    """One of them for each data source."""
+    """A verifier for each data source."""
 
     def __init__(
         self,
@@ -53,11 +59,14 @@ class Verifiers:
         *,
         confirm: bool = True,
     ) -> None:
-        """``confirm``: that math-verify accepts an answer is not enough (``MathVerifier``).
+        """Build the judge.
 
-        Raises ConfigError when one of ``needed`` is ``math`` and math-verify is not installed.
+        ``confirm``: that math-verify accepts an answer is not enough (``MathVerifier``). Raises
+        ConfigError when one of ``needed`` is ``math`` and math-verify is not installed.
         """
-        self._sources, self._math_timeout, self._confirm = sources, math_timeout, confirm
+        self._sources = sources
+        self._math_timeout = math_timeout
+        self._confirm = confirm
         self._judge: RewardSource | None = judge.build() if judge else None
         self.has_judge = self._judge is not None
         self.infrastructure = getattr(self._judge, "infrastructure", ())
@@ -67,18 +76,22 @@ class Verifiers:
 
     @cached_property
     def math(self) -> MathVerifier:
-        """Raises ConfigError where math-verify is not installed."""
+        """The verifier of mathematics. Raises ConfigError where math-verify is not installed."""
         return MathVerifier(self._math_timeout, self._confirm)
 
     def kind(self, source: str) -> Kind:
         """The rule of the first pattern that fits; an exact name goes first."""
         if source not in self._kinds:
-            other: Kind = "rules" if self._judge is None else "judge"
-            fitting = (
-                kind for pattern, kind in self._sources.items() if fnmatchcase(source, pattern)
-            )
-            self._kinds[source] = self._sources.get(source, next(fitting, other))
+            self._kinds[source] = self._first_match(source)
         return self._kinds[source]
+
+    def _first_match(self, source: str) -> Kind:
+        if source in self._sources:
+            return self._sources[source]
+        for pattern, kind in self._sources.items():
+            if fnmatchcase(source, pattern):
+                return kind
+        return "rules" if self._judge is None else "judge"
 
     def judged(self, asked: Asked) -> Judged | Awaitable[Judged]:
         """The accuracy, from 0 to 1.
@@ -88,12 +101,10 @@ class Verifiers:
         match self.kind(asked.task.source):
             case "mra":
                 return _relative(asked)
-            case (
-                "option"
-            ):  # the letter, as B, (B), B. red or the option's own words; anything else is wrong
-                return replace(
-                    decided(reference(asked.task), asked.answer, question(asked.task)), flags=()
-                )
+            case "option":
+                # The letter, as B, (B), B. red or the option's words; anything else is wrong.
+                verdict = decided(reference(asked.task), asked.answer, question(asked.task))
+                return replace(verdict, flags=())
             case "math":
                 return self._equivalent_or_asked(asked)
             case "rules":
@@ -102,68 +113,66 @@ class Verifiers:
 
     def asked(self, asked: Asked) -> Judged | Awaitable[Judged]:
         """The judge's verdict; without a judge the rules'."""
-        return (
-            _ruled(asked)
-            if self._judge is None
-            else self._judge.score(asked.trajectory, asked.task, asked.context)
-        )
+        if self._judge is None:
+            return _ruled(asked)
+        return self._judge.score(asked.trajectory, asked.task, asked.context)
 
     async def _equivalent_or_asked(self, asked: Asked) -> Judged:
-        """What mathematics leaves undecided is the judge's."""
-        found = await self.equivalent(asked)
-        if not found.flags or self._judge is None:
-            return found
+        """The judge decides answers that mathematics leaves undecided."""
+        verdict = await self.equivalent(asked)
+        if not verdict.flags or self._judge is None:
+            return verdict
         judged = self.asked(asked)
         return await judged if isinstance(judged, Awaitable) else judged
 
     async def equivalent(self, asked: Asked) -> Scored:
         """Right or wrong by mathematics; wrong and ``undecided`` where that decides nothing.
 
-        The rules refuse first: math-verify also reads what is no formula.
+        The rules refuse first: math-verify also reads texts that are not formulas.
         """
         true = reference(asked.task)
         if self._confirm and decided(true, asked.answer, question(asked.task)) == WRONG:
             return WRONG
         same = await asyncio.to_thread(self.math.same, true, asked.answer)
-        if same is None:
-            return Scored(0.0, flags=("undecided",))
-        return RIGHT if same else WRONG
+        return _verdict(same)
+
+
+def _verdict(right: bool | None) -> Scored:
+    if right is None:
+        return UNDECIDED
+    return RIGHT if right else WRONG
 
 
 def at_once(
-    found: Judged | Awaitable[Judged], then: Callable[[Judged], Outcome]
+    judged: Judged | Awaitable[Judged], then: Callable[[Judged], Outcome]
 ) -> Outcome | Awaitable[Outcome]:
-    """``then(found)``, at once or when ``found`` is awaited."""
-    return _later(found, then) if isinstance(found, Awaitable) else then(found)
+    """``then(judged)``, at once or when ``judged`` is awaited."""
+    return _later(judged, then) if isinstance(judged, Awaitable) else then(judged)
 
 
-async def _later(found: Awaitable[Judged], then: Callable[[Judged], Outcome]) -> Outcome:
-    return then(await found)
+async def _later(judged: Awaitable[Judged], then: Callable[[Judged], Outcome]) -> Outcome:
+    return then(await judged)
 
 
 def _ruled(asked: Asked) -> Judged:
     """Right, wrong, or wrong with the flag ``undecided``."""
-    true, said = str(asked.task.ground_truth).strip(), asked.answer
+    true = str(asked.task.ground_truth).strip()
+    said = asked.answer
     if said == true or said.casefold() == true.casefold():
         return RIGHT
     return decided(reference(asked.task), said, question(asked.task))
 
 
 def decided(true: str, said: str, asked: str) -> Scored:
-    """The verdict of the judge's rules on an answer to the question ``asked``; wrong and
-    ``undecided`` where no rule decides.
+    """The verdict of the judge's rules on an answer to the question ``asked``.
+
+    It is wrong and ``undecided`` where no rule decides.
     """
-    found = decide(true, said, question=asked)
-    return (
-        Scored(0.0, flags=("undecided",))
-        if found.correct is None
-        else RIGHT
-        if found.correct
-        else WRONG
-    )
+    return _verdict(decide(true, said, question=asked).correct)
 
 
 def _relative(asked: Asked) -> Judged:
+    """The mean relative accuracy of the first number. Raises DataFailure without a true number."""
     truth = asked.task.ground_truth
     true = truth if isinstance(truth, int | float) else first_number(str(truth))
     if true is None:
@@ -172,15 +181,13 @@ def _relative(asked: Asked) -> Judged:
             f"the ground truth {truth!r:.60} has no number, which mra compares",
         )
     said = first_number(asked.answer)
-    return (
-        Scored(0.0, flags=("no_number",))
-        if said is None
-        else Scored(mean_relative_accuracy(true, said))
-    )
+    if said is None:
+        return Scored(0.0, flags=("no_number",))
+    return Scored(mean_relative_accuracy(true, said))
 
 
 def question(task: Task) -> str:
-    """A saved completion may come without."""
+    """The task's question; empty for a saved completion that has none."""
     return question_of(task) if task.messages else ""
 
 
@@ -192,20 +199,22 @@ _ARTICLE = re.compile(r"(?<![\w'(])A(?= (?!or\b|and\b)[a-z])")
 
 
 class OptionReward:
-    """1 for the right option, 0 for another, without a model: a letter, the option's words, or a
-    sentence with one of them. The answer is the last ``<answer>`` block, else the last line, else
-    the turn. The letter of a sentence is inferred as VLMEvalKit does (arXiv:2407.11691).
-    Components: ``accuracy``, ``format`` (1 with such a block). Without an option a judge is asked;
-    without a judge: 0, flag ``undecided``.
+    """1 for the right option, 0 for another, without a model.
+
+    An option is a letter, the option's words, or a sentence with one of them. The answer is the
+    last ``<answer>`` block, else the last line, else the turn. The letter of a sentence is inferred
+    as VLMEvalKit does (arXiv:2407.11691). Components: ``accuracy``, ``format`` (1 with such a
+    block). Without an option a judge is asked; without a judge: 0, flag ``undecided``.
     """
 
     class Settings(SettingsModel):
         """Who decides where no option is found."""
 
         judge: Annotated[Component, Role("reward source", ("score",))] | None = None
-        """Asked where an answer names no option, as the papers' evaluations do, for example ``{use:
-        "rayloop.judge.reward:JudgeReward", with: {answer: tagged_box}}``; without one such an
-        answer is wrong.
+        """The judge of answers that name no option, as in the papers' evaluations.
+
+        For example ``{use: "rayloop.judge.reward:JudgeReward", with: {answer: tagged_box}}``.
+        Without one such an answer is wrong.
         """
 
     def __init__(self, settings: Settings | None = None) -> None:
@@ -220,46 +229,55 @@ class OptionReward:
 
         Raises the judge's errors.
         """
-        said = context.texts[-1] if context.texts else ""
-        asked = str(task.extra.get("question", ""))
-        tagged = extract(said, "tagged_box")
-        answers = (
-            [tagged]
-            if tagged
-            else [extract(said, "last_line") or "", said.rpartition("</think>")[2]]
-        )
+        text = context.texts[-1] if context.texts else ""
+        tagged = extract(text, "tagged_box")
+        if tagged:
+            answers = [tagged]
+        else:
+            answers = [extract(text, "last_line") or "", text.rpartition("</think>")[2]]
         for answer in answers:
-            found = decided(str(task.ground_truth), answer, asked)
-            if found.flags and (letter := inferred(answer, Question(asked, False).options)):
-                found = decided(str(task.ground_truth), letter, asked)
-            if not found.flags:
+            verdict = _option_verdict(task, answer)
+            if not verdict.flags:
                 break
-        form = {"format": float(tagged is not None)}
 
         def paid(judged: Judged) -> Outcome:
             if not isinstance(judged, Scored):
                 return judged
-            return Scored(
-                judged.value, {"accuracy": judged.value, **form}, judged.flags, reason=judged.reason
-            )
+            components = {"accuracy": judged.value, "format": float(tagged is not None)}
+            return Scored(judged.value, components, judged.flags, reason=judged.reason)
 
-        if found.flags and self._judge is not None:
+        if verdict.flags and self._judge is not None:
             return at_once(self._judge.score(trajectory, task, context), paid)
-        return paid(found)
+        return paid(verdict)
+
+
+def _option_verdict(task: Task, answer: str) -> Scored:
+    """The verdict on an answer as it is, else on the option that it names."""
+    true = str(task.ground_truth)
+    asked = str(task.extra.get("question", ""))
+    verdict = decided(true, answer, asked)
+    if not verdict.flags:
+        return verdict
+    letter = inferred(answer, Question(asked, False).options)
+    return decided(true, letter, asked) if letter else verdict
 
 
 def inferred(answer: str, options: Mapping[str, str]) -> str | None:
-    """The letter of the one option (letter -> words) that a sentence names; None for several, and
-    for a denial.
+    """The letter of the one option (letter -> words) that a sentence names.
+
+    None for several, and for a denial.
     """
     if _NEGATED.search(answer):
         return None
-    letters = {letter for letter in _LETTER.findall(_ARTICLE.sub(" ", answer)) if letter in options}
-    lower = answer.lower()
-    named = {
-        letter
-        for letter, words in options.items()
-        if words and re.search(rf"(?<!\w){re.escape(words.lower())}(?!\w)", lower)
-    }
-    found = letters or named
-    return next(iter(found)) if len(found) == 1 and named <= found else None
+    by_letter = set(_LETTER.findall(_ARTICLE.sub(" ", answer))) & options.keys()
+    by_words = {letter for letter, words in options.items() if _has_words(answer, words)}
+    letters = by_letter or by_words
+    if len(letters) != 1 or not by_words <= letters:
+        return None
+    return next(iter(letters))
+
+
+def _has_words(answer: str, words: str) -> bool:
+    """Whether the answer has an option's words, in any case."""
+    pattern = rf"(?<!\w){re.escape(words.lower())}(?!\w)"
+    return words != "" and re.search(pattern, answer.lower()) is not None

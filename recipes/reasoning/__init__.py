@@ -1,3 +1,4 @@
-"""Short reasoning tasks of the package reasoning-gym, for text models such as
-SmolLM2-135M-Instruct.
+"""Short reasoning tasks of the package reasoning-gym.
+
+They suit text models such as SmolLM2-135M-Instruct.
 """

@@ -1,5 +1,6 @@
-"""An agent that knows nothing of rayloop: it asks its question, and asks once more when the answer
-is long.
+"""An agent that does not use rayloop.
+
+It asks its question, and asks once more when the answer is long.
 """
 
 from typing import Any
@@ -9,15 +10,14 @@ from openai import OpenAI
 
 def play(messages: list[Any]) -> None:
     """One question; its last answer is scored."""
-    client, said = OpenAI(), list(messages)
+    client = OpenAI()
+    conversation = list(messages)
     for _ in range(2):
-        answer = (
-            client.chat.completions.create(model="policy", messages=said).choices[0].message.content
-            or ""
-        )
+        completion = client.chat.completions.create(model="policy", messages=conversation)
+        answer = completion.choices[0].message.content or ""
         if len(answer.split()) <= 2:
             break
-        said += [
+        conversation += [
             {"role": "assistant", "content": answer},
             {"role": "user", "content": "Give the answer alone."},
         ]

@@ -1,5 +1,6 @@
-"""Rows of reasoning-gym: ``python -m rayloop data prepare reasoning --out DIR`` makes train.jsonl
-and eval.jsonl in DIR.
+"""Rows of reasoning-gym.
+
+``python -m rayloop data prepare reasoning --out DIR`` makes train.jsonl and eval.jsonl in DIR.
 """
 
 import argparse
@@ -35,9 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="NAME[:JSON]",
         help=f"the package's names and settings ({' '.join(TASKS)})",
     )
-    parser.add_argument(
-        "--train", type=int, default=200, help="at most so many training rows of a task"
-    )
+    parser.add_argument("--train", type=int, default=200, help="training rows of a task at most")
     parser.add_argument(
         "--eval",
         type=int,
@@ -56,17 +55,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     evaluation: list[Mapping[str, Any]] = []
     for task in chosen.tasks:
         name, _, config = task.partition(":")
-        made = rows(name, config or "{}", chosen.shots, chosen.train + chosen.eval, chosen.seed)
-        if len(made) <= chosen.eval:
+        count = chosen.train + chosen.eval
+        task_rows = rows(name, config or "{}", chosen.shots, count, chosen.seed)
+        if len(task_rows) <= chosen.eval:
             raise ConfigError(
-                f"{task} has only {len(made)} different questions, --eval takes {chosen.eval}:"
+                f"{task} has only {len(task_rows)} different questions, --eval takes {chosen.eval}:"
                 " widen its settings"
             )
-        evaluation += made[: chosen.eval]
-        train += made[chosen.eval :]
+        evaluation += task_rows[: chosen.eval]
+        train += task_rows[chosen.eval :]
     random.Random(chosen.seed).shuffle(train)
-    for split, part in (("train", train), ("eval", evaluation)):
-        write_rows(chosen.out, split, part)
+    write_rows(chosen.out, "train", train)
+    write_rows(chosen.out, "eval", evaluation)
     return 0
 
 
@@ -85,12 +85,12 @@ def rows(name: str, config: str, shots: int, most: int, seed: int) -> list[dict[
 
     try:
         settings = json.loads(config)
-        made = reasoning_gym.create_dataset(name, size=size, seed=seed, **settings)
+        dataset = reasoning_gym.create_dataset(name, size=size, seed=seed, **settings)
     except (ValueError, TypeError, AssertionError) as error:
         raise ConfigError(f"reasoning-gym refuses {name} with {config}: {error}") from error
     first: dict[str, int] = {}
     for index in range(size):
-        first.setdefault(made[index]["question"], index)
+        first.setdefault(dataset[index]["question"], index)
     indices = [index for index in first.values() if index >= shots][:most]
     return [
         {"task": name, "seed": seed, "index": index, "size": size, "config": settings}
