@@ -53,13 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seed", type=int, default=0, help="of what is drawn (default: %(default)s)"
     )
-    chosen = parser.parse_args(arguments)
-    task_rows = tasks(chosen.folder, chosen.list, PROMPTS[chosen.prompt])
-    if chosen.max_samples is not None and chosen.max_samples < len(task_rows):
-        generator = random.Random(chosen.seed)
-        numbers = generator.sample(range(len(task_rows)), chosen.max_samples)
+    options = parser.parse_args(arguments)
+    task_rows = tasks(options.folder, options.list, PROMPTS[options.prompt])
+    if options.max_samples is not None and options.max_samples < len(task_rows):
+        generator = random.Random(options.seed)
+        numbers = generator.sample(range(len(task_rows)), options.max_samples)
         task_rows = [task_rows[number] for number in sorted(numbers)]
-    write_rows(chosen.out, "train", task_rows)
+    write_rows(options.out, "train", task_rows)
     return 0
 
 

@@ -86,10 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument(
             f"--{split}", type=int, default=count, help=f"rows of {split} (default: {count})"
         )
-    chosen = parser.parse_args(arguments)
-    prompt = PROMPTS[chosen.prompt]
-    pages = tuple(chosen.pages)
+    options = parser.parse_args(arguments)
+    prompt = PROMPTS[options.prompt]
+    pages = tuple(options.pages)
     for split in ROWS:
-        count = getattr(chosen, split)
-        write_rows(chosen.out, split, rows(split, count, prompt, pages))
+        count = getattr(options, split)
+        write_rows(options.out, split, rows(split, count, prompt, pages))
     return 0

@@ -55,25 +55,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns exit code 0; raises ConfigError, InfrastructureFailure.
     """
-    chosen = _parser().parse_args(arguments)
-    teacher = Teacher(chosen.url, chosen.model, chosen.max_tokens, chosen.api_key_env)
-    file = chosen.out / "train.jsonl"
-    chosen.out.mkdir(parents=True, exist_ok=True)
+    options = _parser().parse_args(arguments)
+    teacher = Teacher(options.url, options.model, options.max_tokens, options.api_key_env)
+    file = options.out / "train.jsonl"
+    options.out.mkdir(parents=True, exist_ok=True)
     _end_of_a_line(file)
     finished_ids = _finished_ids(file)
-    wanted = _wanted(chosen.rows, chosen.max_samples)
+    wanted = _wanted(options.rows, options.max_samples)
     missing = [row for row in wanted if row["id"] not in finished_ids]
 
     def finish(row: Mapping[str, Any]) -> dict[str, Any]:
-        return _finished(teacher, row, chosen.rows.parent, chosen.out)
+        return _finished(teacher, row, options.rows.parent, options.out)
 
-    written, left_out = _ask_all(finish, missing, file, chosen.at_once)
+    written, left_out = _ask_all(finish, missing, file, options.at_once)
     total = written + len(finished_ids)
     print(f"\n{file}: {total} rows")
     for reason, count in left_out.most_common():
         print(f"left out: {count} x {reason}")
     if not total:
-        raise ConfigError(f"{file} has no row: {'; '.join(left_out) or f'{chosen.rows} is empty'}")
+        raise ConfigError(f"{file} has no row: {'; '.join(left_out) or f'{options.rows} is empty'}")
     return 0
 
 

@@ -200,8 +200,8 @@ def make_rows(command: str, made: Made, arguments: Sequence[str] | None) -> int:
     parser.add_argument(
         "--seed", type=int, default=0, help="of all charts; equal seeds, equal rows"
     )
-    chosen = parser.parse_args(arguments)
-    kinds = [kind.strip() for kind in chosen.kinds.split(",")]
+    options = parser.parse_args(arguments)
+    kinds = [kind.strip() for kind in options.kinds.split(",")]
     unknown = sorted(set(kinds) - set(made.kinds))
     if unknown:
         raise ConfigError(
@@ -209,10 +209,10 @@ def make_rows(command: str, made: Made, arguments: Sequence[str] | None) -> int:
         )
     seen: set[tuple[Any, ...]] = set()
     for split in made.rows:
-        count = getattr(chosen, split)
+        count = getattr(options, split)
         if count:
-            drawings = list(charts(made, count, kinds, chosen.seed, split, seen))
-            write(chosen.out, split, drawings, made.saved)
+            drawings = list(charts(made, count, kinds, options.seed, split, seen))
+            write(options.out, split, drawings, made.saved)
     return 0
 
 

@@ -43,7 +43,9 @@ def settings(variant: str, reward: str | None) -> dict[str, Any]:
 def answer(saved: Saved, variant: str) -> str | None:
     """The answer that the variant reads; None without one."""
     text = saved.texts[-1]
-    return evaluated_answer(text) if variant in ("original", "fork") else parts(text).answer or None
+    if variant in ("original", "fork"):
+        return evaluated_answer(text)
+    return parts(text).answer or None
 
 
 def notes(saved: Sequence[Saved], variant: str) -> list[str]:

@@ -38,12 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="bare",
         help="prompt of the rows (default: %(default)s)",
     )
-    chosen = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        task_rows = rows(chosen.tasks.absolute(), PROMPTS[chosen.prompt])
+        task_rows = rows(options.tasks.absolute(), PROMPTS[options.prompt])
     except (OSError, ValueError) as error:
         raise ConfigError(f"--tasks: {error}") from error
     held_out = task_rows[HELD_OUT - 1 :: HELD_OUT]
-    write_rows(chosen.out, "train", [row for row in task_rows if row not in held_out])
-    write_rows(chosen.out, "val", held_out)
+    write_rows(options.out, "train", [row for row in task_rows if row not in held_out])
+    write_rows(options.out, "val", held_out)
     return 0

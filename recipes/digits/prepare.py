@@ -24,13 +24,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shortest", type=int, default=3, help="fewest digits")
     parser.add_argument("--longest", type=int, default=5, help="most digits")
     parser.add_argument("--seed", type=int, default=0)
-    chosen = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
         train, evaluation = rows(
-            chosen.train, chosen.eval, chosen.shortest, chosen.longest, chosen.seed
+            options.train, options.eval, options.shortest, options.longest, options.seed
         )
     except ValueError as error:
         parser.error(str(error))
-    write_rows(chosen.out, "train", train)
-    write_rows(chosen.out, "eval", evaluation)
+    write_rows(options.out, "train", train)
+    write_rows(options.out, "eval", evaluation)
     return 0

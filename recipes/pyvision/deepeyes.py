@@ -99,10 +99,12 @@ class DeepEyesReward:
         asked = Asked(reading.answer, trajectory, task, judge_context)
         if math:
             return self._mathematics(asked, reading, form_flags)
-        judged = self._verifiers.asked(asked) if self.transcript else self._verifiers.judged(asked)
-        return at_once(
-            judged, lambda verdict: self._paid(_flagged(verdict, form_flags), reading, math)
-        )
+
+        def paid(verdict: Judged) -> Outcome:
+            return self._paid(_flagged(verdict, form_flags), reading, math)
+
+        judge = self._verifiers.asked if self.transcript else self._verifiers.judged
+        return at_once(judge(asked), paid)
 
     def _reading(
         self, trajectory: Trajectory, context: ScoreContext, math: bool

@@ -34,6 +34,11 @@ DOTS = {
     "magenta": (255, 0, 255),
 }
 KINDS = ("count", "dot")
+QUESTIONS = {
+    "count": "How many dots are on the card at the {}?",
+    "dot": "Which colour has the dot at the {}?",
+}
+"""Kind -> its question about a place."""
 NEAR = {"count": 28, "dot": 10}
 """Pixels from the middle of a card to the edge of the box that holds its dots."""
 MOST = 5
@@ -61,19 +66,15 @@ def scene(kind: str, seed: int) -> Scene:
     shade = rng.randint(225, 250)
     image = Image.new("RGB", (SIDE, SIDE), (shade, shade, shade))
     draw = ImageDraw.Draw(image)
-    asked = rng.randrange(len(PLACES))
+    target = rng.randrange(len(PLACES))
     answers = []
     for place, colour in enumerate(rng.sample(list(CARDS), len(PLACES))):
         x, y = middle(place)
         half = CARD // 2
         draw.rectangle((x - half, y - half, x + half - 1, y + half - 1), fill=CARDS[colour])
         answers.append(_dots(draw, rng, x, y) if kind == "count" else _dot(draw, rng, x, y))
-    question = (
-        "How many dots are on the card at the {}?"
-        if kind == "count"
-        else "Which colour has the dot at the {}?"
-    )
-    return Scene(kind, question.format(PLACES[asked]), answers[asked], box(kind, asked), image)
+    question = QUESTIONS[kind].format(PLACES[target])
+    return Scene(kind, question, answers[target], box(kind, target), image)
 
 
 def middle(place: int) -> tuple[int, int]:
@@ -118,9 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m rayloop data prepare pyvision", description=__doc__
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
-    chosen = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     for split, count in ROWS.items():
-        write_rows(chosen.out, split, drawn(chosen.out, split, count))
+        write_rows(options.out, split, drawn(options.out, split, count))
     return 0
 
 
@@ -129,14 +130,14 @@ def drawn(out: Path, split: str, count: int) -> Iterator[dict[str, Any]]:
     (out / "images").mkdir(parents=True, exist_ok=True)
     for number in range(count):
         kind = KINDS[number % len(KINDS)]
-        made = scene(kind, FIRST[split] + number)
+        example = scene(kind, FIRST[split] + number)
         image = f"images/{split}-{number}.png"
-        made.image.save(out / image, compress_level=1)
+        example.image.save(out / image, compress_level=1)
         yield {
             "id": f"{split}-{number}",
             "image": image,
-            "question": made.question,
-            "answer": made.answer,
+            "question": example.question,
+            "answer": example.answer,
             "kind": kind,
-            "box": made.box,
+            "box": example.box,
         }

@@ -34,7 +34,9 @@ def answer(saved: Saved, variant: str) -> str | None:
     if variant.endswith("original"):
         transcript = saved.row.get("transcript")
         text = transcript if isinstance(transcript, str) else "".join(saved.texts)
-        return original.answer(text) if variant == "original" else original.deepeyes(text).answer
+        if variant == "original":
+            return original.answer(text)
+        return original.deepeyes(text).answer
     return extract(saved.texts[-1], "tagged_box")
 
 

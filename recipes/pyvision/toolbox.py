@@ -65,13 +65,13 @@ class VisualToolBoxV2:
             picture = self.result(call)
         except Exception as error:
             return _failed(str(error))
-        shown = (
+        parts = (
             "<tool_response>",
             ImageSource(data=png(picture)),
             published_text("deepeyes_user"),
             "</tool_response>",
         )
-        return StepResult(Observation((Message("user", shown),)))
+        return StepResult(Observation((Message("user", parts),)))
 
     def result(self, call: Any) -> Image.Image:
         """The picture that a call gives. Raises Python's error for a call of another form."""

@@ -50,23 +50,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="first items that are left out, for data.reader.with.shots",
     )
     parser.add_argument("--seed", type=int, default=0)
-    chosen = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     train: list[Mapping[str, Any]] = []
     evaluation: list[Mapping[str, Any]] = []
-    for task in chosen.tasks:
+    for task in options.tasks:
         name, _, config = task.partition(":")
-        count = chosen.train + chosen.eval
-        task_rows = rows(name, config or "{}", chosen.shots, count, chosen.seed)
-        if len(task_rows) <= chosen.eval:
+        count = options.train + options.eval
+        task_rows = rows(name, config or "{}", options.shots, count, options.seed)
+        if len(task_rows) <= options.eval:
             raise ConfigError(
-                f"{task} has only {len(task_rows)} different questions, --eval takes {chosen.eval}:"
-                " widen its settings"
+                f"{task} has only {len(task_rows)} different questions, --eval takes"
+                f" {options.eval}: widen its settings"
             )
-        evaluation += task_rows[: chosen.eval]
-        train += task_rows[chosen.eval :]
-    random.Random(chosen.seed).shuffle(train)
-    write_rows(chosen.out, "train", train)
-    write_rows(chosen.out, "eval", evaluation)
+        evaluation += task_rows[: options.eval]
+        train += task_rows[options.eval :]
+    random.Random(options.seed).shuffle(train)
+    write_rows(options.out, "train", train)
+    write_rows(options.out, "eval", evaluation)
     return 0
 
 

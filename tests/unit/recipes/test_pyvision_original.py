@@ -102,7 +102,7 @@ def test_a_film_is_asked_about_with_its_size_and_rate(page: Path) -> None:
     two = {**row, "videos": [["a.png", "a.png"], ["a.png"]], "fps": [4.0, 8.0]}
     task = reader(published="vis_tool_with_img_info_video_v4").task(two, "rows:1", page)
     assert "Sample FPS: 4.00\n" in said(task.messages[0]), "the first film's"
-    with pytest.raises(DataFailure, match="no videos"):
+    with pytest.raises(DataFailure, match="describes a video"):
         reader(published="vis_tool_with_img_info_video_v4").task(
             {**row, "videos": [], "image": "a.png"}, "rows:1", page
         )
