@@ -41,8 +41,8 @@ def interval(values: Sequence[float], seed: int = 0) -> Interval:
         picks = generator.integers(0, len(array), size, dtype=np.int32)
         means[start : start + block] = array[picks].mean(axis=1)
     tail = (100 - LEVEL) / 2
-    low, high = np.percentile(means, [tail, 100 - tail]).tolist()
-    return float(array.mean()), low, high
+    bounds: list[float] = np.percentile(means, [tail, 100 - tail]).tolist()
+    return float(array.mean()), bounds[0], bounds[1]
 
 
 def paired_interval(after: Sequence[float], before: Sequence[float], seed: int = 0) -> Interval:
