@@ -212,13 +212,19 @@ def ask_head(seconds: float) -> None:
             raise ConnectionError(f"{host}:{port}: {reason}") from error
 
 
-def node_lives() -> bool:
+def node_lives(seconds: float) -> bool:
     """Whether Ray's head counts the node of this process as alive.
 
-    Raises what Ray does when the head does not answer.
+    Raises what Ray does when the head does not answer within ``seconds``.
     """
+    from ray._private.worker import global_worker
+    from ray.core.generated.gcs_pb2 import GcsNodeInfo
+
     here = ray.get_runtime_context().get_node_id()
-    return not any(node["NodeID"] == here and not node["Alive"] for node in ray.nodes())
+    # ``ray.nodes()`` aborts this process (SIGABRT) when a head that was started again answers.
+    nodes = global_worker.gcs_client.get_all_node_info(timeout=seconds)
+    states = {node_id.hex(): node.state for node_id, node in nodes.items()}
+    return states.get(here) != GcsNodeInfo.DEAD
 
 
 def room() -> dict[str, dict[str, float]]:

@@ -265,7 +265,7 @@ class HeadWatch:
         self,
         note: Callable[[str], None],
         ask: Callable[[float], None] = ask_head,
-        lives: Callable[[], bool] = node_lives,
+        lives: Callable[[float], bool] = node_lives,
     ) -> None:
         self._note = note
         self._ask = ask
@@ -278,7 +278,7 @@ class HeadWatch:
         """Ask once. Returns whether it is decided: the head listens, or Ray has ended here."""
         try:
             self._ask(ANSWER)
-            lives = self._lives()
+            lives = self._lives(ANSWER)
         except AuthenticationError as error:
             reason = str(error).partition("..")[0]
             self.gone = HeadGone(

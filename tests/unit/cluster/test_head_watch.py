@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from ray.core.generated.gcs_pb2 import GcsNodeInfo
 from ray.exceptions import AuthenticationError
 
 from rayloop.cluster import session
@@ -26,7 +27,7 @@ class Stage:
         if self.error is not None:
             raise self.error
 
-    def lives(self) -> bool:
+    def lives(self, seconds: float) -> bool:
         return self.node
 
     def sleep(self, seconds: float) -> None:
@@ -100,7 +101,7 @@ def test_ray_on_the_own_node_that_has_ended_counts_at_once(stage: Stage) -> None
 
 
 def test_a_head_that_goes_while_it_is_asked_for_its_nodes_is_waited_for(stage: Stage) -> None:
-    def lost() -> bool:
+    def lost(seconds: float) -> bool:
         raise ConnectionError("the GCS has gone")
 
     watch = HeadWatch(stage.notes.append, stage.ask, lost)
@@ -109,17 +110,24 @@ def test_a_head_that_goes_while_it_is_asked_for_its_nodes_is_waited_for(stage: S
 
 
 @pytest.mark.parametrize(
-    ("nodes", "lives"),
+    ("states", "lives"),
     [
-        ([{"NodeID": "own", "Alive": True}, {"NodeID": "other", "Alive": False}], True),
-        ([{"NodeID": "own", "Alive": False}, {"NodeID": "other", "Alive": True}], False),
+        ({b"own": GcsNodeInfo.ALIVE, b"other": GcsNodeInfo.DEAD}, True),
+        ({b"own": GcsNodeInfo.DEAD, b"other": GcsNodeInfo.ALIVE}, False),
     ],
 )
 def test_a_node_lives_until_the_head_says_that_it_is_dead(
-    monkeypatch: pytest.MonkeyPatch, nodes: list[dict[str, object]], lives: bool
+    monkeypatch: pytest.MonkeyPatch, states: dict[bytes, int], lives: bool
 ) -> None:
-    own = SimpleNamespace(get_node_id=lambda: "own")
-    monkeypatch.setattr(
-        session, "ray", SimpleNamespace(nodes=lambda: nodes, get_runtime_context=lambda: own)
-    )
-    assert session.node_lives() is lives
+    limits = list[float]()
+
+    def nodes(timeout: float) -> dict[bytes, SimpleNamespace]:
+        limits.append(timeout)
+        return {node: SimpleNamespace(state=state) for node, state in states.items()}
+
+    context = SimpleNamespace(get_node_id=lambda: b"own".hex())
+    monkeypatch.setattr(session, "ray", SimpleNamespace(get_runtime_context=lambda: context))
+    client = SimpleNamespace(get_all_node_info=nodes)
+    monkeypatch.setattr("ray._private.worker.global_worker.gcs_client", client, raising=False)
+    assert session.node_lives(2.5) is lives
+    assert limits == [2.5]
