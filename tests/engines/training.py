@@ -129,7 +129,7 @@ def mixed_items(folder: Path) -> list[TrainItem]:
 
 @contextlib.contextmanager
 def engine(
-    folder: Path,
+    model: Path | ModelSettings,
     settings: FsdpSettings | None = None,
     optimizer: OptimizerSettings | None = None,
     loss: LossSettings | None = None,
@@ -146,7 +146,7 @@ def engine(
     A file, since a port that is free when the ranks get it may be taken when they meet.
     """
     made = FsdpEngine(
-        ModelSettings(path=str(folder)),
+        model if isinstance(model, ModelSettings) else ModelSettings(path=str(model)),
         settings or FsdpSettings(),
         optimizer or OptimizerSettings(lr=1e-2),
         loss or PpoLoss(),
