@@ -42,7 +42,7 @@ Weights or counts cannot be trusted, or another process has the run.
 """
 
 
-class Run(Protocol):
+class EndingRun(Protocol):
     """The driver at its end.
 
     ``begun``: the step that was restored. ``lost``: a rank died, and no step was restored since.
@@ -64,7 +64,7 @@ class Run(Protocol):
         """Save this step when it is due, and in any case when it is the ``last``."""
 
 
-async def ended(run: Run, error: Exception) -> RayloopError:
+async def ended(run: EndingRun, error: Exception) -> RayloopError:
     """Record the end of a run by ``error``, and save what can be saved.
 
     Returns the typed error, with a note about the checkpoint; after a stop Preempted when this step
@@ -109,7 +109,7 @@ async def ended(run: Run, error: Exception) -> RayloopError:
     return _recorded(run, end, error)
 
 
-async def _save(run: Run, end: RayloopError) -> str:
+async def _save(run: EndingRun, end: RayloopError) -> str:
     """Save the step, unless it is being written or on disk.
 
     Returns why it could not be saved, or "".
@@ -131,7 +131,7 @@ async def _save(run: Run, end: RayloopError) -> str:
     return ""
 
 
-def _unfit(run: Run, end: RayloopError) -> str:
+def _unfit(run: EndingRun, end: RayloopError) -> str:
     """Why the step cannot be saved, or ""."""
     if run.lost:
         return "the policy was lost, and its replacement had not been restored"
@@ -145,7 +145,7 @@ def _unfit(run: Run, end: RayloopError) -> str:
     return ""
 
 
-def _recorded(run: Run, end: RayloopError, error: Exception) -> RayloopError:
+def _recorded(run: EndingRun, end: RayloopError, error: Exception) -> RayloopError:
     """Write the end to the run folder. A full disk does not hide why the run ends."""
     with suppress(OSError):
         if isinstance(end, Preempted):

@@ -16,7 +16,7 @@ from rayloop.run.held_out import blind, plays
 from rayloop.run.reporter import Reporter
 
 
-class Run(Protocol):
+class EvaluatingRun(Protocol):
     """The parts of the driver that an evaluation uses.
 
     ``owes_evaluation``: an evaluation was stopped, and the run that continues begins with it.
@@ -36,7 +36,7 @@ class Run(Protocol):
         """Whether no further step is trained."""
 
 
-async def evaluate_held_out(run: Run, *, ending: bool) -> None:
+async def evaluate_held_out(run: EvaluatingRun, *, ending: bool) -> None:
     """Play and record the held-out tasks when they are due (``_is_due``)."""
     if not run.held_out or not _is_due(run, ending=ending):
         return
@@ -69,7 +69,7 @@ async def evaluate_held_out(run: Run, *, ending: bool) -> None:
     run.rollouts.alarms.evaluated(first=run.step <= first_step)
 
 
-def _is_due(run: Run, *, ending: bool) -> bool:
+def _is_due(run: EvaluatingRun, *, ending: bool) -> bool:
     """Whether this step is evaluated: every ``evaluation.every`` steps, and when the run ends."""
     settings = run.config.evaluation
     is_periodic = run.step % settings.every == 0 and (settings.first or run.step > 0)

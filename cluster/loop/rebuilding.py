@@ -11,7 +11,7 @@ from rayloop.core.failures import PolicyLost
 from rayloop.run.reporter import Reporter
 
 
-class Run(Protocol):
+class RebuildingRun(Protocol):
     """The parts of the driver that a rebuild uses.
 
     ``lost``: a rank died, and no step was restored since.
@@ -26,7 +26,7 @@ class Run(Protocol):
         """Train from the newest checkpoint to the last step."""
 
 
-async def run_and_rebuild(run: Run) -> None:
+async def run_and_rebuild(run: RebuildingRun) -> None:
     """Run, and continue from the newest checkpoint when a rank of the policy is lost."""
     policy = run.services.policy
     while True:
@@ -42,7 +42,7 @@ async def run_and_rebuild(run: Run) -> None:
             await until_stopped(run.stopping, policy.afford(error))
 
 
-async def _rebuild(run: Run) -> None:
+async def _rebuild(run: RebuildingRun) -> None:
     """Replace all ranks of the policy."""
     began = time.monotonic()
     policy = run.services.policy

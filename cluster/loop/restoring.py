@@ -20,7 +20,7 @@ from rayloop.run.identity import changes
 from rayloop.run.reporter import Reporter
 
 
-class Run(Protocol):
+class RestoringRun(Protocol):
     """The parts of the driver that a restore uses.
 
     ``initial``: the state before the first step. ``begun``: the step that was restored. ``lost``: a
@@ -57,7 +57,7 @@ class Run(Protocol):
         """Attach the reference's log-probs to the kept members."""
 
 
-async def restore(run: Run) -> None:
+async def restore(run: RestoringRun) -> None:
     """Begin a new lineage from a checkpoint (``Origin``), or from the start model."""
     # A save under way was written by ranks that may be lost.
     with suppress(PolicyLost):
@@ -92,7 +92,7 @@ async def restore(run: Run) -> None:
         run.saving.saved = run.version, checkpoint
 
 
-async def _take(run: Run, checkpoint: Checkpoint) -> None:
+async def _take(run: RestoringRun, checkpoint: Checkpoint) -> None:
     """Restore the policy, a refreshed reference and the driver."""
     # The ranks first: they verify their files, and
     # the driver keeps its state when one is damaged.
@@ -109,7 +109,7 @@ async def _take(run: Run, checkpoint: Checkpoint) -> None:
             run.reporter.event(incidents.QuarantineCleared(tasks))
 
 
-def _begin_without_checkpoint(run: Run) -> None:
+def _begin_without_checkpoint(run: RestoringRun) -> None:
     """Return to the state before the first step. Raises CheckpointError (``Saving.anew``)."""
     run.saving.anew(run.origin.since)
     latest = run.saving.latest()
