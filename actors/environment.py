@@ -220,7 +220,7 @@ def classify(raised: BaseException) -> Failure:
 def _failed(request: RolloutRequest, raised: BaseException) -> Failure:
     """The failure of an episode.
 
-    Unforeseen errors, and those of environments, are logged with their traceback.
+    Unforeseen errors, and errors of environments, are logged with their traceback.
     """
     error = cause(raised)
     failure = classify(raised)

@@ -132,7 +132,7 @@ class Driver:
         await self.sync_weights()
         await self.verify()
         resync = self.weight_sync.remake(lambda: self.version)
-        # A producer that dies cancels ``collect``, which would otherwise wait for ever.
+        # A producer that dies cancels ``collect``, which would otherwise wait forever.
         async with background(self.produce(), self.supervise(), resync):
             await self.evaluate()
             while not self.done:

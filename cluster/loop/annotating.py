@@ -22,7 +22,7 @@ async def annotated(
 ) -> tuple[Group, set[TrajectoryId]]:
     """Attach the reference's log-probs (as references) to the members at ``indices``.
 
-    ``folder``: the reference's weights; None for those of the configuration. Returns the group, and
+    ``folder``: the reference's weights; None for the configured ones. Returns the group, and
     the members whose payloads are lost.
     """
     members = [group.members[index] for index in indices]

@@ -89,8 +89,9 @@ class Saving:
         if newest:
             raise CheckpointError(
                 f"{self._store.folder}: {newest} was saved there, and no checkpoint is left."
-                " Nothing was begun anew: bring the folder back and start again, name another"
-                " checkpoint with checkpoint.resume=FOLDER, or begin anew under another name=..."
+                " No new run was begun: bring the folder back and start again, name another"
+                " checkpoint with checkpoint.resume=FOLDER, or begin a new run under another"
+                " name=..."
             )
 
     def latest(self) -> str:

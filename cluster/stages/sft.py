@@ -96,7 +96,7 @@ def _follow(running: Any, path: Path, stop: StopSignals) -> None:
             ended, _ = ray.wait([running], timeout=POLL)
             print(progress.read(), end="", flush=True)
     if not ended:
-        raise Preempted("stopped; the same command goes on from the last checkpoint")
+        raise Preempted("stopped; the same command continues from the last checkpoint")
     try:
         ray.get(running)
     except RayTaskError as error:
@@ -240,7 +240,7 @@ class Rank:
         if not config.best or self.best[1] in (0, self.step):
             self._write_model(self.output)
         elif self.rank == 0:
-            self._say(f"the weights are those of step {self.best[1]}")
+            self._say(f"the weights are from step {self.best[1]}")
             shutil.copytree(self._snapshot(self.best[1]), self.output, dirs_exist_ok=True)
         self.engine.close()
 
@@ -358,13 +358,13 @@ class Rank:
             if state["config"] != _identity(self.config):
                 raise CheckpointError(
                     f"{folder} is of a stage with another configuration, which was interrupted. Run"
-                    f" that one again, or remove {self.output / RUN / CHECKPOINTS} to begin anew"
+                    f" that one again, or remove {self.output / RUN / CHECKPOINTS} to start over"
                 )
             self.engine.load(folder)
 
         self.cursor.restore(state["cursor"])
         self.best = (*state["best"],)
-        self._say(f"goes on after step {state['step']}")
+        self._say(f"continues after step {state['step']}")
         return state["step"], state["seconds"]
 
     def _say(self, line: str) -> None:

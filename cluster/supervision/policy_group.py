@@ -399,7 +399,7 @@ class PolicyGroup:
         return _merged(checksums)
 
     async def load(self, folder: str, sums: Checksums) -> None:
-        """Restore what ``save`` wrote; ``sums`` is what it returned, as far as known.
+        """Restore what ``save`` wrote; ``sums``: the checksums that are known.
 
         Raises Damaged.
         """

@@ -200,7 +200,7 @@ def test_a_stage_whose_worker_is_killed_ends_with_the_same_weights(
         stage.has_checkpoint()
         stage.worker.kill()
         stage.ends(0)
-    assert "goes on after step" in stage.text
+    assert "continues after step" in stage.text
     assert all(
         torch.equal(stage.weights[name], tensor) for name, tensor in undisturbed.weights.items()
     )
@@ -218,7 +218,7 @@ def test_a_stopped_stage_goes_on_with_the_same_configuration_only(
     refused = ended({**settings, "batch_size": 4}, code=1)
     assert "another configuration" in refused.text
     again = ended(settings)
-    assert "goes on after step" in again.text
+    assert "continues after step" in again.text
     assert all(
         torch.equal(again.weights[name], tensor) for name, tensor in undisturbed.weights.items()
     )
@@ -284,7 +284,7 @@ def test_a_killed_stage_of_two_workers_keeps_the_best_weights(
         )
         stage.worker.kill()
         stage.ends(0)
-    assert "goes on after step" in stage.text
+    assert "continues after step" in stage.text
     assert stage.held_out == pytest.approx(measured.held_out, rel=1e-3)
     for name, expected in measured.weights.items():
         torch.testing.assert_close(stage.weights[name], expected, rtol=1e-3, atol=1e-4)
