@@ -118,7 +118,8 @@ OF_IMAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": (NARROW, {"window_size": 56, "fullatt_block_indexes": [1]}),
     "qwen3_vl": ({"rope_parameters": MROPE}, DEEP),
     "qwen3_vl_moe": ({"rope_parameters": MROPE, **EXPERTS, "moe_intermediate_size": 24}, DEEP),
-    "glm4v": (GLM, {"image_size": 56}),
+    # As in the published config.json: without the key vLLM has no biases and skips the model's.
+    "glm4v": ({**GLM, "attention_bias": True}, {"image_size": 56}),
     "glm46v": (GLM, {"image_size": 56}),
     "internvl": (
         {"model_type": "qwen3"},
