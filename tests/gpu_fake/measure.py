@@ -146,7 +146,7 @@ class Stage:
         def counted(source: Tensor) -> Any:
             layout = make(source)
             for i, number in enumerate(
-                (sum(part.own.numel() for part in layout.parts), layout.places.numel())
+                (sum(part.queries.numel() for part in layout.parts), layout.places.numel())
             ):
                 self.queries[what][i] += number
             return layout
