@@ -1,5 +1,6 @@
-"""Completions of a step for a terminal, as TRL prints them: the task, a heading, and a line for
-each of a group's members.
+"""Completions of a step for a terminal, as TRL prints them.
+
+They are the task, a heading, and a line for each of a group's members.
 """
 
 import math
@@ -16,63 +17,73 @@ from rayloop.run.folder import RolloutRecord
 from rayloop.view.words import visible
 
 LONGEST = 400
-"""Characters of a text that travel to the terminal's process."""
+"""The most characters of a text that are sent to the terminal's process."""
 WIDE = 120
-"""Columns of the lines where no terminal says how many there are."""
+"""Columns of the lines where there is no terminal."""
 MARKUP = re.compile(r"<\|im_start\|>\w*\n?|<\|[^|<>]{1,40}\|>(?:×\d+)?")
 """Special tokens as ``chat.tokenizer.shown`` writes them."""
 
 
 def completions(records: Sequence[RolloutRecord], count: int = 2) -> dict[str, Any]:
-    """Of the first group whose rewards differ, or else the first one: its ``task``, and in ``rows``
-    sample, reward, advantage and text of ``count`` members, from the best to the worst. Texts have
-    one line and are cut; images are named.
+    """A few members of the first group whose rewards differ, or else of the first group.
+
+    The group's ``task``, and in ``rows`` sample, reward, advantage and text of ``count`` members,
+    from the best to the worst. Texts have one line and are cut; images are named.
     """
     groups = [list(members) for _, members in groupby(records, lambda record: record.group)]
-    chosen = next((group for group in groups if len({one.reward for one in group}) > 1), groups[0])
-    chosen.sort(key=lambda one: -math.inf if one.reward is None else one.reward, reverse=True)
-    first, count = chosen[0], min(count, len(chosen))
-    picked = [chosen[place * (len(chosen) - 1) // max(count - 1, 1)] for place in range(count)]
-    asked = MARKUP.sub(" ", _cut(first.prompt, 10 * LONGEST))
-    return {
-        "task": _line(" ".join((f"{first.task}:", *map(_named, first.images), asked))),
-        "rows": [(one.sample, one.reward, one.advantage, _line(_said(one))) for one in picked],
-    }
+    group = next((members for members in groups if _rewards_differ(members)), groups[0])
+    group.sort(key=_reward_or_lowest, reverse=True)
+    count = min(count, len(group))
+    places = [place * (len(group) - 1) // max(count - 1, 1) for place in range(count)]
+    best = group[0]
+    images = map(_image_name, best.images)
+    prompt = MARKUP.sub(" ", _cut(best.prompt, 10 * LONGEST))
+    rows = []
+    for place in places:
+        member = group[place]
+        rows.append((member.sample, member.reward, member.advantage, _line(_completion(member))))
+    return {"task": _line(" ".join((f"{best.task}:", *images, prompt))), "rows": rows}
+
+
+def _rewards_differ(members: Sequence[RolloutRecord]) -> bool:
+    return len({member.reward for member in members}) > 1
+
+
+def _reward_or_lowest(record: RolloutRecord) -> float:
+    return -math.inf if record.reward is None else record.reward
 
 
 def shown(found: Mapping[str, Any], console: Console) -> Text:
-    """The lines for this console: no text is wider, and none has a character that it cannot write."""
+    """The lines for this console, none wider, and in characters that it can write."""
     width = console.width if console.is_terminal else WIDE
     rows = [("  task ", found["task"]), ("  sample  reward advantage  ", "completion")]
     for sample, reward, advantage, text in found["rows"]:
-        earned = (
-            "none" if reward is None else f"{reward:.3f}",
-            "-" if advantage is None else f"{advantage:+.3f}",
-        )
-        rows.append((f"  #{sample:<5} {earned[0]:>7} {earned[1]:>9}  ", text))
-    lines = list[Text]()
+        reward_cell = "none" if reward is None else f"{reward:.3f}"
+        advantage_cell = "-" if advantage is None else f"{advantage:+.3f}"
+        rows.append((f"  #{sample:<5} {reward_cell:>7} {advantage_cell:>9}  ", text))
+    encoding = console.encoding
+    lines = []
     for head, text in rows:
-        line = head + _cut(text, max(width - len(head), 8))
-        lines.append(
-            Text(
-                line.encode(console.encoding, "backslashreplace").decode(console.encoding),
-                no_wrap=True,
-            )
-        )
-        lines[-1].truncate(width, overflow="ellipsis")
+        full_line = head + _cut(text, max(width - len(head), 8))
+        writable = full_line.encode(encoding, "backslashreplace").decode(encoding)
+        line = Text(writable, no_wrap=True)
+        line.truncate(width, overflow="ellipsis")
+        lines.append(line)
     return Text("\n", no_wrap=True, overflow="ellipsis").join(lines)
 
 
-def _said(record: RolloutRecord) -> str:
-    """The sampled turns, with the names of images that came between them."""
-    turns = [
-        [_cut(turn.text, LONGEST)] if turn.sampled else [*map(_named, turn.images)]
-        for turn in record.turns
-    ]
-    return " | ".join(part for turn in turns for part in turn)
+def _completion(record: RolloutRecord) -> str:
+    """The sampled turns, with the names of the images between them."""
+    parts: list[str] = []
+    for turn in record.turns:
+        if turn.sampled:
+            parts.append(_cut(turn.text, LONGEST))
+        else:
+            parts += map(_image_name, turn.images)
+    return " | ".join(parts)
 
 
-def _named(image: Mapping[str, Any]) -> str:
+def _image_name(image: Mapping[str, Any]) -> str:
     name = Path(image["path"]).name if "path" in image else image["sha256"][:8]
     return f"[image {name[-40:]} {image['width']}x{image['height']}]"
 
@@ -82,9 +93,9 @@ def _line(text: str) -> str:
 
 
 def _cut(text: str, room: int) -> str:
-    """Its beginning and, twice as long, its end."""
-    return (
-        text
-        if len(text) <= room
-        else f"{text[: room // 3 - 1]} … {text[len(text) - (room - room // 3 - 2) :]}"
-    )
+    """The beginning of a text that is too long and, twice as long, its end."""
+    if len(text) <= room:
+        return text
+    third = room // 3
+    end = len(text) - (room - third - 2)
+    return f"{text[: third - 1]} … {text[end:]}"

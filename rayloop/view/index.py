@@ -20,7 +20,7 @@ from rayloop.run.records.jsonl import JsonLines
 from rayloop.view.reader import Record
 
 VERSION = 1
-"""Of the tables; an index of another version is made anew."""
+"""Version of the tables; an index of another version is built again."""
 COPIED = (
     "sample",
     "task",
@@ -51,25 +51,26 @@ ORDERS = {
         ("lowest", "mean IS NULL, mean, "),
     )
 }
-GROUPS = """step, grp, sample, task, source, COUNT(*) AS members, AVG(reward) AS mean, MIN(reward) AS low, MAX(reward) AS high,
+GROUPS = """step, grp, sample, task, source, COUNT(*) AS members,
+AVG(reward) AS mean, MIN(reward) AS low, MAX(reward) AS high,
 GROUP_CONCAT(DISTINCT status) AS status, GROUP_CONCAT(DISTINCT end_reason) AS end_reason"""
-SAVED = 0.5
+COMMIT_EVERY_S = 0.5
 """Seconds between two commits while many files are read."""
 
 
 class EpisodeIndex:
-    """In the run's folder, ``index.sqlite``; in the user's cache where that cannot be written.
+    """The index ``index.sqlite`` in the run's folder.
 
-    Thread-safe.
+    It is in the user's cache where the run's folder cannot be written. Thread-safe.
     """
 
     def __init__(self, folder: RunFolder) -> None:
-        self._dump, self.path, self._busy = folder.rollouts, _place(folder.path), threading.Lock()
+        self._dump = folder.rollouts
+        self.path = _place(folder.path)
+        self._busy = threading.Lock()
         with suppress(sqlite3.DatabaseError), self._opened() as db:
-            if (
-                db.execute("PRAGMA user_version").fetchone()[0] == VERSION
-                and _tables(db) == _expected()
-            ):
+            version = db.execute("PRAGMA user_version").fetchone()[0]
+            if version == VERSION and _tables(db) == _expected_tables():
                 return
         self.path.unlink(missing_ok=True)
         with self._opened() as db:
@@ -80,105 +81,99 @@ class EpisodeIndex:
     def _opened(self) -> Iterator[sqlite3.Connection]:
         with closing(sqlite3.connect(self.path, timeout=10)) as db:
             db.row_factory = sqlite3.Row
-            db.execute("PRAGMA synchronous = OFF")  # it can be made again
+            db.execute("PRAGMA synchronous = OFF")  # a lost index can be built again
             yield db
 
     def update(self, seconds: float = threading.TIMEOUT_MAX) -> None:
-        """Read the files that are new or have changed, for so long; those of steps that are gone
-        are forgotten. Another thread that does so already is waited for, as long.
+        """Read the files that are new or have changed, for ``seconds`` at most.
+
+        Files of removed steps leave the index. Where another thread updates already, this one waits
+        for it, for ``seconds`` at most.
         """
         if not self._busy.acquire(timeout=seconds):
             return
         try:
-            with (
-                self._opened() as db,
-                suppress(FileNotFoundError),
-            ):  # one was set aside in this moment
+            # A file may be set aside between its listing and its reading.
+            with self._opened() as db, suppress(FileNotFoundError):
                 self._read(db, time.monotonic() + seconds)
         finally:
             self._busy.release()
 
     def _read(self, db: sqlite3.Connection, until: float) -> None:
-        """The newest files first."""
-        known = {
+        """Read the files that the index lacks, the newest first."""
+        indexed = {
             row["step"]: (row["changed"], row["size"]) for row in db.execute("SELECT * FROM files")
         }
-        found = {step: (file, file.stat()) for step, file in self._dump.files().items()}
-        files = {
-            step: (file, stat.st_mtime_ns, stat.st_size) for step, (file, stat) in found.items()
-        }
-        for step in known.keys() - files.keys():
+        files = self._dump.files()
+        states = {step: _file_state(file) for step, file in files.items()}
+        for step in indexed.keys() - files.keys():
             _forget(db, step)
-        saved = time.monotonic()
-        for step in sorted(
-            (step for step, (_, *now) in files.items() if known.get(step) != tuple(now)),
-            reverse=True,
-        ):
-            _add(db, step, *files[step])
-            if (now := time.monotonic()) > min(until, saved + SAVED):
+        outdated = [step for step, state in states.items() if indexed.get(step) != state]
+        committed = time.monotonic()
+        for step in sorted(outdated, reverse=True):
+            _add(db, step, files[step], *states[step])
+            now = time.monotonic()
+            if now > min(until, committed + COMMIT_EVERY_S):
                 db.commit()
-                saved = now
+                committed = now
                 if now > until:
                     return
         db.commit()
 
     def state(self) -> dict[str, Any]:
-        """``episodes``, ``read`` of all ``files``, ``broken``: step -> what is wrong with its file,
+        """The size and the faults of the index.
+
+        ``episodes``, ``read`` of all ``files``, ``broken``: step -> the fault of its file,
         ``choices`` of each filter.
         """
         with self._opened() as db:
+            broken = db.execute("SELECT step, why FROM files WHERE why <> ''")
             return {
                 "episodes": db.execute("SELECT COUNT(*) FROM episodes").fetchone()[0],
                 "read": db.execute("SELECT COUNT(*) FROM files").fetchone()[0],
                 "files": len(self._dump.files()),
-                "broken": dict(
-                    map(tuple, db.execute("SELECT step, why FROM files WHERE why <> ''"))
-                ),
-                "choices": {
-                    n: [r[0] for r in db.execute(f"SELECT DISTINCT {n} FROM episodes ORDER BY 1")]
-                    for n in CHOICES
-                },
+                "broken": dict(map(tuple, broken)),
+                "choices": {column: _distinct(db, column) for column in CHOICES},
             }
 
     def search(
         self, filters: Mapping[str, str], order: str, groups: bool, start: int, count: int
     ) -> tuple[int, list[Record]]:
-        """How many episodes (``groups``: with one) fit all ``filters`` (of ``WHERE``), and
-        ``count`` of them from ``start`` on.
+        """The number of episodes that fit all ``filters`` (of ``WHERE``), and a page of them.
+
+        The page has ``count`` episodes from ``start`` on. With ``groups`` both are groups that have
+        such an episode.
         """
-        plain = {
-            name: value.replace("\0", " ").strip() for name, value in filters.items()
-        }  # SQLite ends a text at a zero
-        given = {name: value for name, value in plain.items() if name in WHERE and value}
-        wanted = given | ({"text": _phrases(given["text"])} if "text" in given else {})
-        where = " AND ".join(["TRUE", *(WHERE[name] for name in wanted)])
-        chosen, by = (
-            (GROUPS, " GROUP BY step, grp")
-            if groups
-            else (f"{', '.join(COLUMNS)}, reward AS mean", "")
-        )
-        query, values = f"SELECT {chosen} FROM episodes WHERE {where}{by}", list(wanted.values())
+        conditions: list[str] = []
+        values: list[Any] = []
+        for name, raw_value in filters.items():
+            value = raw_value.replace("\0", " ").strip()  # SQLite ends a text at a zero
+            if name in WHERE and value:
+                conditions.append(WHERE[name])
+                values.append(_phrases(value) if name == "text" else value)
+        columns = GROUPS if groups else f"{', '.join(COLUMNS)}, reward AS mean"
+        source = f"FROM episodes WHERE {' AND '.join(['TRUE', *conditions])}"
+        if groups:
+            source += " GROUP BY step, grp"
+        ordering = ORDERS.get(order, ORDERS["newest"])
         with self._opened() as db:
-            total = db.execute(
-                f"SELECT COUNT(*) FROM (SELECT 1 FROM episodes WHERE {where}{by})", values
-            ).fetchone()[0]
+            counting = db.execute(f"SELECT COUNT(*) FROM (SELECT 1 {source})", values)
+            total = counting.fetchone()[0]
             rows = db.execute(
-                f"{query} ORDER BY {ORDERS.get(order, ORDERS['newest'])} LIMIT ? OFFSET ?",
+                f"SELECT {columns} {source} ORDER BY {ordering} LIMIT ? OFFSET ?",
                 [*values, count, start],
             )
             return total, [dict(row) for row in rows]
 
 
 def _place(run: Path) -> Path:
-    if (
-        os.access(run, os.W_OK) and not (run / "index.sqlite").is_symlink()
-    ):  # a link would lead to any file
-        return run / "index.sqlite"
+    index = run / "index.sqlite"
+    if os.access(run, os.W_OK) and not index.is_symlink():  # a link would lead to any file
+        return index
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rayloop"
     cache.mkdir(parents=True, exist_ok=True)
-    return (
-        cache / f"{run.name}-{hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]}.sqlite"
-    )
+    digest = hashlib.sha256(str(run.resolve()).encode()).hexdigest()
+    return cache / f"{run.name}-{digest[:16]}.sqlite"
 
 
 def _tables(db: sqlite3.Connection) -> list[Any]:
@@ -186,51 +181,66 @@ def _tables(db: sqlite3.Connection) -> list[Any]:
 
 
 @cache
-def _expected() -> list[Any]:
-    """Of an index that this version has made; another one's would have other columns, or triggers."""
+def _expected_tables() -> list[Any]:
+    """The tables of this version's index; a foreign index would have other columns, or triggers."""
     with closing(sqlite3.connect(":memory:")) as db:
         db.executescript(TABLES.read_text(encoding="utf-8"))
         return _tables(db)
 
 
+def _distinct(db: sqlite3.Connection, column: str) -> list[Any]:
+    """The values of a column of the episodes, sorted."""
+    return [row[0] for row in db.execute(f"SELECT DISTINCT {column} FROM episodes ORDER BY 1")]
+
+
+def _file_state(file: Path) -> tuple[int, int]:
+    """The time of a file's last change in ns, and its size: they show whether it has changed."""
+    stat = file.stat()
+    return stat.st_mtime_ns, stat.st_size
+
+
 def _forget(db: sqlite3.Connection, step: int) -> None:
-    """Its words stay, of ids that no episode has any more."""
+    """Remove the episodes of a step; their words stay, with ids that no episode has any more."""
     db.execute("DELETE FROM episodes WHERE step = ?", (step,))
     db.execute("DELETE FROM files WHERE step = ?", (step,))
 
 
 def _add(db: sqlite3.Connection, step: int, file: Path, changed: int, size: int) -> None:
+    """Replace the episodes of a step by the ones in its file, and record the file's fault."""
     _forget(db, step)
-    insert, why = f"INSERT INTO episodes ({', '.join(COLUMNS)}) VALUES (:{', :'.join(COLUMNS)})", ""
+    insert = f"INSERT INTO episodes ({', '.join(COLUMNS)}) VALUES (:{', :'.join(COLUMNS)})"
+    fault = ""
     records = JsonLines(file, is_rollout)
     try:
         for record in records:
-            made = {"step": step, "grp": record["group"], "flags": " ".join(record["flags"])}
-            made |= {
-                "turns": sum(turn["sampled"] for turn in record["turns"]),
-                **{name: record.get(name) for name in COPIED},
-            }
-            plain = {
-                name: utf8(value) if isinstance(value, str) else value
-                for name, value in made.items()
-            }
-            row = db.execute(insert, plain).lastrowid
+            row = db.execute(insert, _episode(step, record)).lastrowid
             db.execute("INSERT INTO words (rowid, text) VALUES (?, ?)", (row, _text(record)))
     except (ValueError, KeyError, TypeError, sqlite3.ProgrammingError) as error:
-        why = f"it cannot be read: {type(error).__name__}: {error}"
-    if records.damaged and not why:
-        why = f"damaged lines are left out: {records.damaged}"
-    db.execute("INSERT INTO files VALUES (?, ?, ?, ?)", (step, changed, size, why))
+        fault = f"it cannot be read: {type(error).__name__}: {error}"
+    if records.damaged and not fault:
+        fault = f"damaged lines are left out: {records.damaged}"
+    db.execute("INSERT INTO files VALUES (?, ?, ?, ?)", (step, changed, size, fault))
+
+
+def _episode(step: int, record: Record) -> Record:
+    """The row of an episode, in texts that UTF-8 can encode."""
+    row = {
+        "step": step,
+        "grp": record["group"],
+        "flags": " ".join(record["flags"]),
+        "turns": sum(turn["sampled"] for turn in record["turns"]),
+        **{name: record.get(name) for name in COPIED},
+    }
+    return {name: utf8(value) if isinstance(value, str) else value for name, value in row.items()}
 
 
 def _text(record: Record) -> str:
-    """What can be searched: the task, its prompt and truth, all turns, flags, and what a judge
-    said.
-    """
-    named = (
-        str(record.get(name) or "") for name in ("task", "prompt", "truth", "unscored", "reason")
-    )
-    return utf8("\n".join([*named, *record["flags"], *(turn["text"] for turn in record["turns"])]))
+    """The searchable text: task, prompt, truth, flags, all turns, and the judge's explanation."""
+    names = ("task", "prompt", "truth", "unscored", "reason")
+    texts = [str(record.get(name) or "") for name in names]
+    texts += record["flags"]
+    texts += (turn["text"] for turn in record["turns"])
+    return utf8("\n".join(texts))
 
 
 def _phrases(text: str) -> str:

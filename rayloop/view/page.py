@@ -1,14 +1,12 @@
-"""``python -m rayloop report``: a run folder as one HTML file, and with ``--files`` as JSON for
-other tools.
+"""``python -m rayloop report``: a run folder as one HTML file, or as JSON with ``--files``.
 
-    training_metrics.json      {"schema_version", "steps": [...], "metrics": {name: [of each step,
-    or null]}}
-    task_results/<task>.json   {"schema_version", "task", "source", "evaluations": [...],
-    "training": [...]}
+    training_metrics.json      {"schema_version", "steps": [...], "metrics": {name: [...]}}
+    task_results/<task>.json   {"schema_version", "task", "source",
+                                "evaluations": [...], "training": [...]}
 
-``evaluations`` are all held-out answers to the task, ``training`` the recorded trajectories
-(``keep_rollouts``); each has its step and reward (null: ``unscored`` says why). A task's name is
-quoted as in a URL to be a file's name.
+A metric has a value, or null, for each step. ``evaluations`` are all held-out answers to the task,
+``training`` the recorded trajectories (``keep_rollouts``); each has its step and reward (null:
+``unscored`` has the reason). A file is named after its task, quoted as in a URL.
 """
 
 import base64
@@ -16,6 +14,7 @@ import hashlib
 import re
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -70,7 +69,7 @@ def write_page(run: Path, out: Path | None, groups: int) -> Path:
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """The template with ``data`` in it, escaped. Of scripts, a browser runs the page's own only."""
+    """The template with ``data`` in it, escaped. A browser runs only the page's own script."""
     environment = templates()
     script = PAGES.get_source(environment, "filter.js")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -82,32 +81,39 @@ def templates(*others: jinja2.BaseLoader) -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.ChoiceLoader([*others, PAGES]), autoescape=True, trim_blocks=True
     )
-    environment.filters["number"] = lambda value: "–" if value is None else number(float(value))
+    environment.filters["number"] = _number_or_dash
     environment.filters["score"] = score
     environment.filters["verdict"] = verdict
     environment.globals["JUDGED"] = JUDGED
     return environment
 
 
+def _number_or_dash(value: Any) -> str:
+    return "–" if value is None else number(float(value))
+
+
 def score(value: Any) -> str:
-    """A reward, an advantage or their difference: three decimals, so that those below each other
-    compare.
-    """
+    """A reward, an advantage or their difference, with three decimals, so that a column aligns."""
     return f"{value:.3f}" if isinstance(value, int | float) else "–"
 
 
 def content(folder: RunFolder, groups: int) -> Record:
     """Everything that the page shows, as its template expects it."""
-    events, metrics, films = list(folder.events), list(folder.metrics), Films(folder)
+    events = list(folder.events)
+    metrics = list(folder.metrics)
+    films = Films(folder)
     times = [record["time"] for record in (*events, *metrics)]
     vitals = Vitals(folder, {})
     vitals.update()
-    evaluations, controls = (
-        list(by_step(events, name).values()) for name in ("evaluated", "controls")
-    )
+    evaluations = list(by_step(events, "evaluated").values())
+    controls = list(by_step(events, "controls").values())
+    gains: list[str] = []
+    for event in by_step(events, "gain").values():
+        gains += gained(event)
+    all_charts = charts(metrics, evaluations)
+    constant_lines = chain.from_iterable(c["lines"] for c in all_charts if is_constant(c))
     recorded = list(rollout_groups(folder))
-    found = charts(metrics, evaluations)
-    shown, pairs = evenly(recorded, groups), evenly(compared(folder), COMPARED)
+    pairs = evenly(compared(folder), COMPARED)
     return {
         "name": folder.path.name,
         "config": folder.configuration,
@@ -117,17 +123,12 @@ def content(folder: RunFolder, groups: int) -> Record:
         "end": vitals.end,
         "began": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(times))) if times else "",
         "seconds": max(times) - min(times) if times else 0.0,
-        "charts": [drawn(chart) for chart in found if not is_constant(chart)],
-        "constants": [
-            (line["name"], line["points"][0][1])
-            for c in found
-            if is_constant(c)
-            for line in c["lines"]
-        ],
+        "charts": [drawn(chart) for chart in all_charts if not is_constant(chart)],
+        "constants": [(line["name"], line["points"][0][1]) for line in constant_lines],
         "ledger": ledger(vitals.end, metrics),
         "evaluations": evaluations,
         "held_out": held_out_scores(evaluations),
-        "gains": [line for end in by_step(events, "gain").values() for line in gained(end)],
+        "gains": gains,
         "controls": controls,
         "verdict": verdict(controls[-1]) if controls else "",
         "incidents": [event for event in events if event["event"] not in ROUTINE],
@@ -135,7 +136,9 @@ def content(folder: RunFolder, groups: int) -> Record:
         "compared": [
             films.group([*map(held_out, pair)], folder.evaluations.path) for pair in pairs
         ],
-        "groups": [films.group(members, folder.rollouts.path) for members in shown],
+        "groups": [
+            films.group(members, folder.rollouts.path) for members in evenly(recorded, groups)
+        ],
         "images": films.images,
         "damaged": folder.damage(),
     }
@@ -174,9 +177,10 @@ def ledger(end: Record | None, metrics: Sequence[Record]) -> dict[str, float]:
     return counts if end is None else end["ledger"]
 
 
-METRICS, RESULTS = "training_metrics.json", "task_results"
-HELD_OUT = ("step", "arm", "sample", "reward", "components", "unscored")
-TRAINED = (
+METRICS = "training_metrics.json"
+RESULTS = "task_results"
+HELD_OUT_KEYS = ("step", "arm", "sample", "reward", "components", "unscored")
+TRAINED_KEYS = (
     "step",
     "group",
     "sample",
@@ -188,8 +192,8 @@ TRAINED = (
     "status",
     "replayed",
 )
-_LONGEST = 200
-"""Bytes of a file's name; file systems take 255."""
+_LONGEST_NAME = 200
+"""The most bytes of a file's name; file systems take 255."""
 
 
 def write_files(run: Path) -> list[Path]:
@@ -202,10 +206,11 @@ def write_files(run: Path) -> list[Path]:
     results.mkdir(exist_ok=True)
     for old in results.glob("*.json"):
         old.unlink()
-    for index, (task, found) in enumerate(task_results(folder).items()):
+    for index, (task, records) in enumerate(task_results(folder).items()):
         name = quote(task, safe=" ,=@")
-        name = name if len(name) <= _LONGEST else f"{name[:_LONGEST]}-{index}"
-        write_whole(results / f"{name}.json", _bytes({"task": task, **found}), durable=False)
+        if len(name) > _LONGEST_NAME:
+            name = f"{name[:_LONGEST_NAME]}-{index}"
+        write_whole(results / f"{name}.json", _bytes({"task": task, **records}), durable=False)
     write_whole(folder.path / METRICS, _bytes(training_metrics(folder)), durable=False)
     return [folder.path / METRICS, results]
 
@@ -214,21 +219,19 @@ def training_metrics(folder: RunFolder) -> dict[str, Any]:
     """Each metric's values [steps]."""
     records = list(folder.metrics)
     steps = [int(record["step"]) for record in records]
-    return {
-        "steps": steps,
-        "metrics": {
-            name: [dict(points).get(step) for step in steps]
-            for name, points in series(records).items()
-        },
-    }
+    metrics: dict[str, list[float | None]] = {}
+    for name, points in series(records).items():
+        values = dict(points)
+        metrics[name] = [values.get(step) for step in steps]
+    return {"steps": steps, "metrics": metrics}
 
 
 def task_results(folder: RunFolder) -> dict[str, dict[str, Any]]:
     """Task -> its source, its held-out answers and its trajectories, in the order of steps."""
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for kind, dump, keys in (
-        ("evaluations", folder.evaluations, HELD_OUT),
-        ("training", folder.rollouts, TRAINED),
+        ("evaluations", folder.evaluations, HELD_OUT_KEYS),
+        ("training", folder.rollouts, TRAINED_KEYS),
     ):
         for record in dump:
             empty: dict[str, Any] = {
@@ -236,10 +239,9 @@ def task_results(folder: RunFolder) -> dict[str, dict[str, Any]]:
                 "evaluations": [],
                 "training": [],
             }
-            found.setdefault(record["task"], empty)[kind].append(
-                {key: record[key] for key in keys if key in record}
-            )
-    return found
+            result = results.setdefault(record["task"], empty)
+            result[kind].append({key: record[key] for key in keys if key in record})
+    return results
 
 
 def _bytes(content: Mapping[str, Any]) -> bytes:

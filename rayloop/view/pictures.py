@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Series = Mapping[str, Sequence[tuple[int, float | None]]]
+"""Metric -> (step, value) pairs."""
 CURVES = "curves.png"
 NEXT = f"""wrote {{run}}/{CURVES}
 next: python -m rayloop report {{run}}   # what it learned, its episodes before and after
@@ -27,8 +29,9 @@ next: python -m rayloop report {{run}}   # what it learned, its episodes before 
 
 
 def draw_or_emit(folder: RunFolder, emit: Callable[[str], None]) -> None:
-    """Draw at the end of a run, which is done and saved: an error here is emitted, and fails
-    nothing.
+    """Draw the curves at the end of a run.
+
+    The run is done and saved, so that an error here is emitted and not raised.
     """
     try:
         curves(folder).savefig(folder.path / CURVES, dpi=120)
@@ -38,63 +41,59 @@ def draw_or_emit(folder: RunFolder, emit: Callable[[str], None]) -> None:
 
 
 def curves(folder: RunFolder) -> Figure:
-    """Training and held-out reward over the steps; held-out with 95 % intervals, and dotted where
-    each of them began.
+    """Training and held-out reward over the steps.
+
+    Held-out rewards have 95 % intervals, and a dotted line at their first value.
     """
-    config, evaluations = folder.configuration, series(by_step(folder.events, "evaluated").values())
+    config = folder.configuration
     sampling = (config.get("rollout") or {}).get("sampling") or {}
-    drawn, greedy = (
-        sampling.get("temperature", 1.0),
-        (config.get("evaluation") or {}).get("greedy", True),
-    )
-    figure, axes = _axes(
-        [
-            folder.path.name,
-            *(line for end in by_step(folder.events, "gain").values() for line in gained(end)),
-        ]
-    )
-    if training := series(folder.metrics).get("reward/mean", []):
-        axes.plot(
-            *_numbers(training), "-", color="0.6", linewidth=1, label=f"training ({sampled(drawn)})"
-        )
-    for prefix, temperature in (("val_sampled", drawn), ("val", 0.0 if greedy else drawn)):
-        if points := evaluations.get(f"{prefix}/reward/mean", []):
-            (line,) = axes.plot(*_numbers(points), "o-", label=f"held-out ({sampled(temperature)})")
-            low, high = (
-                _numbers(evaluations.get(f"{prefix}/reward/{bound}", []))[1]
-                for bound in ("low", "high")
-            )
-            if len(low) == len(high) == len(points):
-                axes.fill_between(
-                    _numbers(points)[0], low, high, color=line.get_color(), alpha=0.15
-                )
-            axes.axhline(_numbers(points)[1][0], color=line.get_color(), linestyle=":", linewidth=1)
+    temperature = sampling.get("temperature", 1.0)
+    greedy = (config.get("evaluation") or {}).get("greedy", True)
+    title = [folder.path.name]
+    for event in by_step(folder.events, "gain").values():
+        title += gained(event)
+    figure, axes = _axes(title)
+    training = series(folder.metrics).get("reward/mean", [])
+    if training:
+        label = f"training ({sampled(temperature)})"
+        axes.plot(*_numbers(training), "-", color="0.6", linewidth=1, label=label)
+    evaluations = series(by_step(folder.events, "evaluated").values())
+    _plot_held_out(axes, evaluations, "val_sampled", temperature)
+    _plot_held_out(axes, evaluations, "val", 0.0 if greedy else temperature)
     if axes.lines:
         axes.legend()
     return figure
 
 
+def _plot_held_out(axes: Axes, evaluations: Series, prefix: str, temperature: float) -> None:
+    """Draw a held-out reward, its interval and its first value, if it was measured."""
+    points = evaluations.get(f"{prefix}/reward/mean", [])
+    if not points:
+        return
+    steps, means = _numbers(points)
+    (line,) = axes.plot(steps, means, "o-", label=f"held-out ({sampled(temperature)})")
+    _, low = _numbers(evaluations.get(f"{prefix}/reward/low", []))
+    _, high = _numbers(evaluations.get(f"{prefix}/reward/high", []))
+    if len(low) == len(high) == len(points):
+        axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.15)
+    axes.axhline(means[0], color=line.get_color(), linestyle=":", linewidth=1)
+
+
 def overlaid(folders: Sequence[RunFolder]) -> Figure:
-    """Of each run the training reward, thin, and the held-out reward (sampled if there is one, else
-    greedy) over the steps.
+    """The training reward, thin, and the held-out reward of each run over the steps.
+
+    The held-out reward is the sampled one if there is one, else the greedy one.
     """
     figure, axes = _axes(["held-out reward; thin: training reward"])
     for place, folder in enumerate(folders):
-        training, evaluations = (
-            series(folder.metrics),
-            series(by_step(folder.events, "evaluated").values()),
-        )
-        held_out = evaluations.get("val_sampled/reward/mean") or evaluations.get(
-            "val/reward/mean", []
-        )
-        axes.plot(
-            *_numbers(training.get("reward/mean", [])),
-            "-",
-            color=f"C{place}",
-            linewidth=0.7,
-            alpha=0.6,
-        )
-        axes.plot(*_numbers(held_out), "o-", color=f"C{place}", label=folder.path.name)
+        color = f"C{place}"
+        training = series(folder.metrics).get("reward/mean", [])
+        evaluations = series(by_step(folder.events, "evaluated").values())
+        held_out = evaluations.get("val_sampled/reward/mean")
+        if not held_out:
+            held_out = evaluations.get("val/reward/mean", [])
+        axes.plot(*_numbers(training), "-", color=color, linewidth=0.7, alpha=0.6)
+        axes.plot(*_numbers(held_out), "o-", color=color, label=folder.path.name)
     axes.legend()
     return figure
 
@@ -113,18 +112,19 @@ def _axes(title: Sequence[str]) -> tuple[Figure, Axes]:
 
 
 def _numbers(points: Sequence[tuple[int, float | None]]) -> tuple[list[int], list[float]]:
-    """Steps and values; what was not finite leaves a gap."""
-    return [step for step, _ in points], [
-        float("nan") if value is None else value for _, value in points
-    ]
+    """Steps and values; a value that was not finite leaves a gap."""
+    steps = [step for step, _ in points]
+    values = [float("nan") if value is None else value for _, value in points]
+    return steps, values
 
 
 Colours = Literal["true", "256"]
 
 
 def colours(environment: Mapping[str, str], terminal: bool) -> Colours | None:
-    """The colours that a terminal shows, from the environment's variables (https://no-color.org
-    too); None for none.
+    """The colours that a terminal shows, by the environment's variables; None for none.
+
+    https://no-color.org is respected.
     """
     kind = environment.get("TERM", "")
     if not terminal or environment.get("NO_COLOR") or kind in ("", "dumb"):
@@ -135,8 +135,9 @@ def colours(environment: Mapping[str, str], terminal: bool) -> Colours | None:
 
 
 def blocks(picture: Image.Image, columns: int, kind: Colours = "true") -> str:
-    """The picture as lines of text, at most ``columns`` characters wide; a character holds two
-    pixels, one above the other.
+    """The picture as lines of text, at most ``columns`` characters wide.
+
+    A character holds two pixels, one above the other.
     """
     width = max(1, min(columns, picture.width))
     height = max(2, 2 * round(picture.height * width / picture.width / 2))
@@ -144,9 +145,13 @@ def blocks(picture: Image.Image, columns: int, kind: Colours = "true") -> str:
     system = ColorSystem.TRUECOLOR if kind == "true" else ColorSystem.EIGHT_BIT
     lines = []
     for upper, lower in zip(pixels[::2], pixels[1::2], strict=True):
-        both = zip(map(Color.from_rgb, *upper.T), map(Color.from_rgb, *lower.T), strict=True)
-        cells = groupby(Style(color=above, bgcolor=below) for above, below in both)
+        colours_above = map(Color.from_rgb, *upper.T)
+        colours_below = map(Color.from_rgb, *lower.T)
+        pairs = zip(colours_above, colours_below, strict=True)
+        styles = (Style(color=above, bgcolor=below) for above, below in pairs)
+        # Equal neighbours become one run, which needs one pair of escape sequences.
+        runs = [(style, len(list(same))) for style, same in groupby(styles)]
         lines.append(
-            "".join(style.render("▀" * len([*same]), color_system=system) for style, same in cells)
+            "".join(style.render("▀" * length, color_system=system) for style, length in runs)
         )
     return "\n".join(lines)

@@ -21,7 +21,7 @@ from rayloop.view.words import span
 
 ROWS = 10
 ABSENT = "-"
-SHORT = {
+PHASE_WORDS = {
     "gen": "gen",
     "update_actor": "train",
     "update_weights": "weight_sync",
@@ -29,14 +29,14 @@ SHORT = {
     "testing": "eval",
     "save_checkpoint": "save",
 }
-"""Name of a timing -> word of its phase, for the phases whose share of the time is shown."""
+"""Name of a timing -> word of its phase, for the phases that a plain line may show."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """``show`` formats a step's metrics; ``word`` is the label in plain lines.
+    """A column of the table, which shows it from its first value on.
 
-    A table shows it from its first value on.
+    ``show`` formats a step's metrics; ``word`` is the label in plain lines.
     """
 
     title: str
@@ -48,21 +48,27 @@ def _value(name: str, form: str) -> Callable[[Mapping[str, float]], str]:
     return lambda metrics: format(metrics[name], form) if name in metrics else ABSENT
 
 
-def _kept(metrics: Mapping[str, float]) -> str:
+def _trained(metrics: Mapping[str, float]) -> str:
+    """The trained trajectories, of all."""
     if "rollout/trajectories" not in metrics:
         return ABSENT
-    return f"{_value('rollout/trained', '.0f')(metrics)}/{_value('rollout/trajectories', '.0f')(metrics)}"
+    trained = _value("rollout/trained", ".0f")(metrics)
+    return f"{trained}/{metrics['rollout/trajectories']:.0f}"
 
 
 def _skipped(metrics: Mapping[str, float]) -> str:
-    """Updates whose gradient was not finite, of all."""
+    """The updates with a gradient that was not finite, of all."""
     skipped = metrics.get("actor/skipped_updates", 0.0)
-    return f"{skipped:.0f}/{skipped + metrics.get('actor/updates', 0.0):.0f}" if skipped else ABSENT
+    if not skipped:
+        return ABSENT
+    updates = skipped + metrics.get("actor/updates", 0.0)
+    return f"{skipped:.0f}/{updates:.0f}"
 
 
 def _share(state: str, *, none: str) -> Callable[[Mapping[str, float]], str]:
-    """Of the finished trajectories, those that ended so: ``filtered``, or ``excluded`` for want of
-    a reward.
+    """The share of the finished trajectories with this end.
+
+    The end is ``filtered``, or ``excluded`` for want of a reward.
     """
 
     def share(metrics: Mapping[str, float]) -> str:
@@ -79,30 +85,27 @@ def _phase(phase: str) -> Callable[[Mapping[str, float]], str]:
     """The share of the step's time that a phase took."""
 
     def share(metrics: Mapping[str, float]) -> str:
-        whole, part = metrics.get("timing_s/step", 0.0), metrics.get(f"timing_s/{phase}")
-        return f"{part / whole:.0%}" if whole and part is not None else ABSENT
+        step_s = metrics.get("timing_s/step", 0.0)
+        phase_s = metrics.get(f"timing_s/{phase}")
+        return f"{phase_s / step_s:.0%}" if step_s and phase_s is not None else ABSENT
 
     return share
 
 
 def _time(metrics: Mapping[str, float]) -> str:
-    """Seconds of the step, and the phases that took a twentieth of it or more: ``1.9 s: gen 55%
-    train 41%``.
-    """
-    whole = metrics.get("timing_s/step", 0.0)
-    if not whole:
+    """Seconds of the step and its longest phases: ``1.9 s: gen 55% train 41%``."""
+    step_s = metrics.get("timing_s/step", 0.0)
+    if not step_s:
         return ABSENT
-    large = {
-        name: share
-        for name in SHORT
-        if (share := metrics.get(f"timing_s/{name}", 0.0) / whole) >= LARGE
-    }
-    return " ".join(
-        [f"{whole:.1f} s:", *(f"{SHORT[name]} {share:.0%}" for name, share in large.items())]
-    )
+    parts = [f"{step_s:.1f} s:"]
+    for name, word in PHASE_WORDS.items():
+        share = metrics.get(f"timing_s/{name}", 0.0) / step_s
+        if share >= LARGE_SHARE:
+            parts.append(f"{word} {share:.0%}")
+    return " ".join(parts)
 
 
-GIVEN_UP = (
+DROPPED_FIRST = (
     "weight_sync",
     "train",
     "gen",
@@ -117,14 +120,13 @@ GIVEN_UP = (
 )
 """Words of the columns that a table leaves out, in this order, until it fits the terminal."""
 SEEN = 10
-"""Steps whose mean duration, without evaluations, gives the time that is left; half the steps of
-the trend.
-"""
-LARGE = 0.05
+"""Steps that the estimate of the remaining time uses, and half the steps of the trend."""
+LARGE_SHARE = 0.05
 """Phases that took less than this share of a step are left out of a plain line."""
 TREND = "trend"
-"""Not a metric: the mean reward of the newer half of the last 2 * ``SEEN`` steps, minus that of the
-older half.
+"""The difference of mean rewards between the halves of the last 2 * ``SEEN`` steps.
+
+The older half is subtracted from the newer one. It is not a metric.
 """
 
 
@@ -136,7 +138,7 @@ def columns(sampled: str, held_out: str) -> tuple[Column, ...]:
     return (
         Column(f"reward\n({sampled})", "reward", _value("reward/mean", ".3f")),
         Column("trend", "trend", _value(TREND, "+.3f")),
-        Column("trained/\nplayed", "trained", _kept),
+        Column("trained/\nplayed", "trained", _trained),
         Column("skipped\nupdates", "skipped", _skipped),
         Column("filtered", "filtered", _share("filtered", none="0%")),
         Column("excluded", "excluded", _share("excluded", none=ABSENT)),
@@ -166,12 +168,13 @@ LINE = {
     "time": " {}",
     "left": " {}",
 }
-"""Word of a column -> its form in a plain line. An evaluation has a line of its own."""
+"""Word of a column -> its form in a plain line. An evaluation has a separate line."""
 
 
 def remaining(newest: Iterable[Mapping[str, float]], steps: int) -> float:
-    """Seconds of the steps that are left: each takes the mean of the last ``SEEN``, evaluations
-    aside. 0 when none was timed.
+    """Seconds of the remaining steps, evaluations excluded; 0 when no step was timed.
+
+    Each step takes the mean of the last ``SEEN``.
     """
     timed = [metrics for metrics in newest if "timing_s/step" in metrics][-SEEN:]
     seconds = [metrics["timing_s/step"] - metrics.get("timing_s/testing", 0.0) for metrics in timed]
@@ -180,8 +183,9 @@ def remaining(newest: Iterable[Mapping[str, float]], steps: int) -> float:
 
 @contextmanager
 def _unless_closed() -> Iterator[None]:
-    """What is printed in the block goes nowhere when the terminal has been closed: a run saves, or
-    goes on, without it.
+    """Drop the output of the block when the terminal has been closed.
+
+    A run continues, and saves, without its terminal.
     """
     try:
         yield
@@ -211,7 +215,8 @@ class Progress:
         self._used: set[str] = set()
         self._timed: deque[Mapping[str, float]] = deque(maxlen=SEEN)
         self._rewards: deque[float] = deque(maxlen=2 * SEEN)
-        self._left = self._doing = ""
+        self._remaining = ""
+        self._doing = ""
         self._samples = Text()
         self._live: Live | None = None
 
@@ -228,7 +233,7 @@ class Progress:
         trace: TracebackType | None,
     ) -> None:
         if self._live is not None:
-            self._left = ""
+            self._remaining = ""
             self.doing("")
             self._live.stop()
             self._live = None
@@ -240,21 +245,22 @@ class Progress:
         cells = {column.word: column.show(metrics) for column in self._columns}
         if "timing_s/step" in metrics:
             self._timed.append(metrics)
-            left = remaining(self._timed, self.total_steps)
-            self._left = f"{span(left)} left" if left else ""
+            seconds = remaining(self._timed, self.total_steps)
+            self._remaining = f"{span(seconds)} left" if seconds else ""
         if self._live is None:
-            cells |= {"time": _time(metrics), "left": self._left or ABSENT}
-            said = (
+            cells["time"] = _time(metrics)
+            cells["left"] = self._remaining or ABSENT
+            parts = [
                 form.format(cells[word]) for word, form in LINE.items() if cells[word] != ABSENT
-            )
-            self._print(Text(" ".join((f"step {step} ", *said))))
+            ]
+            self._print(Text(" ".join((f"step {step} ", *parts))))
             return
         self._used |= {word for word, cell in cells.items() if cell != ABSENT}
         self._rows.append((step, *cells.values()))
         self._refresh()
 
     def _trend(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The trend with this step in it; nothing before there are two rewards for each half."""
+        """The trend with this step in it; empty until each half has two rewards."""
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
         rewards = list(self._rewards)
@@ -262,8 +268,9 @@ class Progress:
         return {TREND: fmean(rewards[-half:]) - fmean(rewards[:half])} if half > 1 else {}
 
     def samples(self, found: Mapping[str, Any]) -> None:
-        """Show completions of the newest step: below the table of a terminal, elsewhere after the
-        step's line.
+        """Show completions of the newest step.
+
+        They are below the table of a terminal, and elsewhere after the step's line.
         """
         self._samples = shown(found, self.console)
         if self._live is None:
@@ -271,7 +278,7 @@ class Progress:
         self._refresh()
 
     def doing(self, text: str) -> None:
-        """Below the table of a terminal: what the run does now. Says nothing elsewhere."""
+        """Show the current activity of the run below the table of a terminal, and only there."""
         self._doing = text
         self._refresh()
 
@@ -281,7 +288,7 @@ class Progress:
                 self._live.update(self._table(), refresh=True)
 
     def note(self, text: str) -> None:
-        """Say something once, above the table."""
+        """Print a text once, above the table."""
         self._print(Text(text))
 
     def _print(self, text: Text) -> None:
@@ -289,35 +296,36 @@ class Progress:
             self.console.print(text)
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        """Say how the run ended: the summary's values, nested ones on lines of their own."""
-        plain = {name: value for name, value in summary.items() if not isinstance(value, Mapping)}
-        self.note("done: " + ", ".join(f"{name} {value}" for name, value in plain.items()))
+        """Print the values of the run's summary, nested ones on separate lines."""
+        values = [
+            f"{name} {value}" for name, value in summary.items() if not isinstance(value, Mapping)
+        ]
+        self.note("done: " + ", ".join(values))
         for name, nested in summary.items():
             if isinstance(nested, Mapping):
-                self.note(
-                    f"  {name}: "
-                    + ", ".join(f"{key} {value}" for key, value in nested.items() if value)
-                )
+                parts = [f"{key} {value}" for key, value in nested.items() if value]
+                self.note(f"  {name}: " + ", ".join(parts))
 
     def _table(self) -> Group:
-        now = Text("  ".join(filter(None, (self._doing, self._left))), style="dim")
+        activity = Text("  ".join(filter(None, (self._doing, self._remaining))), style="dim")
         if not self._rows:
-            return Group(now)
-        tables = [self._without(GIVEN_UP[:gone]) for gone in range(len(GIVEN_UP) + 1)]
-        free = self.console.options.update(max_width=1000)
-        fits = (
-            table
-            for table in tables
-            if self.console.measure(table, options=free).maximum <= self.console.width
-        )
-        return Group(Text(), next(fits, tables[-1]), self._samples, now)
+            return Group(activity)
+        # Measured at its natural width: at the terminal's, a table that is too wide is squeezed.
+        unlimited = self.console.options.update(max_width=1000)
+        for dropped in range(len(DROPPED_FIRST) + 1):
+            table = self._without(DROPPED_FIRST[:dropped])
+            if self.console.measure(table, options=unlimited).maximum <= self.console.width:
+                break
+        return Group(Text(), table, self._samples, activity)
 
     def _without(self, words: Sequence[str]) -> Table:
         table = Table(box=None, pad_edge=False)
         table.add_column("step", justify="right", vertical="bottom", no_wrap=True)
-        shown = [column.word in self._used and column.word not in words for column in self._columns]
-        for column in compress(self._columns, shown):
+        visible = [
+            column.word in self._used and column.word not in words for column in self._columns
+        ]
+        for column in compress(self._columns, visible):
             table.add_column(column.title, justify="right", vertical="bottom", no_wrap=True)
         for step, *cells in self._rows:
-            table.add_row(step, *compress(cells, shown))
+            table.add_row(step, *compress(cells, visible))
         return table

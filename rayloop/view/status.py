@@ -1,4 +1,4 @@
-"""How a run does, from its folder alone: the state for a person or a program."""
+"""The state of a run, from its folder alone, for a user or a program."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -16,8 +16,9 @@ ROW = "{:<13}{:<12}{:<8}{:<6}{}"
 
 
 def status(folder: RunFolder, now: float, events: Iterable[Record]) -> dict[str, Any]:
-    """What is known of the run at ``now`` (Unix seconds) by its ``events``, as plain values;
-    durations are in seconds.
+    """The state of the run at ``now`` (Unix seconds) by its ``events``, as plain values.
+
+    Durations are in seconds.
     """
     settings = folder.configuration
     vitals = Vitals(folder, settings)
@@ -28,12 +29,15 @@ def status(folder: RunFolder, now: float, events: Iterable[Record]) -> dict[str,
     with suppress(OSError):
         newest = CheckpointStore(folder.checkpoints, keep=1).find("auto")
         if newest is not None and newest.step != vitals.checkpoint_step:
-            vitals.checkpoint_step, vitals.checkpoint_time = (
-                newest.step,
-                (newest.folder / MARKER).stat().st_mtime,
-            )
+            saved_at = (newest.folder / MARKER).stat().st_mtime
+            vitals.checkpoint_step = newest.step
+            vitals.checkpoint_time = saved_at
     metrics = {key.removeprefix("recovery/"): value for key, value in vitals.metrics(now).items()}
-    roles = {name: {key: int(metrics[f"{key}/{name}"]) for key in KEYS} for name in vitals.roles}
+    roles: dict[str, dict[str, int]] = {}
+    for name in vitals.roles:
+        roles[name] = {key: int(metrics[f"{key}/{name}"]) for key in KEYS}
+        if holder is None:
+            roles[name]["in_service"] = 0
     return {
         "run": str(folder.path),
         "process": None if holder is None else str(holder),
@@ -43,48 +47,42 @@ def status(folder: RunFolder, now: float, events: Iterable[Record]) -> dict[str,
         "checkpoint_step": None if vitals.checkpoint_time is None else vitals.checkpoint_step,
         **{key: metrics.get(key) for key in ("checkpoint_age", "progress_age", "lock_age")},
         "driver_restarts_left": int(metrics["budget_left/driver"]),
-        "roles": (
-            roles if holder else {name: {**role, "in_service": 0} for name, role in roles.items()}
-        ),
+        "roles": roles,
         "incidents": [{**record, "ago": now - record["time"]} for record in vitals.incidents],
         "damaged": folder.damage(),
     }
 
 
 def text(found: dict[str, Any]) -> str:
-    """The status for a person."""
+    """The status as lines for a terminal."""
+    last_progress = _ago(found, "progress_age", "last progress")
     lines = [
         f"{found['run']}: {state(found)}",
-        f"step {found['step']} of {found['steps']}{_ago(found, 'progress_age', 'last progress')}",
+        f"step {found['step']} of {found['steps']}{last_progress}",
     ]
     if found["checkpoint_step"] is None:
         lines.append("no checkpoint yet: what is trained is lost when the run ends now")
     else:
-        lines.append(
-            f"checkpoint of step {found['checkpoint_step']}{_ago(found, 'checkpoint_age', 'saved')}"
-        )
+        saved = _ago(found, "checkpoint_age", "saved")
+        lines.append(f"checkpoint of step {found['checkpoint_step']}{saved}")
     if found["roles"] and found["process"] is not None:
-        rows = [
-            COLUMNS,
-            *((name, *(role[key] for key in KEYS)) for name, role in found["roles"].items()),
-        ]
-        lines += ["", *(ROW.format(*row) for row in rows)]
+        lines += ["", ROW.format(*COLUMNS)]
+        for name, role in found["roles"].items():
+            lines.append(ROW.format(name, *(role[key] for key in KEYS)))
         lines.append(
             f"the driver may be restarted {found['driver_restarts_left']} times more in this hour"
         )
     if found["incidents"]:
-        lines += [
-            "",
-            "last incidents",
-            *(f"{span(i['ago'])} ago: {brief(i)}" for i in found["incidents"]),
-        ]
+        lines += ["", "last incidents"]
+        for incident in found["incidents"]:
+            lines.append(f"{span(incident['ago'])} ago: {brief(incident)}")
     if found["damaged"]:
         lines += ["", found["damaged"]]
     return "\n".join(lines)
 
 
 def state(found: dict[str, Any]) -> str:
-    """Who runs it, or how it ended."""
+    """The process that runs the run, or how the run ended."""
     if found["process"] is not None:
         return f"{found['process']} runs it{_ago(found, 'lock_age', 'last sign of life')}"
     if found["end"] is None:
@@ -92,14 +90,16 @@ def state(found: dict[str, Any]) -> str:
             "nobody runs it, and it recorded no end: its process was killed, or its host. Start it"
             " again: it continues"
         )
-    why = found["end"].get("why")
-    return f"ended: {found['end']['event']}{f', {why}' if why else ''}"
+    reason = found["end"].get("why")
+    suffix = f", {reason}" if reason else ""
+    return f"ended: {found['end']['event']}{suffix}"
 
 
-def _ago(found: dict[str, Any], key: str, what: str) -> str:
-    return (
-        "" if found[key] is None else f", {what} {span(max(0.0, found[key]))} ago"
-    )  # clocks of two machines may differ
+def _ago(found: dict[str, Any], key: str, label: str) -> str:
+    if found[key] is None:
+        return ""
+    # Clocks of two machines may differ, so that an age may be negative.
+    return f", {label} {span(max(0.0, found[key]))} ago"
 
 
 def brief(record: Record) -> str:

@@ -1,5 +1,6 @@
-"""Groups of episodes as film strips: a row for each member, a column for each turn, and on its
-picture what the turn did there.
+"""Groups of episodes as film strips: a row for each member, a column for each turn.
+
+Each turn has the picture that it acted on, with marks of its actions.
 """
 
 import base64
@@ -9,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -27,11 +29,14 @@ from rayloop.view.completions import MARKUP
 from rayloop.view.reader import Record, box_reader
 
 MAX_SIDE = 1280
-"""Pixels; larger images are shrunk for the page. The originals stay where the run keeps them."""
+"""Pixels of a side; larger images are shrunk for the page.
+
+The originals stay where the run keeps them.
+"""
 MAX_PIXELS = 100_000_000
-"""Images beyond this are named instead of shown."""
+"""Larger images are named instead of shown."""
 LONGEST = 20_000
-"""Characters of a text that the page holds."""
+"""The most characters of a text on the page."""
 SHADES = (-0.25, -1.0, -2.0, -4.0)
 """A token is shaded one degree more for each of these log-probs that it falls below."""
 
@@ -41,20 +46,31 @@ def _embedded(path: Path, tint: float) -> Record:
         data, width, height = probe(ImageSource(str(path)), MAX_PIXELS)
     except RayloopError as error:
         return {"why": str(error)}
-    return {
-        "width": width,
-        "height": height,
-        "uri": "data:image/webp;base64," + base64.b64encode(shrunk(data, tint)).decode(),
-    }
+    encoded = base64.b64encode(shrunk(data, tint)).decode()
+    return {"width": width, "height": height, "uri": f"data:image/webp;base64,{encoded}"}
 
 
 def shrunk(data: bytes, tint: float) -> bytes:
     """The image as WebP, without its tint, and no side longer than ``MAX_SIDE``."""
-    image, file = decode(data), io.BytesIO()
-    image = untinted(image, tint) if tint else image
+    image = decode(data)
+    if tint:
+        image = untinted(image, tint)
     image.thumbnail((MAX_SIDE, MAX_SIDE))
+    file = io.BytesIO()
     image.save(file, "WEBP", quality=90)
     return file.getvalue()
+
+
+def _screen_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of the run's screen environment; empty when it has none."""
+    environment = config.get("environment") or {}
+    episode = environment.get("episode") or {}
+    kinds = environment.get("kinds") or {}
+    for component in (episode.get("environment"), *kinds.values()):
+        settings: Mapping[str, Any] = (component or {}).get("with") or {}
+        if "pointing" in settings or "variant" in settings:
+            return settings
+    return {}
 
 
 class Films:
@@ -66,119 +82,117 @@ class Films:
     def __init__(
         self, folder: RunFolder, picture: Callable[[Path, float], Record] = _embedded
     ) -> None:
-        """``picture``: width, height and ``uri``, or ``why``, of a file with that tint; the default
-        puts the image into the page. Raises ConfigError when ``report.boxes`` cannot be loaded.
+        """``picture`` returns width, height and ``uri``, or ``why``, of a file with that tint.
+
+        The default puts the image into the page. Raises ConfigError when ``report.boxes`` cannot be
+        loaded.
         """
-        self._picture, self._root = picture, folder.path.resolve()
+        self._picture = picture
+        self._root = folder.path.resolve()
         config = folder.configuration
         self._reader = box_reader(config)
         self.tint = float((config.get("model") or {}).get("position_tint") or 0.0)
-        environment = config.get("environment") or {}
-        components = [
-            (environment.get("episode") or {}).get("environment"),
-            *(environment.get("kinds") or {}).values(),
-        ]
-        settings = [(component or {}).get("with") or {} for component in components]
-        self._screen = next(
-            (found for found in settings if {"pointing", "variant"} & found.keys()), {}
-        )
+        self._screen = _screen_settings(config)
         self.images: dict[str, Record] = {}
 
     def group(self, members: Sequence[Record], folder: Path) -> Record:
-        """A group; the files of its images lie below ``folder``."""
-        first, rewards = (
-            members[0],
-            [member["reward"] for member in members if member["reward"] is not None],
-        )
-        truth, statuses = first.get("truth"), (member["status"] for member in members)
+        """A group; the files of its images are below ``folder``."""
+        first = members[0]
+        truth = first.get("truth")
+        rewards = [member["reward"] for member in members if member["reward"] is not None]
+        verdicts = [member["status"] for member in members]
+        if any(member["replayed"] for member in members):
+            verdicts.append("replayed")
         rows = [self._row(member, folder) for member in members]
-        names: list[dict[str, str]] = [{} for _ in range(max(len(row["cells"]) for row in rows))]
-        for row in rows:
-            for cell, known in zip(row["cells"], names, strict=False):
-                cell["letter"] = (
-                    known.setdefault(cell["state"], chr(ord("A") + len(known) % 26))
-                    if cell["state"]
-                    else ""
-                )
+        letters = _add_letters(rows)
+        branching = (turn for turn, states in enumerate(letters) if turn and len(states) > 1)
         return {
             **{key: first[key] for key in ("step", "group", "task", "source")},
             "prompt": cut(first["prompt"]),
             "truth": "" if truth is None else cut(json.dumps(truth, ensure_ascii=False)),
             "true": [] if self._reader is None or truth is None else self._reader.true(truth),
             "images": self._add(first["images"], folder),
-            "verdicts": list(
-                dict.fromkeys([*statuses, *("replayed" for m in members if m["replayed"])])
-            ),
+            "verdicts": list(dict.fromkeys(verdicts)),
             "mean": fmean(rewards) if rewards else None,
             "std": stdev(rewards) if len(rewards) > 1 else None,
-            "turns": len(names),
-            "parts": next(
-                (turn for turn, known in enumerate(names) if turn and len(known) > 1), None
-            ),
-            "moving": any(cell["on"] or cell["images"] for row in rows for cell in row["cells"]),
+            "turns": len(letters),
+            "parts": next(branching, None),
+            "moving": any(_has_picture(row) for row in rows),
             "members": rows,
         }
 
     def _row(self, member: Record, folder: Path) -> Record:
-        """The record with its cells, and the boxes of its answer (fractions of the group's first
-        image).
+        """The record with its cells, and the boxes of its answer.
+
+        Boxes are fractions of the group's first image.
         """
         answers = [turn["text"] for turn in member["turns"] if turn["sampled"]]
         boxes = self._reader.answered(answers[-1]) if self._reader and answers else []
-        kept = {
+        record = {
             key: value
             for key, value in member.items()
             if key not in ("prompt", "truth", "turns", "images")
         }
-        return {**kept, "boxes": boxes, "cells": self._cells(member, folder)}
+        return {**record, "boxes": boxes, "cells": self._cells(member, folder)}
 
     def _cells(self, member: Record, folder: Path) -> list[Record]:
-        """One for each sampled turn, with what was observed before it; one more for what came after
-        the last.
-        """
-        seen = self._add(member["images"], folder)
-        states, gaps, advantages = (
-            iter(member.get(name, ())) for name in ("states", "gaps", "advantages")
-        )
-        cells, said, shown = list[Record](), list[str](), list[str]()
-        for turn in member["turns"]:
-            shown += self._add(turn["images"], folder)
-            if not turn["sampled"]:
-                said.append(
-                    turn["text"]
-                    if turn["text"] == RESTARTS
-                    else MARKUP.sub("", turn["text"]).strip()
-                )
-                continue
-            seen += shown
-            on, marks = self._marks(turn["text"], seen)
-            of_turn = {"gap": next(gaps, None), "advantage": next(advantages, None)}
-            cells.append({**_cell(said, shown, next(states, ""), turn, on, marks), **of_turn})
-            said, shown = [], []
-        return [*cells, _cell(said, shown, "")] if said or shown or not cells else cells
+        """A cell for each sampled turn, with the observations before it.
 
-    def _marks(self, text: str, seen: Sequence[str]) -> tuple[str, list[Record]]:
-        """The image on which a turn acts, and what it does there, in pixels of that image; "" when
-        it acts on none.
+        One more cell has the observations after the last turn.
+        """
+        images = self._add(member["images"], folder)
+        states = iter(member.get("states", ()))
+        gaps = iter(member.get("gaps", ()))
+        advantages = iter(member.get("advantages", ()))
+        cells: list[Record] = []
+        texts: list[str] = []
+        new_images: list[str] = []
+        for turn in member["turns"]:
+            new_images += self._add(turn["images"], folder)
+            text = turn["text"]
+            if not turn["sampled"]:
+                texts.append(text if text == RESTARTS else MARKUP.sub("", text).strip())
+                continue
+            images += new_images
+            acted_on, marks = self._marks(text, images)
+            cell = _cell(texts, new_images, next(states, ""), turn, acted_on, marks)
+            cell["gap"] = next(gaps, None)
+            cell["advantage"] = next(advantages, None)
+            cells.append(cell)
+            texts = []
+            new_images = []
+        if texts or new_images or not cells:
+            cells.append(_cell(texts, new_images, ""))
+        return cells
+
+    def _marks(self, text: str, shas: Sequence[str]) -> tuple[str, list[Record]]:
+        """The image that a turn acts on, and the marks of its actions, in pixels of that image.
+
+        The image is "" when the turn acts on none.
         """
         index, box = _boxed(text)
-        sha = seen[index] if -len(seen) <= index < len(seen) else ""
+        sha = shas[index] if -len(shas) <= index < len(shas) else ""
         image = self.images.get(sha, {"why": ""})
         if "why" in image:
             return "", []
-        size = image["width"], image["height"]
+        width = image["width"]
+        height = image["height"]
         if box:
-            x1, y1, x2, y2 = (
-                value * side if max(box) <= 1 else value
-                for value, side in zip(box, size * 2, strict=True)
-            )
+            x1, y1, x2, y2 = box
+            if max(box) <= 1:
+                x1 *= width
+                y1 *= height
+                x2 *= width
+                y2 *= height
             return sha, [{"kind": "box", "label": "box", "at": (x1, y1, x2 - x1, y2 - y1)}]
-        marks = [mark for action in _actions(text, self._screen, *size) if (mark := _mark(action))]
+        actions = _actions(text, self._screen, width, height)
+        marks = [mark for mark in map(_mark, actions) if mark is not None]
         return (sha, marks) if marks else ("", [])
 
-    def _foreign(self, path: Path, sha256: str) -> str:
-        """Why a picture outside of the run's folder is not shown: a folder that a stranger made may
-        name any, but knows no hash of it. Empty when it is shown.
+    def _reason_hidden(self, path: Path, sha256: str) -> str:
+        """The reason why a picture outside of the run's folder is not shown; empty when it is.
+
+        A folder that a stranger made may name any file, but the stranger does not know its hash.
         """
         if path.resolve().is_relative_to(self._root):
             return ""
@@ -189,124 +203,140 @@ class Films:
         return "" if same else f"{path} is not the picture that the run showed"
 
     def _add(self, entries: Sequence[Mapping[str, Any]], folder: Path) -> list[str]:
-        """Their hashes, in order."""
+        """Add the images, and return their hashes in order."""
         for entry in entries:
-            if entry["sha256"] not in self.images:
-                path, tint = (
-                    (folder / entry["file"], self.tint)
-                    if "file" in entry
-                    else (Path(entry["path"]), 0.0)
-                )
-                found = (
-                    {"why": why}
-                    if (why := self._foreign(path, entry["sha256"]))
-                    else self._picture(path, tint)
-                )
-                self.images[entry["sha256"]] = {"name": f"i{len(self.images)}", **found}
+            sha256 = entry["sha256"]
+            if sha256 not in self.images:
+                name = f"i{len(self.images)}"
+                self.images[sha256] = {"name": name, **self._loaded(entry, folder)}
         return [entry["sha256"] for entry in entries]
+
+    def _loaded(self, entry: Mapping[str, Any], folder: Path) -> Record:
+        """The picture of an entry, or ``why`` it is not shown."""
+        path = folder / entry["file"] if "file" in entry else Path(entry["path"])
+        reason = self._reason_hidden(path, entry["sha256"])
+        if reason:
+            return {"why": reason}
+        # Only the run's own files have its tint.
+        return self._picture(path, self.tint if "file" in entry else 0.0)
+
+
+def _add_letters(rows: Sequence[Record]) -> list[dict[str, str]]:
+    """Give equal states of a turn the same letter; returns state -> letter of each turn."""
+    turns = max(len(row["cells"]) for row in rows)
+    letters: list[dict[str, str]] = [{} for _ in range(turns)]
+    for row in rows:
+        for cell, letter_of in zip(row["cells"], letters, strict=False):
+            state = cell["state"]
+            if state:
+                letter_of.setdefault(state, chr(ord("A") + len(letter_of) % 26))
+            cell["letter"] = letter_of.get(state, "")
+    return letters
+
+
+def _has_picture(row: Record) -> bool:
+    return any(cell["on"] or cell["images"] for cell in row["cells"])
 
 
 def cut(text: str) -> str:
-    """At most ``LONGEST`` characters of it."""
+    """At most ``LONGEST`` characters of a text."""
     more = len(text) - LONGEST
     return text if more <= 0 else f"{text[:LONGEST]}\n({more} more characters: see the record)"
 
 
 def _cell(
-    said: Sequence[str],
+    texts: Sequence[str],
     images: Sequence[str],
     state: str,
     turn: Mapping[str, Any] | None = None,
-    on: str = "",
+    acted_on: str = "",
     marks: Sequence[Record] = (),
 ) -> Record:
-    """``text``: None for what came after the last turn."""
+    """A cell of the strip; its ``text`` is None for observations after the last turn."""
     cell: Record = {
-        "said": cut("\n".join(said)),
+        "said": cut("\n".join(texts)),
         "images": images,
         "state": state,
         "text": None,
-        "on": on,
+        "on": acted_on,
         "marks": marks,
     }
     if turn is not None:
-        kept, text = (
-            {key: turn[key] for key in ("executed", "reward") if key in turn},
-            cut(turn["text"]),
-        )
-        cell |= {**kept, "text": text, "runs": _runs(text, turn.get("logprobs", ()))}
+        cell |= {key: turn[key] for key in ("executed", "reward") if key in turn}
+        cell["text"] = cut(turn["text"])
+        cell["runs"] = _runs(cell["text"], turn.get("logprobs", ()))
     return cell
 
 
 def _runs(text: str, logprobs: Sequence[Sequence[float]]) -> list[Record]:
-    """The text in runs of tokens with the same shade, 0 to 4; ``least``: the smallest log-prob in
-    it, None where unknown.
+    """The text in runs of tokens with the same shade, 0 to 4.
+
+    ``least``: the smallest log-prob of a run, None where unknown.
     """
-    found, start = list[Record](), 0
+    runs: list[Record] = []
+    start = 0
     for stop, logprob in logprobs:
         end = min(int(stop), len(text))
         shade = sum(logprob < bound for bound in SHADES)
-        if found and (found[-1]["shade"] == shade or start == end):
-            found[-1] |= {
-                "text": found[-1]["text"] + text[start:end],
-                "least": min(found[-1]["least"], logprob),
-            }
+        if runs and (runs[-1]["shade"] == shade or start == end):
+            runs[-1]["text"] += text[start:end]
+            runs[-1]["least"] = min(runs[-1]["least"], logprob)
         else:
-            found.append({"text": text[start:end], "shade": shade, "least": logprob})
+            runs.append({"text": text[start:end], "shade": shade, "least": logprob})
         start = end
-    return (
-        [*found, {"text": text[start:], "shade": 0, "least": None}] if start < len(text) else found
-    )
+    if start < len(text):
+        runs.append({"text": text[start:], "shade": 0, "least": None})
+    return runs
 
 
 def _actions(text: str, screen: Mapping[str, Any], width: int, height: int) -> Sequence[Action]:
-    """What a turn does on a screen, points in its pixels; nothing for a text that is no turn."""
+    """The actions of a turn on a screen, points in its pixels; empty for a text that has none."""
     try:
         pointing = Pointing.model_validate(screen.get("pointing") or {})
         if screen.get("variant") == "original":
-            return [
-                action
-                for call in acts(text, ScreenSize(pointing.size(width, height), (width, height)))
-                for action in call
-            ]
+            size = ScreenSize(pointing.size(width, height), (width, height))
+            return list(chain.from_iterable(acts(text, size)))
         turn = read(text)
-        return (
-            ()
-            if isinstance(turn, Mistake)
-            else [pointing.on(action, width, height) for action in turn.actions]
-        )
+        if isinstance(turn, Mistake):
+            return ()
+        return [pointing.on(action, width, height) for action in turn.actions]
     except (Broken, ConfigError, ValueError, OverflowError):
         return ()
 
 
 def _mark(action: Action) -> Record | None:
-    """Where it is, or from where to where; None for what has no place."""
+    """The action's label with its point, or its two points; None for an action without a place."""
     values = [getattr(action, field.name) for field in fields(action)]
     points = [value for value in values if isinstance(value, Point)]
-    label = " ".join(
-        [type(action).__name__.lower(), *(str(value) for value in values if isinstance(value, str))]
-    )
-    kind = "drag" if len(points) > 1 else "click"
-    return (
-        {"kind": kind, "label": label, "at": [c for p in points for c in (p.x, p.y)]}
-        if points
-        else None
-    )
+    if not points:
+        return None
+    texts = [value for value in values if isinstance(value, str)]
+    coordinates: list[float] = []
+    for point in points:
+        coordinates += [point.x, point.y]
+    return {
+        "kind": "drag" if len(points) > 1 else "click",
+        "label": " ".join([type(action).__name__.lower(), *map(str, texts)]),
+        "at": coordinates,
+    }
 
 
 def _boxed(text: str) -> tuple[int, list[float] | None]:
-    """Of a call of a tool that looks at an image: which one (-1: the newest), and the box, in
-    fractions or pixels.
+    """The image and the box, in fractions or pixels, of a call of a tool that looks at an image.
+
+    The image is an index; -1 is the newest. The box is None for any other text.
     """
     try:
         _name, arguments = tool_call(text) or ("", {})
     except ToolError:
         return -1, None
     box = arguments.get("box", arguments.get("bbox_2d"))
-    fits = (
-        isinstance(box, list)
-        and len(box) == 4
-        and all(type(v) in (int, float) and -math.inf < v < math.inf for v in box)
-    )
     index = arguments.get("image", 0)
-    return (index, box) if fits and type(index) is int else (-1, None)
+    has_four_values = isinstance(box, list) and len(box) == 4
+    if has_four_values and all(map(_is_finite, box)) and type(index) is int:
+        return index, box
+    return -1, None
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and -math.inf < value < math.inf

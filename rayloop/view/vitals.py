@@ -1,5 +1,6 @@
-"""Actors in service, losses and recovery budgets of a run, from its events alone: for ``status``,
-and for Prometheus.
+"""Actors in service, losses and recovery budgets of a run, from its events alone.
+
+``status`` and Prometheus show them.
 """
 
 import shutil
@@ -15,32 +16,33 @@ from rayloop.run.records.events import KINDS
 from rayloop.view.reader import ENDS, Record
 
 HOUR = 3600.0
-PROGRESS = {kind for kind, event in KINDS.items() if event.__module__ == events.__name__} - set(
-    ENDS
-)
-"""Events that happen only while things go as they should."""
-NEWEST = 5
-"""Incidents that are kept to be shown."""
+_ORDINARY = {kind for kind, event in KINDS.items() if event.__module__ == events.__name__}
+PROGRESS = _ORDINARY - set(ENDS)
+"""Events that happen only while the run makes progress."""
+INCIDENTS_SHOWN = 5
 
 
 class RoleVitals:
-    """Actors of one role: how many there should be, how many are out of service, and when one was
-    lost.
-    """
+    """Actors of one role."""
 
     def __init__(self, wanted: int) -> None:
-        self.wanted, self.lost = wanted, 0
+        self.wanted = wanted
+        """Actors that the role should have."""
+        self.lost = 0
+        """Actors that were lost since the start."""
         self.out: set[int] = set()
+        """Workers that are out of service."""
         self.spent: deque[float] = deque()
+        """When units of the budget were spent."""
 
     def loss(self, when: float, workers: Iterable[int] = (), lost: int = 1) -> None:
-        """``lost`` at once, for one unit of the budget."""
+        """Count ``lost`` actors at once, for one unit of the budget."""
         self.lost += lost
         self.out |= set(workers)
         self.spent.append(when)
 
     def budget_left(self, per_hour: int, now: float) -> int:
-        """How many of ``per_hour`` units of the budget are left at ``now``."""
+        """The number of ``per_hour`` units of the budget that are left at ``now``."""
         while self.spent and self.spent[0] < now - HOUR:
             self.spent.popleft()
         return max(0, per_hour - len(self.spent))
@@ -61,25 +63,28 @@ class Vitals:
         self.roles: dict[str, RoleVitals] = {}
         self.driver = RoleVitals(1)
         self.end: Record | None = None
-        self.incidents: deque[Record] = deque(maxlen=NEWEST)
-        self._read = 0
+        self.incidents: deque[Record] = deque(maxlen=INCIDENTS_SHOWN)
+        self._position = 0
 
     def update(self) -> None:
-        """Raises OSError when the events cannot be read."""
-        records, self._read = self.folder.events.since(self._read)
+        """Take the events since the last call. Raises OSError when they cannot be read."""
+        records, self._position = self.folder.events.since(self._position)
         for record in records:
             self.take(record)
 
     def take(self, record: Record) -> None:
-        """One more event."""
-        kind, when = record["event"], record["time"]
+        """Take one more event."""
+        kind = record["event"]
+        when = record["time"]
         if kind in PROGRESS:
             self.progress = when
         elif kind not in ENDS:
             self.incidents.append(record)
         match kind:
             case "start":
-                self.end, self.roles, self.driver = None, {}, RoleVitals(1)
+                self.end = None
+                self.roles = {}
+                self.driver = RoleVitals(1)
             case "starting":
                 self._starting(record["actors"])
             case "started":
@@ -89,13 +94,14 @@ class Vitals:
             case "trained":
                 self.step = int(record["step"])
             case "checkpoint":
-                self.checkpoint_step, self.checkpoint_time = int(record["step"]), when
+                self.checkpoint_step = int(record["step"])
+                self.checkpoint_time = when
             case "driver_lost":
                 self.driver.loss(when)
                 self.up = False
             case "worker_lost":
                 self._role(record["role"]).loss(when, [record["worker"]])
-            case "node_lost":  # one of its roles pays: which one is not recorded
+            case "node_lost":  # the events do not record which of its roles spends the budget
                 for role, workers in record.get("workers", {}).items():
                     self._role(role).loss(when, workers, len(workers))
             case "replacement_failed":
@@ -108,18 +114,17 @@ class Vitals:
             case "policy_rebuilt":
                 self._role("policy").out.clear()
             case _ if kind in ENDS:
-                self.end, self.up = record, False
+                self.end = record
+                self.up = False
 
     def _role(self, name: str) -> RoleVitals:
         return self.roles.setdefault(name, RoleVitals(0))
 
     def _starting(self, actors: Mapping[str, int]) -> None:
-        """A new driver has its budgets anew; what was lost since the start stays counted."""
-        former, self.roles, self.up = (
-            self.roles,
-            {role: RoleVitals(wanted) for role, wanted in actors.items()},
-            False,
-        )
+        """A new driver starts with full budgets; losses since the start stay counted."""
+        former = self.roles
+        self.roles = {name: RoleVitals(wanted) for name, wanted in actors.items()}
+        self.up = False
         for name, role in self.roles.items():
             role.lost = former[name].lost if name in former else 0
 
@@ -131,44 +136,42 @@ class Vitals:
         )
 
     def budget(self, name: str, now: float) -> int:
-        """How often in this hour an actor of the role may still be replaced (the policy rebuilt,
-        the driver restarted).
+        """The number of actors of the role that may still be replaced in this hour.
+
+        For the policy it is the number of rebuilds, for the driver the number of restarts.
         """
         if name == "driver":
             return self.driver.budget_left(self.recovery.driver_restarts, now)
         role = self.roles[name]
-        per_hour = (
-            self.recovery.policy_restarts
-            if name == "policy"
-            else self.recovery.replacements * role.wanted
-        )
-        return role.budget_left(per_hour, now)
+        if name == "policy":
+            return role.budget_left(self.recovery.policy_restarts, now)
+        return role.budget_left(self.recovery.replacements * role.wanted, now)
 
     def in_service(self, name: str) -> int:
-        """How many actors of the role serve."""
+        """The number of the role's actors that serve."""
         role = self.roles[name]
         return max(0, role.wanted - len(role.out)) if self.up else 0
 
     def metrics(self, now: float | None = None) -> dict[str, float]:
         """The rows ``recovery/...`` of the table of metrics."""
         now = time.time() if now is None else now
-        found: dict[str, float] = {"recovery/budget_left/driver": self.budget("driver", now)}
-        found["recovery/lost/driver"] = self.driver.lost
+        values: dict[str, float] = {"recovery/budget_left/driver": self.budget("driver", now)}
+        values["recovery/lost/driver"] = self.driver.lost
         for name, role in self.roles.items():
-            found[f"recovery/wanted/{name}"] = role.wanted
-            found[f"recovery/in_service/{name}"] = self.in_service(name)
-            found[f"recovery/lost/{name}"] = role.lost
-            found[f"recovery/budget_left/{name}"] = self.budget(name, now)
-        found["recovery/steps_since_checkpoint"] = self.step - self.checkpoint_step
-        found["recovery/checkpoint_every"] = self.every
+            values[f"recovery/wanted/{name}"] = role.wanted
+            values[f"recovery/in_service/{name}"] = self.in_service(name)
+            values[f"recovery/lost/{name}"] = role.lost
+            values[f"recovery/budget_left/{name}"] = self.budget(name, now)
+        values["recovery/steps_since_checkpoint"] = self.step - self.checkpoint_step
+        values["recovery/checkpoint_every"] = self.every
         disk = shutil.disk_usage(self.folder.path)
-        found["recovery/disk_used"] = 1 - disk.free / disk.total
+        values["recovery/disk_used"] = 1 - disk.free / disk.total
         times = {
             "checkpoint": self.checkpoint_time,
             "progress": self.progress,
             "lock": self.folder.lock.heartbeat(),
         }
-        found |= {
-            f"recovery/{name}_age": now - when for name, when in times.items() if when is not None
-        }
-        return {key: float(value) for key, value in found.items()}
+        for name, when in times.items():
+            if when is not None:
+                values[f"recovery/{name}_age"] = now - when
+        return {name: float(value) for name, value in values.items()}

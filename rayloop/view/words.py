@@ -17,8 +17,9 @@ from rayloop.run.folder import RolloutRecord
 
 Record = Mapping[str, Any]
 _STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")
-"""Categories of Unicode's characters that are written out, but for tabs, line breaks, and the
-joiners of scripts and emoji.
+"""Categories of Unicode's characters that are written out.
+
+Tabs, line breaks, and the joiners of scripts and emoji are not.
 """
 
 TEMPLATES: dict[str, str] = yaml.safe_load(
@@ -36,11 +37,11 @@ PHASES = {
 
 
 EXAMPLE = "For example task "
-"""How the sentence begins that quotes an answer of a run that cannot go on."""
+"""The beginning of the sentence that quotes an answer of a run that cannot continue."""
 
 
 def doing(phase: str, progress: tuple[int, int] | None) -> str:
-    """One short line; ``progress`` is (done, of how many)."""
+    """One short line on a phase; ``progress`` is (done, total)."""
     words = PHASES.get(phase, phase)
     return words if progress is None else f"{words} {progress[0]}/{progress[1]}"
 
@@ -48,21 +49,19 @@ def doing(phase: str, progress: tuple[int, int] | None) -> str:
 def describe(record: Record) -> str:
     """One line for an event, a table for controls, tracebacks whole.
 
-    An event without words of its own, or one whose fields are those of another version, is shown
-    with its fields.
+    An event without a template, or with the fields of another version, is shown with its fields.
     """
     kind = record["event"]
     try:
-        said = (
-            _template(kind).render(record)
-            if kind in TEMPLATES
-            else _WORDS.get(kind, _fields)(record)
-        )
+        if kind in TEMPLATES:
+            sentence = _template(kind).render(record)
+        else:
+            sentence = _WORDS.get(kind, _fields)(record)
     except (KeyError, TypeError, ValueError, jinja2.UndefinedError):
-        said = _fields(record)
-    when = f"[{record['step']}] " if "step" in record else ""
+        sentence = _fields(record)
+    step = f"[{record['step']}] " if "step" in record else ""
     trace = f"\n{record['traceback']}" if "traceback" in record else ""
-    return f"{when}{said}{trace}"
+    return f"{step}{sentence}{trace}"
 
 
 @cache
@@ -73,35 +72,40 @@ def _template(kind: str) -> jinja2.Template:
 
 
 def span(seconds: float) -> str:
-    """A duration that a person waits for: ``45 s``, ``12 min``, ``3.5 h``."""
+    """A duration in a unit that is easy to read: ``45 s``, ``12 min``, ``3.5 h``."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
 
 
 def visible(text: str) -> str:
-    """The text with what would steer a terminal, or cannot be written to it, written out, as ``\\x1b``: control characters but tabs
-    and line breaks, marks of direction, other separators of lines, halves of surrogate pairs."""
-    return "".join(
-        repr(c)[1:-1] if category(c) in _STEERING and c not in "\t\n\u200c\u200d" else c
-        for c in text
-    )
+    """The text with every character written out that would steer a terminal, as ``\\x1b``.
+
+    These are control characters except tabs and line breaks, marks of direction, other separators
+    of lines, and halves of surrogate pairs, which cannot be written to a terminal.
+    """
+    return "".join(map(_visible_character, text))
+
+
+def _visible_character(character: str) -> str:
+    steers = category(character) in _STEERING and character not in "\t\n\u200c\u200d"
+    return repr(character)[1:-1] if steers else character
 
 
 def rewarded(outcome: Outcome) -> str:
-    """A reward, or why there is none, with what is known besides."""
-    found = (
-        f"reward: {outcome.value:g}"
-        if isinstance(outcome, Scored)
-        else f"no reward: {outcome.kind}: {outcome.reason}"
-    )
-    flags = ", ".join(outcome.flags) if isinstance(outcome, Scored) else ""
+    """A reward, or the reason why there is none, with components and flags."""
+    flags = ""
+    if isinstance(outcome, Scored):
+        parts = [f"reward: {outcome.value:g}"]
+        flags = ", ".join(outcome.flags)
+    else:
+        parts = [f"no reward: {outcome.kind}: {outcome.reason}"]
     components = ", ".join(f"{name} {value:g}" for name, value in outcome.components.items())
-    return "; ".join(
-        filter(
-            None, (found, components and f"components: {components}", flags and f"flags: {flags}")
-        )
-    )
+    if components:
+        parts.append(f"components: {components}")
+    if flags:
+        parts.append(f"flags: {flags}")
+    return "; ".join(parts)
 
 
 def number(value: Any) -> str:
@@ -110,21 +114,24 @@ def number(value: Any) -> str:
 
 
 def sampled(temperature: float) -> str:
-    """How answers were drawn."""
+    """The temperature of sampled answers, in words."""
     return "greedy" if temperature == 0 else f"T={temperature:g}"
 
 
 def quoted(records: Sequence[RolloutRecord], step: int, kept: int) -> Iterator[str]:
-    """For each record a sentence with the last answer and what the reward said of it; then where
-    the rest is, if it is kept.
+    """A sentence for each record with its last answer and its reward.
+
+    The last sentence names the file of all records, if they are kept.
     """
-    for r in records:
-        answer = next((turn.text for turn in reversed(r.turns) if turn.sampled), "")
-        reward = f"no reward ({r.unscored})" if r.reward is None else f"reward {number(r.reward)}"
-        flags = f" ({', '.join(r.flags)})" if r.flags else ""
+    for record in records:
+        answer = next((turn.text for turn in reversed(record.turns) if turn.sampled), "")
+        reward = f"reward {number(record.reward)}"
+        if record.reward is None:
+            reward = f"no reward ({record.unscored})"
+        flags = f" ({', '.join(record.flags)})" if record.flags else ""
         yield (
-            f"{EXAMPLE}{r.task}, truth {short(r.truth, 200)}, was answered {short(answer, 200)}:"
-            f" {reward}{flags}."
+            f"{EXAMPLE}{record.task}, truth {short(record.truth, 200)}, was answered"
+            f" {short(answer, 200)}: {reward}{flags}."
         )
     if records and kept:
         yield f"More in rollouts/step_{step:06d}.jsonl, which `python -m rayloop report` shows."
@@ -132,51 +139,50 @@ def quoted(records: Sequence[RolloutRecord], step: int, kept: int) -> Iterator[s
 
 def _fields(record: Record) -> str:
     hidden = ("event", "step", "traceback")
-    return f"{record['event']}: " + ", ".join(
-        f"{key} {number(v)}" for key, v in record.items() if key not in hidden and v != ""
-    )
+    fields = [
+        f"{key} {number(value)}"
+        for key, value in record.items()
+        if key not in hidden and value != ""
+    ]
+    return f"{record['event']}: " + ", ".join(fields)
 
 
 def _evaluated(record: Record) -> str:
-    """Means of the reward and its components; those by source, of controls and the bounds are left
-    to the run folder.
+    """Means of the reward and its components.
+
+    The run folder has the means by source and of controls, and the bounds.
     """
-    means = {
-        k.removeprefix("val/").removesuffix("/mean"): v
-        for k, v in record.items()
-        if fnmatch(k, "val/*/mean")
-    }
-    shown = ", ".join(
-        f"{name} {v:.3f}"
-        for name, v in means.items()
-        if not fnmatch(name, "*/reward") and "control/" not in name
-    )
-    scored, drawn = record["val/scored"], record.get("val_sampled/scored", 0)
-    missing = record["val/unscored"] + record.get("val_sampled/unscored", 0)
-    parts = [f"held-out: {shown or 'no score'} over {scored:g} rows"]
-    if drawn:
-        parts.append(
-            f"sampled reward {record['val_sampled/reward/mean']:.3f} over {drawn:g} answers"
-        )
-    if missing:
-        parts.append(f"{missing:g} HAVE NO SCORE")
-    best, when = record.get("val/best"), record.get("val/best_step", record["step"])
-    before = (
-        f" (best so far {best:.3f}, of step {when:g})"
-        if best is not None and when < record["step"]
-        else ""
-    )
-    return "; ".join(parts) + before
+    means = []
+    for metric, value in record.items():
+        if fnmatch(metric, "val/*/mean"):
+            name = metric.removeprefix("val/").removesuffix("/mean")
+            if not fnmatch(name, "*/reward") and "control/" not in name:
+                means.append(f"{name} {value:.3f}")
+    scores = ", ".join(means) or "no score"
+    sampled_count = record.get("val_sampled/scored", 0)
+    unscored_count = record["val/unscored"] + record.get("val_sampled/unscored", 0)
+    parts = [f"held-out: {scores} over {record['val/scored']:g} rows"]
+    if sampled_count:
+        mean = record["val_sampled/reward/mean"]
+        parts.append(f"sampled reward {mean:.3f} over {sampled_count:g} answers")
+    if unscored_count:
+        parts.append(f"{unscored_count:g} HAVE NO SCORE")
+    best = record.get("val/best")
+    best_step = record.get("val/best_step", record["step"])
+    sentence = "; ".join(parts)
+    if best is not None and best_step < record["step"]:
+        sentence += f" (best so far {best:.3f}, of step {best_step:g})"
+    return sentence
 
 
 def gained(record: Record) -> list[str]:
-    """A sentence for each kind of answer: what held-out tasks earned first, what they earn now, and
-    whether that may be chance.
+    """A sentence for each kind of answer on the change of the held-out reward.
+
+    It has the first and the present reward, and whether the gain may be chance.
     """
     since = f" since step {record['since']}" if record["since"] else ""
     return [
-        f"held-out reward, {drawn}: {_gain(pair)}{since}"
-        for drawn, pair in record["rewards"].items()
+        f"held-out reward, {kind}: {_gain(pair)}{since}" for kind, pair in record["rewards"].items()
     ]
 
 
