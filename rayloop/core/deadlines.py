@@ -1,5 +1,6 @@
-"""Awaiting: each await of the driver on an actor has a deadline and stands in one table; background
-tasks cannot fail silently.
+"""Awaiting: each await of the driver on an actor has a deadline and is listed in one table.
+
+Background tasks cannot fail silently.
 """
 
 import asyncio
@@ -18,23 +19,27 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Awaited:
-    """``what`` names the call and its task, ``actor`` is the handle that should answer; ``starts``:
-    its process is being made. ``limit`` ends the wait, for which ``why`` is then the reason.
-    """
+    """A wait of the driver for an answer."""
 
     what: str
+    """The call and its task."""
     since: float
     actor: Any = None
+    """The handle that should answer."""
     counts: bool = True
+    """Whether its end is progress."""
     starts: bool = False
+    """Whether the actor's process is being started."""
     limit: asyncio.Timeout | None = None
+    """Ends the wait."""
     why: str = ""
+    """The reason for the end at ``limit``."""
 
 
 class Span(NamedTuple):
-    """What was done, on which ``track``, from when to when, in unix seconds.
+    """An activity on a ``track``, with begin and end in unix seconds.
 
-    The track of a call is "": its name has it.
+    The track of a call is "", since its name contains the actor.
     """
 
     track: str
@@ -45,9 +50,9 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class Waits:
-    """The waits under way, and when one last ended (``time.monotonic``).
+    """The waits under way, and when one last ended (``moved``, of ``time.monotonic``).
 
-    ``spans``: what ended while they are kept.
+    ``spans`` are the activities that have ended, None unless they are recorded.
     """
 
     open: dict[int, Awaited] = field(default_factory=dict)
@@ -56,31 +61,28 @@ class Waits:
     spans: list[Span] | None = None
 
     def did(self, name: str, since: float, track: str = "") -> None:
-        """Something ended now that began at ``since`` (``time.monotonic``)."""
+        """Record an activity that began at ``since`` (``time.monotonic``) and ends now."""
         if self.spans is not None:
             now = time.time()
             self.spans.append(Span(track, name, now - (time.monotonic() - since), now))
 
     def played(self, episodes: Sequence[object], environment: str, engine: str) -> None:
-        """Episodes were played there: those that have a summary."""
-        for one in episodes:
-            if self.spans is not None and isinstance(one, Summary):
-                tracks = {"generate": engine}
-                self.spans += [
-                    Span(tracks.get(name, environment), f"{name} {one.id}", *times)
-                    for name, *times in one.spans
-                ]
+        """Record the spans of the episodes that have a summary."""
+        if self.spans is None:
+            return
+        for episode in episodes:
+            if isinstance(episode, Summary):
+                for name, began, ended in episode.spans:
+                    track = engine if name == "generate" else environment
+                    self.spans.append(Span(track, f"{name} {episode.id}", began, ended))
 
     def oldest(self) -> list[Awaited]:
         """The open waits that count, the longest first."""
-        return sorted(
-            (wait for wait in self.open.values() if wait.counts), key=lambda wait: wait.since
-        )
+        counting = [wait for wait in self.open.values() if wait.counts]
+        return sorted(counting, key=lambda wait: wait.since)
 
     def give_up(self, actor: Any, why: str) -> None:
-        """End all waits for ``actor``, which is known to answer none of them: each raises
-        WorkerLost.
-        """
+        """End all waits for ``actor``, which will answer none of them: each raises WorkerLost."""
         for wait in self.open.values():
             # A limit that has expired cannot be moved: asyncio raises RuntimeError.
             if wait.actor == actor and wait.limit is not None and not wait.limit.expired():
@@ -92,8 +94,9 @@ WAITS = Waits()
 
 
 async def bounded(seconds: float, awaitable: Awaitable[T], late: Exception) -> T:
-    """Await for ``seconds`` at most, then raise ``late``. asyncio.wait_for of Python 3.11 can
-    swallow a cancellation.
+    """Await for ``seconds`` at most, then raise ``late``.
+
+    asyncio.wait_for of Python 3.11 can swallow a cancellation.
     """
     try:
         async with asyncio.timeout(seconds) as limit:
@@ -114,22 +117,24 @@ async def with_deadline(
     counts: bool = True,
     starts: bool = False,
 ) -> T:
-    """Await at most ``deadline`` seconds, else raise AnswerLate; raises WorkerLost when ``actor``
-    is given up (``Waits.give_up``). Without ``counts`` (health checks) its end is no progress.
+    """Await for ``deadline`` seconds at most, else raise AnswerLate.
+
+    Raises WorkerLost when ``actor`` is given up (``Waits.give_up``). Without ``counts`` (health
+    checks) its end is not progress.
     """
     WAITS.entered += 1
     key = WAITS.entered
-    late = f"did not answer within {deadline:g} s"
-    wait = Awaited(what, time.monotonic(), actor, counts, starts, why=late)
+    deadline_message = f"did not answer within {deadline:g} s"
+    wait = Awaited(what, time.monotonic(), actor, counts, starts, why=deadline_message)
     WAITS.open[key] = wait
     try:
         async with asyncio.timeout(deadline) as wait.limit:
             return await awaitable
     except TimeoutError as error:
-        # The call raised a TimeoutError of its own, before the deadline.
+        # The call itself raised a TimeoutError, before the deadline.
         if wait.limit is None or not wait.limit.expired():
             raise
-        kind = AnswerLate if wait.why is late else WorkerLost
+        kind = AnswerLate if wait.why is deadline_message else WorkerLost
         raise kind(f"{what} {wait.why}") from error
     finally:
         del WAITS.open[key]
@@ -157,7 +162,7 @@ async def until_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
 
 @asynccontextmanager
 async def background(*coroutines: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run coroutines beside the block.
+    """Run coroutines during the block.
 
     One that fails cancels the block and its error is raised; the block's end cancels them.
     """
@@ -172,15 +177,17 @@ async def background(*coroutines: Coroutine[Any, Any, None]) -> AsyncIterator[No
 
 
 def decisive(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Of errors that came together, the one after which there is a way on: rebuild, or save.
+    """The error of a group after which the run can continue: by a rebuild, or by saving.
 
-    Otherwise the first.
+    Otherwise the first error.
     """
     single = list(_flat(errors))
     # A rebuild comes before a stop: a policy that is lost cannot be saved.
-    return next(
-        (e for kind in (PolicyLost, Preempted) for e in single if isinstance(e, kind)), single[0]
-    )
+    for kind in (PolicyLost, Preempted):
+        for error in single:
+            if isinstance(error, kind):
+                return error
+    return single[0]
 
 
 def _flat(errors: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
@@ -189,7 +196,7 @@ def _flat(errors: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
 
 
 class Timings:
-    """``phase`` is what began last; ``seconds`` what each phase took since they were last taken."""
+    """Durations of phases: ``phase`` began last, ``seconds`` has each phase's since ``take``."""
 
     def __init__(self) -> None:
         self.phase = "start"
@@ -197,12 +204,13 @@ class Timings:
 
     def take(self) -> dict[str, float]:
         """The seconds of a step, which are then forgotten."""
-        seconds, self.seconds = self.seconds, {}
+        seconds = self.seconds
+        self.seconds = {}
         return seconds
 
 
 class Timed(Protocol):
-    """Whose methods are ``timed``."""
+    """An object with ``timed`` methods."""
 
     timings: Timings
 
@@ -214,13 +222,12 @@ Method = Callable[Concatenate[TimedT, P], Coroutine[Any, Any, R]]
 
 
 def timed(phase: str) -> Callable[[Method[TimedT, P, R]], Method[TimedT, P, R]]:
-    """Add the seconds that an async method takes to ``self.timings``, as those of ``phase``, which
-    begins with it.
-    """
+    """Add the seconds of an async method to ``self.timings``, under ``phase``, which it begins."""
 
     def decorate(method: Method[TimedT, P, R]) -> Method[TimedT, P, R]:
         async def wrapper(self: TimedT, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            began, timings = time.monotonic(), self.timings
+            began = time.monotonic()
+            timings = self.timings
             timings.phase = phase
             try:
                 return await method(self, *args, **kwargs)

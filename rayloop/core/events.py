@@ -1,6 +1,7 @@
-"""Events that a run records once: one class for each kind, with typed fields; those of failures are
-in incidents.py. The suffix ``Event`` is not part of the kind. docs/events.md is made from the
-docstrings and from ``by``, the emitting file.
+"""Events that a run records: one class for each kind, with typed fields.
+
+Those of failures are in incidents.py. The suffix ``Event`` is not part of the kind. docs/events.md
+is made from the docstrings and from ``by``, the emitting file.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from typing import Any, ClassVar, TypeAlias, dataclass_transform
 class Event:
     """The base of all kinds; each is a frozen dataclass.
 
-    A field without a docstring means what docs/events.md says at its top.
+    docs/events.md explains the fields without a docstring at its top.
     """
 
     kind: ClassVar[str]
@@ -60,17 +61,19 @@ class Started(Event, by="cluster/services.py"):
 
     seconds: float
     threads: str = ""
-    """Torch threads of a rank and of an engine (`policy.engine.threads`, `rollout.engine.threads`);
-    empty on GPUs.
+    """Torch threads of a rank and of an engine; empty on GPUs.
+
+    They are set by `policy.engine.threads` and `rollout.engine.threads`.
     """
     sandbox: str = ""
-    """What holds in code that the policy writes, on the driver's machine, and why not more; empty
-    when none is run.
+    """The sandbox of the policy's code on the driver's machine, and why it is not stronger.
+
+    Empty when no such code is run.
     """
 
 
 class Begin(Event, by="rayloop/run/reporter.py"):
-    """A lineage begins: the start of the run, or what follows a restore."""
+    """A lineage begins, at the start of the run or after a restore."""
 
     lineage: int
     """1 at first, one more at each restore."""
@@ -83,9 +86,10 @@ class Begin(Event, by="rayloop/run/reporter.py"):
 
 
 class LogprobCheck(Event, by="cluster/loop/weight_sync.py"):
-    """Engine and trainer were compared on fresh episodes: before the first step, and when drift
-    would not be seen otherwise. To do: when `mean` is above `tolerance`, give engine and trainer
-    the same dtype, attention and sampling.
+    """Engine and trainer were compared on fresh episodes.
+
+    This happens before the first step, and when drift would not be seen otherwise. To do: when
+    `mean` is above `tolerance`, give engine and trainer the same dtype, attention and sampling.
     """
 
     tokens: float
@@ -99,7 +103,7 @@ class LogprobCheck(Event, by="cluster/loop/weight_sync.py"):
     swapped: float
     """Mean change in the trainer when the images are exchanged."""
     tolerance: float
-    """What is allowed of `mean`."""
+    """The largest `mean` that is allowed."""
 
 
 class SelfTest(Event, by="cluster/loop/weight_sync.py"):
@@ -110,7 +114,7 @@ class SelfTest(Event, by="cluster/loop/weight_sync.py"):
     moved: float | None = None
     """Mean |log-prob change| in the trainer, in nats."""
     follows: float | None = None
-    """What then separates the engines from it, in nats."""
+    """Mean |log-prob difference| between the engines and the trainer then, in nats."""
     skipped: str | None = None
     """Why it could not be tested; null if it was."""
 
@@ -119,7 +123,7 @@ class Trained(Event, by="rayloop/run/reporter.py"):
     """A step is trained. Not shown on the terminal."""
 
     groups: Mapping[str, Sequence[int]]
-    """Group number: the samples that were trained."""
+    """Group number: its trained samples."""
 
 
 class Evaluated(Event, by="rayloop/run/reporter.py"):
@@ -133,10 +137,10 @@ class Evaluated(Event, by="rayloop/run/reporter.py"):
 
 
 class Controls(Event, by="rayloop/run/reporter.py"):
-    """Held-out scores beside those with wrong images and without.
+    """Held-out scores with the right image, with wrong images and without images.
 
     Bounds are null for fewer than 8 items. To do: read `looks` by source: a policy that does not
-    look learned where answers usually are, and a mean over sources hides it.
+    look has learned where answers usually are, and a mean over sources hides it.
     """
 
     items: int
@@ -148,19 +152,22 @@ class Controls(Event, by="rayloop/run/reporter.py"):
     differences: Mapping[str, Any]
     """Control: score: the right image minus it, paired."""
     looks: bool | None
-    """Whether the right image is above every control by more than chance, on every source; null:
-    too few items to say.
+    """Whether the right image is above every control by more than chance, on every source.
+
+    Null when there are too few items to decide.
     """
     unscored: int
     """Answers without a score."""
     by_source: Mapping[str, Any] = field(default_factory=dict)
-    """Source: `items`, `reward`, `differences` from each control, `looks`, distinct `answers`, how
-    many are the `commonest`, and the `change` since the first evaluation (null for that one).
+    """Source: `items`, `reward`, `differences` from each control, `looks` and further counts.
+
+    These are the distinct `answers`, the number of the `commonest` one, and the `change` since the
+    first evaluation (null for that one).
     """
 
 
 class Gain(Event, by="rayloop/run/reporter.py"):
-    """The run is done: what the held-out tasks earn now, against the first evaluation on record.
+    """The run is done: the held-out reward now, against the first evaluation on record.
 
     To do: when the interval holds 0, more rows in `data.eval` or more `evaluation.samples` separate
     a small gain from chance.
@@ -169,8 +176,10 @@ class Gain(Event, by="rayloop/run/reporter.py"):
     since: int
     """The step of that first evaluation."""
     rewards: Mapping[str, Any]
-    """`sampled`, `greedy`: `tasks` that both have, mean reward `before` and `after`, `gain` (mean
-    difference, and the bounds of its 95 % interval, paired by task; null for fewer than 8).
+    """`sampled`, `greedy`: `tasks` that both have, mean reward `before` and `after`, `gain`.
+
+    The gain is the mean difference, and the bounds of its 95 % interval, paired by task; null for
+    fewer than 8.
     """
 
 
@@ -180,18 +189,21 @@ class CheckpointEvent(Event, by="cluster/loop/saving.py"):
     folder: str
     """Its name below `checkpoints/`."""
     seconds: float
-    """From its beginning, of which the loop was held for `timing_s/save_checkpoint`
-    (`checkpoint.asynchronous`).
+    """Seconds from its beginning.
+
+    The loop was held for `timing_s/save_checkpoint` of them (`checkpoint.asynchronous`).
     """
 
 
 class EarlyStop(Event, by="rayloop/run/reporter.py"):
-    """Held-out reward has not become better for `evaluation.patience` evaluations: the run ends as
-    finished. To do: use `checkpoints/best`; raise `evaluation.patience` to go on.
+    """Held-out reward has not become better for `evaluation.patience` evaluations.
+
+    The run ends as finished. To do: use `checkpoints/best`; raise `evaluation.patience` to
+    continue.
     """
 
     evaluations: int
-    """How many in a row."""
+    """The number of evaluations in a row."""
     best: Mapping[str, float]
     """The best held-out `reward` and its `step`."""
 
@@ -211,7 +223,7 @@ class PreemptedEvent(Event, by="cluster/loop/ending.py"):
 class Failed(Event, by="rayloop/run/reporter.py"):
     """The run ended by an error.
 
-    To do: repair what `why` says and start it again; it continues from its checkpoint.
+    To do: repair the cause (`why`) and start it again; it continues from its checkpoint.
     """
 
     error: str
@@ -219,6 +231,6 @@ class Failed(Event, by="rayloop/run/reporter.py"):
     why: str
     ledger: Mapping[str, int]
     saved: str = ""
-    """Which step is saved, or why it is not, and what a resume starts from."""
+    """The saved step, or why it is not saved, and the start of a resume."""
     traceback: str = ""
-    """Of an error that nobody foresaw."""
+    """The traceback of an unforeseen error."""

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 AGAIN = 69
-"""The exit code of a run that a failure of machines ended (EX_UNAVAILABLE): it may be started
-again. ``node --requeue`` does so.
+"""The exit code of a run that a failure of machines ended (EX_UNAVAILABLE).
+
+It may be started again; ``node --requeue`` does so.
 """
 
 
@@ -37,9 +38,7 @@ class Cause(StrEnum):
     RAISED = "raised"
     """The environment, the engine or this software raised."""
     BUG = "bug"
-    """The environment's code raised in a way that does not depend on where it runs (a TypeError,
-    not a full disk).
-    """
+    """The environment's code raised an error that no machine causes (a TypeError, no full disk)."""
     HUNG = "hung"
     LOST = "lost"
     BAD_DATA = "bad_data"
@@ -57,9 +56,9 @@ class Scope(StrEnum):
     PROCESS = "process"
     """The same, and the actor's process must end: it holds a call that hangs."""
     ENGINE = "engine"
-    """The engine: the environment actor does its work."""
+    """The engine, not the environment actor."""
     BYSTANDER = "bystander"
-    """Neither: the actor was ended because of another episode."""
+    """Nothing: the actor was ended because of another episode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +104,9 @@ class RunNameInUse(ConfigError):
 
 
 class RunTaken(RayloopError):
-    """This process held the run, gave no sign of life, and another one has taken it: it must write
-    nothing more.
+    """Another process has taken the run, since this one gave no sign of life.
+
+    This process must write nothing more.
     """
 
 
@@ -137,16 +137,15 @@ class DataFailure(RayloopError):
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(path, reason)
-        self.path, self.reason = path, reason
+        self.path = path
+        self.reason = reason
 
     def __str__(self) -> str:
         return f"{self.path}: {self.reason}"
 
 
 class ImageRefused(DataFailure):
-    """An intact image whose size is not accepted: more pixels than the limit, or an extreme aspect
-    ratio.
-    """
+    """An intact image with more pixels than the limit, or an extreme aspect ratio."""
 
 
 class OverLongPrompt(RayloopError):
@@ -157,21 +156,24 @@ class OverLongPrompt(RayloopError):
 
     def __init__(self, tokens: int, limit: int) -> None:
         super().__init__(tokens, limit)
-        self.tokens, self.limit = tokens, limit
+        self.tokens = tokens
+        self.limit = limit
 
     def __str__(self) -> str:
         return f"the prompt has {self.tokens} tokens, the limit is {self.limit}"
 
 
 class InfrastructureFailure(RayloopError):
-    """Something outside the policy and the data broke; the work is retried elsewhere within a
-    budget.
+    """Something outside the policy and the data broke.
+
+    The work is retried elsewhere within a budget.
     """
 
 
 class StorageFailed(InfrastructureFailure):
-    """A file that the run cannot do without could not be written or read: its storage is full,
-    read-only or away.
+    """A file that the run needs could not be written or read.
+
+    Its storage is full, read-only or unreachable.
     """
 
     exit_code = AGAIN
@@ -215,7 +217,7 @@ class EnvironmentFailed(InfrastructureFailure):
 class EnvironmentHung(EnvironmentFailed):
     """An environment's call outlived its deadline.
 
-    ``contained``: it ran in a process of its own, which has ended.
+    ``contained``: it ran in a separate process, which has ended.
     """
 
     def __init__(self, why: str, contained: bool = False) -> None:
@@ -226,7 +228,7 @@ class EnvironmentHung(EnvironmentFailed):
 class AgentFailed(EnvironmentFailed):
     """The program of an environment that leads its episodes ended with an error.
 
-    ``policys``: one that an answer of the policy may have caused.
+    ``policys``: an answer of the policy may have caused the error.
     """
 
     def __init__(self, why: str, bug: bool = False, policys: bool = True) -> None:
@@ -235,14 +237,17 @@ class AgentFailed(EnvironmentFailed):
 
 
 class PolicyFailure(RayloopError):
-    """What the policy did broke its environment: ``step`` or ``evaluate`` raises it, and the
-    episode ends as ``policy_failure`` with the failing value, a reward like others.
+    """An action of the policy broke its environment.
+
+    ``step`` or ``evaluate`` raises it, and the episode ends as ``policy_failure`` with the failing
+    value, a reward like others.
     """
 
 
 class ToolDeadline(PolicyFailure):
-    """An environment's ``step`` raises it when the policy's action outlived the tool's deadline;
-    the episode ends with it.
+    """The policy's action outlived the tool's deadline.
+
+    An environment's ``step`` raises it, and the episode ends with it.
     """
 
 
@@ -258,34 +263,34 @@ class BroadcastFailed(InfrastructureFailure):
 
 
 class RewardLost(RayloopError):
-    """The grader is gone for longer, or fails more often, than its policy allows: the run ends
-    instead of guessing rewards.
+    """The grader is missing for longer, or fails more often, than its settings allow.
+
+    The run ends instead of guessing rewards.
     """
 
     exit_code = AGAIN
 
 
 class GraderBroken(RayloopError):
-    """The reward's own code raised on every trajectory of the run's first group, or on all of its
-    first evaluation.
-    """
+    """The reward's own code raised on the whole first group, or on the whole first evaluation."""
 
 
 class FilterBroken(RayloopError):
-    """A filter of one's own raised, or refused what is no kept member of the group."""
+    """A custom filter raised, or refused something other than a kept member of the group."""
 
 
 class AdvantageBroken(RayloopError):
-    """An advantage of one's own raised, or returned what is no finite number for each member."""
+    """A custom advantage raised, or did not return a finite number for each member."""
 
 
 class AlarmStopped(RayloopError):
-    """What an alarm watches passed the limit at which the configuration stops the run."""
+    """A value that an alarm watches passed the limit at which the configuration stops the run."""
 
 
 class PolicyLost(InfrastructureFailure):
-    """A policy rank died: the group is rebuilt and the last checkpoint restored under a new
-    lineage.
+    """A policy rank died.
+
+    The group is rebuilt and the last checkpoint restored under a new lineage.
     """
 
     exit_code = AGAIN
@@ -305,21 +310,25 @@ class GenerationBudgetSpent(RayloopError):
 
 
 class LogprobMismatch(RayloopError):
-    """The engine's log-probs do not follow the trainer's, or an image makes no difference to them."""
+    """The engine's log-probs do not follow the trainer's, or images make no difference to them."""
 
 
 class WeightSyncError(RayloopError):
-    """Synced weights did not arrive as sent: missing or unknown names, wrong bytes, wrong checksum,
-    no effect.
+    """Synced weights did not arrive as sent.
+
+    Names are missing or unknown, bytes or a checksum are wrong, or the weights have no effect.
     """
 
 
 class CheckpointError(RayloopError):
-    """A checkpoint could not be written or read. The previous complete one is still there."""
+    """A checkpoint could not be written or read. The previous complete one still exists."""
 
 
 class CheckpointStorageFailed(CheckpointError):
-    """The storage of the checkpoints is full, read-only or away: a later start may find it back."""
+    """The storage of the checkpoints is full, read-only or unreachable.
+
+    A later start may be able to use it.
+    """
 
     exit_code = AGAIN
 
@@ -331,11 +340,11 @@ class MachineFailed(InfrastructureFailure):
 
 
 class Unforeseen(RayloopError):
-    """An error of no known type: a bug, in rayloop or in the user's code."""
+    """An error of an unknown type: a bug, in rayloop or in the user's code."""
 
 
 class Stalled(RayloopError):
-    """Nothing progressed within the stall timeout. The message names what was awaited."""
+    """Nothing progressed within the stall timeout. The message names the awaited calls."""
 
     exit_code = AGAIN
 
@@ -352,11 +361,12 @@ class Diverged(RayloopError):
 
 
 class Damaged(CheckpointError):
-    """A file of a checkpoint, ``path``, is not there, or does not hold what was written into it."""
+    """A file of a checkpoint, ``path``, is missing, or differs from the bytes that were written."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(path, reason)
-        self.path, self.reason = path, reason
+        self.path = path
+        self.reason = reason
 
     def __str__(self) -> str:
         return f"{self.path}: {self.reason}"
@@ -369,13 +379,14 @@ class Blame(StrEnum):
     """Scored: the policy sees the error, or the episode ends with it."""
     DATA = "data"
     INFRASTRUCTURE = "infrastructure"
-    """Neither is scored: the episode is played again elsewhere, then excluded."""
+    """Like data, it is not scored: the episode is played again elsewhere, then excluded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """An exception as far as ``blame_of`` needs it: the names of its class and its bases, and its
-    ``errno``.
+    """The facts about an exception that ``blame_of`` needs.
+
+    ``kinds`` are the names of its class and its bases.
     """
 
     kinds: Sequence[str]
@@ -402,7 +413,7 @@ MACHINES = frozenset(
         "InvalidSessionIdException",
     }
 )
-"""Exceptions that blame no policy: of Python, and of clients that say so by their own names."""
+"""Exceptions that blame no policy, of Python and of clients with such names."""
 OF_A_NAME = frozenset(
     {
         errno.ENOENT,
@@ -418,41 +429,45 @@ OF_A_NAME = frozenset(
         errno.E2BIG,
     }
 )
-"""What a system says of a file's name or of a command, which a policy may have written; other
-numbers are the machine's.
+"""Error numbers that a file's name or a command causes, which a policy may have written.
+
+All other numbers are the machine's.
 """
 LONGEST_CHAIN = 16
 
 
 def raised(error: BaseException) -> list[Raised]:
-    """The exception and those that led to it, the last one first."""
+    """The exception and the ones that led to it, the last one first."""
     chain: list[Raised] = []
-    found: BaseException | None = error
+    link: BaseException | None = error
     # Causes can form a circle, and a forged chain can be long.
-    while found is not None and len(chain) < LONGEST_CHAIN:
-        kinds = [kind.__name__ for kind in type(found).__mro__]
-        chain.append(Raised(kinds, found.errno if isinstance(found, OSError) else None))
-        if isinstance(found, BaseExceptionGroup):  # agents/host.py does the same in another Python
-            found = found.exceptions[0]
+    while link is not None and len(chain) < LONGEST_CHAIN:
+        kinds = [kind.__name__ for kind in type(link).__mro__]
+        chain.append(Raised(kinds, link.errno if isinstance(link, OSError) else None))
+        if isinstance(link, BaseExceptionGroup):  # agents/host.py does the same in another Python
+            link = link.exceptions[0]
         else:
-            found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+            link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     return chain
 
 
 def blame_of(chain: Sequence[Raised]) -> Blame:
-    """Who broke it, when foreign code raised this while it carried out what the policy wrote: the
-    data or the infrastructure where an exception of the chain says so, else the policy.
+    """Who broke an episode, by what foreign code raised while it carried out the policy's text.
+
+    The data or the infrastructure where an exception of the chain shows it, else the policy.
     """
-    for one in chain:
-        if "DataFailure" in one.kinds:
+    for exception in chain:
+        if "DataFailure" in exception.kinds:
             return Blame.DATA
-        # A full disk or too many open files is the machine's, whatever the policy wrote.
-        of_the_system = (
-            "OSError" in one.kinds and one.errno is not None and one.errno not in OF_A_NAME
-        )
-        if of_the_system or not MACHINES.isdisjoint(one.kinds):
+        if _is_of_machine(exception) or not MACHINES.isdisjoint(exception.kinds):
             return Blame.INFRASTRUCTURE
     return Blame.POLICY
+
+
+def _is_of_machine(exception: Raised) -> bool:
+    """Whether the machine caused an OSError, such as a full disk, whatever the policy wrote."""
+    number = exception.errno
+    return "OSError" in exception.kinds and number is not None and number not in OF_A_NAME
 
 
 def blame(error: BaseException) -> Blame:
@@ -462,9 +477,9 @@ def blame(error: BaseException) -> Blame:
 
 @contextmanager
 def carrying_out(what: str) -> Iterator[None]:
-    """Around foreign code that carries out what the policy wrote.
+    """A context for foreign code that carries out the policy's text.
 
-    Raises PolicyFailure for what is the policy's to blame, and everything else as it is.
+    Raises PolicyFailure for an exception that the policy caused, and any other as it is.
     """
     try:
         yield

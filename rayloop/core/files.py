@@ -1,6 +1,4 @@
-"""Files that are written whole or not at all, files with checksums, and files that no other user
-may have made or read.
-"""
+"""Atomic writes, files with checksums, and files that no other user may have made or read."""
 
 import errno
 import os
@@ -30,7 +28,7 @@ if sys.platform != "win32":
     import fcntl
 
 ROOT = 0
-PIECE = 2**22
+_CHUNK_BYTES = 2**22
 """Bytes that are read at once."""
 
 
@@ -47,21 +45,21 @@ def lock_file(file: IO[str], *, wait: bool = False) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """Of a file's bytes: how many they are (``size``), and their CRC-32."""
+    """The number of a file's bytes (``size``), and their CRC-32."""
 
     size: int = 0
     crc32: int = 0
 
     def then(self, data: bytes | memoryview) -> "Checksum":
-        """With ``data`` after them."""
+        """The checksum of the same bytes followed by ``data``."""
         return Checksum(self.size + memoryview(data).nbytes, isal_zlib.crc32(data, self.crc32))
 
 
 def summed(file: IO[bytes]) -> Checksum:
-    """Of what is left to read in ``file``. Raises OSError."""
+    """The checksum of the bytes from the file's position on. Raises OSError."""
     total = Checksum()
-    while piece := file.read(PIECE):
-        total = total.then(piece)
+    for chunk in iter(lambda: file.read(_CHUNK_BYTES), b""):
+        total = total.then(chunk)
     return total
 
 
@@ -70,11 +68,11 @@ def check_sum(name: str, file: IO[bytes], expected: Checksum) -> None:
 
     Raises Damaged, with its ``name``, unless it holds what was written.
     """
-    found = summed(file)
-    if found != expected:
+    actual = summed(file)
+    if actual != expected:
         raise Damaged(
             name,
-            f"{found.size:,} bytes with the CRC-32 {found.crc32:08x} are there, "
+            f"{actual.size:,} bytes with the CRC-32 {actual.crc32:08x} are there, "
             f"{expected.size:,} with {expected.crc32:08x} were written",
         )
     file.seek(0)
@@ -86,21 +84,21 @@ def write_whole(path: Path, data: bytes, *, mode: int | None = None, durable: bo
     ``mode`` overrides the umask. ``durable``: it is on the disk under its name when this returns.
     Raises OSError, with the old content still there unless only the sync of the folder failed.
     """
-    aside = _beside(path)
+    new_file = _temporary_name(path)
     try:
-        _write_new(aside, data, mode, durable)
+        _write_new(new_file, data, mode, durable)
         # The rename is atomic within a file system, which
         # is why the new file is in the same folder.
-        os.replace(aside, path)
+        os.replace(new_file, path)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        new_file.unlink(missing_ok=True)
         raise
     if durable:
         # POSIX makes a rename durable only with a sync of its folder.
         sync(path.parent)
 
 
-def _beside(path: Path) -> Path:
+def _temporary_name(path: Path) -> Path:
     """The name of a new file in the same folder.
 
     It is random, since two threads, or two containers whose processes have one number, may write
@@ -114,9 +112,8 @@ def _write_new(path: Path, data: bytes, mode: int | None, durable: bool) -> None
 
     ``mode`` and ``durable`` are those of ``write_whole``. Raises OSError.
     """
-    with open(
-        path, "xb", opener=lambda path, flags: os.open(path, flags, 0o666 if mode is None else mode)
-    ) as file:
+    creation_mode = 0o666 if mode is None else mode
+    with open(path, "xb", opener=lambda path, flags: os.open(path, flags, creation_mode)) as file:
         file.write(data)
         if mode is not None:
             # The umask cuts the mode of ``open``.
@@ -128,24 +125,26 @@ def _write_new(path: Path, data: bytes, mode: int | None, durable: bool) -> None
 
 @contextmanager
 def needed(path: Path) -> Iterator[None]:
-    """For what a run cannot begin or go on without: raises StorageFailed, with the room that is
-    left, instead of OSError.
+    """A context for a file that the run needs: StorageFailed replaces OSError.
+
+    The message has the free bytes of the storage.
     """
     try:
         yield
     except OSError as error:
         with suppress(OSError):
             error.add_note(f", with {shutil.disk_usage(path.parent).free:,} bytes free")
+        notes = "".join(getattr(error, "__notes__", ()))
         raise StorageFailed(
-            f"{error.filename or path} cannot be used:"
-            f" {error.strerror or error}{''.join(getattr(error, '__notes__', ()))}. Make room or"
-            " repair the storage, and start again: the run goes on from its newest checkpoint"
+            f"{error.filename or path} cannot be used: {error.strerror or error}{notes}. Make room"
+            " or repair the storage, and start again: the run goes on from its newest checkpoint"
         ) from error
 
 
 def appears(path: Path, within: float) -> bool:
-    """Whether the file is there, or comes within so many seconds: a network file system may keep
-    what it knew of a folder.
+    """Whether the file exists, or appears ``within`` seconds.
+
+    A network file system may show an old listing of a folder.
     """
     deadline = time.monotonic() + within
     while not path.exists():
@@ -156,8 +155,9 @@ def appears(path: Path, within: float) -> bool:
 
 
 def linked(source: Path, target: Path) -> None:
-    """Make the folder ``target`` whole at once, with the files of ``source``, as links where there
-    are some. Raises OSError.
+    """Make the folder ``target`` at once, with all files of ``source``. Raises OSError.
+
+    The files are hard links where the file system has them.
     """
 
     def link(file: str, to: str) -> None:
@@ -167,28 +167,30 @@ def linked(source: Path, target: Path) -> None:
             # Some file systems have no hard links, and the source may be on another one.
             shutil.copyfile(file, to)
 
-    aside = target.with_name(f"{target.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    shutil.copytree(source, aside, copy_function=link)
+    new_folder = target.with_name(f"{target.name}.tmp")
+    shutil.rmtree(new_folder, ignore_errors=True)
+    shutil.copytree(source, new_folder, copy_function=link)
     # The rename makes the folder visible with all of its files, or not at all.
-    aside.rename(target)
+    new_folder.rename(target)
 
 
 NO_CONTENT = (errno.EINVAL, errno.EFBIG, errno.ENXIO, errno.ENODEV, errno.EAGAIN)
-"""What ``content`` and the system say of a device, a pipe, a socket and what is too large."""
+"""The error numbers of a device, a pipe, a socket and a file that is too large."""
 
 
 @contextmanager
 def regular(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """A regular file that somebody else may have named: a device or a pipe would have no end, and
-    may do something when it is opened. Raises OSError, with EINVAL for what is no regular file.
+    """A regular file that somebody else may have named.
+
+    A device or a pipe would have no end, and may do something when it is opened. Raises OSError,
+    with EINVAL for anything but a regular file.
     """
     # Without O_NONBLOCK, opening a pipe waits for a writer that may never come.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(handle, "rb") as file:
-        # The open descriptor is asked: the path could be another file by then.
+        # The open descriptor is examined: the path could be another file by then.
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file")
+            raise OSError(errno.EINVAL, "it is not a regular file")
         yield file
 
 
@@ -196,7 +198,7 @@ def content(path: str | os.PathLike[str], most: int) -> bytes:
     """The bytes of a ``regular`` file. Raises OSError, with EFBIG for more than ``most`` bytes."""
     with regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        # One byte more than allowed is read, since a file may grow after its size was asked.
+        # One byte more than allowed is read, since a file may grow after its size was read.
         data = b"" if size > most else file.read(most + 1)
         if size > most or len(data) > most:
             raise OSError(errno.EFBIG, f"it has more than {most} bytes")
@@ -204,56 +206,55 @@ def content(path: str | os.PathLike[str], most: int) -> bytes:
 
 
 def size_of(file: Path) -> int | None:
-    """Its bytes; None when that is unknown."""
+    """The bytes of a file; None when unknown."""
     with suppress(OSError):
         return file.stat().st_size
     return None
 
 
 def size_below(folder: Path) -> int:
-    """The bytes of all files in it; 0 when that is unknown."""
+    """The bytes of all files in a folder; 0 when unknown."""
     with suppress(OSError):
         return sum(size_of(file) or 0 for file in folder.rglob("*") if file.is_file())
     return 0
 
 
 def unused(path: Path) -> Path:
-    """``path``, or the first of path-1, path-2, ... that is not there. Raises OSError."""
-    named = (path.with_name(f"{path.name}{'-' * (n > 0)}{n or ''}") for n in count())
-    return next(one for one in named if not one.exists())
+    """``path``, or the first of path-1, path-2, ... that does not exist. Raises OSError."""
+    if not path.exists():
+        return path
+    candidates = (path.with_name(f"{path.name}-{number}") for number in count(1))
+    return next(candidate for candidate in candidates if not candidate.exists())
 
 
 def kind_of(*errors: BaseException, saving: bool = False) -> type[CheckpointError]:
-    """CheckpointStorageFailed when the storage refused, else CheckpointError (a file is missing or
-    holds something else). Where one is ``saving``, what is missing is a folder that was there: its
-    storage is not mounted.
+    """CheckpointStorageFailed when the storage refused, else CheckpointError.
+
+    With CheckpointError a file is missing or holds something else. During ``saving`` a missing
+    folder is one that existed: its storage is not mounted.
     """
-    return (
-        CheckpointStorageFailed
-        if any(refused(error, saving) for error in errors)
-        else CheckpointError
-    )
+    if any(refused(error, saving) for error in errors):
+        return CheckpointStorageFailed
+    return CheckpointError
 
 
 RETRY = 5.0
-"""Seconds until storage that refused is asked again."""
+"""Seconds until storage that refused is tried again."""
 
 
 def refused(error: BaseException, saving: bool = False) -> bool:
-    """Whether the storage did not answer, which says nothing about what is there."""
+    """Whether the storage did not answer, which says nothing about its files."""
     if isinstance(error, OSError | CheckpointStorageFailed):
         return saving or not isinstance(error, FileNotFoundError)
-    below = (
-        error.__cause__ or error.__context__
-    )  # torch raises errors of its own while it handles the system's
-    return below is not None and refused(below, saving)
+    # torch raises its own errors while it handles the system's.
+    cause = error.__cause__ or error.__context__
+    return cause is not None and refused(cause, saving)
 
 
 def mount_of(path: Path) -> Path:
-    """Where the file system is mounted that ``path`` is on, or would be on."""
-    return next(
-        folder for folder in (path.absolute(), *path.absolute().parents) if os.path.ismount(folder)
-    )
+    """The mount point of the file system that ``path`` is on, or would be on."""
+    absolute = path.absolute()
+    return next(folder for folder in (absolute, *absolute.parents) if os.path.ismount(folder))
 
 
 def sync(path: Path) -> None:
@@ -270,17 +271,18 @@ def sync(path: Path) -> None:
 
 
 def trusted(path: Path, what: str, others: int = 0o022) -> None:
-    """Raises ConfigError when a file or folder is another user's (root's are everybody's), or when
-    its mode allows others one of ``others``: 0o022 to write it, 0o077 to read it as well. OSError
-    when it is not there.
+    """Raises ConfigError when other users own a file or folder, or may write or read it.
+
+    Root's files are everybody's. ``others`` are the forbidden bits of the mode: 0o022 to write it,
+    0o077 to read it as well. Raises OSError when it is missing.
     """
-    found = os.stat(path)
-    if found.st_uid not in (os.geteuid(), ROOT):
+    status = os.stat(path)
+    if status.st_uid not in (os.geteuid(), ROOT):
         raise ConfigError(
-            f"{what} {path} belongs to user {found.st_uid}, and only your own is believed (you are"
+            f"{what} {path} belongs to user {status.st_uid}, and only your own is believed (you are"
             f" {os.geteuid()})"
         )
-    mode = stat.S_IMODE(found.st_mode)
+    mode = stat.S_IMODE(status.st_mode)
     if mode & others:
         verb, right = ("read", "go-rwx") if others & 0o044 else ("write", "go-w")
         raise ConfigError(
@@ -289,42 +291,43 @@ def trusted(path: Path, what: str, others: int = 0o022) -> None:
 
 
 def new_secret(path: Path, what: str) -> Path:
-    """Write a secret readable by its owner only, unless one that is ``trusted`` is there.
+    """Write a secret readable by its owner only, unless one that is ``trusted`` exists.
 
     The file appears with its content, and of several processes that call this at once, the first
     one decides the secret. Raises ConfigError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = _beside(path)
+    new_file = _temporary_name(path)
     try:
         with suppress(FileNotFoundError):
             trusted(path, what, 0o077)
             if path.stat().st_size:
                 return path
             # An empty file holds no secret. Another process may have put one in its
-            # place by now: the file that this rename takes is looked at once more.
-            path.rename(aside)
-            if not aside.stat().st_size:
-                aside.unlink()
-        if not aside.exists():
-            _write_new(aside, secrets.token_urlsafe(32).encode(), 0o600, durable=True)
+            # place by now: the file that this rename takes is examined once more.
+            path.rename(new_file)
+            if not new_file.stat().st_size:
+                new_file.unlink()
+        if not new_file.exists():
+            _write_new(new_file, secrets.token_urlsafe(32).encode(), 0o600, durable=True)
         try:
             # Unlike a rename, a link never replaces the secret of another process.
-            os.link(aside, path)
+            os.link(new_file, path)
         except FileExistsError:
             trusted(path, what, 0o077)
         except OSError:
             # Some file systems have no hard links.
-            os.replace(aside, path)
+            os.replace(new_file, path)
     finally:
-        aside.unlink(missing_ok=True)
+        new_file.unlink(missing_ok=True)
     return path
 
 
 def utf8(text: str) -> str:
-    """The text with U+FFFD for each half of a surrogate pair that stands alone, as in a text that
-    was cut in the middle of an emoji: it has no form in UTF-8, so no file, socket or terminal takes
-    it. Two halves become their character.
+    """The text with U+FFFD for each half of a surrogate pair that has no other half.
+
+    A text that was cut in the middle of an emoji has such a half. UTF-8 cannot encode it, so that
+    no file, socket or terminal accepts it. Two halves become their character.
     """
     try:
         text.encode()

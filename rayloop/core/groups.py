@@ -14,8 +14,9 @@ from rayloop.core.types import STREAMS, Ref, Streams, Summary, Task, Trajectory,
 
 
 class UnscoredKind(StrEnum):
-    """Failures that the policy did not cause; such a trajectory has no reward and counts in no
-    statistic.
+    """Failures that the policy did not cause.
+
+    Such a trajectory has no reward and counts in no statistic.
     """
 
     INVALID_REWARD = "invalid_reward"
@@ -31,8 +32,9 @@ class UnscoredKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A reward: its value, logged ``components``, ``flags`` for the policy's faults, a grader's
-    traceback, a judge's ``reason``.
+    """A reward: its value, and logged ``components``.
+
+    ``flags`` are the policy's faults, ``trace`` a grader's traceback, ``reason`` the judge's.
     """
 
     value: float
@@ -44,9 +46,9 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Unscored:
-    """No reward exists, and why.
+    """The reason why no reward exists.
 
-    Never replaced by a number. ``trace`` as in ``Scored``; ``components``: what is known.
+    Never replaced by a number. ``trace`` as in ``Scored``; ``components``: the known ones.
     """
 
     kind: UnscoredKind
@@ -57,10 +59,9 @@ class Unscored:
     @classmethod
     def of(cls, failure: Failure) -> Self:
         """The outcome of an episode that was not played."""
-        same = failure.cause in (Cause.BAD_DATA, Cause.OVER_LONG)
-        return cls(
-            UnscoredKind(failure.cause) if same else UnscoredKind.ENVIRONMENT_FAILURE, failure.why
-        )
+        if failure.cause in (Cause.BAD_DATA, Cause.OVER_LONG):
+            return cls(UnscoredKind(failure.cause), failure.why)
+        return cls(UnscoredKind.ENVIRONMENT_FAILURE, failure.why)
 
 
 Outcome = Scored | Unscored
@@ -68,9 +69,10 @@ Outcome = Scored | Unscored
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What a member is trained with: an advantage for all its sampled tokens, or one for each
-    sampled turn (``turns``, with their mean as ``advantage``), and the weights of the losses.
-    ``base``: what a scale over the step is computed from.
+    """The advantages of a member, and the weights of its losses.
+
+    An advantage is for all its sampled tokens, or one for each sampled turn (``turns``, with their
+    mean as ``advantage``). ``base``: the value from which a scale over the step is computed.
     """
 
     advantage: float
@@ -138,7 +140,7 @@ class Member:
         return self.status is None
 
     def bare(self) -> Self:
-        """The same member without references to what lies in the object store."""
+        """The same member without references to the object store."""
         return dataclasses.replace(self, payload=None, reference=None)
 
     @property
@@ -178,10 +180,9 @@ class Group:
 
     def map(self, change: Mapping[int, Member]) -> Self:
         """The same group with the members at the given positions replaced."""
-        return dataclasses.replace(
-            self, members=tuple(change.get(i, m) for i, m in enumerate(self.members))
-        )
+        members = tuple(change.get(place, member) for place, member in enumerate(self.members))
+        return dataclasses.replace(self, members=members)
 
     def bare(self) -> Self:
-        """The same group without references to what lies in the object store."""
+        """The same group without references to the object store."""
         return dataclasses.replace(self, members=tuple(member.bare() for member in self.members))

@@ -1,6 +1,4 @@
-"""Incidents: the events (events.py) of what went wrong, from a value that changed to a driver that
-died.
-"""
+"""Incidents: the events (events.py) of faults, from a changed value to a dead driver."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,13 +13,16 @@ class WaitingForResources(Event, by="cluster/services.py"):
     """
 
     lacks: str
-    """What there is too little of."""
+    """The resources that are missing."""
     seconds: float
-    """How long it is waited for (`recovery.start_timeout`)."""
+    """The longest wait for them (`recovery.start_timeout`)."""
 
 
 class Changed(Event, by="cluster/loop/restoring.py"):
-    """The run continues from its checkpoint with other values. To do: check that you meant it."""
+    """The run continues from its checkpoint with other values.
+
+    To do: check that you meant it.
+    """
 
     values: Mapping[str, tuple[Any, Any]]
     """Key: then, now."""
@@ -38,24 +39,27 @@ class AlreadyDone(Event, by="rayloop/run/reporter.py"):
 
 
 class WarningEvent(Event, by="cluster/driver.py"):
-    """A configuration that is seldom meant, an old checkpoint that could not be removed, or a run
-    that begins anew without its checkpoints. To do: change or restore what `why` names, or leave
-    it.
+    """A warning that does not stop the run.
+
+    The configuration is seldom meant, an old checkpoint could not be removed, or the run begins
+    again without its checkpoints. To do: change or restore what `why` names, or leave it.
     """
 
     why: str
 
 
 class UpdatesSkipped(Event, by="cluster/loop/recording.py"):
-    """The gradient of updates was not finite: they changed nothing, and their trajectories are
-    spent. A run whose last step is one of these ends as diverged. To do: lower
-    `policy.optimizer.lr`; look at `actor/loss` and at the rewards of the step.
+    """The gradient of updates was not finite.
+
+    They changed nothing, and their trajectories are spent. A run whose last step is one of these
+    ends as diverged. To do: lower `policy.optimizer.lr`; look at `actor/loss` and at the rewards of
+    the step.
     """
 
     skipped: int
-    """In this step."""
+    """Skipped updates of this step."""
     updates: int
-    """That were to be done in it."""
+    """All updates of this step."""
 
 
 class DataWarning(Event, by="rayloop/run/order.py"):
@@ -70,17 +74,19 @@ class DataWarning(Event, by="rayloop/run/order.py"):
 class Quarantined(Event, by="rayloop/run/reporter.py"):
     """A training row failed and is left out; it is in quarantine.jsonl.
 
-    To do: repair the row; the run goes on without it.
+    To do: repair the row; the run continues without it.
     """
 
     path: str
     reason: str
-    """What is wrong with it."""
+    """The fault of the row."""
 
 
 class QuarantineCleared(Event, by="cluster/loop/restoring.py"):
-    """A run that resumes plays tasks again that were quarantined (`checkpoint.resume` names a
-    checkpoint). To do: leave the key out from the next start on, or the run begins there again.
+    """A resumed run plays tasks again that were quarantined.
+
+    `checkpoint.resume` names a checkpoint. To do: leave the key out from the next start on, or the
+    run begins there again.
     """
 
     tasks: Sequence[str]
@@ -90,7 +96,7 @@ class QuarantineCleared(Event, by="cluster/loop/restoring.py"):
 class BadData(Event, by="cluster/supervision/attempts.py"):
     """A held-out task cannot be played.
 
-    It has no score; the training task of that id is another one. To do: repair the row.
+    It has no score; a training task with the same id is not affected. To do: repair the row.
     """
 
     task: str
@@ -139,8 +145,10 @@ class BroadcastFailedEvent(Event, by="cluster/loop/weight_sync.py"):
 
 
 class WeightsLost(Event, by="cluster/loop/weight_sync.py"):
-    """The synced weights were lost with their node, or did not reach an engine in time, and are
-    synced again, by a new policy if need be. To do: see why the node died, or the network.
+    """The synced weights were lost with their node, or did not reach an engine in time.
+
+    They are synced again, by a new policy if necessary. To do: find out why the node or the network
+    failed.
     """
 
     version: str
@@ -159,18 +167,19 @@ class CheckpointFailed(Event, by="cluster/loop/saving.py"):
     """
 
     failures: int
-    """In a row."""
+    """The number of failures in a row."""
     why: str
 
 
 class GraceTooShort(Event, by="rayloop/run/reporter.py"):
-    """The longest update and the longest checkpoint together take more than a stop allows: it might
-    not be saved. Emitted once. To do: raise `preemption.grace`, and the scheduler's limit, above
-    `seconds`; or save more often, and to faster storage.
+    """The longest update and the longest checkpoint together take more than a stop allows.
+
+    The run might not be saved. Emitted once. To do: raise `preemption.grace`, and the scheduler's
+    limit, above `seconds`; or save more often, and to faster storage.
     """
 
     seconds: float
-    """Of both."""
+    """Seconds of both together."""
     grace: float
     """`preemption.grace`, in seconds."""
 
@@ -178,41 +187,41 @@ class GraceTooShort(Event, by="rayloop/run/reporter.py"):
 class CheckpointDamaged(Event, by="rayloop/run/checkpoint.py"):
     """A checkpoint cannot be restored: a file has changed, or cannot be read.
 
-    The run continues from an older one; the folder is renamed to `NAME.damaged`, but for storage
-    that did not answer for `recovery.start_timeout`. To do: look at the storage (`why`); remove the
-    folder, or rename it back after a repair.
+    The run continues from an older one; the folder is renamed to `NAME.damaged`, except where
+    storage did not answer for `recovery.start_timeout`. To do: look at the storage (`why`); remove
+    the folder, or rename it back after a repair.
     """
 
     checkpoint: str
-    """The folder's name before."""
+    """The folder's name before the renaming."""
     file: str
-    """Which file of it; empty when that is not known."""
+    """The damaged file; empty when it is not known."""
     why: str
 
 
 class NotWritten(Event, by="rayloop/run/reporter.py"):
-    """The storage refuses a file of the run folder: it is full, read-only or away.
+    """The storage refuses a file of the run folder: it is full, read-only or unreachable.
 
-    The run goes on; the newest 10,000 records of each `*.jsonl` are written later, samples of a
+    The run continues; the newest 10,000 records of each `*.jsonl` are written later, samples of a
     step are left out. Emitted once per outage. To do: make room, or mount it.
     """
 
     file: str
-    """Which file."""
+    """The file that could not be written."""
     why: str
 
 
 class RecordsDamaged(Event, by="rayloop/run/reporter.py"):
-    """Lines of a file are no records of it, such as zero bytes after a power loss.
+    """Lines of a file are not records, such as zero bytes after a power loss.
 
-    They are moved aside; the run goes on without them, and so do its curves. To do: look at the
+    They are moved to another file; the run and its curves continue without them. To do: look at the
     storage if it comes again.
     """
 
     file: str
-    """Which file."""
+    """The damaged file."""
     lines: int
-    """How many."""
+    """The number of damaged lines."""
 
 
 class EpisodeFailed(Event, by="cluster/supervision/attempts.py"):
@@ -223,7 +232,7 @@ class EpisodeFailed(Event, by="cluster/supervision/attempts.py"):
 
     trajectory: str
     attempt: int
-    """How often it had been issued before."""
+    """The number of earlier issues."""
     why: str
 
 
@@ -272,7 +281,7 @@ class GraderError(Event, by="rayloop/grpo/alarms.py"):
     task: str
     why: str
     traceback: str
-    """All of it."""
+    """The whole traceback."""
 
 
 class Alarm(Event, by="rayloop/grpo/alarms.py"):
@@ -282,12 +291,12 @@ class Alarm(Event, by="rayloop/grpo/alarms.py"):
     """
 
     alarm: str
-    """Which one, as below `alarms` in the configuration."""
+    """Its key below `alarms` in the configuration."""
     why: str
 
 
 class RolloutsNotWritten(Event, by="cluster/supervision/calls.py"):
-    """The sampled rollouts of a group could not be described: they lack in `rollouts/`."""
+    """The sampled rollouts of a group could not be described, and are missing in `rollouts/`."""
 
     group: int
     """Its group number."""
@@ -307,15 +316,17 @@ class WorkerLostEvent(Event, by="cluster/supervision/pool.py"):
 
 
 class NodeLost(Event, by="cluster/supervision/nodes.py"):
-    """A node is gone with its actors; all are replaced where there is room, at the cost of one
-    replacement. To do: nothing while others have room; bring the node back, or join another.
+    """A node was lost with its actors.
+
+    All are replaced where there is room, at the cost of one replacement. To do: nothing while other
+    nodes have room; bring the node back, or join another.
     """
 
     name: str
     node: str
-    """Ray's id of it."""
+    """Ray's id of the node."""
     roles: Mapping[str, int]
-    """How many actors of each role were on it."""
+    """The number of its actors by role."""
     workers: Mapping[str, Sequence[int]]
     """Serial numbers of its workers by role, which have no `worker_lost`.
 
@@ -324,21 +335,23 @@ class NodeLost(Event, by="cluster/supervision/nodes.py"):
 
 
 class NodeAvoided(Event, by="cluster/supervision/nodes.py"):
-    """Actors failed repeatedly on a node that lives: their replacements go elsewhere if there is
-    room, for twenty minutes, and no actor gets their resources, such as a bad GPU. To do: look at
-    the node; drain it.
+    """Actors failed repeatedly on a node that is alive.
+
+    Their replacements go elsewhere if there is room, for twenty minutes, and no actor gets their
+    resources, such as a bad GPU. To do: look at the node; drain it.
     """
 
     name: str
     node: str
-    """Ray's id of it."""
+    """Ray's id of the node."""
     failures: int
-    """Within an hour."""
+    """The number of failures within an hour."""
 
 
 class ReplacementFailed(Event, by="cluster/supervision/pool.py"):
-    """The replacement of an actor did not start; another is tried (`recovery.replacements` per
-    hour). To do: read `why`.
+    """The replacement of an actor did not start.
+
+    Another is tried (`recovery.replacements` per hour). To do: read `why`.
     """
 
     role: str
@@ -357,13 +370,15 @@ class WorkerReplaced(Event, by="cluster/supervision/pool.py"):
 
 
 class PolicyLostEvent(Event, by="cluster/loop/rebuilding.py"):
-    """A rank of the policy died or hangs: all ranks are replaced, and the run goes on from its
-    newest checkpoint. To do: the second time, read `why` and the ranks' files in `logs/`.
+    """A rank of the policy died or hangs.
+
+    All ranks are replaced, and the run continues from its newest checkpoint. To do: the second
+    time, read `why` and the ranks' files in `logs/`.
     """
 
     why: str
     nodes: Sequence[str] = ()
-    """Host names and addresses of the nodes whose ranks failed, as far as they are known."""
+    """Host names and addresses of the nodes whose ranks failed, where they are known."""
 
 
 class PolicyRebuilt(Event, by="cluster/loop/rebuilding.py"):
@@ -375,16 +390,16 @@ class PolicyRebuilt(Event, by="cluster/loop/rebuilding.py"):
 
 
 class DriverLostEvent(Event, by="cluster/stages/train.py"):
-    """The driver died: another one goes on from the newest checkpoint.
+    """The driver died: another one continues from the newest checkpoint.
 
     To do: the second time, check the memory of its node.
     """
 
     restarts: int
-    """How often it had been replaced before."""
+    """The number of earlier replacements."""
     why: str
     node: str = ""
-    """Host name of the node that it was on, which is that of `train`."""
+    """Host name of the driver's node, where `train` runs too."""
 
 
 class Silent(Event, by="cluster/supervision/watchdog.py"):
@@ -399,14 +414,16 @@ class Silent(Event, by="cluster/supervision/watchdog.py"):
     seconds: float
     """How long an answer has been awaited."""
     awaited: str
-    """What it should answer."""
+    """The call that it should answer."""
 
 
 class DriverSilent(Event, by="cluster/stages/following.py"):
-    """The driver answers no call: its process or machine is stopped or hangs, and it is replaced
-    after `recovery.health_timeout`; or only its loop waits, for storage that hangs, and it is
-    replaced after `recovery.stall_timeout`. To do: look at its process (`python -m rayloop stacks
-    RUN`), its machine and the storage.
+    """The driver answers no call.
+
+    Its process or machine is stopped or hangs, and it is replaced after `recovery.health_timeout`;
+    or only its loop waits, for storage that hangs, and it is replaced after
+    `recovery.stall_timeout`. To do: look at its process (`python -m rayloop stacks RUN`), its
+    machine and the storage.
     """
 
     seconds: float
@@ -422,15 +439,17 @@ class StalledEvent(Event, by="cluster/supervision/watchdog.py"):
     """
 
     phase: str
-    """What the driver is doing."""
+    """The driver's current phase."""
     seconds: float
     awaited: str
-    """The oldest wait of each actor with its duration, what that actor waits for itself, and the
-    load of the driver's machine.
+    """The oldest wait of each actor with its duration, and the load of the driver's machine.
+
+    It names the call that such an actor waits for itself, too.
     """
     stacks: str
-    """The file with the stacks of the awaited actors, of those that they wait for, and of the
-    driver; empty when the storage refused it.
+    """The file with the stacks of the driver, and of the actors that it waits for in turn.
+
+    Empty when the storage refused it.
     """
 
 

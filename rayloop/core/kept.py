@@ -8,16 +8,18 @@ import numpy as np
 import numpy.typing as npt
 
 MOST_KEPT = 128
-"""Tokens that ``top_p`` keeps at most, and the highest ``top_k``: it bounds what travels with a
-sampled token.
+"""The most tokens that ``top_p`` keeps, and the highest ``top_k``.
+
+It bounds the data that is sent with a sampled token.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The tokens that ``top_p`` and ``top_k`` kept where each of N tokens was sampled, as bytes of
-    int32: their ``ids``, one position after the other, and the ``counts`` [N] of each. The
-    trainer's log-probs are over them (arXiv:2512.02556).
+    """The tokens that ``top_p`` and ``top_k`` kept where each of N tokens was sampled.
+
+    As bytes of int32: their ``ids``, one position after the other, and the ``counts`` [N] of each.
+    The trainer's log-probs are over them (arXiv:2512.02556).
     """
 
     ids: bytes
@@ -25,18 +27,16 @@ class Kept:
 
     @classmethod
     def of(cls, positions: Sequence[npt.ArrayLike]) -> Self:
-        """From the token ids of each position. Raises ValueError for a position without any."""
+        """Build it from the token ids of each position. Raises ValueError for an empty one."""
         rows = [np.asarray(row, np.int32) for row in positions]
         if not all(map(len, rows)):
             raise ValueError("no token was kept at a position where one was sampled")
-        return cls(
-            b"".join(row.tobytes() for row in rows),
-            np.array([len(row) for row in rows], np.int32).tobytes(),
-        )
+        counts = np.array([len(row) for row in rows], np.int32)
+        return cls(b"".join(row.tobytes() for row in rows), counts.tobytes())
 
     @classmethod
     def everything(cls, n: int) -> Self:
-        """Of ``n`` positions where nothing was removed: the id -1 stands for all tokens."""
+        """``n`` positions where nothing was removed: the id -1 stands for all tokens."""
         return cls.of([[-1]] * n)
 
     @classmethod
@@ -47,7 +47,9 @@ class Kept:
 
     def padded(self) -> npt.NDArray[np.int32]:
         """[N, most ids of a position]; a shorter row repeats its last id."""
-        ids, counts = np.frombuffer(self.ids, np.int32), np.frombuffer(self.counts, np.int32)
+        ids = np.frombuffer(self.ids, np.int32)
+        counts = np.frombuffer(self.counts, np.int32)
         # A repeated id changes nothing where the rows are read as sets.
         columns = np.minimum(np.arange(counts.max(initial=0)), counts[:, None] - 1)
-        return ids[(counts.cumsum() - counts)[:, None] + columns]
+        starts = counts.cumsum() - counts
+        return ids[starts[:, None] + columns]

@@ -1,5 +1,6 @@
-"""The ledger: one state per live trajectory id and a counter per final state, so that every
-trajectory is accounted for.
+"""The ledger: one state per live trajectory id and a counter per final state.
+
+It accounts for every trajectory.
 """
 
 from collections import Counter
@@ -91,32 +92,28 @@ class Ledger:
         return self._live.get(id)
 
     def replay(self) -> None:
-        """Count a stored trajectory that was injected into a group; it has no state of its own
-        here.
-        """
+        """Count a stored trajectory that was injected into a group; it has no state here."""
         self._replayed += 1
 
     def reissue_live(self, *, ready: bool = False) -> tuple[TrajectoryId, ...]:
-        """After a restore: forget the ids in flight (and the ``ready`` ones), which ``issue``
-        accepts again. Returns them.
+        """Forget the ids in flight (and the ``ready`` ones) after a restore, and return them.
+
+        ``issue`` accepts them again.
         """
-        again = tuple(
-            sorted(
-                id
-                for id, state in self._live.items()
-                if ready or state == TrajectoryState.IN_FLIGHT
-            )
-        )
-        for id in again:
+        forgotten = [
+            id for id, state in self._live.items() if ready or state == TrajectoryState.IN_FLIGHT
+        ]
+        for id in forgotten:
             del self._live[id]
-        self._reissuable.update(again)
-        self._issued -= len(again)
-        self._attempts += len(again)
-        return again
+        self._reissuable.update(forgotten)
+        self._issued -= len(forgotten)
+        self._attempts += len(forgotten)
+        return tuple(sorted(forgotten))
 
     def counts(self) -> dict[str, int]:
-        """The counts by state (``filtered[all_wrong]``); ``attempts`` and ``replayed`` stand
-        outside the balance.
+        """The counts by state (``filtered[all_wrong]``).
+
+        ``attempts`` and ``replayed`` are not part of the balance.
         """
         live = Counter(self._live.values())
         counts = {
@@ -129,7 +126,8 @@ class Ledger:
 
     def check(self) -> None:
         """Raises LedgerError with the counts unless issued = live + final."""
-        live, final = len(self._live), sum(self._final.values())
+        live = len(self._live)
+        final = sum(self._final.values())
         if self._issued != live + final:
             raise LedgerError(
                 f"{self._issued} trajectories issued, {live} live and {final} final:"
@@ -153,11 +151,9 @@ class Ledger:
 
         Raises LedgerError when that one does not balance.
         """
-        self._issued, self._attempts, self._replayed = (
-            state["issued"],
-            state["attempts"],
-            state["replayed"],
-        )
+        self._issued = state["issued"]
+        self._attempts = state["attempts"]
+        self._replayed = state["replayed"]
         self._highest = None if state["highest"] is None else TrajectoryId(*state["highest"])
         self._live = {
             TrajectoryId(group, sample): TrajectoryState(name)

@@ -1,5 +1,6 @@
-"""What the families of models have in common and what not, by transformers' ``model_type``; a new
-family is a line here. A causal language model of attention alone needs none.
+"""The properties of model families, by transformers' ``model_type``.
+
+A new family is a line here. A causal language model with only attention layers needs none.
 """
 
 import re
@@ -14,37 +15,43 @@ VISION = ("visual.", "vision_tower.", "vision_model.")
 LEARNED = re.compile(
     r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_embed(ding)?s?)(\.weight)?$"
 )
-"""How the names of tables of positions end, in GPT-2, OPT and BERT."""
+"""The last parts of the names of position tables, in GPT-2, OPT and BERT."""
 ATTENDING = frozenset({"full_attention", "sliding_attention", "attention", "dense", "sparse"})
 """Types of layers that keep the trajectories of a packed row apart."""
 RECURRENT = ("mamba", "ssm_", "state_size", "linear_conv", "linear_key", "conv_L", "lru_width")
-"""How the names of settings begin that recurrent layers have."""
+"""The first parts of the names of settings that recurrent layers have."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """``images``: how the model takes them, "": not at all.
-
-    "patches": a grid of patches, one token for a square of them, with M-RoPE positions; "tiles":
-    squares of one size, each a grid of its own, with the positions of text. ``processor``:
-    transformers' class that makes pixels of them. ``frames``: how many frames an image counts as in
-    the processor's limits; more than one: it also enlarges sides below an image token's.
-    ``around``: the tokens that the processor, not the chat template, writes around those of an
-    image. ``pooled``: their features enter only with the embeddings, so that they can be cached
-    between turns. ``packs``: a row holds several trajectories, else one. ``experts``: how the
-    checkpoint has the tensors of a mixture of experts, one for each layer here: one for each
-    expert, or transposed; "": not known, hence refused. ``adapters``: vLLM computes with adapters
-    of its language model, under the checkpoint's names.
-    """
+    """The properties of a family of models that differ between families."""
 
     images: Literal["", "patches", "tiles"] = ""
+    """The form in which the model takes images; "": it takes none.
+
+    "patches": a grid of patches, one token for a square of them, with M-RoPE positions; "tiles":
+    squares of one size, each a separate grid, with the positions of text.
+    """
     processor: str = "Qwen2VLImageProcessorPil"
+    """transformers' class that turns images into pixels."""
     frames: int = 1
+    """The number of frames that an image counts as in the processor's limits.
+
+    With more than one the processor also enlarges sides below an image token's.
+    """
     around: tuple[str, ...] = ()
+    """The tokens that the processor, not the chat template, writes around an image's."""
     pooled: bool = False
+    """Whether image features enter only with the embeddings, and can be cached between turns."""
     packs: bool = True
+    """Whether a row can hold several trajectories."""
     experts: Literal["", "each", "transposed"] = ""
+    """The form of a mixture of experts in the checkpoint; "": unknown, hence refused.
+
+    Here it has one tensor for each layer, in the checkpoint one for each expert, or transposed.
+    """
     adapters: bool = False
+    """Whether vLLM computes with adapters of its language model, under the checkpoint's names."""
 
 
 OTHERS = ModelFamily()
@@ -81,7 +88,7 @@ def family(kind: str) -> ModelFamily:
 
 
 def experts(text: Mapping[str, Any]) -> int:
-    """How many a layer has, by the configuration of the language model; 0 for a dense one."""
+    """The experts of a layer by the language model's configuration; 0 for a dense model."""
     return max(int(text.get(name) or 0) for name in EXPERTS)
 
 
@@ -90,25 +97,27 @@ def unsupported(kind: str, vision: bool, text: Mapping[str, Any], quantised: boo
 
     ``text``: the configuration of its language model.
     """
-    known = family(kind)
+    model_family = family(kind)
     if quantised:
         return (
             "its weights are quantised, and cannot be trained. Name the model with weights in"
             " bfloat16 or float32"
         )
-    if (number := experts(text)) and not known.experts:
-        mixtures = ", ".join(sorted(name for name, one in FAMILIES.items() if one.experts))
+    number = experts(text)
+    if number and not model_family.experts:
+        mixtures = ", ".join(sorted(name for name, other in FAMILIES.items() if other.experts))
         return (
             f"{kind} is a mixture of {number} experts, one tensor here and many in its checkpoint:"
-            f" no weight sync sends them. Use a dense model{mixtures and ', or one of ' + mixtures}"
+            f" no weight sync sends them. Use a dense model, or one of {mixtures}"
         )
-    if vision and not known.images:
-        readers = ", ".join(sorted(name for name, one in FAMILIES.items() if one.images))
+    if vision and not model_family.images:
+        readers = ", ".join(sorted(name for name, other in FAMILIES.items() if other.images))
         return (
             f"images of {kind!r} models are not supported; use one of {readers}, or a text-only"
             " model"
         )
-    if known.packs and (layers := _mixing(text)):
+    layers = _mixing_layers(text)
+    if model_family.packs and layers:
         return (
             f"{kind} has layers of {layers}, which would carry one trajectory of a packed row into"
             " the next. Use a model whose layers are all full or sliding attention"
@@ -116,7 +125,7 @@ def unsupported(kind: str, vision: bool, text: Mapping[str, Any], quantised: boo
     return ""
 
 
-def _mixing(text: Mapping[str, Any]) -> str:
+def _mixing_layers(text: Mapping[str, Any]) -> str:
     """The layers, or their setting, that see beyond a trajectory's start; "" for none.
 
     Some configurations name no layers.
@@ -124,30 +133,31 @@ def _mixing(text: Mapping[str, Any]) -> str:
     layers = text.get("layer_types") or text.get("layers_block_type")
     if layers:
         return ", ".join(sorted({*layers} - ATTENDING))
-    return next(
-        (name for name, value in sorted(text.items()) if value and name.startswith(RECURRENT)), ""
-    )
+    settings = sorted(name for name, value in text.items() if value)
+    return next((name for name in settings if name.startswith(RECURRENT)), "")
 
 
 def positions(text: Mapping[str, Any]) -> int | None:
-    """How many tokens of a text the model has learned to distinguish, by the configuration of its
-    language model; None where it does not say. Rotary positions that are stretched
-    (``rope_scaling``) count with their factor.
+    """The number of tokens of a text whose positions the model has learned to distinguish.
+
+    ``text``: the configuration of its language model; None where it does not have the number.
+    Rotary positions that are stretched (``rope_scaling``) count with their factor.
     """
-    known = text.get("max_position_embeddings") or text.get("n_positions")
+    limit = text.get("max_position_embeddings") or text.get("n_positions")
+    if not limit:
+        return None
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
     factor = scaling.get("factor") if isinstance(scaling, Mapping) else None
-    if not known or not factor:
-        return int(known) if known else None
-    return max(
-        int(known), int(factor * int(scaling.get("original_max_position_embeddings") or known))
-    )
+    if not factor:
+        return int(limit)
+    original = int(scaling.get("original_max_position_embeddings") or limit)
+    return max(int(limit), int(factor * original))
 
 
 def learned_positions(names: Iterable[str]) -> bool:
-    """Whether a model with tensors of these names looks its language model's positions up in a
-    table, which ends.
-    """
-    return any(
-        LEARNED.search(name) and not any(part in f"{name}." for part in VISION) for name in names
-    )
+    """Whether the language model of these tensors looks its positions up in a table, which ends."""
+    return any(LEARNED.search(name) and not _is_of_vision_tower(name) for name in names)
+
+
+def _is_of_vision_tower(name: str) -> bool:
+    return any(part in f"{name}." for part in VISION)

@@ -1,5 +1,6 @@
-"""Where a model is: a local folder, or a commit of a model of the Hub; the same name may stand for
-another one tomorrow.
+"""Where a model is: a local folder, or a commit of a model of the Hub.
+
+The same name may stand for another commit tomorrow.
 """
 
 import hashlib
@@ -14,17 +15,23 @@ from pathlib import Path
 from rayloop.core.failures import ConfigError, counted
 
 WHOLE = 2**26
-"""Bytes up to which a file is hashed as a whole."""
-BLOCKS, BLOCK = 16, 2**16
-"""A larger one is hashed by its size and at so many places, so many bytes at each."""
+"""The most bytes of a file that is hashed as a whole."""
+BLOCKS = 16
+"""The number of places at which a larger file is hashed, besides its size."""
+BLOCK = 2**16
+"""Bytes that are hashed at each of these places."""
 HUB = 3.0
-"""Seconds within which the Hub must say which commit a name stands for; it is asked once."""
-HUB_NAME, COMMIT = re.compile(r"(?!.*\.\.)\w[\w.-]*/\w[\w.-]*"), re.compile(r"[0-9a-f]{40}")
+"""Seconds within which the Hub must answer which commit a name stands for; it is asked once."""
+HUB_NAME = re.compile(r"(?!.*\.\.)\w[\w.-]*/\w[\w.-]*")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
-"""The files of peft's adapters, which are no model."""
-TEXTS, WEIGHTS = ("*.json", "*.jinja", "*.txt", "tokenizer.model"), "*.safetensors"
-WHOLE_MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
-"""The file of all weights, or the one that says which file holds which."""
+"""The files of peft's adapters, which are not a model."""
+TEXTS = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
+WEIGHTS = "*.safetensors"
+WHOLE_MODEL = "model.safetensors"
+"""The file of all weights."""
+INDEX = "model.safetensors.index.json"
+"""The file that names the file of each tensor, where the weights are in several."""
 
 
 def hashed(files: Iterable[Path]) -> str:
@@ -48,26 +55,27 @@ def hashed(files: Iterable[Path]) -> str:
 
 
 def header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> sizes of the tensors of a safetensors file, from its JSON header, whose length its
-    first 8 bytes hold. Raises ConfigError for another file.
+    """Name -> shape of the tensors of a safetensors file, from its JSON header.
+
+    The first 8 bytes hold the header's length. Raises ConfigError for another file.
     """
     try:
         with open(file, "rb") as content:
             length = int.from_bytes(content.read(8), "little")
             # In another file these eight bytes can mean an exabyte.
-            found = json.loads(content.read(min(length, file.stat().st_size)))
+            tensors = json.loads(content.read(min(length, file.stat().st_size)))
     except ValueError as error:
         raise ConfigError(
-            f"model.path: {file} is no safetensors file; is it a pointer of git-lfs (git lfs pull)?"
+            f"model.path: {file} is not a safetensors file; is it a pointer of git-lfs (git lfs"
+            " pull)?"
         ) from error
-    return {
-        name: tuple(tensor["shape"]) for name, tensor in found.items() if name != "__metadata__"
-    }
+    tensors.pop("__metadata__", None)
+    return {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where a tensor of a model is, and its sizes."""
+    """The file and the shape of a model's tensor."""
 
     file: Path
     shape: tuple[int, ...]
@@ -77,63 +85,64 @@ class Stored:
 class Resolved:
     """Where a model's files are on this machine.
 
-    ``commit``: of a model of the Hub; None: ``folder`` is what the path names.
+    ``commit`` is that of a model of the Hub; None: the path names ``folder`` itself.
     """
 
     folder: Path
     commit: str | None = None
 
     def identity(self) -> dict[str, str]:
-        """Of a folder the hash of its files, of a Hub's model its commit, which stands for all of
-        its files.
-        """
-        return (
-            {"commit": self.commit}
-            if self.commit
-            else {"files": hashed(sorted(self.folder.iterdir()))}
-        )
+        """The hash of a folder's files, or a Hub model's commit, which identifies its files."""
+        if self.commit:
+            return {"commit": self.commit}
+        return {"files": hashed(sorted(self.folder.iterdir()))}
 
     @property
     def weights(self) -> list[Path]:
-        """The files of weights: those that the index names, else model.safetensors, else any;
-        repositories may hold two sets.
+        """The files of weights: those in the index, else model.safetensors, else any.
+
+        Repositories may hold two sets.
         """
-        whole = self.folder / WHOLE_MODEL
-        found = self._named() or ([whole] if whole.is_file() else self.folder.glob(WEIGHTS))
-        return sorted(file for file in found if file.is_file())
+        files: Iterable[Path] = self._indexed_files()
+        single_file = self.folder / WHOLE_MODEL
+        if not files:
+            files = [single_file] if single_file.is_file() else self.folder.glob(WEIGHTS)
+        return sorted(file for file in files if file.is_file())
 
     def stored(self) -> dict[str, Stored]:
-        """The model's tensors by name: those that the index names, or of ``model.safetensors``, or
-        of every file; what else lies in the folder is not the model's. Empty without safetensors.
-        Raises ConfigError for a tensor that is missing, or in two of the files.
+        """The model's tensors by name, of the files of ``weights``; empty without safetensors.
+
+        With an index only the tensors that it names are the model's. Raises ConfigError for a
+        tensor that is missing, or in two of the files.
         """
         places = self._index()
-        found: dict[str, Stored] = {}
+        tensors: dict[str, Stored] = {}
         for file in self.weights:
             for name, shape in header(file).items():
                 # Repositories hold further files, such as a
                 # second precision, that the index does not name.
                 if places and name not in places:
                     continue
-                if name in found:
+                if name in tensors:
                     raise ConfigError(
-                        f"{self.folder}: {name} is in {found[name].file.name} and in {file.name};"
+                        f"{self.folder}: {name} is in {tensors[name].file.name} and in {file.name};"
                         " remove one of them"
                     )
-                found[name] = Stored(file, shape)
-        missing = sorted(places.keys() - found.keys())
+                tensors[name] = Stored(file, shape)
+        missing = sorted(places.keys() - tensors.keys())
         if missing:
             where = f"{places[missing[0]].name}, as {INDEX} says"
             raise ConfigError(
                 f"{self.folder} lacks {counted(len(missing), 'tensor')} of the model, first"
                 f" {missing[0]} in {where}"
             )
-        return found
+        return tensors
 
     def refuse_two_models(self) -> None:
-        """Raises ConfigError for a folder of which programs load different weights."""
-        whole, named = self.folder / WHOLE_MODEL, self._named()
-        if named and whole.is_file() and whole not in named:
+        """Raises ConfigError for a folder from which programs load different weights."""
+        single_file = self.folder / WHOLE_MODEL
+        indexed = self._indexed_files()
+        if indexed and single_file.is_file() and single_file not in indexed:
             raise ConfigError(
                 f"{self.folder} holds two models, {WHOLE_MODEL} and the files that {INDEX} names,"
                 " and programs differ in which they load. Remove what is left over"
@@ -147,18 +156,15 @@ class Resolved:
 
     @property
     def whole(self) -> bool:
-        """Whether all weights are here."""
-        return bool(self.weights) and all(file.is_file() for file in self._named())
+        """Whether all weights are in the folder."""
+        return bool(self.weights) and all(file.is_file() for file in self._indexed_files())
 
-    def _named(self) -> set[Path]:
-        """The files that the index names; empty: there is no index."""
+    def _indexed_files(self) -> set[Path]:
+        """The files that the index names; empty without an index."""
         return {*self._index().values()}
 
     def _index(self) -> dict[str, Path]:
-        """The file of each tensor, as the index says; empty: there is no index.
-
-        Raises ConfigError.
-        """
+        """The file of each tensor by the index; empty without one. Raises ConfigError."""
         index = self.folder / INDEX
         if not index.is_file():
             return {}
@@ -167,21 +173,22 @@ class Resolved:
             return {name: self.folder / file for name, file in places.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"{index} is no index of weights ({type(error).__name__}: {error}). Download it"
+                f"{index} is not an index of weights ({type(error).__name__}: {error}). Download it"
                 " again"
             ) from error
 
 
 def are_adapters(folder: Path) -> bool:
-    """Whether the folder holds adapters as peft writes them, without the model that they are for."""
+    """Whether the folder holds peft's adapters without their model."""
     return (folder / ADAPTERS[0]).is_file() and not (folder / "config.json").is_file()
 
 
 def resolve(
     path: str, revision: str | None = None, *, weights: bool = False, key: str = "model.path"
 ) -> Resolved:
-    """The files of a model: a local folder, or a model of the Hub at ``revision`` (commit, tag,
-    branch; None: main), downloaded if the cache lacks it. Without an answer of the Hub the cached
+    """The files of a model: a local folder, or a model of the Hub, downloaded if necessary.
+
+    ``revision`` is a commit, a tag or a branch; None: main. Without an answer of the Hub the cached
     commit is taken. Raises ConfigError with ``key``, the path's.
     """
     if Path(path).is_dir():
@@ -199,34 +206,37 @@ def resolve(
         return Resolved(Path(path))
     if not HUB_NAME.fullmatch(path):
         raise ConfigError(f"{key}: {path} is no folder here, and no name on the Hub (owner/name)")
-    commit, why = _commit(path, revision)
+    commit, reason = _commit(path, revision)
     cached = _cached(path, commit or revision)
     if cached is not None and (cached.whole or not weights):
         return cached
-    if commit is None or why:
+    if commit is None or reason:
+        extent = "all of it" if weights else "it"
         raise ConfigError(
-            f"{key}: {path} is no folder here, the cache does not have {'all of ' * weights}it, and"
-            f" the Hub cannot be asked: {why}. On a machine that reaches it: hf download {path}"
+            f"{key}: {path} is no folder here, the cache does not have {extent}, and the Hub cannot"
+            f" be asked: {reason}. On a machine that reaches it: hf download {path}"
             f" --local-dir FOLDER, then {key}=FOLDER"
         )
     return Resolved(_downloaded(path, commit, weights, key), commit)
 
 
 def _commit(path: str, revision: str | None) -> tuple[str | None, str]:
-    """The commit that a name stands for, else None and why the Hub did not say it.
+    """The commit that a name stands for, else None and the reason why the Hub did not answer.
 
-    Raises ConfigError for what does not exist.
+    Raises ConfigError for a revision that does not exist.
     """
     from huggingface_hub import constants
 
     if revision is not None and COMMIT.fullmatch(revision):
         return revision, ""
-    return (None, "HF_HUB_OFFLINE is set") if constants.HF_HUB_OFFLINE else _asked(path, revision)
+    if constants.HF_HUB_OFFLINE:
+        return None, "HF_HUB_OFFLINE is set"
+    return _answer_of_hub(path, revision)
 
 
 @cache
-def _asked(path: str, revision: str | None) -> tuple[str | None, str]:
-    """Once per process, so that one start asks for one answer."""
+def _answer_of_hub(path: str, revision: str | None) -> tuple[str | None, str]:
+    """``_commit`` by the Hub, asked once per process, so that one start sees one answer."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -234,20 +244,20 @@ def _asked(path: str, revision: str | None) -> tuple[str | None, str]:
         RevisionNotFoundError,
     )
 
-    found: list[str | Exception] = []
+    answers: list[str | Exception] = []
 
     def ask() -> None:
         try:
-            found.append(HfApi().model_info(path, revision=revision, timeout=HUB).sha or "")
-        except (
-            Exception
-        ) as error:  # no network, no such model, no permission: its classes are many, and change
-            found.append(error)
+            answers.append(HfApi().model_info(path, revision=revision, timeout=HUB).sha or "")
+        # No network, no such model, no permission: the Hub has many classes, which change.
+        except Exception as error:
+            answers.append(error)
 
-    asking = threading.Thread(target=ask, daemon=True)  # looking up a name has no limit of its own
-    asking.start()
-    asking.join(HUB)
-    answer = found[0] if found else TimeoutError(f"no answer within {HUB:g} s")
+    # In a thread, since looking up the host's name has no limit.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(HUB)
+    answer = answers[0] if answers else TimeoutError(f"no answer within {HUB:g} s")
     if isinstance(answer, str):
         return answer, ""
     if isinstance(answer, RevisionNotFoundError):
@@ -256,15 +266,15 @@ def _asked(path: str, revision: str | None) -> tuple[str | None, str]:
         ) from answer
     # GatedRepoError derives from it, but means that the model exists.
     if isinstance(answer, RepositoryNotFoundError) and not isinstance(answer, GatedRepoError):
-        why = "the Hub has no such model, or shows it only with a token (hf auth login)"
-    else:
-        why = f"{type(answer).__name__}: {str(answer).splitlines()[0][:200] if str(answer) else ''}"
-    return None, why
+        return None, "the Hub has no such model, or shows it only with a token (hf auth login)"
+    first_line = str(answer).splitlines()[0] if str(answer) else ""
+    return None, f"{type(answer).__name__}: {first_line[:200]}"
 
 
 def _cached(path: str, revision: str | None) -> Resolved | None:
-    """The snapshot in the Hub's cache, if it has a configuration and a tokenizer; other programs
-    may have left a part.
+    """The snapshot in the Hub's cache, if it has a configuration and a tokenizer.
+
+    Other programs may have left a part of it.
     """
     from huggingface_hub import snapshot_download
 
@@ -288,7 +298,7 @@ def _downloaded(path: str, commit: str, weights: bool, key: str) -> Path:
         if weights:
             # The index names the files that count; a repository
             # may have the weights in several formats.
-            files = [file.name for file in Resolved(folder)._named()] or [WEIGHTS]
+            files = [file.name for file in Resolved(folder)._indexed_files()] or [WEIGHTS]
             snapshot_download(
                 path,
                 revision=commit,

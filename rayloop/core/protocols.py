@@ -1,7 +1,6 @@
-"""The seams.
+"""The interfaces of the replaceable parts.
 
-An implementation is named by a dotted path or a ``kind`` in the configuration; nothing is
-registered.
+The configuration names an implementation by a dotted path or a ``kind``; nothing is registered.
 """
 
 from collections.abc import Awaitable, Mapping, Sequence
@@ -28,7 +27,7 @@ Checksums: TypeAlias = Mapping[str, Checksum]
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """``version`` is what the engine serves, None before its first load.
+    """The load of an engine, and the ``version`` that it serves; None before its first load.
 
     ``running`` counts requests being decoded. ``cache`` is the share of the engine's cache of keys
     and values that is in use; None when it has none to run out of.
@@ -42,7 +41,7 @@ class EngineHealth:
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """One tensor of a weight sync: what the receiver must find.
+    """One tensor of a weight sync, as the receiver must find it.
 
     ``checksum``: by ``rayloop.transports.manifest``.
     """
@@ -55,7 +54,7 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a weight update consists of (docs/algorithm.md, section 10).
+    """The tensors of a weight update (docs/algorithm.md, section 10).
 
     Names are those of the Hugging Face checkpoint.
     """
@@ -82,9 +81,7 @@ class GenerationEngine(Protocol):
         """
 
     async def leave(self, cohort: str) -> None:
-        """A member of ``cohort`` ended its episode: the engine stops waiting for it (deterministic
-        mode).
-        """
+        """Stop waiting for a member of ``cohort`` that ended its episode (deterministic mode)."""
 
     async def pause(self) -> None:
         """Called before ``load``: no new batch starts; returns when no request is being decoded."""
@@ -103,18 +100,19 @@ class GenerationEngine(Protocol):
 
 
 class SleepingEngine(GenerationEngine, Protocol):
-    """One that shares its GPU with the policy in turns.
+    """An engine that shares its GPU with the policy in turns.
 
-    Both methods do nothing when it is so already.
+    Both methods do nothing when the engine is in that state already.
     """
 
     async def sleep(self, level: Level) -> None:
-        """Give the GPU's memory back, after ``pause``: the weights go to main memory, or with
-        level2 nowhere.
+        """Give the GPU's memory back, after ``pause``.
+
+        The weights go to main memory; with level2 they are dropped.
         """
 
     async def wake(self) -> None:
-        """Take it again.
+        """Take the GPU's memory again.
 
         After level2 the weights have any values, and no version, until ``load``.
         """
@@ -122,26 +120,26 @@ class SleepingEngine(GenerationEngine, Protocol):
 
 @runtime_checkable
 class ProfiledEngine(Protocol):
-    """One that computes with torch (``profile.steps``)."""
+    """An engine that computes with torch (``profile.steps``)."""
 
     async def profile(self, path: str | None) -> None:
-        """Begin a profile; with ``path``, end it and write it there as a Chrome trace
-        (``.json.gz``).
-        """
+        """Begin a profile; with ``path``, end it and write it as a Chrome trace (``.json.gz``)."""
 
 
 class StreamingEngine(GenerationEngine, Protocol):
-    """One whose own processes can receive a broadcast of weights."""
+    """An engine whose own processes can receive a broadcast of weights."""
 
     async def receive(self, version: Version, broadcast: bytes) -> None:
-        """As ``load``, in the place of it: ``broadcast`` has the pickled settings and the process
-        group of ``rayloop.transports.collective.BroadcastReceiver``. Raises BroadcastFailed, too.
+        """Replace the weights by a broadcast, in place of ``load``.
+
+        ``broadcast`` has the pickled settings and the process group of
+        ``rayloop.transports.collective.BroadcastReceiver``. Raises BroadcastFailed, too.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the policy sees next: chat messages (``reset``), or the parts of one message (``step``)."""
+    """The policy's next input: chat messages (``reset``), or the parts of a message (``step``)."""
 
     messages: tuple[Message, ...]
 
@@ -176,13 +174,13 @@ class Environment(Protocol):
     An attribute ``tools``, a sequence of Tool, is read after ``reset`` and given to the chat
     template; ``step`` carries out calls.
 
-    What the policy's action starts (a tool, a shell, a page) needs a deadline shorter than
+    A tool, shell or page that the policy's action starts needs a deadline shorter than
     ``episode.step_timeout``, for example ``rayloop.core.threads.call_within``. When it passes,
     ``step`` answers with an ``error``, or raises ToolDeadline: the episode ends as
     ``tool_deadline`` with the number of ``reward.on_error``. A method that misses its own timeout
     is the environment's failure: never a reward, played again elsewhere; after
     ``environment.attempts`` such episodes of a group the task is quarantined. PolicyFailure is the
-    policy's (``rayloop.core.failures.carrying_out`` makes it of what foreign code raises on a
+    policy's (``rayloop.core.failures.carrying_out`` raises it for exceptions of foreign code on a
     move), DataFailure the task's, and any other exception the environment's too.
     """
 
@@ -193,26 +191,25 @@ class Environment(Protocol):
         """Carry out the policy's turn, which is cut behind its stop string."""
 
     def evaluate(self) -> float | Awaitable[float | None] | None:
-        """The environment's own result of the finished episode, or None when only the reward source
-        judges.
-        """
+        """The environment's result of the finished episode; None: only the reward source judges."""
 
     def close(self) -> Awaitable[None] | None:
-        """Release what the episode holds. Called at its end, also after a failure."""
+        """Release the resources of the episode. Called at its end, also after a failure."""
 
 
 class LeadingEnvironment(Protocol):
-    """An environment that leads its episode: a program of its own asks the policy as an OpenAI
-    client. Its class says ``leads = True``; it is called on the actor's event loop. ``model`` is
-    the name under which its program asks for the policy. Where it has an ``on_error`` that is a
-    number, an AgentFailed after an answer ends the episode with that result.
-    ``rayloop.envs.harness:Harness`` is the shipped one.
+    """An environment that leads its episode: its own program asks the policy as an OpenAI client.
+
+    Its class has ``leads = True``; it is called on the actor's event loop. ``model`` is the name
+    under which its program asks for the policy. Where it has an ``on_error`` that is a number, an
+    AgentFailed after an answer ends the episode with that result. ``rayloop.envs.harness:Harness``
+    is the shipped one.
     """
 
     model: str
 
     async def reset(self, task: Task) -> Observation:
-        """Check that an episode could begin, for ``env check``; an episode does not begin with it."""
+        """Check that an episode could begin, for ``env check``; no episode begins with it."""
 
     async def lead(self, task: Task, address: Mapping[str, str]) -> float | None:
         """Run the program to its end, with ``address``: ``base_url``, ``api_key``, ``model``.
@@ -222,12 +219,12 @@ class LeadingEnvironment(Protocol):
         """
 
     def close(self) -> None:
-        """Last of all."""
+        """Release the environment's resources; no other method is called afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a tool answers: ``text``, then ``images``."""
+    """The answer of a tool: ``text``, then ``images``."""
 
     text: str = ""
     images: tuple[ImageSource, ...] = ()
@@ -246,7 +243,7 @@ class Tool(Protocol):
 
     @property
     def description(self) -> str:
-        """What it does, for the chat template."""
+        """A description of the tool, for the chat template."""
 
     @property
     def parameters(self) -> Mapping[str, Any]:
@@ -262,9 +259,9 @@ class Tool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """How a program ended: ``exit_code`` None: not by its deadline; 128 + a signal: by that.
+    """The end of a program: ``exit_code`` None: not by its deadline; 128 + a signal: by that.
 
-    ``truncated``: not all was kept.
+    ``truncated``: not all output was kept.
     """
 
     exit_code: int | None
@@ -274,19 +271,20 @@ class ProgramResult:
 
 
 class ProgramSandbox(Protocol):
-    """Runs programs that nobody trusts, in a folder of their own; calls block, and come from any
-    thread. What fails but the program is an InfrastructureFailure, also after ``close``; what is no
-    command, or no path of the folder, a ValueError.
+    """Runs untrusted programs in a separate folder; calls block, and come from any thread.
+
+    A failure of anything but the program is an InfrastructureFailure, also after ``close``; an
+    invalid command, or a path outside of the folder, is a ValueError.
     """
 
     def exec(self, command: Sequence[str], *, stdin: bytes = b"", timeout: float) -> ProgramResult:
         """Run ``command``, no shell, for at most ``timeout`` seconds.
 
-        Its files are there for the next one.
+        The next command sees its files.
         """
 
     def read(self, path: str) -> bytes:
-        """A file, by its path in the folder. Raises FileNotFoundError for what is none."""
+        """A file, by its path in the folder. Raises FileNotFoundError without such a file."""
 
     def write(self, path: str, content: bytes) -> None:
         """Make or replace a file, with the folders above it.
@@ -295,16 +293,16 @@ class ProgramSandbox(Protocol):
         """
 
     def close(self) -> None:
-        """Nothing of the programs is left. May be called again."""
+        """End the programs and remove their files. May be called again."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreContext:
-    """What a reward may depend on besides the trajectory.
+    """The inputs of a reward besides the trajectory.
 
     ``timeout``: seconds until scoring is given up (``reward.timeout``). ``transcript``: all text
-    after the prompt, with special tokens; None unless the source asks for it. ``trial``: a person
-    waits for the outcome (``try``), so an absent service is not waited for.
+    after the prompt, with special tokens; None unless the source asks for it. ``trial``: a user
+    waits for the outcome (``try``), so scoring does not wait for an absent service.
     """
 
     step: int
@@ -331,10 +329,11 @@ class RewardSource(Protocol):
 
 
 class GroupRewardSource(Protocol):
-    """Judges a group's trajectories together (``reward.per: group``) once its episodes have ended:
-    those that can be scored, in the order of their samples, with one outcome for each; an error
-    concerns all of them, as in ``RewardSource``. A single one (a held-out answer) is given to
-    ``score``, where the source has that.
+    """Judges a group's trajectories together (``reward.per: group``) once its episodes have ended.
+
+    It gets the ones that can be scored, in the order of their samples, and returns one outcome for
+    each; an error concerns all of them, as in ``RewardSource``. A single one (a held-out answer) is
+    given to ``score``, where the source has that.
     """
 
     def score_group(
@@ -351,10 +350,10 @@ class BoxReader(Protocol):
     """Boxes to draw over a task's first image (``report.boxes``). Both may be empty."""
 
     def true(self, truth: Any) -> Sequence[Box]:
-        """Of the ground truth, as JSON keeps it (a tuple is a list)."""
+        """The boxes of the ground truth, as JSON keeps it (a tuple is a list)."""
 
     def answered(self, text: str) -> Sequence[Box]:
-        """Of the last sampled turn's text, which may be anything."""
+        """The boxes in the last sampled turn's text, which may be any text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,9 +362,9 @@ class TrainItem:
 
     ``on_policy``: a replayed sample whose old log-probs are recomputed (weight 1). ``lag``: steps
     between its oldest weights and these. ``turns``: an advantage for each sampled turn, in place of
-    one for all. ``group_tokens``: sampled tokens of its group in the update. ``part_of`` and
-    ``trajectory_tokens``: of a sequence, the number and the sampled tokens of its trajectory in the
-    update; 0: its own.
+    one for all. ``group_tokens``: sampled tokens of its group in the update. For a sequence,
+    ``part_of`` and ``trajectory_tokens`` are the number and the sampled tokens of its trajectory in
+    the update; 0: the sequence is the trajectory.
     """
 
     trajectory: Trajectory

@@ -1,4 +1,4 @@
-"""Signals: handlers for the time of a block, and the record of what was asked."""
+"""Signals: handlers for the time of a block, and a record of the signals that arrived."""
 
 import os
 import signal
@@ -9,13 +9,14 @@ from typing import Any
 HANGUP: int = getattr(signal, "SIGHUP", 0)
 """A terminal was closed: the kernel and the shell each send one. Windows has none."""
 STOP = (signal.SIGTERM, signal.SIGINT, *([HANGUP] if HANGUP else []))
-"""What asks a process to end."""
+"""The signals that ask a process to end."""
 
 
 class StopSignals:
-    """Records the signals that arrive: ``first`` is the number of the first one, or None, and
-    ``again`` is true once another one has followed. It raises nothing, since the code that a signal
-    interrupts may swallow an exception.
+    """Records the signals that arrive.
+
+    ``first`` is the number of the first one, or None, and ``again`` is true once another one has
+    followed. It raises nothing, since the code that a signal interrupts may swallow an exception.
     """
 
     def __init__(self) -> None:
@@ -36,8 +37,9 @@ class StopSignals:
 
 
 def leave_terminal() -> None:
-    """When this process's terminal was closed, let what it still prints go nowhere: there each
-    write raises.
+    """Discard this process's further output when its terminal was closed.
+
+    Each write to a closed terminal raises.
     """
     for output in (1, 2):
         try:
@@ -49,14 +51,15 @@ def leave_terminal() -> None:
 
 @contextmanager
 def handling(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
-    """Let ``handler`` answer these signals within the block; the ones before come back.
+    """Let ``handler`` answer these signals within the block; then restore the former handlers.
 
-    SIGHUP stays ignored where it is: the process was started by nohup. Only in the main thread.
+    SIGHUP stays ignored where it is ignored: the process was started by nohup. Only in the main
+    thread.
     """
     numbers = tuple(n for n in numbers if n != HANGUP or signal.getsignal(n) != signal.SIG_IGN)
-    before = {number: signal.signal(number, handler) for number in numbers}
+    former = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, previous in before.items():
+        for number, previous in former.items():
             signal.signal(number, previous)

@@ -1,6 +1,7 @@
-"""Calls of foreign, blocking code with a deadline: in a daemon thread for each call, which neither
-exhausts a pool nor keeps the process from exiting, or (``CallLoop``) in one thread for all calls of
-an object and its coroutines.
+"""Calls of foreign, blocking code with a deadline.
+
+Each call has a daemon thread, which neither exhausts a pool nor keeps the process from exiting, or
+(``CallLoop``) one thread makes all calls of an object and its coroutines.
 """
 
 import asyncio
@@ -33,22 +34,23 @@ async def in_thread(function: Callable[..., Result], *args: object, timeout: flo
 def complete(coroutine: Coroutine[Any, Any, Result]) -> Result:
     """Run the coroutine to its end.
 
-    Where this thread runs an event loop already, as in a notebook, another thread runs it; what
-    interrupts this one cancels it.
+    Where this thread runs an event loop already, as in a notebook, another thread runs it; an
+    interrupt of this thread cancels it.
     """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(coroutine)
-    running = list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]]()
+    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
 
-    async def known() -> Result:
-        if (task := asyncio.current_task()) is not None:
+    async def registered() -> Result:
+        task = asyncio.current_task()
+        if task is not None:
             running.append((asyncio.get_running_loop(), task))
         return await coroutine
 
     with ThreadPoolExecutor(1, "rayloop-loop") as pool:
-        future = pool.submit(asyncio.run, known())
+        future = pool.submit(asyncio.run, registered())
         try:
             return future.result()
         except KeyboardInterrupt:
@@ -61,7 +63,7 @@ def complete(coroutine: Coroutine[Any, Any, Result]) -> Result:
 def call_within(
     timeout: float, function: Callable[..., Result], /, *args: object, **options: object
 ) -> Result:
-    """Run ``function`` in a thread, waited for by this one for at most ``timeout`` seconds.
+    """Run ``function`` in another thread, and wait for at most ``timeout`` seconds.
 
     Raises as ``in_thread``.
     """
@@ -74,8 +76,9 @@ def call_within(
 
 
 HUNG = 8
-"""Calls that may hang in one actor before it is replaced, which counts against no budget: each
-holds its memory, and may spin.
+"""Calls that may hang in one actor before it is replaced: each holds memory, and may spin.
+
+The replacement counts against no budget.
 """
 _abandoned: set[threading.Thread] = set()
 
@@ -97,7 +100,7 @@ def start(work: Callable[[], None]) -> threading.Thread:
 
 
 def asked() -> Future[Any]:
-    """An answer that a thread will give: who waits for it can give up, not cancel."""
+    """An answer that a thread will give; a waiter can give up, but not cancel it."""
     answer: Future[Any] = Future()
     # A future in this state cannot be cancelled, so that ``settle`` never finds it cancelled.
     answer.set_running_or_notify_cancel()
@@ -105,7 +108,7 @@ def asked() -> Future[Any]:
 
 
 def settle(answer: Future[Any], work: Callable[[], Any]) -> None:
-    """Give ``answer`` what ``contained(work)`` returns or raises, here and now."""
+    """Run ``contained(work)`` in this thread, and give its result or exception to ``answer``."""
     try:
         answer.set_result(contained(work))
     except Exception as error:
@@ -113,8 +116,9 @@ def settle(answer: Future[Any], work: Callable[[], Any]) -> None:
 
 
 def contained(work: Callable[[], Result]) -> Result:
-    """What ``work()`` returns or raises; an exception that is no ``Exception`` (SystemExit), and
-    StopIteration, as RuntimeError.
+    """The result of ``work()``, or its exception.
+
+    StopIteration, and an exception that is not an ``Exception`` (SystemExit), become RuntimeError.
     """
     try:
         return work()
@@ -135,10 +139,10 @@ async def within(timeout: float, answer: Future[Any], thread: threading.Thread) 
         return answer.result()
     future = asyncio.wrap_future(answer)
     try:
-        done, _ = await asyncio.wait({future}, timeout=timeout)
+        finished, _ = await asyncio.wait({future}, timeout=timeout)
     finally:
-        future.cancel()  # nobody waits any more, or nothing is left to cancel
-    if not done:
+        future.cancel()  # it has no effect on a future that is done
+    if not finished:
         raise _given_up(thread, timeout)
     return future.result()
 
@@ -152,8 +156,9 @@ _Call = tuple[Future[Any], Callable[[], Any]]
 
 
 class CallLoop:
-    """Carries out the calls that other threads ``put`` in the thread that is in ``run``, one by
-    one. Coroutines run on one event loop, which goes on between calls; plain functions are never
+    """Makes the calls that other threads ``put`` one by one, in the thread that is in ``run``.
+
+    Coroutines run on one event loop, which continues between calls; plain functions are never
     called while it runs (Playwright refuses that).
     """
 
@@ -163,35 +168,40 @@ class CallLoop:
         self._filled = asyncio.Event()
 
     def put(self, function: Callable[[], Any]) -> Future[Any]:
-        """Returns at once; the future gets what ``function`` returns or raises, as of
-        ``in_thread``.
-        """
+        """Return a future at once, which gets the result or exception as of ``in_thread``."""
         answer = asked()
         self._enqueue((answer, function))
         return answer
 
     def stop(self) -> None:
-        """``run`` returns when it has carried out what was put before."""
+        """Let ``run`` return after the calls that were put before."""
         self._enqueue(None)
 
     def run(self) -> None:
-        """Carry out calls until ``stop``; then what is left on the event loop is cancelled.
+        """Make calls until ``stop``; then cancel the tasks on the event loop.
 
         May be called again.
         """
         try:
-            while (call := self._next()) is not None:
+            while True:
+                call = self._next()
+                if call is None:
+                    return
                 self._carry_out(*call)
-                del call  # what it returned belongs to who asked
+                # Else the result would live here until the next call, however long that takes.
+                del call
         finally:
-            runner, self._runner = self._runner, None
+            runner = self._runner
+            self._runner = None
             if runner is not None:
                 runner.close()
 
     def _enqueue(self, call: _Call | None) -> None:
         self._calls.put(call)
-        if (runner := self._runner) is not None:
-            with suppress(RuntimeError):  # it is closed: nobody will look
+        # Read once: ``run`` may set it to None in its thread.
+        runner = self._runner
+        if runner is not None:
+            with suppress(RuntimeError):  # it is closed, and nobody waits for the event
                 runner.get_loop().call_soon_threadsafe(self._filled.set)
 
     def _next(self) -> _Call | None:
@@ -215,31 +225,33 @@ class CallLoop:
             return result
         if self._runner is None:
             runner = asyncio.Runner()
-            runner.get_loop()  # made here, before another thread asks for it
-            self._filled, self._runner = asyncio.Event(), runner
+            # The loop is created here, before another thread gets it.
+            runner.get_loop()
+            self._filled = asyncio.Event()
+            self._runner = runner
         return self._runner.run(_awaited(result))
 
 
 class OwnerThread:
-    """A daemon thread that carries out calls until ``end``."""
+    """A daemon thread that makes calls until ``end``."""
 
     def __init__(self) -> None:
         self._calls = CallLoop()
         self._thread = start(self._calls.run)
 
     async def call(self, function: Callable[..., Any], *args: object, timeout: float) -> Any:
-        """``function(*args)``, awaited too when that is a coroutine.
+        """The result of ``function(*args)``, awaited when it is a coroutine.
 
         Raises as ``in_thread`` does.
         """
         return await within(timeout, self._calls.put(lambda: function(*args)), self._thread)
 
     def put(self, function: Callable[[], Any]) -> None:
-        """Called when all that was asked for before has returned, if ever; nobody waits for it."""
+        """Call a function after all earlier calls, if they return; nobody waits for it."""
         self._calls.put(function)
 
     def end(self) -> None:
-        """The thread ends when all that was asked for before has returned."""
+        """End the thread after all earlier calls have returned."""
         self._calls.stop()
 
 
@@ -257,16 +269,14 @@ PLUMBING = (
     "actors/reward.py",
     "cluster/stages/trial.py",
 )
-"""Files whose frames stand above a person's own code in a traceback, and say nothing about it."""
+"""Files whose frames precede the user's code in a traceback, and say nothing about it."""
 _FRAMES = re.compile(
     rf'^  File "[^"]*({"|".join(map(re.escape, PLUMBING))})".*\n(    .*\n)*', re.MULTILINE
 )
 
 
 def own_frames(error: BaseException) -> str:
-    """The traceback without the frames of what called a person's code, and without what was being
-    handled meanwhile.
-    """
+    """The traceback without the frames that called the user's code, and without earlier errors."""
     return _FRAMES.sub("", "".join(traceback.format_exception(error, chain=False)).rstrip())
 
 
@@ -287,7 +297,9 @@ class Cache(Generic[K, V]):
         in_use: Callable[[K], bool] = lambda key: False,
     ) -> None:
         self.used = 0
-        self._limit, self._size, self._in_use = limit, size, in_use
+        self._limit = limit
+        self._size = size
+        self._in_use = in_use
         self._values: OrderedDict[K, V] = OrderedDict()
         self._making: dict[K, Future[V]] = {}
         self._lock = threading.Lock()
@@ -296,48 +308,50 @@ class Cache(Generic[K, V]):
         return len(self._values)
 
     def get(self, key: K) -> V | None:
-        """The value, which then is the most recently used one; None when there is none (any more)."""
+        """The value, which becomes the most recently used one; None when it is missing."""
         with self._lock:
-            if (value := self._values.get(key)) is not None:
+            value = self._values.get(key)
+            if value is not None:
                 self._values.move_to_end(key)
             return value
 
     def put(self, key: K, value: V) -> None:
         """Keep a value, in the place of an earlier one of this key.
 
-        One that is larger than the limit is not kept.
+        A value that is larger than the limit is not kept.
         """
         with self._lock:
-            if (old := self._values.pop(key, None)) is not None:
-                self.used -= self._size(old)
+            former = self._values.pop(key, None)
+            if former is not None:
+                self.used -= self._size(former)
             self._values[key] = value
             self.used += self._size(value)
             self._shrink()
 
     def shrink(self) -> None:
-        """Back to the limit: keys may have been in use when something was put, and are no more."""
+        """Shrink to the limit, without the keys that were in use at the last ``put``."""
         with self._lock:
             self._shrink()
 
     def clear(self) -> None:
-        """Forget everything; what is being made is kept once it is there."""
+        """Forget all values; a value that is being made is kept afterwards."""
         with self._lock:
             self._values.clear()
             self.used = 0
 
     def made(self, key: K, make: Callable[[], V]) -> V:
-        """The value, made now if there is none; threads that ask meanwhile wait for it.
+        """The value, made now if it is missing; other threads that want it wait.
 
-        Raises what ``make`` raises.
+        Raises the exception of ``make``.
         """
-        if (value := self.get(key)) is not None:
+        value = self.get(key)
+        if value is not None:
             return value
         with self._lock:
-            # One thread makes the value; the lock is not
-            # held meanwhile, since making may take seconds.
-            ours = key not in self._making
+            # One thread makes the value, without the lock, since making may take seconds.
+            is_maker = key not in self._making
             answer = self._making.setdefault(key, Future())
-        if ours:
+        if is_maker:
             try:
                 value = make()
                 self.put(key, value)
@@ -345,18 +359,18 @@ class Cache(Generic[K, V]):
             except BaseException as error:
                 answer.set_exception(error)
             finally:
-                # It is removed in any case, so that the next caller tries a failure again.
+                # It is removed in any case, so that the next caller retries after a failure.
                 del self._making[key]
         return answer.result()
 
     def _shrink(self) -> None:
-        gone = []
+        evicted = []
         for key, value in self._values.items():
             if self.used <= self._limit:
                 break
             if not self._in_use(key):
-                gone.append(key)
+                evicted.append(key)
                 self.used -= self._size(value)
         # They are collected first: a dictionary must not change while it is iterated.
-        for key in gone:
+        for key in evicted:
             del self._values[key]

@@ -1,10 +1,11 @@
-"""Traces: conversations of loops outside of rayloop as aligned arrays, one branch each, that become
-trajectories.
+"""Traces: conversations of external loops as aligned arrays that become trajectories.
+
+Each trace is one branch of a conversation.
 """
 
 import base64
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Self
@@ -32,7 +33,9 @@ FINISHES = {
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """``token_ids`` [T]; ``sampled_mask`` [T]; ``logprobs`` [T] (natural log), or of the sampled
+    """One branch of a conversation, as aligned arrays.
+
+    ``token_ids`` [T]; ``sampled_mask`` [T]; ``logprobs`` [T] (natural log), or of the sampled
     tokens only. ``versions`` and ``finishes`` belong to the runs of sampled tokens, ``images`` to
     the image tokens, in order.
     """
@@ -58,23 +61,30 @@ class Trace:
 
     @classmethod
     def of(cls, turns: Sequence[Turn], image_bytes: Mapping[str, bytes]) -> Self:
-        """Of turns as an episode has them, at least one of them sampled."""
-        tokens = tuple(token for turn in turns for token in turn.token_ids)
+        """The trace of an episode's turns, at least one of which is sampled."""
+        tokens: list[int] = []
+        mask: list[bool] = []
+        logprobs: list[float] = []
+        images: list[ImageRef] = []
+        for turn in turns:
+            size = len(turn.token_ids)
+            tokens += turn.token_ids
+            mask += [turn.sampled] * size
+            logprobs += turn.logprobs or [0.0] * size
+            images += turn.images
         sampled = [turn for turn in turns if turn.sampled]
         return cls(
-            tokens,
-            tuple(turn.sampled for turn in turns for _ in turn.token_ids),
-            tuple(
-                value for turn in turns for value in turn.logprobs or (0.0,) * len(turn.token_ids)
-            ),
+            tuple(tokens),
+            tuple(mask),
+            tuple(logprobs),
             tuple(turn.version for turn in sampled if turn.version is not None),
             tuple(turn.finish for turn in sampled if turn.finish is not None),
-            tuple(image for turn in turns for image in turn.images),
+            tuple(images),
             dict(image_bytes),
         )
 
     def json(self) -> dict[str, Any]:
-        """As plain data: versions as ``lineage.step``, images with their bytes in base64."""
+        """Plain data: versions as ``lineage.step``, images with their bytes in base64."""
         return {
             "token_ids": list(self.token_ids),
             "sampled_mask": list(self.sampled_mask),
@@ -86,16 +96,17 @@ class Trace:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], version: Version | None = None) -> Self:
-        """``version``: of all its sampled tokens where the data name none, as verifiers' do.
+        """The trace of plain data. Raises DataFailure.
 
-        Raises DataFailure.
+        ``version`` belongs to all sampled tokens where the data name none, as verifiers' do.
         """
         try:
-            runs = sum(1 for sampled, _ in groupby(data["sampled_mask"]) if sampled)
-            versions = (
-                data["versions"] if version is None or "versions" in data else [str(version)] * runs
-            )
-            images = [(_ref(one), one.get("data")) for one in data.get("images", ())]
+            if version is None or "versions" in data:
+                versions = data["versions"]
+            else:
+                runs = sum(1 for sampled, _ in groupby(data["sampled_mask"]) if sampled)
+                versions = [str(version)] * runs
+            images = [(_ref(image), image.get("data")) for image in data.get("images", ())]
             return cls(
                 tuple(map(int, data["token_ids"])),
                 tuple(map(bool, data["sampled_mask"])),
@@ -126,26 +137,30 @@ class Trace:
         """
         logprobs = self._checked()
         turns: list[Turn] = []
-        images, at, run = iter(self.images), 0, 0
+        images = iter(self.images)
+        start = 0
+        run = 0
         for sampled, part in groupby(self.sampled_mask):
-            size = len(list(part))
-            tokens = self.token_ids[at : at + size]
+            end = start + len(list(part))
+            tokens = self.token_ids[start:end]
             if sampled:
                 finish = self.finishes[run] if self.finishes else FinishReason.END_TOKEN
                 turn = Turn(
                     "assistant",
                     tokens,
-                    logprobs=tuple(logprobs[at : at + size]),
+                    logprobs=tuple(logprobs[start:end]),
                     version=self.versions[run],
                     finish=finish,
                 )
                 run += 1
             else:
-                turn = Turn("user" if at else "prompt", tokens, _shown(tokens, image_token, images))
+                role = "user" if start else "prompt"
+                turn = Turn(role, tokens, _next_images(tokens, image_token, images))
             turns.append(turn)
-            at += size
-        if left := list(images):
-            raise DataFailure("trace", f"{len(left)} images have no image tokens; give image_token")
+            start = end
+        rest = list(images)
+        if rest:
+            raise DataFailure("trace", f"{len(rest)} images have no image tokens; give image_token")
         return Trajectory(
             id,
             attempt,
@@ -160,39 +175,36 @@ class Trace:
 
     def _checked(self) -> list[float]:
         """The log-probs of all tokens, 0 where not sampled. Raises DataFailure."""
-        tokens, sampled = len(self.token_ids), sum(self.sampled_mask)
+        tokens = len(self.token_ids)
+        sampled = sum(self.sampled_mask)
         runs = sum(is_sampled for is_sampled, _ in groupby(self.sampled_mask))
         if len(self.sampled_mask) != tokens or len(self.logprobs) not in (tokens, sampled):
-            sizes = (
-                f"{tokens} tokens, {len(self.sampled_mask)} of a mask, {len(self.logprobs)}"
-                " log-probs"
+            raise DataFailure(
+                "trace",
+                f"its arrays differ in length: {tokens} tokens, {len(self.sampled_mask)} of a mask,"
+                f" {len(self.logprobs)} log-probs",
             )
-            raise DataFailure("trace", f"its arrays differ in length: {sizes}")
         if not sampled or self.sampled_mask[0]:
             raise DataFailure(
                 "trace",
                 "it begins with a sampled token, or has none: there is no prompt, or no answer",
             )
         if len(self.versions) != runs or len(self.finishes) not in (0, runs):
-            counts = (
-                f"{runs} sampled turns, {len(self.versions)} versions, {len(self.finishes)} finish"
-                " reasons"
+            raise DataFailure(
+                "trace",
+                f"these differ in number: {runs} sampled turns, {len(self.versions)} versions,"
+                f" {len(self.finishes)} finish reasons",
             )
-            raise DataFailure("trace", f"these differ in number: {counts}")
-        found = iter(self.logprobs)
-        every = len(self.logprobs) == tokens
-        values = [next(found) if every or is_sampled else 0.0 for is_sampled in self.sampled_mask]
-        wrong = [
-            v
-            for v, s in zip(values, self.sampled_mask, strict=True)
-            if s and not -math.inf < v <= 1e-6
-        ]
-        if wrong:
-            raise DataFailure("trace", f"{wrong[0]} is no log-prob of a token that was sampled")
-        return [
-            value if is_sampled else 0.0
-            for value, is_sampled in zip(values, self.sampled_mask, strict=True)
-        ]
+        has_all = len(self.logprobs) == tokens
+        logprobs = iter(self.logprobs)
+        values: list[float] = []
+        for is_sampled in self.sampled_mask:
+            value = next(logprobs) if has_all or is_sampled else 0.0
+            values.append(value if is_sampled else 0.0)
+            # Rounding may put the log-prob of a certain token a little above 0.
+            if is_sampled and not -math.inf < value <= 1e-6:
+                raise DataFailure("trace", f"{value} is not a log-prob of a sampled token")
+        return values
 
 
 def branches(answers: Iterable[Mapping[str, Any]]) -> list[Trace]:
@@ -201,45 +213,54 @@ def branches(answers: Iterable[Mapping[str, Any]]) -> list[Trace]:
     An answer whose prompt begins with all tokens of an earlier one continues it; others begin a
     branch. Raises DataFailure.
     """
-    ends: list[tuple[Trace, bool]] = []  # and whether another one continues it
+    traces: list[Trace] = []
+    continued: set[int] = set()
     for answer in answers:
         try:
             prompt = tuple(answer["prompt_token_ids"])
             choices = [_choice(choice) for choice in answer["choices"]]
-            images = [
-                (_ref(one), one.get("data")) for one in answer.get("rayloop", {}).get("images", ())
-            ]
+            entries = answer.get("rayloop", {}).get("images", ())
+            images = [(_ref(entry), entry.get("data")) for entry in entries]
         except (KeyError, TypeError, ValueError) as error:
             raise DataFailure(
                 "chat completion", f"lacks {error}; ask with logprobs and return_token_ids"
             ) from error
-        number = max(
-            (i for i, (end, _) in enumerate(ends) if prompt[: len(end.token_ids)] == end.token_ids),
-            key=lambda i: len(ends[i][0].token_ids),
-            default=None,
-        )
-        if number is None:
-            begun = _given(prompt)
+        place = _longest_beginning(traces, prompt)
+        if place is None:
+            trace = _context(prompt)
         else:
-            earlier, _ = ends[number]
-            ends[number] = earlier, True
-            begun = earlier + _given(prompt[len(earlier.token_ids) :])
-        kept = {ref.sha256: base64.b64decode(data) for ref, data in images if data}
-        begun = replace(
-            begun, images=tuple(ref for ref, _ in images), image_bytes={**begun.image_bytes, **kept}
+            continued.add(place)
+            earlier = traces[place]
+            trace = earlier + _context(prompt[len(earlier.token_ids) :])
+        new_bytes = {ref.sha256: base64.b64decode(data) for ref, data in images if data}
+        trace = replace(
+            trace,
+            images=tuple(ref for ref, _ in images),
+            image_bytes={**trace.image_bytes, **new_bytes},
         )
-        ends += [(begun + choice, False) for choice in choices]
-    return [end for end, continued in ends if not continued]
+        traces += [trace + choice for choice in choices]
+    return [trace for place, trace in enumerate(traces) if place not in continued]
+
+
+def _longest_beginning(traces: Sequence[Trace], prompt: TokenIds) -> int | None:
+    """The place of the longest trace with which a prompt begins; None without one."""
+    best: int | None = None
+    for place, trace in enumerate(traces):
+        size = len(trace.token_ids)
+        is_longest = best is None or size > len(traces[best].token_ids)
+        if is_longest and prompt[:size] == trace.token_ids:
+            best = place
+    return best
 
 
 def version_of(text: str) -> Version:
-    """Of ``lineage.step``. Raises ValueError."""
+    """The version that ``lineage.step`` names. Raises ValueError."""
     lineage, _, step = text.partition(".")
     return Version(int(lineage), int(step))
 
 
 def _choice(choice: Mapping[str, Any]) -> Trace:
-    """The sampled tokens alone. Raises KeyError, TypeError, ValueError."""
+    """A trace of the sampled tokens only. Raises KeyError, TypeError, ValueError."""
     finish = FINISHES[choice["finish_reason"]]
     if choice.get("stop_reason") is not None:
         finish = FinishReason.STOP_STRING
@@ -250,7 +271,7 @@ def _choice(choice: Mapping[str, Any]) -> Trace:
     )
 
 
-def _given(tokens: TokenIds) -> Trace:
+def _context(tokens: TokenIds) -> Trace:
     """Tokens that were not sampled."""
     return Trace(tokens, (False,) * len(tokens), (0.0,) * len(tokens), ())
 
@@ -267,7 +288,10 @@ def image_json(image: ImageRef) -> dict[str, Any]:
 
 
 def _image(image: ImageRef, data: bytes | None) -> dict[str, Any]:
-    return image_json(image) | ({} if data is None else {"data": base64.b64encode(data).decode()})
+    result = image_json(image)
+    if data is not None:
+        result["data"] = base64.b64encode(data).decode()
+    return result
 
 
 def _ref(data: Mapping[str, Any]) -> ImageRef:
@@ -277,19 +301,25 @@ def _ref(data: Mapping[str, Any]) -> ImageRef:
     )
 
 
-def _shown(tokens: TokenIds, image_token: int | None, images: Any) -> tuple[ImageRef, ...]:
+def _next_images(
+    tokens: TokenIds, image_token: int | None, images: Iterator[ImageRef]
+) -> tuple[ImageRef, ...]:
     """The next images, for as many image tokens as there are.
 
     Raises DataFailure when their numbers do not agree.
     """
     if image_token is None:
         return ()
-    there, found = tokens.count(image_token), list[ImageRef]()
-    while there > 0 and (image := next(images, None)) is not None:
-        found.append(image)
-        there -= image.tokens
-    if there:
+    remaining = tokens.count(image_token)
+    result: list[ImageRef] = []
+    while remaining > 0:
+        image = next(images, None)
+        if image is None:
+            break
+        result.append(image)
+        remaining -= image.tokens
+    if remaining:
         raise DataFailure(
-            "trace", f"its image tokens are not those of its images: {there} are left over"
+            "trace", f"its image tokens are not those of its images: {remaining} are left over"
         )
-    return tuple(found)
+    return tuple(result)

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
@@ -33,9 +33,7 @@ class EndReason(StrEnum):
 
 
 UNGRADED = (EndReason.TOOL_DEADLINE, EndReason.POLICY_FAILURE)
-"""Ends of episodes that the policy broke: they have the failing value, and neither the environment
-nor a grader is asked.
-"""
+"""Ends that the policy broke: the failing value, without asking environment or grader."""
 
 
 class FinishReason(StrEnum):
@@ -103,7 +101,7 @@ class Message:
 
     @property
     def images(self) -> list[ImageSource]:
-        """Those among its parts."""
+        """The images among its parts."""
         return [part for part in self.parts if isinstance(part, ImageSource)]
 
 
@@ -114,7 +112,7 @@ class Task:
     ``source`` names the data source (metrics are split by it); ``extra`` is passed through.
     ``environment``: the kind to play it in, one of ``environment.kinds``; empty for the one of
     ``environment.episode``. ``tools``: schemas in OpenAI's form that the chat template shows where
-    the environment has no tools of its own.
+    the environment has no tools itself.
     """
 
     id: str
@@ -128,15 +126,16 @@ class Task:
     @property
     def images(self) -> list[ImageSource]:
         """The images that its messages show, in reading order."""
-        return [image for message in self.messages for image in message.images]
+        return list(chain.from_iterable(message.images for message in self.messages))
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The policy samples ``log_softmax(mask(logits) / temperature)`` (docs/algorithm.md, section
-    1). The mask removes ``banned_tokens``, and ``end_tokens`` from a turn's first ``min_tokens``;
-    of the others it keeps the ``top_k`` likeliest (``MOST_KEPT`` when only ``top_p`` is given), and
-    of these the fewest likeliest whose probabilities, at the temperature, reach ``top_p``.
+    """The policy samples ``log_softmax(mask(logits) / temperature)`` (docs/algorithm.md, 1).
+
+    The mask removes ``banned_tokens``, and ``end_tokens`` from a turn's first ``min_tokens``; of
+    the others it keeps the ``top_k`` likeliest (``MOST_KEPT`` when only ``top_p`` is given), and of
+    these the fewest likeliest whose probabilities, at the temperature, reach ``top_p``.
     ``temperature`` 0: greedy, log-probs at 1, nothing else is removed.
     """
 
@@ -166,8 +165,9 @@ class PromptImage:
 
 @dataclass(frozen=True, slots=True)
 class Cohort:
-    """Requests that must be decoded as one batch (``rollout.deterministic``): the engine waits for
-    ``size`` of ``key``.
+    """Requests that must be decoded as one batch (``rollout.deterministic``).
+
+    The engine waits for ``size`` requests with the same ``key``.
     """
 
     key: str
@@ -190,8 +190,9 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ImagesSent:
-    """Images that went to engines with requests: how many, their ``bytes``, and how many of them
-    because they were forgotten.
+    """Images that went to engines with requests.
+
+    ``bytes`` is their size; ``again`` is the number of images that an engine had forgotten.
     """
 
     images: int = 0
@@ -206,9 +207,11 @@ class ImagesSent:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sampled turn: ``token_ids`` [N], ``logprobs`` [N] (natural log, of the sampled token),
-    and whose weights. ``kept`` [N] with a ``Sampling`` that keeps some tokens only. ``times``: when
-    it was asked for and when it came, unix seconds.
+    """One sampled turn, with the version of the weights that sampled it.
+
+    ``token_ids`` [N]; ``logprobs`` [N] (natural log, of the sampled token); ``kept`` [N] with a
+    ``Sampling`` that keeps some tokens only. ``times``: when it was requested and when it arrived,
+    unix seconds.
     """
 
     token_ids: TokenIds
@@ -220,7 +223,7 @@ class Completion:
 
     @property
     def turn(self) -> "Turn":
-        """As the policy's turn in an episode."""
+        """The completion as the policy's turn in an episode."""
         return Turn(
             "assistant",
             self.token_ids,
@@ -237,9 +240,9 @@ class Turn:
     """A run of tokens: sampled by the policy (``logprobs`` set) or context.
 
     ``restart``: nothing before it is seen from here on. ``executed``: whether the environment
-    carried out a sampled turn's action; None: unknown, or an answer. ``reward``: what the
-    environment paid for a sampled turn (``StepResult.reward``). ``times``: those of the completion,
-    then when the environment had answered; of a prompt, when it was begun and made.
+    carried out a sampled turn's action; None: unknown, or an answer. ``reward``: the environment's
+    reward for a sampled turn (``StepResult.reward``). ``times``: the completion's, then when the
+    environment had answered; for a prompt, when its rendering began and ended.
     """
 
     role: str
@@ -293,9 +296,11 @@ class RolloutRequest:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """The weights that a trajectory's tokens have in the losses that an update sums: policy
-    gradient (``rl``), KL to the reference (``ref_kl``, which regularises or distils) and supervised
-    (``ce``). Each is averaged over the tokens whose weight is not 0.
+    """The weights that a trajectory's tokens have in the losses that an update sums.
+
+    The losses are the policy gradient (``rl``), the KL to the reference (``ref_kl``, which
+    regularises or distils) and the supervised loss (``ce``). Each is averaged over the tokens with
+    a weight other than 0.
     """
 
     rl: float = 1.0
@@ -309,9 +314,11 @@ STREAMS = Streams()
 
 @dataclass(frozen=True, slots=True)
 class FlatTrajectory:
-    """A trajectory as arrays of length T: token_ids int64; loss_mask bool, True = sampled by the
-    policy; behaviour_logprobs float32, 0 where not sampled; turn_position int32, index within the
-    sampled turn, -1 elsewhere. ``kept``: of the sampled tokens; None when some turn has none.
+    """A trajectory as arrays of length T.
+
+    token_ids int64; loss_mask bool, True = sampled by the policy; behaviour_logprobs float32, 0
+    where not sampled; turn_position int32, index within the sampled turn, -1 elsewhere. ``kept``
+    belongs to the sampled tokens; None when some turn has none.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -338,12 +345,12 @@ class Trajectory:
     env_result: float | None = None
     image_bytes: Mapping[str, bytes] = field(default_factory=dict)
     order: tuple[int, ...] = ()
-    """The sampled turns, by their places, in the order of time. Empty: as they stand."""
+    """The places of the sampled turns in the order of time; empty: the order of ``turns``."""
 
     @property
     def images(self) -> tuple[ImageRef, ...]:
         """The images of all turns, in their order."""
-        return tuple(image for turn in self.turns for image in turn.images)
+        return tuple(chain.from_iterable(turn.images for turn in self.turns))
 
     @property
     def sampled_turns(self) -> tuple[Turn, ...]:
@@ -352,46 +359,43 @@ class Trajectory:
 
     @property
     def sampled_tokens(self) -> int:
-        """How many tokens the policy wrote."""
+        """The number of tokens that the policy wrote."""
         return sum(len(turn.token_ids) for turn in self.sampled_turns)
 
     @property
     def segments(self) -> tuple[Self, ...]:
-        """Its parts between restarts, in order: the sequences that the engine saw and that are
-        trained. The context of a restart repeats earlier tokens; each sampled token is trained
-        once.
+        """The parts between restarts, in order: the sequences that the engine saw and are trained.
+
+        The context of a restart repeats earlier tokens; each sampled token is trained once.
         """
-        starts = [
-            0,
-            *(i for i, turn in enumerate(self.turns) if i and turn.restart),
-            len(self.turns),
-        ]
-        if len(starts) == 2:
+        restarts = [place for place, turn in enumerate(self.turns) if place and turn.restart]
+        bounds = pairwise([0, *restarts, len(self.turns)])
+        if not restarts:
             return (self,)
-        return tuple(replace(self, turns=self.turns[start:end]) for start, end in pairwise(starts))
+        return tuple(replace(self, turns=self.turns[start:end]) for start, end in bounds)
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The anchor state (GiGPO, arXiv:2505.10978) of each sampled turn: 16 hex digits of BLAKE2b
-        over the images and tokens that came after the sampled turn before (for the first: of the
-        prompt). Skips a restart's context, and an end token first.
+        """The anchor state (GiGPO, arXiv:2505.10978) of each sampled turn.
+
+        It is 16 hex digits of BLAKE2b over the images and tokens after the previous sampled turn
+        (for the first turn: the prompt's). A restart's context is skipped, and an end token that
+        comes first.
         """
-        states, images, tokens = list[str](), list[str](), list[int]()
+        states: list[str] = []
+        images: list[str] = []
+        tokens: list[int] = []
         for turn in self.turns:
             if turn.sampled:
-                states.append(
-                    hashlib.blake2b(repr((images, tokens)).encode(), digest_size=8).hexdigest()
-                )
-                images, tokens = [], []
+                states.append(_short_hash((images, tokens)).hex())
+                images = []
+                tokens = []
             elif not turn.restart:
                 # Whether a turn ended with its end token or was
                 # cut does not change the state that follows.
-                closes = (
-                    not tokens
-                    and turn.token_ids[:1]
-                    and turn.token_ids[0] in self.sampling.end_tokens
-                )
-                tokens += turn.token_ids[1:] if closes else turn.token_ids
+                begins_with_end = turn.token_ids and turn.token_ids[0] in self.sampling.end_tokens
+                skipped = 1 if begins_with_end and not tokens else 0
+                tokens += turn.token_ids[skipped:]
                 images += [image.sha256 for image in turn.images]
         return tuple(states)
 
@@ -409,31 +413,33 @@ class Trajectory:
             np.full(total, -1, np.int32),
             Kept.joined(part for part in parts if part) if parts and all(parts) else None,
         )
-        end = 0
+        start = 0
         for turn in self.turns:
-            n = len(turn.token_ids)
-            here, end = slice(end, end + n), end + n
-            flat.token_ids[here] = turn.token_ids
+            size = len(turn.token_ids)
+            part = slice(start, start + size)
+            start += size
+            flat.token_ids[part] = turn.token_ids
             if turn.logprobs is not None:
-                if len(turn.logprobs) != n:
+                if len(turn.logprobs) != size:
                     raise ValueError(
-                        f"trajectory {self.id}: {len(turn.logprobs)} log-probs for {n} sampled"
+                        f"trajectory {self.id}: {len(turn.logprobs)} log-probs for {size} sampled"
                         " tokens"
                     )
-                flat.loss_mask[here] = True
-                flat.behaviour_logprobs[here] = turn.logprobs
-                flat.turn_position[here] = np.arange(n)
+                flat.loss_mask[part] = True
+                flat.behaviour_logprobs[part] = turn.logprobs
+                flat.turn_position[part] = np.arange(size)
         return flat
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What the driver knows of a trajectory without opening its payload.
+    """The facts about a trajectory that the driver has without opening its payload.
 
     Lengths in tokens (expanded). ``turn_rewards`` and ``states`` (``Turn.reward``,
-    ``Trajectory.states``) have one entry for each sampled turn, as they stand; ``order`` is the
-    trajectory's. ``first_version`` is the oldest that sampled a turn, ``last_version`` the newest.
-    ``spans``: ``reset``, ``generate`` and ``step``, each from when to when, in unix seconds.
+    ``Trajectory.states``) have one entry for each sampled turn, in the order of the turns;
+    ``order`` is the trajectory's. ``first_version`` is the oldest that sampled a turn,
+    ``last_version`` the newest. ``spans``: ``reset``, ``generate``, ``step``, each from when to
+    when in unix seconds.
     """
 
     id: TrajectoryId
@@ -451,9 +457,10 @@ class Summary:
     last_version: Version
     env_result: float | None = None
     seconds: float = 0.0
-    prompt_tokens: int = 0  # of ``length``, those before the first sampled one
-    # one of its sampled turns ended at a limit of tokens, that of a turn or that of the episode
+    prompt_tokens: int = 0
+    """Tokens of ``length`` before the first sampled one."""
     cut: bool = False
+    """Whether one of its sampled turns ended at a turn's or the episode's limit of tokens."""
     sent: ImagesSent = ImagesSent()
     turn_rewards: tuple[float, ...] = ()
     states: tuple[str, ...] = ()
@@ -478,11 +485,15 @@ SEED_BITS = 63
 
 
 def derive(seed: int | str, *parts: int | str) -> int:
-    """A seed in [0, 2**63) for the purpose named by ``parts``: the same on every machine and in
-    every process. The parts' types and boundaries count: ``derive(0, "a", "b")``, ``derive(0,
-    "ab")`` and ``derive(0, 1)``, ``derive(0, "1")`` all differ.
+    """A seed in [0, 2**63) for the purpose named by ``parts``.
+
+    It is the same on every machine and in every process. The parts' types and boundaries count:
+    ``derive(0, "a", "b")``, ``derive(0, "ab")`` and ``derive(0, 1)``, ``derive(0, "1")`` differ.
     """
     # Python's hash of a text differs between processes; 63 bits fit into a signed int64.
-    return int.from_bytes(
-        hashlib.blake2b(repr((seed, *parts)).encode(), digest_size=8).digest(), "big"
-    ) >> (64 - SEED_BITS)
+    return int.from_bytes(_short_hash((seed, *parts)), "big") >> (64 - SEED_BITS)
+
+
+def _short_hash(value: object) -> bytes:
+    """64 bits of BLAKE2b over a value's representation."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).digest()

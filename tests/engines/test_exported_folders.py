@@ -101,7 +101,7 @@ def test_missing_tensors_and_files_are_errors(sharded: Path, tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=r"first model\.norm\.bias in gone\.safetensors"):
         load_model(ModelSettings(path=str(sharded)))
     (sharded / INDEX).write_text("{}", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"is no index of weights \(KeyError: 'weight_map'\)"):
+    with pytest.raises(ConfigError, match=r"is not an index of weights \(KeyError: 'weight_map'\)"):
         Resolved(sharded).stored()
 
 

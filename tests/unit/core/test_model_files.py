@@ -42,7 +42,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (snapshot / "tokenizer.json").write_text("{}", encoding="utf-8")
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text(COMMIT, encoding="utf-8")
-    model_files._asked.cache_clear()
+    model_files._answer_of_hub.cache_clear()
     return snapshot
 
 

@@ -62,9 +62,9 @@ def test_a_trace_survives_json_and_may_have_log_probs_of_sampled_tokens_only() -
     [
         ({"sampled_mask": TRACE.sampled_mask[1:]}, "differ in length"),
         ({"logprobs": TRACE.logprobs[2:]}, "differ in length"),
-        ({"logprobs": (*TRACE.logprobs[:-1], 0.5)}, "no log-prob"),
-        ({"logprobs": (*TRACE.logprobs[:-1], float("nan"))}, "no log-prob"),
-        ({"logprobs": (*TRACE.logprobs[:-1], -float("inf"))}, "no log-prob"),
+        ({"logprobs": (*TRACE.logprobs[:-1], 0.5)}, "not a log-prob"),
+        ({"logprobs": (*TRACE.logprobs[:-1], float("nan"))}, "not a log-prob"),
+        ({"logprobs": (*TRACE.logprobs[:-1], -float("inf"))}, "not a log-prob"),
         ({"versions": TRACE.versions[:1]}, "differ in number"),
         ({"finishes": TRACE.finishes[:1]}, "differ in number"),
         (
