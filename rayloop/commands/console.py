@@ -1,5 +1,6 @@
-"""``console``, ``watch`` and ``compare``: runs in a browser, in a terminal, and beside each other,
-from their folders alone.
+"""``console``, ``watch`` and ``compare``: runs in a browser, in a terminal, and in one table.
+
+They need only the runs' folders.
 """
 
 import argparse
@@ -9,6 +10,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
@@ -73,7 +75,7 @@ def add_console(parser: argparse.ArgumentParser) -> None:
 def _console(arguments: argparse.Namespace) -> int:
     """Serve until a signal comes.
 
-    Raises ConfigError without a run, and for an address that cannot be had.
+    Raises ConfigError without a run, and for an address that is not available.
     """
     if arguments.insecure and arguments.host not in LOOPBACK:
         raise ConfigError(
@@ -111,8 +113,9 @@ def _token(folder: RunFolder, host: str, listening: socket.socket, insecure: boo
 
 
 def _written(folder: RunFolder, token: str) -> Path:
-    """A file with the token, which only this user can read: a new one, since the user who made the
-    folder knows what was in it. Raises ConfigError.
+    """Write the token to a file that only this user can read. Raises ConfigError.
+
+    The file is a new one, since the user who made the folder knows the former content.
     """
     for path in (folder.path / "console.key", own_copy(folder.cluster).with_suffix(".console.key")):
         with suppress(OSError):
@@ -139,8 +142,9 @@ def _serve(folder: RunFolder, listening: socket.socket, token: str) -> None:
 
 
 def serve_beside(folder: RunFolder) -> None:
-    """Print the address of a console on loopback, and serve it from when the run has begun until
-    this process ends.
+    """Print the address of a console on loopback, and serve it until this process ends.
+
+    Serving begins when the run has begun.
     """
     listening = socket.create_server((LOOPBACK[0], 0))
     token = _token(folder, LOOPBACK[0], listening)
@@ -164,26 +168,27 @@ def add_watch(parser: argparse.ArgumentParser) -> None:
 def _watch(arguments: argparse.Namespace) -> int:
     """Show steps as they are recorded, until the run ends. Returns 0."""
     folder = RunFolder.begun(arguments.run_folder)
-    config, metrics, shown, damage = folder.configuration, Tail(folder.metrics), 0, ""
+    config = folder.configuration
+    metrics = Tail(folder.metrics)
+    shown_steps = 0
+    damage = ""
     temperature = ((config.get("rollout") or {}).get("sampling") or {}).get("temperature", 1.0)
     with Progress(config.get("steps") or 0, sampled(temperature)) as progress:
         while True:
-            found, records = status(folder, time.time(), folder.events), metrics.records()
-            for record in records[shown if shown <= len(records) else 0 :]:
-                progress.step(
-                    {
-                        name: value
-                        for name, value in record.items()
-                        if isinstance(value, int | float)
-                    }
-                )
-            shown = len(records)
-            if found["damaged"] != damage:
-                damage = found["damaged"]
+            run_status = status(folder, time.time(), folder.events)
+            records = metrics.records()
+            if shown_steps > len(records):  # the file was replaced
+                shown_steps = 0
+            for record in records[shown_steps:]:
+                values = {name: v for name, v in record.items() if isinstance(v, int | float)}
+                progress.step(values)
+            shown_steps = len(records)
+            if run_status["damaged"] != damage:
+                damage = run_status["damaged"]
                 progress.note(damage)
-            progress.doing(visible(state(found)))
-            if found["process"] is None:
-                progress.note(visible(state(found)))
+            progress.doing(visible(state(run_status)))
+            if run_status["process"] is None:
+                progress.note(visible(state(run_status)))
                 return 0
             time.sleep(POLL)
 
@@ -207,10 +212,9 @@ def _compare(arguments: argparse.Namespace) -> int:
     """Print a column for each run. Returns 0; raises ConfigError."""
     folders = [RunFolder.begun(path) for path in arguments.run_folders]
     columns = [_figures(folder) for folder in folders]
-    table = Table(
-        f"means of the last {SEEN} steps", *(folder.path.name for folder in folders), box=None
-    )
-    for name in dict.fromkeys(name for column in columns for name in column):
+    headings = [folder.path.name for folder in folders]
+    table = Table(f"means of the last {SEEN} steps", *headings, box=None)
+    for name in dict.fromkeys(chain.from_iterable(columns)):
         table.add_row(name, *(column.get(name, "") for column in columns))
     Console(soft_wrap=True, markup=False, highlight=False).print(table)
     if arguments.out:
@@ -221,18 +225,25 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 def _figures(folder: RunFolder) -> dict[str, str]:
     """A run's last figures, in words."""
-    records, events = list(folder.metrics), list(folder.events)
-    found = {"run": visible(state(status(folder, time.time(), events))), "steps": str(len(records))}
-    if damage := folder.damage():
-        found["records"] = damage
+    records = list(folder.metrics)
+    events = list(folder.events)
+    figures = {
+        "run": visible(state(status(folder, time.time(), events))),
+        "steps": str(len(records)),
+    }
+    damage = folder.damage()
+    if damage:
+        figures["records"] = damage
     lines = series(records[-SEEN:])
     for name in FIGURES:
-        if values := [value for _, value in lines.get(name, ()) if value is not None]:
-            found[name] = number(fmean(values))
+        values = [value for _, value in lines.get(name, ()) if value is not None]
+        if values:
+            figures[name] = number(fmean(values))
     held_out = series(by_step(events, "evaluated").values())
     for name in HELD_OUT:
-        if points := held_out.get(name):
-            found[name] = " -> ".join(number(value) for _, value in (points[0], points[-1]))
-    return found | {
-        "gain": "\n".join(line for end in by_step(events, "gain").values() for line in gained(end))
-    }
+        points = held_out.get(name)
+        if points:
+            figures[name] = f"{number(points[0][1])} -> {number(points[-1][1])}"
+    gains = chain.from_iterable(map(gained, by_step(events, "gain").values()))
+    figures["gain"] = "\n".join(gains)
+    return figures

@@ -1,4 +1,4 @@
-"""``data prepare|validate``: make the dataset of a recipe, and check a file before a run reads it."""
+"""``data prepare|validate``: make a recipe's dataset, and check a file before a run reads it."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ from rayloop.config.settings import Component
 from rayloop.core.failures import ConfigError, RayloopError
 from rayloop.core.files import write_whole
 from rayloop.data.published import prepare
-from rayloop.data.validation import Length, check, leaks
+from rayloop.data.validation import Checked, Length, check, leaks
 from rayloop.measure.controls import solved_tasks
 from rayloop.run.config import RunConfig, read
 from rayloop.run.held_out import read_items
@@ -33,15 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     making = actions.add_parser(
         "prepare", help="make a recipe's dataset, or write a published one as rows"
     )
-    drawn, published = recipes.having("prepare"), recipes.datasets()
+    made = recipes.having("prepare")
+    published = [*recipes.datasets(), *recipes.PREPARED]
     making.add_argument(
         "name",
         metavar="NAME",
-        choices=sorted({*drawn, *published, *recipes.PREPARED, GENERIC}),
+        choices=sorted({*made, *published, GENERIC}),
         help=(
-            f"a recipe, which makes its own rows ({', '.join(drawn)}), or a published data set"
-            f" ({', '.join([*published, *recipes.PREPARED])}); {GENERIC}: one whose map of columns"
-            " is yours"
+            f"a recipe, which makes its own rows ({', '.join(made)}), or a published data set"
+            f" ({', '.join(published)}); {GENERIC}: one whose map of columns is yours"
         ),
     )
     making.add_argument(
@@ -73,56 +73,66 @@ def _prepare(arguments: argparse.Namespace) -> int:
         print(f"with any NAME: {OPTION}\n")
     solvable, options = solvable_options(arguments.options)
     if solvable.by is not None:
-        _playable(solvable)
-    code = _made(arguments.name, options)
+        _check_playable(solvable)
+    code = _make(arguments.name, options)
     if solvable.by is not None and not code:
         keep_solvable(solvable)
     return code
 
 
-def _made(name: str, options: list[str]) -> int:
-    """Where a recipe and a published data set share a name (pyvision), the options say which: one
-    is on the Hub or in a folder.
+def _make(name: str, options: list[str]) -> int:
+    """Make the dataset; returns the exit code.
+
+    Where a recipe and a published data set share a name (pyvision), the options decide: the
+    published one is on the Hub or in a folder.
     """
     published = recipes.datasets()
-    where = {word.partition("=")[0] for word in options} & {"--from", "--hub"}
-    if name == GENERIC or (name in published and (where or name not in recipes.having("prepare"))):
+    names_source = bool({word.partition("=")[0] for word in options} & {"--from", "--hub"})
+    is_recipe = name in recipes.having("prepare")
+    if name == GENERIC or (name in published and (names_source or not is_recipe)):
         return prepare.main(name, published, options)
-    code: int = import_module(recipes.PREPARED.get(name, f"rayloop.recipes.{name}.prepare")).main(
-        options
-    )
+    module = import_module(recipes.PREPARED.get(name, f"rayloop.recipes.{name}.prepare"))
+    code: int = module.main(options)
     return code
 
 
 def validate_run(config: RunConfig) -> int:
-    """Check a run's rows with its reader, and that none is both trained on and held out; held-out
-    prompts may be as long as evaluations allow. Returns 0 or 1; raises as ``check``.
+    """Check a run's rows with its reader, and that none is both trained on and held out.
+
+    Held-out prompts may be as long as evaluations allow. Returns 0 or 1; raises as ``check``.
     """
-    files = (config.data.train, config), (config.data.eval, config.in_evaluation)
-    length, kinds, reward = _length(config), config.environment.kinds, config.reward
-    found = [
-        check(
-            Path(path),
-            config.data.reader,
-            kinds,
-            length,
-            played.environment.episode.max_prompt_tokens,
-            reward.compares,
-            reads=played.environment.episode.environment.use != SINGLE_TURN,
-            anywhere=config.data.anywhere,
+    length = _length(config)
+    results: list[Checked] = []
+    for path, run in (
+        (config.data.train, config),
+        (config.data.eval, config.in_evaluation),
+    ):
+        if path is None:
+            continue
+        episode = run.environment.episode
+        results.append(
+            check(
+                Path(path),
+                config.data.reader,
+                config.environment.kinds,
+                length,
+                episode.max_prompt_tokens,
+                config.reward.compares,
+                reads=episode.environment.use != SINGLE_TURN,
+                anywhere=config.data.anywhere,
+            )
         )
-        for path, played in files
-        if path is not None
-    ]
-    leaked = leaks(*found) if len(found) == 2 else 0
-    if length is not None and (beyond := beyond_positions(config)):
-        print(f"warning: {beyond}")
-    return 1 if leaked or any(one.problems for one in found) else 0
+    leak_count = leaks(*results) if len(results) == 2 else 0
+    warning = "" if length is None else beyond_positions(config)
+    if warning:
+        print(f"warning: {warning}")
+    return 1 if leak_count or any(result.problems for result in results) else 0
 
 
 def _length(config: RunConfig) -> Length | None:
-    """Counts the tokens of a row's prompt for the run's model; None, with a printed reason, where
-    its tokenizer is missing.
+    """A counter of the tokens of a row's prompt for the run's model.
+
+    None, with a printed reason, where its tokenizer is missing.
     """
     try:
         renderer = Renderer(config.model)
@@ -137,26 +147,22 @@ def _validate(arguments: argparse.Namespace) -> int:
         return validate_run(read(arguments.file, arguments.overrides))
     if arguments.overrides:
         raise ConfigError(
-            f"{arguments.overrides[0]}: {arguments.file} is no YAML file of a run, which alone has"
-            " keys to set"
+            f"{arguments.overrides[0]}: {arguments.file} is not the YAML file of a run, which alone"
+            " has keys to set"
         )
-    return (
-        1
-        if check(
-            arguments.file, Component(use=arguments.reader), anywhere=arguments.anywhere
-        ).problems
-        else 0
-    )
+    result = check(arguments.file, Component(use=arguments.reader), anywhere=arguments.anywhere)
+    return 1 if result.problems else 0
 
 
 ITEMS = "items.jsonl"
-OPTION = """--solvable-by CHECKPOINT --config CONFIG [--attempts N] keeps the training rows that a policy solves at least once;
---solvable-by FOLDER asks an evaluation that is there"""
+OPTION = """--solvable-by CHECKPOINT --config CONFIG [--attempts N] keeps the training rows
+that a policy solves at least once; --solvable-by FOLDER uses an evaluation that exists"""
 
 
 def solvable_options(options: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """``by`` (None: keep all rows), ``config``, ``attempts`` and ``out``; and the options that are
-    the preparation's own.
+    """The options of ``--solvable-by``, and the preparation's own options.
+
+    The former are ``by`` (None: keep all rows), ``config``, ``attempts`` and ``out``.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--solvable-by", dest="by", type=Path)
@@ -164,15 +170,15 @@ def solvable_options(options: Sequence[str]) -> tuple[argparse.Namespace, list[s
     parser.add_argument("--attempts", type=int, default=4)
     if not any(word.partition("=")[0] == "--solvable-by" for word in options):
         return argparse.Namespace(by=None), list(options)
-    chosen, rest = parser.parse_known_args(options)
-    where = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    where.add_argument("--out", type=Path, required=True)
-    chosen.out = where.parse_known_args(rest)[0].out
-    return chosen, rest
+    solvable, rest = parser.parse_known_args(options)
+    out_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    out_parser.add_argument("--out", type=Path, required=True)
+    solvable.out = out_parser.parse_known_args(rest)[0].out
+    return solvable, rest
 
 
 def keep_solvable(chosen: argparse.Namespace) -> None:
-    """Rewrite ``out/train.jsonl``: how often each row was ``solved`` and ``played``.
+    """Rewrite ``out/train.jsonl`` with the solvable rows, and the counts ``solved`` and ``played``.
 
     Unscored rows stay. Raises ConfigError, RayloopError.
     """
@@ -182,7 +188,7 @@ def keep_solvable(chosen: argparse.Namespace) -> None:
             f"--solvable-by: {file} is not there; it keeps the solvable ones of the training rows"
         )
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    folder = chosen.by if (chosen.by / ITEMS).is_file() else _played(chosen, file)
+    folder = chosen.by if (chosen.by / ITEMS).is_file() else _evaluated(chosen, file)
     score, least = right(read(chosen.config, []).evaluation.solved if chosen.config else "success")
     counts = solved_tasks(read_items(folder / ITEMS), score, least)
     if not counts:
@@ -190,29 +196,31 @@ def keep_solvable(chosen: argparse.Namespace) -> None:
             f"--solvable-by: no answer of {folder} has the score {score}; evaluation.solved of"
             " --config names another"
         )
-    kept = [
-        {**row, **_counted(counts.get(row["id"]))}
-        for row in rows
-        if row["id"] not in counts or counts[row["id"]][0]
-    ]
-    if not kept:
+    solvable_rows = []
+    unknown = 0
+    for row in rows:
+        if row["id"] not in counts:
+            unknown += 1
+            solvable_rows.append(row)
+            continue
+        solved, played = counts[row["id"]]
+        if solved:
+            solvable_rows.append({**row, "solved": solved, "played": played})
+    if not solvable_rows:
         raise ConfigError(
             f"--solvable-by: {folder} solved none of the {len(rows)} rows of {file} ({score} >="
             f" {least:g})"
         )
-    write_whole(file, "".join(json.dumps(row) + "\n" for row in kept).encode())
-    unknown = sum(row["id"] not in counts for row in rows)
-    solved = f"{len(kept) - unknown} solved at least once" + (
-        f", {unknown} unknown" if unknown else ""
+    write_whole(file, "".join(json.dumps(row) + "\n" for row in solvable_rows).encode())
+    count = len(solvable_rows)
+    unknown_count = f", {unknown} unknown" if unknown else ""
+    print(
+        f"{file}: {count} of {len(rows)} rows are kept: {count - unknown} solved at least once"
+        f"{unknown_count}"
     )
-    print(f"{file}: {len(kept)} of {len(rows)} rows are kept: {solved}")
 
 
-def _counted(counts: tuple[int, int] | None) -> dict[str, int]:
-    return {} if counts is None else {"solved": counts[0], "played": counts[1]}
-
-
-def _playable(chosen: argparse.Namespace) -> None:
+def _check_playable(chosen: argparse.Namespace) -> None:
     """Raises ConfigError when the rows could not be played once they are written."""
     if not chosen.by.exists():
         raise ConfigError(
@@ -228,13 +236,13 @@ def _playable(chosen: argparse.Namespace) -> None:
         )
 
 
-def _played(chosen: argparse.Namespace, file: Path) -> Path:
+def _evaluated(chosen: argparse.Namespace, file: Path) -> Path:
     """The folder of an evaluation of the checkpoint: ``attempts`` sampled answers a row.
 
     Raises RayloopError.
     """
     out = chosen.out / "solvable"
-    asked = [
+    options = [
         chosen.config,
         "--checkpoint",
         chosen.by,
@@ -245,7 +253,8 @@ def _played(chosen: argparse.Namespace, file: Path) -> Path:
         "--out",
         out,
     ]
-    command = [sys.executable, "-m", "rayloop", "eval", *map(str, asked), "evaluation.greedy=false"]
+    command = [sys.executable, "-m", "rayloop", "eval", *map(str, options)]
+    command.append("evaluation.greedy=false")
     code = subprocess.run(command).returncode
     if code not in (0, 1) or not (out / ITEMS).is_file():
         raise RayloopError(f"{' '.join(command[1:])} ended with {code}; its output is above")

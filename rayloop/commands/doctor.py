@@ -1,10 +1,11 @@
-"""``doctor``: what would go wrong here, and what to do about it (rayloop/doctor)."""
+"""``doctor``: names the faults of a machine and a configuration, with advice (rayloop/doctor)."""
 
 import argparse
 import json
 import os
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rayloop.core.threads import complete
 from rayloop.doctor.checks import checks, examine, text
@@ -39,14 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the findings. Returns 1 when one of them is an error."""
     config = read(arguments.config, arguments.overrides) if arguments.config else None
     address = arguments.address or os.environ.get("RAY_ADDRESS")
-    found = complete(examine(checks(config, address, arguments.token_file, arguments.port)))
-    if arguments.json:
-        rows = [
-            {"check": name, **asdict(finding)}
-            for name, findings in found.items()
-            for finding in findings
-        ]
-        print(json.dumps(rows, indent=1))
-    else:
-        print(text(found))
-    return int(any(finding.level == "error" for findings in found.values() for finding in findings))
+    findings_of = complete(examine(checks(config, address, arguments.token_file, arguments.port)))
+    rows: list[dict[str, Any]] = []
+    for name, findings in findings_of.items():
+        rows += [{"check": name, **asdict(finding)} for finding in findings]
+    print(json.dumps(rows, indent=1) if arguments.json else text(findings_of))
+    return int(any(row["level"] == "error" for row in rows))

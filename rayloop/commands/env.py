@@ -1,6 +1,4 @@
-"""``env list|play|check``: which environments there are, one episode of them played by a person,
-many started at once.
-"""
+"""``env list|play|check``: names environments, plays an episode by hand, starts many at once."""
 
 import argparse
 import asyncio
@@ -52,7 +50,7 @@ Ask = Callable[[], str | None]
 
 
 class EpisodeLeft(InfrastructureFailure):
-    """A person ended the episode. Its agent gets the answer that it gets when an engine fails."""
+    """The user ended the episode; its agent gets the answer that it gets when an engine fails."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,11 +69,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     play.add_argument(
         "--seed", type=int, default=0, help="of the task; equal seeds give equal ones (default: 0)"
     )
-    again = (
-        "with a run's folder as NAME: replay an episode on record up to this turn, then go on; or a"
-        " turn's address in the console"
+    play.add_argument(
+        "--from",
+        dest="origin",
+        metavar="STEP/GROUP/SAMPLE:TURN",
+        help=(
+            "with a run's folder as NAME: replay an episode on record up to this turn, then go on;"
+            " or a turn's address in the console"
+        ),
     )
-    play.add_argument("--from", dest="origin", metavar="STEP/GROUP/SAMPLE:TURN", help=again)
     play.add_argument(
         "--row",
         type=int,
@@ -99,16 +101,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _list(arguments: argparse.Namespace) -> int:
     for word in [arguments.family] if arguments.family else FAMILIES:
         try:
-            found = family(word)
+            environments = family(word)
         except ConfigError as error:
             if arguments.family:
                 raise
             print(f"{word}: {error}")
             continue
-        print(f"{word}: {found.about}")
-        shown = found.names if arguments.family else found.names[:4]
-        print("".join(f"  {word}:{name}\n" for name in shown), end="")
-        if more := len(found.names) - len(shown):
+        print(f"{word}: {environments.about}")
+        names = environments.names if arguments.family else environments.names[:4]
+        print("".join(f"  {word}:{name}\n" for name in names), end="")
+        more = len(environments.names) - len(names)
+        if more:
             print(f"  and {more} more: python -m rayloop env list {word}")
     return 0
 
@@ -117,25 +120,27 @@ def _play(arguments: argparse.Namespace) -> int:
     turn: Callable[[str], str] = str
     example = ""
     config = None
-    file, record = Path(arguments.name), Recorded()
+    file = Path(arguments.name)
+    record = Recorded()
     if arguments.origin:
-        file, record = (
-            RunFolder.begun(file).config,
-            Recorded.of(RunFolder.begun(file), arguments.origin),
-        )
+        folder = RunFolder.begun(file)
+        file = folder.config
+        record = Recorded.of(folder, arguments.origin)
     if file.suffix in (".yaml", ".yml"):
         config = read(file, arguments.overrides)
         kind, task = _of_run(config, record.task or arguments.row)
     elif arguments.overrides:
         raise ConfigError(
-            f"{arguments.overrides[0]}: {arguments.name} is no YAML file of a run, which alone has"
-            " keys to set"
+            f"{arguments.overrides[0]}: {arguments.name} is not the YAML file of a run, which alone"
+            " has keys to set"
         )
     else:
-        found, kind, task = playable(arguments.name, arguments.seed)
-        example, turn = found.example, found.turn
-    shown_in = None if arguments.pictures else colours(os.environ, sys.stdout.isatty())
-    pictures = PictureView(arguments.pictures or PLAYED / task.id.replace("/", "-"), shown_in)
+        environments, kind, task = playable(arguments.name, arguments.seed)
+        example = environments.example
+        turn = environments.turn
+    terminal_colours = None if arguments.pictures else colours(os.environ, sys.stdout.isatty())
+    picture_folder = arguments.pictures or PLAYED / task.id.replace("/", "-")
+    pictures = PictureView(picture_folder, terminal_colours)
     echo = not sys.stdin.isatty()
 
     def ask() -> str | None:
@@ -143,7 +148,7 @@ def _play(arguments: argparse.Namespace) -> int:
         return line if line is None or not line.strip() or line.strip() in QUIT else turn(line)
 
     if config and (record.task or kind.leads):
-        complete(_led(config, kind, task, ask, pictures, record))
+        complete(_episode_of_run(config, kind, task, ask, pictures, record))
     else:
         ends = config is not None and config.environment.episode.on_error == "end"
         complete(_episode(kind, task, ask, pictures, example, ends))
@@ -152,35 +157,35 @@ def _play(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The ``task`` of a recorded episode, what the policy said before the turn that is played, and
-    the states that it saw.
-    """
+    """A recorded episode up to the turn that is played."""
 
     task: str = ""
     said: Sequence[str] = ()
+    """The policy's turns before it."""
     states: Sequence[str] = ()
+    """The states that the policy saw."""
 
     @classmethod
     def of(cls, folder: RunFolder, origin: str) -> "Recorded":
-        """``origin`` ends with the numbers of step, group, sample and turn, the turn counted from
-        1. Raises ConfigError.
+        """The episode that ``origin`` names. Raises ConfigError.
+
+        ``origin`` ends with the numbers of step, group, sample and turn, the turn counted from 1.
         """
         numbers = [int(number) for number in re.findall(r"[0-9]+", origin)[-4:]]
         if len(numbers) < 4:
             raise ConfigError(f"--from {origin}: expected STEP/GROUP/SAMPLE:TURN, such as 12/3/0:2")
         step, group, sample, turn = numbers
-        found = next(
-            (one for one in members(folder, step).get(group, ()) if one["sample"] == sample), None
-        )
-        if found is None:
+        records = members(folder, step).get(group, ())
+        episode = next((record for record in records if record["sample"] == sample), None)
+        if episode is None:
             raise ConfigError(
                 f"--from {origin}: episode {sample} of group {group} of step {step} is not on"
                 " record (keep_rollouts)"
             )
-        said = [one["text"] for one in found["turns"] if one["sampled"]]
-        if not 1 <= turn <= len(said):
-            raise ConfigError(f"--from {origin}: this episode has the turns 1 to {len(said)}")
-        return cls(found["task"], said[: turn - 1], found.get("states", ()))
+        texts = [one_turn["text"] for one_turn in episode["turns"] if one_turn["sampled"]]
+        if not 1 <= turn <= len(texts):
+            raise ConfigError(f"--from {origin}: this episode has the turns 1 to {len(texts)}")
+        return cls(episode["task"], texts[: turn - 1], episode.get("states", ()))
 
 
 def _of_run(config: RunConfig, row: int | str) -> tuple[EnvironmentKind, Task]:
@@ -188,7 +193,7 @@ def _of_run(config: RunConfig, row: int | str) -> tuple[EnvironmentKind, Task]:
 
     Raises ConfigError.
     """
-    kinds, default = config.environment.kinds, config.environment.episode.environment
+    kinds = config.environment.kinds
     dataset = Dataset(
         config.data.train,
         config.data.reader.build(),
@@ -198,20 +203,17 @@ def _of_run(config: RunConfig, row: int | str) -> tuple[EnvironmentKind, Task]:
         anywhere=config.data.anywhere,
     )
     if isinstance(row, str):
-        if (
-            task := next(
-                (one for one in map(dataset.__getitem__, range(len(dataset))) if one.id == row),
-                None,
-            )
-        ) is None:
+        matches = [task for task in dataset if task.id == row]
+        if not matches:
             raise ConfigError(f"--from: {config.data.train} has no usable row of the task {row}")
-        return kinds.get(task.environment, default), task
-    if not 1 <= row <= len(dataset):
+        task = matches[0]
+    elif 1 <= row <= len(dataset):
+        task = dataset[row - 1]
+    else:
         raise ConfigError(
             f"--row {row}: {config.data.train} has the usable rows 1 to {len(dataset)}"
         )
-    task = dataset[row - 1]
-    return kinds.get(task.environment, default), task
+    return kinds.get(task.environment, config.environment.episode.environment), task
 
 
 FENCE = '"""'
@@ -227,10 +229,12 @@ def _keyboard(echo: bool) -> str | None:
     line = _line(echo)
     if line is None or line.strip() != FENCE:
         return line
-    lines = list[str]()
-    while (line := _line(echo)) is not None and line.strip() != FENCE:
+    lines: list[str] = []
+    while True:
+        line = _line(echo)
+        if line is None or line.strip() == FENCE:
+            return "\n".join(lines)
         lines.append(line)
-    return "\n".join(lines)
 
 
 def _line(echo: bool) -> str | None:
@@ -241,24 +245,27 @@ def _line(echo: bool) -> str | None:
 
 
 class PictureView:
-    """Shows a picture: as half blocks where the terminal has colours, else as a file in ``folder``."""
+    """Shows pictures as half blocks where the terminal has colours, else as files in ``folder``."""
 
     def __init__(self, folder: Path, kind: Colours | None) -> None:
-        self._folder, self._kind = folder, kind
-        self._shown = 0
+        self._folder = folder
+        self._kind = kind
+        self._count = 0
 
     def show(self, source: ImageSource) -> None:
-        """Raises DataFailure for what is no picture."""
+        """Show one picture. Raises DataFailure for a file that is not one."""
         data, width, height = probe(source)
         picture = decode(data)
         if self._kind is not None:
-            room = shutil.get_terminal_size()
-            columns = min(room.columns, max(40, 2 * (room.lines - 8) * width // height))
+            terminal = shutil.get_terminal_size()
+            # Eight lines stay free for the text; a character is about twice as high as wide.
+            columns_that_fit = 2 * (terminal.lines - 8) * width // height
+            columns = min(terminal.columns, max(40, columns_that_fit))
             print(blocks(picture, columns, self._kind))
             return
-        self._shown += 1
+        self._count += 1
         self._folder.mkdir(parents=True, exist_ok=True)
-        file = self._folder / f"{self._shown:02d}.png"
+        file = self._folder / f"{self._count:02d}.png"
         file.write_bytes(png(picture))
         print(f"picture of {width}x{height} pixels: {file}")
 
@@ -266,18 +273,20 @@ class PictureView:
 async def _episode(
     kind: EnvironmentKind, task: Task, ask: Ask, pictures: PictureView, example: str, ends: bool
 ) -> None:
-    """Play until the environment ends the episode, ``ask`` gives None or ``quit``, or, with
-    ``ends``, an action is not carried out. Raises what the environment raises.
+    """Play until the environment ends the episode, or ``ask`` gives None or ``quit``.
+
+    With ``ends`` an action that is not carried out ends it too. Raises the environment's
+    exceptions.
     """
     environments = Environments(kind, {})
     instance = environments.of(task)
     try:
         await instance.make(DEFAULTS.step_timeout)
         _show(await instance.call("reset", task, timeout=DEFAULTS.step_timeout), pictures)
-        such = f", such as {example}" if example else ""
+        example_text = f", such as {example}" if example else ""
         print(
-            f"Type what the policy would, one turn a line{such}, or lines between {FENCE}; quit"
-            " ends it."
+            f"Type what the policy would, one turn a line{example_text}, or lines between {FENCE};"
+            " quit ends it."
         )
         await _turns(instance, ask, pictures, ends)
         result = await instance.call("evaluate", timeout=DEFAULTS.step_timeout)
@@ -287,7 +296,67 @@ async def _episode(
         environments.end()
 
 
-async def _led(
+class _TypedTurns:
+    """Answers an episode's prompts with the turns of a record, and then with the user's."""
+
+    def __init__(
+        self, task: Task, renderer: Renderer, ask: Ask, pictures: PictureView, record: Recorded
+    ) -> None:
+        self._task = task
+        self._renderer = renderer
+        self._ask = ask
+        self._pictures = pictures
+        self._record = record
+        self._replay = list(record.said)
+        self._expected_states = list(record.states[: len(record.said) + 1])
+        self._shown_tokens: TokenIds = ()
+        self._shown_images = 0
+
+    async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
+        """Show the new part of the prompt, and return the next turn.
+
+        Raises EpisodeLeft when ``ask`` gives None or ``quit``.
+        """
+        size = len(self._shown_tokens)
+        continues = size > 0 and prompt.token_ids[:size] == self._shown_tokens
+        tokens = prompt.token_ids[size:] if continues else prompt.token_ids
+        images = prompt.images[self._shown_images :] if continues else prompt.images
+        print(visible(self._renderer.shown(tokens)))
+        for image in images:
+            self._pictures.show(ImageSource(image.ref.path, image.data))
+        expected = self._expected_states.pop(0) if self._expected_states else ""
+        if expected and (continues or not size):
+            turn = Turn("user", tokens, tuple(image.ref for image in images))
+            self._compare(turn, sampling, expected)
+        answer = self._renderer.answer(await self._next_text())
+        self._shown_tokens = (*prompt.token_ids, *answer)
+        self._shown_images = len(prompt.images)
+        return Completion(answer, (0.0,) * len(answer), FinishReason.END_TOKEN, Version(0, 0))
+
+    def _compare(self, turn: Turn, sampling: Sampling, expected: str) -> None:
+        """Print a line when the environment shows another state than the recorded one."""
+        turns = (turn, Turn("assistant", (), logprobs=()))
+        trajectory = Trajectory(
+            TrajectoryId(0, 0), 0, self._task.id, 0, turns, sampling, EndReason.DONE
+        )
+        if trajectory.states[0] != expected:
+            # After a difference every further state may differ.
+            self._expected_states.clear()
+            number = 1 + len(self._record.said) - len(self._replay)
+            print(f"turn {number}: the environment shows something else than on record")
+
+    async def _next_text(self) -> str:
+        if self._replay:
+            text = self._replay.pop(0)
+            print(f"on record> {visible(text)}")
+            return text
+        line = await asyncio.to_thread(self._ask)
+        if line is None or line.strip().lower() in QUIT:
+            raise EpisodeLeft("the episode was left")
+        return line
+
+
+async def _episode_of_run(
     config: RunConfig,
     kind: EnvironmentKind,
     task: Task,
@@ -295,66 +364,31 @@ async def _led(
     pictures: PictureView,
     record: Recorded,
 ) -> None:
-    """The episode of a run, whose turns are those of the ``record`` and then a person's, until
-    ``ask`` gives None or ``quit``.
-    """
-    renderer, environments = Renderer(config.model), Environments(kind, {})
-    known: TokenIds = ()
-    images, said = 0, list(record.said)
-    states = list(record.states[: len(said) + 1])
-
-    async def typed(prompt: TokenPrompt, sampling: Sampling) -> Completion:
-        nonlocal known, images
-        goes_on = bool(known) and prompt.token_ids[: len(known)] == known
-        fresh, shown = (
-            prompt.token_ids[len(known) if goes_on else 0 :],
-            prompt.images[images if goes_on else 0 :],
-        )
-        print(visible(renderer.shown(fresh)))
-        for image in shown:
-            pictures.show(ImageSource(image.ref.path, image.data))
-        expected = states.pop(0) if states else ""
-        if expected and (goes_on or not known):
-            turns = (
-                Turn("user", fresh, tuple(image.ref for image in shown)),
-                Turn("assistant", (), logprobs=()),
-            )
-            here = Trajectory(TrajectoryId(0, 0), 0, task.id, 0, turns, sampling, EndReason.DONE)
-            if here.states[0] != expected:
-                states.clear()
-                print(
-                    f"turn {1 + len(record.said) - len(said)}: the environment shows something else"
-                    " than on record"
-                )
-        replayed, text = bool(said), said.pop(0) if said else await asyncio.to_thread(ask)
-        if text is None or (not replayed and text.strip().lower() in QUIT):
-            raise EpisodeLeft("the episode was left")
-        if replayed:
-            print(f"on record> {visible(text)}")
-        tokens = renderer.answer(text)
-        known, images = (*prompt.token_ids, *tokens), len(prompt.images)
-        return Completion(tokens, (0.0,) * len(tokens), FinishReason.END_TOKEN, Version(0, 0))
-
+    """The episode of a run with the turns of the ``record``, and then the user's."""
+    renderer = Renderer(config.model)
+    environments = Environments(kind, {})
+    turns = _TypedTurns(task, renderer, ask, pictures, record)
     request = RolloutRequest(task, TrajectoryId(0, 0), 0, 0, config.rollout.sampling.sampling())
     try:
-        played = await play(
-            request, environments.of(task), renderer, config.environment.episode, typed
+        trajectory = await play(
+            request, environments.of(task), renderer, config.environment.episode, turns.generate
         )
-    except EpisodeLeft as left:
-        print(left)
+    except EpisodeLeft as error:
+        print(error)
         return
     finally:
         environments.end()
-    print(f"the episode is over: {played.end_reason}")
-    print(
-        "the agent gives no result"
-        if played.env_result is None
-        else f"result: {played.env_result:g}"
-    )
+    print(f"the episode is over: {trajectory.end_reason}")
+    result = trajectory.env_result
+    print("the agent gives no result" if result is None else f"result: {result:g}")
 
 
 async def _turns(instance: Instance, ask: Ask, pictures: PictureView, ends: bool) -> None:
-    while (text := ask()) is not None and text.strip().lower() not in QUIT:
+    """Give the user's turns to the environment, until one of them ends the episode."""
+    while True:
+        text = ask()
+        if text is None or text.strip().lower() in QUIT:
+            return
         if not text.strip():
             continue
         step: StepResult = await instance.call("step", text, timeout=DEFAULTS.step_timeout)

@@ -1,5 +1,6 @@
-"""``env check RUN``: starts the environments of a run as an evaluation or a step would, resets
-each, and says what failed.
+"""``env check RUN``: starts and resets the environments of a run, and names the failures.
+
+They are started as an evaluation or a step would start them.
 """
 
 import argparse
@@ -22,12 +23,12 @@ from rayloop.envs.instance import Environments
 from rayloop.run.config import RunConfig, read
 from rayloop.view.words import visible
 
-SHOWN = 400
-"""Characters of a reason."""
+LONGEST_REASON = 400
+"""The most characters of a reason."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of ``env check``."""
+    """Add the arguments of ``env check``."""
     parser.add_argument("config", type=Path, metavar="RUN", help="the YAML file of a run")
     add_overrides(parser, "environment.episode.environment.with.machines=4")
     parser.add_argument(
@@ -54,95 +55,97 @@ def check(arguments: argparse.Namespace) -> int:
     count = config.algorithm.group_size if arguments.count is None else arguments.count
     if min(count, arguments.rounds) < 1:
         raise ConfigError("--count and --rounds: expected a number above 0")
-    kinds, episode = config.environment.kinds, config.environment.episode
-    rows = [
-        *Dataset(
-            config.data.train,
-            config.data.reader.build(),
-            False,
-            _left_out,
-            kinds,
-            anywhere=config.data.anywhere,
-        )
-    ]
-    environments, tasks = Environments(episode.environment, kinds), cycle(rows)
-    failed = 0
+    kinds = config.environment.kinds
+    dataset = Dataset(
+        config.data.train,
+        config.data.reader.build(),
+        False,
+        _print_left_out,
+        kinds,
+        anywhere=config.data.anywhere,
+    )
+    tasks = cycle(dataset)
+    environments = Environments(config.environment.episode.environment, kinds)
+    failures = 0
     try:
         for number in range(1, arguments.rounds + 1):
-            failed += complete(
-                _round(f"round {number}", config, environments, list(islice(tasks, count)))
-            )
+            batch = list(islice(tasks, count))
+            failures += complete(_round(f"round {number}", config, environments, batch))
     finally:
         environments.end()
-    return 1 if failed else 0
+    return 1 if failures else 0
 
 
-def _left_out(failure: DataFailure) -> None:
+def _print_left_out(failure: DataFailure) -> None:
     print(visible(f"left out: {failure}"), flush=True)
 
 
 @dataclass
-class _Found:
-    """Of one environment: ``seconds`` until it was ready; else why not; and why it could not be
-    closed.
-    """
+class _Check:
+    """The result for one environment."""
 
     seconds: float | None = None
+    """Seconds until it was ready; None when it was not."""
     not_ready: str = ""
+    """Why it was not ready."""
     not_closed: str = ""
+    """Why it could not be closed."""
 
 
 async def _round(
     name: str, config: RunConfig, environments: Environments, tasks: Sequence[Task]
 ) -> int:
-    """All at once: made, reset on a task, closed. Returns how many failed."""
+    """Make, reset and close an environment for each task at once; returns the failed ones."""
     limit = config.environment.episode.step_timeout
-    waits = asyncio.Event()
-    done = 0
+    all_ready = asyncio.Event()
+    settled_count = 0
 
-    async def one(task: Task) -> _Found:
-        """It stays open until all are ready or have failed, as in a step."""
-        nonlocal done
-        instance, began, found = environments.of(task), time.monotonic(), _Found()
+    async def check_one(task: Task) -> _Check:
+        """Check one environment, which stays open until all have settled, as in a step."""
+        nonlocal settled_count
+        instance = environments.of(task)
+        began = time.monotonic()
+        result = _Check()
         try:
             await instance.make(limit)
-            found.not_ready = _unusable(await instance.call("reset", task, timeout=limit))
-            found.seconds = None if found.not_ready else time.monotonic() - began
-        except Exception as error:  # of an environment that somebody else wrote
-            found.not_ready = _reason(error)
-        done += 1
-        if done == len(tasks):
-            waits.set()
-        await waits.wait()
+            result.not_ready = _unusable(await instance.call("reset", task, timeout=limit))
+            result.seconds = None if result.not_ready else time.monotonic() - began
+        except Exception as error:  # an environment may be anybody's code
+            result.not_ready = _reason(error)
+        settled_count += 1
+        if settled_count == len(tasks):
+            all_ready.set()
+        await all_ready.wait()
         try:
             await instance.close(limit)
         except Exception as error:
-            found.not_closed = _reason(error)
-        return found
+            result.not_closed = _reason(error)
+        return result
 
-    results = await asyncio.gather(*map(one, tasks))
-    seconds = [found.seconds for found in results if found.seconds is not None]
-    took = (
-        f" in {median(seconds):.1f} s (median), {max(seconds):.1f} s (slowest)" if seconds else ""
-    )
-    print(f"{name}: {len(seconds)} of {len(tasks)} environments ready{took}", flush=True)
-    for what, reasons in {
-        "not ready": [found.not_ready for found in results],
-        "not closed": [found.not_closed for found in results],
-    }.items():
-        for reason, times in Counter(filter(None, reasons)).most_common():
-            print(f"  {times} {what}: {visible(reason)}", flush=True)
-    return sum(bool(found.not_ready or found.not_closed) for found in results)
+    results = await asyncio.gather(*map(check_one, tasks))
+    seconds = [result.seconds for result in results if result.seconds is not None]
+    times = ""
+    if seconds:
+        times = f" in {median(seconds):.1f} s (median), {max(seconds):.1f} s (slowest)"
+    print(f"{name}: {len(seconds)} of {len(tasks)} environments ready{times}", flush=True)
+    _print_counts("not ready", [result.not_ready for result in results])
+    _print_counts("not closed", [result.not_closed for result in results])
+    return sum(bool(result.not_ready or result.not_closed) for result in results)
 
 
-def _unusable(seen: object) -> str:
-    """Why an episode cannot begin with what ``reset`` returned; else ""."""
-    if not isinstance(seen, Observation):
-        return f"reset gave no Observation, but {type(seen).__name__}"
-    return "" if seen.messages else "reset gave an Observation without a message"
+def _print_counts(label: str, reasons: Sequence[str]) -> None:
+    """Print each reason with its number, the most frequent first."""
+    for reason, count in Counter(filter(None, reasons)).most_common():
+        print(f"  {count} {label}: {visible(reason)}", flush=True)
+
+
+def _unusable(observation: object) -> str:
+    """Why an episode cannot begin with the result of ``reset``; "" when it can."""
+    if not isinstance(observation, Observation):
+        return f"reset gave no Observation, but {type(observation).__name__}"
+    return "" if observation.messages else "reset gave an Observation without a message"
 
 
 def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error.reason if isinstance(error, DataFailure) else error}"[
-        :SHOWN
-    ]
+    text = error.reason if isinstance(error, DataFailure) else str(error)
+    return f"{type(error).__name__}: {text}"[:LONGEST_REASON]

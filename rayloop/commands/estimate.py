@@ -1,11 +1,13 @@
-"""``estimate``: steps, tokens, time and memory of a run before it is started, by arithmetic and
-from measured steps.
+"""``estimate``: steps, tokens, time and memory of a run before it is started.
+
+They are computed by arithmetic and from measured steps.
 """
 
 import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rayloop.commands.arguments import add_run
 from rayloop.core.failures import ConfigError, counted
@@ -30,54 +32,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the estimate. Returns 0; raises ConfigError."""
     config = read(arguments.config, arguments.overrides)
-    own = Path(config.output) / config.name
-    folder = arguments.run_folder or (own if has_steps(own) else None)
-    found = measured(folder) if folder else None
-    if found and not arguments.json:
-        print(f"measured: {counted(found.steps, 'step')} of {folder}")
-    made = plan(config, found, arguments.step_seconds)
+    run_folder = Path(config.output) / config.name
+    folder = arguments.run_folder or (run_folder if has_steps(run_folder) else None)
+    measurement = measured(folder) if folder else None
+    if measurement and not arguments.json:
+        print(f"measured: {counted(measurement.steps, 'step')} of {folder}")
+    estimate = plan(config, measurement, arguments.step_seconds)
+    roles: list[RoleMemory] = []
+    reason = ""
     try:
         shape = read_shape(config.model.path, config.model.revision)
-        roles = memory(with_micro_batch(config), shape, lengths(config, made))
-        why = ""
+        roles = memory(with_micro_batch(config), shape, lengths(config, estimate))
     except ConfigError as error:
-        roles, why = [], str(error)
+        reason = str(error)
     except KeyError as error:
-        roles, why = [], f"model.path: {config.model.path}: its config.json has no {error}"
+        reason = f"model.path: {config.model.path}: its config.json has no {error}"
     if arguments.json:
-        described = [
-            {
-                "role": r.name,
-                "count": r.count,
-                "gpus": r.gpus,
-                "bytes": r.bytes,
-                "gpu_bytes": sum(r.of_gpu.values()),
-                "host_bytes": sum(r.of_host.values()),
-                "card": card(r, roles) if r.gpus else None,
-                **r.parts,
-            }
-            for r in roles
-        ]
-        print(json.dumps({**as_json(made), "memory": described}))
+        described = [_described(role, roles) for role in roles]
+        print(json.dumps({**as_json(estimate), "memory": described}))
         return 0
-    print("\n".join(lines(config, made, found)))
-    print("\n".join(_table(roles)) if roles else f"memory: unknown. {why}")
+    print("\n".join(lines(config, estimate, measurement)))
+    print("\n".join(_table(roles)) if roles else f"memory: unknown. {reason}")
     return 0
 
 
+def _described(role: RoleMemory, roles: list[RoleMemory]) -> dict[str, Any]:
+    """The memory of a role as plain data."""
+    return {
+        "role": role.name,
+        "count": role.count,
+        "gpus": role.gpus,
+        "bytes": role.bytes,
+        "gpu_bytes": sum(role.of_gpu.values()),
+        "host_bytes": sum(role.of_host.values()),
+        "card": card(role, roles) if role.gpus else None,
+        **role.parts,
+    }
+
+
 def _verdict(role: RoleMemory, roles: list[RoleMemory]) -> str:
+    """The smallest card that a role fits, in words; "" for a role without a GPU."""
     if not role.gpus:
         return ""
+    smallest = card(role, roles)
+    if not smallest:
+        return "; FITS NO CARD: use more ranks or num_gpus"
+    shared = "with what shares it, " if on_card(role, roles) > role.needed else ""
     fewer = ", which then decodes fewer sequences together" if role.spare else ""
-    smallest, shared = (
-        card(role, roles),
-        "with what shares it, " if on_card(role, roles) > role.needed else "",
-    )
-    return (
-        f"; {shared}fits a card of {smallest} GB{fewer}"
-        if smallest
-        else "; FITS NO CARD: use more ranks or num_gpus"
-    )
+    return f"; {shared}fits a card of {smallest} GB{fewer}"
 
 
 def _table(roles: list[RoleMemory]) -> list[str]:
@@ -93,5 +95,6 @@ def _table(roles: list[RoleMemory]) -> list[str]:
 
 
 def _sum(parts: Mapping[str, int]) -> str:
-    each = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items() if size)
-    return f"{sum(parts.values()) / 1e9:.2f} = {each}"
+    """The sum of the parts in GB, with each of them."""
+    summands = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items() if size)
+    return f"{sum(parts.values()) / 1e9:.2f} = {summands}"

@@ -15,6 +15,7 @@ from rayloop.run.preflight import preflight
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``eval``."""
+    benchmarks = recipes.benchmarks()
     add_run(parser, "evaluation.limit=100")
     parser.add_argument(
         "--checkpoint",
@@ -24,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--benchmark",
         metavar="NAME",
-        choices=(known := recipes.benchmarks()),
-        help=f"rows, reader and measure of a benchmark, laid over CONFIG: {', '.join(known)}",
+        choices=benchmarks,
+        help=f"rows, reader and measure of a benchmark, laid over CONFIG: {', '.join(benchmarks)}",
     )
     parser.add_argument("--data", help="rows to evaluate on (default: data.eval)")
     parser.add_argument(
@@ -38,11 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="sampled answers per row, besides the greedy one (default: evaluation.samples)",
     )
-    retries = (
-        "times that an answer cut by sampling.max_tokens is played again with twice the room"
-        " (default: 3 with --benchmark, else 0)"
+    parser.add_argument(
+        "--retries",
+        type=int,
+        metavar="N",
+        help=(
+            "times that an answer cut by sampling.max_tokens is played again with twice the room"
+            " (default: 3 with --benchmark, else 0)"
+        ),
     )
-    parser.add_argument("--retries", type=int, metavar="N", help=retries)
     parser.add_argument(
         "--out",
         type=Path,
@@ -53,8 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def evaluation_folder(config: RunConfig, checkpoint: Path | None, benchmark: str = "eval") -> Path:
-    """Beside the run that the checkpoint is of, and named after it; of a model folder, or without
-    one, below ``output``.
+    """The folder of an evaluation's items, named after the checkpoint's run and next to it.
+
+    For a model folder, or without a checkpoint, it is below ``output``.
     """
     if checkpoint is None:
         return Path(config.output) / f"{config.name}-{benchmark}"
@@ -67,27 +73,28 @@ def evaluation_folder(config: RunConfig, checkpoint: Path | None, benchmark: str
 def run_of(checkpoint: Path) -> Path | None:
     """The folder of the run that the checkpoint is of; None for a model folder."""
     path = checkpoint.resolve()
-    return next(
-        (folder for folder in (path, *path.parents[:2]) if (folder / "config.yaml").is_file()), None
-    )
+    for folder in (path, *path.parents[:2]):
+        if (folder / "config.yaml").is_file():
+            return folder
+    return None
 
 
 def as_asked(model: ModelSettings, checkpoint: Path, folder: Path) -> ModelSettings:
-    """The model of a checkpoint, exported below ``folder``; a date in its prompts is that of its
-    run.
+    """The model of a checkpoint, exported below ``folder``.
+
+    A date in its prompts is that of its run.
     """
     from rayloop.run.export import model_of  # imports torch
 
-    run, variables = run_of(checkpoint), model.chat_template_kwargs
-    then = RunFolder.at(run).configuration.get("model", {}) if run else {}
-    date = {
-        name: value
-        for name, value in (then.get("chat_template_kwargs") or {}).items()
-        if name == CLOCK
-    }
+    run = run_of(checkpoint)
+    run_model = RunFolder.at(run).configuration.get("model", {}) if run else {}
+    run_variables = run_model.get("chat_template_kwargs") or {}
+    variables = dict(model.chat_template_kwargs)
+    if CLOCK in run_variables:
+        variables = {CLOCK: run_variables[CLOCK], **variables}
     path = str(model_of(checkpoint, folder))
     return model.model_copy(
-        update={"path": path, "revision": None, "chat_template_kwargs": {**date, **variables}}
+        update={"path": path, "revision": None, "chat_template_kwargs": variables}
     )
 
 
@@ -95,9 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Evaluate. Returns the exit code; raises RayloopError."""
     with cluster(arguments) as (address, temporary):
         name = arguments.benchmark
-        config = read(
-            arguments.config, arguments.overrides, [recipes.benchmarks()[name]] if name else []
-        )
+        layers = [recipes.benchmarks()[name]] if name else []
+        config = read(arguments.config, arguments.overrides, layers)
         out = arguments.out or evaluation_folder(config, arguments.checkpoint, name or "eval")
         data = arguments.data or config.data.eval
         if data is None:
@@ -108,13 +114,14 @@ def run(arguments: argparse.Namespace) -> int:
                 " is made"
             )
         if arguments.checkpoint is not None:
-            given = as_asked(config.model, arguments.checkpoint, out / "models")
-            config = config.model_copy(update={"model": given})
-        asked = config.model_copy(update={"data": config.data.model_copy(update={"eval": data})})
-        preflight(asked, trains=False, reads=("train", "eval") if arguments.controls else ("eval",))
-        from rayloop.cluster.stages.evaluate import (
-            evaluate,
-        )  # imports ray, which reads the environment
+            model = as_asked(config.model, arguments.checkpoint, out / "models")
+            config = config.model_copy(update={"model": model})
+        eval_data = config.data.model_copy(update={"eval": data})
+        eval_config = config.model_copy(update={"data": eval_data})
+        files = ("train", "eval") if arguments.controls else ("eval",)
+        preflight(eval_config, trains=False, reads=files)
+        # It imports ray, which reads the environment.
+        from rayloop.cluster.stages.evaluate import evaluate
 
         return evaluate(
             config,

@@ -1,6 +1,7 @@
-"""``status``, ``logs``, ``stacks`` and ``stop``: commands that need a run's folder and nothing
-else. ``stop`` sends SIGTERM to a process that it can see, and asks the driver of another machine's
-or container's through the run's Ray cluster.
+"""``status``, ``logs``, ``stacks`` and ``stop``: commands that need only a run's folder.
+
+``stop`` sends SIGTERM to a process that it can see, and asks the driver of another machine's or
+container's through the run's Ray cluster.
 """
 
 import argparse
@@ -23,8 +24,8 @@ from rayloop.view.status import status, text
 from rayloop.view.words import describe, span, visible
 
 POLL = 0.5
-LOOKED_AT = 2**20
-"""Bytes at the end of a log in which its last lines are looked for."""
+TAIL_BYTES = 2**20
+"""Bytes at the end of a log in which its last lines are searched."""
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:
@@ -41,8 +42,8 @@ def add_status(parser: argparse.ArgumentParser) -> None:
 def _status(arguments: argparse.Namespace) -> int:
     """Print the status. Returns 0; raises ConfigError when the folder holds no run."""
     folder = RunFolder.begun(arguments.run_folder)
-    found = status(folder, time.time(), folder.events)
-    print(json.dumps(found) if arguments.json else visible(text(found)))
+    run_status = status(folder, time.time(), folder.events)
+    print(json.dumps(run_status) if arguments.json else visible(text(run_status)))
     return 0
 
 
@@ -67,7 +68,7 @@ def _logs(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--lines {arguments.lines}: expected 1 or more")
     folder = RunFolder.at(arguments.run_folder.resolve())
     if not own_copy(folder.cluster).exists():
-        for name, text in _kept(folder, arguments.role, arguments.lines):
+        for name, text in _stored_logs(folder, arguments.role, arguments.lines):
             print(f"=== {name} ===\n{visible(text)}", flush=True)
         return 0
     with live_cluster(folder) as place:
@@ -78,23 +79,23 @@ def _logs(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _kept(folder: RunFolder, role: str | None, lines: int) -> Iterator[tuple[str, str]]:
-    """Files of a run that has ended.
+def _stored_logs(folder: RunFolder, role: str | None, lines: int) -> Iterator[tuple[str, str]]:
+    """Name and last lines of each log of a run that has ended.
 
-    Raises ConfigError when there are none, or for a role, which their names do not have.
+    Raises ConfigError when there are none, or for a role, which the files' names do not have.
     """
     files = sorted(path for path in folder.logs.glob("**/*") if path.is_file())
-    if role is not None or not files:
-        why = (
-            "the names of its files have no roles: leave out --role"
-            if files
-            else "its folder keeps no logs"
+    if not files:
+        raise ConfigError(f"{folder.path} is no live run, and its folder keeps no logs")
+    if role is not None:
+        raise ConfigError(
+            f"{folder.path} is no live run, and the names of its files have no roles: leave out"
+            " --role"
         )
-        raise ConfigError(f"{folder.path} is no live run, and {why}")
     for path in files:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - LOOKED_AT))
-            end = file.read(LOOKED_AT).decode(errors="replace")
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            end = file.read(TAIL_BYTES).decode(errors="replace")
         yield str(path.relative_to(folder.path)), "".join(end.splitlines(keepends=True)[-lines:])
 
 
@@ -129,20 +130,28 @@ def add_stop(parser: argparse.ArgumentParser) -> None:
         metavar="RUN_DIR",
         help="folders of live runs, <output>/<name>",
     )
-    within = "how long to wait for the end (180): above the run's preemption.grace"
-    parser.add_argument("--within", type=float, default=180.0, metavar="SECONDS", help=within)
-    here = (
-        "leave alone what is no run of a process on this machine: for a machine that is about to be"
-        " taken away"
+    parser.add_argument(
+        "--within",
+        type=float,
+        default=180.0,
+        metavar="SECONDS",
+        help="how long to wait for the end (180): above the run's preemption.grace",
     )
-    parser.add_argument("--here", action="store_true", help=here)
+    parser.add_argument(
+        "--here",
+        action="store_true",
+        help=(
+            "stop only runs of processes on this machine: for a machine that is about to be taken"
+            " away"
+        ),
+    )
     parser.set_defaults(run=_stop)
 
 
 def _stop(arguments: argparse.Namespace) -> int:
-    """0 when all of the runs have ended as asked (saved, or finished), else 1."""
+    """Returns 0 when all of the runs have saved or finished, else 1."""
     deadline = time.monotonic() + arguments.within
-    asked = []
+    runs = []
     for path in arguments.run_folders:
         folder = RunFolder.at(path.resolve())
         holder = folder.lock.holder()
@@ -152,18 +161,17 @@ def _stop(arguments: argparse.Namespace) -> int:
             raise ConfigError(
                 f"{path}: no process runs it. `python -m rayloop status {path}` says how it ended"
             )
-        asked.append((folder, holder, time.time() - 1.0))  # records have rounded times
-        _ask(folder, holder)
+        runs.append((folder, holder, time.time() - 1.0))  # records have rounded times
+        _ask_to_stop(folder, holder)
         print(
             f"{path}: asked {holder} to save and end; waiting for up to {span(arguments.within)}",
             flush=True,
         )
-    return max(
-        [_waited(folder, holder, since, deadline) for folder, holder, since in asked], default=0
-    )
+    codes = [_exit_code(folder, holder, since, deadline) for folder, holder, since in runs]
+    return max(codes, default=0)
 
 
-def _ask(folder: RunFolder, holder: Holder) -> None:
+def _ask_to_stop(folder: RunFolder, holder: Holder) -> None:
     if holder.lives() is None:
         with live_cluster(folder) as place:
             from rayloop.cluster.stages.live import stop_driver  # imports ray
@@ -172,12 +180,13 @@ def _ask(folder: RunFolder, holder: Holder) -> None:
     try:
         os.kill(holder.pid, signal.SIGTERM)
     except ProcessLookupError:
-        return  # it ended in this moment
+        return  # it has ended since its lock was read
     except PermissionError:
         raise ConfigError(f"{holder} belongs to another user, who alone can stop it") from None
 
 
-def _waited(folder: RunFolder, holder: Holder, since: float, deadline: float) -> int:
+def _exit_code(folder: RunFolder, holder: Holder, since: float, deadline: float) -> int:
+    """Wait for the end of a run; 0 when it has saved or finished."""
     while folder.lock.holder() == holder:
         if time.monotonic() > deadline:
             print(

@@ -28,14 +28,14 @@ from rayloop.measure.intervals import calibration_error, interval
 from rayloop.rewards.functions import around, as_outcome
 from rayloop.rewards.saved import OfflineScoring, Saved
 
-TOGETHER = 512
+BATCH_ROWS = 512
 """Rows that are scored at the same time, so that an embedder or a judge gets batches."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    known = recipes.having("score")
-    parser.add_argument("recipe", metavar="RECIPE", choices=known, help=", ".join(known))
+    names = recipes.having("score")
+    parser.add_argument("recipe", metavar="RECIPE", choices=names, help=", ".join(names))
     parser.add_argument(
         "file",
         type=Path,
@@ -63,23 +63,22 @@ def run(arguments: argparse.Namespace) -> int:
     scoring: OfflineScoring = import_module(f"rayloop.recipes.{arguments.recipe}.score").SCORING
     variant = arguments.variant or scoring.variants[0]
     reward = scoring.aliases.get(arguments.reward, arguments.reward)
-    for option, value, known in (
+    for option, value, choices in (
         ("--variant", variant, scoring.variants),
         ("--reward", reward, scoring.rewards),
     ):
-        if value is not None and value not in known:
-            raise ConfigError(f"{option} {value}: {arguments.recipe} has {', '.join(known)}")
+        if value is not None and value not in choices:
+            raise ConfigError(f"{option} {value}: {arguments.recipe} has {', '.join(choices)}")
     source = built(scoring, variant, reward, arguments.options)
-    for line in complete(score(arguments.file, scoring, source, variant, reward)).lines(
-        scoring, variant
-    ):
+    summary = complete(score(arguments.file, scoring, source, variant, reward))
+    for line in summary.lines(scoring, variant):
         print(line, file=sys.stderr)
     return 0
 
 
 def built(scoring: OfflineScoring, variant: str, reward: str | None, options: Sequence[str]) -> Any:
     """The reward with its settings. Raises ConfigError that names the setting."""
-    chosen = scoring.settings(variant, reward)
+    settings = scoring.settings(variant, reward)
     for option in options:
         name, equals, text = option.partition("=")
         *path, last = name.split(".")
@@ -87,21 +86,20 @@ def built(scoring: OfflineScoring, variant: str, reward: str | None, options: Se
             raise ConfigError(
                 f"--with {option}: expected KEY=VALUE, for example --with tolerance=0.1"
             )
-        place = chosen
+        place = settings
         for part in path:
             place = place.setdefault(part, {})
             if not isinstance(place, dict):
-                raise ConfigError(f"--with {option}: {part} has no keys of its own")
+                raise ConfigError(f"--with {option}: {part} has no keys")
         place[last] = parse_value(text, f"--with {name}")
+    use = scoring.others.get(variant, scoring.use)
     try:
-        return Component.model_validate(
-            {"use": scoring.others.get(variant, scoring.use), "with": chosen}
-        ).build()
+        return Component.model_validate({"use": use, "with": settings}).build()
     except ValidationError as error:
-        problems = (
-            f"{'.'.join(map(str, one['loc'])) or scoring.use}: {one['msg']}"
-            for one in error.errors()
-        )
+        problems = []
+        for problem in error.errors():
+            key = ".".join(map(str, problem["loc"])) or scoring.use
+            problems.append(f"{key}: {problem['msg']}")
         raise ConfigError("the reward's settings:\n  " + "\n  ".join(problems)) from error
 
 
@@ -116,7 +114,7 @@ class ScoreSummary:
     unscored: Counter[str] = field(default_factory=Counter)
     saved: list[Saved] = field(default_factory=list)
     seconds: float = 0.0
-    """CPU seconds of scoring alone, without reading and writing."""
+    """CPU seconds of scoring, without reading and writing."""
     components: int = 0
 
     def add(self, outcome: Outcome) -> None:
@@ -133,20 +131,19 @@ class ScoreSummary:
 
     def lines(self, scoring: OfflineScoring, variant: str) -> Iterator[str]:
         """The summary, line by line."""
-        scored, missing = len(self.values["reward"]), sum(self.unscored.values())
-        yield f"{scored} scored ({variant}), {missing} unscored{_counts(self.unscored)}"
+        scored = len(self.values["reward"])
+        unscored = sum(self.unscored.values())
+        yield f"{scored} scored ({variant}), {unscored} unscored{_counts(self.unscored)}"
         width = max(map(len, self.values))
         for name, values in self.values.items():
             if values:
                 mean, low, high = interval(values)
                 bounds = "too few for an interval" if low is None else f"[{low:.4f}, {high:.4f}]"
-                yield f"  {name:<{width}}  {mean:.4f}  {bounds}" + (
-                    "" if len(values) == scored else f"  of {len(values)}"
-                )
+                number = "" if len(values) == scored else f"  of {len(values)}"
+                yield f"  {name:<{width}}  {mean:.4f}  {bounds}{number}"
         if self.sure:
-            error = calibration_error(
-                [confidence for confidence, _ in self.sure], [right for _, right in self.sure]
-            )
+            confidences = [confidence for confidence, _ in self.sure]
+            error = calibration_error(confidences, [right for _, right in self.sure])
             yield f"expected calibration error of {len(self.sure)} stated confidences: {error:.4f}"
         if self.flags:
             yield f"flags{_counts(self.flags)}"
@@ -158,12 +155,10 @@ class ScoreSummary:
         yield from scoring.notes(self.saved, variant)
 
 
-def _counts(counted: Mapping[str, int]) -> str:
-    return (
-        ": " + ", ".join(f"{name} {count}" for name, count in sorted(counted.items()))
-        if counted
-        else ""
-    )
+def _counts(counts: Mapping[str, int]) -> str:
+    if not counts:
+        return ""
+    return ": " + ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
 
 
 async def score(
@@ -174,17 +169,19 @@ async def score(
     Raises ConfigError for a file that cannot be read.
     """
     summary = ScoreSummary()
-    found = _read(path, scoring)
-    while block := list(islice(found, TOGETHER)):
+    completions = _read(path, scoring)
+    while True:
+        batch = list(islice(completions, BATCH_ROWS))
+        if not batch:
+            return summary
         began = time.process_time()
-        outcomes = await _outcomes(source, [saved for _, saved in block], reward)
+        outcomes = await _outcomes(source, [saved for _, saved in batch], reward)
         summary.seconds += time.process_time() - began
-        for (where, saved), outcome in zip(block, outcomes, strict=True):
+        for (where, saved), outcome in zip(batch, outcomes, strict=True):
             summary.add(outcome)
             if isinstance(saved, Saved):
                 summary.saved.append(saved)
             sys.stdout.write(json.dumps(_line(where, saved, outcome, scoring, variant)) + "\n")
-    return summary
 
 
 def _read(path: Path, scoring: OfflineScoring) -> Iterator[tuple[str, Saved | DataFailure]]:
@@ -202,54 +199,52 @@ def _read(path: Path, scoring: OfflineScoring) -> Iterator[tuple[str, Saved | Da
 
 
 async def _outcomes(
-    source: Any, block: Sequence[Saved | DataFailure], reward: str | None
+    source: Any, batch: Sequence[Saved | DataFailure], reward: str | None
 ) -> list[Outcome]:
-    """The outcome of each completion, of one component alone if ``reward`` names it.
+    """The outcome of each completion, of one component only if ``reward`` names it.
 
-    An exception is no reward.
+    An exception is an outcome without a reward.
     """
-    found: list[Any] = [
-        saved if isinstance(saved, DataFailure) else _asked(source, saved) for saved in block
+    results: list[Any] = [
+        saved if isinstance(saved, DataFailure) else _result(source, saved) for saved in batch
     ]
-    later = [i for i, one in enumerate(found) if inspect.isawaitable(one)]
-    answers = await asyncio.gather(*(found[i] for i in later), return_exceptions=True)
-    for i, answer in zip(later, answers, strict=True):
-        found[i] = answer
-    return [_one(_understood(one, source), reward) for one in found]
+    places = [place for place, result in enumerate(results) if inspect.isawaitable(result)]
+    answers = await asyncio.gather(*(results[place] for place in places), return_exceptions=True)
+    for place, answer in zip(places, answers, strict=True):
+        results[place] = answer
+    return [_component(_outcome(result, source), reward) for result in results]
 
 
-def _asked(source: Any, saved: Saved) -> Any:
+def _result(source: Any, saved: Saved) -> Any:
     """The reward's result, which may be awaitable, or its exception."""
     try:
-        whole = saved.row.get("transcript")
-        context = ScoreContext(
-            saved.step, saved.texts, transcript=whole if isinstance(whole, str) else None
-        )
+        transcript = saved.row.get("transcript")
+        if not isinstance(transcript, str):
+            transcript = None
+        context = ScoreContext(saved.step, saved.texts, transcript=transcript)
         return source.score(saved.trajectory, saved.task, context)
     except Exception as error:
         return error
 
 
-def _understood(found: Any, source: Any) -> Outcome:
+def _outcome(result: Any, source: Any) -> Outcome:
     """The outcome of a result or an exception.
 
-    Raises ConfigError, and an exception that is no Exception.
+    Raises ConfigError, and an exception that is not an Exception.
     """
-    if not isinstance(found, BaseException):
-        return as_outcome(found)
-    if isinstance(found, DataFailure):
-        return Unscored(UnscoredKind.BAD_DATA, str(found))
-    if isinstance(found, ConfigError) or not isinstance(found, Exception):
-        raise found
-    kind = (
-        UnscoredKind.REWARD_UNAVAILABLE
-        if isinstance(found, around(source))
-        else UnscoredKind.GRADER_ERROR
-    )
-    return Unscored(kind, f"{type(found).__name__}: {found}")
+    if not isinstance(result, BaseException):
+        return as_outcome(result)
+    if isinstance(result, DataFailure):
+        return Unscored(UnscoredKind.BAD_DATA, str(result))
+    if isinstance(result, ConfigError) or not isinstance(result, Exception):
+        raise result
+    is_unavailable = isinstance(result, around(source))
+    kind = UnscoredKind.REWARD_UNAVAILABLE if is_unavailable else UnscoredKind.GRADER_ERROR
+    return Unscored(kind, f"{type(result).__name__}: {result}")
 
 
-def _one(outcome: Outcome, reward: str | None) -> Outcome:
+def _component(outcome: Outcome, reward: str | None) -> Outcome:
+    """The outcome with the component ``reward`` as its value; the outcome itself for None."""
     if reward is None or isinstance(outcome, Unscored):
         return outcome
     if reward not in outcome.components:
@@ -261,9 +256,8 @@ def _one(outcome: Outcome, reward: str | None) -> Outcome:
 def _line(
     where: str, saved: Saved | DataFailure, outcome: Outcome, scoring: OfflineScoring, variant: str
 ) -> Mapping[str, Any]:
-    line: dict[str, Any] = {
-        "row": int(row) if (row := where.rpartition(":")[2]).isdigit() else where
-    }
+    row = where.rpartition(":")[2]
+    line: dict[str, Any] = {"row": int(row) if row.isdigit() else where}
     if isinstance(saved, Saved):
         line |= {"id": saved.task.id, "answer": scoring.answer(saved, variant)}
     if isinstance(outcome, Unscored):

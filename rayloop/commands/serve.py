@@ -1,9 +1,11 @@
-"""``judge serve|check|calibrate`` and ``policy serve``: a judge, or a live run's policy, on Ray
-Serve (docs/policy_endpoint.md).
+"""``judge serve|check|calibrate`` and ``policy serve``: a judge, or a live run's policy.
+
+Both run on Ray Serve (docs/policy_endpoint.md).
 """
 
 import argparse
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -83,28 +85,26 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve_judge(arguments: argparse.Namespace) -> int:
-    if (
-        "=" in str(arguments.config) and not arguments.config.is_file()
-    ):  # the default, with a value changed
-        arguments.overrides, arguments.config = (
-            [str(arguments.config), *arguments.overrides],
-            CONFIGS / "judge_cpu.yaml",
-        )
+    if "=" in str(arguments.config) and not arguments.config.is_file():
+        # The first word changes a value of the default configuration.
+        arguments.overrides = [str(arguments.config), *arguments.overrides]
+        arguments.config = CONFIGS / "judge_cpu.yaml"
     file = load(arguments.config, arguments.overrides, ServeFile)
     (application,) = file.applications
-    open_ = application.args.key_file is None and (arguments.insecure or application.args.insecure)
-    if open_ and file.http_options.host not in LOOPBACK:
+    settings = application.args
+    without_key = settings.key_file is None and (arguments.insecure or settings.insecure)
+    if without_key and file.http_options.host not in LOOPBACK:
         raise ConfigError(
             f"--insecure with http_options.host {file.http_options.host}: without a key only"
             " loopback is served"
         )
-    key = application.args.key_file or str(arguments.announce.with_suffix(".key"))
-    settings = application.args.model_copy(
-        update={"insecure": True} if open_ else {"key_file": str(local_path(key))}
-    )
-    file = file.model_copy(
-        update={"applications": (application.model_copy(update={"args": settings}),)}
-    )
+    if without_key:
+        settings = settings.model_copy(update={"insecure": True})
+    else:
+        key_file = settings.key_file or str(arguments.announce.with_suffix(".key"))
+        settings = settings.model_copy(update={"key_file": str(local_path(key_file))})
+    application = application.model_copy(update={"args": settings})
+    file = file.model_copy(update={"applications": (application,)})
     with cluster(arguments) as (address, temporary):
         from rayloop.cluster.stages.serving import serve_judge  # imports ray
 
@@ -113,12 +113,14 @@ def _serve_judge(arguments: argparse.Namespace) -> int:
 
 def client_settings(arguments: argparse.Namespace) -> ClientSettings:
     """The settings for a client of the judge on the command line."""
-    found = {
+    discovery = {
         "use": "rayloop.judge.discovery:FileDiscovery",
         "with": {"path": str(arguments.announce)},
     }
     return ClientSettings(
-        url=arguments.url, key_file=arguments.key_file, discovery=Component.model_validate(found)
+        url=arguments.url,
+        key_file=arguments.key_file,
+        discovery=Component.model_validate(discovery),
     )
 
 
@@ -134,9 +136,8 @@ def _calibrate(arguments: argparse.Namespace) -> int:
             {name: parse_value(value, f"--gate {name}") for name, _, value in pairs}
         )
     except ValidationError as error:
-        raise ConfigError(
-            f"--gate: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}"
-        ) from error
+        problem = error.errors()[0]
+        raise ConfigError(f"--gate: {problem['loc']}: {problem['msg']}") from error
 
     arguments.announce.parent.mkdir(parents=True, exist_ok=True)
 
@@ -171,9 +172,8 @@ async def _ready(settings: ClientSettings) -> str:
         ) from error
     finally:
         await connection.close()
-    return (
-        f"ready: {connection.url} {about.backend} {about.model or '(no model)'} {about.fingerprint}"
-    )
+    model = about.model or "(no model)"
+    return f"ready: {connection.url} {about.backend} {model} {about.fingerprint}"
 
 
 class ServeOptions(SettingsModel):
@@ -182,24 +182,24 @@ class ServeOptions(SettingsModel):
     http: HttpOptions = HttpOptions(port=0)
     """The address; by default a free port of loopback."""
     limits: PolicyLimits = PolicyLimits()
-    """What it accepts."""
+    """The limits of its requests."""
 
 
 def add_policy(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``policy serve``."""
+    """Add the arguments of ``policy serve``."""
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     serve = actions.add_parser(
         "serve", help="serve the policy of a live run until it ends, or a signal comes"
     )
-    which = serve.add_mutually_exclusive_group(required=True)
-    which.add_argument(
+    run = serve.add_mutually_exclusive_group(required=True)
+    run.add_argument(
         "--run",
         type=Path,
         dest="folder",
         metavar="FOLDER",
         help="the live run's folder, such as runs/quickstart",
     )
-    which.add_argument("--name", help="the live run's name, in the cluster at --address")
+    run.add_argument("--name", help="the live run's name, in the cluster at --address")
     add_overrides(serve, "for example http.port=8001 limits.held=64")
     serve.add_argument(
         "--address", help="with --name: the run's Ray cluster (default: RAY_ADDRESS)"
@@ -221,41 +221,64 @@ def _serve_policy(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--insecure with http.host {options.http.host}: without a key only loopback is served"
         )
-    if arguments.folder is None:
-        address, token, file = (
-            arguments.address or os.environ.get("RAY_ADDRESS"),
-            arguments.token_file,
-            None,
-        )
-        if not address:
-            raise ConfigError(
-                "--name looks in a running cluster: give its --address, or the run's folder with"
-                " --run"
-            )
-        names, announced = "", arguments.announce or Path(f"runs/policy-{arguments.name}.json")
-    else:
-        folder = RunFolder.at(arguments.folder.resolve())
-        file, place = folder.cluster, live_place(folder)
-        address, token, names = (
-            place.address,
-            Path(place.token_file) if place.token_file else None,
-            place.namespace,
-        )
-        announced = arguments.announce or file.with_name("policy.json")
-    if file is None:
-        reachable(address, address)
-    key = None if arguments.insecure else arguments.key_file or announced.with_suffix(".key")
-    announced.parent.mkdir(parents=True, exist_ok=True)
-    with joined_cluster(address, token, insecure=bool(file) and token is None):
+    run = _run_by_name(arguments) if arguments.folder is None else _run_by_folder(arguments.folder)
+    announcement = arguments.announce or run.announcement
+    key = None if arguments.insecure else arguments.key_file or announcement.with_suffix(".key")
+    announcement.parent.mkdir(parents=True, exist_ok=True)
+    insecure = run.cluster_file is not None and run.token is None
+    with joined_cluster(run.address, run.token, insecure=insecure):
         from rayloop.cluster.stages.serving import serve_policy  # imports ray
 
         return serve_policy(
-            address,
-            names,
+            run.address,
+            run.namespace,
             arguments.name or "",
             options.http,
             options.limits,
             key,
-            announced,
-            alive=lambda: file is None or file.exists(),
+            announcement,
+            alive=run.is_alive,
         )
+
+
+@dataclass(frozen=True)
+class _ServedRun:
+    """The live run of a served policy, and its cluster."""
+
+    address: str
+    token: Path | None
+    namespace: str
+    """Its namespace in the cluster; empty for a run that is looked up by its name."""
+    announcement: Path
+    """The file of the announcement by default."""
+    cluster_file: Path | None = None
+    """The file that exists while the run lives; None for a run that is looked up by its name."""
+
+    def is_alive(self) -> bool:
+        """Whether the run lives, as its folder shows it."""
+        return self.cluster_file is None or self.cluster_file.exists()
+
+
+def _run_by_name(arguments: argparse.Namespace) -> _ServedRun:
+    """The run of ``--name`` in the cluster of ``--address``. Raises ConfigError."""
+    address = arguments.address or os.environ.get("RAY_ADDRESS")
+    if not address:
+        raise ConfigError(
+            "--name looks in a running cluster: give its --address, or the run's folder with --run"
+        )
+    reachable(address, address)
+    announcement = Path(f"runs/policy-{arguments.name}.json")
+    return _ServedRun(address, arguments.token_file, "", announcement)
+
+
+def _run_by_folder(path: Path) -> _ServedRun:
+    """The run of ``--run``. Raises ConfigError when it is not live."""
+    folder = RunFolder.at(path.resolve())
+    place = live_place(folder)
+    return _ServedRun(
+        place.address,
+        Path(place.token_file) if place.token_file else None,
+        place.namespace,
+        folder.cluster.with_name("policy.json"),
+        folder.cluster,
+    )

@@ -1,5 +1,6 @@
-"""``slurm render|up|status|down``: a cluster of Slurm jobs from the scripts in deploy/slurm, and
-its end.
+"""``slurm render|up|status|down``: starts and ends a cluster of Slurm jobs.
+
+The jobs' scripts are in deploy/slurm.
 """
 
 import argparse
@@ -55,15 +56,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action.set_defaults(run=run)
 
 
-def _planned(a: argparse.Namespace) -> tuple[SiteSettings, list[Job]]:
-    site = load(a.site, a.set, SiteSettings)
-    if a.config is not None:
-        preflight(read(a.config, a.overrides))  # refused here, not after hours in the queue
-    return site, plan(site, [str(a.config), *a.overrides] if a.config else [])
+def _plan(arguments: argparse.Namespace) -> tuple[SiteSettings, list[Job]]:
+    site = load(arguments.site, arguments.set, SiteSettings)
+    if arguments.config is None:
+        return site, plan(site, [])
+    # A bad configuration is refused here, not after hours in the queue.
+    preflight(read(arguments.config, arguments.overrides))
+    return site, plan(site, [str(arguments.config), *arguments.overrides])
 
 
-def _render(a: argparse.Namespace) -> int:
-    site, jobs = _planned(a)
+def _render(arguments: argparse.Namespace) -> int:
+    site, jobs = _plan(arguments)
     print(f"mkdir -p {shlex.quote(str(Path(site.logs).absolute()))}")
     for job in jobs:
         text = shlex.join(job.command("HEAD")).replace("after:HEAD", '"after:$head"')
@@ -71,68 +74,72 @@ def _render(a: argparse.Namespace) -> int:
     return 0
 
 
-def _up(a: argparse.Namespace) -> int:
-    site, jobs = _planned(a)
+def _up(arguments: argparse.Namespace) -> int:
+    site, jobs = _plan(arguments)
     place = site.place
-    found = place.head()
-    if found is not None and found.stale() is None:
+    head = place.head()
+    if head is not None and head.stale() is None:
         raise ConfigError(
-            f"the cluster {site.cluster} is up, at {found.address}. `slurm down` ends it;"
+            f"the cluster {site.cluster} is up, at {head.address}. `slurm down` ends it;"
             " cluster=NAME is another"
         )
     Path(site.logs).mkdir(parents=True, exist_ok=True)
-    head = ""
+    head_job = ""
     for job in jobs:
-        number = slurm(*job.command(head)).strip().partition(";")[0]
+        number = slurm(*job.command(head_job)).strip().partition(";")[0]
         place.register(number)
-        head = head or number
+        head_job = head_job or number
         print(f"{job.role}: job {number}")
     print(f"outputs: {Path(site.logs).absolute()}\nfolder:  {place.folder}")
     return 0
 
 
-def _status(a: argparse.Namespace) -> int:
-    place = load(a.site, a.set, SiteSettings).place
+def _status(arguments: argparse.Namespace) -> int:
+    place = load(arguments.site, arguments.set, SiteSettings).place
     jobs = active(place.jobs())
     print("\n".join(["jobs:", *(f"  {job.text}" for job in jobs)]) if jobs else "jobs: none")
     head = place.head()
-    if head is None or (why := head.stale()) is not None:
-        print("head: none" if head is None else f"head: stale, {why}")
+    if head is None:
+        print("head: none")
+        return 1
+    stale_reason = head.stale()
+    if stale_reason is not None:
+        print(f"head: stale, {stale_reason}")
         return 1
     print(f"head: {head.address} on {head.node}, dashboard {head.dashboard}")
-    print(
-        f"token file: {head.token}"
-        if head.token
-        else "token file: none, everybody who reaches the ports may run code"
-    )
+    token = head.token or "none, everybody who reaches the ports may run code"
+    print(f"token file: {token}")
     print("nodes:")
     for node in nodes(head):
-        total = {
+        resources = {
             name: amount
             for name, amount in node["resources_total"].items()
             if ":" not in name and "memory" not in name
         }
-        print(f"  {node['state']} {node['node_ip']} {node['node_name']} {total}")
+        print(f"  {node['state']} {node['node_ip']} {node['node_name']} {resources}")
     return 0
 
 
-def _down(a: argparse.Namespace) -> int:
-    """Stop runs first, by SIGINT to the batch step alone, so that Ray stays until they have saved;
-    then cancel all jobs.
+def _down(arguments: argparse.Namespace) -> int:
+    """Stop the runs first, then cancel all jobs.
+
+    SIGINT goes only to the batch step, so that Ray stays until the runs have saved.
     """
-    site = load(a.site, a.set, SiteSettings)
+    site = load(arguments.site, arguments.set, SiteSettings)
     place = site.place
     saving = [job.number for job in active(place.jobs(programs=True)) if job.state == "RUNNING"]
     if saving:
-        print(f"waiting up to {a.grace:g} s for {', '.join(saving)} to save", flush=True)
+        print(f"waiting up to {arguments.grace:g} s for {', '.join(saving)} to save", flush=True)
         slurm("scancel", "--batch", "--signal=INT", *saving)
-        still_active(saving, a.grace)
-    if jobs := active(place.jobs()):
+        still_active(saving, arguments.grace)
+    jobs = active(place.jobs())
+    if jobs:
         slurm("scancel", *(job.number for job in jobs))
-    if jobs := still_active(place.jobs(), CANCEL):
+    remaining = still_active(place.jobs(), CANCEL)
+    if remaining:
         raise SlurmError(
             f"cancelled jobs have not ended within {CANCEL:g} s:"
-            f" {', '.join(job.text for job in jobs)}. Run down again"
+            f" {', '.join(job.text for job in remaining)}. Run down again"
         )
     place.remove()
     print(f"{site.cluster}: no jobs, {place.folder} removed")

@@ -1,5 +1,6 @@
-"""``submit``: run ``train`` as a Ray job on a cluster that has the dependencies but not this
-checkout.
+"""``submit``: run ``train`` as a Ray job on a cluster.
+
+The cluster has the dependencies, but not this checkout.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from rayloop.run.preflight import lasting
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
-KEYS = (".key", ".pem", ".p12", ".token")
-"""How files that hold a secret end: those that this package makes, and others."""
-LEFT_OUT = ("runs", "checkpoints", "wandb", "node_modules", "build", "dist")
-"""Folders, wherever they are, that hold data and not code.
+KEY_SUFFIXES = (".key", ".pem", ".p12", ".token")
+"""Suffixes of files that hold a secret: those that this package makes, and others."""
+DATA_FOLDERS = ("runs", "checkpoints", "wandb", "node_modules", "build", "dist")
+"""Names of folders that hold data and not code.
 
-So are hidden ones, environments and caches.
+Hidden folders, environments and caches are left out, too.
 """
 LIMIT = 200 * 2**20
-"""Bytes of the package. Ray itself refuses 500 MiB, with an error that does not say so."""
+"""The most bytes of the package. Ray itself refuses 500 MiB, with an error that does not say so."""
 PATIENCE = 60.0
 """Seconds without contact to the head after which following a job is given up."""
 POLL = 1.0
@@ -80,8 +81,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns 0, or with --follow the job's exit code.
     """
-    lasting(read(arguments.config, arguments.overrides))  # refused here, not on the cluster
-    address, folder = arguments.address, arguments.working_dir.resolve()
+    # A bad configuration is refused here, not on the cluster.
+    lasting(read(arguments.config, arguments.overrides))
+    address = arguments.address
+    folder = arguments.working_dir.resolve()
     if not address.startswith(("http://", "https://")):
         raise ConfigError(f"--address {address}: expected the dashboard, http://HEAD:8265")
     if not arguments.config.resolve().is_relative_to(folder):
@@ -98,10 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
         from ray.job_submission import JobSubmissionClient
 
         package = pack(folder, Path(temporary) / "package.zip")
-        print(
-            f"package: {len(zipfile.ZipFile(package).namelist())} files,"
-            f" {package.stat().st_size / 2**20:.1f} MiB"
-        )
+        file_count = len(zipfile.ZipFile(package).namelist())
+        print(f"package: {file_count} files, {package.stat().st_size / 2**20:.1f} MiB")
         try:
             client = JobSubmissionClient(address)
             job = client.submit_job(entrypoint=command, runtime_env={"working_dir": str(package)})
@@ -114,40 +115,37 @@ def run(arguments: argparse.Namespace) -> int:
                 f"{address} did not take the job: {str(error).splitlines()[0]}"
             ) from error
         print(f"job: {job}")
-        variables = authentication(arguments.token_file, arguments.insecure) | (
-            past_proxies(address) if getproxies() else {}
-        )
-        for what, words in (("log:  ", ("logs", "--follow")), ("stop: ", ("stop",))):
-            print(f"  {what}{job_command(variables, address, *words, job)}")
+        variables = authentication(arguments.token_file, arguments.insecure)
+        if getproxies():
+            variables = {**variables, **past_proxies(address)}
+        print(f"  log:  {job_command(variables, address, 'logs', '--follow', job)}")
+        print(f"  stop: {job_command(variables, address, 'stop', job)}")
         return follow(client, job) if arguments.follow else 0
 
 
 def job_command(variables: Mapping[str, str], address: str, action: str, *words: str) -> str:
-    """A command of Ray's about a job, as a line for a shell that has none of the ``variables``
-    which reach the cluster.
+    """A command of Ray's about a job, as a line for a shell without the ``variables``.
+
+    The variables are the ones that reach the cluster.
     """
     prefix = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     return " ".join([*prefix, shlex.join(["ray", "job", action, "--address", address, *words])])
 
 
 def pack(folder: Path, package: Path) -> Path:
-    """A zip of all that git does not ignore; without git, of all but data and caches.
+    """A zip of all files that git does not ignore; without git, of all but data and caches.
 
-    Keys, and what links lead to elsewhere, stay here. Raises ConfigError above LIMIT bytes.
+    Keys, and links that lead elsewhere, are not sent. Raises ConfigError above LIMIT bytes.
     """
-    files = [file for file in _files(folder) if not _is_data(file)]
-    kept = [
-        file
-        for file in files
-        if file.suffix in KEYS or not (folder / file).resolve().is_relative_to(folder.resolve())
-    ]
-    if kept:
+    candidates = [file for file in _files(folder) if not _is_data(file)]
+    files = [file for file in candidates if _may_be_sent(folder, file)]
+    if len(files) < len(candidates):
+        refused = [file for file in candidates if file not in files]
         print(
             "not sent, since they are keys or links that lead elsewhere:"
-            f" {', '.join(map(str, kept[:5]))}",
+            f" {', '.join(map(str, refused[:5]))}",
             flush=True,
         )
-        files = [file for file in files if file not in kept]
     with zipfile.ZipFile(package, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for file in files:
             # A fixed time stamp: Ray recognises a package that it has by its hash.
@@ -156,9 +154,11 @@ def pack(folder: Path, package: Path) -> Path:
             archive.writestr(
                 entry, (folder / file).read_bytes(), zipfile.ZIP_DEFLATED, compresslevel=1
             )
-    if (size := package.stat().st_size) > LIMIT:
-        largest = sorted(files, key=lambda f: (folder / f).stat().st_size, reverse=True)[:5]
-        names = ", ".join(f"{f} ({(folder / f).stat().st_size / 2**20:.0f} MiB)" for f in largest)
+    size = package.stat().st_size
+    if size > LIMIT:
+        sizes = {file: (folder / file).stat().st_size for file in files}
+        largest = sorted(files, key=sizes.__getitem__, reverse=True)[:5]
+        names = ", ".join(f"{file} ({sizes[file] / 2**20:.0f} MiB)" for file in largest)
         raise ConfigError(
             f"{folder.resolve()}: packed it has {size / 2**20:.0f} MiB, {LIMIT / 2**20:.0f} are"
             f" allowed. The largest files: {names}. Data and models belong on storage that the"
@@ -167,45 +167,51 @@ def pack(folder: Path, package: Path) -> Path:
     return package
 
 
+def _may_be_sent(folder: Path, file: Path) -> bool:
+    """Whether a file is neither a key nor a link that leads out of the folder."""
+    is_inside = (folder / file).resolve().is_relative_to(folder.resolve())
+    return is_inside and file.suffix not in KEY_SUFFIXES
+
+
 def _files(folder: Path) -> list[Path]:
     """The files to pack.
 
     A link to a folder becomes that folder: a job's machine unpacks no links.
     """
-    listed = subprocess.run(
+    listing = subprocess.run(
         ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         capture_output=True,
         text=True,
         check=False,
     )
-    if listed.returncode == 0:
-        found = [Path(name) for name in listed.stdout.split("\0") if name]
+    if listing.returncode == 0:
+        paths = [Path(name) for name in listing.stdout.split("\0") if name]
     else:
-        found = [path.relative_to(folder) for path in folder.rglob("*")]
-    # rayloop/__init__.py finds the folders of a checkout beside itself: through its links they
-    # would be sent twice.
-    ours = Path("rayloop")
-    linked = {
-        path: (folder / path).resolve()
-        for path in found
-        if path.parent != ours and (folder / path).is_symlink()
-    }
-    below = [
-        link / (folder.resolve() / file).relative_to(target)
-        for link, target in linked.items()
-        if target.is_dir()
-        for file in found
-        if (folder.resolve() / file).is_relative_to(target)
-    ]
-    return sorted({file for file in [*found, *below] if (folder / file).is_file()})
+        paths = [path.relative_to(folder) for path in folder.rglob("*")]
+    root = folder.resolve()
+    files = set(paths)
+    for path in paths:
+        # rayloop/__init__.py finds the folders of a checkout in the root:
+        # through the package's links they would be sent twice.
+        if path.parent == Path("rayloop") or not (folder / path).is_symlink():
+            continue
+        target = (folder / path).resolve()
+        if target.is_dir():
+            for file in paths:
+                if (root / file).is_relative_to(target):
+                    files.add(path / (root / file).relative_to(target))
+    return sorted(file for file in files if (folder / file).is_file())
 
 
 def _is_data(file: Path) -> bool:
-    return any(
-        part in LEFT_OUT
-        or part.startswith((".", "__pycache__", "venv"))
-        or part.endswith(".egg-info")
-        for part in file.parts
+    return any(map(_is_data_folder, file.parts))
+
+
+def _is_data_folder(name: str) -> bool:
+    return (
+        name in DATA_FOLDERS
+        or name.startswith((".", "__pycache__", "venv"))
+        or name.endswith(".egg-info")
     )
 
 
@@ -214,14 +220,15 @@ def follow(client: JobSubmissionClient, job: str) -> int:
 
     Returns its exit code, or 1. Raises SubmissionFailed when the head is silent.
     """
-    shown, reached = 0, time.monotonic()
+    printed = 0
+    last_contact = time.monotonic()
     while True:
         try:
-            shown = complete(_show(client, job, shown))
+            printed = complete(_show(client, job, printed))
             info = client.get_job_info(job)
-            reached = time.monotonic()
+            last_contact = time.monotonic()
         except (OSError, RuntimeError, asyncio.IncompleteReadError) as error:
-            if time.monotonic() - reached > PATIENCE:
+            if time.monotonic() - last_contact > PATIENCE:
                 raise SubmissionFailed(
                     f"no contact to the head for {PATIENCE:g} s ({error}); job {job} may go on"
                 ) from error
@@ -242,13 +249,14 @@ def follow(client: JobSubmissionClient, job: str) -> int:
         time.sleep(POLL)
 
 
-async def _show(client: JobSubmissionClient, job: str, shown: int) -> int:
-    """Print the log from character ``shown`` on (a new connection starts again at the beginning);
-    returns its length.
+async def _show(client: JobSubmissionClient, job: str, printed: int) -> int:
+    """Print the log from character ``printed`` on, and return its length.
+
+    A new connection starts again at the beginning.
     """
-    seen = 0
+    position = 0
     async for text in client.tail_job_logs(job):
-        print(text[max(0, shown - seen) :], end="", flush=True)
-        seen += len(text)
-        shown = max(shown, seen)
-    return shown
+        print(text[max(0, printed - position) :], end="", flush=True)
+        position += len(text)
+        printed = max(printed, position)
+    return printed

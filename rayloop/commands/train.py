@@ -1,5 +1,6 @@
-"""``train``, ``try``, ``sft``, ``export`` and ``report``: train a policy, look at one row first,
-write the model and a page.
+"""``train``, ``try``, ``sft``, ``export`` and ``report``: train a policy and write its results.
+
+``try`` shows one row first, ``export`` writes the model, ``report`` a page.
 """
 
 import argparse
@@ -47,9 +48,8 @@ def _train(arguments: argparse.Namespace) -> int:
         )
     with cluster(arguments) as (address, temporary):
         config = read(arguments.config, arguments.overrides)
-        config = from_start(
-            config, Path(config.output) / config.name
-        )  # a run that was begun in another folder
+        # The run may have begun in another folder, to which its relative paths refer.
+        config = from_start(config, Path(config.output) / config.name)
         preflight(config)
         if arguments.console:
             from rayloop.commands.console import serve_beside
@@ -61,23 +61,22 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _print_config(arguments: argparse.Namespace) -> int:
-    """Print it, and what does nothing in it, and import nothing that it names: this is how one
-    looks at a stranger's.
+    """Print the configuration, and its settings that do nothing.
+
+    Nothing that it names is imported, so that a stranger's configuration can be examined.
     """
     with without_foreign_code():
         config = read(arguments.config, arguments.overrides)
         print(dump(config), end="")
         try:
-            print("".join(f"# {why}\n" for why in idle_settings(config)), end="")
+            print("".join(f"# {reason}\n" for reason in idle_settings(config)), end="")
         except NotImported as error:
             print(f"# which settings do nothing is not known: {error}")
     return 0
 
 
 def add_try(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``try``, which shows one row as the model sees it, two answers, and the
-    reward of each.
-    """
+    """Add the arguments of ``try``, which shows one row, two answers, and the reward of each."""
     add_run(parser, "rollout.sampling.max_tokens=200")
     parser.add_argument(
         "--row",
@@ -115,12 +114,9 @@ def _sft(arguments: argparse.Namespace) -> int:
     with cluster(arguments) as (address, temporary):
         config = load(arguments.config, arguments.overrides, SftConfig)
         check_components(config)
-        first = next(
-            iter(
-                Dataset(config.data.train, config.data.reader.build(), False, lambda failure: None)
-            ),
-            None,
-        )
+        reader = config.data.reader.build()
+        dataset = Dataset(config.data.train, reader, False, lambda failure: None)
+        first = next(iter(dataset), None)
         if first is not None:
             try_first(config.answers, first)
         from rayloop.cluster.stages.sft import sft  # imports ray, which reads the environment
@@ -129,9 +125,7 @@ def _sft(arguments: argparse.Namespace) -> int:
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``export``, which writes a checkpoint as a folder that plain
-    transformers loads.
-    """
+    """Add the arguments of ``export``, which writes a checkpoint for plain transformers."""
     parser.add_argument(
         "checkpoint",
         type=Path,
@@ -150,9 +144,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``report``, which writes a run's curves and trajectories as one HTML
-    file.
-    """
+    """Add the arguments of ``report``, which writes a run as one HTML file."""
     parser.add_argument(
         "run_folder", type=Path, metavar="RUN_DIR", help="folder of the run, <output>/<name>"
     )
@@ -178,6 +170,7 @@ def _report(arguments: argparse.Namespace) -> int:
     if arguments.groups < 0:
         raise ConfigError(f"--groups {arguments.groups}: expected 0 or more")
     print(write_page(arguments.run_folder, arguments.out, arguments.groups))
-    for written in write_files(arguments.run_folder) if arguments.files else ():
-        print(written)
+    if arguments.files:
+        for path in write_files(arguments.run_folder):
+            print(path)
     return 0

@@ -93,7 +93,7 @@ def test_a_row_of_a_run_is_played(
     assert played(monkeypatch, "", "run.yaml", "data.train=elsewhere.jsonl") == 2
     assert "elsewhere.jsonl" in capsys.readouterr().err
     assert played(monkeypatch, "", "scripted:three-turns", "steps=2") == 2
-    assert "scripted:three-turns is no YAML file of a run" in capsys.readouterr().err
+    assert "scripted:three-turns is not the YAML file of a run" in capsys.readouterr().err
     assert played(monkeypatch, "a\nb\n", "run.yaml", "--row", "2") == 0
     said = capsys.readouterr().out
     assert said.startswith("user: two\\x1b[2J\n")
