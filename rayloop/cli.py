@@ -149,8 +149,9 @@ def main(
             raise
         return 1
     except KeyboardInterrupt:
-        lost = " before anything could be saved" if arguments.command in ("train", "sft") else ""
-        print(f"rayloop: interrupted{lost}", file=sys.stderr)
+        trains = arguments.command in ("train", "sft")
+        suffix = " before anything could be saved" if trains else ""
+        print(f"rayloop: interrupted{suffix}", file=sys.stderr)
         return 1
 
 

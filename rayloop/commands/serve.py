@@ -221,9 +221,12 @@ def _serve_policy(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--insecure with http.host {options.http.host}: without a key only loopback is served"
         )
-    run = _run_by_name(arguments) if arguments.folder is None else _run_by_folder(arguments.folder)
+    folder = arguments.folder
+    run = _run_by_folder(folder) if folder else _run_by_name(arguments)
     announcement = arguments.announce or run.announcement
-    key = None if arguments.insecure else arguments.key_file or announcement.with_suffix(".key")
+    key = None
+    if not arguments.insecure:
+        key = arguments.key_file or announcement.with_suffix(".key")
     announcement.parent.mkdir(parents=True, exist_ok=True)
     insecure = run.cluster_file is not None and run.token is None
     with joined_cluster(run.address, run.token, insecure=insecure):

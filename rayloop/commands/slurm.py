@@ -97,7 +97,9 @@ def _up(arguments: argparse.Namespace) -> int:
 def _status(arguments: argparse.Namespace) -> int:
     place = load(arguments.site, arguments.set, SiteSettings).place
     jobs = active(place.jobs())
-    print("\n".join(["jobs:", *(f"  {job.text}" for job in jobs)]) if jobs else "jobs: none")
+    print("jobs:" if jobs else "jobs: none")
+    for job in jobs:
+        print(f"  {job.text}")
     head = place.head()
     if head is None:
         print("head: none")

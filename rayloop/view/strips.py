@@ -241,7 +241,9 @@ def _has_picture(row: Record) -> bool:
 def cut(text: str) -> str:
     """At most ``LONGEST`` characters of a text."""
     more = len(text) - LONGEST
-    return text if more <= 0 else f"{text[:LONGEST]}\n({more} more characters: see the record)"
+    if more <= 0:
+        return text
+    return f"{text[:LONGEST]}\n({more} more characters: see the record)"
 
 
 def _cell(
