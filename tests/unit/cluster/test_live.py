@@ -283,7 +283,7 @@ def test_status_and_stop_of_a_run_in_another_container(
         f"process {elsewhere.pid} on {elsewhere.host}, in another container runs it"
         in capsys.readouterr().out
     )
-    monkeypatch.setattr(live_command, "_waited", lambda *_: 0)
+    monkeypatch.setattr(live_command, "_exit_code", lambda *_: 0)
     assert main(["stop", str(folder.path)]) == 0
     assert (asked, signals) == ([place], []), "the same number may be another process here"
 
