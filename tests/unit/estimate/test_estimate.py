@@ -488,7 +488,8 @@ def test_a_file_that_holds_no_tensors_is_refused(tmp_path: Path) -> None:
         "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", encoding="utf-8"
     )
     with pytest.raises(
-        ConfigError, match=r"model\.safetensors is not a safetensors file; is it a pointer of git-lfs"
+        ConfigError,
+        match=r"model\.safetensors is not a safetensors file; is it a pointer of git-lfs",
     ):
         read_shape(str(tmp_path))
 
