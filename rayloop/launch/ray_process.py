@@ -232,21 +232,21 @@ def kept_logs(temporary: Path, beside: Path) -> Iterator[None]:
 def keep(logs: Path, target: Path, most: int = KEPT_LOG_BYTES, but: str = "") -> int:
     """Copy the newest ``most`` bytes of the files in ``logs``, but those that match ``but``.
 
-    Returns the number of files. Raises nothing: it ends at a file that cannot be read or written.
+    Returns the number of files. Raises nothing: a file that cannot be read or written is left out.
     """
+    files: list[tuple[os.stat_result, Path]] = []
+    for file in logs.rglob("*"):
+        with suppress(OSError):
+            if file.is_file() and not file.match(but or "/"):
+                files.append((file.stat(), file))
+    files.sort(key=lambda entry: entry[0].st_mtime, reverse=True)
     count = 0
-    with suppress(OSError):
-        files = [
-            (file.stat(), file)
-            for file in logs.rglob("*")
-            if file.is_file() and not file.match(but or "/")
-        ]
-        files.sort(key=lambda entry: entry[0].st_mtime, reverse=True)
-        for status, file in files:
-            size = min(status.st_size, most)
-            if not size:
-                continue
-            copy = target / file.relative_to(logs)
+    for status, file in files:
+        size = min(status.st_size, most)
+        if not size:
+            continue
+        copy = target / file.relative_to(logs)
+        with suppress(OSError):
             copy.parent.mkdir(parents=True, exist_ok=True)
             with file.open("rb") as source, copy.open("wb") as output:
                 # The end of a log says most.

@@ -5,6 +5,8 @@ library and Python 3.9 only: the module also runs inside sandboxes, and in inter
 rayloop is not installed.
 """
 
+from __future__ import annotations
+
 import json
 import socket
 import struct

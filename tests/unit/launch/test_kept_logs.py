@@ -35,6 +35,15 @@ def test_the_newest_bytes_are_kept(tmp_path: Path) -> None:
     assert (target / "raylet.out").read_bytes() == b"old" * 10
 
 
+def test_a_log_that_cannot_be_copied_is_left_out_alone(tmp_path: Path) -> None:
+    logs, target = tmp_path / "logs", tmp_path / "kept"
+    write(logs, "raylet.out", b"old", 1)
+    write(logs, "gcs_server.out", b"newest", 2)
+    (target / "gcs_server.out").mkdir(parents=True)  # nothing can be written under this name
+    assert keep(logs, target) == 1
+    assert (target / "raylet.out").read_bytes() == b"old"
+
+
 def test_a_node_that_fails_keeps_its_logs_and_a_few_of_those_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
