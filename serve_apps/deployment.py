@@ -14,9 +14,10 @@ from rayloop.web import RETRY_AFTER
 
 
 def deployed(name: str, replica: type, settings: Any, *, what: str, **options: Any) -> Application:
-    """The application of Ray Serve with this class of replica and its ``settings``; ``what`` names
-    it in errors. Makes the key file when it is missing. Raises ConfigError without a key, unless
-    ``settings.insecure``.
+    """The application of Ray Serve with this class of replica and its ``settings``.
+
+    ``what`` names it in errors. Makes the key file when it is missing. Raises ConfigError without a
+    key, unless ``settings.insecure``.
     """
     if settings.key_file is not None:
         new_secret(Path(settings.key_file), f"{what}'s key file")
@@ -25,7 +26,8 @@ def deployed(name: str, replica: type, settings: Any, *, what: str, **options: A
             "key_file: everybody who reaches the port could ask. Name a file, or set insecure: true"
             " on loopback"
         )
-    if "backpressure_config" in inspect.signature(serve.deployment).parameters:  # since Ray 2.60
+    # Ray has this option since 2.60.
+    if "backpressure_config" in inspect.signature(serve.deployment).parameters:
         options["backpressure_config"] = {"retry_after_s": RETRY_AFTER}
     ingress: Callable[[type], Any] = serve.ingress()
     options |= {"health_check_period_s": 5, "health_check_timeout_s": 30}

@@ -1,7 +1,7 @@
 """Settings of the applications.
 
-Imported before Ray is. The judge's file has Ray Serve's own format, so that ``serve deploy``
-accepts it; ``policy serve`` fills in what describes the run.
+They are imported before Ray. The judge's file has Ray Serve's own format, so that ``serve deploy``
+accepts it; ``policy serve`` fills in the description of the run.
 """
 
 from pathlib import Path
@@ -17,9 +17,16 @@ from rayloop.judge.api import MAX_ITEMS
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MIB = 2**20
 CONFIGS = Path(__file__).parent / "judge" / "configs"
-AbsolutePath = Annotated[str, AfterValidator(lambda text: str(local_path(text)) if text else text)]
-"""A path that becomes absolute when it is read: a replica runs in another folder, and so do
-clients.
+
+
+def _absolute(text: str) -> str:
+    return str(local_path(text)) if text else text
+
+
+AbsolutePath = Annotated[str, AfterValidator(_absolute)]
+"""A path that becomes absolute when it is read.
+
+Replicas and clients run in other folders.
 """
 
 
@@ -27,8 +34,9 @@ class HttpOptions(SettingsModel):
     """Host and port."""
 
     host: str = "127.0.0.1"
-    """The interface to listen on; 0.0.0.0 to be reached from other machines, which needs
-    ``key_file``.
+    """The interface to listen on.
+
+    0.0.0.0 makes it reachable from other machines, which needs ``key_file``.
     """
     port: int = Field(8000, ge=0, le=65535)
     """Change it when the port is taken. 0: a free one (the ``serve`` commands only)."""
@@ -47,8 +55,9 @@ class OpenAIBackendSettings(SettingsModel):
     url: str = Field(pattern=r"^https?://.+")
     """Up to and including ``/v1``. It must be reachable from the replicas' nodes."""
     model: str
-    """The model's name on that server: vLLM's ``--served-model-name``, or the name in its
-    /v1/models.
+    """The model's name on that server.
+
+    It is vLLM's ``--served-model-name``, or the name in its /v1/models.
     """
     key_file: AbsolutePath = ""
     """That server's bearer key, in a file that only its owner can read. "" for none."""
@@ -59,9 +68,9 @@ class OpenAIBackendSettings(SettingsModel):
     timeout: float = Field(90.0, gt=0)
     """Seconds for one reply. Raise it for a slow model; below ``limits.seconds``."""
     max_tokens: int = Field(512, ge=16)
-    """Of a verdict with its reason: 200 characters of Thai or of emoji do not fit into 256.
+    """The limit for a verdict with its reason; raise it when replies are cut off.
 
-    Raise it when replies are cut off.
+    200 characters of Thai or of emoji do not fit into 256 tokens.
     """
     logprobs: bool = True
     """Ask for the verdict's probability. Turn it off for a server that refuses it."""
@@ -72,24 +81,25 @@ class VllmBackendSettings(SettingsModel):
 
     kind: Literal["vllm"] = "vllm"
     model: str
-    """A folder in Hugging Face layout, or a model of the Hub, that all nodes with replicas can
-    read.
+    """A folder in Hugging Face layout, or a model of the Hub.
+
+    All nodes with replicas must be able to read it.
     """
     gpus: int = Field(1, ge=0)
     """GPUs of one replica, which its engine is spread over; 0 on CPUs."""
     engine: VllmEngineSettings = VllmEngineSettings(extra={"max_model_len": 8192})
     """As for rollouts. A rubric with its examples has 2,000 to 3,000 tokens."""
     revision: str | None = None
-    """Branch, tag or commit of a model of the Hub: of weights, tokenizer and chat template alike.
+    """Branch, tag or commit of a model of the Hub, for weights, tokenizer and chat template.
 
     Set a commit, so that every replica loads the same model whenever it starts.
     """
     timeout: float = Field(90.0, gt=0)
     """Seconds for one reply. Raise it for a slow model; below ``limits.seconds``."""
     max_tokens: int = Field(512, ge=16)
-    """Of a verdict with its reason: 200 characters of Thai or of emoji do not fit into 256.
+    """The limit for a verdict with its reason; raise it when replies are cut off.
 
-    Raise it when replies are cut off.
+    200 characters of Thai or of emoji do not fit into 256 tokens.
     """
 
 
@@ -134,8 +144,9 @@ class LimitSettings(SettingsModel):
     Raise it when clients are turned away (503) while the backend is idle.
     """
     ongoing: int = Field(128, ge=2)
-    """Requests of all kinds at once (Serve's max_ongoing_requests): more than ``held`` lets
-    through, so that /healthz answers.
+    """Requests of all kinds at once (Serve's max_ongoing_requests).
+
+    It is more than ``held`` lets through, so that /healthz answers.
     """
     queued: int = Field(256, ge=1)
     """Requests that wait in front of all replicas (Serve's max_queued_requests).
@@ -153,7 +164,7 @@ class ReplicaSettings(SettingsModel):
     """The number of processes that judge. ``min`` < ``max``: Serve adds and removes replicas."""
 
     min: int = Field(1, ge=1)
-    """Replicas that always run. Raise it so that one may die unnoticed."""
+    """Replicas that always run. Raise it so that one may die without an interruption."""
     max: int = Field(1, ge=1)
     """Replicas at the highest load; each asks for its own GPUs."""
     target: float = Field(8.0, gt=0)
@@ -164,8 +175,9 @@ class ReplicaSettings(SettingsModel):
     Raise it for an engine in the replica, lower it on small machines.
     """
     resources: dict[str, float] = {}
-    """Further resources of a replica, as Ray's nodes offer them (``judge: 1`` in deploy/): keeps it
-    off nodes that runs use.
+    """Further resources of a replica, as Ray's nodes offer them (``judge: 1`` in deploy/).
+
+    They keep it off nodes that runs use.
     """
 
     @model_validator(mode="after")
@@ -176,8 +188,9 @@ class ReplicaSettings(SettingsModel):
 
 
 class CanarySettings(SettingsModel):
-    """The canary: items whose verdict is known. /readyz fails while the judge does not judge them
-    right.
+    """The canary: items whose verdict is known.
+
+    /readyz fails while the judge does not judge them right.
     """
 
     every: float = Field(60.0, gt=0)
@@ -185,13 +198,14 @@ class CanarySettings(SettingsModel):
     within: float = Field(30.0, gt=0)
     """Seconds that all of its items may take together. Raise it for slow models."""
     right: bool = True
-    """Whether the verdicts must be right; off only for models whose verdicts are noise (tests of
-    the path).
+    """Whether the verdicts must be right.
+
+    Off only for models whose verdicts are noise (tests of the path).
     """
 
 
 class CacheSettings(SettingsModel):
-    """Where verdicts are kept."""
+    """The cache of verdicts."""
 
     size: int = Field(100_000, ge=0)
     """Verdicts in the memory of each replica.
@@ -210,18 +224,20 @@ class JudgeSettings(SettingsModel):
 
     backend: BackendSettings = RuleBackendSettings()
     key_file: AbsolutePath | None = None
-    """The bearer key that clients must show, in a file that only its owner can read and that all
-    nodes see; made when it is missing. Relative to the folder in which the application is deployed.
+    """A file with the bearer key that clients must show; made when it is missing.
+
+    Only its owner can read it, and all nodes see it. Relative to the folder in which the
+    application is deployed.
     """
     insecure: bool = False
-    """Whether a judge without a key may be served: then everybody who reaches the port may ask it.
+    """Whether a judge without a key may be served, for loopback only.
 
-    For loopback only.
+    Everybody who reaches the port may then ask it.
     """
     rubrics: AbsolutePath | None = None
     """A folder of rubrics in place of judge/rubrics, for other definitions of a right answer."""
     image_roots: tuple[AbsolutePath, ...] = ()
-    """Folders below which an item's images must lie.
+    """Folders that may contain an item's images, in any subfolder.
 
     Empty: no images. A rubric with ``sees_images`` shows them to the model.
     """
@@ -235,9 +251,9 @@ class ApplicationSettings(SettingsModel):
     """The judge as one application of Ray Serve."""
 
     name: str = "judge"
-    """Of the application in Serve's status; clients do not see it.
+    """The application's name in Serve's status; clients do not see it.
 
-    Change it beside another judge on one cluster.
+    Change it when another judge runs on the same cluster.
     """
     import_path: Literal["rayloop.serve_apps.judge.app:app"] = "rayloop.serve_apps.judge.app:app"
     """Where Ray Serve finds the application. It is always this one."""
@@ -247,8 +263,9 @@ class ApplicationSettings(SettingsModel):
 
 
 class ServeFile(SettingsModel):
-    """A file like serve_apps/judge/configs/judge_cpu.yaml: the part of Ray Serve's format that a
-    judge needs.
+    """A file like serve_apps/judge/configs/judge_cpu.yaml.
+
+    It has the part of Ray Serve's format that a judge needs.
     """
 
     proxy_location: Literal["EveryNode", "HeadOnly"] = "EveryNode"
@@ -269,15 +286,16 @@ class ConsolePlace(SettingsModel):
     folder: AbsolutePath
     """The run's folder, at a path that the replica's node sees."""
     key_file: str | None = None
-    """The token that a browser must show, in a file that only its owner can read; made when it is
-    missing.
+    """A file with the token that a browser must show; made when it is missing.
+
+    Only its owner can read it.
     """
     insecure: bool = False
     """Whether a console without a token may be served. For loopback only."""
 
 
 class PolicyLimits(SettingsModel):
-    """Limits of what the endpoint accepts.
+    """Limits of the requests that the endpoint accepts.
 
     Beyond ``held`` it answers 503 with Retry-After, and clients wait.
     """
@@ -310,13 +328,15 @@ class PolicyLimits(SettingsModel):
     Raise it for many clients at once.
     """
     history: int = Field(256 * MIB, ge=0)
-    """Bytes of tokens and images of remembered conversations, which continue with the very tokens
-    that were sampled. Raise it when answers have ``exact: false`` for unchanged conversations.
+    """Bytes of tokens and images of remembered conversations.
+
+    They continue with the very tokens that were sampled. Raise it when answers have ``exact:
+    false`` for unchanged conversations.
     """
 
 
 class PolicyEndpointSettings(SettingsModel):
-    """``args`` of the application: one run, and what its endpoint accepts."""
+    """``args`` of the application: one run, and the requests that its endpoint accepts."""
 
     run: str
     """The run's name, which is the model's name for clients."""
@@ -325,23 +345,26 @@ class PolicyEndpointSettings(SettingsModel):
     model: ModelSettings
     """The run's model, whose chat template and image rules make the tokens."""
     temperature: float = Field(1.0, gt=0)
-    """The temperature of requests that name none: the run's, so that a foreign loop samples the
-    policy that is trained.
+    """The temperature of requests that name none.
+
+    It is the run's, so that a foreign loop samples the policy that is trained.
     """
     max_tokens: int = Field(64, gt=0)
-    """The limit of sampled tokens for requests that name none: that of a turn of the run."""
+    """The limit of sampled tokens for requests that name none: the run's limit for a turn."""
     min_tokens: int = Field(0, ge=0)
     """Tokens before which an answer cannot end, for requests that name no number: the run's."""
     tokens: int = Field(8192, gt=1)
-    """The most tokens of a conversation with its answer: those of an episode of the run."""
+    """The most tokens of a conversation with its answer: the run's limit for an episode."""
     images: int = Field(32, ge=0)
-    """The most images of a conversation: those of an episode of the run."""
+    """The most images of a conversation: the run's limit for an episode."""
     key_file: str | None = None
-    """The bearer key that clients must show, in a file that only its owner can read; made when it
-    is missing.
+    """A file with the bearer key that clients must show; made when it is missing.
+
+    Only its owner can read it.
     """
     insecure: bool = False
-    """Whether an endpoint without a key may be served: then everybody who reaches the port may ask
-    it. For loopback only.
+    """Whether an endpoint without a key may be served, for loopback only.
+
+    Everybody who reaches the port may then ask it.
     """
     limits: PolicyLimits = PolicyLimits()

@@ -17,7 +17,7 @@ from starlette.responses import RedirectResponse, Response
 
 from rayloop.core.failures import RayloopError
 from rayloop.run.folder import RunFolder
-from rayloop.run.records.metrics import prometheus
+from rayloop.run.records.metrics import Metric, prometheus
 from rayloop.serve_apps.console.content import ROWS, Absent, Console, flat, said
 from rayloop.view.page import templates
 from rayloop.view.reader import Record
@@ -26,6 +26,8 @@ from rayloop.view.words import span
 from rayloop.web import addressed, bearer
 
 logger = logging.getLogger(__name__)
+
+Next = Callable[[Request], Awaitable[Response]]
 
 HEADERS = {
     "Content-Security-Policy": (
@@ -37,14 +39,14 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-KEPT = {"Cache-Control": "private, max-age=86400"}
-FILES = {
+_PICTURE_HEADERS = {"Cache-Control": "private, max-age=86400"}
+_FILE_TYPES = {
     "page.css": "text/css",
     "console.css": "text/css",
     "console.js": "text/javascript",
     "icon.svg": "image/svg+xml",
 }
-"""Files of the pages -> their types."""
+"""Media types of the pages' files, by name."""
 PAGES: dict[str, Callable[..., Record]] = {
     "/": Console.overview,
     "/curves": Console.curves,
@@ -58,10 +60,74 @@ PAGES: dict[str, Callable[..., Record]] = {
     "/events": Console.events,
     "/judge": Console.judge,
 }
-"""Address -> what it shows, in the template of that name.
+"""The content of each page, by its path; the method has the name of the template.
 
-It stays the same for as long as the run's folder is there.
+A path stays the same as long as the run's folder exists.
 """
+_COOKIE_DIGEST_CHARACTERS = 8
+
+
+class Pages:
+    """Makes the pages' HTML from the templates and the content of the console."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.environment = templates(jinja2.PackageLoader("rayloop.serve_apps.console", "pages"))
+        self.environment.globals["ROWS"] = ROWS
+        self.environment.filters |= {
+            "cut": cut,
+            "flat": flat,
+            "meaning": _metric_row,
+            "said": said,
+            "span": span,
+            "when": _utc_time,
+        }
+
+    def html(self, request: Request, name: str, content: Record, status: int = 200) -> Response:
+        """The page of a template."""
+        address = {"root": request.scope.get("root_path", ""), "path": request.url.path}
+        html = self.environment.get_template(f"{name}.html").render(page=name, **address, **content)
+        return Response(html.encode(errors="replace"), status, media_type="text/html")
+
+    def refusal(self, request: Request, error: Exception) -> Response:
+        """The page that says why there is none."""
+        if isinstance(error, HTTPException):
+            return self.html(request, "refused", {"why": error.detail}, error.status_code)
+        status = 404 if isinstance(error, Absent) else 400
+        return self.html(request, "refused", {"why": str(error)}, status)
+
+    def route(self, content: Callable[..., Record]) -> Callable[[Request], Response]:
+        """A route to a page.
+
+        A client that sends the stamp of its copy gets 304 while nothing has changed.
+        """
+
+        def answer(request: Request) -> Response:
+            stamp = f'W/"{self.console.stamp()}"'
+            if request.headers.get("If-None-Match") == stamp:
+                response = Response(status_code=304)
+            else:
+                metrics = self.console.metrics.records()
+                common = {
+                    "stamp": stamp,
+                    "name": self.console.folder.path.name,
+                    "last": metrics[-1]["step"] if metrics else 0,
+                }
+                record = content(self.console, request.query_params, **request.path_params)
+                response = self.html(request, content.__name__, common | record)
+            response.headers["ETag"] = stamp
+            return response
+
+        return answer
+
+
+def _metric_row(name: str) -> Metric:
+    row, _ = prometheus(name)
+    return row
+
+
+def _utc_time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
 
 
 def web(folder: RunFolder, token: str) -> FastAPI:
@@ -71,76 +137,30 @@ def web(folder: RunFolder, token: str) -> FastAPI:
     a bearer key; "" admits everybody. Rollouts are read in a thread. Raises ConfigError when
     ``report.boxes`` cannot be loaded.
     """
-    console, environment = (
-        Console(folder),
-        templates(jinja2.PackageLoader("rayloop.serve_apps.console", "pages")),
-    )
-    environment.globals["ROWS"] = ROWS
-    environment.filters |= {
-        "cut": cut,
-        "flat": flat,
-        "meaning": lambda name: prometheus(name)[0],
-        "said": said,
-        "span": span,
-    }
-    environment.filters["when"] = lambda seconds: time.strftime(
-        "%Y-%m-%d %H:%M:%S", time.gmtime(seconds)
-    )
-
-    def filled(request: Request, name: str, content: Record, status: int = 200) -> Response:
-        where = {"root": request.scope.get("root_path", ""), "path": request.url.path}
-        html = environment.get_template(f"{name}.html").render(page=name, **where, **content)
-        return Response(html.encode(errors="replace"), status, media_type="text/html")
-
-    def refused(request: Request, error: Exception) -> Response:
-        """The page that says why there is none."""
-        if isinstance(error, HTTPException):
-            return filled(request, "refused", {"why": error.detail}, error.status_code)
-        return filled(
-            request, "refused", {"why": str(error)}, 404 if isinstance(error, Absent) else 400
-        )
-
-    def page(content: Callable[..., Record]) -> Callable[[Request], Response]:
-        """A route.
-
-        Who asks with the stamp of the page that he has gets 304 while nothing has changed.
-        """
-
-        def route(request: Request) -> Response:
-            stamp, metrics = f'W/"{console.stamp()}"', console.metrics.records()
-            response = Response(status_code=304)
-            if request.headers.get("If-None-Match") != stamp:
-                known = {
-                    "stamp": stamp,
-                    "name": folder.path.name,
-                    "last": metrics[-1]["step"] if metrics else 0,
-                }
-                found = content(console, request.query_params, **request.path_params)
-                response = filled(request, content.__name__, {**known, **found})
-            response.headers["ETag"] = stamp
-            return response
-
-        return route
-
-    console.curves({})  # imports what draws them
+    console = Console(folder)
+    pages = Pages(console)
+    # The first call imports the libraries that draw the charts.
+    console.curves({})
     threading.Thread(target=console.index.update, daemon=True).start()
+
     app = FastAPI(title="rayloop console", docs_url=None, redoc_url=None, openapi_url=None)
-    app.middleware("http")(guard(token, refused))
-    for kind in (HTTPException, Absent, RayloopError, ValueError):
-        app.add_exception_handler(kind, refused)
+    app.middleware("http")(guard(token, pages.refusal))
+    for error in (HTTPException, Absent, RayloopError, ValueError):
+        app.add_exception_handler(error, pages.refusal)
     for path, content in PAGES.items():
-        app.add_route(path, page(content))
+        app.add_route(path, pages.route(content))
 
     @app.get("/file/{name}")
     def file(name: str) -> Response:
-        if name not in FILES:
+        if name not in _FILE_TYPES:
             raise Absent(f"there is no file {name}")
-        return Response(environment.get_template(name).render(), media_type=FILES[name])
+        text = pages.environment.get_template(name).render()
+        return Response(text, media_type=_FILE_TYPES[name])
 
     @app.get("/picture/{place}/{name:path}")
     def picture(place: int, name: str) -> Response:
-        data, kind = console.picture(place, name)
-        return Response(data, media_type=kind, headers=KEPT)
+        data, media_type = console.picture(place, name)
+        return Response(data, media_type=media_type, headers=_PICTURE_HEADERS)
 
     return app
 
@@ -148,44 +168,45 @@ def web(folder: RunFolder, token: str) -> FastAPI:
 def guard(
     token: str, refused: Callable[[Request, Exception], Response]
 ) -> Callable[..., Awaitable[Response]]:
-    """Middleware: admits who has the token, and adds ``HEADERS`` to every answer."""
-    cookie = (  # a browser sends cookies to all ports of a host
-        f"rayloop_{hashlib.sha256(token.encode()).hexdigest()[:8]}"
-    )
+    """Middleware that admits requests with the token, and adds ``HEADERS`` to every answer."""
+    digest = hashlib.sha256(token.encode()).hexdigest()[:_COOKIE_DIGEST_CHARACTERS]
+    # A browser sends cookies to all ports of a host, so each token has its own name.
+    cookie = f"rayloop_{digest}"
 
-    def fits(text: str) -> bool:
+    def is_token(text: str) -> bool:
         # As bytes: ``compare_digest`` refuses texts with other characters than ASCII.
         return hmac.compare_digest(text.encode(), token.encode())
 
-    async def answer(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
+    def is_admitted(request: Request) -> bool:
+        if not token or is_token(request.cookies.get(cookie, "")):
+            return True
+        return is_token(bearer(request.scope).decode(errors="replace"))
+
+    async def response_of(request: Request, call_next: Next) -> Response:
         if not token and not addressed(request.scope):
-            response: Response = refused(
-                request,
-                HTTPException(421, "Without a token it answers to its address or localhost."),
+            message = "Without a token it answers to its address or localhost."
+            return refused(request, HTTPException(421, message))
+        if token and is_token(request.query_params.get("token", "")):
+            # A browser's history keeps addresses, so the token must not stay in this one.
+            redirect = RedirectResponse(str(request.url.remove_query_params("token")), 303)
+            redirect.set_cookie(cookie, token, httponly=True, samesite="lax")
+            return redirect
+        if not is_admitted(request):
+            message = "Open the address with ?token= that the console printed."
+            return refused(request, HTTPException(401, message))
+        try:
+            return await call_next(request)
+        # Starlette would answer an unexpected error without HEADERS.
+        except Exception as error:
+            logger.exception("%s failed", request.url.path)
+            message = (
+                f"This page cannot be shown: {type(error).__name__}. The console's output says"
+                " more."
             )
-        elif token and fits(request.query_params.get("token", "")):
-            # The token leaves the address, which a browser's history keeps.
-            response = RedirectResponse(str(request.url.remove_query_params("token")), 303)
-            response.set_cookie(cookie, token, httponly=True, samesite="lax")
-        elif (
-            not token
-            or fits(request.cookies.get(cookie, ""))
-            or fits(bearer(request.scope).decode(errors="replace"))
-        ):
-            try:
-                response = await go_on(request)
-            except Exception as error:  # else an answer without HEADERS
-                logger.exception("%s failed", request.url.path)
-                why = (
-                    f"This page cannot be shown: {type(error).__name__}. The console's output says"
-                    " more."
-                )
-                response = refused(request, HTTPException(500, why))
-        else:
-            response = refused(
-                request,
-                HTTPException(401, "Open the address with ?token= that the console printed."),
-            )
+            return refused(request, HTTPException(500, message))
+
+    async def answer(request: Request, call_next: Next) -> Response:
+        response = await response_of(request, call_next)
         for name, value in HEADERS.items():
             response.headers.setdefault(name, value)
         return response

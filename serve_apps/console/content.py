@@ -1,4 +1,4 @@
-"""What each page of the console shows, read from a run's folder.
+"""The content of each page of the console, read from a run's folder.
 
 Nothing here is markup: the templates are in ``pages``.
 """
@@ -13,21 +13,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import httpx
 from PIL import Image
-from prometheus_client.parser import text_string_to_metric_families
 
 from rayloop.config.explain import defaults
-from rayloop.core.failures import RayloopError
 from rayloop.core.files import content, regular
 from rayloop.data.images import FORMATS, MOST_BYTES, ORIENTATION
-from rayloop.judge.api import JudgeVersion
 from rayloop.judge.calibrate import CALIBRATION
-from rayloop.judge.transport import ConnectionSettings, JudgeConnection
 from rayloop.measure.report import verdict
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder, configuration
 from rayloop.run.place import own_copy
+from rayloop.serve_apps.console.judge_status import calibrated, judge_now
 from rayloop.view.charts import charts, drawn, is_constant
 from rayloop.view.index import EpisodeIndex
 from rayloop.view.page import ROUTINE, held_out, held_out_scores, ledger
@@ -37,23 +33,30 @@ from rayloop.view.status import state, status
 from rayloop.view.strips import MAX_PIXELS, Films, shrunk
 from rayloop.view.words import describe, gained
 
-URGENT, ALARMS = ("alarm", "failed", "stalled"), 3
-"""Events that the overview shows first, and how many of them."""
 ROWS = 50
 """Rows of a table; the rest is on further pages."""
-FURTHEST = 2**31
-"""Where a table can begin."""
-STEPS = 24
+_URGENT_EVENTS = ("alarm", "failed", "stalled")
+"""Events that the overview shows first."""
+_MAX_ALARMS = 3
+_MAX_INCIDENTS = 10
+_MAX_OVERVIEW_CHARTS = 6
+_MAX_EVALUATIONS = 12
+_ROUTINE_OF_TRAINING = ("trained", "checkpoint")
+_JUDGE_EVENTS = ("unscored", "grader_error")
+_MAX_START = 2**31
+"""The last row with which a table can begin."""
+_NEWEST_STEPS = 24
 """Newest steps that the overview shows one by one."""
-BEAT = 10
-"""Seconds after which the pages of a live run say anew how long ago something was."""
-LARGE = 2**20
-"""Bytes of a picture that is sent as it is; a larger one is shrunk."""
-ANSWER = 2.0
-"""Seconds for each answer of a judge."""
-BROKEN = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
-"""What PIL raises for a file that is no picture."""
-Asked = Mapping[str, str]
+_REFRESH_S = 10
+"""Seconds after which the pages of a live run update how long ago something was."""
+_INDEX_UPDATE_S = 0.1
+_MAX_ORIGINAL_BYTES = 2**20
+"""Bytes of a picture that is sent unchanged; a larger one is shrunk."""
+_PICTURE_ERRORS = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
+"""The errors of PIL for a file that is not a picture."""
+_FIRST_ROTATED_ORIENTATION = 5
+"""EXIF orientations from this one exchange width and height."""
+Query = Mapping[str, str]
 """The query of a page's address."""
 
 
@@ -68,30 +71,30 @@ class Console:
     """
 
     def __init__(self, folder: RunFolder) -> None:
-        """Raises ConfigError when ``report.boxes`` cannot be loaded, OSError and sqlite3.Error
-        without a place for the index.
+        """Open the run's records.
+
+        Raises ConfigError when ``report.boxes`` cannot be loaded, OSError and sqlite3.Error when
+        the index cannot be stored.
         """
-        self.folder, self.tint = folder, Films(folder).tint
-        self.metrics, self.happened, self.index = (
-            Tail(folder.metrics),
-            Tail(folder.events),
-            EpisodeIndex(folder),
-        )
-        data = folder.configuration.get("data") or {}
-        files = [Path(data[name]) for name in ("train", "eval") if isinstance(data.get(name), str)]
-        self.roots = [
-            root.resolve()
-            for root in dict.fromkeys((folder.path, *(file.parent for file in files)))
-        ]
-        """Folders whose pictures are shown: all of the run's own, and of those of its data files
-        what a page has shown.
+        self.folder = folder
+        self.tint = Films(folder).tint
+        self.metrics = Tail(folder.metrics)
+        self.event_log = Tail(folder.events)
+        self.index = EpisodeIndex(folder)
+        self.roots = _picture_roots(folder)
+        """Folders whose pictures are shown.
+
+        All pictures of the run's own folder; of the folders of its data files only the ones that a
+        page has shown.
         """
-        self._shown, self._began = set[Path](), time.time()
+        self._shown_pictures = set[Path]()
+        self._start_time = time.time()
 
     def stamp(self) -> str:
-        """Another text whenever a page may have changed."""
+        """A text that changes whenever a page may have changed."""
         run = self.folder
-        found: list[Any] = [self._began, int(time.time() / BEAT) if run.lock.holder() else None]
+        parts: list[Any] = [self._start_time]
+        parts.append(int(time.time() / _REFRESH_S) if run.lock.holder() else None)
         for path in (
             run.metrics.path,
             run.events.path,
@@ -101,54 +104,54 @@ class Console:
             self.index.path,
         ):
             with suppress(OSError):
-                found.append((path.name, path.stat().st_mtime_ns, path.stat().st_size))
-        return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
+                parts.append((path.name, path.stat().st_mtime_ns, path.stat().st_size))
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
-    def overview(self, asked: Asked) -> Record:
-        """How the run does: state, curves, ledger, time, actors, incidents."""
-        metrics, events = self.metrics.records(), self.happened.records()
-        found, controls = (
-            status(self.folder, time.time(), events),
-            list(by_step(events, "controls").values()),
-        )
+    def overview(self, query: Query) -> Record:
+        """The state of the run: status, curves, ledger, time, actors, incidents."""
+        metrics = self.metrics.records()
+        events = self.event_log.records()
+        newest_first = events[::-1]
+        run_status = status(self.folder, time.time(), events)
+        seconds_left = 0.0
+        if run_status["process"]:
+            seconds_left = remaining(metrics[-_NEWEST_STEPS:], run_status["steps"] or 0)
+        incidents = [event for event in newest_first if event["event"] not in ROUTINE]
+        alarms = [event for event in newest_first if event["event"] in _URGENT_EVENTS]
+        gains: list[str] = []
+        for gain in by_step(events, "gain").values():
+            gains += gained(gain)
+        controls = list(by_step(events, "controls").values())
         return {
-            "state": state(found),
-            "status": found,
-            "left": remaining(metrics[-STEPS:], found["steps"] or 0) if found["process"] else 0.0,
-            **self.curves(asked, 6),
-            "ledger": ledger(found["end"], metrics),
-            "newest": metrics[: -STEPS - 1 : -1],
-            "incidents": [event for event in reversed(events) if event["event"] not in ROUTINE][
-                :10
-            ],
-            "alarms": [event for event in reversed(events) if event["event"] in URGENT][:ALARMS],
-            "gains": [line for end in by_step(events, "gain").values() for line in gained(end)],
+            "state": state(run_status),
+            "status": run_status,
+            "left": seconds_left,
+            **self.curves(query, _MAX_OVERVIEW_CHARTS),
+            "ledger": ledger(run_status["end"], metrics),
+            "newest": metrics[: -_NEWEST_STEPS - 1 : -1],
+            "incidents": incidents[:_MAX_INCIDENTS],
+            "alarms": alarms[:_MAX_ALARMS],
+            "gains": gains,
             "verdict": verdict(controls[-1]) if controls else "",
         }
 
-    def curves(self, asked: Asked, most: int | None = None) -> Record:
+    def curves(self, query: Query, most: int | None = None) -> Record:
         """Every chart, or the first ones."""
-        found = charts(
-            self.metrics.records(), list(by_step(self.happened.records(), "evaluated").values())
-        )
-        return {
-            "charts": [
-                drawn(chart)
-                for chart in [chart for chart in found if not is_constant(chart)][:most]
-            ]
-        }
+        evaluations = list(by_step(self.event_log.records(), "evaluated").values())
+        changing = [
+            chart for chart in charts(self.metrics.records(), evaluations) if not is_constant(chart)
+        ]
+        return {"charts": [drawn(chart) for chart in changing[:most]]}
 
-    def step(self, asked: Asked, step: int) -> Record:
+    def step(self, query: Query, step: int) -> Record:
         """A step: its groups, events and metrics. Raises Absent."""
-        records, groups = (
-            {record["step"]: record for record in self.metrics.records()},
-            members(self.folder, step),
-        )
+        records = {record["step"]: record for record in self.metrics.records()}
+        groups = members(self.folder, step)
         if step not in records and not groups:
             raise Absent(f"step {step} is not on record")
         events = [
             event
-            for event in self.happened.records()
+            for event in self.event_log.records()
             if event.get("step") == step and event["event"] != "trained"
         ]
         return {
@@ -159,7 +162,7 @@ class Console:
             "events": events,
         }
 
-    def group(self, asked: Asked, step: int, number: int) -> Record:
+    def group(self, query: Query, step: int, number: int) -> Record:
         """A group as film strips. Raises Absent."""
         groups = members(self.folder, step)
         if number not in groups:
@@ -172,33 +175,40 @@ class Console:
             **self._film(groups[number], self.folder.rollouts.path),
         }
 
-    def episode(self, asked: Asked, step: int, number: int, sample: int) -> Record:
-        """An episode as film strip, as the tree of what happened, and as messages.
+    def episode(self, query: Query, step: int, number: int, sample: int) -> Record:
+        """An episode as film strip, as the tree of its events, and as messages.
 
         Raises Absent.
         """
-        found = {record["sample"]: record for record in members(self.folder, step).get(number, ())}
-        if sample not in found:
+        group = members(self.folder, step).get(number, ())
+        records = {record["sample"]: record for record in group}
+        if sample not in records:
             raise Absent(
                 f"episode {sample} of group {number} of step {step} is not on record"
                 " (keep_rollouts)"
             )
-        shown = self._film([found[sample]], self.folder.rollouts.path)
-        return {"step": step, "numbers": sorted(found), "record": found[sample], **shown}
-
-    def _film(self, of: list[Record], folder: Path) -> Record:
-        films = Films(self.folder, self._picture)
-        return {"group": films.group(of, folder), "images": films.images}
-
-    def rollouts(self, asked: Asked) -> Record:
-        """Episodes, or groups, that fit what was ``asked``: filters of the index, ``view``,
-        ``order``, ``start``.
-        """
-        self.index.update(seconds=0.1)
-        groups, start = asked.get("view") != "episodes", _start(asked)
-        total, rows = self.index.search(asked, asked.get("order", ""), groups, start, ROWS)
         return {
-            "asked": dict(asked),
+            "step": step,
+            "numbers": sorted(records),
+            "record": records[sample],
+            **self._film([records[sample]], self.folder.rollouts.path),
+        }
+
+    def _film(self, records: list[Record], folder: Path) -> Record:
+        films = Films(self.folder, self._picture)
+        return {"group": films.group(records, folder), "images": films.images}
+
+    def rollouts(self, query: Query) -> Record:
+        """Episodes, or groups, that fit the query.
+
+        It has filters of the index, ``view``, ``order`` and ``start``.
+        """
+        self.index.update(seconds=_INDEX_UPDATE_S)
+        groups = query.get("view") != "episodes"
+        start = _start(query)
+        total, rows = self.index.search(query, query.get("order", ""), groups, start, ROWS)
+        return {
+            "asked": dict(query),
             "rows": rows,
             "groups": groups,
             "start": start,
@@ -206,260 +216,234 @@ class Console:
             **self.index.state(),
         }
 
-    def evaluations(self, asked: Asked) -> Record:
-        """Held-out scores, controls, and the tasks of two evaluations (``before``, ``after``) side
-        by side, largest loss first.
+    def evaluations(self, query: Query) -> Record:
+        """Held-out scores, controls, and the tasks of two evaluations.
+
+        The two are ``before`` and ``after``; their tasks are next to each other, largest loss
+        first.
         """
-        events, steps, start = (
-            self.happened.records(),
-            list(self.folder.evaluations.files()),
-            _start(asked),
-        )
-        chosen = [
-            int(asked.get(name) or steps[place])
-            for name, place in (("before", 0), ("after", -1))
-            if steps
-        ]
-        pairs = answers(self.folder, *chosen) if chosen and set(chosen) <= set(steps) else []
-        pairs.sort(key=lambda pair: (pair[-1]["reward"] or 0.0) - (pair[0]["reward"] or 0.0))
-        evaluations, controls = (
-            list(by_step(events, name).values()) for name in ("evaluated", "controls")
-        )
+        events = self.event_log.records()
+        steps = list(self.folder.evaluations.files())
+        start = _start(query)
+        choice: dict[str, int] = {}
+        if steps:
+            choice = {
+                "before": int(query.get("before") or steps[0]),
+                "after": int(query.get("after") or steps[-1]),
+            }
+        pairs: list[tuple[Record, ...]] = []
+        if steps and set(choice.values()) <= set(steps):
+            pairs = answers(self.folder, *choice.values())
+        pairs.sort(key=_gain)
+        evaluations = list(by_step(events, "evaluated").values())
+        newest_first = evenly(evaluations[::-1], _MAX_EVALUATIONS)
         return {
-            "evaluations": evenly(evaluations[::-1], 12)[::-1],
+            "evaluations": newest_first[::-1],
             "held_out": held_out_scores(evaluations),
-            "controls": controls,
+            "controls": list(by_step(events, "controls").values()),
             "steps_evaluated": steps,
-            "asked": dict(zip(("before", "after"), map(str, chosen), strict=False)),
+            "asked": {name: str(step) for name, step in choice.items()},
             "rows": pairs[start : start + ROWS],
             "start": start,
             "total": len(pairs),
         }
 
-    def pair(self, asked: Asked, before: int, after: int) -> Record:
+    def pair(self, query: Query, before: int, after: int) -> Record:
         """The answers of two evaluations to one ``task``. Raises Absent."""
-        pairs = (
-            answers(self.folder, before, after)
-            if {before, after} <= self.folder.evaluations.files().keys()
-            else []
-        )
-        if (
-            found := next((pair for pair in pairs if pair[0]["task"] == asked.get("task")), None)
-        ) is None:
+        pairs = []
+        if {before, after} <= self.folder.evaluations.files().keys():
+            pairs = answers(self.folder, before, after)
+        task = query.get("task")
+        pair = next((pair for pair in pairs if pair[0]["task"] == task), None)
+        if pair is None:
             raise Absent(
                 f"no task of this name has an answer in both of the evaluations of steps {before}"
                 f" and {after}"
             )
-        return self._film([*map(held_out, found)], self.folder.evaluations.path)
+        return self._film([held_out(answer) for answer in pair], self.folder.evaluations.path)
 
-    def configuration(self, asked: Asked) -> Record:
-        """The configuration, first what differs from the defaults; or what differs from that of
-        ``other``: a run in the same folder, or an earlier attempt of this. Raises Absent.
+    def configuration(self, query: Query) -> Record:
+        """The configuration, first the keys that differ from the defaults.
+
+        With ``other``, a run in the same folder or an earlier attempt of this run, only the keys
+        that differ from the other's. Raises Absent.
         """
-        run, other = self.folder.path, asked.get("other", "")
-        others = {
-            path.parent.name: path
-            for path in sorted(run.parent.glob("*/config.yaml"))
-            if path.parent != run
-        }
-        others |= {path.name: path for path in sorted(run.glob("config.yaml.*"))}
-        others = {
-            name: path for name, path in others.items() if not path.is_symlink()
-        }  # it may lead to any file
+        other = query.get("other", "")
+        others = _other_configurations(self.folder.path)
         if other and other not in others:
             raise Absent(f"{other} is neither a run beside this one nor an earlier attempt of it")
-        mine = flat(self.folder.configuration)
-        theirs = flat(configuration(others[other])) if other else mine
-        if other:
-            rows = [
-                (key, mine.get(key), theirs.get(key)) for key in sorted(mine.keys() | theirs.keys())
-            ]
-            return {
-                "rows": [row for row in rows if row[1] != row[2]],
-                "others": list(others),
-                "other": other,
-            }
-        usual = flat(defaults(RunConfig, self.folder.configuration))
-        rows = sorted(
-            ((key, value, usual.get(key)) for key, value in mine.items()),
-            key=lambda row: row[1] == row[2],
-        )
-        return {"rows": rows, "others": list(others), "other": ""}
 
-    def events(self, asked: Asked) -> Record:
+        values = flat(self.folder.configuration)
+        if other:
+            other_values = flat(configuration(others[other]))
+            keys = sorted(values.keys() | other_values.keys())
+            rows = [(key, values.get(key), other_values.get(key)) for key in keys]
+            rows = [row for row in rows if not _is_equal(row)]
+        else:
+            default_values = flat(defaults(RunConfig, self.folder.configuration))
+            rows = [(key, value, default_values.get(key)) for key, value in values.items()]
+            rows.sort(key=_is_equal)
+        return {"rows": rows, "others": list(others), "other": other}
+
+    def events(self, query: Query) -> Record:
         """Events, the newest first: of one ``kind``, or all but the routine of training."""
-        kind, start, records = asked.get("kind", ""), _start(asked), self.happened.records()
-        fits = [
-            e
-            for e in reversed(records)
-            if (e["event"] == kind if kind else e["event"] not in ("trained", "checkpoint"))
-        ]
-        kinds = sorted({event["event"] for event in records})
+        kind = query.get("kind", "")
+        start = _start(query)
+        records = self.event_log.records()
+        if kind:
+            rows = [event for event in records if event["event"] == kind]
+        else:
+            rows = [event for event in records if event["event"] not in _ROUTINE_OF_TRAINING]
+        rows.reverse()
         return {
-            "kinds": kinds,
+            "kinds": sorted({event["event"] for event in records}),
             "asked": {"kind": kind},
-            "rows": fits[start : start + ROWS],
+            "rows": rows[start : start + ROWS],
             "start": start,
-            "total": len(fits),
+            "total": len(rows),
         }
 
-    def judge(self, asked: Asked) -> Record:
-        """What is on record of the judge: its settings, verdicts of the newest recorded step, and
-        what it left without a reward.
+    def judge(self, query: Query) -> Record:
+        """The records about the judge.
+
+        Its settings, verdicts of the newest recorded step, and the answers that it left without a
+        reward.
         """
-        newest, events = max(self.folder.rollouts.files(), default=0), self.happened.records()
+        newest = max(self.folder.rollouts.files(), default=0)
         source = (self.folder.configuration.get("reward") or {}).get("source") or {}
+        # Starlette makes pages in threads, where no event loop runs.
+        now = asyncio.run(judge_now(source.get("with") or {})) if self._is_own_run() else {}
+        records: list[Record] = []
+        for group in members(self.folder, newest).values():
+            records += group
+        events = [
+            event for event in reversed(self.event_log.records()) if event["event"] in _JUDGE_EVENTS
+        ]
+        metrics = self.metrics.records()
         return {
             "source": source,
             "calibrated": calibrated(self.folder.path.with_name(CALIBRATION)),
-            # Starlette makes pages in threads, where no event loop runs.
-            "now": asyncio.run(judge_now(source.get("with") or {})) if self._own() else {},
+            "now": now,
             "newest": newest,
-            "records": [
-                record for group in members(self.folder, newest).values() for record in group
-            ][:ROWS],
-            "scores": next(iter(self.metrics.records()[-1:]), {}),
-            "events": [
-                event
-                for event in reversed(events)
-                if event["event"] in ("unscored", "grader_error")
-            ][:ROWS],
+            "records": records[:ROWS],
+            "scores": metrics[-1] if metrics else {},
+            "events": events[:ROWS],
         }
 
-    def _own(self) -> bool:
-        """Whether it is a live run of this user: the settings of any other may name a judge, and a
-        file of ours as its key.
+    def _is_own_run(self) -> bool:
+        """Whether it is a live run of this user.
+
+        The settings of any other run may name a judge, and a file of this user as its key.
         """
         return self.folder.lock.holder() is not None and own_copy(self.folder.cluster).exists()
 
     def _picture(self, path: Path, tint: float) -> Record:
-        """Where the page finds the picture, and its size; why not, for one that lies elsewhere or
-        is none.
+        """The address and the size of a picture; ``why`` it has none otherwise.
+
+        A file outside of the roots, and one that is not a picture, have no address.
         """
         try:
             path = path.resolve(strict=True)
-            place = next(
-                (place for place, root in enumerate(self.roots) if path.is_relative_to(root)), None
-            )
-            if place is None:
+            number = self._root_number(path)
+            if number is None:
                 return {"why": f"{path} lies neither in the run's folder nor beside its data"}
-            width, height, _ = _look(path)
-        except BROKEN as error:
+            width, height, _ = _size_and_type(path)
+        except _PICTURE_ERRORS as error:
             return {"why": f"{path}: {error}"}
-        self._shown.add(path)
-        return {
-            "width": width,
-            "height": height,
-            "uri": f"/picture/{place}/{quote(str(path.relative_to(self.roots[place])))}",
-        }
+        self._shown_pictures.add(path)
+        name = quote(str(path.relative_to(self.roots[number])))
+        return {"width": width, "height": height, "uri": f"/picture/{number}/{name}"}
+
+    def _root_number(self, path: Path) -> int | None:
+        for number, root in enumerate(self.roots):
+            if path.is_relative_to(root):
+                return number
+        return None
 
     def picture(self, place: int, name: str) -> tuple[bytes, str]:
         """A picture below a root, without its tint, and its media type.
 
         Raises Absent for anything else.
         """
-        with suppress(*BROKEN, IndexError):
-            path = (self.roots[place] / name).resolve(strict=True)
-            if path.is_relative_to(self.roots[place]) and (place == 0 or path in self._shown):
-                *_, kind = _look(path)
-                data, tint = content(path, MOST_BYTES), 0.0 if place else self.tint
-                return (
-                    (shrunk(data, tint), "image/webp")
-                    if tint or len(data) > LARGE
-                    else (data, kind)
-                )
+        is_in_run_folder = place == 0
+        with suppress(*_PICTURE_ERRORS, IndexError):
+            root = self.roots[place]
+            path = (root / name).resolve(strict=True)
+            may_be_shown = is_in_run_folder or path in self._shown_pictures
+            if path.is_relative_to(root) and may_be_shown:
+                _, _, media_type = _size_and_type(path)
+                data = content(path, MOST_BYTES)
+                tint = self.tint if is_in_run_folder else 0.0
+                if tint or len(data) > _MAX_ORIGINAL_BYTES:
+                    return shrunk(data, tint), "image/webp"
+                return data, media_type
         raise Absent(f"{name} is no picture of this run")
 
 
-async def judge_now(settings: Record) -> Record:
-    """What the judge of these settings answers: ``why`` it is not ready, ``version``, and
-    ``figures`` of it and of the client that serves ``metrics_port``. Empty without a judge.
-    """
-    if not isinstance(given := settings.get("judge"), Mapping):
-        return {}
-    place = {key: value for key, value in given.items() if key in ConnectionSettings.model_fields}
-    found: Record = {"why": "", "figures": []}
-    try:
-        limits = ConnectionSettings.model_validate(
-            {**place, "connect_timeout": 1.0, "request_timeout": ANSWER}
-        )
-        connection = JudgeConnection(limits)
-    except (RayloopError, ValueError) as error:
-        return {**found, "why": str(error)}
-    try:
-        found["version"] = JudgeVersion.model_validate_json(await connection.get("/version"))
-        found["figures"] = figures((await connection.get("/metrics")).decode(errors="replace"))
-        if port := settings.get("metrics_port"):
-            async with httpx.AsyncClient(trust_env=False, timeout=ANSWER) as http:
-                found["figures"] += figures(
-                    (await http.get(f"http://127.0.0.1:{port}/metrics")).text
-                )
-        # Last, since it raises for a judge that is not ready: version and figures are read by then.
-        await connection.get("/readyz")
-    except (RayloopError, ValueError, httpx.HTTPError) as error:
-        found["why"] = str(error) or type(error).__name__
-    finally:
-        await connection.close()
-    return found
+def _picture_roots(folder: RunFolder) -> list[Path]:
+    """The run's folder, and the folders of its data files."""
+    data = folder.configuration.get("data") or {}
+    roots = [folder.path]
+    for name in ("train", "eval"):
+        if isinstance(data.get(name), str):
+            roots.append(Path(data[name]).parent)
+    return [root.resolve() for root in dict.fromkeys(roots)]
 
 
-def calibrated(file: Path) -> Record:
-    """What ``judge calibrate`` wrote there; empty when it wrote nothing that can be read."""
-    with suppress(OSError, ValueError, TypeError):
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    return {}
+def _gain(pair: tuple[Record, ...]) -> float:
+    """The reward of a pair's last answer minus that of its first; none counts as 0."""
+    return (pair[-1]["reward"] or 0.0) - (pair[0]["reward"] or 0.0)
 
 
-def figures(text: str) -> list[tuple[str, str, float | None]]:
-    """Meaning, labels and value of a judge's metrics in Prometheus' format; of a histogram its
-    mean.
-    """
-    rows = list[tuple[str, str, float | None]]()
-    for family in text_string_to_metric_families(text):
-        found: dict[str, dict[str, float]] = {}
-        for sample in family.samples if family.name.startswith("judge") else ():
-            labels = ", ".join(
-                value
-                for key, value in sample.labels.items()
-                if value and key not in ("replica", "le")
-            )
-            found.setdefault(labels, {})[sample.name.removeprefix(family.name)] = sample.value
-        for labels, of in found.items():
-            mean = of["_sum"] / of["_count"] if of.get("_count") else None
-            rows.append((family.documentation, labels, of.get("_total", of.get("", mean))))
-    return rows
+def _other_configurations(run: Path) -> dict[str, Path]:
+    """The configurations of runs in the same folder and of earlier attempts, by name."""
+    paths = {
+        path.parent.name: path
+        for path in sorted(run.parent.glob("*/config.yaml"))
+        if path.parent != run
+    }
+    paths |= {path.name: path for path in sorted(run.glob("config.yaml.*"))}
+    # A symbolic link may lead to any file.
+    return {name: path for name, path in paths.items() if not path.is_symlink()}
+
+
+def _is_equal(row: tuple[str, str | None, str | None]) -> bool:
+    """Whether both values of a key are equal."""
+    _, value, other = row
+    return value == other
 
 
 def said(event: Record) -> str:
-    """What happened, in words, without the step, which stands beside it."""
-    plain = {key: value for key, value in event.items() if key not in ("schema_version", "time")}
-    return describe(plain).removeprefix(f"[{event.get('step')}] ")
+    """An event in words, without the step, which has its own column."""
+    fields = {key: value for key, value in event.items() if key not in ("schema_version", "time")}
+    return describe(fields).removeprefix(f"[{event.get('step')}] ")
 
 
 def flat(value: Any, path: str = "") -> dict[str, str]:
-    """Dotted key -> value as JSON."""
-    if isinstance(value, Mapping) and value:
-        return {
-            key: text
-            for name, part in value.items()
-            for key, text in flat(part, f"{path}.{name}" if path else name).items()
-        }
-    return {path: json.dumps(value, ensure_ascii=False, default=str)}
+    """Every value as JSON, by its dotted key."""
+    if not isinstance(value, Mapping) or not value:
+        return {path: json.dumps(value, ensure_ascii=False, default=str)}
+    values = {}
+    for name, part in value.items():
+        values |= flat(part, f"{path}.{name}" if path else name)
+    return values
 
 
-def _start(asked: Asked) -> int:
-    """From which row on a table is shown. Raises ValueError."""
-    return min(max(int(asked.get("start") or 0), 0), FURTHEST)
+def _start(query: Query) -> int:
+    """The number of a table's first row. Raises ValueError."""
+    return min(max(int(query.get("start") or 0), 0), _MAX_START)
 
 
-def _look(path: Path) -> tuple[int, int, str]:
+def _size_and_type(path: Path) -> tuple[int, int, str]:
     """Width and height as shown, and the media type.
 
-    Raises one of ``BROKEN`` when it is no picture, or too large.
+    Raises one of ``_PICTURE_ERRORS`` when it is not a picture, or too large.
     """
     with regular(path) as file, Image.open(file, formats=FORMATS) as image:
         width, height = image.size
         if width * height > MAX_PIXELS:
             raise ValueError(f"{width}x{height} pixels, the limit is {MAX_PIXELS}")
-        turned = image.getexif().get(ORIENTATION, 1) >= 5
-        return *((height, width) if turned else (width, height)), image.get_format_mimetype() or ""
+        media_type = image.get_format_mimetype() or ""
+        if image.getexif().get(ORIENTATION, 1) >= _FIRST_ROTATED_ORIENTATION:
+            return height, width, media_type
+        return width, height, media_type

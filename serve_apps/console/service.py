@@ -1,4 +1,4 @@
-"""The run console on Ray Serve, beside a judge: ``rayloop console RUN --address HEAD:PORT``.
+"""The run console on Ray Serve, next to a judge: ``rayloop console RUN --address HEAD:PORT``.
 
 Its replica reads the run's folder.
 """
@@ -19,11 +19,12 @@ class ConsoleReplica:
     """The only replica. It asks for no CPU, so that it fits into a cluster that a run fills."""
 
     def __init__(self, settings: ConsolePlace) -> None:
-        """Raises ConfigError where this node sees no run in the folder, or no key."""
-        self._web = RunFolder.begun(Path(settings.folder)), read_key(settings.key_file or "")
+        """Open the run. Raises ConfigError where this node sees no run in the folder, or no key."""
+        self._folder = RunFolder.begun(Path(settings.folder))
+        self._token = read_key(settings.key_file or "")
 
     def __serve_build_asgi_app__(self) -> Any:
-        return web(*self._web)
+        return web(self._folder, self._token)
 
 
 def app(settings: ConsolePlace) -> Application:

@@ -1,5 +1,6 @@
-"""The judge's address for runs in its own Ray cluster: a named actor that lives as long as ``judge
-serve`` does.
+"""The judge's address for runs in its own Ray cluster.
+
+A named actor has it, which lives as long as ``judge serve``.
 """
 
 from typing import Any
@@ -37,12 +38,10 @@ def unclaimed(name: str) -> None:
 
 
 def announce_in_ray(name: str, address: Address) -> Any:
-    """Start the actor. The address is withdrawn when the returned handle or this process goes."""
-    return (
-        ray.remote(JudgeAddress)
-        .options(name=f"judge-{name}", namespace=NAMESPACE, num_cpus=0)
-        .remote(address)
-    )
+    """Start the actor. The address is withdrawn when the returned handle or this process ends."""
+    actor_class = ray.remote(JudgeAddress)
+    options = {"name": f"judge-{name}", "namespace": NAMESPACE, "num_cpus": 0}
+    return actor_class.options(**options).remote(address)
 
 
 class RayDiscovery:
@@ -60,10 +59,9 @@ class RayDiscovery:
     async def __call__(self) -> Address:
         """The address. Raises InfrastructureFailure without one."""
         try:
-            found: Address = await ray.get_actor(
-                f"judge-{self._name}", namespace=NAMESPACE
-            ).get.remote()
-            return found
+            actor = ray.get_actor(f"judge-{self._name}", namespace=NAMESPACE)
+            address: Address = await actor.get.remote()
+            return address
         except (ValueError, ray.exceptions.RayError) as error:
             raise InfrastructureFailure(
                 f"no judge named {self._name} is served in this Ray cluster"

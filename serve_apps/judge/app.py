@@ -1,6 +1,8 @@
-"""The judge on Ray Serve: ``serve run rayloop.serve_apps.judge.app:app``, ``serve deploy
-serve_apps/judge/configs/judge_cpu.yaml``. ``python -m rayloop judge serve CONFIG`` does the same,
-makes a key, and announces the address to clients (docs/judge.md).
+"""The judge on Ray Serve.
+
+``serve run rayloop.serve_apps.judge.app:app`` and ``serve deploy
+serve_apps/judge/configs/judge_cpu.yaml`` start it. ``python -m rayloop judge serve CONFIG`` does
+the same, makes a key, and announces the address to clients (docs/judge.md).
 """
 
 import json
@@ -32,12 +34,12 @@ from rayloop.web import KEY, RETRY_AFTER, ImagePart, TextPart, application, docu
 
 
 class Judge:
-    """One replica, in which the application of ``web`` is built: it holds connections and a model."""
+    """One replica, with connections and a model, in which the application of ``web`` is built."""
 
     def __init__(self, settings: JudgeSettings) -> None:
-        self._service = JudgeService(
-            settings, *built(settings), serve.get_replica_context().replica_id.unique_id
-        )
+        grader, model = built(settings)
+        replica = serve.get_replica_context().replica_id.unique_id
+        self._service = JudgeService(settings, grader, model, replica)
         self._key = read_key(settings.key_file or "")
 
     async def check_health(self) -> None:
@@ -55,9 +57,8 @@ def built(settings: JudgeSettings) -> tuple[Grader, CompletionModel | None]:
     Raises ConfigError.
     """
     rubrics = load_rubrics(Path(settings.rubrics) if settings.rubrics else FOLDER)
-    cache = VerdictCache(
-        settings.cache.size, Path(settings.cache.path) if settings.cache.path else None
-    )
+    cache_file = Path(settings.cache.path) if settings.cache.path else None
+    cache = VerdictCache(settings.cache.size, cache_file)
     match settings.backend:
         case RuleBackendSettings():
             return Grader(rubrics), None
@@ -65,16 +66,18 @@ def built(settings: JudgeSettings) -> tuple[Grader, CompletionModel | None]:
             model = OpenAIModel(settings.backend)
             return Grader(rubrics, model, "openai", cache), model
         case VllmBackendSettings():
-            if seeing := [name for name, rubric in rubrics.items() if rubric.sees_images]:
+            with_images = [name for name, rubric in rubrics.items() if rubric.sees_images]
+            if with_images:
                 raise ConfigError(
-                    f"rubrics: {', '.join(seeing)} shows images, and the backend vllm reads text"
-                    " only. Serve a model that sees with `vllm serve` and judge through the"
+                    f"rubrics: {', '.join(with_images)} shows images, and the backend vllm reads"
+                    " text only. Serve a model that sees with `vllm serve` and judge through the"
                     " backend openai, or set sees_images: false"
                 )
-            from rayloop.serve_apps.judge.vllm_model import VllmModel  # imports vLLM and torch
+            # Here, since it imports vLLM and torch.
+            from rayloop.serve_apps.judge.vllm_model import VllmModel
 
-            own = VllmModel(settings.backend)
-            return Grader(rubrics, own, "vllm", cache), own
+            vllm_model = VllmModel(settings.backend)
+            return Grader(rubrics, vllm_model, "vllm", cache), vllm_model
 
 
 def app(args: dict[str, Any]) -> Application:
@@ -83,15 +86,17 @@ def app(args: dict[str, Any]) -> Application:
     Raises pydantic.ValidationError, ConfigError.
     """
     settings = JudgeSettings.model_validate(args)
-    limits, replicas = settings.limits, settings.replicas
+    limits = settings.limits
+    replicas = settings.replicas
     scale: dict[str, Any] = {"num_replicas": replicas.min}
     if replicas.min < replicas.max:
-        target = {
-            "min_replicas": replicas.min,
-            "max_replicas": replicas.max,
-            "target_ongoing_requests": replicas.target,
+        scale = {
+            "autoscaling_config": {
+                "min_replicas": replicas.min,
+                "max_replicas": replicas.max,
+                "target_ongoing_requests": replicas.target,
+            }
         }
-        scale = {"autoscaling_config": target}
     return deployed(
         "Judge",
         Judge,
@@ -126,7 +131,7 @@ class CompletionMessage(BaseModel):
 class CompletionRequest(BaseModel):
     """The part of OpenAI's request that is passed on.
 
-    Other keys are refused, so that none is ignored in silence.
+    Other keys are refused, so that no key is ignored silently.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -179,14 +184,11 @@ def web(service: JudgeService, key: str) -> FastAPI:
                 "no_model",
                 f"the backend {service.grader.label} has no language model; POST /v1/judge works",
             )
-        asked = body.model_dump(exclude_none=True) | {"model": service.chat.name}
-        tokens = (
-            asked.pop("max_completion_tokens", None)
-            or asked.get("max_tokens")
-            or limits.chat_tokens
-        )
-        asked["max_tokens"] = min(tokens, limits.chat_tokens)
-        status, answer, retry_after = await service.complete(service.chat, asked)
+        request = body.model_dump(exclude_none=True) | {"model": service.chat.name}
+        request.pop("max_completion_tokens", None)
+        tokens = body.max_completion_tokens or body.max_tokens or limits.chat_tokens
+        request["max_tokens"] = min(tokens, limits.chat_tokens)
+        status, answer, retry_after = await service.complete(service.chat, request)
         if status in (200, 400, 422, 429):
             headers = {"Retry-After": retry_after or str(RETRY_AFTER)} if status == 429 else None
             return Response(json.dumps(answer), status, headers, media_type="application/json")

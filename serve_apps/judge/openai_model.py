@@ -1,5 +1,6 @@
-"""A model behind an OpenAI-compatible URL: verdicts in a schema, and chat completions passed
-through.
+"""A model behind an OpenAI-compatible URL.
+
+It gives verdicts in a schema, and passes chat completions through.
 """
 
 import asyncio
@@ -25,10 +26,14 @@ _TOO_LONG = re.compile(
     r"|longer than the (maximum )?(model|context)|too (long|many tokens)|max_model_len",
     re.IGNORECASE,
 )
-"""Messages for a prompt that does not fit: OpenAI's code, and the texts of vLLM, SGLang, llama.cpp
-and TGI.
+"""Messages for a prompt that does not fit.
+
+OpenAI's code, and the texts of vLLM, SGLang, llama.cpp and TGI.
 """
-_VALUE = re.compile(r'"verdict"\s*:\s*"')
+_MALFORMED_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+"""Errors of the code that reads a body in another form than expected."""
+_VERDICT_KEY = re.compile(r'"verdict"\s*:\s*"')
+_MODEL_CARD_KEYS = ("root", "parent", "owned_by", "max_model_len")
 
 
 class ChatAnswer(NamedTuple):
@@ -45,8 +50,8 @@ class ChatAnswer(NamedTuple):
 class CompletionModel(ABC):
     """A ``rayloop.judge.grader.ChatModel`` over chat completions.
 
-    ``extra`` are further keys of a request for a verdict; ``about`` is all that a verdict depends
-    on besides the model's name.
+    ``extra`` are further keys of a request for a verdict; ``about`` is everything that a verdict
+    depends on, except the model's name.
     """
 
     def __init__(
@@ -63,10 +68,11 @@ class CompletionModel(ABC):
 
     @abstractmethod
     async def identity(self) -> Mapping[str, Any]:
-        """What is known of the model behind the name now. Raises InfrastructureFailure."""
+        """A description of the model that now has the name. Raises InfrastructureFailure."""
 
-    def alive(self) -> None:  # noqa: B027 # a server elsewhere comes and goes without this process
-        """Raises InfrastructureFailure when only a new process can help."""
+    # Not abstract: another server's state does not depend on this process.
+    def alive(self) -> None:  # noqa: B027
+        """Raise InfrastructureFailure when only a new process can help."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -92,31 +98,25 @@ class CompletionModel(ABC):
         if status != 200:
             raise InfrastructureFailure(f"{self.name} answered {status}: {str(answer)[:200]}")
         try:
-            choice = answer["choices"][0]
-            if choice.get("finish_reason") == "length":
-                raise InfrastructureFailure(
-                    f"{self.name}: the reply was cut off after max_tokens"
-                    f" {self._keys['max_tokens']}"
-                )
-            text = choice["message"]["content"] or ""
-            if isinstance(
-                text, list
-            ):  # Mistral's form: the model's thoughts are parts of another type
-                text = "".join(part["text"] for part in text if part["type"] == "text")
-            return Reply(
-                str(text), correct_probability((choice.get("logprobs") or {}).get("content") or ())
-            )
-        except (
-            KeyError,
-            IndexError,
-            TypeError,
-            AttributeError,
-            ValueError,
-            RecursionError,
-        ) as error:
+            return self._read(answer)
+        except _MALFORMED_ERRORS as error:
             raise InfrastructureFailure(
                 f"{self.name}: no chat completion: {str(answer)[:200]}"
             ) from error
+
+    def _read(self, answer: Any) -> Reply:
+        """The reply in a chat completion. Raises InfrastructureFailure for a cut reply."""
+        choice = answer["choices"][0]
+        if choice.get("finish_reason") == "length":
+            raise InfrastructureFailure(
+                f"{self.name}: the reply was cut off after max_tokens {self._keys['max_tokens']}"
+            )
+        text = choice["message"]["content"] or ""
+        # Mistral's form, in which the model's thoughts are parts of another type.
+        if isinstance(text, list):
+            text = "".join(part["text"] for part in text if part["type"] == "text")
+        tokens = (choice.get("logprobs") or {}).get("content") or ()
+        return Reply(str(text), correct_probability(tokens))
 
 
 class OpenAIModel(CompletionModel):
@@ -126,12 +126,8 @@ class OpenAIModel(CompletionModel):
         self, settings: OpenAIBackendSettings, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
         extra = {"logprobs": True, "top_logprobs": TOP} if settings.logprobs else {}
-        super().__init__(
-            settings.model,
-            settings.max_tokens,
-            extra,
-            {"url": settings.url, "logprobs": settings.logprobs},
-        )
+        about = {"url": settings.url, "logprobs": settings.logprobs}
+        super().__init__(settings.model, settings.max_tokens, extra, about)
         key = read_key(settings.key_file)
         self._client = httpx.AsyncClient(
             base_url=settings.url.rstrip("/") + "/",
@@ -145,9 +141,9 @@ class OpenAIModel(CompletionModel):
         self._timeout = settings.timeout
 
     async def complete(self, body: Mapping[str, Any]) -> ChatAnswer:
-        """Raises DeadlineExceeded too when no connection is free in time."""
+        """A chat completion. Raises DeadlineExceeded too when no connection is free in time."""
         try:
-            # The wait for a slot has a deadline of its own, so that httpx counts the reply alone.
+            # The wait for a slot has its own deadline, so that httpx counts only the reply.
             async with asyncio.timeout(self._timeout):
                 await self._slots.acquire()
         except TimeoutError as error:
@@ -156,9 +152,8 @@ class OpenAIModel(CompletionModel):
             ) from error
         try:
             answer = await self._client.post("chat/completions", json=body)
-            return ChatAnswer(
-                answer.status_code, answer.json(), answer.headers.get("retry-after", "")
-            )
+            retry_after = answer.headers.get("retry-after", "")
+            return ChatAnswer(answer.status_code, answer.json(), retry_after)
         except httpx.TimeoutException as error:
             raise DeadlineExceeded(f"{self._client.base_url}: {type(error).__name__}") from error
         except (httpx.HTTPError, ValueError, RecursionError) as error:
@@ -169,25 +164,23 @@ class OpenAIModel(CompletionModel):
             self._slots.release()
 
     async def identity(self) -> Mapping[str, Any]:
-        """The model's entry in the server's list of models, without ``created``; {} for a server
-        without such a list.
+        """The model's entry in the server's list of models, without ``created``.
+
+        {} for a server without such a list.
         """
+        url = f"{self._client.base_url}models"
         try:
             answer = await self._client.get("models")
         except httpx.HTTPError as error:
-            raise InfrastructureFailure(
-                f"{self._client.base_url}models: {type(error).__name__}: {error}"
-            ) from error
+            raise InfrastructureFailure(f"{url}: {type(error).__name__}: {error}") from error
         except ValueError:
             return {}
         if answer.status_code == 429 or answer.status_code >= 500:
-            raise InfrastructureFailure(
-                f"{self._client.base_url}models answered {answer.status_code}"
-            )
+            raise InfrastructureFailure(f"{url} answered {answer.status_code}")
         try:
             (card,) = [card for card in answer.json()["data"] if card["id"] == self.name]
-            return {key: card.get(key) for key in ("root", "parent", "owned_by", "max_model_len")}
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            return {key: card.get(key) for key in _MODEL_CARD_KEYS}
+        except _MALFORMED_ERRORS:
             return {}
 
     async def close(self) -> None:
@@ -196,28 +189,39 @@ class OpenAIModel(CompletionModel):
 
 
 def correct_probability(tokens: Sequence[Mapping[str, Any]]) -> float | None:
-    """P(correct) / (P(correct) + P(incorrect)) at the first token of the verdict's value; None when
-    neither word is there. ``tokens`` are OpenAI's ``logprobs.content``. A token counts for the word
-    that it begins.
+    """P(correct) / (P(correct) + P(incorrect)) at the first token of the verdict's value.
+
+    None when neither word is there. ``tokens`` are OpenAI's ``logprobs.content``. A token counts
+    for the word that it begins.
     """
     text = "".join(token["token"] for token in tokens)
-    if (found := _VALUE.search(text)) is None:
+    key = _VERDICT_KEY.search(text)
+    if key is None:
         return None
-    end = 0
-    for token in tokens:
-        begin, end = end, end + len(token["token"])
-        if end > found.end():
-            break
-    else:
+    start, token = _token_at(tokens, key.end())
+    if token is None:
         return None
-    skip = max(0, found.end() - begin)
+
+    key_characters = max(0, key.end() - start)
     sums = {"correct": 0.0, "incorrect": 0.0}
-    for option in token["top_logprobs"]:
-        beginning = option["token"][skip:]
+    for alternative in token["top_logprobs"]:
+        beginning = alternative["token"][key_characters:]
         for word in sums:
             if beginning and (word.startswith(beginning) or beginning.startswith(f'{word}"')):
-                sums[word] += math.exp(
-                    min(option["logprob"], 0.0)
-                )  # a log-probability; some servers round above 0
+                # Some servers round a log-probability to a value above 0.
+                sums[word] += math.exp(min(alternative["logprob"], 0.0))
     total = sum(sums.values())
     return sums["correct"] / total if total > 0 else None
+
+
+def _token_at(
+    tokens: Sequence[Mapping[str, Any]], position: int
+) -> tuple[int, Mapping[str, Any] | None]:
+    """The token with the character at a position of the text, and the position of its start."""
+    start = 0
+    for token in tokens:
+        end = start + len(token["token"])
+        if end > position:
+            return start, token
+        start = end
+    return start, None

@@ -30,6 +30,8 @@ from rayloop.web import RequestMetrics
 
 T = TypeVar("T")
 
+_NOT_JUDGED_YET = "was not judged yet"
+
 
 class JudgeMetrics(RequestMetrics):
     """The metrics of one replica.
@@ -50,19 +52,18 @@ class JudgeMetrics(RequestMetrics):
     def results(self, results: Sequence[Result]) -> None:
         """Count the results of one request."""
         for result in results:
-            verdict, by = (
-                (result.verdict, result.decided_by)
-                if isinstance(result, JudgeVerdict)
-                else (result.kind, "nobody")
-            )
-            self._verdicts.labels(**self._owner, verdict=verdict, decided_by=by).inc()
-            self.cache_hits.inc(isinstance(result, JudgeVerdict) and result.cached)
+            if isinstance(result, JudgeVerdict):
+                labels = {"verdict": result.verdict, "decided_by": result.decided_by}
+                self.cache_hits.inc(result.cached)
+            else:
+                labels = {"verdict": result.kind, "decided_by": "nobody"}
+            self._verdicts.labels(**self._owner, **labels).inc()
 
 
 class JudgeService:
     """Judges and chats within the limits.
 
-    Inside ``running`` the canary is asked again and again.
+    Inside ``running`` the canary is asked at regular intervals.
     """
 
     def __init__(
@@ -72,11 +73,14 @@ class JudgeService:
         chat: CompletionModel | None,
         replica: str = "",
     ) -> None:
-        self.settings, self.grader, self.chat = settings, grader, chat
+        self.settings = settings
+        self.grader = grader
+        self.chat = chat
         self.metrics = JudgeMetrics(replica, settings.limits.held)
         self._roots = [Path(root).resolve() for root in settings.image_roots]
-        self._known = canary(grader.rubrics.values())
-        self._unloaded, self._canary = "the canary was not judged yet", "was not judged yet"
+        self._canary_items = canary(grader.rubrics.values())
+        self._model_failure = f"the canary {_NOT_JUDGED_YET}"
+        self._canary_failure = _NOT_JUDGED_YET
 
     @property
     def version(self) -> JudgeVersion:
@@ -105,8 +109,10 @@ class JudgeService:
                 await self.chat.close()
 
     async def judge(self, items: Sequence[JudgeItem]) -> Sequence[Result]:
-        """Raises Overloaded, DeadlineExceeded, InfrastructureFailure; DataFailure for a rubric or
-        an image that is refused.
+        """One result for each item, in order.
+
+        Raises Overloaded, DeadlineExceeded, InfrastructureFailure; DataFailure for a rubric or an
+        image that is refused.
         """
         if any(item.images for item in items):
             items = await in_thread(self._checked, items, timeout=READ)
@@ -127,8 +133,12 @@ class JudgeService:
 
         Asks no model.
         """
-        conditions = {"model": self._unloaded, "canary": self._canary, "queue": self.metrics.full()}
-        return {name: why for name, why in conditions.items() if why}
+        failures = {
+            "model": self._model_failure,
+            "canary": self._canary_failure,
+            "queue": self.metrics.full(),
+        }
+        return {name: reason for name, reason in failures.items() if reason}
 
     def scrape(self) -> bytes:
         """The metrics in Prometheus' text format."""
@@ -144,18 +154,19 @@ class JudgeService:
                 raise DataFailure(
                     item.rubric, f"no such rubric; there are {', '.join(self.grader.rubrics)}"
                 )
-        found: list[JudgeItem] = []
-        left = self.settings.limits.images
+        checked: list[JudgeItem] = []
+        limit = self.settings.limits.images
+        total = 0
         for item in items:
-            real = [self._checked_image(image) for image in item.images]
-            left -= sum(size for _, size in real)
-            if left < 0:
+            images = [self._checked_image(image) for image in item.images]
+            total += sum(size for _, size in images)
+            if total > limit:
                 raise DataFailure(
-                    item.images[0],
-                    f"the request's images have more than {self.settings.limits.images} bytes",
+                    item.images[0], f"the request's images have more than {limit} bytes"
                 )
-            found.append(item.model_copy(update={"images": tuple(path for path, _ in real)}))
-        return found
+            paths = tuple(path for path, _ in images)
+            checked.append(item.model_copy(update={"images": paths}))
+        return checked
 
     def _checked_image(self, image: str) -> tuple[str, int]:
         """The image's real path and its size in bytes.
@@ -164,59 +175,59 @@ class JudgeService:
         """
         if image == CANARY_IMAGE:
             return image, 0
-        path, limit = Path(image), self.settings.limits.image
+        path = Path(image)
+        limit = self.settings.limits.image
         try:
-            real = path.resolve()
-            if not path.is_absolute() or not any(real.is_relative_to(root) for root in self._roots):
+            real_path = path.resolve()
+            is_below_root = any(real_path.is_relative_to(root) for root in self._roots)
+            if not path.is_absolute() or not is_below_root:
                 raise DataFailure(
                     str(path),
                     "no absolute path below one of the judge's image_roots; URLs are never fetched",
                 )
-            size = real.stat().st_size
-            fits = real.suffix.lower() in IMAGES and real.is_file() and size <= limit
+            size = real_path.stat().st_size
+            is_image_file = real_path.suffix.lower() in IMAGES and real_path.is_file()
         except (OSError, ValueError) as error:
             raise DataFailure(str(path), f"cannot be read: {error}") from error
-        if not fits:
+        if not is_image_file or size > limit:
             raise DataFailure(
                 str(path),
                 f"no file of at most {limit} bytes named *{', *'.join(IMAGES)} where the judge"
                 " runs",
             )
-        return str(real), size
+        return str(real_path), size
 
     async def _watch(self) -> None:
         while True:
-            self._unloaded, self._canary = await self._ask_canary()
-            self.metrics.canary.set(not self._canary)
+            self._model_failure, self._canary_failure = await self._ask_canary()
+            self.metrics.canary.set(not self._canary_failure)
             await asyncio.sleep(self.settings.canary.every)
 
-    async def _judged_canary(self) -> Sequence[Result]:
+    async def _judge_canary(self) -> Sequence[Result]:
         await self.grader.refresh()
-        return await self.grader.judge([known.item for known in self._known])
+        return await self.grader.judge([labelled.item for labelled in self._canary_items])
 
     async def _ask_canary(self) -> tuple[str, str]:
         """Why the model does not answer, and why the canary fails; "" for neither."""
         try:
-            results = await _within(self.settings.canary.within, self._judged_canary())
+            results = await _within(self.settings.canary.within, self._judge_canary())
         except DeadlineExceeded as error:
             return "", str(error)
-        except Exception as error:  # the canary must outlive any error of the grader, and report it
-            return (why := f"{type(error).__name__}: {error}"), why
-        for known, result in zip(self._known, results, strict=True):
+        # The canary must outlive any error of the grader, and report it.
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+            return failure, failure
+        for labelled, result in zip(self._canary_items, results, strict=True):
             if isinstance(result, JudgeUnscored):
-                gone = result.reason if result.kind is NoVerdict.UNAVAILABLE else ""
-                return gone, f"{known.id}: {result.kind}: {result.reason}"
-            if self.settings.canary.right and result.verdict != known.verdict:
-                return (
-                    "",
-                    (
-                        f"{known.id}: {known.item.answer!r} for {known.item.reference!r} was judged"
-                        f" {result.verdict}"
-                    ),
-                )
+                model_failure = result.reason if result.kind is NoVerdict.UNAVAILABLE else ""
+                return model_failure, f"{labelled.id}: {result.kind}: {result.reason}"
+            if self.settings.canary.right and result.verdict != labelled.verdict:
+                item = labelled.item
+                mistake = f"{item.answer!r} for {item.reference!r} was judged {result.verdict}"
+                return "", f"{labelled.id}: {mistake}"
         return "", ""
 
 
-async def _within(seconds: float, awaited: Awaitable[T]) -> T:
-    """Await for at most so many seconds. Raises DeadlineExceeded."""
-    return await bounded(seconds, awaited, DeadlineExceeded(f"no answer within {seconds:g} s"))
+async def _within(seconds: float, awaitable: Awaitable[T]) -> T:
+    """Await for at most ``seconds``. Raises DeadlineExceeded."""
+    return await bounded(seconds, awaitable, DeadlineExceeded(f"no answer within {seconds:g} s"))

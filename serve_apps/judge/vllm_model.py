@@ -23,11 +23,10 @@ class VllmModel(CompletionModel):
             **settings.engine.model_dump(include={"dtype", "extra"}),
             "max_tokens": settings.max_tokens,
         }
-        super().__init__(
-            settings.model, settings.max_tokens, {"logprobs": True, "top_logprobs": TOP}, about
-        )
+        extra = {"logprobs": True, "top_logprobs": TOP}
+        super().__init__(settings.model, settings.max_tokens, extra, about)
         model = resolve(settings.model, settings.revision, weights=True, key="backend.model")
-        # The engine's scratch folder lies within Ray's own and goes with it: a replica that is
+        # The engine's scratch folder is within Ray's own, which Ray removes: a replica that is
         # killed cannot remove anything.
         scratch = tempfile.mkdtemp(prefix="judge-", dir=ray.get_runtime_context().get_temp_dir())
         self._engine = VllmChat(
@@ -37,23 +36,25 @@ class VllmModel(CompletionModel):
         self._timeout = settings.timeout
 
     async def identity(self) -> Mapping[str, Any]:
-        """The identity of the loaded files, which stays while this process lives."""
+        """The identity of the loaded files, which does not change while this process lives."""
         return self._identity
 
     async def complete(self, body: Mapping[str, Any]) -> ChatAnswer:
-        """A request that vLLM refuses has the status 400. Raises DeadlineExceeded."""
+        """A chat completion, with the status 400 for a request that vLLM refuses.
+
+        Raises DeadlineExceeded.
+        """
+        timeout_error = DeadlineExceeded(f"{self.name}: no reply within {self._timeout:g} s")
         try:
-            late = DeadlineExceeded(f"{self.name}: no reply within {self._timeout:g} s")
-            return ChatAnswer(200, await bounded(self._timeout, self._engine.complete(body), late))
+            completion = self._engine.complete(body)
+            return ChatAnswer(200, await bounded(self._timeout, completion, timeout_error))
         except RequestRefused as error:
             code = "context_length_exceeded" if isinstance(error, TooLong) else "refused"
-            return ChatAnswer(
-                400,
-                {"error": {"message": str(error), "type": "invalid_request_error", "code": code}},
-            )
+            problem = {"message": str(error), "type": "invalid_request_error", "code": code}
+            return ChatAnswer(400, {"error": problem})
 
     def alive(self) -> None:
-        """Raises InfrastructureFailure when the engine is dead."""
+        """Raise InfrastructureFailure when the engine is dead."""
         self._engine.alive()
 
     async def close(self) -> None:

@@ -1,5 +1,6 @@
-"""The policy of a live run on Ray Serve, for ``python -m rayloop policy serve``
-(docs/policy_endpoint.md).
+"""The policy of a live run on Ray Serve (docs/policy_endpoint.md).
+
+``python -m rayloop policy serve`` starts it.
 """
 
 from typing import Any
@@ -44,8 +45,7 @@ def app(settings: PolicyEndpointSettings) -> Application:
 
 def web(service: PolicyService, key: str) -> FastAPI:
     """The application. ``key`` "" admits everybody."""
-    app = application(
-        "rayloop policy", service, key, service.settings.limits, "the policy endpoint", invalid=400
-    )
+    limits = service.settings.limits
+    app = application("rayloop policy", service, key, limits, "the policy endpoint", invalid=400)
     add_routes(app, lambda request: service)
     return app

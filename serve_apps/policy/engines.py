@@ -1,5 +1,6 @@
-"""The live rollout actors of a run, found by their names, and requests to them that survive the
-loss of one.
+"""The live rollout actors of a run, found by their names.
+
+Requests to them survive the loss of an engine.
 """
 
 import asyncio
@@ -22,27 +23,29 @@ from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
 
 logger = logging.getLogger(__name__)
 
-ROLE = "rollout-"
+_NAME_PREFIX = "rollout-"
 """The beginning of the names of a run's engines (``cluster/services.py``)."""
-LOOK = 1.0
+_SEARCH_INTERVAL_S = 1.0
 """Seconds between two searches for engines."""
-HEALTH = 10.0
-"""Seconds within which an engine must report its health; one that does not gets no requests, and is
-asked again.
+_HEALTH_TIMEOUT_S = 10.0
+"""Seconds within which an engine must report its health.
+
+One that does not gets no requests, and is asked again.
 """
 
 
 @dataclass
-class FoundEngine:
-    """One engine: a ``number`` that is never used again, its handle, its weights, and the number of
-    our requests to it.
-    """
+class Engine:
+    """One engine with its handle and its weights."""
 
     number: int
+    """A number that is never used for another engine."""
     handle: Handle[RolloutActor]
     version: Version | None = None
-    asked: int = 0
+    requests: int = 0
+    """Requests of this endpoint that it is answering."""
     silent: bool = False
+    """Whether it did not report its health in time."""
 
 
 class Engines:
@@ -50,8 +53,8 @@ class Engines:
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
-        self._found: dict[str, FoundEngine] = {}
-        self._numbers = 0
+        self._engines: dict[str, Engine] = {}
+        self._last_number = 0
         self._images = SentImages()
         self._changed = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
@@ -59,7 +62,7 @@ class Engines:
         """Why no engine serves; "" while one does."""
 
     async def __aenter__(self) -> Self:
-        self._watch = asyncio.create_task(self._look())
+        self._watch = asyncio.create_task(self._watch_engines())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -68,20 +71,19 @@ class Engines:
             await asyncio.gather(self._watch, return_exceptions=True)
 
     @property
-    def serving(self) -> list[FoundEngine]:
+    def serving(self) -> list[Engine]:
         """The engines that serve weights; one that is being started or loaded does not."""
         return [
             engine
-            for engine in self._found.values()
+            for engine in self._engines.values()
             if engine.version is not None and not engine.silent
         ]
 
     @property
     def version(self) -> Version | None:
         """The newest weights that an engine serves."""
-        return max(
-            (engine.version for engine in self.serving if engine.version is not None), default=None
-        )
+        versions = [engine.version for engine in self.serving if engine.version is not None]
+        return max(versions, default=None)
 
     async def sample(
         self, prompt: TokenPrompt, seeds: Sequence[int], sampling: Sampling
@@ -92,83 +94,90 @@ class Engines:
         """
         answers: dict[int, Completion] = {}
         # Equal seeds give equal answers, so each is asked for once.
-        while missing := [seed for seed in dict.fromkeys(seeds) if seed not in answers]:
-            engine = await self._free()
-            engine.asked += 1
+        missing = list(dict.fromkeys(seeds))
+        while missing:
+            engine = await self._least_busy()
+            engine.requests += 1
             try:
-                for seed, answer in zip(
-                    missing, await self._ask(engine, prompt, missing, sampling), strict=True
-                ):
-                    if isinstance(answer, Completion):
-                        answers[seed] = answer
-                    elif not is_lost(answer):
-                        raise cause(answer)
+                replies = await self._ask(engine, prompt, missing, sampling)
+                for seed, reply in zip(missing, replies, strict=True):
+                    if isinstance(reply, Completion):
+                        answers[seed] = reply
+                    elif is_lost(reply):
+                        self._mark_lost(engine, reply)
                     else:
-                        self._lost(engine, answer)
+                        raise cause(reply)
             except Exception as error:
                 if not (is_lost(error) or object_lost(error)):
                     raise cause(error) from error
-                self._lost(engine, error)
+                self._mark_lost(engine, error)
             finally:
-                engine.asked -= 1
+                engine.requests -= 1
+            missing = [seed for seed in missing if seed not in answers]
         return [answers[seed] for seed in seeds]
 
     async def _ask(
-        self, engine: FoundEngine, prompt: TokenPrompt, seeds: Sequence[int], sampling: Sampling
+        self, engine: Engine, prompt: TokenPrompt, seeds: Sequence[int], sampling: Sampling
     ) -> list[Completion | RayTaskError]:
-        def send(sent: TokenPrompt) -> Awaitable[list[Completion | RayTaskError] | MissingImages]:
-            return submit(engine.handle, RolloutActor.generate_each, sent, seeds, sampling)
+        def send(
+            prompt_to_send: TokenPrompt,
+        ) -> Awaitable[list[Completion | RayTaskError] | MissingImages]:
+            return submit(
+                engine.handle, RolloutActor.generate_each, prompt_to_send, seeds, sampling
+            )
 
         return await self._images.exchange(engine.number, prompt, send, lambda _: None)
 
-    async def _free(self) -> FoundEngine:
+    async def _least_busy(self) -> Engine:
         """The engine with the fewest of our requests; waits until there is one."""
-        while not (serving := self.serving):
-            # Nothing is awaited between the look and ``wait``, so no change is missed.
+        while not self.serving:
+            # Nothing is awaited between this check and ``wait``, so no change is missed.
             self._changed.clear()
             await self._changed.wait()
-        return min(serving, key=lambda engine: (engine.asked, engine.number))
+        return min(self.serving, key=lambda engine: (engine.requests, engine.number))
 
-    def _lost(self, engine: FoundEngine, error: BaseException) -> None:
+    def _mark_lost(self, engine: Engine, error: BaseException) -> None:
         logger.warning("engine %d is lost: %s", engine.number, brief(error))
         # Without a version it gets no requests until it reports its health again.
-        engine.version, self.why = None, f"the last engine was lost: {brief(error)}"
+        engine.version = None
+        self.why = f"the last engine was lost: {brief(error)}"
 
-    async def _look(self) -> None:
+    async def _watch_engines(self) -> None:
         while True:
             try:
-                names = await in_thread(self._names, timeout=HEALTH)
-                for gone in self._found.keys() - names:
-                    del self._found[gone]
-                for new in names - self._found.keys():
-                    self._numbers += 1
-                    self._found[new] = FoundEngine(
-                        self._numbers, ray.get_actor(new, namespace=self._namespace)
-                    )
-                if not names:
-                    self.why = "the run has no engine: it is starting, or has ended"
-                await asyncio.gather(*map(self._ask_health, list(self._found.values())))
-            except (
-                Exception
-            ) as error:  # whatever is wrong with the cluster, the next look may find it well
+                await self._update_engines()
+            # Whatever is wrong with the cluster, it may be well at the next search.
+            except Exception as error:
                 self.why = f"{type(error).__name__}: {brief(error)}"
             if self.serving:
                 self.why = ""
                 self._changed.set()
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(_SEARCH_INTERVAL_S)
+
+    async def _update_engines(self) -> None:
+        """Search for engines, and ask all of them for their health."""
+        names = await in_thread(self._names, timeout=_HEALTH_TIMEOUT_S)
+        for name in self._engines.keys() - names:
+            del self._engines[name]
+        for name in names - self._engines.keys():
+            self._last_number += 1
+            handle = ray.get_actor(name, namespace=self._namespace)
+            self._engines[name] = Engine(self._last_number, handle)
+        if not names:
+            self.why = "the run has no engine: it is starting, or has ended"
+        await asyncio.gather(*map(self._ask_health, list(self._engines.values())))
 
     def _names(self) -> set[str]:
-        ours = (
-            actor["name"]
-            for actor in ray.util.list_named_actors(all_namespaces=True)
-            if actor["namespace"] == self._namespace
-        )
-        return {name for name in ours if name.startswith(ROLE)}
+        actors = ray.util.list_named_actors(all_namespaces=True)
+        names = (actor["name"] for actor in actors if actor["namespace"] == self._namespace)
+        return {name for name in names if name.startswith(_NAME_PREFIX)}
 
-    async def _ask_health(self, engine: FoundEngine) -> None:
+    async def _ask_health(self, engine: Engine) -> None:
+        timeout_error = DeadlineExceeded("no health")
         try:
-            asked = submit(engine.handle, RolloutActor.health)
-            engine.version = (await bounded(HEALTH, asked, DeadlineExceeded("no health"))).version
+            answer = submit(engine.handle, RolloutActor.health)
+            health = await bounded(_HEALTH_TIMEOUT_S, answer, timeout_error)
+            engine.version = health.version
             engine.silent = False
         except (RayError, DeadlineExceeded) as error:
             engine.silent = True

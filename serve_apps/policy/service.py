@@ -1,5 +1,6 @@
-"""The policy endpoint between HTTP and the run's engines: a chat becomes tokens, sampled tokens
-become chat completions.
+"""The policy endpoint between HTTP and the run's engines.
+
+A chat becomes tokens, and sampled tokens become chat completions.
 """
 
 import secrets
@@ -21,24 +22,25 @@ from rayloop.serve_apps.settings import PolicyEndpointSettings
 from rayloop.web import RequestMetrics
 
 GREEDY_BELOW = 1e-5
-"""A temperature below this is greedy, as in vLLM: logits that are divided by less leave the range
-of float32.
+"""A temperature below this is greedy, as in vLLM.
+
+Logits that are divided by less leave the range of float32.
 """
 
 
 class PolicyService:
     """Answers chats with the run's engines, within the limits.
 
-    Inside ``running`` it keeps looking for engines.
+    Inside ``running`` it searches for engines.
     """
 
     def __init__(self, settings: PolicyEndpointSettings, engines: Engines) -> None:
-        self.settings, self.engines = settings, engines
+        self.settings = settings
+        self.engines = engines
         self.renderer = Renderer(settings.model)
         self.chats = Chats(settings.run, self.renderer, settings.limits.history)
-        self._metrics = metrics = RequestMetrics(
-            "policy", {"run": settings.run}, "answers", settings.limits.held
-        )
+        metrics = RequestMetrics("policy", {"run": settings.run}, "answers", settings.limits.held)
+        self._metrics = metrics
         self._prompted: Counter = metrics.one(
             Counter, "prompt_tokens", "Tokens of prompts, each prompt once."
         )
@@ -56,11 +58,8 @@ class PolicyService:
 
     def failing(self) -> dict[str, str]:
         """Each of engines and queue that fails, and why; empty when the endpoint can answer."""
-        return {
-            name: why
-            for name, why in (("engines", self.engines.why), ("queue", self._metrics.full()))
-            if why
-        }
+        failures = {"engines": self.engines.why, "queue": self._metrics.full()}
+        return {name: reason for name, reason in failures.items() if reason}
 
     def scrape(self) -> bytes:
         """The metrics in Prometheus' text format."""
@@ -71,61 +70,72 @@ class PolicyService:
 
     def model(self) -> dict[str, Any]:
         """The one entry of ``/v1/models``."""
-        s, version = self.settings, self.engines.version
-        more = {
-            "root": s.model.path,
-            "max_model_len": s.tokens,
+        version = self.engines.version
+        return self.chats.model() | {
+            "root": self.settings.model.path,
+            "max_model_len": self.settings.tokens,
             "weight_version": None if version is None else str(version),
         }
-        return self.chats.model() | more
 
     async def chat(self, asked: ChatRequest) -> dict[str, Any]:
         """A chat completion.
 
         Raises DataFailure, OverLongPrompt, Overloaded, DeadlineExceeded, InfrastructureFailure.
         """
-        limits = self.settings.limits
-        late = DeadlineExceeded(
-            f"no answer within limits.seconds ({limits.seconds:g} s): {self.engines.why or 'busy'}"
+        seconds = self.settings.limits.seconds
+        state = self.engines.why or "busy"
+        timeout_error = DeadlineExceeded(
+            f"no answer within limits.seconds ({seconds:g} s): {state}"
         )
         with self._metrics.request("chat"):
-            for key, value in asked.distribution.items():
-                raise DataFailure(key, f"{value!r} is not supported, only {DISTRIBUTION[key][0]!r}")
-            if (asked.n or 1) > limits.choices:
-                raise DataFailure("n", f"{asked.n} answers, limits.choices allows {limits.choices}")
-            if (images := images_of(asked.messages)) > self.settings.images:
-                raise DataFailure(
-                    "messages",
-                    f"{images} images, the run's episodes have at most {self.settings.images}",
-                )
+            self._check(asked)
             with self._metrics.holding(asked.n or 1):
-                return await bounded(limits.seconds, self._chat(asked), late)
+                return await bounded(seconds, self._chat(asked), timeout_error)
 
-    async def _chat(self, asked: ChatRequest) -> dict[str, Any]:
-        s = self.settings
-        conversation = await in_thread(self.chats.prompt, asked, timeout=s.limits.seconds)
+    def _check(self, request: ChatRequest) -> None:
+        """Raise DataFailure for a request that the endpoint does not accept."""
+        for key, value in request.distribution.items():
+            raise DataFailure(key, f"{value!r} is not supported, only {DISTRIBUTION[key][0]!r}")
+        max_choices = self.settings.limits.choices
+        if (request.n or 1) > max_choices:
+            raise DataFailure("n", f"{request.n} answers, limits.choices allows {max_choices}")
+        images = images_of(request.messages)
+        max_images = self.settings.images
+        if images > max_images:
+            raise DataFailure(
+                "messages", f"{images} images, the run's episodes have at most {max_images}"
+            )
+
+    async def _chat(self, request: ChatRequest) -> dict[str, Any]:
+        settings = self.settings
+        timeout = settings.limits.seconds
+        conversation = await in_thread(self.chats.prompt, request, timeout=timeout)
         tokens = conversation.token_ids
-        if len(tokens) >= s.tokens:
-            raise OverLongPrompt(len(tokens), s.tokens - 1)
-        sampling = self._sampling(asked, s.tokens - len(tokens))
-        seed = secrets.randbits(63) if asked.seed is None else asked.seed
-        seeds = [derive(seed, "choice", index) for index in range(asked.n or 1)]
+        if len(tokens) >= settings.tokens:
+            raise OverLongPrompt(len(tokens), settings.tokens - 1)
+        sampling = self._sampling(request, settings.tokens - len(tokens))
+        seed = secrets.randbits(63) if request.seed is None else request.seed
+        seeds = [derive(seed, "choice", index) for index in range(request.n or 1)]
         prompt = TokenPrompt(tokens, conversation.images, affinity=conversation.continues)
         completions = await self.engines.sample(prompt, seeds, sampling)
         self._prompted.inc(len(tokens))
-        self._sampled.inc(sum(len(one.token_ids) for one in completions))
-        answer, _ = self.chats.answer(asked, conversation, completions, sampling, seed)
+        self._sampled.inc(sum(len(completion.token_ids) for completion in completions))
+        answer, _ = self.chats.answer(request, conversation, completions, sampling, seed)
         return answer
 
-    def _sampling(self, asked: ChatRequest, room: int) -> Sampling:
-        """The request's sampling; what it leaves out is the run's.
+    def _sampling(self, request: ChatRequest, room: int) -> Sampling:
+        """The request's sampling, with the run's value for each key that it leaves out.
 
         ``room``: tokens that are left for the answer.
         """
-        s = self.settings
-        most = min(asked.max_completion_tokens or asked.max_tokens or s.max_tokens, room)
-        least = min(s.min_tokens if asked.min_tokens is None else asked.min_tokens, most)
-        temperature = s.temperature if asked.temperature is None else asked.temperature
+        settings = self.settings
+        limit = request.max_completion_tokens or request.max_tokens or settings.max_tokens
+        max_tokens = min(limit, room)
+        min_tokens = settings.min_tokens if request.min_tokens is None else request.min_tokens
+        temperature = request.temperature
+        if temperature is None:
+            temperature = settings.temperature
         if temperature < GREEDY_BELOW:
             temperature = 0.0
-        return self.renderer.sampling(Sampling(temperature, most, least, asked.stops))
+        sampling = Sampling(temperature, max_tokens, min(min_tokens, max_tokens), request.stops)
+        return self.renderer.sampling(sampling)
