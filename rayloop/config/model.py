@@ -1,4 +1,4 @@
-"""Which model is trained. In core because prompt, engine and trainer must agree on it. No torch."""
+"""The model that is trained: prompt, engine and trainer must agree on it. No torch."""
 
 from datetime import datetime
 from typing import Annotated, Any, Literal, Self
@@ -10,33 +10,37 @@ from rayloop.core.model_files import resolve
 
 Dtype = Literal["float32", "bfloat16"]
 Threads = Annotated[int, Field(ge=1)] | None
-GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+CONVERSATION_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 """Variables of a chat template that a conversation has."""
 
 
 class Computes(SettingsModel):
-    """What computes."""
+    """Settings of an engine that computes the policy."""
 
     dtype: Dtype = "float32"
-    """What it computes in: the same in ``policy.engine`` and ``rollout.engine``, since rounding
-    separates their log-probs. bfloat16 on GPUs, float32 on CPU. The trainer's weights and optimizer
-    states stay float32, where a learning rate of 1e-6 counts.
+    """The type of the computation: bfloat16 on GPUs, float32 on CPU.
+
+    The same in ``policy.engine`` and ``rollout.engine``, since rounding separates their log-probs.
+    The trainer's weights and optimizer states stay float32, where a learning rate of 1e-6 counts.
     """
 
 
 class ComputesOnCpu(Computes):
-    """What computes the policy with torch in its own process."""
+    """Settings of an engine that computes the policy with torch in its own process."""
 
     threads: Threads = None
-    """Torch threads on CPU. None: the machine's cores divided by the processes that compute at the
-    same time; with ``rollout.deterministic`` the actor's ``num_cpus``. Set it on several machines,
-    or when other programs compute there: decoding is then faster with 1.
+    """Torch threads on CPU.
+
+    None: the machine's cores divided by the processes that compute at the same time; with
+    ``rollout.deterministic`` the actor's ``num_cpus``. Set it on several machines, or when other
+    programs compute there: decoding is then faster with 1.
     """
 
 
 class ModelSettings(SettingsModel):
-    """The policy model: a folder in Hugging Face layout (config, safetensors, tokenizer, image
-    processor).
+    """The policy model: a folder in Hugging Face layout.
+
+    It has config, safetensors, tokenizer and image processor.
     """
 
     path: LocalPath
@@ -60,31 +64,34 @@ class ModelSettings(SettingsModel):
     Lower it for memory, raise it for small details.
     """
     position_tint: float = Field(0.0, ge=0, lt=1)
-    """How strongly pixels are coloured by where they are: red grows to the right, blue downwards.
+    """How strongly pixels are coloured by their position: red to the right, blue downwards.
 
-    0 leaves images alone. A tiny model trained from scratch needs it to know where on the page a
-    patch is; pretrained models do not.
+    0 does not change images. A tiny model trained from scratch needs it to learn a patch's position
+    on the page; pretrained models do not.
     """
 
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the chat template, such as ``{enable_thinking: false}``.
 
     ``strftime_now`` is the time that a template with the date in it shows (``2026-01-31``); a run
-    keeps the one at which it began.
+    keeps the time of its beginning.
     """
 
     @field_validator("chat_template_kwargs")
     @classmethod
     def _free(cls, variables: dict[str, Any]) -> dict[str, Any]:
-        if taken := sorted({*variables} & GIVEN):
-            raise ValueError(f"{taken[0]} is given by the run itself")
-        if (time := variables.get("strftime_now")) is not None:
+        reserved = sorted(CONVERSATION_VARIABLES & variables.keys())
+        if reserved:
+            raise ValueError(f"{reserved[0]} is given by the run itself")
+        time = variables.get("strftime_now")
+        if time is not None:
             datetime.fromisoformat(str(time))
         return variables
 
     def here(self, *, weights: bool = True) -> Self:
-        """The same with the folder on this machine as ``path``; what lacks of a Hub's model is
-        downloaded. Raises ConfigError.
+        """The same settings with the folder on this machine as ``path``.
+
+        Missing files of a Hub's model are downloaded. Raises ConfigError.
         """
         folder = resolve(self.path, self.revision, weights=weights).folder
         return self.model_copy(update={"path": str(folder), "revision": None})

@@ -1,22 +1,18 @@
-"""Configuration: strict settings classes, components by dotted name and loading with errors that
-name file and line.
+"""Configuration: strict settings classes, components by dotted name, and loading.
+
+The errors name file and line.
 """
 
 import functools
-import hashlib
 import importlib
-import importlib.util
 import inspect
 import os
-import pkgutil
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any, TypeVar
 
 import yaml
@@ -32,14 +28,17 @@ from pydantic import (
 )
 
 from rayloop.config.explain import explain, take_texts
+from rayloop.config.modules import folder_hint, module_in_file, remedy, similar_name
 from rayloop.config.plugins import place
 from rayloop.config.yaml_source import KeyPath, Source, dotted, read
-from rayloop.core.failures import ConfigError, nearest
+from rayloop.core.failures import ConfigError
 
 
 class SettingsModel(BaseModel):
-    """Base of every settings class: unknown keys are errors, numbers are finite unless a field
-    allows more by name, values are immutable, docstrings are the reference.
+    """Base of every settings class.
+
+    Unknown keys are errors, numbers are finite unless a field allows more by name, values are
+    immutable, docstrings are the reference.
     """
 
     model_config = ConfigDict(
@@ -54,24 +53,17 @@ class SettingsModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_the_default(cls, data: Any) -> Any:
-        """Where a component has a default, its ``with`` can be set without repeating its ``use``."""
+    def _add_default_use(cls, data: Any) -> Any:
+        """Add the ``use`` of a component's default to a ``with`` that is set without it."""
         if not isinstance(data, Mapping):
             return data
-        defaults = {
-            name: info.default
-            for name, info in cls.model_fields.items()
-            if isinstance(info.default, Component)
-        }
-        partial = {
-            name: data[name]
-            for name in defaults
-            if isinstance(data.get(name), Mapping) and "use" not in data[name]
-        }
-        return {
-            **data,
-            **{name: {**given, "use": defaults[name].use} for name, given in partial.items()},
-        }
+        completed = dict(data)
+        for name, info in cls.model_fields.items():
+            value = data.get(name)
+            lacks_use = isinstance(value, Mapping) and "use" not in value
+            if lacks_use and isinstance(info.default, Component):
+                completed[name] = {**value, "use": info.default.use}
+        return completed
 
 
 def _local(text: str) -> str:
@@ -83,8 +75,9 @@ def _local(text: str) -> str:
 
 
 LocalPath = Annotated[str, AfterValidator(_local)]
-"""A path in a configuration, with the home folder for ``~``; relative paths stay relative (see
-``local_path``).
+"""A path in a configuration, with the home folder for ``~``.
+
+Relative paths stay relative (see ``local_path``).
 """
 
 
@@ -101,20 +94,21 @@ class Role:
     function: Callable[[Callable[..., Any], str], Any] | None = None
 
     def of(self, settings: BaseModel) -> "Role":
-        """The role where the component stands in these settings: the same, unless another of their
-        values decides it.
+        """The component's role in these settings.
+
+        It is this one, unless another value of the settings decides it.
         """
         return self
 
     def check(self, component: "Component") -> None:
-        """Raises ConfigError when the component cannot play this role."""
-        found = component.resolve()
-        if isinstance(found, type):
-            missing = [name for name in self.methods if not callable(getattr(found, name, None))]
+        """Raise ConfigError when the component cannot play this role."""
+        target = component.resolve()
+        if isinstance(target, type):
+            missing = [name for name in self.methods if not callable(getattr(target, name, None))]
             if missing:
                 raise ConfigError(
-                    f"use: {component.use!r} has no method {' and no '.join(missing)}, so it is no"
-                    f" {self.name}"
+                    f"use: {component.use!r} has no method {' and no '.join(missing)}, so it cannot"
+                    f" be the {self.name}"
                 )
         elif self.function is None:
             raise ConfigError(
@@ -125,24 +119,24 @@ class Role:
 
 
 def takes(parameter: str, role: str, remedy: str) -> Callable[[Callable[..., Any], str], None]:
-    """``Role.function`` of roles whose functions take one argument, ``parameter``; ``remedy``: what
-    to write instead.
+    """``Role.function`` of roles whose functions take one argument, ``parameter``.
+
+    ``remedy`` says what to write instead.
     """
 
     def check(function: Callable[..., Any], use: str) -> None:
-        required = [
-            p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty
-        ]
+        parameters = inspect.signature(function).parameters.values()
+        required = [item.name for item in parameters if item.default is item.empty]
         if required != [parameter]:
             raise ConfigError(
-                f"use: {use!r} is a function of ({', '.join(required)}), which is no {role}."
-                f" {remedy}"
+                f"use: {use!r} is a function of ({', '.join(required)}), which cannot be the"
+                f" {role}. {remedy}"
             )
 
     return check
 
 
-_imports: ContextVar[bool] = ContextVar("imports", default=True)
+_imports_foreign_code: ContextVar[bool] = ContextVar("imports_foreign_code", default=True)
 
 
 class NotImported(ConfigError):
@@ -151,79 +145,84 @@ class NotImported(ConfigError):
 
 @contextmanager
 def without_foreign_code() -> Iterator[None]:
-    """Nothing that a configuration names with ``use`` is imported in the block, but what this
-    package ships.
-    """
-    token = _imports.set(False)
+    """In the block only components that this package ships are imported."""
+    token = _imports_foreign_code.set(False)
     try:
         yield
     finally:
-        _imports.reset(token)
+        _imports_foreign_code.reset(token)
 
 
 class NoSettings(SettingsModel):
-    """Of a component's class that has no ``Settings`` and takes no argument."""
+    """The settings of a component's class that has no ``Settings`` and takes no argument."""
 
 
 class Component(SettingsModel):
-    """A part of a recipe: ``{use: package.module:Class, with: {...}}``, or
-    ``path/to/file.py:name``. A class takes its nested ``Settings``, which validate ``with``, or
-    nothing; a function takes ``with`` as keyword arguments.
+    """A part of a recipe: ``{use: package.module:Class, with: {...}}``, or with a file's path.
+
+    A path is written as ``path/to/file.py:name``. A class takes its nested ``Settings``, which
+    validate ``with``, or nothing; a function takes ``with`` as keyword arguments.
     """
 
     use: str
-    """``package.module:Name``, found in the current directory too, or a plug-in's name."""
+    """Its address: ``package.module:Name``, or a plug-in's name.
+
+    Modules are found in the current directory too.
+    """
     with_: dict[str, Any] = Field(default_factory=dict, alias="with")
     """Its own settings (docs/components.md has those of the shipped ones)."""
 
     def resolve(self) -> Callable[..., Any]:
         """The class or function itself. Raises ConfigError when it does not exist or is neither."""
-        module, _, name = place(self.use).rpartition(":")
-        if not _imports.get() and (module.endswith(".py") or not module.startswith("rayloop.")):
+        module_name, _, name = place(self.use).rpartition(":")
+        is_file = module_name.endswith(".py")
+        is_shipped = module_name.startswith("rayloop.") and not is_file
+        if not is_shipped and not _imports_foreign_code.get():
             raise NotImported(f"use: {self.use!r} is not imported")
         try:
-            found = getattr(
-                _from_file(module) if module.endswith(".py") else importlib.import_module(module),
-                name,
-            )
-        except Exception as error:  # the module is a person's own code
-            what = (
-                f"{type(error).__name__}: {error}{_similar(module, name, error)}."
-                f" {_remedy(module, error)}"
-            )
-            raise ConfigError(f"use: {self.use!r} cannot be loaded: {what}") from error
-        if not callable(found):
+            if is_file:
+                module = module_in_file(local_path(module_name))
+            else:
+                module = importlib.import_module(module_name)
+            target = getattr(module, name)
+        # The module may be a user's own code, which can raise any error.
+        except Exception as error:
+            suggestion = similar_name(module_name, name, error)
+            problem = f"{type(error).__name__}: {error}{suggestion}. {remedy(module_name, error)}"
+            raise ConfigError(f"use: {self.use!r} cannot be loaded: {problem}") from error
+        if not callable(target):
             raise ConfigError(
-                f"use: {self.use!r} is neither class nor function, but {type(found).__name__}"
+                f"use: {self.use!r} is neither class nor function, but {type(target).__name__}"
             )
-        return found
+        return target
 
     def settings_class(self) -> type[BaseModel] | None:
-        """The class that validates ``with``: a class's Settings, else NoSettings; None for a
-        function. Raises ConfigError.
+        """The class that validates ``with``: a class's Settings or NoSettings.
+
+        None for a function. Raises ConfigError.
         """
-        found = self.resolve()
-        if not isinstance(found, type):
+        target = self.resolve()
+        if not isinstance(target, type):
             return None
-        model = getattr(found, "Settings", None)
-        called = inspect.isfunction(getattr(found, "__call__", None))  # noqa: B004 (every class can be called)
-        if model is None and not called and not inspect.signature(found).parameters:
+        model = getattr(target, "Settings", None)
+        # Every class can be called: only a function named __call__ makes its instances callable.
+        has_call = inspect.isfunction(getattr(target, "__call__", None))  # noqa: B004
+        if model is None and not has_call and not inspect.signature(target).parameters:
             return NoSettings
         if isinstance(model, type) and issubclass(model, BaseModel):
             return model
-        what = (
-            "has no nested Settings class"
-            if model is None
-            else "has a Settings class that is no pydantic model"
-        )
-        instance = (
-            f"\n    To have an instance called like a function, name one: f = {found.__name__}(...)"
-            if called
-            else ""
-        )
-        raise ConfigError(
-            f"use: {self.use!r} {what}, so it is no component. {SETTINGS_ADVICE}{instance}"
-        )
+
+        if model is None:
+            problem = "has no nested Settings class"
+        else:
+            problem = "has a Settings class that is not a pydantic model"
+        message = f"use: {self.use!r} {problem}, so it is not a component. {SETTINGS_ADVICE}"
+        if has_call:
+            message += (
+                "\n    To have an instance called like a function, name one: f ="
+                f" {target.__name__}(...)"
+            )
+        raise ConfigError(message)
 
     def options(self) -> BaseModel | None:
         """``with``, validated; None for a function.
@@ -237,7 +236,7 @@ class Component(SettingsModel):
             inspect.signature(self.resolve()).bind_partial(**self.with_)
         except TypeError as error:
             raise ConfigError(
-                f"use: {self.use!r} does not take what stands in `with`: {error}"
+                f"use: {self.use!r} does not take the arguments in `with`: {error}"
             ) from error
         return None
 
@@ -246,12 +245,13 @@ class Component(SettingsModel):
 
         Raises ConfigError, pydantic.ValidationError.
         """
-        found, options = self.resolve(), self.options()
+        target = self.resolve()
+        options = self.options()
         if isinstance(options, NoSettings):
-            return found()
+            return target()
         if options is not None:
-            return found(options)
-        return functools.partial(found, **self.with_) if self.with_ else found
+            return target(options)
+        return functools.partial(target, **self.with_) if self.with_ else target
 
 
 OWN = "a class of your own (use)"
@@ -259,128 +259,49 @@ OWN = "a class of your own (use)"
 
 
 def by_kind(default: str) -> Discriminator:
-    """Discriminates the members of a union: by ``kind``, ``default`` without one, or ``OWN`` where
-    there is a ``use``.
+    """Discriminates the members of a union by ``kind``.
+
+    ``default`` is for a value without a kind, ``OWN`` for one with a ``use``.
     """
 
-    def which(value: Any) -> str:
+    def tag(value: Any) -> str:
         if isinstance(value, Mapping):
             return OWN if "use" in value else str(value.get("kind", default))
         return OWN if isinstance(value, Component) else str(getattr(value, "kind", ""))
 
-    return Discriminator(which)
+    return Discriminator(tag)
 
 
-SETTINGS_ADVICE = """Write in the class:
-      class Settings(rayloop.config.settings.SettingsModel): pass  # its fields are the keys of `with`
-      def __init__(self, settings): ..."""
-
-
-def _remedy(module: str, error: Exception) -> str:
-    """What to do about a module that cannot be imported."""
-    first, here = module.partition(".")[0], Path.cwd()
-    if isinstance(error, ModuleNotFoundError) and error.name == first:
-        return (
-            f"Modules are looked for in the current directory, {here}, and among the installed"
-            " packages"
-        )
-    known = [Path(path).resolve() for path in getattr(sys.modules.get(first), "__path__", ())]
-    if (
-        isinstance(error, ModuleNotFoundError)
-        and known
-        and (here / first).is_dir()
-        and here / first not in known
-    ):
-        return f"{here / first} is hidden by the package {first} in {known[0]}; rename yours"
-    if (
-        isinstance(error, ModuleNotFoundError)
-        and error.name
-        and not f"{module}.".startswith(f"{error.name}.")
-    ):
-        alone = (
-            ", and a file given by its path finds none that lies beside it"
-            if module.endswith(".py")
-            else ""
-        )
-        return f"{module} imports {error.name}, which is neither installed nor in {here}{alone}"
-    return "Expected package.module:Class"
-
-
-def _similar(module: str, name: str, error: Exception) -> str:
-    """``; did you mean `x`?`` with the nearest name in the module, or the nearest module in its
-    package; else "".
-    """
-    if (
-        isinstance(error, ModuleNotFoundError)
-        and error.name
-        and f"{module}.".startswith(f"{error.name}.")
-    ):
-        package, _, name = error.name.rpartition(".")
-        known = [
-            found.name
-            for found in pkgutil.iter_modules(getattr(sys.modules.get(package), "__path__", []))
-        ]
-    elif (
-        isinstance(error, AttributeError)
-        and isinstance(error.obj, ModuleType)
-        and error.name == name
-    ):
-        known = [key for key, value in vars(error.obj).items() if callable(value)]
-    else:
-        return ""
-    return nearest(name, known).removesuffix("?")
-
-
-def _beside(use: str, source: Source) -> str:
-    """Where to run the command when the module lies beside the configuration, and is not looked for
-    there; else "".
-    """
-    folder, first = (
-        Path(os.path.abspath(source.file)).parent,
-        use.partition(":")[0].partition(".")[0],
-    )
-    if folder == Path.cwd() or not any((folder / name).exists() for name in (first, f"{first}.py")):
-        return ""
-    return f". {first} lies beside the configuration: run the command in {folder}"
-
-
-def _from_file(path: str) -> ModuleType:
-    """The module in a Python file, under a name of its own, loaded once per process."""
-    file = local_path(path)
-    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, file)
-        if spec is None or spec.loader is None:
-            raise ImportError(f"{file} is no Python module")
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
+SETTINGS_ADVICE = (
+    "Write in the class:\n"
+    "      class Settings(rayloop.config.settings.SettingsModel): pass"
+    "  # its fields are the keys of `with`\n"
+    "      def __init__(self, settings): ..."
+)
 
 
 S = TypeVar("S", bound=SettingsModel)
 
 
 def load(path: Path, overrides: Sequence[str], model: type[S], over: Sequence[Path] = ()) -> S:
-    """Read ``path`` (and what it ``extends``), lay files ``over`` it, apply ``key.sub=value``
-    overrides, validate as ``model``. Paths and components stay as written. Raises ConfigError that
-    lists every problem with file and line.
+    """The settings in ``path`` and the file that it ``extends``.
+
+    Files ``over`` it are merged into it, then ``key.sub=value`` overrides. Paths and components
+    stay as written. Raises ConfigError that lists every problem with file and line.
     """
     data, source = read(path, overrides, over)
     try:
         settings = _validated(model, data, source)
     except ValidationError as error:
-        raise _refused(explain(error, model, data, source), source) from error
+        raise _error(explain(error, model, data, source), source) from error
     settings._source = source
     return settings
 
 
 def _validated(model: type[S], data: dict[str, Any], source: Source) -> S:
-    """``data`` as ``model``; where a text is expected, a number counts as it was written, such as
-    the id of a job as a name.
+    """``data`` as ``model``.
+
+    Where a text is expected, a number counts as it was written, such as the id of a job as a name.
     """
     try:
         return model.model_validate(data)
@@ -396,38 +317,39 @@ def check_components(settings: SettingsModel) -> None:
     Raises ConfigError that lists every problem.
     """
     source = settings._source
-    problems = []
-    for path, component, role in _with_roles(settings):
-        try:
-            component.options()
-            if role is not None:
-                role.check(component)
-        except NotImported:
-            continue
-        except ConfigError as error:
-            hint = (
-                _beside(component.use, source)
-                if isinstance(error.__cause__, ModuleNotFoundError)
-                else ""
-            )
-            problems.append(f"{source.where((*path, 'use'))}: {dotted(path)}: {error}{hint}")
-        except ValidationError as error:
-            problems += explain(
-                error,
-                component.settings_class() or SettingsModel,
-                component.with_,
-                source,
-                (*path, "with"),
-            )
+    problems: list[str] = []
+    for path, component, role in _components_with_roles(settings):
+        problems += _component_problems(path, component, role, source)
     if problems:
-        raise _refused(problems, source)
+        raise _error(problems, source)
+
+
+def _component_problems(
+    path: KeyPath, component: Component, role: Role | None, source: Source
+) -> list[str]:
+    try:
+        component.options()
+        if role is not None:
+            role.check(component)
+    except NotImported:
+        return []
+    except ConfigError as error:
+        hint = ""
+        if isinstance(error.__cause__, ModuleNotFoundError):
+            hint = folder_hint(component.use, source)
+        return [f"{source.where((*path, 'use'))}: {dotted(path)}: {error}{hint}"]
+    except ValidationError as error:
+        model = component.settings_class() or SettingsModel
+        return explain(error, model, component.with_, source, (*path, "with"))
+    return []
 
 
 def components(settings: BaseModel, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Component]]:
-    """Every component of ``settings`` with its path, those inside a component's own settings
-    included when valid.
+    """Every component of ``settings`` with its path.
+
+    The components in another component's own settings are included when these are valid.
     """
-    for path, component, _ in _with_roles(settings, prefix):
+    for path, component, _ in _components_with_roles(settings, prefix):
         yield path, component
 
 
@@ -441,42 +363,52 @@ def dump(settings: SettingsModel, *, expand_components: bool = False) -> str:
     if expand_components:
         check_components(settings)
         for path, component in components(settings):
-            place: Any = data
+            options = component.options()
+            if options is None:
+                continue
+            node: Any = data
             for key in path:
-                place = place[key]
-            if (options := component.options()) is not None:
-                place["with"] = options.model_dump(mode="json", by_alias=True)
+                node = node[key]
+            node["with"] = options.model_dump(mode="json", by_alias=True)
     return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)
 
 
 def local_path(text: str) -> Path:
-    """A path of the configuration as an absolute one, from the current directory of this process;
-    ``~`` is the home folder.
+    """A path of the configuration as an absolute one.
+
+    It starts from the current directory of this process; ``~`` is the home folder.
     """
     return Path(text).expanduser().absolute()
 
 
-Found = tuple[KeyPath, Component, Role | None]
+ComponentWithRole = tuple[KeyPath, Component, Role | None]
 
 
-def _with_roles(settings: BaseModel, prefix: KeyPath = ()) -> Iterator[Found]:
+def _components_with_roles(
+    settings: BaseModel, prefix: KeyPath = ()
+) -> Iterator[ComponentWithRole]:
     for name, info in type(settings).model_fields.items():
         role = next((part for part in info.metadata if isinstance(part, Role)), None)
-        here = None if role is None else role.of(settings)
-        yield from _components_in(settings.__dict__[name], (*prefix, info.alias or name), here)
+        if role is not None:
+            role = role.of(settings)
+        path = (*prefix, info.alias or name)
+        yield from _components_in(settings.__dict__[name], path, role)
 
 
-def _components_in(value: Any, path: KeyPath, role: Role | None = None) -> Iterator[Found]:
+def _components_in(
+    value: Any, path: KeyPath, role: Role | None = None
+) -> Iterator[ComponentWithRole]:
     if isinstance(value, Component):
         yield path, value, role
         try:
-            inner = value.options()
+            options = value.options()
+        # ``check_components`` reports it for the component itself.
         except (ConfigError, ValidationError):
-            return  # reported by check_components at the component itself
-        if inner is not None:
-            yield from _with_roles(inner, (*path, "with"))
+            return
+        if options is not None:
+            yield from _components_with_roles(options, (*path, "with"))
     elif isinstance(value, BaseModel):
-        yield from _with_roles(value, path)
+        yield from _components_with_roles(value, path)
     elif isinstance(value, Mapping):
         for key, part in value.items():
             yield from _components_in(part, (*path, key), role)
@@ -485,11 +417,11 @@ def _components_in(value: Any, path: KeyPath, role: Role | None = None) -> Itera
             yield from _components_in(part, (*path, index), role)
 
 
-def _refused(problems: Sequence[str], source: Source) -> ConfigError:
-    if source.file == os.devnull:  # all values come from the command line
+def _error(problems: Sequence[str], source: Source) -> ConfigError:
+    # Without a file, all values come from the command line.
+    if source.file == os.devnull:
         return ConfigError("; ".join(problems))
-    many = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
+    count = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
     origin = source.file or "the configuration"
-    return ConfigError(
-        f"{origin} has {many}:\n" + "\n".join(f"  {problem}" for problem in problems)
-    )
+    lines = [f"{origin} has {count}:", *(f"  {problem}" for problem in problems)]
+    return ConfigError("\n".join(lines))

@@ -1,7 +1,7 @@
-"""YAML 1.2 with the place of every value.
+"""YAML 1.2 with the file and line of every value.
 
 Layers: the ``extends`` file, the file, overrides. Mappings merge by key; lists and scalars are
-replaced, and a mapping with another ``kind`` or ``use`` starts afresh.
+replaced, and so is a mapping whose ``kind`` or ``use`` differs.
 """
 
 import os
@@ -25,43 +25,44 @@ CHOICES = ("kind", "use")
 
 @dataclass(frozen=True)
 class Source:
-    """Where each key of a loaded configuration was written.
+    """The places where the keys of a loaded configuration were written.
 
-    All sources are equal: origin is no part of a setting.
+    All sources are equal: the origin is not part of a setting.
     """
 
     file: str = field(default="", compare=False)
     lines: dict[KeyPath, str] = field(default_factory=dict, compare=False)
     texts: dict[KeyPath, str] = field(default_factory=dict, compare=False)
-    """What was written where a number or a truth value was read."""
+    """The written text of each number and truth value."""
 
     def where(self, path: KeyPath) -> str:
-        """``file:line`` (or ``command line``) of a key, else of the nearest enclosing key, else the
-        file.
+        """``file:line`` (or ``command line``) of a key.
+
+        A key without a line has that of the nearest enclosing key, or the file.
         """
         while path and path not in self.lines:
             path = path[:-1]
         return self.lines.get(path, self.file)
 
     def forget(self, path: KeyPath) -> None:
-        """Drop what is known below (and at) ``path``."""
-        for kept in (self.lines, self.texts):
-            for known in [known for known in kept if known[: len(path)] == path]:
-                del kept[known]
+        """Remove the entries below (and at) ``path``."""
+        for entries in (self.lines, self.texts):
+            for key in _below(entries, path):
+                del entries[key]
 
     def take(self, other: "Source", path: KeyPath) -> None:
-        """Know below (and at) ``path`` what ``other`` does, and nothing else."""
+        """Replace the entries below (and at) ``path`` by those of ``other``."""
         self.forget(path)
-        self.lines.update(
-            {known: line for known, line in other.lines.items() if known[: len(path)] == path}
-        )
-        self.texts.update(
-            {known: text for known, text in other.texts.items() if known[: len(path)] == path}
-        )
+        self.lines.update(_below(other.lines, path))
+        self.texts.update(_below(other.texts, path))
+
+
+def _below(entries: dict[KeyPath, str], path: KeyPath) -> dict[KeyPath, str]:
+    return {key: entry for key, entry in entries.items() if key[: len(path)] == path}
 
 
 def dotted(path: KeyPath) -> str:
-    """The path as it stands in messages: ``data.train``."""
+    """The path as messages have it: ``data.train``."""
     return ".".join(map(str, path))
 
 
@@ -71,31 +72,36 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}
 
 
-for _tag, _pattern, _first in (
+_SCALARS = (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     ("int", r"[-+]?(?:0|[1-9][0-9_]*)", list("-+0123456789")),
     (
         "float",
-        r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
         list("-+.0123456789"),
     ),
-):
+)
+"""Tag, pattern and first characters of each scalar type."""
+for _tag, _pattern, _first_characters in _SCALARS:
     _Loader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first
+        f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first_characters
     )
 
 
 def read(
     path: Path, overrides: Sequence[str] = (), over: Sequence[Path] = ()
 ) -> tuple[dict[str, Any], Source]:
-    """The merged data of a file, its bases, the files laid ``over`` it and the overrides, with the
-    origin of each key. Raises ConfigError for a missing or malformed file, a cycle of ``extends``,
-    and malformed overrides.
+    """The merged data of a file and its layers, with the origin of each key.
+
+    The layers are its bases, the files laid ``over`` it and the overrides. Raises ConfigError for a
+    missing or malformed file, a cycle of ``extends``, and malformed overrides.
     """
     data, source = _read_file(path, ())
-    for layer in over:
-        _merge(data, source, *_read_file(layer, ()), ())
+    for layer_path in over:
+        layer, layer_source = _read_file(layer_path, ())
+        _merge(data, source, layer, layer_source, ())
     for override in overrides:
         _override(data, source, override)
     return data, source
@@ -112,10 +118,12 @@ def parse_value(text: str, where: str) -> Any:
         loader.dispose()
 
 
-def _read_file(path: Path, within: tuple[Path, ...]) -> tuple[dict[str, Any], Source]:
-    if path.resolve() in within:
-        chain = " -> ".join(str(p) for p in (*within, path.resolve()))
-        raise ConfigError(f"{path}: extends itself: {chain}. Remove one `extends`.")
+def _read_file(path: Path, extending: tuple[Path, ...]) -> tuple[dict[str, Any], Source]:
+    """A file merged over the file that it ``extends``; ``extending``: the files that extend it."""
+    chain = (*extending, path.resolve())
+    if path.resolve() in extending:
+        files = " -> ".join(map(str, chain))
+        raise ConfigError(f"{path}: extends itself: {files}. Remove one `extends`.")
     data, source = _parse_file(path)
     base = data.pop(EXTENDS, None)
     if base is None:
@@ -130,29 +138,29 @@ def _read_file(path: Path, within: tuple[Path, ...]) -> tuple[dict[str, Any], So
             f"{source.where((EXTENDS,))}: extends: there is no file {base_path} (relative to this"
             " file)"
         )
-    below, below_source = _read_file(base_path, (*within, path.resolve()))
-    merged = Source(source.file, below_source.lines, below_source.texts)
-    _merge(below, merged, data, source, ())
-    return below, merged
+    merged, base_source = _read_file(base_path, chain)
+    merged_source = Source(source.file, base_source.lines, base_source.texts)
+    _merge(merged, merged_source, data, source, ())
+    return merged, merged_source
 
 
 def _parse_file(path: Path) -> tuple[dict[str, Any], Source]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        beside = [other.name for other in path.parent.glob("*.y*ml")] if not path.exists() else []
-        raise ConfigError(f"{path}: cannot be read: {error}{nearest(path.name, beside)}") from error
+        names = []
+        if not path.exists():
+            names = [other.name for other in path.parent.glob("*.y*ml")]
+        raise ConfigError(f"{path}: cannot be read: {error}{nearest(path.name, names)}") from error
     source = Source(str(path))
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
         data = {} if node is None else _build(loader, node, source, ())
     except yaml.YAMLError as error:
-        line = (
-            error.problem_mark.line + 1
-            if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark
-            else 1
-        )
+        line = 1
+        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+            line = error.problem_mark.line + 1
         raise ConfigError(f"{path}:{line}: not valid YAML: {_one_line(error)}") from error
     finally:
         loader.dispose()
@@ -164,29 +172,36 @@ def _parse_file(path: Path) -> tuple[dict[str, Any], Source]:
 
 
 def _build(loader: _Loader, node: yaml.Node, source: Source, path: KeyPath) -> Any:
+    """The value of a node at ``path``; its lines and texts are added to ``source``."""
     if isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            source.lines[(*path, index)] = f"{source.file}:{item.start_mark.line + 1}"
-        return [
-            _build(loader, item, source, (*path, index)) for index, item in enumerate(node.value)
-        ]
-    if not isinstance(node, yaml.MappingNode):
-        value = loader.construct_object(node)
-        if isinstance(value, int | float):
-            source.texts[path] = str(node.value)
-        return value
+        elements = []
+        for index, element in enumerate(node.value):
+            source.lines[(*path, index)] = f"{source.file}:{element.start_mark.line + 1}"
+            elements.append(_build(loader, element, source, (*path, index)))
+        return elements
+    if isinstance(node, yaml.MappingNode):
+        return _build_mapping(loader, node, source, path)
+    value = loader.construct_object(node)
+    if isinstance(value, int | float):
+        source.texts[path] = str(node.value)
+    return value
+
+
+def _build_mapping(
+    loader: _Loader, node: yaml.MappingNode, source: Source, path: KeyPath
+) -> dict[str, Any]:
     mapping: dict[str, Any] = {}
     for key_node, value_node in node.value:
-        where = f"{source.file}:{key_node.start_mark.line + 1}"
+        line = f"{source.file}:{key_node.start_mark.line + 1}"
         if not isinstance(key_node, yaml.ScalarNode):
-            raise ConfigError(f"{where}: {dotted(path) or 'the file'}: a key must be a plain text")
+            raise ConfigError(f"{line}: {dotted(path) or 'the file'}: a key must be a plain text")
         key = str(key_node.value)
+        key_path = (*path, key)
         if key in mapping:
-            raise ConfigError(
-                f"{where}: {dotted((*path, key))}: set twice, first at {source.where((*path, key))}"
-            )
-        source.lines[(*path, key)] = where
-        mapping[key] = _build(loader, value_node, source, (*path, key))
+            first_line = source.where(key_path)
+            raise ConfigError(f"{line}: {dotted(key_path)}: set twice, first at {first_line}")
+        source.lines[key_path] = line
+        mapping[key] = _build(loader, value_node, source, key_path)
     return mapping
 
 
@@ -194,24 +209,25 @@ def _merge(
     base: dict[str, Any], origin: Source, layer: dict[str, Any], layer_source: Source, path: KeyPath
 ) -> None:
     """Lay ``layer`` over ``base``, in place, and the layer's lines over ``origin``'s."""
-    if base and any(key in layer and base.get(key) != layer[key] for key in CHOICES):
+    changes_choice = any(key in layer and base.get(key) != layer[key] for key in CHOICES)
+    if base and changes_choice:
         base.clear()
         origin.forget(path)
     for key, value in layer.items():
-        here = (*path, key)
-        below = base.get(key)
-        if isinstance(below, dict) and isinstance(value, dict):
-            _merge(below, origin, value, layer_source, here)
+        key_path = (*path, key)
+        base_value = base.get(key)
+        if isinstance(base_value, dict) and isinstance(value, dict):
+            _merge(base_value, origin, value, layer_source, key_path)
         else:
             base[key] = value
-            origin.take(layer_source, here)
-        origin.lines[here] = layer_source.where(here)
+            origin.take(layer_source, key_path)
+        origin.lines[key_path] = layer_source.where(key_path)
 
 
 def _override(data: dict[str, Any], source: Source, override: str) -> None:
     """Apply one ``key.sub=value``; a list element is named by its index.
 
-    The value replaces what was there.
+    The value replaces the earlier one.
     """
     name, equals, text = override.partition("=")
     parts = name.strip().split(".")
@@ -221,6 +237,25 @@ def _override(data: dict[str, Any], source: Source, override: str) -> None:
             " policy.optimizer.lr=1e-5"
         )
     value = parse_value(text, f"{COMMAND_LINE}: {name.strip()}")
+    path, holder = _holder(data, source, parts, override)
+    key = _key(holder, parts[-1], path)
+    if key in CHOICES and isinstance(holder, dict) and holder.get(key) != value:
+        _remove_file_keys(holder, source, path)
+    key_path = (*path, key)
+    source.forget(key_path)
+    source.lines[key_path] = COMMAND_LINE
+    if isinstance(value, int | float):
+        source.texts[key_path] = text.strip()
+    holder[key] = value
+
+
+def _holder(
+    data: dict[str, Any], source: Source, parts: list[str], override: str
+) -> tuple[KeyPath, Any]:
+    """The mapping or list with an override's last key, and its path.
+
+    Mappings on the way are made where they are missing.
+    """
     path: KeyPath = ()
     holder: Any = data
     for part, child in pairwise(parts):
@@ -235,17 +270,16 @@ def _override(data: dict[str, Any], source: Source, override: str) -> None:
             holder[key] = {}
             source.lines[path] = COMMAND_LINE
         holder = holder[key]
-    key = _key(holder, parts[-1], path)
-    if key in CHOICES and isinstance(holder, dict) and holder.get(key) != value:
-        for other in [k for k in holder if source.lines.get((*path, k)) != COMMAND_LINE]:
-            del holder[other]
-            source.forget((*path, other))
-        source.lines[path] = COMMAND_LINE
-    source.forget((*path, key))
-    source.lines[(*path, key)] = COMMAND_LINE
-    if isinstance(value, int | float):
-        source.texts[(*path, key)] = text.strip()
-    holder[key] = value
+    return path, holder
+
+
+def _remove_file_keys(holder: dict[str, Any], source: Source, path: KeyPath) -> None:
+    """Remove the keys that files set: they belong to another ``kind`` or ``use``."""
+    for key in list(holder):
+        if source.lines.get((*path, key)) != COMMAND_LINE:
+            del holder[key]
+            source.forget((*path, key))
+    source.lines[path] = COMMAND_LINE
 
 
 def _key(holder: Any, part: str, path: KeyPath) -> str | int:
@@ -255,14 +289,14 @@ def _key(holder: Any, part: str, path: KeyPath) -> str | int:
     """
     if isinstance(holder, dict):
         return part
-    here = dotted((*path, part))
+    name = dotted((*path, part))
     if not isinstance(holder, list):
         raise ConfigError(
-            f"{COMMAND_LINE}: {here}: {dotted(path)} is {holder!r:.60}, which has no keys"
+            f"{COMMAND_LINE}: {name}: {dotted(path)} is {holder!r:.60}, which has no keys"
         )
     if not part.isdecimal() or int(part) >= len(holder):
         raise ConfigError(
-            f"{COMMAND_LINE}: {here}: {dotted(path)} is a list of {len(holder)}; use an index below"
+            f"{COMMAND_LINE}: {name}: {dotted(path)} is a list of {len(holder)}; use an index below"
             " that"
         )
     return int(part)

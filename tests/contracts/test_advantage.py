@@ -439,5 +439,5 @@ def test_thepages_configuration_is_one(page: Path) -> None:
         (pytest.approx(0.4996),),
         (pytest.approx(-0.4996),),
     ], "four tokens of a right answer cost 0.2 * 4 / 1000"
-    with pytest.raises(ConfigError, match="does not take what stands in `with`"):
+    with pytest.raises(ConfigError, match="does not take the arguments in `with`"):
         advantage(PAGE, malus=1.0)

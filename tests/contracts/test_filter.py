@@ -196,11 +196,11 @@ def test_a_filter_that_is_wrong_ends_the_run_with_its_name(name: str, message: s
     [
         (
             f"{{use: '{__name__}:unrelated'}}",
-            r"filters.0: use: .*:unrelated' is a function of \(trajectory\), which is no filter",
+            r"filters.0: use: .*:unrelated' is a function of \(trajectory\), which cannot be the filter",
         ),
         (
             f"{{use: '{__name__}:few_turns', with: {{least: 1}}}}",
-            "filters.0: use: .* does not take what stands in `with`",
+            "filters.0: use: .* does not take the arguments in `with`",
         ),
         ("{use: 'nowhere:f'}", "filters.0: use: 'nowhere:f' cannot be loaded"),
         (f"{{use: '{__name__}:Group'}}", "filters.0: use: .* has no nested Settings class"),

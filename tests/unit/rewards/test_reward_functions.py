@@ -77,7 +77,7 @@ def test_the_own_form_may_take_what_it_needs() -> None:
 def test_options_are_keyword_arguments() -> None:
     source = Component(use=f"{__name__}:with_options", **{"with": {"bonus": 0.25}})
     assert outcome(source.build(), "x") == Scored(0.25)
-    with pytest.raises(ConfigError, match=r"does not take what stands in `with`: .*bonsu"):
+    with pytest.raises(ConfigError, match=r"does not take the arguments in `with`: .*bonsu"):
         Component(use=f"{__name__}:with_options", **{"with": {"bonsu": 1}}).options()
 
 
@@ -371,17 +371,17 @@ def hidden(*args, **kwargs):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        (f"{__name__}:NoScore", "has no method score, so it is no reward"),
+        (f"{__name__}:NoScore", "has no method score, so it cannot be the reward"),
         (
             f"{__name__}:PlainSettings",
             (
-                "has a Settings class that is no pydantic model, so it is no component. Write in"
+                "has a Settings class that is not a pydantic model, so it is not a component. Write in"
                 " the class:"
             ),
         ),
         (
             f"{__name__}:NoSettings",
-            "has no nested Settings class, so it is no component. Write in the class:",
+            "has no nested Settings class, so it is not a component. Write in the class:",
         ),
         (
             f"{__name__}:Called",
