@@ -6,6 +6,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -24,62 +25,46 @@ from rayloop.run.config import RunConfig
 from rayloop.run.demand import SHARED_MEMORY, bundles, store_wanted, total
 from rayloop.run.preflight import beyond_positions, idle_settings, preflight
 
-DEADLINE = 5.0
+_DEADLINE_S = 5.0
 """Seconds for one check; all run at once."""
-FLOAT = 4
-"""Bytes of a float32: master weights, gradients and both of AdamW's moments."""
+_FLOAT32_BYTES = 4
+"""Bytes of an element of master weights, gradients and AdamW's moments."""
+_BFLOAT16_BYTES = 2
+_CHECKPOINT_TENSORS = 3
+"""The trained weights, and the two moments of AdamW."""
 
 
 def checks(
     config: RunConfig | None, address: str | None, token_file: Path | None, ports: list[int]
 ) -> dict[str, partial[list[Finding]]]:
-    """Name -> check of this machine.
+    """The checks of this machine, by name.
 
-    ``config``: what a run of it needs; ``address``: the cluster that it would join.
+    ``config``: a run that is checked for too; ``address``: the cluster that it would join.
     """
-    environment, model = dict(os.environ), shape(config) if config else None
+    environment = dict(os.environ)
     node = this_node()
-    joined = [network.place(address)[0]] if address and address not in ("auto", "local") else []
-    internal = dict.fromkeys(
-        ["localhost", "127.0.0.1", socket.gethostname(), *([node] if node else []), *joined]
-    )
-    alone = config is not None and address is None
-    output, kept = (
-        (Path(config.output) / config.name, config.checkpoint.keep + 1) if config else (Path(), 0)
-    )
-    wanted = total(bundles(config)).get("GPU", 0.0) if config and alone else 0.0
-    store = (
-        store_wanted(config, model.parameters if model else 0) if config and alone else OBJECT_STORE
-    )
+    torch = software.installed_version("torch")
     tested = software.fitting_set()
-    # in the order in which they would stop a run: its start, its cluster, its places, its memory
+    packages = (software.pins(tested), software.supported_packages())
+    running_python = ".".join(map(str, sys.version_info[:3]))
+    demand = _demand(config, address)
+    # In the order in which they would stop a run: its start, its cluster, its folders, its memory.
     return {
-        "python": partial(
-            software.python, ".".join(map(str, sys.version_info[:3])), *software.python_versions()
-        ),
-        "packages": partial(
-            software.packages, software.pins(tested), software.supported_packages(), file=tested
-        ),
+        "python": partial(software.python, running_python, *software.python_versions()),
+        "packages": partial(software.packages, *packages, file=tested),
         "configuration": partial(configuration, config),
         "ray address": partial(network.ray_address, address),
         "token": partial(network.token, environment, token_file, Path.home()),
-        "proxies": partial(network.proxies, environment, internal),
+        "proxies": partial(network.proxies, environment, _internal_hosts(node, address)),
         "ports": partial(network.ports, ports),
         "dashboard": partial(network.dashboards, {network.DASHBOARD, *ports}, address, node),
-        "gpus": partial(machine.gpus, wanted, software.installed_version("torch"), environment),
+        "gpus": partial(machine.gpus, demand.gpus, torch, environment),
         "cores": partial(machine.cores, cores(), environment),
         "open files": partial(machine.open_files, *open_files()),
-        "temporary folder": partial(machine.temporary, Path(tempfile.gettempdir()), store),
-        "shared memory": partial(machine.shared_memory, SHARED_MEMORY, store),
-        "memory": partial(
-            machine.memory, tensor_bytes(config, model) if config and alone and model else 0
-        ),
-        "disk": partial(
-            machine.disk,
-            output,
-            checkpoint_bytes(config, model) if config and model else None,
-            kept,
-        ),
+        "temporary folder": partial(machine.temporary, Path(tempfile.gettempdir()), demand.store),
+        "shared memory": partial(machine.shared_memory, SHARED_MEMORY, demand.store),
+        "memory": partial(machine.memory, demand.tensors),
+        "disk": partial(machine.disk, demand.output, demand.checkpoint, demand.checkpoints),
         "sandbox": partial(software.sandbox),
         "browser": partial(software.browser),
         "desktop": partial(software.desktop),
@@ -87,80 +72,112 @@ def checks(
     }
 
 
-async def examine(
-    checks: Mapping[str, Callable[[], list[Finding]]], deadline: float = DEADLINE
-) -> dict[str, list[Finding]]:
-    """All checks at once.
+@dataclass
+class _Demand:
+    """The demands of a run on this machine; the defaults are those of no run."""
 
-    One that fails or takes longer than ``deadline`` seconds is an error of its own.
+    output: Path = Path()
+    checkpoints: int = 0
+    checkpoint: int | None = None
+    """Bytes of one checkpoint; None when they are unknown."""
+    gpus: float = 0.0
+    store: int = OBJECT_STORE
+    """Bytes of the object store."""
+    tensors: int = 0
+    """Bytes of main memory for tensors."""
+
+
+def _demand(config: RunConfig | None, address: str | None) -> _Demand:
+    if config is None:
+        return _Demand()
+    model = shape(config)
+    demand = _Demand(Path(config.output) / config.name, config.checkpoint.keep + 1)
+    if model is not None:
+        demand.checkpoint = checkpoint_bytes(config, model)
+    # In a cluster the roles may run on other machines.
+    if address is None:
+        demand.gpus = total(bundles(config)).get("GPU", 0.0)
+        demand.store = store_wanted(config, model.parameters if model else 0)
+        demand.tensors = tensor_bytes(config, model) if model else 0
+    return demand
+
+
+def _internal_hosts(node: str | None, address: str | None) -> dict[str, None]:
+    """The hosts to which requests stay inside the cluster, in order."""
+    hosts = ["localhost", "127.0.0.1", socket.gethostname()]
+    if node:
+        hosts.append(node)
+    if address and address not in ("auto", "local"):
+        head, _ = network.place(address)
+        hosts.append(head)
+    return dict.fromkeys(hosts)
+
+
+async def examine(
+    checks: Mapping[str, Callable[[], list[Finding]]], deadline: float = _DEADLINE_S
+) -> dict[str, list[Finding]]:
+    """The findings of all checks, which run at once.
+
+    A check that fails or takes longer than ``deadline`` seconds is an error itself.
     """
 
-    async def one(check: Callable[[], list[Finding]]) -> list[Finding]:
+    async def findings_of(check: Callable[[], list[Finding]]) -> list[Finding]:
         try:
             return await in_thread(check, timeout=deadline)
         except DeadlineExceeded as error:
             remedy = "look at what it looks at by hand: a network file system or a command hangs"
             return [Finding("error", f"the check gave {error}", remedy)]
         except Exception as error:
+            state = f"the check failed: {type(error).__name__}: {error}"
             remedy = (
                 "see the message; if nothing is wrong with this machine, it is an error of doctor"
             )
-            return [Finding("error", f"the check failed: {type(error).__name__}: {error}", remedy)]
+            return [Finding("error", state, remedy)]
 
-    return dict(zip(checks, await asyncio.gather(*map(one, checks.values())), strict=True))
+    findings = await asyncio.gather(*map(findings_of, checks.values()))
+    return dict(zip(checks, findings, strict=True))
 
 
-def text(found: Mapping[str, list[Finding]]) -> str:
+def text(findings_by_check: Mapping[str, list[Finding]]) -> str:
     """One line per finding, a second one with its remedy, and a summary."""
-    width, lines = max(map(len, found)), []
-    for name, findings in found.items():
+    width = max(map(len, findings_by_check))
+    lines = []
+    levels = []
+    for name, findings in findings_by_check.items():
         for finding in findings:
+            levels.append(finding.level)
             lines.append(f"{finding.level:<8} {name:<{width}}  {finding.found}")
-            lines += [f"{'':<8} {'':<{width}}  -> {finding.remedy}"] if finding.remedy else []
-    levels = [finding.level for findings in found.values() for finding in findings]
-    return "\n".join(
-        [
-            *lines,
-            "",
-            (
-                f"{counted(levels.count('error'), 'error')},"
-                f" {counted(levels.count('warning'), 'warning')}"
-            ),
-        ]
-    )
+            if finding.remedy:
+                lines.append(f"{'':<8} {'':<{width}}  -> {finding.remedy}")
+    errors = counted(levels.count("error"), "error")
+    warnings = counted(levels.count("warning"), "warning")
+    return "\n".join([*lines, "", f"{errors}, {warnings}"])
 
 
 def configuration(config: RunConfig | None) -> list[Finding]:
-    """The files and packages that CONFIG names are there: error."""
+    """The files and packages that CONFIG names: error when one is missing."""
     if config is None:
         return [Finding("ok", "no CONFIG given")]
     try:
         preflight(config)
-        beyond = beyond_positions(config)
+        positions = beyond_positions(config)
     except ConfigError as error:
-        found, _, remedy = str(error).partition(". ")
-        return [Finding("error", found, remedy or "correct the file")]
-    fine = [Finding("ok", f"run {config.name}: model, data and loggers are there")]
-    for said in filter(None, (beyond, *idle_settings(config))):
-        found, _, remedy = said.partition(". ")
-        fine.append(Finding("warning", found, remedy))
-    if (
-        config.policy.engine.lora is not None
-        and (model := shape(config)) is not None
-        and experts(model.config)
-    ):
-        fine.append(
-            Finding(
-                "warning",
-                f"policy.engine.lora: {UNADAPTED}",
-                "leave policy.engine.lora out to train them",
-            )
-        )
-    return fine
+        state, _, remedy = str(error).partition(". ")
+        return [Finding("error", state, remedy or "correct the file")]
+    findings = [Finding("ok", f"run {config.name}: model, data and loggers are there")]
+    for message in filter(None, (positions, *idle_settings(config))):
+        state, _, remedy = message.partition(". ")
+        findings.append(Finding("warning", state, remedy))
+    if config.policy.engine.lora is not None:
+        model = shape(config)
+        if model is not None and experts(model.config):
+            remedy = "leave policy.engine.lora out to train them"
+            findings.append(Finding("warning", f"policy.engine.lora: {UNADAPTED}", remedy))
+    return findings
 
 
 def shape(config: RunConfig) -> Shape | None:
-    """Of the run's model; None where it cannot be known, which ``configuration`` says."""
+    """The shape of the run's model; None when it is unknown, which ``configuration`` reports."""
     try:
         return read_shape(config.model.path, config.model.revision)
     except ConfigError:
@@ -168,29 +185,35 @@ def shape(config: RunConfig) -> Shape | None:
 
 
 def checkpoint_bytes(config: RunConfig, model: Shape) -> int:
-    """Bytes of one checkpoint: what is trained and its optimizer state, in float32."""
-    return FLOAT * model.trained(config.policy.engine) * 3
+    """Bytes of one checkpoint: the trained weights and their optimizer state, in float32."""
+    return _FLOAT32_BYTES * model.trained(config.policy.engine) * _CHECKPOINT_TENSORS
 
 
 def tensor_bytes(config: RunConfig, model: Shape) -> int:
-    """Bytes of main memory for the tensors of all roles, where those on GPUs keep copies: a lower
-    bound, without activations.
+    """Bytes of main memory for the tensors of all roles: a lower bound, without activations.
+
+    Roles on GPUs keep copies in it.
     """
-    weights, needed = model.parameters, 0
-    if not config.policy.placement.num_gpus or config.policy.engine.cpu_offload:
-        # What is saved, the frozen weights, and the gradients, which are as large as what is
-        # trained.
-        needed += checkpoint_bytes(config, model) + FLOAT * weights
-    if config.policy.placement.num_gpus:
-        # The first rank loads the whole model at the start and exports it later, and each engine of
-        # vLLM's gets a copy.
-        handed = config.rollout.actors if isinstance(config.engine, VllmEngineSettings) else 0
-        exported = weights * (2 if config.policy.engine.dtype == "bfloat16" else FLOAT)
-        needed += max(FLOAT * weights, exported * (1 + handed))
+    weights = model.parameters
+    needed = 0
+    policy = config.policy
+    if not policy.placement.num_gpus or policy.engine.cpu_offload:
+        # A checkpoint, the frozen weights, and the gradients, which are as large as the trained
+        # weights.
+        needed += checkpoint_bytes(config, model) + _FLOAT32_BYTES * weights
+    if policy.placement.num_gpus:
+        # The first rank loads the complete model at the start and exports it later, and each engine
+        # of vLLM gets a copy.
+        copies = config.rollout.actors if isinstance(config.engine, VllmEngineSettings) else 0
+        exported = weights * _bytes_of(policy.engine.dtype)
+        needed += max(_FLOAT32_BYTES * weights, exported * (1 + copies))
     if not config.rollout.placement.num_gpus and config.engine.holds_model:
-        needed += (
-            config.rollout.actors * weights * (2 if config.engine.dtype == "bfloat16" else FLOAT)
-        )
+        needed += config.rollout.actors * weights * _bytes_of(config.engine.dtype)
     if config.reference_kind == "actor" and not config.reference.placement.num_gpus:
-        needed += config.reference.actors * of_reference(config, model) * FLOAT
+        needed += config.reference.actors * of_reference(config, model) * _FLOAT32_BYTES
     return needed
+
+
+def _bytes_of(dtype: str) -> int:
+    """Bytes of an element of this type."""
+    return _BFLOAT16_BYTES if dtype == "bfloat16" else _FLOAT32_BYTES

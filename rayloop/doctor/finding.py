@@ -1,4 +1,4 @@
-"""What a check found, and what to do about it."""
+"""The result of a check: a finding, and its remedy."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,9 +8,9 @@ Level = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """``error``: a run would fail.
+    """One result of a check.
 
-    ``warning``: it would be slow, exposed to others, or not what was tested.
+    ``error``: a run would fail. ``warning``: it would be slow, exposed to others, or untested.
     """
 
     level: Level

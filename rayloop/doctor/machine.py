@@ -6,7 +6,9 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import psutil
 
@@ -14,20 +16,25 @@ from rayloop.doctor.finding import Finding, Level, size
 from rayloop.engines.machine import CGROUP, quota
 from rayloop.launch.limits import MemoryLimit, memory_limit
 
-SOCKET_LIMIT = 107
+_MAX_SOCKET_PATH_BYTES = 107
 """Bytes in the path of a Unix socket, on Linux."""
-SOCKET = (
+_LONGEST_SOCKET_PATH = (
     "rayloop-12345678/ray-12345678/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 )
-"""The longest path that Ray makes below our temporary folder (rayloop/launch/ray_variables.py,
-cluster/session.py).
+"""The longest path that Ray makes below our temporary folder.
+
+See rayloop/launch/ray_variables.py and cluster/session.py.
 """
-RAY_RESERVE = 2 * 2**30
+_RAY_RESERVE_BYTES = 2 * 2**30
 """Bytes of memory for Ray's daemons, the driver and the small actors."""
-PROBE, SLOW = 2**14, 3.0
-"""Bytes that are written to see whether they can be, and seconds after which that is slow."""
-DRIVER = 580
+_PROBE_BYTES = 2**14
+"""Bytes that are written to test whether a folder can be written."""
+_SLOW_WRITE_S = 3.0
+_MIN_FREE_SHARE = 0.05
+"""The share of a disk below which Ray stops writing to it."""
+_MIN_DRIVER_SERIES = 580
 """Series of NVIDIA's driver from which CUDA 13 works."""
+_BUSY_GPU_MIB = 1024
 NVIDIA_SMI = (
     "nvidia-smi",
     "--query-gpu=name,memory.total,memory.used,driver_version",
@@ -36,178 +43,185 @@ NVIDIA_SMI = (
 
 
 def shared_memory(folder: Path, store: int) -> list[Finding]:
-    """``/dev/shm`` holds the object store of ``store`` bytes: warning, since Ray goes to a disk
-    otherwise.
+    """``/dev/shm`` and the object store of ``store`` bytes: warning when the store does not fit.
+
+    Ray puts it on a disk otherwise.
     """
     free = shutil.disk_usage(folder).free
-    found = f"{folder} has {size(free)} free, the object store takes {size(store)}"
-    if free < store:
-        remedy = (
-            "Ray would put the store on a disk, which is slow: mount -o"
-            f" remount,size={2 * store // 2**20}m {folder}; with Docker"
-            f" --shm-size={2 * store // 2**20}m; in Kubernetes an emptyDir with medium: Memory at"
-            " /dev/shm"
-        )
-        return [Finding("warning", found, remedy)]
-    return [Finding("ok", found)]
+    state = f"{folder} has {size(free)} free, the object store takes {size(store)}"
+    if free >= store:
+        return [Finding("ok", state)]
+    mebibytes = 2 * store // 2**20
+    remedy = (
+        f"Ray would put the store on a disk, which is slow: mount -o remount,size={mebibytes}m"
+        f" {folder}; with Docker --shm-size={mebibytes}m; in Kubernetes an emptyDir with medium:"
+        " Memory at /dev/shm"
+    )
+    return [Finding("warning", state, remedy)]
 
 
 def disk(output: Path, needed: int | None, kept: int) -> list[Finding]:
-    """Whether the folder can be written and has room for ``kept`` checkpoints of ``needed`` bytes
-    (error), fast enough (warning).
+    """The run's folder: error when it cannot be written or is too small, warning when it is slow.
 
-    ``output``: the run's folder; its present checkpoints count as free. ``needed`` None: unknown.
+    ``output``: the run's folder; its present checkpoints count as free. ``needed``: bytes of a
+    checkpoint, None when unknown; ``kept``: the number of checkpoints.
     """
-    there = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
+    path = output.absolute()
+    folder = next(parent for parent in (path, *path.parents) if parent.exists())
     try:
-        seconds = _written(there)
+        seconds = _write_seconds(folder)
     except OSError as error:
+        # Without a configuration nobody has named the folder.
+        level: Level = "warning" if output == Path() else "error"
         remedy = (
             "set output=FOLDER on a disk that can be written, or repair this one (mount -o"
             " remount,rw; quota -s)"
         )
-        level: Level = (
-            "warning" if output == Path() else "error"
-        )  # without a configuration nobody has named the folder
-        return [Finding(level, f"{there} cannot be written: {error.strerror}", remedy)]
-    usage = shutil.disk_usage(there)
-    found = f"{there} has {size(usage.free)} free of {size(usage.total)}"
+        return [Finding(level, f"{folder} cannot be written: {error.strerror}", remedy)]
+
+    usage = shutil.disk_usage(folder)
+    state = f"{folder} has {size(usage.free)} free of {size(usage.total)}"
     if needed is None:
-        return [
-            Finding(
-                "ok",
-                f"{found}; checkpoints are predicted for a CONFIG whose model is a folder with"
-                " safetensors",
-            )
-        ]
-    present = sum(
-        file.stat().st_size for file in (output / "checkpoints").rglob("*") if file.is_file()
-    )
-    found += f"; {kept} checkpoints of {size(needed)} take {size(kept * needed)}"
+        state += "; checkpoints are predicted for a CONFIG whose model is a folder with safetensors"
+        return [Finding("ok", state)]
+    files = (output / "checkpoints").rglob("*")
+    present = sum(file.stat().st_size for file in files if file.is_file())
+    state += f"; {kept} checkpoints of {size(needed)} take {size(kept * needed)}"
     if present:
-        found += f", {size(present)} are there"
-    if usage.free + present < kept * needed:
+        state += f", {size(present)} are there"
+    lacking = kept * needed - present - usage.free
+    if lacking > 0:
         remedy = (
-            f"free {size(kept * needed - present - usage.free)}, set output=FOLDER on another disk,"
-            " or lower checkpoint.keep"
+            f"free {size(lacking)}, set output=FOLDER on another disk, or lower checkpoint.keep"
         )
-        return [Finding("error", found, remedy)]
-    if seconds > SLOW:
-        slow = f"{found}; {size(PROBE)} took {seconds:.1f} s to be written"
-        return [
-            Finding(
-                "warning",
-                slow,
-                "checkpoints would hold up the run: set output=FOLDER on faster storage",
-            )
-        ]
-    return [Finding("ok", found)]
+        return [Finding("error", state, remedy)]
+    if seconds > _SLOW_WRITE_S:
+        state += f"; {size(_PROBE_BYTES)} took {seconds:.1f} s to be written"
+        remedy = "checkpoints would hold up the run: set output=FOLDER on faster storage"
+        return [Finding("warning", state, remedy)]
+    return [Finding("ok", state)]
 
 
-def _written(folder: Path) -> float:
-    """Seconds until ``PROBE`` bytes are on the disk of this folder, in a file without a name.
+def _write_seconds(folder: Path) -> float:
+    """Seconds until ``_PROBE_BYTES`` are on the disk of this folder, in a file without a name.
 
     Raises OSError.
     """
-    began = time.monotonic()
+    start = time.monotonic()
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        file.write(bytes(PROBE))
+        file.write(bytes(_PROBE_BYTES))
         os.fsync(file.fileno())
-    return time.monotonic() - began
+    return time.monotonic() - start
 
 
 def memory(needed: int, limited: Callable[[], MemoryLimit | None] = memory_limit) -> list[Finding]:
-    """Memory for ``needed`` bytes of tensors (error) and for Ray (warning), below all limits of
-    this process.
+    """Memory: error when the run's tensors do not fit, warning when Ray does not fit with them.
+
+    The limits of this process count too.
+
+    ``needed``: bytes of the tensors.
     """
     limit = limited()
+    total = psutil.virtual_memory().total
     available = psutil.virtual_memory().available
-    found = f"{size(available)} available of {size(psutil.virtual_memory().total)}"
-    if limit is not None and limit.most < psutil.virtual_memory().total:
+    state = f"{size(available)} available of {size(total)}"
+    if limit is not None and limit.most < total:
         available = min(available, limit.most - (limit.used or 0))
-        found += f", limited to {size(limit.most)} by {limit.by}: {size(available)} left"
+        state += f", limited to {size(limit.most)} by {limit.by}: {size(available)} left"
     if needed:
-        found += f"; the tensors of the run take at least {size(needed)}"
+        state += f"; the tensors of the run take at least {size(needed)}"
     if available < needed:
-        return [
-            Finding(
-                "error",
-                found,
-                "lower rollout.actors or policy.ranks, use policy.engine.lora, or a larger machine",
-            )
-        ]
-    if available < needed + RAY_RESERVE:
-        return [
-            Finding(
-                "warning",
-                found,
-                f"end other programs: Ray and the small actors take about {size(RAY_RESERVE)} more",
-            )
-        ]
-    return [Finding("ok", found)]
+        remedy = "lower rollout.actors or policy.ranks, use policy.engine.lora, or a larger machine"
+        return [Finding("error", state, remedy)]
+    if available < needed + _RAY_RESERVE_BYTES:
+        reserve = size(_RAY_RESERVE_BYTES)
+        remedy = f"end other programs: Ray and the small actors take about {reserve} more"
+        return [Finding("warning", state, remedy)]
+    return [Finding("ok", state)]
 
 
 def temporary(folder: Path, store: int) -> list[Finding]:
-    """The temporary folder: error when its name is too long for Ray's sockets, warning when
-    ``store`` bytes cannot spill.
+    """The temporary folder: error when its name is too long, warning when it is too small.
+
+    Ray's sockets have its name in their paths. Objects that do not fit into memory are written to
+    it, at most ``store`` bytes.
     """
-    path = folder.absolute() / SOCKET
+    path = folder.absolute()
+    path_bytes = len(str(path / _LONGEST_SOCKET_PATH).encode())
     usage = shutil.disk_usage(folder)
-    found = f"{folder.absolute()}, {size(usage.free)} free of {size(usage.total)}"
+    state = f"{path}, {size(usage.free)} free of {size(usage.total)}"
     findings = []
-    if len(str(path).encode()) > SOCKET_LIMIT:
-        long = (
-            f"{found}: Ray's sockets would have paths of {len(str(path).encode())} bytes, the"
-            f" system allows {SOCKET_LIMIT}"
+    if path_bytes > _MAX_SOCKET_PATH_BYTES:
+        problem = (
+            f"{state}: Ray's sockets would have paths of {path_bytes} bytes, the system allows"
+            f" {_MAX_SOCKET_PATH_BYTES}"
         )
-        findings.append(
-            Finding("error", long, "export TMPDIR=/tmp, or another folder with a short name")
-        )
-    if usage.free < store or usage.free < 0.05 * usage.total:
-        full = (
-            f"{found}: objects that do not fit into memory are written here, and Ray stops that at"
+        remedy = "export TMPDIR=/tmp, or another folder with a short name"
+        findings.append(Finding("error", problem, remedy))
+    if usage.free < store or usage.free < _MIN_FREE_SHARE * usage.total:
+        problem = (
+            f"{state}: objects that do not fit into memory are written here, and Ray stops that at"
             " 95 % use"
         )
-        findings.append(
-            Finding(
-                "warning",
-                full,
-                "remove files (old /tmp/ray sessions), or export TMPDIR=FOLDER on another disk",
-            )
-        )
-    return findings or [Finding("ok", found)]
+        remedy = "remove files (old /tmp/ray sessions), or export TMPDIR=FOLDER on another disk"
+        findings.append(Finding("warning", problem, remedy))
+    return findings or [Finding("ok", state)]
 
 
 def open_files(soft: int, hard: int, wanted: int = 8192) -> list[Finding]:
-    """The limit of open files, which Ray raises as far as it may: warning below ``wanted``."""
-    effective = wanted if hard < 0 else hard
-    found = f"limit of {soft}, can be raised to {'any' if hard < 0 else hard}"
-    if effective < wanted:
-        return [
-            Finding(
-                "warning",
-                found,
-                f"ulimit -n {wanted} as root, or LimitNOFILE / docker --ulimit nofile={wanted}",
-            )
-        ]
-    return [Finding("ok", found)]
+    """The limit of open files, which Ray raises to the hard limit: warning when that is too low.
+
+    ``wanted``: the lowest limit that is enough.
+    """
+    unlimited = hard < 0
+    state = f"limit of {soft}, can be raised to {'any' if unlimited else hard}"
+    if unlimited or hard >= wanted:
+        return [Finding("ok", state)]
+    remedy = f"ulimit -n {wanted} as root, or LimitNOFILE / docker --ulimit nofile={wanted}"
+    return [Finding("warning", state, remedy)]
 
 
 def cores(usable: int, environment: Mapping[str, str], group: Path = CGROUP) -> list[Finding]:
-    """Cores that may be used, and ``OMP_NUM_THREADS``: warning when threads would crowd them."""
-    found, most = f"{usable} cores", float(usable)
-    if (limit := quota(group)) is not None:
-        most = min(most, limit)
-        found += f", limited by the control group to {most:g}"
+    """Cores that may be used, and ``OMP_NUM_THREADS``: warning when it is more than the cores."""
+    state = f"{usable} cores"
+    limit = float(usable)
+    group_limit = quota(group)
+    if group_limit is not None:
+        limit = min(limit, group_limit)
+        state += f", limited by the control group to {limit:g}"
     threads = environment.get("OMP_NUM_THREADS", "")
-    found += f", OMP_NUM_THREADS={threads}" if threads else ""
-    if threads.isdigit() and int(threads) > most:
-        return [
-            Finding(
-                "warning", found, f"unset OMP_NUM_THREADS, or set it to {max(1, int(most))} or less"
-            )
-        ]
-    return [Finding("ok", found)]
+    if threads:
+        state += f", OMP_NUM_THREADS={threads}"
+    if threads.isdigit() and int(threads) > limit:
+        remedy = f"unset OMP_NUM_THREADS, or set it to {max(1, int(limit))} or less"
+        return [Finding("warning", state, remedy)]
+    return [Finding("ok", state)]
+
+
+@dataclass(frozen=True)
+class _Gpu:
+    """One line of nvidia-smi; memory is in MiB."""
+
+    name: str
+    total_mib: float
+    used_mib: float
+    driver: str
+
+    @classmethod
+    def read(cls, line: str) -> Self:
+        name, total, used, driver = (part.strip() for part in line.rsplit(",", 3))
+        return cls(name, float(total), float(used), driver)
+
+    @property
+    def driver_series(self) -> int:
+        """The driver's major version; 0 for a text that is not a version."""
+        first = self.driver.partition(".")[0]
+        return int(first) if first.isdigit() else 0
+
+    def __str__(self) -> str:
+        used = size(self.used_mib * 2**20)
+        total = size(self.total_mib * 2**20)
+        return f"{self.name} ({used} of {total} used)"
 
 
 def gpus(
@@ -217,81 +231,59 @@ def gpus(
     query: Sequence[str] = NVIDIA_SMI,
     devices: Path = Path("/dev"),
 ) -> list[Finding]:
-    """GPUs: error when fewer than ``wanted`` are visible, warning when they are in use or ``torch``
-    (a version) cannot.
+    """GPUs: error when too few are visible, warning when they are in use or torch cannot use them.
+
+    ``wanted``: the number that the run needs. ``torch``: the installed version, None without torch.
     """
-    try:
-        asked = subprocess.run(query, capture_output=True, text=True, timeout=4, check=True)
-    except FileNotFoundError:
-        lines: list[str] = []
-        problem = (
-            "there are device files, but no nvidia-smi"
-            if list(devices.glob("nvidia[0-9]*"))
-            else ""
-        )
-    except subprocess.CalledProcessError as error:
-        lines, problem = [], f"nvidia-smi: {(error.stderr or error.stdout).strip()[-200:]}"
-    else:
-        lines, problem = asked.stdout.splitlines(), ""
+    severity: Level = "error" if wanted else "warning"
+    cards, problem = _query_gpus(query, devices)
     if problem:
-        return [
-            Finding(
-                "error" if wanted else "warning",
-                problem,
-                "install the driver's tools, or start the container with them",
-            )
-        ]
-    hidden = environment.get("CUDA_VISIBLE_DEVICES")
-    visible = (
-        len(lines)
-        if hidden is None
-        else min(len(lines), len([i for i in hidden.split(",") if i not in ("", "-1")]))
-    )
-    found = ", ".join(_gpu(line) for line in lines) or "none"
-    if visible < len(lines):
-        found += f"; CUDA_VISIBLE_DEVICES={hidden} leaves {visible}"
+        remedy = "install the driver's tools, or start the container with them"
+        return [Finding(severity, problem, remedy)]
+
+    state = ", ".join(map(str, cards)) or "none"
+    visible = _visible_gpus(len(cards), environment)
+    if visible < len(cards):
+        state += f"; CUDA_VISIBLE_DEVICES={environment['CUDA_VISIBLE_DEVICES']} leaves {visible}"
     findings = []
     if wanted > visible:
-        found += f"; the run asks for {wanted:g}"
-        findings.append(
-            Finding("error", found, "lower the roles' num_gpus, or join a cluster with --address")
+        state += f"; the run asks for {wanted:g}"
+        remedy = "lower the roles' num_gpus, or join a cluster with --address"
+        findings.append(Finding("error", state, remedy))
+    if cards and torch is not None and torch.endswith("+cpu"):
+        problem = f"{state}; torch {torch} cannot use them"
+        findings.append(Finding("warning", problem, "install torch's CUDA build"))
+    old_drivers = {gpu.driver for gpu in cards if gpu.driver_series < _MIN_DRIVER_SERIES}
+    if old_drivers:
+        remedy = (
+            f"update it to the {_MIN_DRIVER_SERIES} series or newer: the tested torch and vLLM are"
+            " built for CUDA 13"
         )
-    if lines and torch is not None and torch.endswith("+cpu"):
-        findings.append(
-            Finding(
-                "warning", f"{found}; torch {torch} cannot use them", "install torch's CUDA build"
-            )
-        )
-    old = sorted(
-        {version for line in lines if _major(version := line.rsplit(",", 1)[1].strip()) < DRIVER}
-    )
-    if old:
-        advice = (
-            f"update it to the {DRIVER} series or newer: the tested torch and vLLM are built for"
-            " CUDA 13"
-        )
-        findings.append(
-            Finding("error" if wanted else "warning", f"NVIDIA driver {', '.join(old)}", advice)
-        )
-    busy = [line for line in lines if float(line.rsplit(",", 2)[1]) > 1024]
+        problem = f"NVIDIA driver {', '.join(sorted(old_drivers))}"
+        findings.append(Finding(severity, problem, remedy))
+    busy = [str(gpu) for gpu in cards if gpu.used_mib > _BUSY_GPU_MIB]
     if busy:
-        held = f"memory in use: {', '.join(map(_gpu, busy))}"
-        findings.append(
-            Finding(
-                "warning",
-                held,
-                "nvidia-smi names the processes; a killed engine may have left one behind",
-            )
-        )
-    return findings or [Finding("ok", found)]
+        remedy = "nvidia-smi names the processes; a killed engine may have left one behind"
+        findings.append(Finding("warning", f"memory in use: {', '.join(busy)}", remedy))
+    return findings or [Finding("ok", state)]
 
 
-def _major(version: str) -> int:
-    """0 of what is no version, which is an old driver, too."""
-    first = version.partition(".")[0]
-    return int(first) if first.isdigit() else 0
+def _query_gpus(query: Sequence[str], devices: Path) -> tuple[list[_Gpu], str]:
+    """The GPUs of this machine, and why they are unknown ("" when they are known)."""
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=4, check=True)
+    except FileNotFoundError:
+        has_devices = any(devices.glob("nvidia[0-9]*"))
+        return [], "there are device files, but no nvidia-smi" if has_devices else ""
+    except subprocess.CalledProcessError as error:
+        return [], f"nvidia-smi: {(error.stderr or error.stdout).strip()[-200:]}"
+    return [_Gpu.read(line) for line in answer.stdout.splitlines()], ""
 
 
-def _gpu(line: str) -> str:
-    name, total, used, _ = (part.strip() for part in line.rsplit(",", 3))
-    return f"{name} ({size(float(used) * 2**20)} of {size(float(total) * 2**20)} used)"
+def _visible_gpus(count: int, environment: Mapping[str, str]) -> int:
+    """How many of the GPUs ``CUDA_VISIBLE_DEVICES`` leaves."""
+    variable = environment.get("CUDA_VISIBLE_DEVICES")
+    if variable is None:
+        return count
+    indices = [index for index in variable.split(",") if index not in ("", "-1")]
+    return min(count, len(indices))

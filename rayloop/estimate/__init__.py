@@ -1,3 +1,4 @@
-"""What a run will take: steps, tokens, time and memory, from its configuration, its model's shapes
-and measured steps.
+"""The demands of a run: steps, tokens, time and memory.
+
+They come from its configuration, its model's shapes and measured steps.
 """

@@ -15,83 +15,100 @@ from rayloop.run.folder import RunFolder
 
 FACTOR = 28
 """Pixels of a side of an image token, in Qwen2.5-VL."""
-WARM = 1
+_WARM_UP_STEPS = 1
 """First steps of a run that are not measured: caches are empty."""
+_DURATION_UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
+"""Units of a duration, with their seconds."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of a run's finished steps: medians of seconds, mean tokens of a trajectory, trajectories
-    played for each one trained.
-    """
+    """Figures of a run's finished steps."""
 
     steps: int
     seconds: float
+    """Median seconds of a step, without evaluations."""
     trajectories: float
+    """Mean number of trajectories that a step trains on."""
     evaluation: float
+    """Median seconds of an evaluation."""
     prompt: float
+    """Mean tokens of a prompt."""
     response: float
+    """Mean tokens of a response."""
     played_per_trained: float
+    """Trajectories played for each one trained."""
 
 
 def has_steps(run: Path) -> bool:
-    """Whether a run there has finished steps to measure."""
-    return len(_finished(run)) > WARM
+    """Whether a run in this folder has finished steps to measure."""
+    return len(_finished_steps(run)) > _WARM_UP_STEPS
 
 
-def _finished(run: Path) -> list[dict[str, Any]]:
+def _finished_steps(run: Path) -> list[dict[str, Any]]:
     return [record for record in RunFolder.at(run.resolve()).metrics if "timing_s/step" in record]
 
 
 def measured(run: Path) -> Measured:
-    """The steps in ``metrics.jsonl``.
+    """The figures of the steps in ``metrics.jsonl``.
 
     Raises ConfigError when no step, or only the first, has been finished.
     """
-    records = _finished(run)
-    if len(records) <= WARM:
+    records = _finished_steps(run)
+    if len(records) <= _WARM_UP_STEPS:
         raise ConfigError(
             f"{run} has {counted(len(records), 'finished step')}, and the first says little: let it"
             " do a few more"
         )
-    later = records[WARM:]
+    warm_records = records[_WARM_UP_STEPS:]
 
-    def of(name: str) -> list[float]:
-        return [float(record[name]) for record in later if record.get(name) is not None]
+    def values(name: str) -> list[float]:
+        return [float(record[name]) for record in warm_records if record.get(name) is not None]
 
-    testing = [
+    step_seconds = [
+        record["timing_s/step"] - (record.get("timing_s/testing") or 0.0) for record in warm_records
+    ]
+    # Of all records: an evaluation needs no warm-up.
+    evaluation_seconds = [
         float(record["timing_s/testing"]) for record in records if record.get("timing_s/testing")
     ]
-    trained, played = sum(of("rollout/trained")), sum(of("rollout/trajectories"))
+    trained = values("rollout/trained")
+    trajectories = values("rollout/trajectories")
     return Measured(
-        len(records),
-        median(r["timing_s/step"] - (r.get("timing_s/testing") or 0.0) for r in later),
-        fmean(of("rollout/trained")),
-        median(testing) if testing else 0.0,
-        fmean(of("prompt_length/mean")),
-        fmean(of("response_length/mean")),
-        played / trained if trained else math.nan,
+        steps=len(records),
+        seconds=median(step_seconds),
+        trajectories=fmean(trained),
+        evaluation=median(evaluation_seconds) if evaluation_seconds else 0.0,
+        prompt=fmean(values("prompt_length/mean")),
+        response=fmean(values("response_length/mean")),
+        played_per_trained=sum(trajectories) / sum(trained) if sum(trained) else math.nan,
     )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """``target``: trajectories that a step trains on, in ``groups``; ``updates``: of the optimizer
-    in a step; ``prompt``, ``response``: tokens of a trajectory; ``held_out``: tokens of an
-    evaluation's, 0 where its limit is not above training's; ``seconds``: None when unknown.
-    """
+    """The steps, trajectories, tokens and time of a run."""
 
     steps: int
     target: int
+    """Trajectories that a step trains on."""
     rows: int | None
+    """Rows of the data file; None without a file."""
     updates: int
+    """Updates of the optimizer in a step."""
     trajectories: int
+    """Trajectories that are played in all steps."""
     prompt: float
+    """Tokens of a trajectory that are read."""
     response: float
+    """Tokens of a trajectory that are written."""
     evaluations: int
     seconds: float | None
+    """Seconds of the run; None when they are unknown."""
     groups: int
+    """Groups of a step."""
     held_out: int = 0
+    """Tokens of an evaluation's trajectory; 0 when its limit is not above training's."""
 
     @property
     def tokens(self) -> float:
@@ -104,100 +121,113 @@ def plan(config: RunConfig, found: Measured | None, step_seconds: float | None =
 
     Without measured lengths a trajectory is as long as the configuration allows: an upper bound.
     """
-    algorithm, update, steps = config.algorithm, config.policy.update, config.steps
-    prompt, response = _bound(config)
+    algorithm = config.algorithm
+    update = config.policy.update
+    steps = config.steps
+    max_prompt, max_response = _max_tokens(config)
+    prompt = found.prompt if found else float(max_prompt)
+    response = found.response if found else float(max_response)
     every = config.evaluation.every
     evaluations = config.evaluation.first + math.ceil(steps / every) if every else 0
-    longest = sum(_bound(config.in_evaluation)) if evaluations else 0
-    seconds = None if step_seconds is None else step_seconds * steps
-    if seconds is None and found is not None:
-        seconds = (
-            found.seconds * algorithm.target / found.trajectories * steps
-            + found.evaluation * evaluations
-        )
-    played = algorithm.target * steps * (found.played_per_trained if found else 1.0)
+    held_out = sum(_max_tokens(config.in_evaluation)) if evaluations else 0
+    if held_out <= max_prompt + max_response:
+        held_out = 0
+
+    seconds = None
+    if step_seconds is not None:
+        seconds = step_seconds * steps
+    elif found is not None:
+        seconds_of_target = found.seconds * algorithm.target / found.trajectories
+        seconds = seconds_of_target * steps + found.evaluation * evaluations
+    trajectories = algorithm.target * steps * (found.played_per_trained if found else 1.0)
     return Plan(
-        steps,
-        algorithm.target,
-        count(config.data.train),
-        update.epochs * update.mini_batches,
-        round(played),
-        found.prompt if found else float(prompt),
-        found.response if found else float(response),
-        evaluations,
-        seconds,
-        algorithm.groups_per_step,
-        longest if longest > prompt + response else 0,
+        steps=steps,
+        target=algorithm.target,
+        rows=count(config.data.train),
+        updates=update.epochs * update.mini_batches,
+        trajectories=round(trajectories),
+        prompt=prompt,
+        response=response,
+        evaluations=evaluations,
+        seconds=seconds,
+        groups=algorithm.groups_per_step,
+        held_out=held_out,
     )
 
 
-def _bound(config: RunConfig) -> tuple[int, int]:
-    """Tokens of a trajectory that are read and written, as many as the configuration allows."""
+def _max_tokens(config: RunConfig) -> tuple[int, int]:
+    """The most tokens of a trajectory that are read and written in this configuration."""
     episode = config.environment.episode
-    most = min(episode.max_tokens, episode.max_response_tokens or episode.max_tokens)
-    response = min(episode.max_turns * config.rollout.sampling.max_tokens, most)
+    response_limit = min(episode.max_tokens, episode.max_response_tokens or episode.max_tokens)
+    response = min(episode.max_turns * config.rollout.sampling.max_tokens, response_limit)
     if episode.max_turns == 1:
         return episode.max_prompt_tokens, response
-    prompt = max(episode.max_tokens - response, min(_images(config), episode.max_tokens // 2))
+    image_tokens = min(_image_tokens(config), episode.max_tokens // 2)
+    prompt = max(episode.max_tokens - response, image_tokens)
     return prompt, episode.max_tokens - prompt
 
 
-def _images(config: RunConfig) -> int:
-    """Tokens of an episode's images, as many and as large as they may be."""
+def _image_tokens(config: RunConfig) -> int:
+    """The most tokens of an episode's images, all of the largest size."""
     episode = config.environment.episode
-    return min(episode.max_images, episode.max_turns) * config.model.max_pixels // FACTOR**2
+    images = min(episode.max_images, episode.max_turns)
+    return images * config.model.max_pixels // FACTOR**2
 
 
 def lengths(config: RunConfig, made: Plan) -> Lengths:
-    """The plan's tokens of a trajectory, its images as large as they may be."""
+    """The plan's tokens of a trajectory, with images of the largest size."""
     prompt = round(made.prompt)
-    return Lengths(prompt, round(made.response), min(_images(config), prompt), made.held_out)
+    images = min(_image_tokens(config), prompt)
+    return Lengths(prompt, round(made.response), images, made.held_out)
 
 
 def count(path: str) -> int | None:
-    """Rows of a data file; None when there is no such file (yet)."""
-    return (
-        sum(not isinstance(row, DataFailure) for _, row in rows(Path(path)))
-        if Path(path).is_file()
-        else None
-    )
+    """Rows of a data file; None when the file does not exist (yet)."""
+    if not Path(path).is_file():
+        return None
+    return sum(not isinstance(row, DataFailure) for _, row in rows(Path(path)))
 
 
 def lines(config: RunConfig, made: Plan, found: Measured | None) -> list[str]:
-    """The plan for people."""
+    """The lines that print the plan."""
     text = [
         f"{made.steps} steps of {made.groups} groups x {config.algorithm.group_size} ="
         f" {made.target} trajectories, {counted(made.updates, 'optimizer update')} each"
     ]
     if made.rows is not None:
-        an_epoch = made.rows / made.groups
+        steps_per_epoch = made.rows / made.groups
         text.append(
-            f"{counted(made.rows, 'row')}: {an_epoch:.1f} steps an epoch,"
-            f" {made.steps / an_epoch:.2f} epochs in all"
+            f"{counted(made.rows, 'row')}: {steps_per_epoch:.1f} steps an epoch,"
+            f" {made.steps / steps_per_epoch:.2f} epochs in all"
         )
     bound = "" if found else " at most, since none has been measured"
-    each = f"{made.prompt:.0f} read and {made.response:.0f} written in each{bound}"
-    text.append(f"{made.trajectories} trajectories to play, {made.tokens:.3g} tokens: {each}")
+    tokens = f"{made.prompt:.0f} read and {made.response:.0f} written in each{bound}"
+    text.append(f"{made.trajectories} trajectories to play, {made.tokens:.3g} tokens: {tokens}")
     if made.evaluations:
-        longer = f", whose trajectories have up to {made.held_out} tokens" if made.held_out else ""
+        longer = ""
+        if made.held_out:
+            longer = f", whose trajectories have up to {made.held_out} tokens"
         text.append(f"{counted(made.evaluations, 'evaluation')}{longer}")
-    unknown = (
-        "unknown until steps have been measured: run a few, then estimate --from RUN (or"
-        " --step-seconds S)"
-    )
-    return [*text, f"time: {unknown if made.seconds is None else duration(made.seconds)}"]
+    if made.seconds is None:
+        time = (
+            "unknown until steps have been measured: run a few, then estimate --from RUN (or"
+            " --step-seconds S)"
+        )
+    else:
+        time = duration(made.seconds)
+    return [*text, f"time: {time}"]
 
 
 def duration(seconds: float) -> str:
-    """For people: 95 days, 4.2 hours, 12 minutes, 40 seconds."""
-    for unit, size in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+    """A duration in a readable unit: 95 days, 4.2 hours, 12 minutes, 40 seconds."""
+    for unit, size in _DURATION_UNITS:
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.0f} seconds"
 
 
 def as_json(made: Plan) -> Mapping[str, Any]:
-    """The plan for programs."""
+    """The plan as values that can be written as JSON."""
     return {
         "steps": made.steps,
         "trajectories_per_step": made.target,

@@ -1,7 +1,10 @@
-"""How large a model is: its parameters by tensor, from the headers of its files; nothing is loaded."""
+"""The size of a model: its parameters by tensor, from the headers of its files.
+
+No weights are loaded.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +17,10 @@ from rayloop.engines.settings import FsdpSettings, LoraSettings
 
 @dataclass(frozen=True)
 class Shape:
-    """``tensors``: name -> sizes; ``config``: the language model's part of config.json; ``vision``:
-    the tower's, or empty.
+    """The shapes of a model's tensors, and its sizes.
+
+    ``tensors``: the sizes by name; ``config``: the language model's part of config.json;
+    ``vision``: the vision tower's part, or empty.
     """
 
     tensors: Mapping[str, tuple[int, ...]]
@@ -30,97 +35,113 @@ class Shape:
     @property
     def vision_parameters(self) -> int:
         """Parameters of the vision tower."""
-        return sum(math.prod(size) for name, size in self.tensors.items() if _of_vision(name))
+        return self._count(_is_vision)
 
     def trained(self, engine: FsdpSettings) -> int:
-        """Parameters with a gradient: all, those outside a frozen tower, or those of the adapters."""
+        """Parameters with a gradient: all, those outside a frozen tower, or those of adapters."""
         if engine.lora is not None:
             return self.adapters(engine.lora, engine.trains_vision)
         return self.parameters - (0 if engine.trains_vision else self.vision_parameters)
 
     def adapters(self, lora: LoraSettings, vision: bool) -> int:
-        """rank * (inputs + outputs) for every linear layer that is adapted; experts are none."""
-        adapted = (
-            size
-            for name, size in self.tensors.items()
-            if len(size) == 2
-            and ".experts." not in name
-            and name.removesuffix(".weight").rpartition(".")[2] in lora.targets
-            and (vision or not _of_vision(name))
-        )
-        return sum(lora.rank * sum(size) for size in adapted)
+        """Parameters of the adapters: rank * (inputs + outputs) for every adapted linear layer.
+
+        Layers of experts are not adapted; ``vision``: those of the vision tower are.
+        """
+        parameters = 0
+        for name, size in self.tensors.items():
+            layer = name.removesuffix(".weight").rpartition(".")[2]
+            is_linear = len(size) == 2 and layer in lora.targets
+            is_excluded = ".experts." in name or (_is_vision(name) and not vision)
+            if is_linear and not is_excluded:
+                parameters += lora.rank * sum(size)
+        return parameters
 
     def gathered(self, each: int, master: int, trained: bool) -> int:
-        """Bytes that FSDP has whole at once, ``each`` and ``master`` for a number: the head and
-        what is in no unit, one layer, and if ``trained`` the gradients of the head and, in
-        ``master``, of the layer. A head that is no embedding is gone when the layers' gradients
-        come, but for its own in ``master``, which are then reduced.
+        """Bytes that FSDP has complete at once, with ``each`` and ``master`` bytes for a number.
+
+        They are the head and the tensors outside of units, one layer, and if ``trained`` the
+        gradients of the head and, in ``master``, of the layer. A head that is not an embedding is
+        freed before the layers' gradients come, except its own gradients in ``master``, which are
+        then reduced.
         """
-        layered = sum(
-            math.prod(size)
-            for name, size in self.tensors.items()
-            if ".layers." in name or ".blocks." in name
-        )
-        text = sum(
-            math.prod(size)
-            for name, size in self.tensors.items()
-            if ".layers." in name and not _of_vision(name)
-        )
-        layer, root = text // int(self.config["num_hidden_layers"]), self.parameters - layered
+        layers = self._count(_is_text_layer)
+        layer = layers // int(self.config["num_hidden_layers"])
+        root = self.parameters - self._count(_is_layer)
         head = int(self.config["vocab_size"]) * int(self.config["hidden_size"])
-        untied = any(name.endswith("lm_head.weight") for name in self.tensors)
-        root -= head * untied
-        if trained and untied:
+        is_untied = any(name.endswith("lm_head.weight") for name in self.tensors)
+        if is_untied:
+            root -= head
+        if not trained:
+            return each * (root + layer)
+        if is_untied:
             return each * (root - head + layer) + master * head
-        return each * (root + layer) + (each * min(head, root) + master * layer if trained else 0)
+        return each * (root + layer) + each * min(head, root) + master * layer
+
+    def _count(self, belongs: Callable[[str], bool]) -> int:
+        """Parameters of the tensors whose name belongs to a part of the model."""
+        return sum(math.prod(size) for name, size in self.tensors.items() if belongs(name))
 
     @property
     def cache(self) -> int:
         """Numbers that one token needs in the cache of keys and values."""
         heads = int(self.config["num_attention_heads"])
-        head = int(self.config.get("head_dim") or self.config["hidden_size"] // heads)
-        return (
-            2
-            * int(self.config["num_hidden_layers"])
-            * int(self.config.get("num_key_value_heads", heads))
-            * head
-        )
+        head_size = int(self.config.get("head_dim") or self.config["hidden_size"] // heads)
+        key_heads = int(self.config.get("num_key_value_heads", heads))
+        keys = int(self.config["num_hidden_layers"]) * key_heads * head_size
+        # A value for each key.
+        return 2 * keys
 
 
-def _of_vision(name: str) -> bool:
+def _is_vision(name: str) -> bool:
     return any(part in f"{name}." for part in VISION)
 
 
-def read_shape(model: str, revision: str | None = None, key: str = "model.path") -> Shape:
-    """Of a local folder, or a model of the Hub: only the weights' headers are downloaded.
+def _is_layer(name: str) -> bool:
+    return ".layers." in name or ".blocks." in name
 
-    Raises ConfigError that names ``key``.
+
+def _is_text_layer(name: str) -> bool:
+    return ".layers." in name and not _is_vision(name)
+
+
+def read_shape(model: str, revision: str | None = None, key: str = "model.path") -> Shape:
+    """The shape of a model in a local folder, or on the Hub.
+
+    Only the headers of weights on the Hub are downloaded. Raises ConfigError that names
+    ``key``.
     """
-    found = resolve(model, revision, key=key)
-    if not (found.folder / "config.json").is_file():
+    files = resolve(model, revision, key=key)
+    if not (files.folder / "config.json").is_file():
         raise ConfigError(f"{key}: {model} has no config.json")
-    config = read_json(found.folder / "config.json")
-    if found.whole:
-        return _shape({name: tensor.shape for name, tensor in found.stored().items()}, config)
-    if found.commit is None:
+    config = read_json(files.folder / "config.json")
+    if files.whole:
+        return _shape({name: tensor.shape for name, tensor in files.stored().items()}, config)
+    if files.commit is None:
         raise ConfigError(
             f"{key}: {model} has no *.safetensors, or lacks some that its index names"
         )
     try:
-        from huggingface_hub import get_safetensors_metadata
-
-        metadata = get_safetensors_metadata(model, revision=found.commit).files_metadata.values()
-        return _shape(
-            {name: tuple(t.shape) for one in metadata for name, t in one.tensors.items()}, config
-        )
-    except (
-        Exception
-    ) as error:  # no network, no such model, no permission: its classes are many, and change
+        return _shape(_tensors_on_hub(model, files.commit), config)
+    # No network, no such model, no permission: the library's errors are many, and change.
+    except Exception as error:
         raise ConfigError(
             f"{key}: {model} is not in the cache, and the Hub did not say how large it is"
             f" ({type(error).__name__}). On a machine that reaches it: hf download {model}"
             f" --local-dir FOLDER, then {key}=FOLDER"
         ) from error
+
+
+def _tensors_on_hub(model: str, commit: str) -> dict[str, tuple[int, ...]]:
+    """The sizes of the tensors of a model on the Hub, from the headers of its files."""
+    from huggingface_hub import get_safetensors_metadata
+
+    metadata = get_safetensors_metadata(model, revision=commit)
+    tensors = {}
+    for file in metadata.files_metadata.values():
+        for name, tensor in file.tensors.items():
+            tensors[name] = tuple(tensor.shape)
+    return tensors
 
 
 def _shape(tensors: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Shape:
