@@ -35,7 +35,7 @@ def checked_url(text: str) -> str:
     parts = urlsplit(text)
     is_http = parts.scheme in ("http", "https") and parts.hostname
     if not is_http or _has_blank_or_control(text):
-        raise ValueError(f"{text!r} is no address of a judge: http://host:port is expected")
+        raise ValueError(f"{text!r} is not the address of a judge: http://host:port is expected")
     # ``port`` raises ValueError for a port beyond 65535.
     if parts.port == 0:
         raise ValueError(f"{text!r}: a port is 1 to 65535")

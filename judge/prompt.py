@@ -195,7 +195,7 @@ def parse(text: str, kind: Literal["binary", "scored"]) -> Judgement:
     except (ValueError, TypeError, RecursionError) as error:
         problem = _surrounding_text(json_text) or str(error)
         raise InvalidVerdict(
-            f"the judge's reply is no verdict ({problem}): {text[:120]!r}"
+            f"the judge's reply has no verdict ({problem}): {text[:120]!r}"
         ) from error
 
     score = float(value == "correct") if kind == "binary" else float(value)

@@ -163,7 +163,7 @@ class JudgeReward:
 
         Raises RewardLost when the configured policy ends the run, ConfigError for a bad key file or
         another judge than configured, DataFailure for a task without question or reference, or
-        whose images are no files.
+        whose images are not files.
         """
         answer = extract(context.texts[-1], self.settings.answer) if context.texts else None
         if answer is None:
@@ -241,7 +241,7 @@ class JudgeReward:
         return self._outcome(result, trial, patience)
 
     def _outcome(self, result: Result, trial: bool, patience: float) -> Outcome:
-        """The outcome of a result of the judge, by the configured policy when it is no verdict."""
+        """The outcome of a result of the judge, by the configured policy when it has no verdict."""
         if isinstance(result, JudgeVerdict):
             is_first_judge = result.fingerprint == self.client.fingerprints[0]
             flags = () if is_first_judge else ("judge_changed",)

@@ -56,7 +56,7 @@ def remedy(module: str, error: Exception) -> str:
     if error.name and not _is_within(module, error.name):
         by_path = ""
         if module.endswith(".py"):
-            by_path = ", and a file given by its path finds none that lies beside it"
+            by_path = ", and a file given by its path finds none in the file's folder"
         return f"{module} imports {error.name}, which is neither installed nor in {here}{by_path}"
     return expected
 
@@ -99,4 +99,4 @@ def folder_hint(use: str, source: Source) -> str:
     is_there = (folder / package).exists() or (folder / f"{package}.py").exists()
     if folder == Path.cwd() or not is_there:
         return ""
-    return f". {package} lies beside the configuration: run the command in {folder}"
+    return f". {package} is next to the configuration: run the command in {folder}"

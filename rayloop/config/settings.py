@@ -59,9 +59,10 @@ class SettingsModel(BaseModel):
             return data
         completed = dict(data)
         for name, info in cls.model_fields.items():
+            if not isinstance(info.default, Component):
+                continue
             value = data.get(name)
-            lacks_use = isinstance(value, Mapping) and "use" not in value
-            if lacks_use and isinstance(info.default, Component):
+            if isinstance(value, Mapping) and "use" not in value:
                 completed[name] = {**value, "use": info.default.use}
         return completed
 

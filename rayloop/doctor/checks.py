@@ -74,7 +74,7 @@ def checks(
 
 @dataclass
 class _Demand:
-    """The demands of a run on this machine; the defaults are those of no run."""
+    """The demands of a run on this machine; the defaults are for no run."""
 
     output: Path = Path()
     checkpoints: int = 0
@@ -164,7 +164,7 @@ def configuration(config: RunConfig | None) -> list[Finding]:
     except ConfigError as error:
         state, _, remedy = str(error).partition(". ")
         return [Finding("error", state, remedy or "correct the file")]
-    findings = [Finding("ok", f"run {config.name}: model, data and loggers are there")]
+    findings = [Finding("ok", f"run {config.name}: model, data and loggers exist")]
     for message in filter(None, (positions, *idle_settings(config))):
         state, _, remedy = message.partition(". ")
         findings.append(Finding("warning", state, remedy))

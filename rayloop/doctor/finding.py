@@ -26,7 +26,7 @@ class Finding:
 
 
 def size(count: float) -> str:
-    """Bytes for a person: 512 B, 16 MiB, 1.5 GiB."""
+    """A readable number of bytes: 512 B, 16 MiB, 1.5 GiB."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while abs(count) >= 1024 and len(units) > 1:
         count /= 1024

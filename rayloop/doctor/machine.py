@@ -88,7 +88,7 @@ def disk(output: Path, needed: int | None, kept: int) -> list[Finding]:
     present = sum(file.stat().st_size for file in files if file.is_file())
     state += f"; {kept} checkpoints of {size(needed)} take {size(kept * needed)}"
     if present:
-        state += f", {size(present)} are there"
+        state += f", {size(present)} exist already"
     lacking = kept * needed - present - usage.free
     if lacking > 0:
         remedy = (

@@ -194,7 +194,7 @@ def memory(config: RunConfig, shape: Shape, lengths: Lengths) -> list[RoleMemory
 def of_reference(config: RunConfig, shape: Shape) -> int:
     """Parameters of one reference actor.
 
-    They are those of ``reference.path``, or of the run's model, with this ``shape``.
+    ``reference.path`` has them, or the run's model, with this ``shape``.
     """
     reference = config.reference
     if reference.server:
@@ -220,7 +220,7 @@ def _rank(config: RunConfig, shape: Shape, lengths: Lengths) -> dict[str, int]:
     group_tokens = lengths.prompt * prompt_copies + group_size * lengths.response
     step_tokens = algorithm.groups_per_step * group_tokens
     update_tokens = math.ceil(step_tokens / ranks / config.policy.update.mini_batches)
-    # A trajectory is never split, but for sequence parallelism.
+    # Only sequence parallelism splits a trajectory.
     trajectory_tokens = math.ceil(lengths.whole / engine.sequence_parallel)
     tokens = max(min(engine.micro_batch, update_tokens), trajectory_tokens)
     images = tokens * prompt_copies * lengths.images // group_tokens
@@ -309,7 +309,7 @@ def activations(
 ) -> int:
     """Bytes that a forward pass over ``tokens`` keeps for the backward pass, with its gradients.
 
-    ``images`` of the tokens are those of images.
+    ``images`` of the tokens stand for images.
     """
     return sum(_kept(engine, on_gpu, shape, tokens, keys, images))
 

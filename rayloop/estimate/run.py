@@ -68,7 +68,7 @@ def measured(run: Path) -> Measured:
     step_seconds = [
         record["timing_s/step"] - (record.get("timing_s/testing") or 0.0) for record in warm_records
     ]
-    # Of all records: an evaluation needs no warm-up.
+    # All records count: an evaluation needs no warm-up.
     evaluation_seconds = [
         float(record["timing_s/testing"]) for record in records if record.get("timing_s/testing")
     ]

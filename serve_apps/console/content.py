@@ -271,7 +271,9 @@ class Console:
         other = query.get("other", "")
         others = _other_configurations(self.folder.path)
         if other and other not in others:
-            raise Absent(f"{other} is neither a run beside this one nor an earlier attempt of it")
+            raise Absent(
+                f"{other} is neither a run in this folder nor an earlier attempt of this run"
+            )
 
         values = flat(self.folder.configuration)
         if other:
@@ -346,7 +348,7 @@ class Console:
             path = path.resolve(strict=True)
             number = self._root_number(path)
             if number is None:
-                return {"why": f"{path} lies neither in the run's folder nor beside its data"}
+                return {"why": f"{path} is neither in the run's folder nor next to its data"}
             width, height, _ = _size_and_type(path)
         except _PICTURE_ERRORS as error:
             return {"why": f"{path}: {error}"}
@@ -377,7 +379,7 @@ class Console:
                 if tint or len(data) > _MAX_ORIGINAL_BYTES:
                     return shrunk(data, tint), "image/webp"
                 return data, media_type
-        raise Absent(f"{name} is no picture of this run")
+        raise Absent(f"{name} is not a picture of this run")
 
 
 def _picture_roots(folder: RunFolder) -> list[Path]:
@@ -423,7 +425,7 @@ def flat(value: Any, path: str = "") -> dict[str, str]:
     """Every value as JSON, by its dotted key."""
     if not isinstance(value, Mapping) or not value:
         return {path: json.dumps(value, ensure_ascii=False, default=str)}
-    values = {}
+    values: dict[str, str] = {}
     for name, part in value.items():
         values |= flat(part, f"{path}.{name}" if path else name)
     return values

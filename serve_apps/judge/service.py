@@ -51,6 +51,7 @@ class JudgeMetrics(RequestMetrics):
 
     def results(self, results: Sequence[Result]) -> None:
         """Count the results of one request."""
+        labels: dict[str, str]
         for result in results:
             if isinstance(result, JudgeVerdict):
                 labels = {"verdict": result.verdict, "decided_by": result.decided_by}

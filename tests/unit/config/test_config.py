@@ -453,7 +453,7 @@ def test_a_module_in_another_directory_is_named(
             caught.value
         )
         assert (
-            f"far_grader lies beside the configuration: run the command in {tmp_path}"
+            f"far_grader is next to the configuration: run the command in {tmp_path}"
             in str(caught.value)
         ) == beside
 
@@ -485,7 +485,7 @@ def test_a_module_that_a_component_imports_and_lacks_is_named(
     ) as caught:
         Component(use=f"{module}:score").resolve()
     assert (
-        "a file given by its path finds none that lies beside it" in str(caught.value)
+        "a file given by its path finds none in the file's folder" in str(caught.value)
     ) == by_path
 
 

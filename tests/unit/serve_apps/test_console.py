@@ -509,7 +509,7 @@ def test_a_picture_beside_the_data_is_shown_and_one_elsewhere_is_not(tmp_path: P
             == "image/png"
         )
         assert client.get("/picture/1/c.png").status_code == 404
-    assert "lies neither in the run&#39;s folder nor beside its data" in hidden
+    assert "is neither in the run&#39;s folder nor next to its data" in hidden
     assert "is not the picture that the run showed" in other, (
         "who made the folder does not know what is in it"
     )
