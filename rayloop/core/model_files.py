@@ -64,13 +64,13 @@ def header(file: Path) -> dict[str, tuple[int, ...]]:
             length = int.from_bytes(content.read(8), "little")
             # In another file these eight bytes can mean an exabyte.
             tensors = json.loads(content.read(min(length, file.stat().st_size)))
-    except ValueError as error:
+        tensors.pop("__metadata__", None)
+        return {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
+    except (ValueError, AttributeError, TypeError, KeyError) as error:
         raise ConfigError(
             f"model.path: {file} is not a safetensors file; is it a pointer of git-lfs (git lfs"
             " pull)?"
         ) from error
-    tensors.pop("__metadata__", None)
-    return {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True, slots=True)

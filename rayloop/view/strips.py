@@ -334,10 +334,9 @@ def _boxed(text: str) -> tuple[int, list[float] | None]:
         return -1, None
     box = arguments.get("box", arguments.get("bbox_2d"))
     index = arguments.get("image", 0)
-    has_four_values = isinstance(box, list) and len(box) == 4
-    if has_four_values and all(map(_is_finite, box)) and type(index) is int:
-        return index, box
-    return -1, None
+    if type(index) is not int or not isinstance(box, list) or len(box) != 4:
+        return -1, None
+    return (index, box) if all(map(_is_finite, box)) else (-1, None)
 
 
 def _is_finite(value: Any) -> bool:

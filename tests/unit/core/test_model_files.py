@@ -244,3 +244,13 @@ def test_a_hub_that_does_not_answer_costs_three_seconds_once(
 def test_what_is_neither_a_folder_nor_a_name_is_refused(hub: Path, path: str) -> None:
     with pytest.raises(ConfigError, match="is no folder here, and no name on the Hub"):
         resolve(path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"[]", b"3", b'{"a": 3}', b'{"a": {"dtype": "F32"}}', b'{"a": {"shape": 3}}']
+)
+def test_a_header_of_another_form_is_a_configuration_error(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(content).to_bytes(8, "little") + content)
+    with pytest.raises(ConfigError, match=r"model\.safetensors is not a safetensors file"):
+        model_files.header(file)
