@@ -4,7 +4,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from rayloop.judge.rules.number_pairs import (
-    Pair,
+    NumberPair,
     Relation,
     close,
     relation_of_different_values,
@@ -29,7 +29,7 @@ def compare(reference: str, answer: str, question: Question, tolerance: float = 
     if reference_quantity is None or answer_quantity is None:
         return "unclear"
 
-    pair = Pair(reference_quantity, answer_quantity, question, tolerance)
+    pair = NumberPair(reference_quantity, answer_quantity, question, tolerance)
     if _has_other_meaning(pair) or _may_be_same_direction(pair):
         return "unclear"
     if pair.reference.value * pair.answer.value < 0 and not question.blank:
@@ -39,7 +39,7 @@ def compare(reference: str, answer: str, question: Question, tolerance: float = 
     return _relation(pair)
 
 
-def _has_other_meaning(pair: Pair) -> bool:
+def _has_other_meaning(pair: NumberPair) -> bool:
     """Whether the question may make a number an option, a word, a time or a notation."""
     question = pair.question
     if question.numbered or (question.wording and "word" in pair.forms):
@@ -51,7 +51,7 @@ def _has_other_meaning(pair: Pair) -> bool:
     return question.codes and pair.difference != 0 and not are_counts
 
 
-def _may_be_same_direction(pair: Pair) -> bool:
+def _may_be_same_direction(pair: NumberPair) -> bool:
     """Whether the two are angles a full turn apart, which the question may not distinguish."""
     full_turns_apart = pair.difference != 0 and pair.difference % _FULL_TURN_DEGREES == 0
     return full_turns_apart and pair.reference.unit == pair.answer.unit and pair.question.angles
@@ -61,7 +61,7 @@ def _unsigned(number: Quantity) -> Quantity:
     return replace(number, value=abs(number.value), digits=number.digits.lstrip("+-"))
 
 
-def _relation(pair: Pair) -> Relation:
+def _relation(pair: NumberPair) -> Relation:
     if pair.reference.unit != pair.answer.unit:
         return _relation_of_units(pair)
     if pair.reference.value == pair.answer.value:
@@ -73,13 +73,13 @@ def _relation(pair: Pair) -> Relation:
     return relation_of_different_values(pair)
 
 
-def _is_within_tolerance(pair: Pair) -> bool:
+def _is_within_tolerance(pair: NumberPair) -> bool:
     # A float such as 0.05 is not exactly a twentieth: the margin keeps the border inside.
     allowed = Fraction(pair.tolerance) * abs(pair.reference.value) * _FLOAT_MARGIN
     return pair.tolerance != 0 and pair.difference <= allowed
 
 
-def _relation_within_tolerance(pair: Pair) -> Relation:
+def _relation_within_tolerance(pair: NumberPair) -> Relation:
     reference = pair.reference
     question = pair.question
     if reference.is_year and question.asks_year:
@@ -89,7 +89,7 @@ def _relation_within_tolerance(pair: Pair) -> Relation:
     return "same" if may_be_read_off and question.measured else "unclear"
 
 
-def _relation_of_units(pair: Pair) -> Relation:
+def _relation_of_units(pair: NumberPair) -> Relation:
     """The relation of quantities in two units: equal after conversion, or far from it.
 
     A unit that only one of them has depends on the question.
@@ -102,7 +102,7 @@ def _relation_of_units(pair: Pair) -> Relation:
     return _relation_after_conversion(pair)
 
 
-def _is_same_amount(pair: Pair) -> bool:
+def _is_same_amount(pair: NumberPair) -> bool:
     """Whether both are one amount of money, whose currency only one of them names."""
     question = pair.question
     currency = pair.reference.unit or pair.answer.unit
@@ -111,14 +111,14 @@ def _is_same_amount(pair: Pair) -> bool:
     return asks_this_currency and pair.difference == 0 and not may_be_other_number
 
 
-def _is_same_percentage(pair: Pair) -> bool:
+def _is_same_percentage(pair: NumberPair) -> bool:
     """Whether both are one percentage, whose sign only one of them has."""
     question = pair.question
     asks_percent = question.names_percent and not question.names_points
     return asks_percent and pair.difference == 0 and abs(pair.reference.value) > 1
 
 
-def _relation_after_conversion(pair: Pair) -> Relation:
+def _relation_after_conversion(pair: NumberPair) -> Relation:
     reference = pair.reference
     answer = pair.answer
     question = pair.question

@@ -26,7 +26,7 @@ _YEARS_PER_CENTURY = 100
 
 
 @dataclass(frozen=True)
-class Pair:
+class NumberPair:
     """A reference and an answer that are one quantity each, and the question they belong to."""
 
     reference: Quantity
@@ -86,7 +86,7 @@ def close(left: Fraction, right: Fraction, near: Fraction = _NEAR) -> bool:
 
 
 @dataclass(frozen=True)
-class Example:
+class RuleExample:
     """A reference and an answer on which a rule decides, and what the judge knows besides."""
 
     reference: str
@@ -102,21 +102,21 @@ class PairRule:
 
     name: str
     outcome: Relation
-    applies: Callable[[Pair], bool]
-    example: Example
+    applies: Callable[[NumberPair], bool]
+    example: RuleExample
 
 
-def relation_of_equal_values(pair: Pair) -> Relation:
+def relation_of_equal_values(pair: NumberPair) -> Relation:
     """Whether equal numbers are equal answers: 3.0 and 3 are, 1.10 and 1.1 may be versions."""
     return _first_outcome(EQUAL_VALUE_RULES, pair, otherwise="unclear")
 
 
-def relation_of_different_values(pair: Pair) -> Relation:
+def relation_of_different_values(pair: NumberPair) -> Relation:
     """Whether different numbers are different answers, or may be the same: rounded, or scaled."""
     return _first_outcome(DIFFERENT_VALUE_RULES, pair, otherwise="different")
 
 
-def _first_outcome(rules: Sequence[PairRule], pair: Pair, otherwise: Relation) -> Relation:
+def _first_outcome(rules: Sequence[PairRule], pair: NumberPair, otherwise: Relation) -> Relation:
     for rule in rules:
         if rule.applies(pair):
             return rule.outcome
@@ -126,39 +126,39 @@ def _first_outcome(rules: Sequence[PairRule], pair: Pair, otherwise: Relation) -
 # Equal values
 
 
-def _is_same_text(pair: Pair) -> bool:
+def _is_same_text(pair: NumberPair) -> bool:
     return pair.in_digits and pair.reference.digits == pair.answer.digits
 
 
-def _may_be_code_or_name(pair: Pair) -> bool:
+def _may_be_code_or_name(pair: NumberPair) -> bool:
     return pair.question.codes or pair.question.wording
 
 
-def _may_have_required_form(pair: Pair) -> bool:
+def _may_have_required_form(pair: NumberPair) -> bool:
     """The question may ask for the form in which one of them is written."""
     same_form = pair.reference.form == pair.answer.form
     same_step = pair.reference.step == pair.answer.step
     return pair.question.forms and not (same_form and same_step)
 
 
-def _may_be_read_in_two_ways(pair: Pair) -> bool:
+def _may_be_read_in_two_ways(pair: NumberPair) -> bool:
     return not pair.question.exact and not pair.tolerance and pair.is_ambiguous
 
 
-def _has_long_code(pair: Pair) -> bool:
+def _has_long_code(pair: NumberPair) -> bool:
     may_be_code = pair.in_digits and not pair.reference.unit and pair.step <= 1
     return may_be_code and (pair.reference.is_code or pair.answer.is_code)
 
 
-def _is_long_code_with_commas(pair: Pair) -> bool:
+def _is_long_code_with_commas(pair: NumberPair) -> bool:
     return _has_long_code(pair) and pair.same_digits
 
 
-def _has_fraction(pair: Pair) -> bool:
+def _has_fraction(pair: NumberPair) -> bool:
     return "fraction" in pair.forms
 
 
-def _is_value_of_fraction(pair: Pair) -> bool:
+def _is_value_of_fraction(pair: NumberPair) -> bool:
     """A formula's value as a fraction and as a decimal, which the question does not give itself."""
     question = pair.question
     other_form = pair.reference.form != pair.answer.form
@@ -166,7 +166,7 @@ def _is_value_of_fraction(pair: Pair) -> bool:
     return _has_fraction(pair) and question.exact and other_form and not may_be_choice
 
 
-def _is_measured(pair: Pair) -> bool:
+def _is_measured(pair: NumberPair) -> bool:
     """Both are values of something, so that the zeros at their end do not count."""
     question = pair.question
     read_off = bool(pair.tolerance) and not question.picks and not question.times
@@ -174,53 +174,55 @@ def _is_measured(pair: Pair) -> bool:
     return question.number or read_off or pair.reference.unit in MEASURED or has_commas
 
 
-def _has_one_exponent(pair: Pair) -> bool:
+def _has_one_exponent(pair: NumberPair) -> bool:
     """1E3 may be a code, unless a value is meant."""
     one_exponent = (pair.reference.form == "exponent") != (pair.answer.form == "exponent")
     return one_exponent and not _is_measured(pair)
 
 
-def _has_same_step(pair: Pair) -> bool:
+def _has_same_step(pair: NumberPair) -> bool:
     return pair.reference.step == pair.answer.step
 
 
-def _is_whole_value(pair: Pair) -> bool:
+def _is_whole_value(pair: NumberPair) -> bool:
     return pair.reference.value.denominator == 1 and not pair.question.picks
 
 
 EQUAL_VALUE_RULES = (
-    PairRule("same text", "same", _is_same_text, Example("1.10", "1.10", "Which version is it?")),
+    PairRule(
+        "same text", "same", _is_same_text, RuleExample("1.10", "1.10", "Which version is it?")
+    ),
     PairRule(
         "code or name",
         "unclear",
         _may_be_code_or_name,
-        Example("1.10", "1.1", "Which version is it?"),
+        RuleExample("1.10", "1.1", "Which version is it?"),
     ),
     PairRule(
         "required form",
         "unclear",
         _may_have_required_form,
-        Example("0.50", "0.5", "Round the value to two decimals."),
+        RuleExample("0.50", "0.5", "Round the value to two decimals."),
     ),
-    PairRule("two readings", "unclear", _may_be_read_in_two_ways, Example("1.500", "1.5")),
+    PairRule("two readings", "unclear", _may_be_read_in_two_ways, RuleExample("1.500", "1.5")),
     PairRule(
         "long number with commas",
         "same",
         _is_long_code_with_commas,
-        Example("1234567", "1,234,567"),
+        RuleExample("1234567", "1,234,567"),
     ),
-    PairRule("long code", "unclear", _has_long_code, Example("1234567", "+1234567")),
+    PairRule("long code", "unclear", _has_long_code, RuleExample("1234567", "+1234567")),
     PairRule(
         "value of a fraction",
         "same",
         _is_value_of_fraction,
-        Example("1/2", "0.5", "Compute the probability.", exact=True),
+        RuleExample("1/2", "0.5", "Compute the probability.", exact=True),
     ),
-    PairRule("fraction or date", "unclear", _has_fraction, Example("5/6", "10/12", exact=True)),
-    PairRule("exponent or code", "unclear", _has_one_exponent, Example("1E3", "1000")),
-    PairRule("measured value", "same", _is_measured, Example("$1.50", "$1.5")),
-    PairRule("same last digit", "same", _has_same_step, Example("7", "seven")),
-    PairRule("whole number", "same", _is_whole_value, Example("3.0", "3")),
+    PairRule("fraction or date", "unclear", _has_fraction, RuleExample("5/6", "10/12", exact=True)),
+    PairRule("exponent or code", "unclear", _has_one_exponent, RuleExample("1E3", "1000")),
+    PairRule("measured value", "same", _is_measured, RuleExample("$1.50", "$1.5")),
+    PairRule("same last digit", "same", _has_same_step, RuleExample("7", "seven")),
+    PairRule("whole number", "same", _is_whole_value, RuleExample("3.0", "3")),
 )
 """In order: the first rule that applies decides. Without one, the zeros at the end may count."""
 
@@ -228,34 +230,34 @@ EQUAL_VALUE_RULES = (
 # Different values
 
 
-def _may_be_rounded(pair: Pair) -> bool:
+def _may_be_rounded(pair: NumberPair) -> bool:
     is_near = close(pair.reference.value, pair.answer.value) or pair.difference <= pair.step / 2
     return not pair.integers and is_near
 
 
-def _has_other_notation(pair: Pair) -> bool:
+def _has_other_notation(pair: NumberPair) -> bool:
     return len(pair.forms) == 2 and not pair.forms <= {"digits", "word", "fraction"}
 
 
-def _has_other_separators(pair: Pair) -> bool:
+def _has_other_separators(pair: NumberPair) -> bool:
     """A point or comma may be a decimal's or one of thousands."""
     if not pair.in_digits or pair.step > 1:
         return False
     return not pair.reference.readings.isdisjoint(pair.answer.readings)
 
 
-def _is_magnitude_omitted(pair: Pair) -> bool:
+def _is_magnitude_omitted(pair: NumberPair) -> bool:
     one_scaled = (pair.reference.step > 1) != (pair.answer.step > 1)
     return one_scaled and not pair.reference.unit and pair.same_digits
 
 
-def _may_be_per_cent(pair: Pair) -> bool:
+def _may_be_per_cent(pair: NumberPair) -> bool:
     smaller = min(abs(pair.reference.value), abs(pair.answer.value))
     may_be_share = smaller <= 1 and not pair.integers and not pair.reference.unit
     return may_be_share and pair.scaled(_PER_CENT)
 
 
-def _may_be_short_year(pair: Pair) -> bool:
+def _may_be_short_year(pair: NumberPair) -> bool:
     may_ask_year = pair.question.blank or pair.question.names_year
     has_year = pair.reference.is_year or pair.answer.is_year
     if not may_ask_year or not has_year or not pair.integers:
@@ -264,63 +266,63 @@ def _may_be_short_year(pair: Pair) -> bool:
     return lengths == [2, 4] and pair.difference % _YEARS_PER_CENTURY == 0
 
 
-def _may_be_same_time(pair: Pair) -> bool:
+def _may_be_same_time(pair: NumberPair) -> bool:
     return pair.question.times and pair.difference == _CLOCK_HOURS
 
 
-def _is_label_of_other(pair: Pair) -> bool:
+def _is_label_of_other(pair: NumberPair) -> bool:
     """The question makes one number the label of the other."""
     reference = pair.reference.digits
     answer = pair.answer.digits
     return pair.question.labels(reference, answer) or pair.question.labels(answer, reference)
 
 
-def _may_be_estimate(pair: Pair) -> bool:
+def _may_be_estimate(pair: NumberPair) -> bool:
     smaller, larger = sorted([pair.reference.value, pair.answer.value])
     return pair.question.roughly and larger <= 2 * smaller
 
 
-def _may_be_in_thousands_of_chart(pair: Pair) -> bool:
+def _may_be_in_thousands_of_chart(pair: NumberPair) -> bool:
     if not pair.tolerance or min(pair.reference.step, pair.answer.step) > 1:
         return False
     return pair.scaled(_THOUSANDS, Fraction(pair.tolerance))
 
 
-def _may_be_in_scale_of_question(pair: Pair) -> bool:
+def _may_be_in_scale_of_question(pair: NumberPair) -> bool:
     return pair.question.scales and pair.scaled()
 
 
 DIFFERENT_VALUE_RULES = (
-    PairRule("rounded", "unclear", _may_be_rounded, Example("3.14", "3.1416")),
-    PairRule("other notation", "unclear", _has_other_notation, Example("5×10^{3}", "500")),
-    PairRule("other separators", "unclear", _has_other_separators, Example("1,234", "1.234")),
-    PairRule("omitted magnitude", "unclear", _is_magnitude_omitted, Example("5 million", "5")),
-    PairRule("per cent", "unclear", _may_be_per_cent, Example("0.25", "25")),
-    PairRule("short year", "unclear", _may_be_short_year, Example("1998", "98")),
+    PairRule("rounded", "unclear", _may_be_rounded, RuleExample("3.14", "3.1416")),
+    PairRule("other notation", "unclear", _has_other_notation, RuleExample("5×10^{3}", "500")),
+    PairRule("other separators", "unclear", _has_other_separators, RuleExample("1,234", "1.234")),
+    PairRule("omitted magnitude", "unclear", _is_magnitude_omitted, RuleExample("5 million", "5")),
+    PairRule("per cent", "unclear", _may_be_per_cent, RuleExample("0.25", "25")),
+    PairRule("short year", "unclear", _may_be_short_year, RuleExample("1998", "98")),
     PairRule(
         "12-hour clock",
         "unclear",
         _may_be_same_time,
-        Example("15", "3", "At which hour is the departure?"),
+        RuleExample("15", "3", "At which hour is the departure?"),
     ),
     PairRule(
         "label of the other",
         "unclear",
         _is_label_of_other,
-        Example("20", "2", "Which one is right: 2 = 20 or 3 = 45?"),
+        RuleExample("20", "2", "Which one is right: 2 = 20 or 3 = 45?"),
     ),
-    PairRule("estimate", "unclear", _may_be_estimate, Example("30", "45", "Roughly how many?")),
+    PairRule("estimate", "unclear", _may_be_estimate, RuleExample("30", "45", "Roughly how many?")),
     PairRule(
         "thousands of a chart",
         "unclear",
         _may_be_in_thousands_of_chart,
-        Example("52000", "52", "What is the revenue in 2010?", tolerance=0.05),
+        RuleExample("52000", "52", "What is the revenue in 2010?", tolerance=0.05),
     ),
     PairRule(
         "scale of the question",
         "unclear",
         _may_be_in_scale_of_question,
-        Example("24", "2", "How many dozens of eggs are there?"),
+        RuleExample("24", "2", "How many dozens of eggs are there?"),
     ),
 )
 """In any order: one rule that applies is enough. Without one, the answers are different."""

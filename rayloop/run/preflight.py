@@ -39,7 +39,7 @@ def preflight(
     for key, path in ((f"data.{name}", getattr(config.data, name)) for name in reads):
         if path is not None and not Path(path).is_file():
             raise ConfigError(
-                f"{key}: {path} is no file (seen from {Path.cwd()}). It must be a file of rows"
+                f"{key}: {path} is not a file (seen from {Path.cwd()}). It must be a file of rows"
                 " (JSONL, JSON array, parquet); the recipe's README says how to get one. Set it"
                 f" with {key}=FILE"
             )

@@ -1,5 +1,5 @@
 """``judge check`` on a judge that is not ready: one line with every condition that a person must
-mend.
+fix.
 """
 
 from __future__ import annotations

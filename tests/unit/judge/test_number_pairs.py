@@ -8,24 +8,24 @@ from rayloop.judge.rules.comparison import compare
 from rayloop.judge.rules.number_pairs import (
     DIFFERENT_VALUE_RULES,
     EQUAL_VALUE_RULES,
-    Example,
-    Pair,
+    NumberPair,
     PairRule,
+    RuleExample,
 )
 from rayloop.judge.rules.quantities import quantity
 from rayloop.judge.rules.question import Question
 
 
-def pair_of(example: Example) -> Pair:
+def pair_of(example: RuleExample) -> NumberPair:
     reference = quantity(example.reference)
     answer = quantity(example.answer)
     assert reference is not None
     assert answer is not None
     question = Question(example.question, example.exact)
-    return Pair(reference, answer, question, example.tolerance)
+    return NumberPair(reference, answer, question, example.tolerance)
 
 
-def relation_of(example: Example) -> str:
+def relation_of(example: RuleExample) -> str:
     question = Question(example.question, example.exact)
     return compare(example.reference, example.answer, question, example.tolerance)
 
@@ -48,8 +48,8 @@ def test_a_rule_for_different_values_alone_applies_to_its_example(rule: PairRule
 
 
 def test_equal_values_without_a_rule_are_unclear() -> None:
-    assert relation_of(Example("1.10", "1.1")) == "unclear"
+    assert relation_of(RuleExample("1.10", "1.1")) == "unclear"
 
 
 def test_different_values_without_a_rule_are_different() -> None:
-    assert relation_of(Example("7", "8")) == "different"
+    assert relation_of(RuleExample("7", "8")) == "different"
