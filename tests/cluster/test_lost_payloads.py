@@ -221,7 +221,9 @@ def test_probes_that_are_all_lost_compare_to_nothing(tmp_path: Path, digits_mode
     )
 
     class NothingFound:
-        compare = SimpleNamespace(remote=lambda *args, **kwargs: asyncio.sleep(0, []))
+        call = SimpleNamespace(remote=lambda *args, **kwargs: asyncio.sleep(0, []))
+        numbered = SimpleNamespace(options=lambda **options: NothingFound.call)
+        forget = call
 
     policy.ranks = [NothingFound()]
     with pytest.raises(WorkerLost, match="all 2 trajectories to compare were lost"):

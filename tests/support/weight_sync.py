@@ -167,6 +167,7 @@ class Sending(PolicyRank):
     def __init__(self, config: RunConfig, folder: str, workers: int) -> None:
         torch.set_num_threads(1)
         BroadcastTransport.bucket_bytes = BUCKET
+        self.rank = 0
         self.sender: Any = transport(chosen(config, workers), folder).sender("127.0.0.1")
         self.engine: Any = SimpleNamespace(
             export=lambda version, adapters: weights(version),
