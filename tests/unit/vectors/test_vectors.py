@@ -188,7 +188,7 @@ def never(*arguments: Any) -> Any:
 
 
 BROKEN: dict[str, tuple[Any, str, Any]] = {
-    "no answer is a box": (reward.ORIGINALS, "original", lambda text: None),
+    "no answer is a box": (reward, "trained_box", lambda text: None),
     "no true box is one": (reward, "true_box", never),
     "every reply is a no": (pyvision.original, "verdict", lambda reply: False),
     "every answer reads XXX": (pyvision.original, "answer", lambda text: "XXX"),
