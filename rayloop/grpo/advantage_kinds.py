@@ -1,4 +1,4 @@
-"""Advantages beside GRPO's (docs/algorithm.md, section 3), a class for each.
+"""Advantages other than GRPO's (docs/algorithm.md, section 3), a class for each.
 
 Rewards of a group that are all equal give zeros, except to single turns, whose returns differ.
 """
@@ -6,7 +6,8 @@ Rewards of a group that are all equal give zeros, except to single turns, whose 
 import dataclasses
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain, islice
 from typing import Literal
 
 from pydantic import Field
@@ -49,14 +50,16 @@ class BatchScaled:
         """Keys of ``with``."""
 
         of: Literal["advantages", "rewards"] = "advantages"
-        """Whose deviation it is, over the trajectories that the step trains."""
+        """Values whose deviation it is, over the trajectories that the step trains."""
         centred: bool = False
-        """Subtract the mean of the step's advantages first: not 0 where filters left groups
-        partial.
+        """Subtract the mean of the step's advantages first.
+
+        The mean is not 0 where filters left groups partial.
         """
 
     def __init__(self, settings: Settings) -> None:
-        self._of, self._centred = settings.of, settings.centred
+        self._of = settings.of
+        self._centred = settings.centred
 
     def credits(self, members: Sequence[Member]) -> list[Credit]:
         """``r - mean``, before ``over_step``."""
@@ -70,8 +73,9 @@ class BatchScaled:
 
 
 class Gdpo:
-    """GDPO (arXiv:2601.05242, equations 4 to 6): each component is normalised in its group, their
-    weighted sum over the step.
+    """GDPO (arXiv:2601.05242, equations 4 to 6).
+
+    Each component is normalised in its group, their weighted sum over the step.
     """
 
     class Settings(SettingsModel):
@@ -86,13 +90,12 @@ class Gdpo:
     def credits(self, members: Sequence[Member]) -> list[Credit]:
         """The weighted sum, before ``over_step``.
 
-        Raises AdvantageBroken for a component that a member has not.
+        Raises AdvantageBroken for a component that a member lacks.
         """
         totals = [0.0] * len(members)
         for name, weight in self._weights.items():
-            parts = advantages(
-                [_component(member, name) for member in members], AdvantageSettings()
-            ).values
+            components = [_component(member, name) for member in members]
+            parts = advantages(components, AdvantageSettings()).values
             totals = [total + weight * part for total, part in zip(totals, parts, strict=True)]
         return [Credit(total, base=total) for total in totals]
 
@@ -102,8 +105,10 @@ class Gdpo:
 
 
 class MaxRl:
-    """MaxRL (arXiv:2602.02710): ``(r - mean) / mean``, so that a rare success weighs as much as the
-    likelihood of any success asks for. For rewards of 0 and more; a group of zeros has zeros.
+    """MaxRL (arXiv:2602.02710): ``(r - mean) / mean``.
+
+    A rare success weighs as much as the likelihood of any success asks for. For rewards of 0 and
+    more; a group of zeros has zeros.
     """
 
     def credits(self, members: Sequence[Member]) -> list[float]:
@@ -120,9 +125,11 @@ class MaxRl:
 
 
 class TurnReturns:
-    """Each turn's discounted return ``sum of gamma^(k - t) * r_k over k >= t``, minus the mean and
-    over the deviation of all turns of the group. ``r_k`` is the environment's reward of turn k; the
-    last turn also has the rest of the trajectory's reward.
+    """Each turn's discounted return, normalised over all turns of the group.
+
+    The return ``sum of gamma^(k - t) * r_k over k >= t``, minus the mean and over the deviation.
+    ``r_k`` is the environment's reward of turn k; the last turn also has the rest of the
+    trajectory's reward.
     """
 
     class Settings(SettingsModel):
@@ -131,7 +138,7 @@ class TurnReturns:
         gamma: float = Field(0.95, ge=0, le=1)
         """Discount of a turn.
 
-        0: a turn gets its own reward alone, as where the turns of one episode are several players'.
+        0: a turn gets its own reward alone, as where several players take turns in one episode.
         """
 
     def __init__(self, settings: Settings) -> None:
@@ -140,14 +147,16 @@ class TurnReturns:
     def credits(self, members: Sequence[Member]) -> list[Credit]:
         """One advantage for each turn."""
         returns = [turn_returns(member, self._gamma) for member in members]
-        scaled = iter(_normalised([value for turns in returns for value in turns]))
-        return [Credit.of_turns([next(scaled) for _ in turns]) for turns in returns]
+        normalised = iter(_normalised(list(chain(*returns))))
+        return [Credit.of_turns(list(islice(normalised, len(turns)))) for turns in returns]
 
 
 class Gigpo:
-    """GiGPO (arXiv:2505.10978, equations 3 to 8): the trajectory's advantage in its group, plus
-    ``omega`` times the turn's among the turns of the group that began at the same state: a screen
-    and text that are equal byte for byte (``Summary.states``).
+    """GiGPO (arXiv:2505.10978, equations 3 to 8).
+
+    The trajectory's advantage in its group, plus ``omega`` times the turn's advantage among the
+    turns of the group that began at the same state: a screen and text that are equal byte for byte
+    (``Summary.states``).
     """
 
     class Settings(SettingsModel):
@@ -165,38 +174,47 @@ class Gigpo:
 
     def credits(self, members: Sequence[Member]) -> list[Credit]:
         """One advantage for each turn. Raises AdvantageBroken for a trajectory without states."""
-        s = self._settings
-        episode = advantages(
-            rewards(members), AdvantageSettings(normalize_std=s.normalize_std)
-        ).values
-        same = defaultdict[str, list[tuple[int, int, float]]](list)
-        for i, member in enumerate(members):
-            if len(member.summary.states) != member.summary.turns:
-                raise AdvantageBroken(
-                    f"gigpo compares turns by their states, which trajectory {member.summary.id}"
-                    " has not"
-                )
-            for t, (state, value) in enumerate(
-                zip(member.summary.states, turn_returns(member, s.gamma), strict=True)
-            ):
-                # Turns are compared at equal states wherever
-                # they are in their episodes, also twice in one.
-                same[state].append((i, t, value))
+        normalize_std = self._settings.normalize_std
+        episode_settings = AdvantageSettings(normalize_std=normalize_std)
+        episode = advantages(rewards(members), episode_settings).values
+        states = _turns_by_state(members, self._settings.gamma)
         turns = [
             [value] * member.summary.turns for value, member in zip(episode, members, strict=True)
         ]
-        for steps in same.values():
-            for (i, t, _), value in zip(
-                steps, _normalised([v for _, _, v in steps], s.normalize_std), strict=True
-            ):
-                turns[i][t] += s.omega * value
+        for places in states.values():
+            normalised = _normalised([value for _, _, value in places], normalize_std)
+            for (i, t, _), value in zip(places, normalised, strict=True):
+                turns[i][t] += self._settings.omega * value
         return [Credit.of_turns(values) for values in turns]
 
 
+def _turns_by_state(
+    members: Sequence[Member], gamma: float
+) -> Mapping[str, list[tuple[int, int, float]]]:
+    """By state, the turns that began at it, as (member, turn, discounted return).
+
+    Turns are compared at equal states wherever they are in their episodes, also twice in one.
+    """
+    places = defaultdict[str, list[tuple[int, int, float]]](list)
+    for i, member in enumerate(members):
+        states = member.summary.states
+        if len(states) != member.summary.turns:
+            raise AdvantageBroken(
+                f"gigpo compares turns by their states, which trajectory {member.summary.id}"
+                " has not"
+            )
+        returns = turn_returns(member, gamma)
+        for t, (state, value) in enumerate(zip(states, returns, strict=True)):
+            places[state].append((i, t, value))
+    return places
+
+
 class Distill:
-    """On-policy distillation (thinkingmachines.ai/blog/on-policy-distillation, 2025; MiniLLM,
-    arXiv:2306.08543): no policy gradient of the reward; the KL term against the reference
-    (``reference.path``) is the loss. No group is needed.
+    """On-policy distillation (MiniLLM, arXiv:2306.08543).
+
+    See also thinkingmachines.ai/blog/on-policy-distillation, 2025. There is no policy gradient of
+    the reward; the KL term against the reference (``reference.path``) is the loss. No group is
+    needed.
     """
 
     min_group = 1
@@ -207,9 +225,10 @@ class Distill:
 
 
 def turn_returns(member: Member, gamma: float) -> list[float]:
-    """The discounted return of each sampled turn over what followed it in time; the undiscounted
-    one of the first is the trajectory's reward. Raises AdvantageBroken for another number of
-    rewards than of turns.
+    """The discounted return of each sampled turn over the turns that followed it in time.
+
+    The undiscounted return of the first turn is the trajectory's reward. Raises AdvantageBroken for
+    another number of rewards than of turns.
     """
     turns = member.summary.turns
     steps = list(member.summary.turn_rewards) or [0.0] * turns
@@ -219,52 +238,52 @@ def turn_returns(member: Member, gamma: float) -> list[float]:
             " turns"
         )
 
-    # Turns stand as they are trained; an agent's branches may have been sampled in another order.
+    # Turns are in the order of training; an agent's branches may have been sampled in another.
     order = member.summary.order or tuple(range(turns))
     if order:
-        # What a grader gave at the end, beyond the turns'
-        # own rewards, belongs to the last turn in time.
+        # The part of the reward that a grader gave at the end,
+        # beyond the rewards of turns, belongs to the last turn in time.
         steps[order[-1]] += member.reward - sum(steps)
-    total, found = 0.0, [0.0] * turns
-    # It goes backwards, so that each return builds on the one that follows it.
+    total = 0.0
+    returns = [0.0] * turns
+    # Backwards, so that each return builds on the one that follows it.
     for turn in reversed(order):
         total = steps[turn] + gamma * total
-        found[turn] = total
-    return found
+        returns[turn] = total
+    return returns
 
 
 def _component(member: Member, name: str) -> float:
     components = member.outcome.components if isinstance(member.outcome, Scored) else {}
     if name not in components:
-        known = ", ".join(components) or "none"
+        names = ", ".join(components) or "none"
         raise AdvantageBroken(
             f"gdpo: with.weights names {name!r}; the components of trajectory {member.summary.id}"
-            f" are: {known}"
+            f" are: {names}"
         )
     return components[name]
 
 
 def _normalised(values: Sequence[float], by_deviation: bool = True) -> Sequence[float]:
     """GRPO's formula; a lone value has 0."""
-    return (
-        advantages(values, AdvantageSettings(normalize_std=by_deviation)).values
-        if len(values) > 1
-        else [0.0] * len(values)
-    )
+    if len(values) <= 1:
+        return [0.0] * len(values)
+    return advantages(values, AdvantageSettings(normalize_std=by_deviation)).values
 
 
 def _scaled(steps: Sequence[Sequence[Credit]], *, centred: bool) -> list[list[Credit]]:
-    """The advantages, minus their mean where ``centred``, over the deviation of the credits'
-    ``base``.
-    """
-    credits = [credit for group in steps for credit in group]
+    """The advantages over the deviation of the credits' ``base``; first centred if ``centred``."""
+    credits = list(chain(*steps))
 
     # The deviation may be that of the rewards, so it is computed from the bases.
-    deviation = (
-        statistics.stdev([credit.base for credit in credits]) + EPS if len(credits) > 1 else 1.0
-    )
-    mean = statistics.mean([credit.advantage for credit in credits]) if centred and credits else 0.0
-    return [
-        [dataclasses.replace(c, advantage=(c.advantage - mean) / deviation) for c in group]
-        for group in steps
-    ]
+    deviation = 1.0
+    if len(credits) > 1:
+        deviation = statistics.stdev([credit.base for credit in credits]) + EPS
+    mean = 0.0
+    if centred and credits:
+        mean = statistics.mean([credit.advantage for credit in credits])
+
+    def scaled(credit: Credit) -> Credit:
+        return dataclasses.replace(credit, advantage=(credit.advantage - mean) / deviation)
+
+    return [list(map(scaled, group)) for group in steps]

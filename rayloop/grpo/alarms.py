@@ -1,6 +1,8 @@
-"""Alarms about slow failures: trajectories without a reward, excluded or flagged ones, log-prob
-mismatch, a collapsed policy (docs/algorithm.md, section 10). Fresh samples have equal log-probs in
-engine and trainer, unless a weight sync was lost.
+"""Alarms about slow failures (docs/algorithm.md, section 10).
+
+They watch trajectories without a reward, excluded or flagged ones, log-prob mismatch and a
+collapsed policy. Fresh samples have equal log-probs in engine and trainer, unless a weight sync was
+lost.
 """
 
 import math
@@ -18,23 +20,26 @@ from rayloop.core.types import TrajectoryId
 from rayloop.grpo.collapse import LENGTH, Alarm, Collapse, CollapseSettings, Limit
 
 DRIFT = "actor/logprob_mismatch_mean/lag_0"
-"""Mean |trainer's log-prob - engine's| of samples of the present weights: asynchrony does not
-change it.
+"""Mean |trainer's log-prob - engine's| of samples of the present weights.
+
+Asynchrony does not change it.
 """
 
 WINDOW = 512
 """Trajectories of a share: the last eight steps of 8 x 8, or half a step of 128 x 8."""
-LEAST = 8
+LEAST_AFFECTED = 8
 """Affected trajectories from which a share can be an alarm: fewer may be chance."""
-CORRELATION = 0.3
-"""Limit of the correlation of a missing reward with length or source: over 512 trajectories 0.3 is
-7 standard errors from 0.
+CORRELATION_LIMIT = 0.3
+"""Limit of the correlation of a missing reward with length or source.
+
+Over 512 trajectories 0.3 is 7 standard errors from 0.
 """
 DRIFT_STEPS = 3
 """Steps over which the log-prob mismatch is averaged."""
 UNSEEN = 10
-"""Steps in a row without samples of the present weights (the trainer is slower), after which probes
-are played.
+"""Steps in a row without samples of the present weights, after which probes are played.
+
+A trainer that is slower than generation has such steps.
 """
 
 
@@ -62,16 +67,17 @@ class AlarmSettings(CollapseSettings):
     flags: ClassVar[dict[str, Limit]] = FLAGS
     """By name of a flag, of the scored trajectories; ``*`` is for flags that are not named."""
     logprobs: Limit = Limit()
-    """Mean |log-prob difference| of trainer and engine over samples of the present weights (lag 0),
-    averaged over three steps. After ten steps without such samples, and every ten steps with
-    ``policy.engine.lora.dropout``, four tasks are played for it. Without ``warn``: 1e-3 in float32,
-    0.1 in bfloat16.
+    """Mean |log-prob difference| of trainer and engine, averaged over three steps.
+
+    It is over samples of the present weights (lag 0). After ten steps without such samples, and
+    every ten steps with ``policy.engine.lora.dropout``, four tasks are played for it. Without
+    ``warn``: 1e-3 in float32, 0.1 in bfloat16.
     """
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """A finished trajectory, as far as alarms need it."""
+class _Finished:
+    """The facts about a finished trajectory that alarms need."""
 
     id: TrajectoryId
     source: str
@@ -82,7 +88,9 @@ class _Seen:
 
 
 class Alarms:
-    """Call ``groups`` with the members of finished groups, ``lost`` with trajectories that are lost
+    """Watches a run for slow failures, emits events and ends the run at a ``stop`` limit.
+
+    Call ``groups`` with the members of finished groups, ``lost`` with trajectories that are lost
     later, ``step`` with the trainer's metrics of a step, ``recorded`` with all metrics of a step.
 
     Emits an ``Alarm`` when a limit is passed (again only after the value was back), a
@@ -107,22 +115,21 @@ class Alarms:
         log-probs are with dropout, so that their mismatch shows no lost sync; only fresh episodes
         are compared. ``compares_states``: as for ``Collapse``.
         """
-        self.settings, self._reward, self._emit, self._dropout = settings, reward, emit, dropout
-        given = settings.logprobs
-        # A limit that stops must not be lower than the one that warns.
-        warn = (
-            min(drift, drift if given.stop is None else given.stop)
-            if given.warn is None
-            else given.warn
-        )
-        self._drift_limit = Limit(warn=warn, stop=given.stop)
-        self._seen: deque[_Seen] = deque(maxlen=WINDOW)
+        self.settings = settings
+        self._reward = reward
+        self._emit = emit
+        self._dropout = dropout
+        self._drift_limit = _drift_limit(settings.logprobs, drift)
+        self._finished: deque[_Finished] = deque(maxlen=WINDOW)
         self._drift: deque[float] = deque(maxlen=DRIFT_STEPS)
-        self._without = 0
+        self._steps_without_samples = 0
         self._active: set[str] = set()
         self.collapse = Collapse(settings, compares_states=compares_states)
         self._kinds: set[UnscoredKind] = set()
-        self._trace = self._returned = ""
+        # Tracebacks of the first trajectory on which the reward raised,
+        # and of the first for which it returned no number.
+        self._raised_trace = ""
+        self._returned_trace = ""
         self.graded = False
         """Whether a group has reached the grader.
 
@@ -140,9 +147,15 @@ class Alarms:
             unscored = member.outcome if isinstance(member.outcome, Unscored) else None
             excluded = member.status is not None and member.status.state is TrajectoryState.EXCLUDED
             flags = member.outcome.flags if isinstance(member.outcome, Scored) else ()
-            of = member.summary
-            self._seen.append(
-                _Seen(of.id, of.source, of.length, unscored, excluded, tuple(set(flags)))
+            self._finished.append(
+                _Finished(
+                    id=member.summary.id,
+                    source=member.summary.source,
+                    length=member.summary.length,
+                    unscored=unscored,
+                    excluded=excluded,
+                    flags=tuple(set(flags)),
+                )
             )
         self._first_group(fresh)
         self._raise_or_emit("shares", {**self._shares(), **self._correlations()})
@@ -155,12 +168,12 @@ class Alarms:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Add what ``state`` knows to what this process has seen."""
+        """Add the values of ``state`` to those of this process."""
         self.graded |= state["graded"]
-        earlier = {LENGTH: state.get("first_lengths", ())}  # of older checkpoints
-        self.collapse.first |= {
-            name: list(values) for name, values in state.get("first", earlier).items()
-        }
+        # Older checkpoints only have the lengths, under another name.
+        older = {LENGTH: state.get("first_lengths", ())}
+        first = state.get("first", older)
+        self.collapse.first |= {name: list(values) for name, values in first.items()}
 
     def held_out(self, member: Member) -> None:
         """Emit the first unscored held-out answer of a kind. Held-out answers count in no share."""
@@ -173,7 +186,8 @@ class Alarms:
 
         Raises GraderBroken when the reward raised on all answers of the ``first`` one.
         """
-        raised, self._raised_held_out = self._raised_held_out, []
+        raised = self._raised_held_out
+        self._raised_held_out = []
         if first:
             self._stop_if_all(raised, "answers to held-out rows")
 
@@ -182,12 +196,15 @@ class Alarms:
 
         Raises nothing: a checkpoint may call it.
         """
-        seen = (replace(s, excluded=True) if s.id in ids else s for s in self._seen)
-        self._seen = deque(seen, maxlen=WINDOW)
+        finished = (
+            replace(trajectory, excluded=True) if trajectory.id in ids else trajectory
+            for trajectory in self._finished
+        )
+        self._finished = deque(finished, maxlen=WINDOW)
 
     def step(self, metrics: Mapping[str, float]) -> None:
         """Take the log-prob mismatch of a step's samples of lag 0, unless dropout is part of it."""
-        self._without += 1
+        self._steps_without_samples += 1
         if DRIFT in metrics and not self._dropout:
             self.compared(metrics[DRIFT])
 
@@ -196,26 +213,29 @@ class Alarms:
         self._raise_or_emit("collapse", self.collapse.step(metrics))
 
     def collapsed(self, learning_rate: float) -> str:
-        """For a run that ends without gradients: emits an alarm and returns a sentence on entropy
-        and learning rate, or "".
+        """Emits an alarm if the policy of a run that ends without gradients has collapsed.
+
+        Returns a sentence on entropy and learning rate, or "".
         """
-        why = self.collapse.cause(learning_rate)
-        if why and "collapse entropy" not in self._active:
-            self._emit(incidents.Alarm("entropy", why=why))
-        return why
+        cause = self.collapse.cause(learning_rate)
+        if cause and "collapse entropy" not in self._active:
+            self._emit(incidents.Alarm("entropy", why=cause))
+        return cause
 
     @property
     def unseen(self) -> bool:
-        """Whether fresh episodes must be ``compared``: the last ``UNSEEN`` steps had no samples of
-        the present weights.
+        """Whether fresh episodes must be ``compared``.
+
+        True when the last ``UNSEEN`` steps had no samples of the present weights.
         """
-        return self._without >= UNSEEN
+        return self._steps_without_samples >= UNSEEN
 
     def compared(self, difference: float | None) -> None:
-        """Take the mean |trainer's log-prob - engine's| in nats of samples of the present weights;
-        None: no samples.
+        """Take the mean |trainer's log-prob - engine's| of samples of the present weights.
+
+        It is in nats; None: there were no samples.
         """
-        self._without = 0
+        self._steps_without_samples = 0
         if difference is None:
             return
         self._drift.append(difference)
@@ -231,106 +251,132 @@ class Alarms:
         self._raise_or_emit("logprobs", {"logprobs": (value, self._drift_limit, text)})
 
     def _first_of_its_kind(self, member: Member) -> None:
-        outcome, trajectory, task = member.outcome, str(member.summary.id), member.summary.task_id
+        outcome = member.outcome
         if isinstance(outcome, Unscored) and outcome.kind is UnscoredKind.INVALID_REWARD:
-            self._returned = self._returned or outcome.trace
-        elif outcome.trace and not self._trace:
-            self._trace = outcome.trace
+            self._returned_trace = self._returned_trace or outcome.trace
+        elif outcome.trace and not self._raised_trace:
+            self._raised_trace = outcome.trace
             self._emit(grader_error(member))
         if isinstance(outcome, Unscored) and outcome.kind not in self._kinds:
             self._kinds.add(outcome.kind)
+            trajectory = str(member.summary.id)
+            task = member.summary.task_id
             self._emit(incidents.UnscoredEvent(trajectory, task, str(outcome.kind), outcome.reason))
 
     def _first_group(self, members: Sequence[Member]) -> None:
         if self.graded:
             return
         self._raised += [_grader_raised(member) for member in members if member.summary.length]
-        if len(self._raised) < 2:  # one trajectory is one task's word
+        # A single failure may be due to its task.
+        if len(self._raised) < 2:
             return
         self.graded = True
         self._stop_if_all(self._raised, "trajectories that reached it first")
 
-    def _stop_if_all(self, raised: Sequence[bool], which: str) -> None:
-        if len(raised) >= 2 and all(raised):
-            why = _last_line(self._trace or self._returned or "no traceback")
-            did, where = "raised", " (the traceback: grader_error in events.jsonl)"
-            if self._returned and not self._trace:
-                did, where = "returned no number", ""
-            raise GraderBroken(
-                f"the reward {self._reward} {did} on each of the {len(raised)} {which}:"
-                f" {why}{where}. Repair it, and look at it with `python -m rayloop try CONFIG`: a"
-                " dataset column that is missing, or an answer of a form that it does not expect,"
-                " are the usual reasons. When only what the policy writes can break it,"
-                " reward.on_error=0.0 gives such answers the failing value, and the run goes on."
-            )
+    def _stop_if_all(self, raised: Sequence[bool], answers: str) -> None:
+        if len(raised) < 2 or not all(raised):
+            return
+        reason = _last_line(self._raised_trace or self._returned_trace or "no traceback")
+        if self._returned_trace and not self._raised_trace:
+            failure = "returned no number"
+            source = ""
+        else:
+            failure = "raised"
+            source = " (the traceback: grader_error in events.jsonl)"
+        raise GraderBroken(
+            f"the reward {self._reward} {failure} on each of the {len(raised)} {answers}:"
+            f" {reason}{source}. Repair it, and look at it with `python -m rayloop try CONFIG`: a"
+            " dataset column that is missing, or an answer of a form that it does not expect,"
+            " are the usual reasons. When only what the policy writes can break it,"
+            " reward.on_error=0.0 gives such answers the failing value, and the run goes on."
+        )
 
     def _shares(self) -> dict[str, Alarm]:
-        total, found = len(self._seen), dict[str, Alarm]()
-        lost = [seen.unscored for seen in self._seen if seen.unscored is not None]
-        if lost:
+        total = len(self._finished)
+        alarms: dict[str, Alarm] = {}
+        unscored = [t.unscored for t in self._finished if t.unscored is not None]
+        if unscored:
             text = (
-                f"{len(lost)} of the last {total} trajectories have no reward"
-                f" ({', '.join(reasons(lost))})"
+                f"{len(unscored)} of the last {total} trajectories have no reward"
+                f" ({', '.join(reasons(unscored))})"
             )
-            found["unscored"] = (self._share(len(lost), total), self.settings.unscored, text)
-        if excluded := sum(seen.excluded for seen in self._seen):
+            alarms["unscored"] = (_share(len(unscored), total), self.settings.unscored, text)
+        excluded = sum(trajectory.excluded for trajectory in self._finished)
+        if excluded:
             text = f"{excluded} of the last {total} trajectories were excluded from training"
-            found["excluded"] = (self._share(excluded, total), self.settings.excluded, text)
-        scored = total - len(lost)
-        for name, count in Counter(flag for seen in self._seen for flag in seen.flags).items():
+            alarms["excluded"] = (_share(excluded, total), self.settings.excluded, text)
+        scored = total - len(unscored)
+        flags: Counter[str] = Counter()
+        for trajectory in self._finished:
+            flags.update(trajectory.flags)
+        for name, count in flags.items():
             limit = self.settings.flags.get(name) or self.settings.flags["*"]
             text = f"{count} of the last {scored} scored trajectories carry the flag {name}"
-            found[f"flags.{name}"] = (self._share(count, scored), limit, text)
-        return found
-
-    def _share(self, count: int, total: int) -> float:
-        return count / total if count >= LEAST else 0.0
+            alarms[f"flags.{name}"] = (_share(count, scored), limit, text)
+        return alarms
 
     def _correlations(self) -> dict[str, Alarm]:
-        """Over the trajectories that were played; those that failed before have no length."""
-        played = [seen for seen in self._seen if seen.length]
-        unscored = [float(seen.unscored is not None) for seen in played]
+        """Over the trajectories that were played; one that failed earlier has no length."""
+        played = [trajectory for trajectory in self._finished if trajectory.length]
+        unscored = [float(trajectory.unscored is not None) for trajectory in played]
         # A correlation with fewer would be chance.
-        if sum(unscored) < LEAST:
+        if sum(unscored) < LEAST_AFFECTED:
             return {}
-        limit, found = Limit(warn=CORRELATION), dict[str, Alarm]()
-        r = correlation(unscored, [float(seen.length) for seen in played])
-        text = (
-            f"{'longer' if r > 0 else 'shorter'} trajectories have no reward more often (r ="
-            f" {r:.2f})"
-        )
-        found["length"] = (min(abs(r), 1.0), limit, text)
-        for source in dict.fromkeys(seen.source for seen in played):
-            r = correlation(unscored, [float(seen.source == source) for seen in played])
-            text = (
-                f"trajectories of {source or 'no source'} have no reward more often (r = {r:.2f})"
-            )
-            found[f"source {source}"] = (min(r, 1.0), limit, text)
-        return found
+        limit = Limit(warn=CORRELATION_LIMIT)
+        alarms: dict[str, Alarm] = {}
+        r = correlation(unscored, [float(trajectory.length) for trajectory in played])
+        size = "longer" if r > 0 else "shorter"
+        text = f"{size} trajectories have no reward more often (r = {r:.2f})"
+        alarms["length"] = (min(abs(r), 1.0), limit, text)
+        for source in dict.fromkeys(trajectory.source for trajectory in played):
+            from_source = [float(trajectory.source == source) for trajectory in played]
+            r = correlation(unscored, from_source)
+            name = source or "no source"
+            text = f"trajectories of {name} have no reward more often (r = {r:.2f})"
+            alarms[f"source {source}"] = (min(r, 1.0), limit, text)
+        return alarms
 
-    def _raise_or_emit(self, kind: str, found: Mapping[str, Alarm]) -> None:
-        now = {f"{kind} {name}" for name, (value, limit, _) in found.items() if limit.warns(value)}
-        for name, (value, limit, text) in found.items():
+    def _raise_or_emit(self, kind: str, alarms: Mapping[str, Alarm]) -> None:
+        warnings = {
+            f"{kind} {name}" for name, (value, limit, _) in alarms.items() if limit.warns(value)
+        }
+        for name, (value, limit, text) in alarms.items():
             if limit.stops(value):
                 raise AlarmStopped(f"{text}; alarms.{name}.stop is {limit.stop:g}")
-            if f"{kind} {name}" in now - self._active:
+            if f"{kind} {name}" in warnings - self._active:
                 self._emit(incidents.Alarm(name, why=text))
-        # A name of this kind that is absent from ``now`` may warn again once it comes back.
-        self._active = {name for name in self._active if not name.startswith(f"{kind} ")} | now
+        # A name of this kind that does not warn now may warn again once it comes back.
+        other_kinds = {name for name in self._active if not name.startswith(f"{kind} ")}
+        self._active = other_kinds | warnings
+
+
+def _drift_limit(settings: Limit, drift: float) -> Limit:
+    """The limits of the log-prob mismatch; ``drift`` (nats) warns where the settings do not say."""
+    if settings.warn is not None:
+        return settings
+    # A limit that stops must not be lower than the one that warns.
+    warn = drift if settings.stop is None else min(drift, settings.stop)
+    return Limit(warn=warn, stop=settings.stop)
+
+
+def _share(count: int, total: int) -> float:
+    return count / total if count >= LEAST_AFFECTED else 0.0
 
 
 def reasons(lost: Iterable[Unscored], most: int = 3) -> list[str]:
-    """Returns the most frequent kinds, each with one reason: ``invalid_reward 8: the reward source
-    returned None, ...``.
+    """Returns the most frequent kinds, each with one reason.
+
+    For example ``invalid_reward 8: the reward source returned None, ...``.
     """
     outcomes = list(lost)
     # The order is reversed, so that the first reason of a kind stays.
-    example = {outcome.kind: outcome.reason for outcome in reversed(outcomes) if outcome.reason}
+    examples = {outcome.kind: outcome.reason for outcome in reversed(outcomes) if outcome.reason}
     kinds = Counter(outcome.kind for outcome in outcomes)
-    return [
-        f"{kind} {n}" + (f": {example[kind]}" if kind in example else "")
-        for kind, n in kinds.most_common(most)
-    ]
+    sentences: list[str] = []
+    for kind, count in kinds.most_common(most):
+        example = f": {examples[kind]}" if kind in examples else ""
+        sentences.append(f"{kind} {count}{example}")
+    return sentences
 
 
 def _grader_raised(member: Member) -> bool:
@@ -339,11 +385,11 @@ def _grader_raised(member: Member) -> bool:
     False with ``reward.on_error: fail``, where the flag has an alarm.
     """
     outcome = member.outcome
-    own = isinstance(outcome, Unscored) and outcome.kind in (
+    is_failure_of_reward = isinstance(outcome, Unscored) and outcome.kind in (
         UnscoredKind.GRADER_ERROR,
         UnscoredKind.INVALID_REWARD,
     )
-    return own and bool(outcome.trace)
+    return is_failure_of_reward and bool(outcome.trace)
 
 
 def grader_error(member: Member) -> incidents.GraderError:
@@ -360,7 +406,8 @@ def _last_line(trace: str) -> str:
 
 def correlation(a: Sequence[float], b: Sequence[float]) -> float:
     """Returns Pearson's coefficient, 0 when one of the two does not vary."""
-    mean_a, mean_b = sum(a) / len(a), sum(b) / len(b)
+    mean_a = sum(a) / len(a)
+    mean_b = sum(b) / len(b)
     product = sum((x - mean_a) * (y - mean_b) for x, y in zip(a, b, strict=True))
     spread = sum((x - mean_a) ** 2 for x in a) * sum((y - mean_b) ** 2 for y in b)
     return product / math.sqrt(spread) if spread > 0 else 0.0

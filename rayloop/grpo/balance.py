@@ -7,6 +7,7 @@ packed lengths are balanced.
 import heapq
 import random
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple, Self
 
 from rayloop.core.types import Summary, derive
@@ -17,9 +18,10 @@ Place = tuple[int, int]
 Shares = tuple[tuple[Place, ...], ...]
 """The trajectories of each rank, ascending; empty where there are too few."""
 
-WORTH = 0.98
-"""Groups are cut when that lowers the fullest rank's tokens to at most this share: a cut computes a
-prompt twice.
+WORTHWHILE_SHARE = 0.98
+"""Groups are cut when that lowers the fullest rank's tokens to at most this share.
+
+A cut is not free: it computes a prompt twice.
 """
 
 
@@ -69,34 +71,38 @@ Groups = Sequence[Sequence[MemberLength]]
 
 
 def shares(groups: Groups, world_size: int) -> Shares:
-    """Returns whole groups per rank; cut groups where whole ones are too few or too unequal to fill
-    the ranks evenly.
+    """Returns whole groups per rank, or cut ones where these fill the ranks more evenly.
+
+    Whole groups may be too few or too unequal.
     """
-    whole, cut = whole_groups(groups, world_size), cut_groups(groups, world_size)
-    return cut if fullest(groups, cut) <= WORTH * fullest(groups, whole) else whole
+    whole_shares = whole_groups(groups, world_size)
+    cut_shares = cut_groups(groups, world_size)
+    worth_cutting = fullest(groups, cut_shares) <= WORTHWHILE_SHARE * fullest(groups, whole_shares)
+    return cut_shares if worth_cutting else whole_shares
 
 
 def packed(groups: Groups, share: Iterable[Place]) -> int:
-    """Returns the tokens that a rank computes for ``share``: one prompt per group, and the rest of
-    each trajectory.
+    """Returns the tokens that a rank computes for ``share``.
+
+    These are one prompt per group, and the rest of each trajectory.
     """
-    share = tuple(share)
     prompts: dict[int, int] = {}
+    rests = 0
     for group, member in share:
-        prompts.setdefault(group, groups[group][member].prompt)
-    return sum(prompts.values()) + sum(groups[group][member].rest for group, member in share)
+        length = groups[group][member]
+        prompts.setdefault(group, length.prompt)
+        rests += length.rest
+    return sum(prompts.values()) + rests
 
 
-def fullest(groups: Groups, found: Shares) -> int:
-    """Returns the packed tokens of the fullest rank, which all others wait for."""
-    return max(packed(groups, share) for share in found)
+def fullest(groups: Groups, rank_shares: Shares) -> int:
+    """Returns the packed tokens of the fullest rank, for which all others wait."""
+    return max(packed(groups, share) for share in rank_shares)
 
 
 def whole_groups(groups: Groups, world_size: int) -> Shares:
     """Longest group first, each to the rank with the fewest tokens."""
-    parts = [
-        [(group, member) for member in range(len(members))] for group, members in enumerate(groups)
-    ]
+    parts = [_places(group, members) for group, members in enumerate(groups)]
     lengths = [packed(groups, part) for part in parts]
     # The rank's number breaks ties, and makes the result the same everywhere.
     ranks = [(0, rank) for rank in range(world_size)]
@@ -110,36 +116,46 @@ def whole_groups(groups: Groups, world_size: int) -> Shares:
 
 
 def cut_groups(groups: Groups, world_size: int) -> Shares:
-    """Cuts the row of all trajectories into one piece per rank, so that the longest piece is as
-    short as possible.
+    """Cuts the row of all trajectories into one piece per rank.
+
+    The longest piece is as short as possible.
     """
-    row = [
-        (group, member) for group, members in enumerate(groups) for member in range(len(members))
-    ]
-    low, high = 0, sum(sum(length) for members in groups for length in members)
-    # Whether pieces of a length fit is monotonous, so the shortest such length is found by halving.
+    row: list[Place] = []
+    for group, members in enumerate(groups):
+        row += _places(group, members)
+    low = 0
+    high = sum(sum(length) for length in chain(*groups))
+    # Whether pieces of a length fit is monotonous, so bisection gives the shortest such length.
     while low < high:
         middle = (low + high) // 2
-        fits = len(_pieces(groups, row, middle)) <= world_size
-        low, high = (low, middle) if fits else (middle + 1, high)
+        if len(_pieces(groups, row, middle)) <= world_size:
+            high = middle
+        else:
+            low = middle + 1
     pieces = _pieces(groups, row, high)
-    return tuple(tuple(piece) for piece in (*pieces, *[[]] * (world_size - len(pieces))))
+    ranks_without = world_size - len(pieces)
+    return (*map(tuple, pieces), *[()] * ranks_without)
+
+
+def _places(group: int, members: Sequence[MemberLength]) -> list[Place]:
+    return [(group, member) for member in range(len(members))]
 
 
 def _pieces(groups: Groups, row: Sequence[Place], most: int) -> list[list[Place]]:
-    """The row in pieces of at most so many packed tokens; a longer trajectory is a piece of its
-    own.
-    """
+    """The row in pieces of at most ``most`` packed tokens; a longer trajectory is one piece."""
     pieces: list[list[Place]] = []
-    # It begins above what any piece may have, so that the first trajectory begins one.
-    tokens, before = most + 1, -1
+    # The count starts above the limit, so that the first trajectory begins a piece.
+    tokens = most + 1
+    previous_group = -1
     for group, member in row:
         prompt, rest = groups[group][member]
-        more = rest if group == before else prompt + rest
-        if tokens + more > most:
+        added = rest if group == previous_group else prompt + rest
+        if tokens + added > most:
             pieces.append([])
             # A new piece is another rank, which computes the prompt again.
-            tokens, more = 0, prompt + rest
+            tokens = 0
+            added = prompt + rest
         pieces[-1].append((group, member))
-        tokens, before = tokens + more, group
+        tokens += added
+        previous_group = group
     return pieces

@@ -1,6 +1,6 @@
-"""The trainer's input: a ``TrainSample`` is one trajectory ready to pack, a ``Batch`` is one packed
-micro-batch. A sampled token at position t is predicted by the hidden state at t - 1 of the same
-trajectory.
+"""The trainer's input: a ``TrainSample`` is one trajectory, a ``Batch`` one packed micro-batch.
+
+The hidden state at position t - 1 of a trajectory predicts its sampled token at position t.
 """
 
 import dataclasses
@@ -46,26 +46,22 @@ class TrainSample:
     sampling: Sampling
     # [N] float32, the trainer's log-probs at the start of the step; None: the current ones
     old: Tensor | None = None
-    pixels: tuple[
-        Future[Tensor], ...
-    ] = ()  # per image [patches, D] float32, made in another thread
+    # Per image [patches, D] float32; another thread computes them.
+    pixels: tuple[Future[Tensor], ...] = ()
     grids: tuple[tuple[int, int, int], ...] = ()  # per image (t, h, w) in patches
-    prompt_images: int = 0  # how many of the images precede the first sampled token
+    prompt_images: int = 0  # number of images before the first sampled token
     advantage: Tensor | float = 0.0  # [N] float32, or one for all
     streams: Streams = STREAMS
-    group_tokens: int = 0  # sampled tokens of its group in the update; 0: its own
-    part_of: int = (
-        0  # number of its trajectory in the update, of which it may be one of several sequences
-    )
-    trajectory_tokens: int = 0  # sampled tokens of that trajectory; 0: its own
-    chosen: Tensor | None = (
-        None  # [N] float32, 1 for the tokens of top_entropy_quantile, else 0; None: all
-    )
-    elsewhere: Elsewhere | None = (
-        None  # the tokens of its trajectory's other sequences, where the loss looks at them
-    )
+    group_tokens: int = 0  # sampled tokens of its group in the update; 0: of the sample
+    # Number of the trajectory in the update; a trajectory may have several sequences.
+    part_of: int = 0
+    trajectory_tokens: int = 0  # sampled tokens of that trajectory; 0: of the sample
+    # [N] float32, 1 for the tokens of top_entropy_quantile, else 0; None: all
+    chosen: Tensor | None = None
+    # The tokens of the trajectory's other sequences, where the loss needs them.
+    elsewhere: Elsewhere | None = None
     on_policy: bool = False  # treat the behaviour policy as the old one (no correction weight)
-    lag: int = 0  # steps between the oldest weights that sampled a turn and those being trained
+    lag: int = 0  # steps between the oldest weights that sampled a turn and the trained ones
     kept: Kept | None = None  # [N], the tokens that top_p and top_k kept; None: all
 
     @property
@@ -85,29 +81,30 @@ class TrainSample:
 
     @property
     def teaches(self) -> bool:
-        """Whether a policy gradient or a supervised one can follow from it."""
-        rewarded = (
-            bool(self.advantage.any())
-            if isinstance(self.advantage, Tensor)
-            else self.advantage != 0
-        )
-        return (rewarded and len(self.predict) > 0 and self.streams.rl != 0) or self.streams.ce != 0
+        """Whether the sample can have a policy gradient or a supervised one."""
+        if isinstance(self.advantage, Tensor):
+            has_advantage = bool(self.advantage.any())
+        else:
+            has_advantage = self.advantage != 0
+        has_policy_gradient = has_advantage and len(self.predict) > 0 and self.streams.rl != 0
+        return has_policy_gradient or self.streams.ce != 0
 
     @property
     def share(self) -> float:
-        """Which part of its trajectory's sampled tokens it has, 0 to 1."""
+        """Fraction of the trajectory's sampled tokens that the sample has, 0 to 1."""
         n = len(self.predict)
         return n / (self.trajectory_tokens or n) if n else 0.0
 
     @property
     def length(self) -> int:
-        """All tokens."""
+        """Number of all tokens."""
         return int(self.token_ids.numel())
 
 
 ON_HOST = ("image_grid", "image_index", "image_places", "starts", "predict")
-"""Tensors of a ``Batch`` whose values decide what is computed: reading them from a GPU would wait
-for all that it has to do.
+"""Tensors of a ``Batch`` that stay on the CPU, since their values decide what is computed.
+
+Reading them from a GPU would wait for all work that is queued there.
 """
 
 
@@ -115,8 +112,8 @@ for all that it has to do.
 class Batch:
     """A micro-batch: S trajectories packed into one row of T tokens without padding.
 
-    P patches of n distinct images. A trajectory may lack its prompt, if that of the last whole one
-    before it is the same.
+    P patches of n distinct images. A trajectory lacks its prompt where the last trajectory with a
+    prompt before it has the same one.
     """
 
     token_ids: Tensor  # [1, T] int64
@@ -124,9 +121,8 @@ class Batch:
     position_ids: Tensor
     pixel_values: Tensor | None  # [P, D] float32
     image_grid: Tensor | None  # [n, 3] int64
-    image_index: (
-        Tensor | None
-    )  # [m] int64, m >= n: which distinct image the k-th image of the row is
+    # [m] int64, m >= n: which distinct image the k-th image of the row is
+    image_index: Tensor | None
     image_places: Tensor | None  # [i] int64, index into T: its image tokens, ascending
     starts: Tensor  # [1, T] int64: row 0 of position_ids
     predict: Tensor  # [N] int64, index into T
@@ -134,7 +130,7 @@ class Batch:
     segment: Tensor  # [N] int64, which of the S trajectories; ascending
     behaviour: Tensor  # [N] float32
     advantage: Tensor  # [N] float32
-    # [N] float32, weights of the losses of docs/algorithm.md, section 6; so are ref_kl and ce
+    # [N] float32: rl, ref_kl and ce weigh the losses of docs/algorithm.md, section 6.
     rl: Tensor
     ref_kl: Tensor
     ce: Tensor
@@ -149,24 +145,21 @@ class Batch:
     temperature: Tensor  # [N] float32, never 0
     ban_end: Tensor  # [N] bool, True where ``end_tokens`` could not be sampled (min_tokens)
     banned_tokens: Tensor  # [b] int64
-    end_tokens: Tensor  # [e] int64; none where no token has ``ban_end``
-    kept: (
-        Tensor | None
-        # [N, k] int32, the tokens that could be sampled (with repetitions, -1: all); None: all
-        # everywhere
-    )
+    end_tokens: Tensor  # [e] int64; empty where no token has ``ban_end``
+    # [N, k] int32, the tokens that could be sampled (with repetitions, -1: all); None: all at each
+    kept: Tensor | None
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same batch on ``device``, for which nothing waits.
+        """The same batch on ``device``; the copies do not block the host.
 
-        What the host reads stays on the CPU (``ON_HOST``).
+        The tensors that the host reads stay on the CPU (``ON_HOST``).
         """
-        moved: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             tensor = getattr(self, field.name)
             stays = tensor is None or field.name in ON_HOST
-            moved[field.name] = tensor if stays else tensor.to(device, non_blocking=True)
-        return Batch(**moved)
+            tensors[field.name] = tensor if stays else tensor.to(device, non_blocking=True)
+        return Batch(**tensors)
 
 
 def make_sample(
@@ -175,49 +168,46 @@ def make_sample(
     position_ids: Tensor,
     pixels: Sequence[Future[Tensor]] = (),
 ) -> TrainSample:
-    """A trajectory, flattened, as tensors.
+    """Returns a flattened trajectory as tensors.
 
     ``position_ids`` [R, T]; ``pixels`` one [patches, D] per image. Raises ValueError when it cannot
     have been sampled as recorded: its first token is a sampled one, a banned token was sampled or
     one that top_p and top_k removed, or there is not one reference log-prob per sampled token.
     """
     trajectory = item.trajectory
-    # They are checked here, where the trajectory has a
-    # name: the scorer would give such a token -3e38 nats.
+    # The checks are here, where an error can name the trajectory:
+    # the scorer would give such a token -3e38 nats.
     _check_sampled(trajectory, flat)
     _check_kept(trajectory, flat)
 
-    at = torch.from_numpy(flat.loss_mask.nonzero()[0])
-    reference = (
-        None if item.reference is None else torch.tensor(item.reference, dtype=torch.float32)
-    )
-    if reference is not None and reference.shape != at.shape:
-        raise ValueError(
-            f"trajectory {trajectory.id}: {tuple(reference.shape)} reference log-probs for"
-            f" {len(at)} sampled tokens"
-        )
+    mask = flat.loss_mask
+    places = torch.from_numpy(mask.nonzero()[0])  # [N] int64
+    reference = None
+    if item.reference is not None:
+        reference = torch.tensor(item.reference, dtype=torch.float32)
+        if reference.shape != places.shape:
+            raise ValueError(
+                f"trajectory {trajectory.id}: {tuple(reference.shape)} reference log-probs for"
+                f" {len(places)} sampled tokens"
+            )
     if len(pixels) != len(trajectory.images):
         raise ValueError(
             f"trajectory {trajectory.id}: pixels of {len(pixels)} images for"
             f" {len(trajectory.images)} images"
         )
 
-    # A sampled turn without tokens predicts nothing, so the prompt goes on after it.
-    prompt = itertools.takewhile(
-        lambda turn: not (turn.sampled and turn.token_ids), trajectory.turns
-    )
     return TrainSample(
         token_ids=torch.from_numpy(flat.token_ids),
         position_ids=position_ids,
-        predict=at - 1,
-        turn_position=torch.from_numpy(flat.turn_position[flat.loss_mask]).long(),
-        behaviour=torch.from_numpy(flat.behaviour_logprobs[flat.loss_mask]),
+        predict=places - 1,
+        turn_position=torch.from_numpy(flat.turn_position[mask]).long(),
+        behaviour=torch.from_numpy(flat.behaviour_logprobs[mask]),
         reference=reference,
         sampling=trajectory.sampling,
         pixels=tuple(pixels),
         grids=tuple(image.grid for image in trajectory.images),
-        prompt_images=sum(len(turn.images) for turn in prompt),
-        advantage=_of_turns(item) if item.turns else item.advantage,
+        prompt_images=_prompt_images(trajectory),
+        advantage=_turn_advantages(item) if item.turns else item.advantage,
         streams=item.streams,
         group_tokens=item.group_tokens,
         part_of=item.part_of,
@@ -228,9 +218,20 @@ def make_sample(
     )
 
 
-def _of_turns(item: TrainItem) -> Tensor:
-    """[N] float32: each sampled token has its turn's advantage."""
-    lengths = [len(turn.token_ids) for turn in item.trajectory.sampled_turns]
+def _prompt_images(trajectory: Trajectory) -> int:
+    """Number of images before the first sampled token."""
+    images = 0
+    for turn in trajectory.turns:
+        # A sampled turn without tokens predicts nothing, so the prompt continues after it.
+        if turn.sampled and turn.token_ids:
+            break
+        images += len(turn.images)
+    return images
+
+
+def _turn_advantages(item: TrainItem) -> Tensor:
+    """[N] float32: the advantage of each sampled token's turn."""
+    lengths = _turn_lengths(item.trajectory)
     if len(lengths) != len(item.turns):
         raise ValueError(
             f"trajectory {item.trajectory.id}: {len(item.turns)} advantages for {len(lengths)}"
@@ -239,25 +240,33 @@ def _of_turns(item: TrainItem) -> Tensor:
     return torch.tensor(item.turns, dtype=torch.float32).repeat_interleave(torch.tensor(lengths))
 
 
+def _turn_lengths(trajectory: Trajectory) -> list[int]:
+    """Number of tokens of each sampled turn."""
+    return [len(turn.token_ids) for turn in trajectory.sampled_turns]
+
+
 def _check_sampled(trajectory: Trajectory, flat: FlatTrajectory) -> None:
     if flat.loss_mask[:1].any():
         raise ValueError(
             f"trajectory {trajectory.id}: its first token is a sampled one, no context predicts it"
         )
     sampling = trajectory.sampling
-    tokens, positions = flat.token_ids[flat.loss_mask], flat.turn_position[flat.loss_mask]
-    too_early = (positions < sampling.min_tokens) & _among(tokens, sampling.end_tokens)
-    wrong = np.flatnonzero(_among(tokens, sampling.banned_tokens) | too_early)
-    if len(wrong):
+    tokens = flat.token_ids[flat.loss_mask]
+    positions = flat.turn_position[flat.loss_mask]
+    ends_too_early = (positions < sampling.min_tokens) & _among(tokens, sampling.end_tokens)
+    errors = np.flatnonzero(_among(tokens, sampling.banned_tokens) | ends_too_early)
+    if len(errors):
+        first = errors[0]
         raise ValueError(
-            f"trajectory {trajectory.id}: sampled token {tokens[wrong[0]]} at position"
-            f" {positions[wrong[0]]} of its turn is one that its Sampling bans (banned_tokens, or"
+            f"trajectory {trajectory.id}: sampled token {tokens[first]} at position"
+            f" {positions[first]} of its turn is one that its Sampling bans (banned_tokens, or"
             " end_tokens before min_tokens)"
         )
 
 
 def _check_kept(trajectory: Trajectory, flat: FlatTrajectory) -> None:
-    sampling, tokens = trajectory.sampling, flat.token_ids[flat.loss_mask]
+    sampling = trajectory.sampling
+    tokens = flat.token_ids[flat.loss_mask]
     if sampling.most_kept is None or not len(tokens):
         return
     limits = (
@@ -269,25 +278,27 @@ def _check_kept(trajectory: Trajectory, flat: FlatTrajectory) -> None:
             f"{limits} its engine returned {len(rows)} sets of kept tokens for {len(tokens)}"
             " sampled tokens"
         )
-    wrong = np.flatnonzero(~(rows == tokens[:, None]).any(1))
-    if len(wrong):
-        at = int(flat.turn_position[flat.loss_mask][wrong[0]])
+    errors = np.flatnonzero(~(rows == tokens[:, None]).any(1))
+    if len(errors):
+        first = errors[0]
+        position = int(flat.turn_position[flat.loss_mask][first])
         raise ValueError(
-            f"{limits} sampled token {tokens[wrong[0]]} at position {at} of its turn is none of the"
-            " kept tokens"
+            f"{limits} sampled token {tokens[first]} at position {position} of its turn is none of"
+            " the kept tokens"
         )
 
 
 def _among(tokens: npt.NDArray[np.int64], ids: TokenIds) -> npt.NDArray[np.bool_]:
-    """Which of the ``tokens`` [N] are one of ``ids``."""
-    table = _table(ids)
+    """[N] bool: which of the ``tokens`` [N] are one of ``ids``."""
+    table = _membership_table(ids)
     return table[np.minimum(tokens, len(table) - 1)]
 
 
 @lru_cache(maxsize=64)
-def _table(ids: TokenIds) -> npt.NDArray[np.bool_]:
-    """By token id, whether it is one of ``ids``; the last element, which is not, stands for all
-    higher ones.
+def _membership_table(ids: TokenIds) -> npt.NDArray[np.bool_]:
+    """By token id, whether it is one of ``ids``.
+
+    The last element is False and stands for all higher ids.
     """
     table: npt.NDArray[np.bool_] = np.zeros(max(ids, default=-1) + 2, np.bool_)
     table[list(ids)] = True
@@ -295,40 +306,45 @@ def _table(ids: TokenIds) -> npt.NDArray[np.bool_]:
 
 
 def segmented(mini_batches: Sequence[Sequence[TrainItem]]) -> list[list[TrainItem]]:
-    """Returns an item per segment, with the trajectory's advantage and the segment's part of the
-    reference log-probs. A trajectory of several mini-batches has the same segments, as objects, in
-    all of them. Raises ValueError when there is not one reference log-prob per sampled token, or
-    not one advantage per sampled turn.
+    """Returns an item per segment of each trajectory.
+
+    It has the trajectory's advantage and the segment's part of the reference log-probs. A
+    trajectory of several mini-batches has the same segments, as objects, in all of them. Raises
+    ValueError when there is not one reference log-prob per sampled token, or not one advantage per
+    sampled turn.
     """
     # ``segments`` makes new objects at each call; epochs share these, so that each is scored once.
-    known = {
-        id(item.trajectory): item.trajectory.segments for items in mini_batches for item in items
+    segments = {
+        id(item.trajectory): item.trajectory.segments for item in itertools.chain(*mini_batches)
     }
-    return [
-        [
-            part
-            for number, item in enumerate(items)
-            for part in _parts(item, number, known[id(item.trajectory)])
-        ]
-        for items in mini_batches
-    ]
+    batches: list[list[TrainItem]] = []
+    for items in mini_batches:
+        batches.append([])
+        for number, item in enumerate(items):
+            batches[-1] += _segment_items(item, number, segments[id(item.trajectory)])
+    return batches
 
 
 def by_segment(
     trajectories: Sequence[Trajectory],
     score: Callable[[list[Trajectory]], Sequence[npt.NDArray[np.float32]]],
 ) -> list[npt.NDArray[np.float32]]:
-    """Calls ``score`` with all segments at once, and returns one array [sampled_tokens] per
-    trajectory.
+    """Scores all segments with one call of ``score``.
+
+    Returns one array [sampled_tokens] per trajectory.
     """
     segments = [trajectory.segments for trajectory in trajectories]
     # All segments go in one call: scoring is collective, and packs short ones together.
-    scored = iter(score([segment for parts in segments for segment in parts]))
-    return [np.concatenate([next(scored) for _ in parts]) for parts in segments]
+    scores = iter(score(list(itertools.chain(*segments))))
+    arrays: list[npt.NDArray[np.float32]] = []
+    for parts in segments:
+        arrays.append(np.concatenate([next(scores) for _ in parts]))
+    return arrays
 
 
 TurnGaps = tuple[tuple[float, float] | None, ...]
-"""Of each sampled turn, mean and largest |difference| of the engine's and the trainer's log-probs;
+"""Per sampled turn, mean and largest |log-prob difference| of engine and trainer.
+
 None where none was computed.
 """
 
@@ -340,42 +356,52 @@ def turn_gaps(
 ) -> dict[TrajectoryId, TurnGaps]:
     """By trajectory, from the |differences| [N] on the CPU by the ``id`` of each sample.
 
-    ``mini_batches`` as ``segmented``.
+    ``mini_batches`` as ``segmented`` returns them.
     """
-    found, known = dict[TrajectoryId, TurnGaps](), set[int]()
+    gaps: dict[TrajectoryId, TurnGaps] = {}
+    segments: set[int] = set()
     for item, sample in zip(itertools.chain(*mini_batches), itertools.chain(*samples), strict=True):
-        if id(item.trajectory) not in known:  # once in several epochs
-            known.add(id(item.trajectory))
-            lengths, gaps = (
-                [len(turn.token_ids) for turn in item.trajectory.sampled_turns],
-                differences.get(id(sample)),
-            )
-            parts = [None] * len(lengths) if gaps is None else gaps.split(lengths)
-            turns = (
-                None if part is None or not len(part) else (float(part.mean()), float(part.max()))
-                for part in parts
-            )
-            found[item.trajectory.id] = (*found.get(item.trajectory.id, ()), *turns)
-    return found
+        # With several epochs a segment comes again; the first one counts.
+        if id(item.trajectory) in segments:
+            continue
+        segments.add(id(item.trajectory))
+        lengths = _turn_lengths(item.trajectory)
+        difference = differences.get(id(sample))
+        if difference is None:
+            turns: list[tuple[float, float] | None] = [None] * len(lengths)
+        else:
+            turns = [_mean_and_max(turn) for turn in difference.split(lengths)]
+        gaps[item.trajectory.id] = (*gaps.get(item.trajectory.id, ()), *turns)
+    return gaps
 
 
-def _parts(item: TrainItem, number: int, segments: Sequence[Trajectory]) -> list[TrainItem]:
+def _mean_and_max(values: Tensor) -> tuple[float, float] | None:
+    return (float(values.mean()), float(values.max())) if len(values) else None
+
+
+def _segment_items(item: TrainItem, number: int, segments: Sequence[Trajectory]) -> list[TrainItem]:
+    """Returns a copy of ``item`` for each segment; ``number``: the trajectory's in the update."""
     if len(segments) == 1:
         return [dataclasses.replace(item, trajectory=segments[0], part_of=number)]
-    lengths = [[len(turn.token_ids) for turn in segment.sampled_turns] for segment in segments]
+    lengths = [_turn_lengths(segment) for segment in segments]
     ends = np.cumsum([sum(turns) for turns in lengths])
     references: Sequence[Any] = [None] * len(segments)
     if item.reference is not None:
         if len(item.reference) != ends[-1]:
-            what = f"{len(item.reference)} reference log-probs for {ends[-1]} sampled tokens"
-            raise ValueError(f"trajectory {item.trajectory.id}: {what}")
+            raise ValueError(
+                f"trajectory {item.trajectory.id}: {len(item.reference)} reference log-probs for"
+                f" {ends[-1]} sampled tokens"
+            )
         references = np.split(np.asarray(item.reference), ends[:-1])
-    if item.turns and len(item.turns) != sum(map(len, lengths)):
-        what = f"{len(item.turns)} advantages for {sum(map(len, lengths))} sampled turns"
-        raise ValueError(f"trajectory {item.trajectory.id}: {what}")
-    # Advantages of turns are in the order of all turns, so each segment takes its own in turn.
+    turn_count = sum(map(len, lengths))
+    if item.turns and len(item.turns) != turn_count:
+        raise ValueError(
+            f"trajectory {item.trajectory.id}: {len(item.turns)} advantages for {turn_count}"
+            " sampled turns"
+        )
+    # The advantages are in the order of all turns, so each segment takes the next ones.
     turns = iter(item.turns)
-    credits = [tuple(itertools.islice(turns, len(own))) for own in lengths]
+    credits = [tuple(itertools.islice(turns, len(segment))) for segment in lengths]
     return [
         dataclasses.replace(
             item,

@@ -1,5 +1,6 @@
-"""Alarms about a policy that collapses: its entropy or its answers shrink, or the rewards of its
-groups become equal.
+"""Alarms about a policy that collapses.
+
+Its entropy or its answers shrink, or the rewards of its groups become equal.
 """
 
 from collections import deque
@@ -56,9 +57,14 @@ Alarm = tuple[float, Limit, str]
 """The watched value, its limits, and a sentence that says what the value means."""
 
 
-ENTROPY, LENGTH, DONE = "actor/entropy", "response_length/mean", "end_reason/done"
-EQUAL, RIGHT, WRONG = "rollout/equal_rewards", "rollout/all_right", "rollout/all_wrong"
-STATES, PAID = "rollout/shared_states", "rollout/paid_at_max_turns"
+ENTROPY = "actor/entropy"
+LENGTH = "response_length/mean"
+DONE = "end_reason/done"
+EQUAL = "rollout/equal_rewards"
+RIGHT = "rollout/all_right"
+WRONG = "rollout/all_wrong"
+STATES = "rollout/shared_states"
+PAID = "rollout/paid_at_max_turns"
 SETTINGS = {
     ENTROPY: "entropy",
     LENGTH: "response_length",
@@ -70,14 +76,16 @@ SETTINGS = {
 }
 """Watched metric -> the setting with its limits."""
 
-OPEN = "A lower policy.optimizer.lr, policy.loss.entropy_coef or a KL term keep it open"
-HALF = 0.5
-"""Share of the first steps' entropy below which a policy without groups to train on counts as
-collapsed.
+ENTROPY_ADVICE = "A lower policy.optimizer.lr, policy.loss.entropy_coef or a KL term keep it open"
+COLLAPSED_SHARE = 0.5
+"""Share of the first steps' entropy below which a policy has collapsed.
+
+It counts where there are no groups to train on.
 """
 STEPS = 5
-"""Steps of a mean, and number of first steps that lengths and entropies are compared with: one odd
-batch is no collapse.
+"""Steps of a mean, and number of first steps with which lengths and entropies are compared.
+
+One odd batch is not a collapse.
 """
 
 
@@ -85,9 +93,10 @@ class CollapseSettings(SettingsModel):
     """Limits of means over the last five steps. docs/choosing_settings.md explains the defaults."""
 
     entropy: Floor = Floor(warn=0.05)
-    """Entropy of the policy, as a share of what the run's first five steps had: near 0 all samples
-    of a group are the same. Lower ``warn`` where answers are to become certain. Five steps without
-    a gradient count as 0.
+    """Entropy of the policy, as a share of that of the run's first five steps.
+
+    Near 0 all samples of a group are the same. Lower ``warn`` where answers are to become certain.
+    Five steps without a gradient count as 0.
     """
     response_length: Floor = Floor(warn=0.6)
     """Sampled tokens per answer, as a share of the run's first five steps'.
@@ -95,13 +104,15 @@ class CollapseSettings(SettingsModel):
     Lower ``warn`` where answers should become shorter.
     """
     completed: Floor = Floor(warn=0.3)
-    """Share of trajectories that the policy ended itself (``end_reason/done``), by an answer or its
-    last action, or that the environment paid at their last turn; the others ran out of turns or
-    tokens, or broke off. Lower it for tasks that few attempts finish.
+    """Share of trajectories that the policy ended itself or the environment paid at the last turn.
+
+    The policy ends a trajectory (``end_reason/done``) by an answer or its last action; the others
+    ran out of turns or tokens, or broke off. Lower it for tasks that few attempts finish.
     """
     equal_groups: Limit = Limit(warn=0.9)
-    """Share of groups whose advantages are all 0, as where rewards are all equal: they have no
-    gradient. Lower ``warn`` when generation costs most.
+    """Share of groups whose advantages are all 0, as where rewards are all equal.
+
+    They have no gradient. Lower ``warn`` when generation costs most.
     """
     all_right: Limit = Limit(warn=0.8)
     """Share of groups of which every answer is right (reward 1 or above): the rows are too easy.
@@ -114,13 +125,17 @@ class CollapseSettings(SettingsModel):
     Raise it where success is rare.
     """
     shared_states: ClassVar[Floor] = Floor(warn=1e-9)
-    """Of turns that share their state with another one of the group, for an advantage that compares
-    these.
+    """Share of turns that began at the state of another turn of the group.
+
+    It is watched for an advantage that compares such turns.
     """
 
 
 class Collapse:
-    """Watches the metrics of steps: ``step`` takes them and returns name of the setting -> alarm."""
+    """Watches the metrics of steps for a collapse.
+
+    ``step`` takes them and returns name of the setting -> alarm.
+    """
 
     def __init__(self, settings: CollapseSettings, *, compares_states: bool = False) -> None:
         """``compares_states``: the advantage is between turns that began at the same state."""
@@ -145,11 +160,11 @@ class Collapse:
                 first.append(metrics[name])
         if len(self._last) < STEPS:
             return {}
-        alarms = {
-            SETTINGS[name]: self._alarm(name, known)
-            for name in self._watched
-            if (known := self._known(name))
-        }
+        alarms: dict[str, Alarm] = {}
+        for name in self._watched:
+            values = self._recent_values(name)
+            if values:
+                alarms[SETTINGS[name]] = self._alarm(name, values)
         text = (
             f"none of the last {STEPS} steps had a trajectory with gradient: nothing is learned,"
             " and its entropy is unknown"
@@ -157,50 +172,58 @@ class Collapse:
         # A measured entropy replaces this entry; without one no trajectory had a gradient.
         return {"entropy": (0.0, self._settings.entropy, text)} | alarms
 
-    def _known(self, name: str) -> list[float]:
+    def _recent_values(self, name: str) -> list[float]:
         """Returns the values of a metric in the last steps that have it."""
-        paid = PAID if name == DONE else ""
-        return [metrics[name] + metrics.get(paid, 0.0) for metrics in self._last if name in metrics]
+        # Trajectories that the environment paid at their last turn are completed, too.
+        addend = PAID if name == DONE else ""
+        return [
+            metrics[name] + metrics.get(addend, 0.0) for metrics in self._last if name in metrics
+        ]
 
-    def _alarm(self, name: str, known: Sequence[float]) -> Alarm:
-        watched = self._share(name, mean(known)) if name in self.first else mean(known)
-        return watched, getattr(self._settings, SETTINGS[name]), self._text(name, known)
+    def _alarm(self, name: str, values: Sequence[float]) -> Alarm:
+        value = mean(values)
+        if name in self.first:
+            value = self._share_of_first(name, value)
+        return value, getattr(self._settings, SETTINGS[name]), self._text(name, values)
 
     def cause(self, learning_rate: float) -> str:
-        """A sentence on entropy and learning rate, for a run that ends without gradients; empty
-        unless the entropy has halved.
+        """A sentence on entropy and learning rate, for a run that ends without gradients.
+
+        It is empty unless the entropy has halved.
         """
-        known = self._known(ENTROPY)
-        if not known or self._share(ENTROPY, mean(known)) >= HALF:
+        values = self._recent_values(ENTROPY)
+        if not values or self._share_of_first(ENTROPY, mean(values)) >= COLLAPSED_SHARE:
             return ""
         return (
-            f"{self._certain(known)}: it has collapsed. The learning rate is {learning_rate:g}."
-            f" {OPEN}."
+            f"{self._entropy_text(values)}: it has collapsed. The learning rate is"
+            f" {learning_rate:g}. {ENTROPY_ADVICE}."
         )
 
-    def _certain(self, known: Sequence[float]) -> str:
-        now, before = (
-            f"{mean(known):.2g} nats per token, {_mean_of(known)}",
-            mean(self.first[ENTROPY]),
+    def _entropy_text(self, values: Sequence[float]) -> str:
+        first = mean(self.first[ENTROPY])
+        return (
+            f"the policy's entropy is {mean(values):.2g} nats per token, {_mean_of(values)}, and"
+            f" was {first:.2g} at first"
         )
-        return f"the policy's entropy is {now}, and was {before:.2g} at first"
 
-    def _share(self, name: str, value: float) -> float:
-        """Returns ``value`` as a share of the first steps' mean; 1 where an older checkpoint lacks
-        that mean.
+    def _share_of_first(self, name: str, value: float) -> float:
+        """Returns ``value`` as a share of the first steps' mean.
+
+        1 where an older checkpoint lacks that mean.
         """
-        before = mean(self.first[name]) if self.first[name] else 0.0
-        return value / before if before else 1.0
+        first = mean(self.first[name]) if self.first[name] else 0.0
+        return value / first if first else 1.0
 
-    def _text(self, name: str, known: Sequence[float]) -> str:
-        """Returns a sentence that says what the mean of a metric's values means."""
-        value = mean(known)
+    def _text(self, name: str, values: Sequence[float]) -> str:
+        """Returns a sentence that explains the mean of a metric's values."""
+        value = mean(values)
         if name == ENTROPY:
-            return f"{self._certain(known)}: it gives the same answer again and again. {OPEN}"
+            text = self._entropy_text(values)
+            return f"{text}: it gives the same answer again and again. {ENTROPY_ADVICE}"
         if name == LENGTH:
-            before = mean(self.first[LENGTH])
+            first = mean(self.first[LENGTH])
             return (
-                f"answers have {value:.0f} tokens, {_mean_of(known)}, and had {before:.0f} at"
+                f"answers have {value:.0f} tokens, {_mean_of(values)}, and had {first:.0f} at"
                 " first: look at what is left"
             )
         if name == DONE:
@@ -213,17 +236,17 @@ class Collapse:
         if name == STATES:
             return (
                 "no turn after the first shared its state with another one of its group,"
-                f" {_mean_of(known)}: gigpo has nothing to compare there. A clock, a counter or an"
+                f" {_mean_of(values)}: gigpo has nothing to compare there. A clock, a counter or an"
                 " animation on the screen makes every state another one: hide it, or take"
                 " advantage.kind: turns"
             )
-        means = {
+        meanings = {
             EQUAL: "advantages that are all 0: they teach nothing",
             RIGHT: "only right answers: take harder rows",
             WRONG: "only wrong answers: take easier rows first",
         }
-        return f"{value:.0%} of the last {STEPS} steps' groups have {means[name]}"
+        return f"{value:.0%} of the last {STEPS} steps' groups have {meanings[name]}"
 
 
-def _mean_of(known: Sequence[float]) -> str:
-    return f"mean of {len(known)} steps" if len(known) > 1 else "of a single step"
+def _mean_of(values: Sequence[float]) -> str:
+    return f"mean of {len(values)} steps" if len(values) > 1 else "of a single step"

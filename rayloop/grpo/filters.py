@@ -1,5 +1,6 @@
-"""Filters take members out of groups: by ``kind``, each with a line in ``FilterSettings``, or your
-own by ``use``. No torch.
+"""Filters take members out of groups: by ``kind``, or custom ones by ``use``.
+
+Each kind has a line in ``FilterSettings``. No torch.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,10 +18,12 @@ class Filter(Protocol):
     """Takes members out of a group before it competes for a step (docs/algorithm.md, section 4)."""
 
     def refused(self, group: Group) -> Mapping[int, str]:
-        """Position in ``group.members`` -> the reason under which it is counted
-        (``filtered/<reason>``). Only of kept members; all of these are scored and have an
-        advantage. Every filter sees the group as it was before the first one, so none depends on
-        the place of another. It must not depend on anything but the group, nor change it.
+        """Position in ``group.members`` -> the reason under which it is counted.
+
+        The metric is ``filtered/<reason>``. Only kept members may be refused; all of these are
+        scored and have an advantage. Every filter sees the group as it was before the first one, so
+        none depends on the place of another. It must not depend on anything but the group, nor
+        change it.
         """
 
 
@@ -42,18 +45,17 @@ class MemberFilter(SettingsModel):
         }
 
 
-RIGHT, WRONG = 1.0, 0.0
-"""Rewards from which an equal group is counted as all right, and down to which as all wrong.
-
-Only the counts differ.
-"""
+RIGHT = 1.0
+"""Reward from which an equal group is counted as all right; only the counts differ."""
+WRONG = 0.0
+"""Reward up to which an equal group is counted as all wrong; only the counts differ."""
 
 
 class EqualRewards(SettingsModel):
     """Group filter: a group without contrast, whose advantages are all 0, teaches nothing.
 
-    With most kinds of advantage that is one of equal rewards; gdpo, gigpo and turns find more in
-    it. Counted as all_right, all_wrong or all_equal.
+    With most kinds of advantage that is a group of equal rewards, in which gdpo, gigpo and turns
+    may still find a contrast. Counted as all_right, all_wrong or all_equal.
     """
 
     kind: Literal["equal_rewards"] = "equal_rewards"
@@ -61,14 +63,15 @@ class EqualRewards(SettingsModel):
     def refused(self, group: Group) -> Mapping[int, str]:
         """All kept members, or none. A lone sample has nothing to be equal to, and stays."""
         reason = without_contrast(group.kept)
-        return (
-            {i: reason for i, member in enumerate(group.members) if member.kept} if reason else {}
-        )
+        if not reason:
+            return {}
+        return {i: reason for i, member in enumerate(group.members) if member.kept}
 
 
 def without_contrast(members: Sequence[Member]) -> str:
-    """all_right, all_wrong or all_equal when no policy gradient follows from any of these members
-    of a group; "" when one does, and where the advantage leaves the policy gradient out. Raises
+    """all_right, all_wrong or all_equal when these members of a group have no policy gradient.
+
+    "" when one of them has, and where the advantage leaves the policy gradient out. Raises
     ValueError for a member without an advantage.
     """
     credits = [member.credit for member in members if member.credit is not None]
@@ -99,8 +102,9 @@ class ToolImage(MemberFilter):
 
 
 class ImagesConsistent(MemberFilter):
-    """Keep trajectories whose image tokens and images agree (PyVision's
-    ``vtoken_images_num_consis``).
+    """Keep trajectories whose image tokens and images agree.
+
+    It is PyVision's ``vtoken_images_num_consis``.
     """
 
     kind: Literal["images_consistent"] = "images_consistent"
@@ -115,7 +119,7 @@ class MaxLength(MemberFilter):
 
     kind: Literal["max_length"] = "max_length"
     tokens: int = Field(128_000, gt=0)
-    """Of the whole trajectory, prompt included.
+    """Limit of the whole trajectory, prompt included.
 
     Lower it when a few long trajectories take the memory.
     """
@@ -138,14 +142,15 @@ class KeepEndReasons(MemberFilter):
 
 
 class Overlong(MemberFilter):
-    """Keep trajectories none of whose turns was cut at a limit of tokens (overlong filtering of
-    DAPO, arXiv:2503.14476).
+    """Keep trajectories none of whose turns was cut at a limit of tokens.
+
+    It is the overlong filtering of DAPO, arXiv:2503.14476.
     """
 
     kind: Literal["overlong"] = "overlong"
 
     def keeps(self, member: Member) -> bool:
-        """True when every sampled turn ended by itself."""
+        """True when no sampled turn was cut."""
         return not member.summary.cut
 
 
@@ -169,8 +174,8 @@ class OwnFilter:
 
     def __init__(self, component: Component) -> None:
         self._use = component.use
-        made = component.build()
-        self._refused: Callable[[Group], Any] = made.refused if hasattr(made, "refused") else made
+        custom = component.build()
+        self._refused: Callable[[Group], Any] = getattr(custom, "refused", custom)
 
     def refused(self, group: Group) -> Mapping[int, str]:
         """Returns the filter's answer.
@@ -179,24 +184,25 @@ class OwnFilter:
         """
         try:
             # A foreign filter may return any mapping, and raise anything.
-            found = dict(self._refused(group))
+            refused = dict(self._refused(group))
         except Exception as error:
             raise FilterBroken(
                 f"the filter {self._use} raised on group {group.number} (task {group.task.id}):"
                 f" {type(error).__name__}: {error}"
             ) from error
-        kept = {i for i, member in enumerate(group.members) if member.kept}
-        wrong = {
-            i: why
-            for i, why in found.items()
-            if i not in kept or not isinstance(why, str) or not why
-        }
-        if wrong:
+        positions = {i for i, member in enumerate(group.members) if member.kept}
+        errors: dict[Any, Any] = {}
+        for position, reason in refused.items():
+            has_reason = isinstance(reason, str) and reason
+            if position not in positions or not has_reason:
+                errors[position] = reason
+        if errors:
             raise FilterBroken(
-                f"the filter {self._use} refused {wrong!r:.200} of group {group.number}: return a"
-                f" mapping from positions of kept members (here {sorted(kept)}) to a reason each"
+                f"the filter {self._use} refused {errors!r:.200} of group {group.number}: return a"
+                f" mapping from positions of kept members (here {sorted(positions)}) to a reason"
+                " each"
             )
-        return found
+        return refused
 
 
 FILTER = Role(
@@ -224,8 +230,10 @@ FilterSettings = Annotated[
 
 
 def build_filters(filters: Iterable[FilterSettings]) -> tuple[Filter, ...]:
-    """What ``apply_filters`` takes.
+    """The filters for ``apply_filters``.
 
-    Raises ConfigError, pydantic.ValidationError for a filter of your own.
+    Raises ConfigError, pydantic.ValidationError for a custom filter.
     """
-    return tuple(OwnFilter(named) if isinstance(named, Component) else named for named in filters)
+    return tuple(
+        OwnFilter(settings) if isinstance(settings, Component) else settings for settings in filters
+    )

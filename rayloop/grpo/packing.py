@@ -1,8 +1,9 @@
 """Cuts a rank's trajectories into micro-batches, and packs each into one row. Deterministic."""
 
 import dataclasses
-import itertools
 from collections.abc import Hashable, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,33 +17,37 @@ from rayloop.grpo.losses.surrogates import Elsewhere
 def micro_batches(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...], ...]:
     """Indices into ``lengths`` (tokens), grouped so that each group has at most ``budget`` tokens.
 
-    First-fit decreasing; a sample longer than the budget gets a group of its own. Every index
-    occurs once.
+    First-fit decreasing; a sample longer than the budget gets a separate group. Every index occurs
+    once.
     """
     groups: list[list[int]] = []
     room: list[int] = []
     # Ties go by index: a resume must repeat the micro-batches bit for bit.
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        fits = next((i for i, left in enumerate(room) if lengths[index] <= left), None)
-        if fits is None:
+        length = lengths[index]
+        first_fit = next((i for i, tokens in enumerate(room) if length <= tokens), None)
+        if first_fit is None:
             groups.append([index])
-            room.append(budget - lengths[index])
+            room.append(budget - length)
         else:
-            groups[fits].append(index)
-            room[fits] -= lengths[index]
+            groups[first_fit].append(index)
+            room[first_fit] -= length
     return tuple(tuple(sorted(group)) for group in groups)
 
 
 def prompt_groups(samples: Sequence[TrainSample], budget: int) -> list[list[TrainSample]]:
-    """The samples by common prompt; each group has at most ``budget`` tokens when its prompt counts
-    once, or is alone.
+    """The samples by common prompt.
+
+    Each group has at most ``budget`` tokens when its prompt counts once, or has one sample.
     """
     groups: list[list[TrainSample]] = []
     latest: dict[Hashable, list[TrainSample]] = {}
     for sample in samples:
-        group = latest.get(_prompt(sample))
+        prompt = _prompt(sample)
+        group = latest.get(prompt)
         if group is None or packed_length([*group, sample]) > budget:
-            group = latest[_prompt(sample)] = []
+            group = []
+            latest[prompt] = group
             groups.append(group)
         group.append(sample)
     return groups
@@ -50,15 +55,15 @@ def prompt_groups(samples: Sequence[TrainSample], budget: int) -> list[list[Trai
 
 def _prompt(sample: TrainSample) -> Hashable:
     """Equal for samples whose tokens and images before the first sampled token are the same."""
-    # Image tokens are the same for all images, so the
-    # images count as well, by their shared futures.
+    # Image tokens are the same for all images, so the images
+    # are compared as well; a shared image is the same future.
     images = tuple(id(pixels) for pixels in sample.pixels[: sample.prompt_images])
     return sample.token_ids[: sample.prompt_length].numpy().tobytes(), images
 
 
 def packed_length(group: Sequence[TrainSample]) -> int:
     """Tokens of samples with one common prompt, which counts once."""
-    # A group has one prompt, so that of its first sample stands for all.
+    # A group has one prompt, so the prompt of its first sample stands for all.
     return group[0].prompt_length + sum(sample.length - sample.prompt_length for sample in group)
 
 
@@ -69,109 +74,154 @@ def pack(
     share_prompts: bool = False,
     image_token: int | None = None,
 ) -> Batch:
-    """One row of all samples, in order; attention stays within a sample because row 0 of the
-    position ids restarts at each. ``share_images``: an image of several samples (the same Future)
-    is in the batch once. ``share_prompts``: a sample lacks its prompt if the sample before it has
-    the same one, and starts at the position after it. Raises ValueError when the samples do not
-    agree on what may be sampled, and the errors of their images.
+    """Packs all samples into one row, in order.
+
+    Attention stays within a sample because row 0 of the position ids restarts at each.
+    ``share_images``: an image of several samples (the same Future) is in the batch once.
+    ``share_prompts``: a sample lacks its prompt if the sample before it has the same one, and
+    starts at the position after it. Raises ValueError when the samples do not agree on what may be
+    sampled, and the errors of their images.
     """
     if not samples:
         raise ValueError("nothing to pack: a micro-batch needs at least one sample")
     if share_prompts:
         samples = _without_repeated_prompts(samples)
-    counts = [s.predict.numel() for s in samples]
-    predicting = [s for s in samples if s.predict.numel()]
-    sampling = _common_sampling(predicting)
-
-    def per_token(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).repeat_interleave(torch.tensor(counts))
-
-    ban_end = torch.cat([s.turn_position for s in samples]) < per_token(
-        [s.sampling.min_tokens for s in samples], torch.int64
-    )
-    end_tokens = sampling.end_tokens if ban_end.any() else ()
-    images = [pair for s in samples for pair in zip(s.pixels, s.grids, strict=True)]
-    keys = [id(pixels) if share_images else i for i, (pixels, _) in enumerate(images)]
-    distinct = dict(zip(keys, images, strict=True))
-    order = {key: i for i, key in enumerate(distinct)}
-    token_ids = torch.cat([s.token_ids for s in samples])
-    position_ids = torch.cat([s.position_ids for s in samples], dim=1)
+    # Samples that predict nothing need no log-probs.
+    predicting = [sample for sample in samples if sample.predict.numel()]
+    counts = torch.tensor([sample.predict.numel() for sample in samples])  # [S], N in total
+    token_ids = torch.cat([sample.token_ids for sample in samples])  # [T]
+    position_ids = torch.cat([sample.position_ids for sample in samples], dim=1)  # [R, T]
     return Batch(
         token_ids=token_ids[None],
         position_ids=position_ids[:, None],
         starts=position_ids[:1],
-        pixel_values=(
-            torch.cat([pixels.result() for pixels, _ in distinct.values()]) if images else None
-        ),
-        image_grid=torch.tensor([grid for _, grid in distinct.values()]) if images else None,
-        image_index=torch.tensor([order[key] for key in keys]) if images else None,
-        image_places=(
-            (token_ids == image_token).nonzero()[:, 0]
-            if images and image_token is not None
-            else None
-        ),
-        predict=torch.cat(_predict(samples)),
-        targets=torch.cat([s.targets for s in samples]),
-        segment=per_token(range(len(samples)), torch.int64),
-        behaviour=torch.cat([s.behaviour for s in samples]),
-        advantage=(
-            torch.cat([s.advantages for s in samples])
-            if any(isinstance(s.advantage, Tensor) for s in samples)
-            else per_token([s.advantage for s in samples], torch.float32)
-        ),
-        rl=per_token([s.streams.rl for s in samples], torch.float32),
-        ref_kl=per_token([s.streams.ref_kl for s in samples], torch.float32),
-        ce=per_token([s.streams.ce for s in samples], torch.float32),
-        group_tokens=per_token(
-            [s.group_tokens or n for s, n in zip(samples, counts, strict=True)], torch.int64
-        ),
-        trajectory_tokens=per_token(
-            [s.trajectory_tokens or n for s, n in zip(samples, counts, strict=True)], torch.int64
-        ),
+        **_sampling_fields(samples, predicting, counts),
+        **_image_fields(samples, token_ids, image_token, share_images),
+        **_prediction_fields(samples, counts),
+        **_loss_fields(samples, counts),
         chosen=_all_or_none([s.chosen for s in predicting], "chosen tokens"),
         elsewhere=_elsewhere(samples),
         reference=_all_or_none([s.reference for s in predicting], "reference log-probs"),
         old=_all_or_none([s.old for s in predicting], "old log-probs"),
-        on_policy=per_token([s.on_policy for s in samples], torch.bool),
-        lag=per_token([s.lag for s in samples], torch.int64),
-        # Greedy samples have temperature 0: their log-probs are those at 1.
-        temperature=per_token([s.sampling.temperature or 1.0 for s in samples], torch.float32),
-        ban_end=ban_end,
-        banned_tokens=torch.tensor(sampling.banned_tokens, dtype=torch.int64),
-        end_tokens=torch.tensor(end_tokens, dtype=torch.int64),
         kept=_kept(predicting),
     )
 
 
+def _sampling_fields(
+    samples: Sequence[TrainSample], predicting: Sequence[TrainSample], counts: Tensor
+) -> dict[str, Any]:
+    """The fields that say which tokens could be sampled, and at which temperature."""
+    sampling = _common_sampling(predicting)
+    turn_position = torch.cat([s.turn_position for s in samples])
+    min_tokens = _per_token([s.sampling.min_tokens for s in samples], counts, torch.int64)
+    ban_end = turn_position < min_tokens
+    end_tokens = sampling.end_tokens if ban_end.any() else ()
+    # Greedy samples have temperature 0: their log-probs are those at 1.
+    temperatures = [s.sampling.temperature or 1.0 for s in samples]
+    return {
+        "temperature": _per_token(temperatures, counts, torch.float32),  # [N]
+        "ban_end": ban_end,  # [N]
+        "banned_tokens": torch.tensor(sampling.banned_tokens, dtype=torch.int64),  # [b]
+        "end_tokens": torch.tensor(end_tokens, dtype=torch.int64),  # [e]
+    }
+
+
+def _image_fields(
+    samples: Sequence[TrainSample],
+    token_ids: Tensor,
+    image_token: int | None,
+    share_images: bool,
+) -> dict[str, Any]:
+    """The fields of the row's m images, n of them distinct; None where it has no images."""
+    images: list[tuple[Future[Tensor], tuple[int, int, int]]] = []
+    for sample in samples:
+        images += zip(sample.pixels, sample.grids, strict=True)
+    if not images:
+        return dict.fromkeys(("pixel_values", "image_grid", "image_index", "image_places"))
+    keys = [id(pixels) if share_images else i for i, (pixels, _) in enumerate(images)]
+    distinct = dict(zip(keys, images, strict=True))
+    numbers = {key: number for number, key in enumerate(distinct)}
+    patches = [pixels.result() for pixels, _ in distinct.values()]
+    grids = [grid for _, grid in distinct.values()]
+    image_places = None
+    if image_token is not None:
+        image_places = (token_ids == image_token).nonzero()[:, 0]
+    return {
+        "pixel_values": torch.cat(patches),  # [P, D]
+        "image_grid": torch.tensor(grids),  # [n, 3]
+        "image_index": torch.tensor([numbers[key] for key in keys]),  # [m]
+        "image_places": image_places,  # [i]
+    }
+
+
+def _prediction_fields(samples: Sequence[TrainSample], counts: Tensor) -> dict[str, Tensor]:
+    """The fields of the sampled tokens, each [N]."""
+    return {
+        "predict": torch.cat(_predict(samples)),
+        "targets": torch.cat([s.targets for s in samples]),
+        "segment": _per_token(range(len(samples)), counts, torch.int64),
+        "behaviour": torch.cat([s.behaviour for s in samples]),
+        "on_policy": _per_token([s.on_policy for s in samples], counts, torch.bool),
+        "lag": _per_token([s.lag for s in samples], counts, torch.int64),
+    }
+
+
+def _loss_fields(samples: Sequence[TrainSample], counts: Tensor) -> dict[str, Tensor]:
+    """The fields that weigh each sampled token in the loss, each [N]."""
+    if any(isinstance(s.advantage, Tensor) for s in samples):
+        advantage = torch.cat([s.advantages for s in samples])
+    else:
+        advantage = _per_token([s.advantage for s in samples], counts, torch.float32)
+    group_tokens = [s.group_tokens or len(s.predict) for s in samples]
+    trajectory_tokens = [s.trajectory_tokens or len(s.predict) for s in samples]
+    return {
+        "advantage": advantage,
+        "rl": _per_token([s.streams.rl for s in samples], counts, torch.float32),
+        "ref_kl": _per_token([s.streams.ref_kl for s in samples], counts, torch.float32),
+        "ce": _per_token([s.streams.ce for s in samples], counts, torch.float32),
+        "group_tokens": _per_token(group_tokens, counts, torch.int64),
+        "trajectory_tokens": _per_token(trajectory_tokens, counts, torch.int64),
+    }
+
+
+def _per_token(values: Sequence[Any], counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """[N]: the value of each sample, ``counts`` [S] times."""
+    return torch.tensor(values, dtype=dtype).repeat_interleave(counts)
+
+
 def _without_repeated_prompts(samples: Sequence[TrainSample]) -> list[TrainSample]:
-    """The samples; those with the prompt of the one before them lack it, and predict from -1, its
-    last token, on.
-    """
-    prompts = [None, *(_prompt(sample) for sample in samples)]
-    return [
-        (
-            dataclasses.replace(
-                sample,
-                token_ids=sample.token_ids[sample.prompt_length :],
-                position_ids=sample.position_ids[:, sample.prompt_length :],
-                predict=sample.predict - sample.prompt_length,
-                pixels=sample.pixels[sample.prompt_images :],
-                grids=sample.grids[sample.prompt_images :],
-            )
-            if before == prompt
-            else sample
-        )
-        for sample, (before, prompt) in zip(samples, itertools.pairwise(prompts), strict=True)
-    ]
+    """The samples, of which each with the prompt of the one before it lacks it."""
+    packed: list[TrainSample] = []
+    previous: Hashable = None
+    for sample in samples:
+        prompt = _prompt(sample)
+        packed.append(_without_prompt(sample) if prompt == previous else sample)
+        previous = prompt
+    return packed
+
+
+def _without_prompt(sample: TrainSample) -> TrainSample:
+    """The sample without its prompt: it predicts from -1 on, which is the prompt's last token."""
+    return dataclasses.replace(
+        sample,
+        token_ids=sample.token_ids[sample.prompt_length :],
+        position_ids=sample.position_ids[:, sample.prompt_length :],
+        predict=sample.predict - sample.prompt_length,
+        pixels=sample.pixels[sample.prompt_images :],
+        grids=sample.grids[sample.prompt_images :],
+    )
 
 
 def _predict(samples: Sequence[TrainSample]) -> list[Tensor]:
-    """Where in the row of all ``samples`` the hidden states are that predict the tokens of each."""
-    places, start, prompt_end = [], 0, 0
+    """Per sample, the indices into the row of the hidden states that predict its tokens."""
+    places: list[Tensor] = []
+    start = 0
+    prompt_end = 0
     for sample in samples:
-        # A sample without its prompt begins behind the others,
+        # A sample without its prompt is packed after the others,
         # but its first token follows the prompt's last one.
-        prompt_end = start + sample.prompt_length - 1 if sample.prompt_length else prompt_end
+        if sample.prompt_length:
+            prompt_end = start + sample.prompt_length - 1
         places.append(torch.where(sample.predict < 0, prompt_end, start + sample.predict))
         start += sample.length
     return places
@@ -184,30 +234,28 @@ def _all_or_none(values: Sequence[Tensor | None], name: str) -> Tensor | None:
         # torch.cat refuses an empty list, which a batch of the dummy alone gives.
         return torch.cat([torch.zeros(0), *present])
     if present:
-        raise ValueError(
-            f"{len(values) - len(present)} of {len(values)} packed samples lack {name}"
-        )
+        missing = len(values) - len(present)
+        raise ValueError(f"{missing} of {len(values)} packed samples lack {name}")
     return None
 
 
 def _elsewhere(samples: Sequence[TrainSample]) -> Elsewhere | None:
-    """The tokens that trajectories of these samples have elsewhere, under the samples' numbers."""
-    return Elsewhere.joined(
-        [
-            dataclasses.replace(s.elsewhere, segment=torch.full_like(s.elsewhere.segment, number))
-            for number, s in enumerate(samples)
-            if s.elsewhere is not None and len(s.predict)
-        ]
-    )
+    """The tokens of these trajectories in other micro-batches, under the samples' numbers."""
+    parts: list[Elsewhere] = []
+    for number, sample in enumerate(samples):
+        part = sample.elsewhere
+        if part is not None and len(sample.predict):
+            segment = torch.full_like(part.segment, number)
+            parts.append(dataclasses.replace(part, segment=segment))
+    return Elsewhere.joined(parts)
 
 
 def _kept(samples: Sequence[TrainSample]) -> Tensor | None:
     """[N, k] of all samples, or None when no sample has them."""
     if all(sample.kept is None for sample in samples):
         return None
-    return torch.from_numpy(
-        Kept.joined(s.kept or Kept.everything(len(s.predict)) for s in samples).padded()
-    )
+    sets = [sample.kept or Kept.everything(len(sample.predict)) for sample in samples]
+    return torch.from_numpy(Kept.joined(sets).padded())
 
 
 def _common_sampling(samples: Sequence[TrainSample]) -> Sampling:

@@ -1,5 +1,6 @@
-"""Replay of one stored success into a group of failures, as in ARPO (arXiv:2505.16282;
-docs/algorithm.md, section 5).
+"""Replay of one stored success into a group of failures, as in ARPO.
+
+arXiv:2505.16282; docs/algorithm.md, section 5.
 """
 
 import random
@@ -52,39 +53,43 @@ class ReplayBuffer:
     def __init__(
         self, settings: ReplaySettings, seed: int, rules: ReplayRules = ReplayRules()
     ) -> None:
-        self._settings, self._seed, self._rules = settings, seed, rules
+        self._settings = settings
+        self._seed = seed
+        self._rules = rules
         self._stored: dict[str, deque[Member]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._stored.values()))
 
     def inject(self, group: Group, step: int) -> Injection:
-        """Returns the group with a stored success as member 0 when all of it failed; the displaced
-        member counts as ``surplus[replaced_by_replay]``, or as excluded. Members are scored, and
-        have neither advantage nor status. ``step`` will train on the group. The draw depends on
-        (seed, task, group) and on what is stored. The buffer does not change: ``store`` the group
-        as it came once it is committed.
+        """Returns the group with a stored success as member 0 when all of it failed.
+
+        The displaced member counts as ``surplus[replaced_by_replay]``, or as excluded. Members are
+        scored, and have neither advantage nor status. ``step`` will train on the group. The draw
+        depends on (seed, task, group) and on the stored successes. The buffer does not change:
+        ``store`` the original group once it is committed.
         """
-        stored = self._draw(group, step) if self._settings.on and self._failed(group) else None
-        if stored is None:
+        if not self._settings.on or not self._failed(group):
+            return Injection(group)
+        success = self._draw(group)
+        if success is None:
             return Injection(group)
         # ARPO replaces the first member; which one does not matter, since all of them failed.
-        members = (replace(stored, replayed=True), *group.members[1:])
+        members = (replace(success, replayed=True), *group.members[1:])
         first = group.members[0]
-        # An unscored member had its own reason to leave, under which the ledger counts it.
-        status = (
-            Status(TrajectoryState.EXCLUDED, str(first.outcome.kind))
-            if isinstance(first.outcome, Unscored)
-            else REPLACED
-        )
+        # The ledger counts an unscored member under the reason for which it has no reward.
+        status = REPLACED
+        if isinstance(first.outcome, Unscored):
+            status = Status(TrajectoryState.EXCLUDED, str(first.outcome.kind))
         return Injection(
-            replace(group, members=members, replay_of=stored.summary.id),
+            replace(group, members=members, replay_of=success.summary.id),
             replace(first, status=status),
         )
 
     def store(self, group: Group) -> None:
-        """Keep the group's fresh successes, as it was before injection; the oldest of its task make
-        room.
+        """Keep the fresh successes of ``group`` as it was before injection.
+
+        They displace the oldest ones of its task.
         """
         if not self._settings.on:
             return
@@ -98,48 +103,46 @@ class ReplayBuffer:
     def forget(self, ids: Collection[TrajectoryId]) -> None:
         """Remove these trajectories, whose payloads are lost."""
         for task, members in self._stored.items():
-            self._stored[task] = deque(
-                (m for m in members if m.summary.id not in ids), members.maxlen
-            )
+            remaining = (member for member in members if member.summary.id not in ids)
+            self._stored[task] = deque(remaining, members.maxlen)
 
     def _failed(self, group: Group) -> bool:
-        results = [_written(_result(member)) for member in group.scored]
-        return (
-            bool(results)
-            and statistics.pstdev(results) < _written(self._rules.max_std)
-            and statistics.mean(results) < _written(self._rules.max_mean)
-        )
+        results = [_printed_decimal(_result(member)) for member in group.scored]
+        if not results:
+            return False
+        max_std = _printed_decimal(self._rules.max_std)
+        max_mean = _printed_decimal(self._rules.max_mean)
+        return statistics.pstdev(results) < max_std and statistics.mean(results) < max_mean
 
-    def _draw(self, group: Group, step: int) -> Member | None:
-        stored = list(self._stored.get(group.task.id, ()))
-        return (
-            random.Random(derive(self._seed, "replay", group.task.id, group.number)).choice(stored)
-            if stored
-            else None
-        )
+    def _draw(self, group: Group) -> Member | None:
+        successes = list(self._stored.get(group.task.id, ()))
+        if not successes:
+            return None
+        seed = derive(self._seed, "replay", group.task.id, group.number)
+        return random.Random(seed).choice(successes)
 
     def stats(self) -> dict[str, Any]:
-        """Returns the numbers of successes and tasks; for each task its number of successes and the
-        oldest and newest step.
+        """Returns the numbers of successes and tasks, and the statistics of each task.
+
+        A task has its number of successes and the oldest and newest step.
         """
-        steps = {
-            task: [m.summary.first_version.step for m in members]
-            for task, members in self._stored.items()
-            if members
-        }
-        tasks = {
-            task: {"stored": len(s), "oldest_step": min(s), "newest_step": max(s)}
-            for task, s in steps.items()
-        }
-        return (
-            {"stored": len(self), "tasks": len(tasks), "per_task": tasks}
-            if self._settings.on
-            else {}
-        )
+        if not self._settings.on:
+            return {}
+        tasks: dict[str, dict[str, int]] = {}
+        for task, members in self._stored.items():
+            if members:
+                steps = [member.summary.first_version.step for member in members]
+                tasks[task] = {
+                    "stored": len(steps),
+                    "oldest_step": min(steps),
+                    "newest_step": max(steps),
+                }
+        return {"stored": len(self), "tasks": len(tasks), "per_task": tasks}
 
     def state(self) -> dict[str, tuple[Member, ...]]:
-        """Returns the stored members per task, oldest first, with payloads as references; a
-        checkpoint writes the payloads.
+        """Returns the stored members per task, oldest first, with payloads as references.
+
+        A checkpoint writes the payloads.
         """
         return {task: tuple(members) for task, members in self._stored.items()}
 
@@ -155,6 +158,6 @@ def _result(member: Member) -> float:
     return member.reward if member.summary.env_result is None else member.summary.env_result
 
 
-def _written(number: float) -> Decimal:
+def _printed_decimal(number: float) -> Decimal:
     """Returns the printed number as a decimal: 0.05 and 0.15 are then exactly 0.1 apart."""
     return Decimal(repr(float(number)))

@@ -18,16 +18,18 @@ class AdvantageSettings(SettingsModel):
     Off gives Dr. GRPO's advantage (arXiv:2503.20783).
     """
     eps: float = Field(1e-6, ge=0)
-    """Added to the standard deviation: 1e-6 in the verl family, 1e-4 in TRL. Change it only to
-    reproduce one of them.
+    """Added to the standard deviation: 1e-6 in the verl family, 1e-4 in TRL.
+
+    Change it only to reproduce one of them.
     """
     std: Literal["unbiased", "population"] = "unbiased"
     """Population is only there to express the formula of Chart-RVR (arXiv:2510.10973)."""
     std_floor: float = Field(0.0, ge=0)
     """The divisor is max(std_floor, std) + eps. The Chart-RVR paper floors it at 1."""
     baseline: Literal["mean", "binarised"] = "mean"
-    """Binarised (PyVision's ``grpo_w_anb``): mean and std of ``score != 0``; the numerator keeps
-    the score.
+    """Binarised (PyVision's ``grpo_w_anb``): mean and std of ``score != 0``.
+
+    The numerator keeps the score.
     """
     tolerance: float = Field(0.0, ge=0)
     """Rewards are all equal when max - min <= tolerance; their advantages are then exactly 0.
@@ -42,8 +44,9 @@ class AdvantageSettings(SettingsModel):
     ``raw`` (verl's original) takes the reward itself as advantage.
     """
     permuted: bool = False
-    """A control for evidence: each group's rewards are shuffled over its members first, so that
-    there is nothing to learn.
+    """A control for evidence: each group's rewards are shuffled over its members first.
+
+    There is then nothing to learn.
     """
 
     @model_validator(mode="after")
@@ -56,7 +59,8 @@ class AdvantageSettings(SettingsModel):
         return self
 
 
-GRPO, KINDS = "rayloop.grpo.advantage:Grpo", "rayloop.grpo.advantage_kinds"
+GRPO = "rayloop.grpo.advantage:Grpo"
+KINDS = "rayloop.grpo.advantage_kinds"
 ADVANTAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo": (GRPO, {}),
     "dr_grpo": (GRPO, {"normalize_std": False}),
@@ -73,18 +77,18 @@ ADVANTAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "turns": (f"{KINDS}:TurnReturns", {}),
     "distill": (f"{KINDS}:Distill", {}),
 }
-"""Each kind's component, and what it presets of its settings."""
+"""Each kind's component, and the settings that the kind presets."""
 
 
 class AdvantageChoice(Component):
-    """Section 3: what a trajectory's tokens are trained with.
+    """Section 3: the advantage with which a trajectory's tokens are trained.
 
-    ``{kind: gigpo, with: {gamma: 0.9}}``, or one of your own: ``{use: "mine:advantage"}``
+    ``{kind: gigpo, with: {gamma: 0.9}}``, or a custom one: ``{use: "mine:advantage"}``
     (docs/bring_your_own/advantage.md).
     """
 
     use: str = ""
-    """An advantage of your own, ``package.module:name``, in place of a ``kind``; empty for none."""
+    """A custom advantage, ``package.module:name``, in place of a ``kind``; empty for none."""
     kind: (
         Literal[
             "grpo",
@@ -104,46 +108,48 @@ class AdvantageChoice(Component):
         ]
         | None
     ) = None
-    """grpo (the default): (reward - mean) / standard deviation. dr_grpo (arXiv:2503.20783): without
-    the division, so groups that hardly differ weigh little. binarised (PyVision's ``grpo_w_anb``):
-    mean and deviation of ``score != 0``, so that successes stay positive even when all are equal.
-    chart_rvr: the population's deviation, 1 at least. raw: as grpo, and a lone sample's reward is
-    its advantage (verl's original), for ``group_size: 1``. permuted: as grpo, with each group's
-    rewards shuffled over its members first: a control from which nothing can be learned. rloo
-    (arXiv:2402.14740): minus the mean of the others. reinforce_pp (REINFORCE++ baseline,
-    arXiv:2501.03262) and batch_std (ScaleRL, arXiv:2510.13786): minus the group's mean, over the
-    step's deviation of these differences, of which reinforce_pp first subtracts the step's mean.
-    gdpo (arXiv:2601.05242): each component of ``with.weights`` by itself. maxrl (arXiv:2602.02710):
-    over the group's mean. gigpo (arXiv:2505.10978): also between turns of a group that saw the same
-    screen. turns: discounted returns of each turn. distill: the KL to the reference alone, without
-    a group.
+    """grpo (the default): (reward - mean) / standard deviation.
+
+    dr_grpo (arXiv:2503.20783): without the division, so groups that hardly differ weigh little.
+    binarised (PyVision's ``grpo_w_anb``): mean and deviation of ``score != 0``, so that successes
+    stay positive even when all are equal. chart_rvr: the population's deviation, 1 at least. raw:
+    as grpo, and a lone sample's reward is its advantage (verl's original), for ``group_size: 1``.
+    permuted: as grpo, with each group's rewards shuffled over its members first: a control from
+    which nothing can be learned. rloo (arXiv:2402.14740): minus the mean of the others.
+    reinforce_pp (REINFORCE++ baseline, arXiv:2501.03262) and batch_std (ScaleRL, arXiv:2510.13786):
+    minus the group's mean, over the step's deviation of these differences, from which reinforce_pp
+    first subtracts the step's mean. gdpo (arXiv:2601.05242): each component of ``with.weights`` is
+    normalised separately. maxrl (arXiv:2602.02710): over the group's mean. gigpo
+    (arXiv:2505.10978): also between turns of a group that saw the same screen. turns: discounted
+    returns of each turn. distill: the KL to the reference alone, without a group.
     """
 
     @model_validator(mode="before")
     @classmethod
-    def _one(cls, data: Any) -> Any:
+    def _use_or_kind(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
         if data.get("use") and data.get("kind"):
             raise ValueError(
                 f"kind: {data['kind']} and use: {data['use']} are two advantages; leave one out"
             )
-        return data if data.get("use") or data.get("kind") else {**data, "kind": "grpo"}
+        has_choice = data.get("use") or data.get("kind")
+        return data if has_choice else {**data, "kind": "grpo"}
 
-    def _named(self) -> Component:
+    def _component_of_kind(self) -> Component:
         use, preset = ADVANTAGES[self.kind or "grpo"]
         return Component(use=use, **{"with": {**preset, **self.with_}})
 
     def resolve(self) -> Callable[..., Any]:
         """The class or function. Raises ConfigError."""
-        return super().resolve() if self.use else self._named().resolve()
+        return super().resolve() if self.use else self._component_of_kind().resolve()
 
     def options(self) -> BaseModel | None:
-        """``with`` over what the kind presets, validated.
+        """``with`` over the kind's presets, validated.
 
         Raises ConfigError, pydantic.ValidationError.
         """
-        return super().options() if self.use else self._named().options()
+        return super().options() if self.use else self._component_of_kind().options()
 
 
 ADVANTAGE = Role(
@@ -159,22 +165,24 @@ ADVANTAGE = Role(
 
 
 class FilteringSettings(SettingsModel):
-    """Section 4: oversample, filter, rank (DAPO's dynamic sampling, arXiv:2503.14476): groups that
-    teach, for generated tokens.
+    """Section 4: oversample, filter, rank (DAPO's dynamic sampling, arXiv:2503.14476).
+
+    It spends generated tokens to train on groups that teach.
     """
 
     filters: Annotated[tuple[FilterSettings, ...], FILTER] = (EqualRewards(),)
-    """What keeps a trajectory out of training; of several that refuse it, the first counts.
+    """Filters that keep trajectories out of training.
 
-    A group may become partial. For example ``filters: [{kind: equal_rewards}, {kind: max_length,
-    tokens: 4096}, {use: "mine:few_turns"}]``; ``filters: []`` trains everything. One's own:
-    docs/bring_your_own/filter.md.
+    Where several refuse a trajectory, the first counts. A group may become partial. For example
+    ``filters: [{kind: equal_rewards}, {kind: max_length, tokens: 4096}, {use: "mine:few_turns"}]``;
+    ``filters: []`` trains everything. Custom filters: docs/bring_your_own/filter.md.
     """
     ranking: Literal["std", "fifo"] = "std"
-    """std: groups with the largest spread first, ties in request order; of rewards with grpo,
-    dr_grpo, binarised, chart_rvr, raw and permuted, of advantages with other kinds. fifo: first
-    come, first trained. Where left-over groups are carried over, older groups go first, and this
-    orders those that the same version began.
+    """std: groups with the largest spread first, ties in request order. fifo: first come first.
+
+    The spread is that of rewards with grpo, dr_grpo, binarised, chart_rvr, raw and permuted, and
+    that of advantages with other kinds. Where left-over groups are carried over, older groups go
+    first, and the ranking orders the groups that the same version began.
     """
     groups_per_generation: int | None = Field(None, gt=0)
     """Groups started per generation batch; None: as many as a step needs.
@@ -195,14 +203,13 @@ class FilteringSettings(SettingsModel):
 
 
 class ReplaySettings(SettingsModel):
-    """Section 5: ARPO's replay (arXiv:2505.16282) of one stored success into a group that failed
-    throughout.
-    """
+    """Section 5: replay of one stored success into a group of failures (ARPO, arXiv:2505.16282)."""
 
     kind: Literal["none", "corrected", "on_policy"] = "none"
-    """corrected: replay, with the weight of the policy that sampled it, for tasks so hard that
-    whole groups fail again and again, and whose environment gives a result. on_policy: old
-    log-probs recomputed and weight 1, only to reproduce ARPO.
+    """corrected: replay, with the weight of the policy that sampled the success.
+
+    It is for tasks so hard that whole groups fail again and again, and whose environment gives a
+    result. on_policy: old log-probs recomputed and weight 1, only to reproduce ARPO.
     """
 
     @property
@@ -222,16 +229,19 @@ class StalenessSettings(SettingsModel):
     next one while they are fresh enough.
     """
     when_late: Literal["wait", "drop"] = "wait"
-    """A group in flight that would be too old at the next step. wait: the step is held until it is
-    there, so every length of episode is trained as often as it is played. drop: it is thrown away
-    when it ends; steps are up to 1.6 times as frequent and long episodes are trained as little as
-    0.3 times as often as played (docs/algorithm.md, section 7).
+    """Treatment of a group in flight that would be too old at the next step.
+
+    wait: the step waits for the group, so every length of episode is trained as often as it is
+    played. drop: the group is thrown away when it ends; steps are up to 1.6 times as frequent and
+    long episodes are trained as little as 0.3 times as often as played (docs/algorithm.md,
+    section 7).
     """
 
 
 class UpdateSettings(SettingsModel):
-    """Optimizer updates per step: mini-batches are cut at group boundaries, shuffled by the run's
-    seed.
+    """Optimizer updates per step.
+
+    Mini-batches are cut at group boundaries, shuffled by the run's seed.
     """
 
     epochs: int = Field(1, ge=1)

@@ -1,5 +1,6 @@
-"""The weight of a token for the gap between the engine that sampled and the trainer
-(docs/algorithm.md, section 2).
+"""The weight of a token for the gap between the engine that sampled and the trainer.
+
+docs/algorithm.md, section 2.
 """
 
 from dataclasses import dataclass
@@ -13,22 +14,18 @@ from rayloop.grpo.losses.surrogates import RATIO_BOUND, LossInputs
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """``weight`` [N] without gradient.
+    """The importance weights of tokens, and where the rule changed them."""
 
-    Bool [N]: ``bounded``, where the rule truncated or masked; ``masked``, where it masked, so that
-    the token has neither a policy gradient nor a KL; ``left_out``, where a whole trajectory counts
-    nothing.
-    """
-
-    weight: Tensor
-    bounded: Tensor
-    masked: Tensor
-    left_out: Tensor
+    weight: Tensor  # [N], without gradient
+    bounded: Tensor  # [N] bool, where the rule truncated or masked
+    masked: Tensor  # [N] bool, where it masked: the token has neither a policy gradient nor a KL
+    left_out: Tensor  # [N] bool, where a whole trajectory counts nothing
 
 
 def anchor(old: Tensor, behaviour: Tensor, rule: Correction | None) -> Tensor:
-    """Log-probs [N] under the ratio: the trainer's old ones (arXiv:2110.00641); with ``bypass`` the
-    engine's (arXiv:1707.06347).
+    """Log-probs [N] in the ratio's denominator.
+
+    The trainer's old ones (arXiv:2110.00641); with ``bypass`` the engine's (arXiv:1707.06347).
     """
     return behaviour if rule is not None and rule.bypass else old
 
@@ -41,28 +38,38 @@ def weights(inputs: LossInputs, old: Tensor, rule: Correction | None) -> Weights
     geometric: TIS and masked importance sampling over trajectories (Liu, Li et al., "When Speed
     Kills Stability", 2025). A masked token keeps its place in the denominator of the aggregation.
     """
-    ones, nowhere = torch.ones_like(old), torch.zeros_like(old, dtype=torch.bool)
+    ones = torch.ones_like(old)
     if rule is None:
+        nowhere = torch.zeros_like(old, dtype=torch.bool)
         return Weights(ones, nowhere, nowhere, nowhere)
-    gap = old - inputs.behaviour
-    level = {
-        "token": lambda: gap,
-        "sequence": lambda: inputs.total(gap),
-        "geometric": lambda: inputs.mean(gap),
-    }[rule.level]()
+    gap = old - inputs.behaviour  # [N], nats
     # A sum over a long trajectory can be hundreds of nats, whose exponential overflows float32.
-    ratio = torch.exp(level.clamp(-RATIO_BOUND, RATIO_BOUND))
-    bounded = (ratio < rule.low) | (ratio > rule.high)
+    ratio = torch.exp(_at_level(gap, inputs, rule).clamp(-RATIO_BOUND, RATIO_BOUND))
+    outside = (ratio < rule.low) | (ratio > rule.high)
     left_out = _left_out(inputs, gap, rule)
+    bounded = outside | left_out
     if rule.action == "truncate":
         # Truncating keeps a biased gradient of each token
         # instead of a large variance (arXiv:1802.01561).
-        weight, masked = ratio.clamp(rule.low, rule.high), left_out
+        weight = ratio.clamp(rule.low, rule.high)
+        masked = left_out
     else:
-        # With bypass the ratio has the engine's log-probs
-        # below it already: a weight would count the gap twice.
-        weight, masked = ones if rule.bypass else ratio, bounded | left_out
-    return Weights(weight * ~masked, bounded | left_out, masked, left_out)
+        # With bypass the ratio has the engine's log-probs in
+        # its denominator already: a weight would count the gap twice.
+        weight = ones if rule.bypass else ratio
+        masked = bounded
+    return Weights(weight * ~masked, bounded, masked, left_out)
+
+
+def _at_level(gap: Tensor, inputs: LossInputs, rule: Correction) -> Tensor:
+    """The gap [N] of the token, or the sum or mean over its trajectory."""
+    match rule.level:
+        case "token":
+            return gap
+        case "sequence":
+            return inputs.total(gap)
+        case "geometric":
+            return inputs.mean(gap)
 
 
 def _left_out(inputs: LossInputs, gap: Tensor, rule: Correction) -> Tensor:
@@ -70,12 +77,14 @@ def _left_out(inputs: LossInputs, gap: Tensor, rule: Correction) -> Tensor:
     left_out = torch.zeros_like(gap, dtype=torch.bool)
     if rule.veto is not None:
         # The veto looks at single tokens, whatever the level of the weight.
-        own = torch.exp(gap.clamp(-RATIO_BOUND, RATIO_BOUND))
-        outside = (own < rule.veto[0]) | (own > rule.veto[1])
+        low, high = rule.veto
+        ratio = torch.exp(gap.clamp(-RATIO_BOUND, RATIO_BOUND))
+        outside = (ratio < low) | (ratio > high)
         left_out = inputs.total(outside.to(gap)) > 0
     if rule.off_policy is not None:
-        less_likely = inputs.mean((inputs.behaviour - inputs.current).detach()) > rule.off_policy
+        lost_likelihood = inputs.mean((inputs.behaviour - inputs.current).detach())
         # Only negative samples are left out: far off-policy
         # they mislead the update (arXiv:2512.02556).
-        left_out = left_out | (less_likely & (inputs.mean(inputs.advantage) < 0))
+        is_negative = inputs.mean(inputs.advantage) < 0
+        left_out = left_out | ((lost_likelihood > rule.off_policy) & is_negative)
     return left_out

@@ -1,5 +1,6 @@
-"""Estimators of the KL divergence to the reference, from sampled tokens
-(joschu.net/blog/kl-approx.html, 2020), and coefficients that change from step to step.
+"""Estimators of the KL divergence to the reference, and coefficients that change with the steps.
+
+The estimates are from sampled tokens (joschu.net/blog/kl-approx.html, 2020).
 """
 
 from collections.abc import Mapping
@@ -9,24 +10,25 @@ from torch import Tensor
 
 from rayloop.grpo.losses.settings import AdaptiveEntropy, AdaptiveKl, Estimator, LossSettings
 
-BOUND = 10.0
+K3_BOUND = 10.0
 """k3's exponential stops growing at 10 nats below the reference, where a token costs 22,015."""
-FAR = 100.0
+LOG_RATIO_BOUND = 100.0
 """Log-ratios are at most ±100 nats, so that a reference that excludes a token gives no infinity."""
-LOW_VAR_BOUND, LOW_VAR_CAP = 20.0, 10.0
-"""verl's ``low_var_kl``: a wider log-ratio, and a cap on the term itself, beyond which verl has no
-gradient either.
-"""
+LOW_VAR_BOUND = 20.0
+"""The log-ratio's bound in verl's ``low_var_kl``, wider than that of k3."""
+LOW_VAR_CAP = 10.0
+"""The cap on the term of verl's ``low_var_kl``, beyond which verl has no gradient either."""
 ERROR_BOUND = 0.2
-"""Of the relative error of the KL (arXiv:1909.08593, equation 4)."""
+"""Bound of the relative error of the KL (arXiv:1909.08593, equation 4)."""
 
 
 def k3(
-    current: Tensor, reference: Tensor, bound: float = BOUND, cap: float | None = None
+    current: Tensor, reference: Tensor, bound: float = K3_BOUND, cap: float | None = None
 ) -> Tensor:
-    """Returns ``exp(d) - d - 1`` [N] >= 0 with ``d = reference - current`` of at most ``bound``,
-    and the term at most ``cap``. Estimates KL(current || reference) from tokens sampled by
-    ``current``; used by GRPO (arXiv:2402.03300).
+    """Returns ``exp(d) - d - 1`` [N] >= 0, the estimate of KL(current || reference) of GRPO.
+
+    ``d = reference - current`` is at most ``bound``, and the term at most ``cap``. The tokens are
+    sampled by ``current`` (arXiv:2402.03300).
     """
     d = -log_ratio(current, reference, low=-bound)
     # expm1 keeps the digits that exp(d) - 1 loses where the policies agree.
@@ -34,7 +36,9 @@ def k3(
     return estimate if cap is None else estimate.clamp(max=cap)
 
 
-def log_ratio(current: Tensor, other: Tensor, low: float = -FAR, high: float = FAR) -> Tensor:
+def log_ratio(
+    current: Tensor, other: Tensor, low: float = -LOG_RATIO_BOUND, high: float = LOG_RATIO_BOUND
+) -> Tensor:
     """Returns ``current - other`` [N] within [low, high].
 
     Its gradient is that of ``current``, beyond the bounds too: a token that is far off would
@@ -48,8 +52,8 @@ def log_ratio(current: Tensor, other: Tensor, low: float = -FAR, high: float = F
 def estimate(current: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
     """Returns the estimate [N] of KL(current || reference), in nats, with gradient.
 
-    Over tokens that ``current`` sampled, the gradient of k2 and k3+ is the KL's own, that of k3 the
-    one of KL(reference || current), and that of k1 is 0 in the mean.
+    Over tokens that ``current`` sampled, the gradient of k2 and k3+ is that of the KL, the gradient
+    of k3 is that of KL(reference || current), and the gradient of k1 is 0 in the mean.
     """
     if estimator == "low_var_kl":
         return k3(current, reference, LOW_VAR_BOUND, LOW_VAR_CAP)
@@ -58,26 +62,28 @@ def estimate(current: Tensor, reference: Tensor, estimator: Estimator) -> Tensor
     d = log_ratio(current, reference)
     if estimator == "k1":
         return d
-    half = d.square() / 2
-    # It has the gradient of k2 and the value of k3, which is never negative and varies little.
-    return half if estimator == "k2" else half - half.detach() + k3(current, reference).detach()
+    k2 = d.square() / 2
+    if estimator == "k2":
+        return k2
+    # k3+ has the gradient of k2 and the value of k3, which is never negative and varies little.
+    return k2 - k2.detach() + k3(current, reference).detach()
 
 
 def to_go(values: Tensor, segment: Tensor) -> Tensor:
-    """Returns for each token [N] the sum of ``values`` [N] from it to the end of its trajectory,
-    summed in float64, so that the trajectories before it in the row do not matter. ``segment`` [N]
-    int64 ascends.
+    """Returns for each token [N] the sum of ``values`` [N] from it to the end of its trajectory.
+
+    The sums are in float64, so that the trajectories before it in the row do not matter.
+    ``segment`` [N] int64 ascends.
     """
     exact = values.double()
     # A micro-batch may have no predicted token, and max of an empty tensor raises.
-    whole = exact.new_zeros(int(segment.max()) + 1 if len(segment) else 1).index_add(
-        0, segment, exact
-    )
-    before = exact.cumsum(0) - exact
-    first = torch.zeros_like(whole).index_add(
-        0, segment[1:], before[1:] * (segment[1:] != segment[:-1])
-    )
-    return (whole[segment] - (before - first[segment])).to(values)
+    trajectories = int(segment.max()) + 1 if len(segment) else 1
+    totals = exact.new_zeros(trajectories).index_add(0, segment, exact)  # [S]
+    prefix = exact.cumsum(0) - exact  # [N], the sum of all tokens before each
+    is_first = segment[1:] != segment[:-1]
+    # [S], the prefix of each trajectory's first token; that of the row's first token is 0.
+    starts = torch.zeros_like(totals).index_add(0, segment[1:], prefix[1:] * is_first)
+    return (totals[segment] - (prefix - starts[segment])).to(values)
 
 
 class Coefficients:
@@ -87,7 +93,8 @@ class Coefficients:
     """
 
     def __init__(self, settings: LossSettings) -> None:
-        kl, entropy = settings.kl_coef, settings.entropy_coef
+        kl = settings.kl_coef
+        entropy = settings.entropy_coef
         self._kl = kl if isinstance(kl, AdaptiveKl) else None
         self._entropy = entropy if isinstance(entropy, AdaptiveEntropy) else None
         self.kl = kl.start if isinstance(kl, AdaptiveKl) else kl
@@ -100,22 +107,29 @@ class Coefficients:
         return self._base if self._open else 0.0
 
     def adapting(self) -> dict[str, float]:
-        """Those that change from step to step, as they apply now, to log."""
-        logged = {"kl_coef": self.kl} if self._kl is not None else {}
-        return logged | ({"entropy_coef": self.entropy} if self._entropy is not None else {})
+        """The present values of the coefficients that change from step to step, to log."""
+        values: dict[str, float] = {}
+        if self._kl is not None:
+            values["kl_coef"] = self.kl
+        if self._entropy is not None:
+            values["entropy_coef"] = self.entropy
+        return values
 
     def after(self, metrics: Mapping[str, float], trajectories: float) -> None:
-        """Adapts to a step's ``kl`` and ``entropy`` (nats a token) over ``trajectories``, each
-        counted once.
+        """Adapts to a step's ``kl`` and ``entropy`` (nats a token).
+
+        ``trajectories``: number of the step's, each counted once.
         """
         if self._kl is not None and "kl" in metrics:
+            error = metrics["kl"] / self._kl.target - 1
             # The clip keeps one odd step from moving the coefficient far (arXiv:1909.08593).
-            error = min(max(metrics["kl"] / self._kl.target - 1, -ERROR_BOUND), ERROR_BOUND)
+            clipped_error = min(max(error, -ERROR_BOUND), ERROR_BOUND)
             # More than five horizons of trajectories would make the factor negative.
-            self.kl *= max(0.0, 1 + error * trajectories / self._kl.horizon)
+            self.kl *= max(0.0, 1 + clipped_error * trajectories / self._kl.horizon)
         if self._entropy is not None and "entropy" in metrics:
-            low = metrics["entropy"] < self._entropy.target
-            self._base = max(0.0, self._base + (self._entropy.step if low else -self._entropy.step))
+            is_low = metrics["entropy"] < self._entropy.target
+            change = self._entropy.step if is_low else -self._entropy.step
+            self._base = max(0.0, self._base + change)
             self._open = metrics["entropy"] <= self._entropy.target
 
     def state(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the trainer logs of its loss, as sums that ranks and micro-batches add up."""
+"""The metrics of the loss, as sums that ranks and micro-batches add up."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -15,31 +15,30 @@ SHARES = ("clip_low", "clip_high", "clip_dual", "capped")
 SUMS = (
     *("tokens", *SHARES, "weight", "weight_squared", "mismatch", "mismatch_k3"),
     *("kl_tokens", "kl", "entropy_tokens", "entropy"),
-    *(
-        f"{name}_{i}"
-        for name in ("lag_tokens", "lag_k3", "lag_mismatch")
-        for i in range(LAG_BUCKETS)
-    ),
+    *(f"lag_tokens_{i}" for i in range(LAG_BUCKETS)),
+    *(f"lag_k3_{i}" for i in range(LAG_BUCKETS)),
+    *(f"lag_mismatch_{i}" for i in range(LAG_BUCKETS)),
 )
 MAXIMA = ("ratio", "mismatch")
 
 
 @dataclass(frozen=True, slots=True)
 class LossMetrics:
-    """``sums`` [len(SUMS)] and ``maxima`` [len(MAXIMA)], float64: all-reduce with SUM and MAX, then
-    ``finalize``.
+    """The metrics of a set of tokens: all-reduce ``sums`` with SUM and ``maxima`` with MAX.
+
+    ``finalize`` then gives the values for the log.
     """
 
-    sums: Tensor
-    maxima: Tensor
+    sums: Tensor  # [len(SUMS)] float64
+    maxima: Tensor  # [len(MAXIMA)] float64
 
     @classmethod
     def zero(cls, device: torch.device | str = "cpu") -> Self:
-        """Returns the metrics of no token, which a rank without tokens contributes."""
-        sums, maxima = (
-            torch.zeros(len(names), dtype=torch.float64, device=device) for names in (SUMS, MAXIMA)
+        """Returns the metrics of an empty set, which a rank without tokens contributes."""
+        return cls(
+            sums=torch.zeros(len(SUMS), dtype=torch.float64, device=device),
+            maxima=torch.zeros(len(MAXIMA), dtype=torch.float64, device=device),
         )
-        return cls(sums, maxima)
 
     @classmethod
     def of(
@@ -60,31 +59,25 @@ class LossMetrics:
         """
         # Squares of weights span 17 orders of magnitude: a float32 sum would drop the small ones.
         weight = torch.exp(mismatch.double().clamp(-RATIO_BOUND, RATIO_BOUND))
-        low, high, dual = (
-            torch.zeros_like(ratio, dtype=torch.bool) if clip is None else clip
-            for clip in (clips.low, clips.high, clips.dual)
-        )
+        distance = mismatch.abs()
         tokens = torch.full((), float(ratio.numel()), dtype=torch.float64, device=ratio.device)
-        none = torch.zeros((), dtype=torch.float64, device=ratio.device)
-        sums = [
-            tokens,
-            *map(
-                _sum,
-                (low, high, dual, capped, weight, weight.square(), mismatch.abs(), mismatch_k3),
-            ),
-        ]
+        zero = torch.zeros((), dtype=torch.float64, device=ratio.device)
+        # The order is that of SUMS.
+        sums = [tokens]
+        for clip in (clips.low, clips.high, clips.dual):
+            sums.append(zero if clip is None else _sum(clip))
+        sums += map(_sum, (capped, weight, weight.square(), distance, mismatch_k3))
         for values in (kl, entropy):
-            # The tensor has one length on all ranks, also where one of them has no such term.
-            sums += [none, none] if values is None else [tokens, _sum(values)]
+            # The tensor has one length on all ranks, also where one of them lacks such a term.
+            sums += [zero, zero] if values is None else [tokens, _sum(values)]
         if lag is None:
-            sums += [none] * (3 * LAG_BUCKETS)
+            sums += [zero] * (3 * LAG_BUCKETS)
         else:
             buckets = [lag.clamp(0, LAG_BUCKETS - 1) == i for i in range(LAG_BUCKETS)]
-            sums += [_sum(bucket) for bucket in buckets] + [
-                _sum(mismatch_k3 * bucket) for bucket in buckets
-            ]
-            sums += [_sum(mismatch.abs() * bucket) for bucket in buckets]
-        return cls(torch.stack(sums), torch.stack([_max(ratio), _max(mismatch.abs())]))
+            sums += [_sum(bucket) for bucket in buckets]
+            sums += [_sum(mismatch_k3 * bucket) for bucket in buckets]
+            sums += [_sum(distance * bucket) for bucket in buckets]
+        return cls(torch.stack(sums), torch.stack([_max(ratio), _max(distance)]))
 
     def merge(self, other: "LossMetrics") -> "LossMetrics":
         """The metrics of both sets of tokens."""
@@ -114,11 +107,13 @@ class LossMetrics:
             "logprob_mismatch_k3": sums["mismatch_k3"] / n,
         }
         for i in range(LAG_BUCKETS):
-            if tokens := sums[f"lag_tokens_{i}"]:
+            tokens = sums[f"lag_tokens_{i}"]
+            if tokens:
                 values[f"logprob_mismatch_k3/lag_{i}"] = sums[f"lag_k3_{i}"] / tokens
                 values[f"logprob_mismatch_mean/lag_{i}"] = sums[f"lag_mismatch_{i}"] / tokens
         for name in ("kl", "entropy"):
-            if tokens := sums[f"{name}_tokens"]:
+            tokens = sums[f"{name}_tokens"]
+            if tokens:
                 values[name] = sums[name] / tokens
         return values
 

@@ -1,5 +1,7 @@
-"""The loss per token: policy gradient, KL and supervised streams (docs/algorithm.md, sections 2 and
-6). N is the number of sampled tokens of a micro-batch, one trajectory after the other.
+"""The loss per token: policy gradient, KL and supervised streams.
+
+docs/algorithm.md, sections 2 and 6. N is the number of sampled tokens of a micro-batch, one
+trajectory after the other.
 """
 
 import dataclasses
@@ -17,24 +19,21 @@ from rayloop.grpo.losses.metrics import LossMetrics
 from rayloop.grpo.losses.settings import LossSettings
 from rayloop.grpo.losses.surrogates import Elsewhere, LossInputs, LossOutputs, importance, surrogate
 
-Made = TypeVar("Made", correction.Weights, LossOutputs)
+TokenValues = TypeVar("TokenValues", correction.Weights, LossOutputs)
 
 STREAMS = ("rl", "ref_kl", "ce")
-"""The losses of a token: the policy gradient, the KL to the reference, and minus the log-prob
-(supervised).
-"""
+"""The losses of a token: policy gradient, KL to the reference, minus the log-prob (supervised)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PerToken:
-    """Losses [N] with gradient, not yet weighted by stream and aggregation; ``metrics`` are this
-    micro-batch's sums.
-    """
+    """Losses of tokens with gradient, not yet weighted by stream and aggregation."""
 
-    rl: Tensor
-    ref_kl: Tensor | None
-    ce: Tensor
+    rl: Tensor  # [N]
+    ref_kl: Tensor | None  # [N]
+    ce: Tensor  # [N]
     metrics: LossMetrics
+    """The sums of this micro-batch."""
 
     @property
     def loss(self) -> Tensor:
@@ -44,10 +43,11 @@ class PerToken:
 
 @dataclass(frozen=True, slots=True)
 class Denominator:
-    """Loss tokens, trajectories (``sequences``) and groups (``prompts``) of one stream of one
-    optimizer update, over all ranks and micro-batches: those whose weight in the stream is not 0.
-    They are counted before the backward pass. Trajectories with advantage 0 count although they are
-    skipped.
+    """Loss tokens, trajectories (``sequences``) and groups (``prompts``) of an optimizer update.
+
+    They are those of one stream, over all ranks and micro-batches, whose weight in the stream is
+    not 0. They are counted before the backward pass. Trajectories with advantage 0 count although
+    they are skipped.
     """
 
     tokens: float
@@ -56,9 +56,11 @@ class Denominator:
 
 
 class PolicyLoss:
-    """The losses of each token. rl: ``w * surrogate - entropy_coef * entropy``; ref_kl: ``w *
-    kl_coef * kl``; ce: ``-current``. ``w``: importance weight (``correction.py``). Raises
-    ConfigError, pydantic.ValidationError for a loss that cannot be built.
+    """Computes the losses of each token.
+
+    rl: ``w * surrogate - entropy_coef * entropy``; ref_kl: ``w * kl_coef * kl``; ce: ``-current``.
+    ``w``: importance weight (``correction.py``). Raises ConfigError, pydantic.ValidationError for a
+    loss that cannot be built.
     """
 
     def __init__(self, settings: LossSettings) -> None:
@@ -81,72 +83,73 @@ class PolicyLoss:
         chosen: Tensor | None = None,
         elsewhere: Elsewhere | None = None,
     ) -> PerToken:
-        """All arguments are [N]: log-probs of the sampled tokens, advantages, trajectories (int64),
-        entropies in nats. ``current`` and ``entropy`` carry the gradient; every other log-prob is a
-        constant. ``on_policy`` (bool) marks replayed tokens treated as on-policy: their behaviour
-        is ``old`` and their weight 1. ``lag`` (int64) is each token's version lag in steps, for the
-        metrics only. ``chosen`` (bool): the tokens of ``top_entropy_quantile``. ``elsewhere``: the
-        other tokens of trajectories that are here in part. Raises ValueError when a setting lacks
-        its input, and what a loss of your own raises.
-        """
-        settings, reference = self._settings, None if reference is None else reference.detach()
-        self._check_inputs(reference, entropy, chosen)
+        """Returns the losses of the sampled tokens; all arguments are [N].
 
-        # A gradient through them would change the estimate: they say how tokens were sampled.
-        old, behaviour, advantage = old.detach(), behaviour.detach(), advantage.detach()
+        ``current``, ``old``, ``behaviour``, ``reference``: log-probs; ``segment``: trajectories
+        (int64); ``entropy`` in nats. ``current`` and ``entropy`` carry the gradient; every other
+        log-prob is a constant. ``on_policy`` (bool) marks replayed tokens treated as on-policy:
+        their behaviour is ``old`` and their weight 1. ``lag`` (int64) is each token's version lag
+        in steps, for the metrics only. ``chosen`` (bool): the tokens of ``top_entropy_quantile``.
+        ``elsewhere``: the other tokens of trajectories that are here in part. Raises ValueError
+        when a setting lacks its input, and the errors of a custom loss.
+        """
+        self._check_inputs(reference, entropy, chosen)
+        # They say how tokens were sampled: a gradient through them would change the estimate.
+        old = old.detach()
+        behaviour = behaviour.detach()
+        advantage = advantage.detach()
+        reference = None if reference is None else reference.detach()
         if on_policy is not None:
             behaviour = torch.where(on_policy, old, behaviour)
-        if reference is not None and settings.kl_term.where == "reward":
-            # The KL as a reward is of the old policy, so that it is constant within the step.
-            advantage = advantage - self.coefficients.kl * to_go(
-                estimate(old, reference, settings.kl_term.estimator), segment
-            )
         tokens: dict[str, Any] = {
             "current": current,
             "old": old,
             "behaviour": behaviour,
-            "advantage": advantage,
+            "advantage": self._with_kl_reward(advantage, old, reference, segment),
             "segment": segment,
             "reference": reference,
             "entropy": entropy,
         }
         inputs = self._inputs(tokens)
-        if elsewhere is None:
-            weights, out = correction.weights(inputs, old, settings.rule), self._surrogate(inputs)
-        else:
-            # Ratios of whole trajectories are the same however they
-            # are cut; the losses of the other tokens are dropped.
-            whole, here = elsewhere.beside(tokens)
-            whole_inputs = self._inputs(whole)
-            weights = _at(here, correction.weights(whole_inputs, whole["old"], settings.rule))
-            out = _at(here, self._surrogate(whole_inputs))
-
-        # Metrics are of the tokens here alone, or those of elsewhere would count twice.
-        metrics = LossMetrics.of(
-            ratio=inputs.ratio,
-            clips=out,
-            capped=weights.bounded,
-            mismatch=old - behaviour,
-            mismatch_k3=k3(behaviour, old),
-            kl=None if reference is None else k3(current.detach(), reference),
-            entropy=entropy,
-            lag=lag,
-        )
-
+        weights, surrogate = self._weights_and_surrogate(inputs, tokens, elsewhere)
         # Tokens that were not chosen stay in the denominator (arXiv:2506.01939).
-        rl = weights.weight * (out.loss if chosen is None else out.loss * chosen)
+        rl = weights.weight * (surrogate.loss if chosen is None else surrogate.loss * chosen)
         if self.coefficients.entropy > 0 and entropy is not None:
             # A trajectory that is left out counts in no term, the bonus included.
             rl = rl - self.coefficients.entropy * entropy * ~weights.left_out
+        metrics = _metrics(inputs, old, weights, surrogate, lag)
         return PerToken(rl, self._kl(inputs, weights), -current, metrics)
 
+    def _with_kl_reward(
+        self, advantage: Tensor, old: Tensor, reference: Tensor | None, segment: Tensor
+    ) -> Tensor:
+        """The advantage [N], minus the KL from the token on where the KL is a reward."""
+        term = self._settings.kl_term
+        if reference is None or term.where != "reward":
+            return advantage
+        # The KL as a reward is that of the old policy, so that it is constant within the step.
+        kl = estimate(old, reference, term.estimator)
+        return advantage - self.coefficients.kl * to_go(kl, segment)
+
+    def _weights_and_surrogate(
+        self, inputs: LossInputs, tokens: Mapping[str, Any], elsewhere: Elsewhere | None
+    ) -> tuple[correction.Weights, LossOutputs]:
+        """The importance weights and the surrogate loss of ``tokens``, which are ``inputs``."""
+        rule = self._settings.rule
+        if elsewhere is None:
+            return correction.weights(inputs, tokens["old"], rule), self._surrogate(inputs)
+        # Ratios of whole trajectories are the same however they
+        # are cut; the losses of the other tokens are dropped.
+        all_tokens, places = elsewhere.beside(tokens)
+        all_inputs = self._inputs(all_tokens)
+        weights = correction.weights(all_inputs, all_tokens["old"], rule)
+        return _at(places, weights), _at(places, self._surrogate(all_inputs))
+
     def _inputs(self, tokens: Mapping[str, Any]) -> LossInputs:
-        """What surrogates and corrections see of ``tokens``."""
-        named = {name: value for name, value in tokens.items() if name != "old"}
-        return LossInputs(
-            anchor=correction.anchor(tokens["old"], tokens["behaviour"], self._settings.rule),
-            **named,
-        )
+        """The values of ``tokens`` for surrogates and corrections."""
+        values = {name: value for name, value in tokens.items() if name != "old"}
+        anchor = correction.anchor(tokens["old"], tokens["behaviour"], self._settings.rule)
+        return LossInputs(anchor=anchor, **values)
 
     def _check_inputs(
         self, reference: Tensor | None, entropy: Tensor | None, chosen: Tensor | None
@@ -165,24 +168,48 @@ class PolicyLoss:
         term = self._settings.kl_term
         if inputs.reference is None or not self._settings.uses_kl or term.where == "reward":
             return None
-        found = self.coefficients.kl * estimate(inputs.current, inputs.reference, term.estimator)
+        kl = self.coefficients.kl * estimate(inputs.current, inputs.reference, term.estimator)
         if not term.unbiased:
-            return weights.weight * found
+            return weights.weight * kl
         # The importance weight is to the engine that sampled,
-        # and has a gradient of its own (arXiv:2512.02556).
-        return importance(inputs.current, inputs.behaviour) * found * ~weights.masked
+        # and has a gradient, too (arXiv:2512.02556).
+        return importance(inputs.current, inputs.behaviour) * kl * ~weights.masked
 
 
-def _at(places: Tensor, made: Made) -> Made:
-    """A dataclass of values [N] with those at ``places`` alone."""
-    found = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
-    return dataclasses.replace(
-        made, **{name: None if of is None else of[places] for name, of in found.items()}
+def _metrics(
+    inputs: LossInputs,
+    old: Tensor,
+    weights: correction.Weights,
+    surrogate: LossOutputs,
+    lag: Tensor | None,
+) -> LossMetrics:
+    """The metrics of a micro-batch's tokens alone, or those of elsewhere would count twice."""
+    kl = None
+    if inputs.reference is not None:
+        kl = k3(inputs.current.detach(), inputs.reference)
+    return LossMetrics.of(
+        ratio=inputs.ratio,
+        clips=surrogate,
+        capped=weights.bounded,
+        mismatch=old - inputs.behaviour,
+        mismatch_k3=k3(inputs.behaviour, old),
+        kl=kl,
+        entropy=inputs.entropy,
+        lag=lag,
     )
 
 
-TIED = 1e-4
-"""Nats.
+def _at(places: Tensor, values: TokenValues) -> TokenValues:
+    """A dataclass of values [N] with those at ``places`` alone."""
+    selected: dict[str, Any] = {}
+    for field in dataclasses.fields(values):
+        value = getattr(values, field.name)
+        selected[field.name] = None if value is None else value[places]
+    return dataclasses.replace(values, **selected)
+
+
+TIE_MARGIN = 1e-4
+"""Entropies that differ by less than this, in nats, are equal.
 
 Members of a group have the same entropy at their first token, but for rounding, which differs
 between micro-batches.
@@ -190,15 +217,17 @@ between micro-batches.
 
 
 def entropy_bound(entropies: Tensor, share: float) -> float:
-    """Returns the lowest entropy at which a token of an update has a policy gradient: that of the
-    ``ceil(share * n)``-th most uncertain of ``entropies`` [n] (arXiv:2506.01939, equation 5), less
-    ``TIED``, so that rounding does not choose among equals. Infinite without tokens.
+    """Returns the lowest entropy at which a token of an update has a policy gradient.
+
+    It is that of the ``ceil(share * n)``-th most uncertain of ``entropies`` [n] (arXiv:2506.01939,
+    equation 5), less ``TIE_MARGIN``, so that rounding does not choose among equals. Infinite
+    without tokens.
     """
     if not len(entropies):
         return math.inf
     # 0.07 * 100 is above 7 in floating point, and ceil would choose one token more.
     rank = math.ceil(share * len(entropies) - 1e-9)
-    return float(entropies.sort(descending=True).values[rank - 1]) - TIED
+    return float(entropies.sort(descending=True).values[rank - 1]) - TIE_MARGIN
 
 
 def token_weights(
@@ -208,12 +237,14 @@ def token_weights(
     group_tokens: Tensor | None = None,
     trajectory_tokens: Tensor | None = None,
 ) -> Tensor:
-    """Returns weights [N] float32; ``(weights * loss).sum()``, summed over all micro-batches and
-    ranks, is the loss of the update. ``segment`` [N] int64 is the trajectory of each token.
-    ``group_tokens`` [N]: the loss tokens of each token's group in the update, for prompt-mean;
-    ``trajectory_tokens`` [N]: those of its trajectory, where that has several sequences.
-    token-mean: DAPO (arXiv:2503.14476); seq-mean-token-mean: GRPO (arXiv:2402.03300); a number: Dr.
-    GRPO (arXiv:2503.20783). Raises ValueError for an empty denominator.
+    """Returns the weights [N] float32 of the tokens in the loss of the update.
+
+    That loss is ``(weights * loss).sum()``, summed over all micro-batches and ranks. ``segment``
+    [N] int64 is the trajectory of each token. ``group_tokens`` [N]: the loss tokens of each token's
+    group in the update, for prompt-mean; ``trajectory_tokens`` [N]: those of its trajectory, where
+    that has several sequences. token-mean: DAPO (arXiv:2503.14476); seq-mean-token-mean: GRPO
+    (arXiv:2402.03300); a number: Dr. GRPO (arXiv:2503.20783). Raises ValueError for an empty
+    denominator.
     """
     if denominator.tokens <= 0 or denominator.sequences <= 0:
         raise ValueError(
@@ -228,7 +259,7 @@ def token_weights(
             return ones / denominator.sequences
         case "seq-mean-token-mean":
             if trajectory_tokens is None:
-                # This is right while each trajectory is here whole, as one sequence.
+                # This holds while all tokens of each trajectory are here, as one sequence.
                 trajectory_tokens = torch.bincount(segment)[segment]
             return ones / (denominator.sequences * trajectory_tokens)
         case "prompt-mean":

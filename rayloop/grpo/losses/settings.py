@@ -36,9 +36,10 @@ class KlTerm:
 
 @dataclass(frozen=True, config=VALUE)
 class AdaptiveKl:
-    """``kl_coef: {start, target, horizon}`` (arXiv:1909.08593, equation 4): after a step of n
-    trajectories the coefficient is multiplied by ``1 + n / horizon * error``, ``error = kl / target
-    - 1`` clipped to +-0.2; both in nats a token.
+    """``kl_coef: {start, target, horizon}`` (arXiv:1909.08593, equation 4).
+
+    After a step of n trajectories the coefficient is multiplied by ``1 + n / horizon * error``,
+    ``error = kl / target - 1`` clipped to +-0.2; both in nats a token.
     """
 
     start: PositiveFloat
@@ -48,9 +49,10 @@ class AdaptiveKl:
 
 @dataclass(frozen=True, config=VALUE)
 class AdaptiveEntropy:
-    """``entropy_coef: {target, step, start}`` (Skywork-OR1, arXiv:2505.22312, section 4.2): after
-    each step the coefficient grows by ``step`` when the entropy is below ``target`` nats a token,
-    else it falls, to 0 at least, and does not apply.
+    """``entropy_coef: {target, step, start}`` (Skywork-OR1, arXiv:2505.22312, section 4.2).
+
+    After each step the coefficient grows by ``step`` when the entropy is below ``target`` nats a
+    token, else it falls, to 0 at least, and does not apply.
     """
 
     target: PositiveFloat
@@ -60,13 +62,14 @@ class AdaptiveEntropy:
 
 @dataclass(frozen=True, config=VALUE)
 class Correction:
-    """``correction: {level, action, low, high, veto, off_policy, bypass}``: a token's weight is
-    ``exp(old - behaviour)``: its own (token), the product (sequence) or the geometric mean
-    (geometric) over its trajectory. truncate: clamped to [low, high]; mask: 0 outside. ``veto:
-    [low, high]``: a trajectory with one token's weight outside counts nothing. ``off_policy:
-    delta``: nor does one with a negative advantage whose tokens have become less likely by more
-    than delta nats in the mean (DeepSeek-V3.2, arXiv:2512.02556, equation 9). ``bypass``: the ratio
-    is to the engine's log-probs, and the rule only masks.
+    """``correction: {level, action, low, high, veto, off_policy, bypass}``.
+
+    A token's weight is ``exp(old - behaviour)`` of the token, or the product (sequence) or the
+    geometric mean (geometric) of these over its trajectory. truncate: clamped to [low, high]; mask:
+    0 outside. ``veto: [low, high]``: a trajectory with one token's weight outside counts nothing.
+    ``off_policy: delta``: neither does one with a negative advantage whose tokens have become less
+    likely by more than delta nats in the mean (DeepSeek-V3.2, arXiv:2512.02556, equation 9).
+    ``bypass``: the ratio is to the engine's log-probs, and the rule only masks.
     """
 
     level: Literal["token", "sequence", "geometric"] = "token"
@@ -94,17 +97,20 @@ BYPASS = Correction(action="mask", high=math.inf, bypass=True)
 
 
 class LossSettings(SettingsModel):
-    """What every loss has: aggregation, KL and entropy terms, and the correction for the engine's
-    log-probs.
+    """The settings that every loss has.
+
+    They are aggregation, KL and entropy terms, and the correction for the engine's log-probs.
     """
 
     aggregation: Aggregation = "token-mean"
-    """How tokens are averaged. token-mean: all tokens of an update alike, so long answers weigh
-    more (DAPO); seq-mean-...: all answers alike, their tokens summed or averaged; prompt-mean: all
-    groups alike, their tokens averaged. A number: the sum over all tokens is divided by it, so
-    length has no influence (Dr. GRPO, arXiv:2503.20783; verl's seq-mean-token-sum-norm), and the
-    gradient grows with the trajectories of an update. For TRL's mean set the length times the
-    trajectories of a full update.
+    """How tokens are averaged.
+
+    token-mean: all tokens of an update alike, so long answers weigh more (DAPO); seq-mean-...: all
+    answers alike, their tokens summed or averaged; prompt-mean: all groups alike, their tokens
+    averaged. A number: the sum over all tokens is divided by it, so length has no influence (Dr.
+    GRPO, arXiv:2503.20783; verl's seq-mean-token-sum-norm), and the gradient grows with the
+    trajectories of an update. For TRL's mean set the length times the trajectories of a full
+    update.
     """
     kl_coef: float | AdaptiveKl = Field(0.0)
     """beta of the KL term against the reference.
@@ -114,10 +120,11 @@ class LossSettings(SettingsModel):
     """
     kl: Estimator | KlTerm = "k3"
     """The estimator of the KL term, with d = current - reference (joschu.net/blog/kl-approx.html).
-    k3 (GRPO): its gradient is that of the forward KL. k2, d^2 / 2, and k3+, the value of k3: theirs
-    is that of the reverse KL, so use one to distil. k1, d: no gradient, for the reward. low_var_kl:
-    k3, at most 10 (verl). ``{estimator: k1, in: reward}`` puts it into the advantages;
-    ``{estimator: k3, unbiased: true}`` is right for stale tokens too.
+
+    k3 (GRPO): its gradient is that of the forward KL. k2, d^2 / 2, and k3+, the value of k3: their
+    gradient is that of the reverse KL, so use one of them to distil. k1, d: no gradient, for the
+    reward. low_var_kl: k3, at most 10 (verl). ``{estimator: k1, in: reward}`` puts it into the
+    advantages; ``{estimator: k3, unbiased: true}`` is right for stale tokens too.
     """
     entropy_coef: float | AdaptiveEntropy = Field(0.0)
     """A bonus for entropy: 0 unless entropy collapses while rewards are poor, then 0.001 to 0.02.
@@ -125,16 +132,18 @@ class LossSettings(SettingsModel):
     ``{target: 0.2}`` adapts it.
     """
     top_entropy_quantile: float = Field(1.0, gt=0, le=1)
-    """Share of an update's tokens, those with the most entropy, that have a policy gradient
-    (arXiv:2506.01939 has 0.2). Below 1 each update begins with one more forward pass, which finds
-    the entropy from which tokens count.
+    """Share of an update's tokens, those with the most entropy, that have a policy gradient.
+
+    arXiv:2506.01939 has 0.2. Below 1 each update begins with one more forward pass, which finds the
+    entropy from which tokens count.
     """
     correction: Literal["decoupled", "bypass", "none"] | Correction = "decoupled"
-    """How the gap between the sampling engine and the trainer is corrected (section 2). decoupled:
-    each token's weight is at most 2; also right with stale trajectories and several updates per
-    step, so keep it; bypass: the engine's log-probs are the old ones; none: only when engine and
-    trainer agree to rounding, and as a control. ``{level: sequence, action: mask, high: 2}`` and
-    others: docs/algorithm.md.
+    """How the gap between the sampling engine and the trainer is corrected (section 2).
+
+    decoupled: each token's weight is at most 2; also right with stale trajectories and several
+    updates per step, so keep it; bypass: the engine's log-probs are the old ones; none: only when
+    engine and trainer agree to rounding, and as a control. ``{level: sequence, action: mask, high:
+    2}`` and others: docs/algorithm.md.
     """
 
     @property
@@ -157,7 +166,7 @@ class LossSettings(SettingsModel):
 
     @property
     def adapts(self) -> bool:
-        """Whether a coefficient depends on the steps before."""
+        """Whether a coefficient depends on earlier steps."""
         return isinstance(self.kl_coef, AdaptiveKl) or isinstance(
             self.entropy_coef, AdaptiveEntropy
         )
@@ -169,8 +178,9 @@ class LossSettings(SettingsModel):
 
     @property
     def rule(self) -> Correction | None:
-        """``correction``, spelled out; None: every weight is 1 and the ratio is to the trainer's
-        log-probs.
+        """``correction``, spelled out.
+
+        None: every weight is 1 and the ratio is to the trainer's log-probs.
         """
         if isinstance(self.correction, Correction):
             return self.correction
@@ -179,24 +189,25 @@ class LossSettings(SettingsModel):
     @model_validator(mode="after")
     def _terms(self) -> Self:
         for name in ("kl_coef", "entropy_coef"):
-            if isinstance(value := getattr(self, name), float) and value < 0:
+            value = getattr(self, name)
+            if isinstance(value, float) and value < 0:
                 raise ValueError(f"{name} is {value:g}; it must be 0 or more")
         if self.kl_term.where == "reward" and self.kl_term.unbiased:
             raise ValueError(
                 "kl: unbiased is about the term in the loss; leave it out with in: reward"
             )
         if self.kl_term.unbiased and self.kl_term.estimator in ("k2", "k3+"):
-            wrong = (
-                f"its weight has a gradient too, and with {self.kl_term.estimator} the two are not"
-                " the KL's"
+            raise ValueError(
+                "kl: unbiased goes with estimator: k1 or k3: its weight has a gradient too, and"
+                f" with {self.kl_term.estimator} the two are not the KL's"
             )
-            raise ValueError(f"kl: unbiased goes with estimator: k1 or k3: {wrong}")
         return self
 
 
 class PpoLoss(LossSettings):
-    """PPO's clipped loss (arXiv:1707.06347, equation 7) with a clip of its own above 1 (DAPO,
-    arXiv:2503.14476).
+    """PPO's clipped loss (arXiv:1707.06347, equation 7).
+
+    The clip above 1 is separate (DAPO, arXiv:2503.14476).
     """
 
     kind: Literal["ppo"] = "ppo"
@@ -206,7 +217,9 @@ class PpoLoss(LossSettings):
     Matters only with several updates per step.
     """
     clip_high: float = Field(0.2, ge=0)
-    """Raise it above ``clip_low`` (0.28 in DAPO, arXiv:2503.14476; 0.3 in ARPO) to let rare good
+    """How far a token's ratio may rise above 1 before its gradient is cut.
+
+    Raise it above ``clip_low`` (0.28 in DAPO, arXiv:2503.14476; 0.3 in ARPO) to let rare good
     tokens grow.
     """
     dual_clip: float | None = Field(3.0, gt=1)
@@ -217,14 +230,17 @@ class PpoLoss(LossSettings):
 
 
 class GspoLoss(LossSettings):
-    """GSPO (arXiv:2507.18071, equation 5): PPO's clip on the ratio of the whole trajectory, the
-    geometric mean of its tokens'. The gradient is spread over the tokens (GSPO-token, equation 14).
+    """GSPO (arXiv:2507.18071, equation 5): PPO's clip on the ratio of the whole trajectory.
+
+    That ratio is the geometric mean of its tokens' ratios. The gradient is spread over the tokens
+    (GSPO-token, equation 14).
     """
 
     kind: Literal["gspo"] = "gspo"
     clip_low: float = Field(3e-4, ge=0, lt=1)
-    """How far a trajectory's ratio may fall below 1: as in the paper: means over many tokens hardly
-    move.
+    """How far a trajectory's ratio may fall below 1, as in the paper.
+
+    Means over many tokens hardly move.
     """
     clip_high: float = Field(4e-4, ge=0)
     """How far a trajectory's ratio may rise above 1, as in the paper."""
@@ -238,8 +254,9 @@ class GspoLoss(LossSettings):
 
 
 class CispoLoss(LossSettings):
-    """CISPO (MiniMax-M1, arXiv:2506.13585, equation 4): the clipped ratio is a constant weight: no
-    token loses its gradient.
+    """CISPO (MiniMax-M1, arXiv:2506.13585, equation 4): the clipped ratio is a constant weight.
+
+    No token loses its gradient.
     """
 
     kind: Literal["cispo"] = "cispo"
@@ -254,22 +271,25 @@ class SapoLoss(LossSettings):
 
     kind: Literal["sapo"] = "sapo"
     temperatures: ClassVar[tuple[float, float]] = (1.0, 1.05)
-    """How fast the gate closes away from a ratio of 1, for advantages above 0 and the others, as in
-    the paper.
+    """How fast the gate closes away from a ratio of 1, as in the paper.
+
+    The first value is for advantages above 0, the second for the others.
     """
     aggregation: Aggregation = "seq-mean-token-mean"
     """As for the other losses; the paper averages trajectories."""
 
 
 class DppoLoss(LossSettings):
-    """DPPO with the binary total variation (arXiv:2602.04879): a token counts while its probability
-    stays near the engine's.
+    """DPPO with the binary total variation (arXiv:2602.04879).
+
+    A token counts while its probability stays near the engine's.
     """
 
     kind: Literal["dppo"] = "dppo"
     clip_low: float = Field(0.15, ge=0)
-    """How far a probability may fall below the engine's for a negative advantage; the paper's. verl
-    and prime-rl have 0.2.
+    """How far a probability may fall below the engine's for a negative advantage, as in the paper.
+
+    verl and prime-rl have 0.2.
     """
     clip_high: float = Field(0.15, ge=0)
     """How far it may rise above for a positive one."""
@@ -278,17 +298,19 @@ class DppoLoss(LossSettings):
 
 
 class ReinforceLoss(LossSettings):
-    """REINFORCE: minus advantage times log-prob, weighed by the correction alone; for one update a
-    step.
+    """REINFORCE: minus advantage times log-prob, weighed by the correction alone.
+
+    It is for one update a step.
     """
 
     kind: Literal["reinforce"] = "reinforce"
 
 
 class OwnLoss(LossSettings, Component):
-    """A loss of your own beside these terms: a function of
-    ``rayloop.grpo.losses.surrogates.LossInputs``, or a class with a method ``loss`` of one. It
-    returns the loss of each token [N], or ``LossOutputs``.
+    """A custom surrogate, used together with the other terms.
+
+    It is a function of ``rayloop.grpo.losses.surrogates.LossInputs``, or a class with a method
+    ``loss`` of one. It returns the loss of each token [N], or ``LossOutputs``.
     """
 
     @property

@@ -1,5 +1,7 @@
-"""The surrogates of the loss, a function for each kind: what a token costs before KL, entropy and
-aggregation. N is the number of sampled tokens of a micro-batch, one trajectory after the other.
+"""The surrogates of the loss, a function for each kind.
+
+A surrogate is the loss of a token before KL, entropy and aggregation. N is the number of sampled
+tokens of a micro-batch, one trajectory after the other.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,26 +25,29 @@ from rayloop.grpo.losses.settings import (
 )
 
 RATIO_BOUND = 20.0
-"""Log-ratios are at most ±20 before exp: far outside any clip range, and no broken token overflows
-a sum.
+"""Log-ratios are at most ±20 before exp, so that no broken token overflows a sum.
+
+That is far outside any clip range.
 """
 
 
 def importance(current: Tensor, other: Tensor) -> Tensor:
-    """Returns ``exp(current - other)`` [N], with the gradient of ``current`` wherever the bound
-    holds, too.
+    """Returns ``exp(current - other)`` [N].
+
+    It has the gradient of ``current`` where the bound holds, too.
     """
     return torch.exp(log_ratio(current, other, -RATIO_BOUND, RATIO_BOUND))
 
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Of each token [N]: log-probs in nats, advantages, and ``segment``, int64 >= 0, the trajectory
-    of the token. ``current`` and ``entropy`` carry the gradient, all others are constants.
-    ``anchor``: the log-probs in the ratio's denominator, the trainer's old ones or, with
-    ``correction: bypass``, the engine's (``behaviour``). A trajectory is here as a whole: tokens of
-    its other sequences, which have losses of their own elsewhere, are among the N without a
-    gradient.
+    """The values [N] from which a surrogate computes the losses of tokens.
+
+    Log-probs in nats, advantages, and ``segment``, int64 >= 0, the trajectory of the token.
+    ``current`` and ``entropy`` carry the gradient, all others are constants. ``anchor``: the
+    log-probs in the ratio's denominator, the trainer's old ones or, with ``correction: bypass``,
+    the engine's (``behaviour``). A trajectory is complete: tokens of its other sequences, whose
+    losses another micro-batch computes, are among the N without a gradient.
     """
 
     current: Tensor
@@ -65,16 +70,17 @@ class LossInputs:
     def total(self, values: Tensor) -> Tensor:
         """The sum of ``values`` [N] over each token's trajectory, at each token [N]."""
         # index_add takes trajectories of any length: nothing is padded, and the gradient flows.
-        return values.new_zeros(len(torch.bincount(self.segment))).index_add(
-            0, self.segment, values
-        )[self.segment]
+        trajectories = len(torch.bincount(self.segment))
+        totals = values.new_zeros(trajectories).index_add(0, self.segment, values)
+        return totals[self.segment]
 
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """Constants [G] of tokens that a micro-batch lacks: those of a trajectory's other sequences,
-    where an agent began again or an episode forgot its images. ``segment``: the trajectory's number
-    in the micro-batch.
+    """Constants [G] of the tokens that a micro-batch lacks.
+
+    They are those of a trajectory's other sequences, where an agent began again or an episode
+    forgot its images. ``segment``: the trajectory's number in the micro-batch.
     """
 
     current: Tensor
@@ -87,51 +93,50 @@ class Elsewhere:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Elsewhere":
         """The same on ``device``."""
-        return Elsewhere(
-            **{
-                name: None if t is None else t.to(device, non_blocking=non_blocking)
-                for name, t in self._tensors()
-            }
-        )
+        tensors: dict[str, Any] = {}
+        for field in fields(self):
+            tensor = getattr(self, field.name)
+            if tensor is not None:
+                tensor = tensor.to(device, non_blocking=non_blocking)
+            tensors[field.name] = tensor
+        return Elsewhere(**tensors)
 
     @classmethod
     def joined(cls, parts: Sequence["Elsewhere"]) -> "Elsewhere | None":
-        """All tokens of ``parts``; None of none."""
+        """All tokens of ``parts``; None where there are no parts."""
         if not parts:
             return None
-        columns = [[t for _, t in part._tensors()] for part in parts]
-        names = [field.name for field in fields(cls)]
-        whole = {
-            name: None if of[0] is None else torch.cat(of)
-            for name, of in zip(names, zip(*columns, strict=True), strict=True)
-        }
-        return cls(**whole)
+        tensors: dict[str, Any] = {}
+        for field in fields(cls):
+            column = [getattr(part, field.name) for part in parts]
+            tensors[field.name] = None if column[0] is None else torch.cat(column)
+        return cls(**tensors)
 
     def beside(
         self, tokens: Mapping[str, Tensor | None]
     ) -> tuple[dict[str, Tensor | None], Tensor]:
-        """``tokens`` (values [N] by the names of these fields) with these after them in each
-        trajectory [N + G], and where the N are among them.
+        """Returns complete trajectories [N + G], and the places of the N ``tokens`` in them.
+
+        ``tokens``: values [N] by the names of these fields. In each trajectory they precede the
+        tokens of this object.
         """
         segment = tokens["segment"]
         assert segment is not None
-        # The sort is stable: a trajectory's own tokens keep
-        # their order, and stay in front of the others.
+        # The sort is stable: the given tokens of a trajectory
+        # keep their order, and stay in front of the others.
         order = torch.cat([segment, self.segment]).argsort(stable=True)
-        made = {
-            name: None if of is None else torch.cat([of, getattr(self, name)])[order]
-            for name, of in tokens.items()
-        }
+        complete: dict[str, Tensor | None] = {}
+        for name, tensor in tokens.items():
+            if tensor is not None:
+                tensor = torch.cat([tensor, getattr(self, name)])[order]
+            complete[name] = tensor
         # The inverse permutation says where each of the first N tokens is.
-        return made, order.argsort()[: len(segment)]
-
-    def _tensors(self) -> list[tuple[str, Any]]:
-        return [(field.name, getattr(self, field.name)) for field in fields(self)]
+        return complete, order.argsort()[: len(segment)]
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutputs:
-    """``loss`` [N] with gradient.
+    """The losses of tokens, ``loss`` [N] with gradient.
 
     ``low``, ``high``, ``dual``: where a clip applies (bool [N]), for the metrics; None: nowhere.
     """
@@ -150,26 +155,28 @@ def ppo(inputs: LossInputs, settings: PpoLoss) -> LossOutputs:
 
     For A < 0 at most ``dual_clip * |A|`` (arXiv:1912.09729).
     """
-    out = _clipped(inputs.ratio, inputs.advantage, settings.clip_low, settings.clip_high)
+    clipped = _clipped(inputs.ratio, inputs.advantage, settings.clip_low, settings.clip_high)
     if settings.dual_clip is None:
-        return out
+        return clipped
 
-    # For A < 0 the maximum takes a large ratio over
+    # For A < 0 the maximum takes a large ratio rather than
     # its clip: without a ceiling one token could rule.
     ceiling = -settings.dual_clip * inputs.advantage
-    dual = (inputs.advantage < 0) & (out.loss > ceiling)
-    return LossOutputs(torch.where(dual, ceiling, out.loss), out.low, out.high, dual)
+    dual = (inputs.advantage < 0) & (clipped.loss > ceiling)
+    loss = torch.where(dual, ceiling, clipped.loss)
+    return LossOutputs(loss, clipped.low, clipped.high, dual)
 
 
 def gspo(inputs: LossInputs, settings: GspoLoss) -> LossOutputs:
-    """PPO's clip on ``s = exp(mean over the trajectory of current - anchor)`` (arXiv:2507.18071,
-    equations 7 and 14). The value is the trajectory's, the gradient each token's own.
+    """PPO's clip on ``s = exp(mean over the trajectory of current - anchor)``.
+
+    arXiv:2507.18071, equations 7 and 14. The value is the trajectory's, the gradient the token's.
     """
-    moved = inputs.mean((inputs.current - inputs.anchor).detach())
-    # The difference is 0 and carries each token's
-    # gradient; the mean alone would give all tokens one.
+    mean_change = inputs.mean((inputs.current - inputs.anchor).detach())
+    # The second term is 0 and carries the gradient of each
+    # token; the mean alone would give all tokens the same one.
     ratio = torch.exp(
-        moved.clamp(-RATIO_BOUND, RATIO_BOUND) + (inputs.current - inputs.current.detach())
+        mean_change.clamp(-RATIO_BOUND, RATIO_BOUND) + (inputs.current - inputs.current.detach())
     )
     return _clipped(ratio, inputs.advantage, settings.clip_low, settings.clip_high)
 
@@ -183,8 +190,9 @@ def cispo(inputs: LossInputs, settings: CispoLoss) -> LossOutputs:
 
 
 def sapo(inputs: LossInputs, settings: SapoLoss) -> LossOutputs:
-    """``-A * sigmoid(tau * (r - 1)) * 4 / tau`` (arXiv:2511.20347, equations 5 and 6): at a ratio
-    of 1 the gradient is PPO's.
+    """``-A * sigmoid(tau * (r - 1)) * 4 / tau`` (arXiv:2511.20347, equations 5 and 6).
+
+    At a ratio of 1 the gradient is PPO's.
     """
     positive, negative = settings.temperatures
     tau = torch.where(inputs.advantage > 0, positive, negative).to(inputs.current.dtype)
@@ -196,14 +204,16 @@ DPPO_CAP = 20.0
 
 
 def dppo(inputs: LossInputs, settings: DppoLoss) -> LossOutputs:
-    """``-A * sg(min(r, 20)) * current`` while the probability stays near the engine's, else 0
-    (arXiv:2602.04879).
+    """``-A * sg(min(r, 20)) * current`` while the probability stays near the engine's, else 0.
+
+    arXiv:2602.04879.
     """
     # Probabilities decide, not ratios: a rare token may double without moving the policy far.
-    moved = (inputs.current.exp() - inputs.anchor.exp()).detach()
-    high = (inputs.advantage > 0) & (moved > settings.clip_high)
-    low = (inputs.advantage <= 0) & (moved < -settings.clip_low)
-    loss = -inputs.advantage * inputs.ratio.detach().clamp(max=DPPO_CAP) * inputs.current
+    change = (inputs.current.exp() - inputs.anchor.exp()).detach()
+    high = (inputs.advantage > 0) & (change > settings.clip_high)
+    low = (inputs.advantage <= 0) & (change < -settings.clip_low)
+    weight = inputs.ratio.detach().clamp(max=DPPO_CAP)
+    loss = -inputs.advantage * weight * inputs.current
     return LossOutputs(loss * ~(high | low), low, high)
 
 
@@ -225,37 +235,38 @@ LOSSES: dict[type[LossSettings], Callable[[LossInputs, Any], LossOutputs]] = {
 def surrogate(settings: LossSettings) -> Surrogate:
     """The function of these settings.
 
-    Raises ConfigError, pydantic.ValidationError for a loss of your own.
+    Raises ConfigError, pydantic.ValidationError for a custom loss.
     """
     if not isinstance(settings, OwnLoss):
         kind = LOSSES[type(settings)]
         return lambda inputs: kind(inputs, settings)
-    made = settings.build()
-    own = made.loss if hasattr(made, "loss") else made
+    custom = settings.build()
+    loss = getattr(custom, "loss", custom)
 
     def checked(inputs: LossInputs) -> LossOutputs:
-        found = own(inputs)
-        out = LossOutputs(found) if isinstance(found, Tensor) else found
-        if not isinstance(out, LossOutputs) or out.loss.shape != inputs.current.shape:
-            got = (
-                f"shape {tuple(out.loss.shape)}"
-                if isinstance(out, LossOutputs)
-                else type(found).__name__
-            )
-            n = len(inputs.current)
-            raise ConfigError(
-                f"policy.loss.use: {settings.use} returned {got}; expected the loss of each token,"
-                f" shape ({n},)"
-            )
-        return out
+        result = loss(inputs)
+        outputs = LossOutputs(result) if isinstance(result, Tensor) else result
+        if not isinstance(outputs, LossOutputs):
+            description = type(result).__name__
+        elif outputs.loss.shape != inputs.current.shape:
+            description = f"shape {tuple(outputs.loss.shape)}"
+        else:
+            return outputs
+        raise ConfigError(
+            f"policy.loss.use: {settings.use} returned {description}; expected the loss of each"
+            f" token, shape ({len(inputs.current)},)"
+        )
 
     return checked
 
 
 def _clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> LossOutputs:
-    plain, bound = -ratio * advantage, -ratio.clamp(1 - low, 1 + high) * advantage
+    unclipped_loss = -ratio * advantage
+    clipped_loss = -ratio.clamp(1 - low, 1 + high) * advantage
     # Inside the range both are equal, and nothing is clipped.
-    clipped = bound > plain
+    is_clipped = clipped_loss > unclipped_loss
     return LossOutputs(
-        torch.maximum(plain, bound), clipped & (advantage < 0), clipped & (advantage > 0)
+        loss=torch.maximum(unclipped_loss, clipped_loss),
+        low=is_clipped & (advantage < 0),
+        high=is_clipped & (advantage > 0),
     )

@@ -261,14 +261,14 @@ OF_THE_PROCESS = {
         "_reward",
         "_emit",
         "_drift_limit",
-        "_seen",
+        "_finished",
         "_drift",
-        "_without",
+        "_steps_without_samples",
         "_active",
         "_kinds",
-        "_trace",
+        "_raised_trace",
         "_dropout",
-        "_returned",
+        "_returned_trace",
         "_raised",
         "_raised_held_out",
         "collapse",
@@ -292,7 +292,7 @@ OF_THE_PROCESS = {
         "_warned_of_grace",
         "loggers",
     },
-    "LengthRatio": {"_keep"},
+    "LengthRatio": {"_decay"},
 }
 """Attributes that a checkpoint does not hold: what the configuration says, and what begins anew
 with a process.
