@@ -1,11 +1,13 @@
-"""The reports of a run: metrics, events, quarantined rows and sampled rollouts, in the run folder
-and to the console.
+"""The reports of a run: metrics, events, quarantined rows and sampled rollouts.
+
+They go to the run folder and to the console.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from rayloop.config.settings import dump
 from rayloop.core import events, incidents
 from rayloop.core.events import Event
 from rayloop.core.failures import DataFailure
-from rayloop.core.groups import Group
+from rayloop.core.groups import Group, Member
 from rayloop.core.types import TrajectoryId
 from rayloop.grpo.staleness import LengthRatio
 from rayloop.loggers.settings import AnySettings, PrometheusSettings
@@ -29,8 +31,9 @@ Open = Callable[[AnySettings, str, Mapping[str, Any], RunFolder], Logger]
 
 
 class Updates:
-    """The newest ``KEPT`` reports for a console that polls: ("event", record), ("step", metrics) or
-    ("samples", completions).
+    """The newest ``KEPT`` reports for a console that polls.
+
+    A report is ("event", record), ("step", metrics) or ("samples", completions).
     """
 
     KEPT = 1000
@@ -45,9 +48,10 @@ class Updates:
         self.total += 1
 
     def since(self, number: int) -> tuple[int, list[tuple[str, dict[str, Any]]]]:
-        """How many there have been, and those from this number on, as far as they are held."""
-        held = list(self._newest)
-        return self.total, held[max(0, len(held) - (self.total - number)) :]
+        """The number of all updates so far, and the held ones from ``number`` on."""
+        updates = list(self._newest)
+        unseen = self.total - number
+        return self.total, updates[max(0, len(updates) - unseen) :]
 
     def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
         return iter(self._newest)
@@ -63,8 +67,9 @@ class Reporter:
 
         self._evaluation: dict[str, float] = {}
         self.best: dict[str, float] | None = None
-        """The highest mean reward on the held-out tasks so far (``reward``), and its ``step``; it
-        is saved with the run.
+        """The highest mean reward on the held-out tasks so far (``reward``), and its ``step``.
+
+        It is saved with the run.
         """
         self.worse: list[int] = []
         """The steps of the evaluations since then; saved with the run too.
@@ -72,40 +77,42 @@ class Reporter:
         A resume repeats one, which counts once.
         """
         self.gaps: Mapping[TrajectoryId, Any] = {}
-        """``RolloutRecord.gaps`` of what the last step trained."""
+        """``RolloutRecord.gaps`` of the trajectories that the last step trained."""
 
         self._lengths = LengthRatio()
         self._step = 0
         self._unwritten: set[str] = set()
         self._left_out = Counter[str]()
         self._longest = {"save": 0.0, "update": 0.0}
-        """Seconds of the longest checkpoint and update of this process, which a stop may have to
-        wait for.
+        """Seconds of the longest checkpoint and update of this process.
+
+        A stop may have to wait for both.
         """
         self._warned_of_grace = False
 
-        shown = config.model_dump(mode="json", by_alias=True)
+        plain_config = config.model_dump(mode="json", by_alias=True)
         self.loggers = Loggers(
             (PrometheusSettings(), *config.loggers),
-            lambda chosen: open_logger(chosen, config.name, shown, self.folder),
+            lambda settings: open_logger(settings, config.name, plain_config, self.folder),
             lambda kind, why: self.event(incidents.LoggerFailed(kind, why)),
         )
 
     def event(self, event: Event, step: int | None = None) -> None:
         """Something that happened once, after ``step`` (default: the last one on record)."""
-        self.updates.append(
-            ("event", self.folder.events.emit(event, self._step if step is None else step))
-        )
+        record = self.folder.events.emit(event, self._step if step is None else step)
+        self.updates.append(("event", record))
         self._watch("events.jsonl", self.folder.events.trouble)
         if isinstance(event, events.CheckpointEvent):
-            self._took("save", event.seconds)
+            self._count_seconds("save", event.seconds)
 
-    def _took(self, what: str, seconds: float) -> None:
-        """Report once that a stop now would come too late: an update under way ends first, and then
-        there is a step to save.
+    def _count_seconds(self, work: str, seconds: float) -> None:
+        """Report once that a run that is stopped now would be saved too late.
+
+        An update under way ends first, and then there is a step to save.
         """
-        self._longest[what] = max(self._longest[what], seconds)
-        grace, needed = self.config.preemption.grace, sum(self._longest.values())
+        self._longest[work] = max(self._longest[work], seconds)
+        grace = self.config.preemption.grace
+        needed = sum(self._longest.values())
         if self._longest["save"] and needed > grace and not self._warned_of_grace:
             self._warned_of_grace = True
             self.event(incidents.GraceTooShort(round(needed, 1), grace))
@@ -129,24 +136,26 @@ class Reporter:
             self._watch(file, None)
 
     def bad_row(self, failure: DataFailure) -> None:
-        """A row that is left out, for quarantine.jsonl; the console shows the first ``SHOWN`` rows
-        of each reason.
+        """A row that is left out, for quarantine.jsonl.
+
+        The console shows the first ``SHOWN`` rows of each reason.
         """
         self.folder.quarantine.append({"path": failure.path, "reason": failure.reason})
         self._watch("quarantine.jsonl", self.folder.quarantine.trouble)
         self._left_out[failure.reason] += 1
         if self._left_out[failure.reason] <= SHOWN:
-            self.updates.append(
-                ("event", incidents.Quarantined(failure.path, failure.reason).record())
-            )
+            event = incidents.Quarantined(failure.path, failure.reason)
+            self.updates.append(("event", event.record()))
 
     def trained(self, step: int, groups: Sequence[Group]) -> None:
         """Which trajectories ``step`` trains on: {group: samples}.
 
         For the record only; the console shows the counts.
         """
-        ids = {str(group.number): [m.summary.id.sample for m in group.kept] for group in groups}
-        self.folder.events.emit(events.Trained(ids), step)
+        samples: dict[str, list[int]] = {}
+        for group in groups:
+            samples[str(group.number)] = [member.summary.id.sample for member in group.kept]
+        self.folder.events.emit(events.Trained(samples), step)
 
     def failed(self, why: BaseException, ledger: Mapping[str, int], traceback: str = "") -> None:
         """The run ends because of ``why``."""
@@ -157,53 +166,49 @@ class Reporter:
         return {"best": self.best, "worse": list(self.worse), "lengths": self._lengths.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken."""
+        """Continue from ``state``."""
         self.best = state["best"]
         self.worse = list(state.get("worse", ()))  # older checkpoints have none
         self._lengths.restore(state["lengths"])
 
     def begin(self, step: int, lineage: int, checkpoint: Checkpoint | None) -> None:
-        """A lineage begins at ``step``: later records are moved aside, and this run's configuration
-        is written.
+        """A lineage begins at ``step``.
+
+        Later records are moved aside, and this run's configuration is written.
         """
         self._step = step
-        moved = self.folder.truncate_after(step)
+        superseded_records = self.folder.truncate_after(step)
         self.folder.write_config(dump(self.config))
         self.event(
             events.Begin(
                 lineage,
                 checkpoint.folder.name if checkpoint else None,
-                superseded_records=moved,
+                superseded_records=superseded_records,
                 best=self.best,
             )
         )
-        if damaged := self.folder.metrics.damaged:
-            self.event(incidents.RecordsDamaged(self.folder.metrics.path.name, damaged))
+        damaged_records = self.folder.metrics.damaged
+        if damaged_records:
+            self.event(incidents.RecordsDamaged(self.folder.metrics.path.name, damaged_records))
 
     def evaluated(self, step: int, items: Sequence[Item], images: Mapping[str, bytes]) -> None:
-        """Held-out answers: kept one by one; their means are an event at once, and part of the
-        step's metrics.
+        """Held-out answers, which are written one by one.
+
+        Their means are an event at once, and part of the step's metrics.
         """
         self._write("evaluations", lambda: self.folder.evaluations.write(step, items, images))
-        controlled = any(item.arm in CONTROLS for item in items)
-        before = self._first_items(step) if controlled else []
-        summary = summarise(items, sum(item.reward is None for item in items), before)
+        has_controls = any(item.arm in CONTROLS for item in items)
+        first_items = self._first_items(step) if has_controls else []
+        unscored = sum(item.reward is None for item in items)
+        summary = summarise(items, unscored, first_items)
         self._evaluation = metrics(items, summary["arms"])
 
         reward = self._evaluation.get("val/reward/mean")
-        if reward is not None and (self.best is None or reward > self.best["reward"]):
-            self.best, self.worse = {"reward": reward, "step": step}, []
-        elif (
-            reward is not None
-            and self.best is not None
-            and step > max([self.best["step"], *self.worse])
-        ):
-            self.worse.append(step)
+        if reward is not None:
+            self._compare_with_best(step, reward)
         if self.best is not None:
-            self._evaluation |= {
-                "val/best": self.best["reward"],
-                "val/best_step": float(self.best["step"]),
-            }
+            self._evaluation["val/best"] = self.best["reward"]
+            self._evaluation["val/best_step"] = float(self.best["step"])
 
         self.event(events.Evaluated(self._evaluation), step)
         if summary["differences"]:
@@ -211,14 +216,23 @@ class Reporter:
         if self.best is not None and self.given_up:
             self.event(events.EarlyStop(len(self.worse), self.best), step)
 
+    def _compare_with_best(self, step: int, reward: float) -> None:
+        if self.best is None or reward > self.best["reward"]:
+            self.best = {"reward": reward, "step": step}
+            self.worse = []
+        # An evaluation that a resume repeats does not count again.
+        elif step > max([self.best["step"], *self.worse]):
+            self.worse.append(step)
+
     def _first_items(self, step: int) -> list[Item]:
-        """The items of the first evaluation on record before ``step``; none without one that can be
-        read.
+        """The items of the first evaluation on record before ``step``.
+
+        Empty without such an evaluation that can be read.
         """
         files = self.folder.evaluations.files()
-        since = min(files, default=step)
+        first_step = min(files, default=step)
         with suppress(OSError):
-            return read_items(files[since]) if since < step else []
+            return read_items(files[first_step]) if first_step < step else []
         return []
 
     @property
@@ -229,9 +243,10 @@ class Reporter:
 
     def already_done(self, step: int) -> None:
         """There is nothing to do after ``step``: say what to change for more."""
-        patience = self.given_up and len(self.worse)
-        key, value = ("evaluation.patience", patience) if patience else ("steps", step)
-        self.event(incidents.AlreadyDone(advice=f"raise {key} above {value} to go on"))
+        limit = f"steps above {step}"
+        if self.given_up and self.worse:
+            limit = f"evaluation.patience above {len(self.worse)}"
+        self.event(incidents.AlreadyDone(advice=f"raise {limit} to go on"))
 
     def is_best(self, step: int) -> bool:
         """Whether no evaluation had a better reward than the one after ``step``."""
@@ -249,94 +264,97 @@ class Reporter:
         """Write one record to metrics.jsonl, and hand it to the other loggers."""
         self._step = step
         seconds = sum(timings.values())
-        busy = max(seconds - timings.get("testing", 0.0), 1e-9)
-
-        found = step_metrics(collected, self.config.algorithm.target)
+        # An evaluation does not count; the bound avoids a division by 0.
+        busy_seconds = max(seconds - timings.get("testing", 0.0), 1e-9)
+        trajectories = sum(len(group.members) for group in collected.finished)
+        group_metrics = step_metrics(collected, self.config.algorithm.target)
+        tokens = group_metrics.get("rollout/tokens", 0.0)
         record = {
             "step": float(step),
-            **found,
+            **group_metrics,
             **self._length_ratio(collected),
             **report,
             **self._evaluation,
             **{f"timing_s/{name}": value for name, value in timings.items()},
             "timing_s/step": seconds,
-            "perf/trajectories_per_second": sum(len(g.members) for g in collected.finished) / busy,
-            "perf/tokens_per_second": found.get("rollout/tokens", 0.0) / busy,
+            "perf/trajectories_per_second": trajectories / busy_seconds,
+            "perf/tokens_per_second": tokens / busy_seconds,
             **playing,
             **{f"ledger/{name}": float(count) for name, count in ledger.items()},
         }
 
         self.folder.metrics.append({**record, "step": step})
         self._watch("metrics.jsonl", self.folder.metrics.trouble)
-        if (stats := collected.replay) is not None and stats:
-            self._write("replay_buffer_stats.json", lambda: self.folder.write_replay(step, stats))
+        replay = collected.replay
+        if replay:
+            self._write("replay_buffer_stats.json", lambda: self.folder.write_replay(step, replay))
 
         self.loggers.log(step, record)
-        self._took("update", timings.get("update_actor", 0.0))
+        self._count_seconds("update", timings.get("update_actor", 0.0))
         self.updates.append(("step", record))
         self._evaluation = {}
         return record
 
     def _length_ratio(self, collected: Collected) -> dict[str, float]:
-        played, taken = (
-            [m.summary.sampled_tokens for m in members if m.summary.length and not m.replayed]
-            for members in (
-                [m for g in collected.finished for m in g.members],
-                [m for g in collected.groups for m in g.kept],
-            )
-        )
-        self._lengths.observe(played, taken)
-        return (
-            {}
-            if self._lengths.value is None
-            else {"rollout/trained_length_ratio": self._lengths.value}
-        )
+        played = _fresh_lengths(chain(*(group.members for group in collected.finished)))
+        trained = _fresh_lengths(chain(*(group.kept for group in collected.groups)))
+        self._lengths.observe(played, trained)
+        ratio = self._lengths.value
+        return {} if ratio is None else {"rollout/trained_length_ratio": ratio}
 
     def rollouts(
         self, step: int, records: Sequence[RolloutRecord], images: Mapping[str, bytes]
     ) -> None:
         """Write the sampled rollouts of a step."""
-        records = [
-            replace(one, gaps=self.gaps.get(TrajectoryId(one.group, one.sample), ()))
-            for one in records
-        ]
-        self._write("rollouts", lambda: self.folder.rollouts.write(step, records, images))
-        self.loggers.rollouts(step, records)
+        with_gaps: list[RolloutRecord] = []
+        for record in records:
+            gaps = self.gaps.get(TrajectoryId(record.group, record.sample), ())
+            with_gaps.append(replace(record, gaps=gaps))
+        self._write("rollouts", lambda: self.folder.rollouts.write(step, with_gaps, images))
+        self.loggers.rollouts(step, with_gaps)
 
     def quoted_before(self, begins: str) -> str:
-        """What the newest failure on record says from the words ``begins`` on; "" when it does not
-        have them.
+        """The text of the newest failure on record from the words ``begins`` on.
+
+        "" when it does not have them.
         """
         with suppress(OSError):
-            why = next(
-                (
-                    event["why"]
-                    for event in reversed([*self.folder.events])
-                    if event["event"] == "failed"
-                ),
-                "",
-            )
-            _, found, rest = str(why).partition(begins)
-            return found + rest
+            failures = [event for event in self.folder.events if event["event"] == "failed"]
+            reason = failures[-1]["why"] if failures else ""
+            _, first_words, rest = str(reason).partition(begins)
+            return first_words + rest
         return ""
 
     def close(self, step: int, ledger: Mapping[str, int]) -> dict[str, Any]:
-        """The run's last word: what its held-out tasks have gained, and that it is finished."""
+        """Report the gain on held-out tasks, and that the run is finished."""
         self._gain(step)
         self.event(events.FinishedEvent(dict(ledger)))
         self.folder.close()
         return {"steps": step, "ledger": dict(ledger)}
 
     def _gain(self, step: int) -> None:
-        """The last evaluation against the first one on record, which an earlier start of this run
-        may have made.
+        """Compare the last evaluation with the first one on record.
+
+        An earlier start of this run may have made the first one.
         """
         files = self.folder.evaluations.files()
-        since = min(files, default=step)
-        if step in files and since < step:
-            after, before = read_items(files[step]), read_items(files[since])
-            if rewards := gain(after, before, greedy=self.config.evaluation.greedy):
-                self.event(events.Gain(since, rewards), step)
+        first_step = min(files, default=step)
+        if step not in files or first_step >= step:
+            return
+        last_items = read_items(files[step])
+        first_items = read_items(files[first_step])
+        rewards = gain(last_items, first_items, greedy=self.config.evaluation.greedy)
+        if rewards:
+            self.event(events.Gain(first_step, rewards), step)
+
+
+def _fresh_lengths(members: Iterable[Member]) -> list[int]:
+    """Sampled tokens of the trajectories that were played for this step."""
+    return [
+        member.summary.sampled_tokens
+        for member in members
+        if member.summary.length and not member.replayed
+    ]
 
 
 def failure(why: BaseException, ledger: Mapping[str, int], traceback: str = "") -> events.Failed:

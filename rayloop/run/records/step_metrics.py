@@ -1,10 +1,12 @@
-"""The metrics of a step that follow from its groups alone: rewards, lengths, how episodes ended,
-where trajectories went.
+"""The metrics of a step that follow from its groups alone.
+
+They are rewards, lengths, how episodes ended and where trajectories went.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from statistics import mean, pstdev
 from typing import Any
 
@@ -30,101 +32,133 @@ class Collected:
 
 
 def step_metrics(collected: Collected, target: int) -> dict[str, float]:
-    """What the groups that ended were like, and how many trajectories the step took, of the
-    ``target``.
+    """The metrics of the groups that ended, and of the trajectories that the step trains.
+
+    ``target``: trajectories of a full step.
     """
-    finished, trained = collected.finished, collected.groups
-    members = [m for g in finished for m in g.members]
-    played = [m for m in members if m.summary.length]
+    members = list(chain(*(group.members for group in collected.finished)))
     metrics: dict[str, float] = {
-        "rollout/groups": float(len(finished)),
-        "rollout/trajectories": float(len(members)),
-        "rollout/trained": float(sum(len(g.kept) for g in trained)),
-        "rollout/trained_share": sum(len(g.kept) for g in trained) / target,
-        "rollout/replayed": float(sum(g.replay_of is not None for g in trained)),
-        "rollout/acceptance": collected.acceptance,
+        **_counts(collected, members, target),
         **_reward_metrics(members),
-        **_equal_groups(finished),
-        **_by_source("trained", [m for g in trained for m in g.kept]),
+        **_equal_groups(collected.finished),
+        **_by_source("trained", chain(*(group.kept for group in collected.groups))),
         **_by_source("played", members),
-        **_misjudged([m for g in trained for m in g.scored]),
+        **_misjudged(chain(*(group.scored for group in collected.groups))),
         **{name: float(count) for name, count in collected.dropped.items()},
-        **{
-            f"replay/{name}": float(collected.replay[name])
-            for name in ("stored", "tasks")
-            if collected.replay
-        },
     }
+    if collected.replay:
+        metrics["replay/stored"] = float(collected.replay["stored"])
+        metrics["replay/tasks"] = float(collected.replay["tasks"])
 
-    if played:
-        summaries = [m.summary for m in played]
-        metrics |= {
-            "response_length/mean": mean(s.sampled_tokens for s in summaries),
-            "response_length/max": float(max(s.sampled_tokens for s in summaries)),
-            "response_length/clip_ratio": mean(float(s.cut) for s in summaries),
-            "prompt_length/mean": mean(s.length - s.sampled_tokens for s in summaries),
-            "rollout/tokens": float(sum(s.sampled_tokens for s in summaries)),
-            "rollout/turns/mean": mean(s.turns for s in summaries),
-            "rollout/seconds/mean": mean(s.seconds for s in summaries),
-            "rollout/seconds/max": max(s.seconds for s in summaries),
-            "rollout/seconds/engine": mean(_seconds_in(s, "generate") for s in summaries),
-            "rollout/seconds/environment": mean(_seconds_in(s, "reset", "step") for s in summaries),
-        }
+    summaries = [member.summary for member in members if member.summary.length]
+    if summaries:
+        metrics |= _lengths_and_times(summaries)
+        metrics |= _images_sent(summaries)
+        metrics |= _end_reasons(summaries)
 
-        if any(s.images for s in summaries):
-            metrics |= {
-                "rollout/images_sent": float(sum(s.sent.images for s in summaries)),
-                "rollout/images_sent_again": float(sum(s.sent.again for s in summaries)),
-                "rollout/image_bytes_sent": float(sum(s.sent.bytes for s in summaries)),
-            }
-
-        # Always present, so that its curve has a 0 where no episode was completed.
-        ends = Counter({str(EndReason.DONE): 0})
-        ends.update(str(s.end_reason) for s in summaries)
-        metrics |= {f"end_reason/{name}": count / len(summaries) for name, count in ends.items()}
-        last = [s.env_result for s in summaries if s.end_reason is EndReason.MAX_TURNS]
-        metrics["rollout/paid_at_max_turns"] = sum(
-            result is not None and result > 0 for result in last
-        ) / len(summaries)
-
-    statuses = Counter(
-        f"{m.status.state}/{m.status.reason}" for m in members if m.status is not None
-    )
+    statuses: Counter[str] = Counter()
+    for member in members:
+        if member.status is not None:
+            statuses[f"{member.status.state}/{member.status.reason}"] += 1
     return metrics | {name: float(count) for name, count in statuses.items()}
 
 
-def _equal_groups(finished: Sequence[Group]) -> dict[str, float]:
-    """Over groups with two fresh scored members at least, whatever the filters made of them: those
-    that taught nothing, and those of which every answer was right or wrong.
-    """
-    groups, answers = list[Sequence[Member]](), list[str]()
-    for group in finished:
-        scored = [m for m in group.members if isinstance(m.outcome, Scored)]
-        fresh = [m.reward for m in scored if not m.replayed]
-        if len(fresh) > 1:
-            groups.append([m for m in scored if m.credit is not None])
-            answers.append(equality(fresh))
-    if not groups:
+def _counts(collected: Collected, members: Sequence[Member], target: int) -> dict[str, float]:
+    """How many groups and trajectories ended, and how many of them the step trains."""
+    trained = sum(len(group.kept) for group in collected.groups)
+    replayed = sum(group.replay_of is not None for group in collected.groups)
+    return {
+        "rollout/groups": float(len(collected.finished)),
+        "rollout/trajectories": float(len(members)),
+        "rollout/trained": float(trained),
+        "rollout/trained_share": trained / target,
+        "rollout/replayed": float(replayed),
+        "rollout/acceptance": collected.acceptance,
+    }
+
+
+def _lengths_and_times(summaries: Sequence[Summary]) -> dict[str, float]:
+    """Tokens, turns and seconds of the trajectories that were played."""
+    sampled_tokens = [summary.sampled_tokens for summary in summaries]
+    prompt_tokens = [summary.length - summary.sampled_tokens for summary in summaries]
+    seconds = [summary.seconds for summary in summaries]
+    return {
+        "response_length/mean": mean(sampled_tokens),
+        "response_length/max": float(max(sampled_tokens)),
+        "response_length/clip_ratio": mean(float(summary.cut) for summary in summaries),
+        "prompt_length/mean": mean(prompt_tokens),
+        "rollout/tokens": float(sum(sampled_tokens)),
+        "rollout/turns/mean": mean(summary.turns for summary in summaries),
+        "rollout/seconds/mean": mean(seconds),
+        "rollout/seconds/max": max(seconds),
+        "rollout/seconds/engine": mean(_seconds_in(s, "generate") for s in summaries),
+        "rollout/seconds/environment": mean(_seconds_in(s, "reset", "step") for s in summaries),
+    }
+
+
+def _images_sent(summaries: Sequence[Summary]) -> dict[str, float]:
+    """Images that were sent to engines; empty for trajectories without images."""
+    if not any(summary.images for summary in summaries):
         return {}
     return {
-        "rollout/equal_rewards": mean(float(without_contrast(members) != "") for members in groups),
-        "rollout/all_right": mean(float(found == "all_right") for found in answers),
-        "rollout/all_wrong": mean(float(found == "all_wrong") for found in answers),
+        "rollout/images_sent": float(sum(summary.sent.images for summary in summaries)),
+        "rollout/images_sent_again": float(sum(summary.sent.again for summary in summaries)),
+        "rollout/image_bytes_sent": float(sum(summary.sent.bytes for summary in summaries)),
+    }
+
+
+def _end_reasons(summaries: Sequence[Summary]) -> dict[str, float]:
+    """Shares of trajectories by their end reason, and of those paid at their last turn."""
+    # Always present, so that its curve has a 0 where no episode was completed.
+    reasons = Counter({str(EndReason.DONE): 0})
+    reasons.update(str(summary.end_reason) for summary in summaries)
+    shares = {f"end_reason/{name}": count / len(summaries) for name, count in reasons.items()}
+    paid = 0
+    for summary in summaries:
+        if summary.end_reason is EndReason.MAX_TURNS and (summary.env_result or 0.0) > 0:
+            paid += 1
+    return {**shares, "rollout/paid_at_max_turns": paid / len(summaries)}
+
+
+def _equal_groups(finished: Sequence[Group]) -> dict[str, float]:
+    """Shares of groups that taught nothing, and of those with only right or only wrong answers.
+
+    Over groups with two fresh scored members at least, whatever the filters made of them.
+    """
+    contrasts: list[str] = []
+    equalities: list[str] = []
+    for group in finished:
+        scored = [member for member in group.members if isinstance(member.outcome, Scored)]
+        rewards = [member.reward for member in scored if not member.replayed]
+        if len(rewards) > 1:
+            with_credit = [member for member in scored if member.credit is not None]
+            contrasts.append(without_contrast(with_credit))
+            equalities.append(equality(rewards))
+    if not equalities:
+        return {}
+    return {
+        "rollout/equal_rewards": mean(float(reason != "") for reason in contrasts),
+        "rollout/all_right": mean(float(name == "all_right") for name in equalities),
+        "rollout/all_wrong": mean(float(name == "all_wrong") for name in equalities),
         **_shared_states(finished),
     }
 
 
 def _shared_states(finished: Sequence[Group]) -> dict[str, float]:
-    """Of the turns after each trajectory's first one, whose screens the policy's own actions
-    brought, those that begin at a state at which another turn of the group begins: what GiGPO
-    compares (arXiv:2505.10978). Nothing where no turn is of that kind.
+    """Share of turns that begin at the state of another turn of their group.
+
+    GiGPO compares such turns (arXiv:2505.10978). The first turn of each trajectory does not count:
+    only the states of later ones follow from the policy's actions. Empty without later turns.
     """
-    shared = turns = 0
+    shared = 0
+    turns = 0
     for group in finished:
-        later = [m.summary.states[1:] for m in group.members if isinstance(m.outcome, Scored)]
-        seen = Counter(state for states in later for state in states)
-        turns += seen.total()
-        shared += sum(times for times in seen.values() if times > 1)
+        states: Counter[str] = Counter()
+        for member in group.members:
+            if isinstance(member.outcome, Scored):
+                states.update(member.summary.states[1:])
+        turns += states.total()
+        shared += sum(count for count in states.values() if count > 1)
     return {"rollout/shared_states": shared / turns} if turns else {}
 
 
@@ -132,78 +166,78 @@ def _seconds_in(summary: Summary, *names: str) -> float:
     return sum((end - begin for name, begin, end in summary.spans if name in names), 0.0)
 
 
-def _by_source(name: str, members: Sequence[Member]) -> dict[str, float]:
-    counts = Counter(m.summary.source for m in members)
+def _by_source(name: str, members: Iterable[Member]) -> dict[str, float]:
+    counts = Counter(member.summary.source for member in members)
     return {f"rollout/{name}/{source}": float(count) for source, count in counts.items() if source}
 
 
-def _misjudged(trained: Sequence[Member]) -> dict[str, float]:
-    """The share of right answers (component ``right``, else more than half of ``accuracy``) that
-    the step makes less likely: others of the group earned more beside being right.
+def _misjudged(trained: Iterable[Member]) -> dict[str, float]:
+    """The share of right answers that the step makes less likely.
+
+    Right: component ``right``, else more than half of ``accuracy``. Other right answers of the
+    group earned more.
     """
-    scored = [
-        (m.advantage, m.outcome.components)
-        for m in trained
-        if isinstance(m.outcome, Scored) and m.advantage is not None
-    ]
-    right = [
-        advantage < 0
-        for advantage, parts in scored
-        if parts.get("right", parts.get("accuracy", 0.0)) > 0.5
-    ]
-    return {"rollout/right_negative_advantage": mean(map(float, right))} if right else {}
+    less_likely: list[float] = []
+    for member in trained:
+        if not isinstance(member.outcome, Scored) or member.advantage is None:
+            continue
+        components = member.outcome.components
+        if components.get("right", components.get("accuracy", 0.0)) > 0.5:
+            less_likely.append(float(member.advantage < 0))
+    return {"rollout/right_negative_advantage": mean(less_likely)} if less_likely else {}
 
 
 def _reward_metrics(members: Sequence[Member]) -> dict[str, float]:
     """Over fresh scored members: the policy's performance, before any filter."""
     values: dict[str, list[float]] = defaultdict(list)
     calls: dict[str, list[float]] = defaultdict(list)
+    flags: Counter[str] = Counter()
     components: list[Mapping[str, float]] = []
     for member in members:
-        if isinstance(member.outcome, Scored) and not member.replayed:
-            components.append(member.outcome.components)
-            values["reward"].append(member.outcome.value)
-            if source := member.summary.source:
-                values[f"reward/{source}"].append(member.outcome.value)
-            for name, value in member.outcome.components.items():
-                values[f"reward/component/{name}"].append(value)
-                if source:
-                    values[f"reward/{source}/component/{name}"].append(value)
-                if source and name == "calls":
-                    calls[source].append(value)
-            for flag in member.outcome.flags:
-                values[f"flag/{flag}"].append(1.0)
+        if not isinstance(member.outcome, Scored) or member.replayed:
+            continue
+        source = member.summary.source
+        components.append(member.outcome.components)
+        values["reward"].append(member.outcome.value)
+        if source:
+            values[f"reward/{source}"].append(member.outcome.value)
+        for name, value in member.outcome.components.items():
+            values[f"reward/component/{name}"].append(value)
+            if source:
+                values[f"reward/{source}/component/{name}"].append(value)
+            if source and name == "calls":
+                calls[source].append(value)
+        flags.update(f"flag/{flag}" for flag in member.outcome.flags)
 
-    flags = {
-        name: len(numbers) / len(values["reward"])
-        for name, numbers in values.items()
-        if name.startswith("flag/")
-    }
-    means = {
-        f"{name}/mean": mean(numbers)
-        for name, numbers in values.items()
-        if numbers and not name.startswith("flag/")
-    }
-    if not values["reward"]:
+    rewards = values["reward"]
+    if not rewards:
         return {}
+    return {
+        **{f"{name}/mean": mean(numbers) for name, numbers in values.items()},
+        **_calibration_error(components),
+        **_tool_call_counts(calls),
+        **{name: count / len(rewards) for name, count in flags.items()},
+        "reward/std": pstdev(rewards),
+        "reward/min": min(rewards),
+        "reward/max": max(rewards),
+    }
 
-    if sure := [c for c in components if "confidence" in c and "right" in c]:
-        means["reward/calibration_error"] = calibration_error(
-            [c["confidence"] for c in sure], [c["right"] for c in sure]
-        )
+
+def _calibration_error(components: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Over the answers whose components have a confidence; empty without any."""
+    confident = [parts for parts in components if "confidence" in parts and "right" in parts]
+    if not confident:
+        return {}
+    confidences = [parts["confidence"] for parts in confident]
+    rights = [parts["right"] for parts in confident]
+    return {"reward/calibration_error": calibration_error(confidences, rights)}
+
+
+def _tool_call_counts(calls: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The numbers of tool calls of a trajectory, by source."""
+    metrics: dict[str, float] = {}
     for source, counts in calls.items():
-        about = {
-            "min": min(counts),
-            "max": max(counts),
-            "zero_ratio": counts.count(0) / len(counts),
-        }
-        means |= {f"tool_call_counts/{source}/{name}": value for name, value in about.items()}
-    return (
-        means
-        | flags
-        | {
-            "reward/std": pstdev(values["reward"]),
-            "reward/min": min(values["reward"]),
-            "reward/max": max(values["reward"]),
-        }
-    )
+        metrics[f"tool_call_counts/{source}/min"] = min(counts)
+        metrics[f"tool_call_counts/{source}/max"] = max(counts)
+        metrics[f"tool_call_counts/{source}/zero_ratio"] = counts.count(0) / len(counts)
+    return metrics
