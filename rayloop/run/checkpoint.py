@@ -1,6 +1,8 @@
-"""Checkpoints (docs/run_folder.md has their layout): written aside, marked complete, renamed, and
-only then named ``latest``. A crash leaves the previous one loadable: ``*.tmp`` is never read. A
-later lineage is newer whatever its steps.
+"""Checkpoints (docs/run_folder.md has their layout).
+
+A checkpoint is written aside, marked complete, renamed, and only then named ``latest``. A crash
+leaves the previous one loadable: ``*.tmp`` is never read. A later lineage is newer whatever its
+steps.
 """
 
 import asyncio
@@ -45,19 +47,25 @@ from rayloop.core.files import (
 from rayloop.run.lock import OPEN, Fence
 from rayloop.run.records.plain_files import read, write
 
-MARKER, TRAINER, BEST = "COMPLETE", "trainer", "best"
-STRUCTURE, TENSORS = "driver.json", "driver.safetensors"
-ASIDE, DAMAGED = ".tmp", ".damaged"
-"""How the names of folders end that are not read."""
+MARKER = "COMPLETE"
+TRAINER = "trainer"
+BEST = "best"
+STRUCTURE = "driver.json"
+TENSORS = "driver.safetensors"
+ASIDE = ".tmp"
+DAMAGED = ".damaged"
+"""Suffixes of the names of folders that are not read."""
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 FAILED_SAVES = 3
-"""In a row with which training goes on; then it waits for the storage, which may cost everything
-since the last checkpoint.
+"""Failed saves in a row during which training continues; then it waits for the storage.
+
+A wait may cost everything since the last checkpoint.
 """
 Take = Callable[["Checkpoint"], Awaitable[None]]
 SEEN = 60.0
-"""Seconds after which what a rank wrote must be seen here: a network file system may have kept what
-it knew of the folder.
+"""Seconds after which the files that a rank wrote must be seen here.
+
+A network file system may have cached the folder's contents.
 """
 
 
@@ -106,9 +114,7 @@ def _sums(marker: Mapping[str, Any]) -> dict[str, Checksum]:
 
 
 def complete(folder: Path) -> Checkpoint | None:
-    """The checkpoint in ``folder``, or None unless its marker and every file that the marker lists
-    are there in full.
-    """
+    """The checkpoint in ``folder``; None if its marker or a file that it lists is incomplete."""
     with suppress(Damaged):
         return opened(folder)
     return None
@@ -124,16 +130,14 @@ def opened(folder: Path) -> Checkpoint:
         # A marker of an older version has no checksum of its own, and counts as whole.
         if marker.pop("own_crc32", None) not in (None, _own(marker)):
             raise Damaged(MARKER, "its text is not the one that was written")
-        found = Checkpoint(folder, marker["step"], marker["lineage"], marker)
+        checkpoint = Checkpoint(folder, marker["step"], marker["lineage"], marker)
         # Sizes alone, which cost a stat each: the checksums are compared when a file is read.
         for name, size in marker["files"].items():
-            if (there := size_of(folder / name)) != size:
-                raise Damaged(
-                    name,
-                    f"{'it is not there' if there is None else f'{there:,} bytes are there'},"
-                    f" {size:,} were written",
-                )
-        return found
+            present = size_of(folder / name)
+            if present != size:
+                state = "it is not there" if present is None else f"{present:,} bytes are there"
+                raise Damaged(name, f"{state}, {size:,} were written")
+        return checkpoint
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(MARKER, f"it cannot be read: {error!r}") from error
 
@@ -158,8 +162,9 @@ class Origin:
 
     @classmethod
     def of(cls, folder: Path, resume: str, since: int | None = None, fence: Fence = OPEN) -> Self:
-        """Of a start that is made now, for which ``folder`` is made, unless ``since`` says
-        otherwise.
+        """The origin of a start that is made now, for which ``folder`` is made.
+
+        ``since``: the origin of an earlier start.
         """
         if since is None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -171,8 +176,9 @@ class Origin:
         return CheckpointStore(self.folder, keep, warn, self.fence)
 
     def check(self) -> None:
-        """Raises RunTaken when another process has taken the run; nothing when the storage does not
-        answer.
+        """Raises RunTaken when another process has taken the run.
+
+        Raises nothing when the storage does not answer.
         """
         with suppress(OSError):
             self.fence.check()
@@ -197,14 +203,16 @@ class Origin:
         Raises ConfigError as ``find``.
         """
         store = CheckpointStore(self.folder, keep=1)
-        found = store.newest_first()
+        checkpoints = store.newest_first()
         if self.resume == "auto":
-            return found
-        ours = [checkpoint for checkpoint in found if checkpoint.lineage > self.since]
+            return checkpoints
+        own_checkpoints = [
+            checkpoint for checkpoint in checkpoints if checkpoint.lineage > self.since
+        ]
         # The named folder may be removed once this start has saved a checkpoint of its own.
-        with suppress(*([ConfigError] if ours else [])):
-            ours += filter(None, [store.find(self.resume)])
-        return ours
+        with suppress(*([ConfigError] if own_checkpoints else [])):
+            own_checkpoints += filter(None, [store.find(self.resume)])
+        return own_checkpoints
 
     async def restore(self, take: Take, emit: Emit, patience: float = 0.0) -> Checkpoint | None:
         """Let ``take`` continue from the newest intact candidate; None without any.
@@ -214,13 +222,14 @@ class Origin:
         """
         until = time.monotonic() + patience
         while True:
-            waits, failed = time.monotonic() < until, CheckpointStore(self.folder, keep=1).damaged()
-            found = await self._first(take, failed, waits)
+            waits = time.monotonic() < until
+            failed = CheckpointStore(self.folder, keep=1).damaged()
+            checkpoint = await self._first(take, failed, waits)
             if not waits or not any(refused(why) for _, why in failed):
                 break
             await asyncio.sleep(RETRY)
 
-        if found is None and failed:
+        if checkpoint is None and failed:
             raise kind_of(*(why for _, why in failed))(_none_left(failed)) from failed[0][1]
         for bad, why in failed:
             emit(
@@ -232,7 +241,7 @@ class Origin:
                 # The new name only spares the next start a look at the same damage.
                 with suppress(OSError):
                     os.replace(bad, unused(bad.with_name(bad.name + DAMAGED)))
-        return found
+        return checkpoint
 
     async def _first(
         self, take: Take, failed: list[tuple[Path, CheckpointError]], waits: bool
@@ -258,31 +267,31 @@ class Origin:
         return None
 
     def again(self) -> str:
-        """How to continue, and from what, in words: the same command would begin where it did when
-        that was named.
+        """How to continue, and from which checkpoint, in words.
+
+        The same command would begin at a named checkpoint again.
         """
         try:
-            found = self._found()
+            checkpoint = self._found()
         except (OSError, ConfigError) as error:
             return (
                 "run again to continue from the newest checkpoint; which one that is cannot be"
                 f" seen now: {error}"
             )
-        where = (
-            "the beginning: there is no checkpoint"
-            if found is None
-            else f"step {found.step} ({found.folder.name})"
-        )
-        return f"{self._run(found)} to continue from {where}"
+        start = "the beginning: there is no checkpoint"
+        if checkpoint is not None:
+            start = f"step {checkpoint.step} ({checkpoint.folder.name})"
+        return f"{self._run(checkpoint)} to continue from {start}"
 
     def _run(self, found: Checkpoint | None) -> str:
-        ours = found is not None and found.lineage > self.since
-        same = self.resume == "auto" or (self.resume != "never" and not ours)
-        return "run again" if same else "run again with checkpoint.resume=auto"
+        is_own = found is not None and found.lineage > self.since
+        resumes_there = self.resume == "auto" or (self.resume != "never" and not is_own)
+        return "run again" if resumes_there else "run again with checkpoint.resume=auto"
 
     def stopped(self, last_step: Callable[[], int]) -> RayloopError:
-        """The error of a run that stops while nothing can be saved: Preempted when a checkpoint is
-        there, else NotSaved.
+        """The error of a run that stops while nothing can be saved.
+
+        Preempted when there is a checkpoint, else NotSaved.
         """
         try:
             return self._stopped(last_step())
@@ -293,16 +302,16 @@ class Origin:
             )
 
     def _stopped(self, last_step: int) -> RayloopError:
-        found = self._found()
+        checkpoint = self._found()
         began = CheckpointStore(self.folder, keep=1).lineages() > self.since
-        if began and last_step > (found.step if found else 0):
+        if began and last_step > (checkpoint.step if checkpoint else 0):
             return NotSaved(
                 f"stopped after step {last_step}, not saved: the driver was gone; {self.again()}"
             )
-        if found is None:
+        if checkpoint is None:
             return NotSaved(
-                f"stopped before anything was trained: there is nothing to save; {self._run(found)}"
-                " to begin anew"
+                "stopped before anything was trained: there is nothing to save;"
+                f" {self._run(checkpoint)} to begin anew"
             )
         return Preempted(
             f"stopped while nothing was being trained: there was nothing to save; {self.again()}"
@@ -310,7 +319,9 @@ class Origin:
 
 
 class CheckpointStore:
-    """``warn`` receives what failed after a checkpoint was complete; ``fence`` is checked before
+    """The folder of a run's checkpoints.
+
+    ``warn`` receives the failures after a checkpoint was complete; ``fence`` is checked before
     every write.
     """
 
@@ -321,7 +332,10 @@ class CheckpointStore:
         warn: Callable[[str], None] = lambda why: None,
         fence: Fence = OPEN,
     ) -> None:
-        self.folder, self.keep, self._warn, self._fence = folder, keep, warn, fence
+        self.folder = folder
+        self.keep = keep
+        self._warn = warn
+        self._fence = fence
         self.lineage = 0
 
     def lineages(self) -> int:
@@ -333,8 +347,9 @@ class CheckpointStore:
             return max((found.lineage for found in self.newest_first()), default=0)
 
     def next_lineage(self) -> int:
-        """A number that no earlier start of this run has had; the checkpoints that follow belong to
-        it.
+        """A number that no earlier start of this run has had.
+
+        The checkpoints that follow belong to it.
         """
         self.lineage = self.lineages() + 1
         with needed(self.folder / "lineage"):
@@ -351,13 +366,13 @@ class CheckpointStore:
         if resume == "never":
             return None
         if resume != "auto":
-            found = complete(Path(resume))
-            if found is None:
+            checkpoint = complete(Path(resume))
+            if checkpoint is None:
                 raise ConfigError(
                     f"checkpoint.resume: {resume} holds no complete checkpoint (no valid {MARKER}"
                     " marker)"
                 )
-            return found
+            return checkpoint
         return next(iter(self.newest_first()), None)
 
     def _folders(self) -> list[Path]:
@@ -368,22 +383,23 @@ class CheckpointStore:
         ]
 
     def damaged(self) -> list[tuple[Path, CheckpointError]]:
-        """The folders that were complete once, since they are called so, and are not any more:
-        which, and why.
+        """The folders that were complete once and no longer are, with the reason of each.
+
+        Only a complete folder has the name of a checkpoint.
         """
-        found: list[tuple[Path, CheckpointError]] = []
+        failures: list[tuple[Path, CheckpointError]] = []
         for folder in self._folders():
             try:
                 opened(folder)
             except Damaged as why:
-                found.append((folder, why))
-        return found
+                failures.append((folder, why))
+        return failures
 
     def newest_first(self) -> list[Checkpoint]:
         """The complete checkpoints: by lineage, then step, then time."""
-        found = filter(None, map(complete, self._folders()))
+        checkpoints = filter(None, map(complete, self._folders()))
         return sorted(
-            found,
+            checkpoints,
             key=lambda c: (c.lineage, c.step, (c.folder / MARKER).stat().st_mtime_ns),
             reverse=True,
         )
@@ -410,8 +426,8 @@ class CheckpointStore:
             # not its parents: where the storage is not mounted, they would be below its mount point
             aside.mkdir()
             (aside / TRAINER).mkdir()
-            written = await save_trainer(str(aside / TRAINER)) or {}
-            await asyncio.to_thread(self._commit, aside, final, step, state, about, written)
+            checksums = await save_trainer(str(aside / TRAINER)) or {}
+            await asyncio.to_thread(self._commit, aside, final, step, state, about, checksums)
         except (OSError, CheckpointError) as error:
             raise kind_of(error, saving=True)(
                 self._explain(step, error, size_below(aside))
@@ -424,19 +440,19 @@ class CheckpointStore:
         return Checkpoint(final, step, self.lineage, about)
 
     def _explain(self, step: int, error: Exception, written: int) -> str:
-        free, earlier = "an unknown number of", list[int]()
+        free = "an unknown number of"
+        sizes: list[int] = []
         with suppress(OSError):
             free = f"{shutil.disk_usage(self.folder).free:,}"
-            earlier = [size_below(found.folder) for found in self.newest_first()]
-        needs = (
-            f"It needs about {max(earlier):,} bytes"
-            if earlier
-            else "`python -m rayloop doctor CONFIG` says what it needs"
-        )
-        before = "; the previous checkpoint is intact" if earlier else ""
+            sizes = [size_below(checkpoint.folder) for checkpoint in self.newest_first()]
+        needs = "`python -m rayloop doctor CONFIG` says what it needs"
+        previous = ""
+        if sizes:
+            needs = f"It needs about {max(sizes):,} bytes"
+            previous = "; the previous checkpoint is intact"
         return (
             f"the checkpoint of step {step} could not be written below {self.folder}: {error}."
-            f" {needs}, {written:,} were written, and {free} bytes are free{before}"
+            f" {needs}, {written:,} were written, and {free} bytes are free{previous}"
         )
 
     def _begin(self) -> None:
@@ -464,7 +480,8 @@ class CheckpointStore:
             # On the disk before the rename: a power loss
             # must not leave a valid name with empty files.
             sync(path)
-            if (name := str(path.relative_to(aside))) not in sums:
+            name = str(path.relative_to(aside))
+            if name not in sums:
                 with path.open("rb") as file:
                     sums[name] = summed(file)
 
@@ -547,7 +564,10 @@ def _until_seen(trainer: Path, written: Mapping[str, Checksum]) -> None:
     Raises CheckpointError after ``SEEN`` seconds.
     """
     deadline = time.monotonic() + SEEN
-    while missing := [name for name, sum in written.items() if size_of(trainer / name) != sum.size]:
+    while True:
+        missing = [name for name, sum in written.items() if size_of(trainer / name) != sum.size]
+        if not missing:
+            return
         if time.monotonic() > deadline:
             raise CheckpointError(
                 f"{', '.join(missing)}: written by ranks of the policy, and not to be seen on"

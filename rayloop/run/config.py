@@ -1,5 +1,6 @@
-"""The configuration of a run: assembled from the settings classes that each part owns, and checked
-across parts.
+"""The configuration of a run.
+
+It is assembled from the settings classes that each part owns, and checked across parts.
 """
 
 import re
@@ -239,8 +240,9 @@ class RunConfig(SettingsModel):
     @model_validator(mode="before")
     @classmethod
     def _slow_start(cls, data: Any) -> Any:
-        """An engine that compiles when it starts on a GPU has the time for it, unless the
-        configuration says how much.
+        """An engine that compiles when it starts on a GPU has the time for it.
+
+        A configuration that sets the time is left alone.
         """
         # Before validation, since afterwards a default looks like a value that was set.
         return with_time_to_compile(data) if isinstance(data, Mapping) else data
@@ -265,19 +267,21 @@ class RunConfig(SettingsModel):
         engine = self.rollout.engine
         if isinstance(engine, Component):
             return OwnEngine(component=engine, dtype=self.policy.engine.dtype)
-        made = engine.placed(self.rollout.placement.num_gpus, self.longest)
-        if isinstance(made, TransformersEngineSettings) and made.threads is None:
-            return made.model_copy(
+        placed = engine.placed(self.rollout.placement.num_gpus, self.longest)
+        if isinstance(placed, TransformersEngineSettings) and placed.threads is None:
+            return placed.model_copy(
                 update={"threads": self._threads(self.rollout.placement, self.rollout.actors)}
             )
-        return made
+        return placed
 
     @property
     def in_evaluation(self) -> Self:
         """The run as its evaluations play it: with the values of ``evaluation.over``."""
-        if not (over := self.evaluation.over):
+        over = self.evaluation.over
+        if not over:
             return self
-        environment, rollout = self.environment, self.rollout
+        environment = self.environment
+        rollout = self.rollout
         episode = environment.episode.model_copy(update=dict(below(over, EPISODES)))
         sampling = rollout.sampling.model_copy(update=dict(below(over, SAMPLING)))
         # pydantic's ``model_copy`` validates nothing:
@@ -296,8 +300,9 @@ class RunConfig(SettingsModel):
 
     @property
     def reference_kind(self) -> Literal["none", "actor", "adapter_off"]:
-        """``actor`` with a model of its own, or the policy without its adapter: where the
-        reference's log-probs come from.
+        """The source of the reference's log-probs.
+
+        ``actor`` with a separate model, or the policy without its adapter.
         """
         if not self.policy.loss.uses_kl:
             return "none"
@@ -311,22 +316,22 @@ class RunConfig(SettingsModel):
 
     @property
     def sync_timeout(self) -> float:
-        """Seconds for an engine to take over synced weights; each wait within a broadcast has a
-        fifth of them.
+        """Seconds for an engine to take over synced weights.
+
+        Each wait within a broadcast has a fifth of them.
         """
         return self.policy.step_timeout / 6
 
     @property
     def transport(self) -> TransportSettings:
-        """``weight_sync.transport``, whose waits fit into ``sync_timeout``, and to which all
-        ``receivers`` come.
+        """``weight_sync.transport``, with waits that fit into ``sync_timeout``.
+
+        All ``receivers`` of the engine take part in it.
         """
-        chosen = self.weight_sync.transport
-        return (
-            chosen.within(self.sync_timeout, self.engine.receivers)
-            if isinstance(chosen, BroadcastTransport)
-            else chosen
-        )
+        transport = self.weight_sync.transport
+        if isinstance(transport, BroadcastTransport):
+            return transport.within(self.sync_timeout, self.engine.receivers)
+        return transport
 
     @property
     def trainer(self) -> FsdpSettings:
@@ -339,12 +344,10 @@ class RunConfig(SettingsModel):
         return self._scoring(self.reference.placement, self.reference.actors + self.rollout.actors)
 
     def _scoring(self, placement: Placement, processes: int) -> FsdpSettings:
-        made = self.policy.engine
-        return (
-            made
-            if made.threads
-            else made.model_copy(update={"threads": self._threads(placement, processes)})
-        )
+        engine = self.policy.engine
+        if engine.threads:
+            return engine
+        return engine.model_copy(update={"threads": self._threads(placement, processes)})
 
     def _threads(self, placement: Placement, processes: int) -> int | None:
         """Returns the torch threads of one of ``processes`` that compute at the same time.
@@ -365,15 +368,17 @@ class RunConfig(SettingsModel):
 
     @property
     def rounds(self) -> bool:
-        """Whether trainer or engine computes in bfloat16, so that their log-probs differ by its
-        rounding.
+        """Whether trainer or engine computes in bfloat16.
+
+        Their log-probs then differ by its rounding.
         """
         return "bfloat16" in (self.policy.engine.dtype, self.engine.dtype)
 
     @property
     def drift(self) -> float:
-        """Mean |log-prob difference| of fresh samples that raises an alarm (docs/algorithm.md,
-        section 10).
+        """Mean |log-prob difference| of fresh samples that raises an alarm.
+
+        docs/algorithm.md, section 10.
         """
         return 0.1 if self.rounds else 1e-3
 
@@ -395,7 +400,8 @@ def read(path: Path, overrides: list[str], over: Sequence[Path] = ()) -> RunConf
 
 
 def _problems(c: RunConfig) -> Any:
-    a, stale = c.algorithm, c.algorithm.staleness.max_staleness
+    a = c.algorithm
+    stale = c.algorithm.staleness.max_staleness
     yield from _advantage_problems(c)
     unmeasured = c.data.eval is None or not c.evaluation.every
     if unmeasured and c.evaluation.patience:
@@ -416,7 +422,8 @@ def _problems(c: RunConfig) -> Any:
         )
 
     for where, each in {"": c, _IN_EVALUATION: c.in_evaluation}.items():
-        episode, room = each.environment.episode, each.rollout.sampling.max_tokens
+        episode = each.environment.episode
+        room = each.rollout.sampling.max_tokens
         yield from each.engine.unkept(each.rollout.sampling.sampling(), where)
         if episode.max_prompt_tokens + room > episode.max_tokens:
             yield (
@@ -439,13 +446,15 @@ def _problems(c: RunConfig) -> Any:
 
 def _advantage_problems(c: RunConfig) -> Any:
     """What the advantage needs and the run has not."""
-    kind, loss = c.algorithm.advantage.kind, c.policy.loss
+    kind = c.algorithm.advantage.kind
+    loss = c.policy.loss
     if c.algorithm.group_size == 1 and kind not in ("raw", "distill", None):
         yield (
             "algorithm.group_size is 1: a lone sample has no baseline. Use at least 2, or"
             " advantage.kind: raw"
         )
-    least, size = c.algorithm.advantage.with_.get("min_group"), c.algorithm.group_size
+    least = c.algorithm.advantage.with_.get("min_group")
+    size = c.algorithm.group_size
     if isinstance(least, int) and least > size:
         yield (
             f"algorithm.advantage.with.min_group ({least}) is above algorithm.group_size ({size}):"
@@ -502,7 +511,8 @@ def _begins_again(environment: EnvironmentSettings) -> Any:
 
 def _reference_problems(c: RunConfig) -> Any:
     """What the reference cannot do."""
-    reference, sampling = c.reference, c.rollout.sampling
+    reference = c.reference
+    sampling = c.rollout.sampling
     if reference.path and not c.policy.loss.uses_kl:
         yield (
             "reference.path is of use to the KL term alone: set policy.loss.kl_coef above 0, or"

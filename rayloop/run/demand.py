@@ -1,5 +1,6 @@
-"""What the actors of a run reserve: CPUs, GPUs and whatever else a cluster counts, and the object
-store's size. Needs no Ray.
+"""The resources that the actors of a run reserve, and the object store's size.
+
+They are CPUs, GPUs and all other resources that a cluster counts. Needs no Ray.
 """
 
 import shutil
@@ -68,19 +69,19 @@ def update_bytes(config: RunConfig, parameters: int) -> int:
 
 
 def store_wanted(config: RunConfig, parameters: int) -> int:
-    """Bytes of a private cluster's object store: what a run needs anyway, and the weight updates
-    that exist at once.
+    """Bytes of a private cluster's object store.
+
+    They are the bytes of every run, and those of the weight updates that exist at once.
     """
     return OBJECT_STORE + int(VERSIONS * update_bytes(config, parameters))
 
 
 def store(config: RunConfig, parameters: int, shared_memory: Path = SHARED_MEMORY) -> int:
-    """As ``store_wanted``, within what the shared memory has free: what does not fit, Ray writes to
-    a disk and reads again.
+    """As ``store_wanted``, within the free shared memory.
+
+    Ray writes objects that do not fit to a disk and reads them again.
     """
-    room = (
-        int(ROOM * shutil.disk_usage(shared_memory).free)
-        if shared_memory.is_dir()
-        else OBJECT_STORE
-    )
+    room = OBJECT_STORE
+    if shared_memory.is_dir():
+        room = int(ROOM * shutil.disk_usage(shared_memory).free)
     return max(OBJECT_STORE, min(store_wanted(config, parameters), room))

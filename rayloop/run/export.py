@@ -1,5 +1,6 @@
-"""``python -m rayloop export``: a checkpoint of a run, or adapters of peft, as a model folder that
-plain transformers loads.
+"""``python -m rayloop export``: a model folder that plain transformers loads.
+
+It is made of a checkpoint of a run, or of adapters of peft.
 """
 
 import shutil
@@ -19,9 +20,10 @@ from rayloop.run.place import from_start, started_in
 
 
 def export(source: Path, out: Path, dtype: str) -> int:
-    """Write ``source`` (a run folder, a checkpoint, a model folder or peft's adapters) to ``out``,
-    adapters merged, and return exit code 0. ``dtype``: float32 or bfloat16 (half the size). Raises
-    ConfigError (``out`` is not empty) and CheckpointError.
+    """Write ``source`` to ``out`` as a model folder, adapters merged, and return exit code 0.
+
+    ``source``: a run folder, a checkpoint, a model folder or peft's adapters. ``dtype``: float32 or
+    bfloat16 (half the size). Raises ConfigError (``out`` is not empty) and CheckpointError.
     """
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is not empty; name a new folder")
@@ -45,15 +47,15 @@ def find_checkpoint(source: Path) -> Checkpoint:
 
     Raises ConfigError without one.
     """
-    found = complete(source)
-    if found is None and (source / "checkpoints").is_dir():
-        found = CheckpointStore(source / "checkpoints", keep=1).find("auto")
-    if found is None:
+    checkpoint = complete(source)
+    if checkpoint is None and (source / "checkpoints").is_dir():
+        checkpoint = CheckpointStore(source / "checkpoints", keep=1).find("auto")
+    if checkpoint is None:
         raise ConfigError(
             f"{source} is no run folder with a complete checkpoint, no checkpoint, no adapters, and"
             " no model folder"
         )
-    return found
+    return checkpoint
 
 
 def recorded(file: Path) -> RunConfig:
@@ -71,7 +73,10 @@ def recorded(file: Path) -> RunConfig:
 
 
 def _export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
-    """Load the trainer's state into an engine like the run's, on one rank, and write its weights."""
+    """Load the trainer's state into an engine on one rank, and write its weights.
+
+    The engine is like the run's.
+    """
     from rayloop.engines.models.saving import save_model
     from rayloop.engines.training.fsdp import FsdpEngine
 
@@ -108,7 +113,8 @@ def _export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
         )
         engine.close()
 
-    if tint := config.model.position_tint:
+    tint = config.model.position_tint
+    if tint:
         print(
             "It was trained on pictures whose colours say where they are (model.position_tint:"
             f" {tint}); without them it answers worse: rayloop.data.images.tinted(data, {tint})"
@@ -158,16 +164,15 @@ def _merge(source: Path, out: Path, dtype: str) -> None:
 
 
 def model_of(source: Path, kept: Path) -> Path:
-    """``source`` when it is a model folder, else its checkpoint or adapters, exported to ``kept``
-    once. Raises as ``export``.
+    """``source`` when it is a model folder, else the folder of its export.
+
+    Its checkpoint or adapters are exported to ``kept`` once. Raises as ``export``.
     """
     if is_model(source):
         return source
     if are_adapters(source):
-        name, write = (
-            f"adapters-{hashed(source / file for file in ADAPTERS)}",
-            partial(_merge, source),
-        )
+        name = f"adapters-{hashed(source / file for file in ADAPTERS)}"
+        write = partial(_merge, source)
     else:
         checkpoint = find_checkpoint(source)
         name = f"{checkpoint.folder.parents[1].name}-{checkpoint.folder.name}-{checkpoint.lineage}"

@@ -5,6 +5,7 @@ The process that starts the run acquires it; the driver writes into it.
 
 import dataclasses
 import errno
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,7 +24,8 @@ from rayloop.run.lock import RunLock
 from rayloop.run.records.events import EventLog
 from rayloop.run.records.jsonl import SCHEMA_VERSION, Fits, JsonLines, encode, is_number
 
-MOST_CONFIG, MOST_VALUES = 2**22, 100_000
+MOST_CONFIG = 2**22
+MOST_VALUES = 100_000
 SHOWN = 10
 """Rows left out for one reason that the console shows; quarantine.jsonl has all."""
 
@@ -72,8 +74,9 @@ class RunFolder:
 
     @property
     def configuration(self) -> dict[str, Any]:
-        """The run's configuration as plain data: it may have been written by another version of
-        rayloop.
+        """The run's configuration as plain data.
+
+        Another version of rayloop may have written it.
         """
         return configuration(self.config) if self.config.exists() else {}
 
@@ -111,8 +114,9 @@ class RunFolder:
                 self.lock.release()
 
     def begun_before(self) -> None:
-        """For a start after a failure: raises StorageFailed when the folder, which the first start
-        has made, is missing.
+        """For a start after a failure: raises StorageFailed when the folder is missing.
+
+        The first start has made it.
         """
         if not (self.path.is_dir() and any(self.path.iterdir())):
             raise StorageFailed(
@@ -132,30 +136,29 @@ class RunFolder:
         return max((int(record["step"]) for record in self.metrics if "step" in record), default=0)
 
     def write_config(self, text: str) -> None:
-        """Keep the expanded configuration; the one of an earlier attempt stays beside it when it
-        differs.
+        """Write the expanded configuration.
+
+        The one of an earlier attempt is kept in another file when it differs.
         """
         with needed(self.config):
-            before = self.config.read_bytes() if self.config.exists() else text.encode()
+            previous = self.config.read_bytes() if self.config.exists() else text.encode()
             # A copy and no rename, so that the folder has a configuration at every moment.
-            if before != text.encode():
-                write_whole(_aside(self.config), before)
+            if previous != text.encode():
+                write_whole(_aside(self.config), previous)
             write_whole(self.config, text.encode())
 
     def write_replay(self, step: int, stats: Mapping[str, Any]) -> None:
         """What the replay buffer held at ``step``, in place of what was known of it before."""
-        found = {"schema_version": SCHEMA_VERSION, "step": step, **stats}
+        record = {"schema_version": SCHEMA_VERSION, "step": step, **stats}
         write_whole(
-            self.path / "replay_buffer_stats.json", (encode(found) + "\n").encode(), durable=False
+            self.path / "replay_buffer_stats.json", (encode(record) + "\n").encode(), durable=False
         )
 
     def damage(self) -> str:
-        """What to say of the damaged lines that were left out when its files were read last; ""
-        when there were none.
-        """
+        """A sentence on the damaged lines that the last reads left out; "" without any."""
         files = (self.metrics, self.events, self.rollouts, self.evaluations)
-        found = [f"{file.damaged} of {file.path.name}" for file in files if file.damaged]
-        return f"damaged lines are left out: {', '.join(found)}" if found else ""
+        counts = [f"{file.damaged} of {file.path.name}" for file in files if file.damaged]
+        return f"damaged lines are left out: {', '.join(counts)}" if counts else ""
 
     def truncate_after(self, step: int) -> int:
         """Move the records of later steps, and damaged lines, to ``*.attempt-K`` after a restore.
@@ -163,12 +166,12 @@ class RunFolder:
         Returns the number of metrics records moved.
         """
         with needed(self.path):
-            moved = self.metrics.split(
+            moved_records = self.metrics.split(
                 lambda record: int(record["step"]) <= step, _aside(self.metrics.path)
             )
             self.rollouts.set_aside_after(step)
             self.evaluations.set_aside_after(step)
-        return moved
+        return moved_records
 
     def close(self) -> None:
         """Close the record files; a later append opens them again."""
@@ -178,32 +181,34 @@ class RunFolder:
 
 
 def configuration(file: Path) -> dict[str, Any]:
-    """The mapping in a run's YAML file, which may be another user's: of at most ``MOST_CONFIG``
-    bytes and ``MOST_VALUES`` values, each alias counted as what it stands for. Raises ConfigError.
+    """The mapping in a run's YAML file, which may be another user's.
+
+    It has at most ``MOST_CONFIG`` bytes and ``MOST_VALUES`` values, where the values behind an
+    alias count each time. Raises ConfigError.
     """
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, ten times as fast
     try:
-        found = yaml.load(content(file, MOST_CONFIG).decode("utf-8"), loader)
-        waiting, count = [found], 0
-        while waiting:
-            value = waiting.pop()
+        document = yaml.load(content(file, MOST_CONFIG).decode("utf-8"), loader)
+        # A stack, since recursion could end at a deep nesting; it counts an alias each time.
+        pending = [document]
+        count = 0
+        while pending:
+            value = pending.pop()
             count += 1
             if count > MOST_VALUES:
                 raise ValueError(f"it has more than {MOST_VALUES} values")
-            waiting += (
-                value.values()
-                if isinstance(value, dict)
-                else value
-                if isinstance(value, list)
-                else ()
-            )
+            if isinstance(value, dict):
+                pending += value.values()
+            elif isinstance(value, list):
+                pending += value
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read: {str(error).partition(chr(10))[0]}") from error
-    if not isinstance(found, dict | None):
+    if not isinstance(document, dict | None):
         raise ConfigError(
-            f"{file} holds no configuration: expected keys and values, found {type(found).__name__}"
+            f"{file} holds no configuration: expected keys and values, found"
+            f" {type(document).__name__}"
         )
-    return found or {}
+    return document or {}
 
 
 def make_folder(path: Path, choice: str) -> None:
@@ -229,10 +234,11 @@ MOST_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class RolloutTurn:
-    """A turn after the prompt, as text, with ``images`` like those of ``RolloutRecord``,
-    ``Turn.executed``, ``Turn.reward``. ``logprobs``: for each sampled token the index in ``text``
-    where it ends, and its log-prob; empty where they are unknown. ``tokens``: how many; ``times``:
-    ``Turn.times``.
+    """A turn after the prompt, as text.
+
+    ``images`` as in ``RolloutRecord``; ``Turn.executed``; ``Turn.reward``. ``logprobs``: for each
+    sampled token the index in ``text`` where it ends, and its log-prob; empty where they are
+    unknown. ``tokens``: number of tokens; ``times``: ``Turn.times``.
     """
 
     role: str
@@ -285,8 +291,9 @@ class RolloutRecord:
 
 
 def is_step(record: Mapping[str, Any]) -> bool:
-    """Whether it is a record of metrics.jsonl: a step's numbers by name, null where one was not
-    finite.
+    """Whether it is a record of metrics.jsonl.
+
+    That is a step's numbers by name, null where one was not finite.
     """
     placed = is_number(record.get("step")) and is_number(record.get("time"))
     return placed and all(value is None or is_number(value) for value in record.values())
@@ -322,7 +329,7 @@ def is_answer(record: Mapping[str, Any]) -> bool:
 
 
 class RolloutDump:
-    """``step_000012.jsonl`` with the images of all steps beside it, each stored once by its hash."""
+    """``step_000012.jsonl`` and the images of all steps, each stored once by its hash."""
 
     def __init__(self, path: Path, fits: Fits = is_rollout) -> None:
         """``fits``: as of ``JsonLines``."""
@@ -400,7 +407,8 @@ def rollout_record(
     ``plain`` decodes sampled turns as the reward sees them, ``shown`` others with markup.
     """
     prompt, *turns = trajectory.turns
-    outcome, summary = member.outcome, member.summary
+    outcome = member.outcome
+    summary = member.summary
     scored = outcome if isinstance(outcome, Scored) else None
     return RolloutRecord(
         group=group.number,
@@ -440,11 +448,12 @@ def rollout_record(
 def _turn(turn: Turn, trajectory: Trajectory, text: Callable[[TokenIds], str]) -> RolloutTurn:
     if turn.restart:
         return RolloutTurn(turn.role, RESTARTS, False, tokens=len(turn.token_ids))
-    images, whole = _entries(turn.images, trajectory), text(turn.token_ids)
-    logprobs = tuple(_ends(turn, whole, text)) if turn.sampled else ()
+    images = _entries(turn.images, trajectory)
+    content_text = text(turn.token_ids)
+    logprobs = tuple(_ends(turn, content_text, text)) if turn.sampled else ()
     return RolloutTurn(
         turn.role,
-        whole,
+        content_text,
         turn.sampled,
         images,
         turn.executed,
@@ -460,16 +469,19 @@ def _ends(turn: Turn, whole: str, text: Callable[[TokenIds], str]) -> list[tuple
 
     A character of several tokens belongs to the last.
     """
-    found, begun, end = list[tuple[int, float]](), list[int](), 0
+    ends = list[tuple[int, float]]()
+    pending = list[int]()
+    end = 0
     for token, logprob in zip(turn.token_ids, turn.logprobs or (), strict=True):
-        begun.append(token)
-        piece = text(tuple(begun))
+        pending.append(token)
+        piece = text(tuple(pending))
         if whole.startswith(piece, end) and (
-            not piece.endswith("\ufffd") or len(begun) > MOST_BYTES
+            not piece.endswith("\ufffd") or len(pending) > MOST_BYTES
         ):
-            begun, end = [], end + len(piece)
-        found.append((end, round(logprob, 3)))
-    return found if end == len(whole) else []
+            pending = []
+            end = end + len(piece)
+        ends.append((end, round(logprob, 3)))
+    return ends if end == len(whole) else []
 
 
 def jsonable(value: Any) -> Any:
@@ -482,8 +494,9 @@ def jsonable(value: Any) -> Any:
 
 
 def image_file(sha256: str, data: bytes) -> str:
-    """The name of an image below ``rollouts/images``: its hash, and the suffix of its encoding
-    (PNG, JPEG, WebP).
+    """The name of an image below ``rollouts/images``.
+
+    It is its hash, with the suffix of its encoding (PNG, JPEG, WebP).
     """
     return f"{sha256}.{encoding(data).replace('jpeg', 'jpg')}"
 
@@ -491,11 +504,9 @@ def image_file(sha256: str, data: bytes) -> str:
 def _entries(images: Sequence[ImageRef], trajectory: Trajectory) -> tuple[Mapping[str, Any], ...]:
     def where(image: ImageRef) -> dict[str, str]:
         data = trajectory.image_bytes.get(image.sha256)
-        return (
-            {"path": image.path or ""}
-            if data is None
-            else {"file": f"images/{image_file(image.sha256, data)}"}
-        )
+        if data is None:
+            return {"path": image.path or ""}
+        return {"file": f"images/{image_file(image.sha256, data)}"}
 
     return tuple(
         {"sha256": i.sha256, "width": i.width, "height": i.height, **where(i)} for i in images
@@ -504,7 +515,8 @@ def _entries(images: Sequence[ImageRef], trajectory: Trajectory) -> tuple[Mappin
 
 def _aside(path: Path) -> Path:
     """``path`` with the first free suffix ``.attempt-K``."""
-    attempt = 1
-    while (aside := path.with_name(f"{path.name}.attempt-{attempt}")).exists():
-        attempt += 1
+    for attempt in itertools.count(1):
+        aside = path.with_name(f"{path.name}.attempt-{attempt}")
+        if not aside.exists():
+            break
     return aside

@@ -41,11 +41,14 @@ class Play:
 
 
 def plays(config: RunConfig, tasks: Sequence[Task], *, controls: bool, samples: int) -> list[Play]:
-    """An answer per task with the right image, with ``controls`` also with swapped ones, and
-    ``samples`` sampled answers per task. Without ``evaluation.greedy`` all are sampled and of the
-    arm RIGHT, and the first answer is one of the ``samples``.
+    """An answer per task with the right image, and the further ones that are asked for.
+
+    With ``controls`` there are also answers with swapped images, and ``samples`` sampled answers
+    per task. Without ``evaluation.greedy`` all are sampled and of the arm RIGHT, and the first
+    answer is one of the ``samples``.
     """
-    greedy, settings = config.evaluation.greedy, config.in_evaluation.rollout.sampling
+    greedy = config.evaluation.greedy
+    settings = config.in_evaluation.rollout.sampling
     sampling = settings.sampling(greedy=greedy)
     arms = {RIGHT: list(tasks)}
     if controls:
@@ -53,28 +56,30 @@ def plays(config: RunConfig, tasks: Sequence[Task], *, controls: bool, samples: 
             SAME: swapped(tasks, config.seed, same=True),
             OTHER: swapped(tasks, config.seed, same=False),
         }
-    asked = [Play(arm, task, sampling) for arm, members in arms.items() for task in members]
+    requests = [Play(arm, task, sampling) for arm, members in arms.items() for task in members]
     arm, first, drawn = (SAMPLED, 0, settings.sampling()) if greedy else (RIGHT, 1, sampling)
-    return asked + [
+    return requests + [
         Play(arm, task, drawn, sample) for sample in range(first, samples) for task in tasks
     ]
 
 
 def read_items(file: Path) -> list[Item]:
-    """The items of an evaluation on record: ``evaluations/step_N.jsonl`` of a run, ``items.jsonl``
-    of ``eval``.
+    """The items of an evaluation on record.
+
+    ``file`` is ``evaluations/step_N.jsonl`` of a run, or ``items.jsonl`` of ``eval``.
     """
     names = {field.name for field in dataclasses.fields(Item)}
-    found = (
-        {name: value for name, value in record.items() if name in names}
-        for record in JsonLines(file, is_answer)
-    )
-    return [Item(**{"source": "", **values}) for values in found]
+    items: list[Item] = []
+    for record in JsonLines(file, is_answer):
+        values = {name: value for name, value in record.items() if name in names}
+        items.append(Item(**{"source": "", **values}))
+    return items
 
 
 def on_training_rows(config: RunConfig) -> str:
     """What is wrong with evaluating on the file that is trained on, when the run does; else ""."""
-    train, held_out = config.data.train, config.data.eval
+    train = config.data.train
+    held_out = config.data.eval
     if not config.evaluation.every or held_out is None or not Path(held_out).samefile(train):
         return ""
     return (
@@ -100,7 +105,7 @@ def blind(config: RunConfig, train: Dataset, tasks: Sequence[Task]) -> list[Item
         return []
     prior: BlindPrior = config.evaluation.blind.build()
     prior.fit(train)
-    found = [(task, prior.score(task)) for task in tasks]
+    scores = [(task, prior.score(task)) for task in tasks]
     return [
         Item(
             BLIND,
@@ -110,16 +115,19 @@ def blind(config: RunConfig, train: Dataset, tasks: Sequence[Task]) -> list[Item
             components=s.components,
             truth=jsonable(t.ground_truth),
         )
-        for t, s in found
+        for t, s in scores
     ]
 
 
 def metrics(items: Sequence[Item], table: dict[str, Any]) -> dict[str, float]:
-    """val/reward/mean, val/<source>/reward/mean, val/<component>/mean of the right image,
+    """The metrics of an evaluation.
+
+    val/reward/mean, val/<source>/reward/mean, val/<component>/mean of the right image,
     val_sampled/... of its sampled answers, and val/control/<arm>/... Answers without a score are
     left out of the means and counted in val/unscored.
     """
-    right, drawn = _of(items, RIGHT), _of(items, SAMPLED)
+    right = _of(items, RIGHT)
+    drawn = _of(items, SAMPLED)
     names = _curve("val", right, table.get(RIGHT, {}))
     for source in sorted({item.source for item in right} - {""}):
         rewards = [
@@ -135,8 +143,9 @@ def metrics(items: Sequence[Item], table: dict[str, Any]) -> dict[str, float]:
 
 
 def _curve(prefix: str, items: Sequence[Item], scores: Mapping[str, Interval]) -> dict[str, float]:
-    """The means of one arm, the bounds of its reward's interval where it has one, and how many
-    answers it is about.
+    """The means of one arm, the bounds of its reward's interval, and its numbers of answers.
+
+    An arm may have no interval.
     """
     names = {f"{prefix}/{name}/mean": value[0] for name, value in scores.items()}
     _, low, high = scores.get("reward", (0.0, None, None))
@@ -153,14 +162,17 @@ def _curve(prefix: str, items: Sequence[Item], scores: Mapping[str, Interval]) -
 def gain(
     after: Sequence[Item], before: Sequence[Item], *, greedy: bool
 ) -> dict[str, dict[str, Any]]:
-    """``sampled`` and ``greedy``: how the rewards of two evaluations differ (``Pair``); an arm
-    without common tasks is left out.
+    """How the rewards of two evaluations differ (``Pair``), for ``sampled`` and ``greedy``.
+
+    An arm without common tasks is left out.
     """
     arms = {"sampled": SAMPLED, "greedy": RIGHT} if greedy else {"sampled": RIGHT}
-    found = {
+    pairs_by_arm = {
         name: pairs(_of(after, arm), _of(before, arm)).get("reward") for name, arm in arms.items()
     }
-    return {name: dataclasses.asdict(pair) for name, pair in found.items() if pair is not None}
+    return {
+        name: dataclasses.asdict(pair) for name, pair in pairs_by_arm.items() if pair is not None
+    }
 
 
 def _of(items: Sequence[Item], arm: str) -> list[Item]:

@@ -18,12 +18,14 @@ from rayloop.data.dataset import Dataset
 from rayloop.run.checkpoint import Checkpoint
 from rayloop.run.config import RunConfig
 
-SCHEMA, READ = 3, (2, 3)
-"""Of a checkpoint: what its marker carries, and what its files hold.
+SCHEMA = 3
+"""Schema version of the checkpoints that are written: of the marker's keys and the files' contents.
 
-``SCHEMA`` is written, those of ``READ`` are read. 1: the driver's part was a pickle of classes
-(driver.pkl). 2: it is plain data. 3: so are the trainer's index and random states.
+1: the driver's part was a pickle of classes (driver.pkl). 2: it is plain data. 3: so are the
+trainer's index and random states.
 """
+READ = (2, 3)
+"""Schema versions of the checkpoints that can be read."""
 _READ = " and ".join(map(str, READ))
 
 FILES = {
@@ -68,28 +70,29 @@ def pinned(config: RunConfig, checkpoint: Checkpoint | None = None) -> RunConfig
 
     Raises ConfigError.
     """
-    model, then = (
-        config.model,
-        checkpoint.about.get("config", {}).get("model", {}) if checkpoint else {},
-    )
-    revision = model.revision or (then.get("revision") if then.get("path") == model.path else None)
+    model = config.model
+    revision = model.revision
+    if not revision and checkpoint is not None:
+        previous = checkpoint.about.get("config", {}).get("model", {})
+        if previous.get("path") == model.path:
+            revision = previous.get("revision")
     commit = resolve(model.path, revision).commit
-    return (
-        config.model_copy(update={"model": model.model_copy(update={"revision": commit})})
-        if commit
-        else config
-    )
+    if not commit:
+        return config
+    return config.model_copy(update={"model": model.model_copy(update={"revision": commit})})
 
 
 def dated(
     model: ModelSettings, folder: Path, then: Mapping[str, Any] | None = None
 ) -> ModelSettings:
-    """The same with the time that the chat template shows, if it shows any: that of the model
-    ``then`` (as plain data), else of an earlier start in ``folder``, else of now, which ``folder``
-    keeps. So the members of a group, an evaluation and a resumed run are asked the same. Raises
-    ConfigError, StorageFailed.
+    """The same with the time that the chat template shows, if it shows any.
+
+    It is that of the model ``then`` (as plain data), else of an earlier start in ``folder``, else
+    of now, which ``folder`` keeps. So the members of a group, an evaluation and a resumed run get
+    the same prompt. Raises ConfigError, StorageFailed.
     """
-    variables, file = model.chat_template_kwargs, folder / TEMPLATE_TIME
+    variables = model.chat_template_kwargs
+    file = folder / TEMPLATE_TIME
     if CLOCK in variables or CLOCK not in template_source(
         resolve(model.path, model.revision).folder
     ):
@@ -106,8 +109,9 @@ def dated(
 
 
 def identity(config: RunConfig) -> dict[str, str]:
-    """Hashes of what the configuration only points to: the model's files by what they decide, its
-    weights, the training rows.
+    """Hashes of the files to which the configuration only points.
+
+    They are the model's files by what they decide, its weights, and the training rows.
     """
     model = resolve(config.model.path, config.model.revision)
     hashes = {
@@ -118,8 +122,9 @@ def identity(config: RunConfig) -> dict[str, str]:
 
 
 def about(config: RunConfig, hashes: Mapping[str, str], tasks: int) -> dict[str, Any]:
-    """What a checkpoint says of its run: its ``hashes`` (``identity``), and the number of ``tasks``
-    in its data.
+    """The description of the run in a checkpoint's marker.
+
+    ``hashes``: ``identity``; ``tasks``: their number in the run's data.
     """
     return {
         "schema": SCHEMA,
@@ -149,24 +154,24 @@ def changes(
     keys = [
         key for key in {**then, **now} if then.get(key) != now.get(key) and key not in UNREPORTED
     ]
-    found = {key: (then.get(key), now.get(key)) for key in keys}
+    differences = {key: (then.get(key), now.get(key)) for key in keys}
     # Rows with another content are reported, and not refused: only their number must stay.
     rows = checkpoint.about["identity"]["data.train"], hashes["data.train"]
-    return found if rows[0] == rows[1] else {**found, "content of data.train": rows}
+    return differences if rows[0] == rows[1] else {**differences, "content of data.train": rows}
 
 
 def _misfit(then: Mapping[str, Any], config: RunConfig, hashes: Mapping[str, str]) -> str | None:
     """Why, and what to do about it. ``then``: what the checkpoint says of its run."""
     if then.get("schema") not in READ:
         return _other_schema(then.get("schema", 0))
-    for name, before in then["identity"].items():
+    for name, previous in then["identity"].items():
         unnamed = (
             config.model.path if name == "weights" and config.model.revision else None
         )  # a Hub's model without a commit
-        if name != "data.train" and before not in (hashes[name], unnamed):
-            other = "differ from those" if name == "weights" else "differs from that"
+        if name != "data.train" and previous not in (hashes[name], unnamed):
+            difference = "differ from those" if name == "weights" else "differs from that"
             return (
-                f"it was trained from a model whose {name} {other} of model.path"
+                f"it was trained from a model whose {name} {difference} of model.path"
                 f" {config.model.path}. Name that model"
             )
     old, new = _both(then, config)
@@ -191,13 +196,16 @@ def _misfit(then: Mapping[str, Any], config: RunConfig, hashes: Mapping[str, str
 
 
 def _both(then: Mapping[str, Any], config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Each value of a checkpoint and of now by dotted key; the keys of older checkpoints are
-    translated.
+    """Each value of a checkpoint and of now by dotted key.
+
+    The keys of older checkpoints are translated.
     """
-    old, new = _flat(then["config"]), _flat(config.model_dump(mode="json", by_alias=True))
+    old = _flat(then["config"])
+    new = _flat(config.model_dump(mode="json", by_alias=True))
     if not old.pop("data.shuffle", True):
         old["data.order"] = "file"
-    if (frozen := old.pop("policy.engine.freeze_vision", None)) is not None:
+    frozen = old.pop("policy.engine.freeze_vision", None)
+    if frozen is not None:
         old["policy.engine.train_vision"] = (
             False if frozen else old.get("policy.engine.lora.vision") or None
         )
@@ -225,10 +233,10 @@ def _other_schema(schema: int) -> str:
 
 
 def _fixed(key: str) -> bool:
-    chosen = any(
+    is_fixed = any(
         key == fixed or (fixed[-1] == "." and f"{key}.".startswith(fixed)) for fixed in FIXED
     )
-    return chosen and key not in FREE
+    return is_fixed and key not in FREE
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""Settings of checkpoints, evaluation, reports, recovery and preemption, and the order of all
-durations. No torch, no ray.
+"""Settings of checkpoints, evaluation, reports, recovery and preemption; the order of durations.
+
+No torch, no ray.
 """
 
 import math
@@ -60,10 +61,10 @@ def right(solved: str) -> tuple[str, float]:
 
     Raises ValueError for another text.
     """
-    found = _RIGHT.fullmatch(solved.strip())
-    if found is None:
+    match = _RIGHT.fullmatch(solved.strip())
+    if match is None:
         raise ValueError(f"got {solved!r}, expected the name of a score, or `name >= number`")
-    return found[1], float(found[2] or 1.0)
+    return match[1], float(match[2] or 1.0)
 
 
 def _solved(text: str) -> str:
@@ -71,7 +72,8 @@ def _solved(text: str) -> str:
     return text
 
 
-EPISODES, SAMPLING = "environment.episode", "rollout.sampling"
+EPISODES = "environment.episode"
+SAMPLING = "rollout.sampling"
 CHANGEABLE: Mapping[str, tuple[type[SettingsModel], frozenset[str]]] = {
     EPISODES: (EpisodeSettings, frozenset(EpisodeSettings.model_fields) - {"environment"}),
     SAMPLING: (SamplingSettings, frozenset(SamplingSettings.model_fields)),
@@ -89,24 +91,24 @@ def below(over: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:
 
 def _over(written: dict[str, Any]) -> dict[str, Any]:
     """The values as their own classes read them."""
-    read: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in written.items():
         section, _, name = key.rpartition(".")
         model, names = CHANGEABLE.get(section, (SettingsModel, frozenset[str]()))
         if name not in names:
-            known = "; ".join(
+            keys = "; ".join(
                 f"{at}.({', '.join(sorted(names))})" for at, (_, names) in CHANGEABLE.items()
             )
             written_so = "evaluation.over={environment.episode.max_turns: 3}"
             raise ValueError(
                 f"{key!r} is no key that an evaluation can change. Write for example {written_so}."
-                f" Keys are {known}"
+                f" Keys are {keys}"
             )
         try:
-            read[key] = getattr(model.model_validate({name: value}), name)
+            values[key] = getattr(model.model_validate({name: value}), name)
         except ValidationError as error:
             raise ValueError(f"{key}: got {value!r}: {error.errors()[0]['msg']}") from error
-    return read
+    return values
 
 
 class EvaluationSettings(SettingsModel):
@@ -221,14 +223,15 @@ class RecoverySettings(SettingsModel):
 
     @property
     def policy_restarts(self) -> int:
-        """Times an hour that the policy group may be rebuilt: a rebuild costs more than a
-        replacement.
+        """Times an hour that the policy group may be rebuilt.
+
+        A rebuild costs more than a replacement.
         """
         return math.ceil(self.replacements / 2)
 
     @property
     def driver_restarts(self) -> int:
-        """Times an hour that a driver may be started anew."""
+        """Times an hour that a driver may be restarted."""
         return math.ceil(self.replacements / 6)
 
     @property
@@ -238,30 +241,30 @@ class RecoverySettings(SettingsModel):
 
     @property
     def stall_report(self) -> float:
-        """Seconds after which a stall is reported: 30, and sooner where the run is to stop within
-        minutes.
+        """Seconds after which a stall is reported.
+
+        30, and sooner where the run must stop within minutes.
         """
         return min(30.0, self.stall_timeout / 10)
 
 
 def with_time_to_compile(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's settings, with ``recovery.start_timeout`` where it is left out and the engine needs
-    more than the default.
+    """A run's settings, with ``recovery.start_timeout`` for an engine that compiles.
+
+    It is added where it is left out and the engine needs more than the default.
     """
-    rollout, recovery = data.get("rollout"), data.get("recovery", {})
-    if (
-        not (isinstance(rollout, Mapping) and isinstance(recovery, Mapping))
-        or "start_timeout" in recovery
-    ):
+    rollout = data.get("rollout")
+    recovery = data.get("recovery", {})
+    # The data are not validated yet, so that each may be anything.
+    if not isinstance(rollout, Mapping) or not isinstance(recovery, Mapping):
         return dict(data)
-    engine, placement = rollout.get("engine"), rollout.get("placement")
+    engine = rollout.get("engine")
+    placement = rollout.get("placement")
     compiles = isinstance(engine, Mapping) and engine.get("kind") in COMPILING
     on_gpu = isinstance(placement, Mapping) and placement.get("num_gpus")
-    return (
-        {**data, "recovery": {**recovery, "start_timeout": COMPILED}}
-        if compiles and on_gpu
-        else dict(data)
-    )
+    if "start_timeout" in recovery or not (compiles and on_gpu):
+        return dict(data)
+    return {**data, "recovery": {**recovery, "start_timeout": COMPILED}}
 
 
 class PreemptionSettings(SettingsModel):
@@ -274,7 +277,8 @@ class PreemptionSettings(SettingsModel):
     """
 
 
-EPISODE, STALL = "environment.episode_timeout", "recovery.stall_timeout"
+EPISODE = "environment.episode_timeout"
+STALL = "recovery.stall_timeout"
 
 
 @dataclass(frozen=True)
@@ -302,8 +306,10 @@ configuration.
 
 
 def check_durations(config: BaseModel, where: str = "") -> None:
-    """Raises ConfigError that names, with their values, all durations which are not shorter than
-    what waits for them. ``where`` says of which part of the run these values are.
+    """Raises ConfigError unless each duration is shorter than the one that waits for it.
+
+    The error names all others with their values. ``where`` says of which part of the run these
+    values are.
     """
     problems = list(_late(config, where))
     if problems:
@@ -313,15 +319,15 @@ def check_durations(config: BaseModel, where: str = "") -> None:
 def _late(config: BaseModel, where: str) -> Iterator[str]:
     for outer in dict.fromkeys(each.within for each in DURATIONS if each.within):
         limit = value_of(config, outer)
-        late = [
+        violations = [
             each
             for each in DURATIONS
             if each.within == outer and _seconds(config, each) >= (limit or 0.0)
         ]
-        if limit is not None and late:
+        if limit is not None and violations:
             calls = ", ".join(
                 f"{f'{each.times} x ' * (each.times > 1)}{each.key} ({_seconds(config, each):g} s)"
-                for each in late
+                for each in violations
             )
             yield (
                 f"{outer} ({limit:g} s) must be longer than {calls}, which it waits for{where}."

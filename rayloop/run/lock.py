@@ -70,8 +70,10 @@ class Holder:
         )
 
     def lives(self) -> bool | None:
-        """Whether the process runs; None when that cannot be seen from here: it belongs to another
-        host, container or boot (two hosts may have one name), or /proc hides it.
+        """Whether the process runs; None when that cannot be seen from here.
+
+        It then belongs to another host, container or boot (two hosts may have one name), or /proc
+        hides it.
         """
         if (
             self.host != socket.gethostname()
@@ -105,9 +107,10 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """What keeps a holder that was replaced from writing: the number that it was given, against
-    that of the newest. ``home``: device and inode of the run's folder at the start, which was on
-    what was mounted at ``mount``.
+    """Keeps a holder that was replaced from writing.
+
+    It compares the holder's number with that of the newest. ``home``: device and inode of the run's
+    folder at the start, which was on the storage that was mounted at ``mount``.
     """
 
     path: Path
@@ -120,9 +123,10 @@ class Fence:
         return replace(self, home=_place(self.path.parent), mount=str(mount_of(self.path.parent)))
 
     def check(self) -> None:
-        """Raises RunTaken when another process has taken the run since; OSError when the file
-        cannot be read, and FileNotFoundError when the run's folder is another one than at the
-        start, or is missing.
+        """Raises RunTaken when another process has taken the run since.
+
+        Raises OSError when the file cannot be read, and FileNotFoundError when the run's folder is
+        another one than at the start, or is missing.
         """
         if not self.number:
             return
@@ -171,7 +175,7 @@ class RunLock:
         answer.
         """
         me = Holder.this_process()
-        seen = 0.0  # the heartbeat at the last look at a holder that cannot be seen
+        last_beat = 0.0  # the heartbeat at the last look at a holder that cannot be seen
         while True:
             with _alone(self.path) as file:
                 beat = os.fstat(file.fileno()).st_mtime
@@ -182,21 +186,21 @@ class RunLock:
                     _write(file, json.dumps(asdict(me)))
                     break
 
-            beats = seen not in (0.0, beat)
+            beats = last_beat not in (0.0, beat)
             if former.lives() or beats:
                 raise RunNameInUse(
                     f"{self.path.parent} belongs to a live run ({former}). Choose another name, or"
                     " end that run first."
                 )
 
-            if not seen:
+            if not last_beat:
                 logger.warning(
                     "%s: waiting, %g s at most, for a sign of life of %s",
                     self.path,
                     SILENCE,
                     former,
                 )
-            seen = beat
+            last_beat = beat
             # Outside of ``_alone``, so that others can judge the file in the meantime.
             time.sleep(AGAIN)
 
@@ -206,8 +210,9 @@ class RunLock:
         return former
 
     def renew(self) -> None:
-        """Refuse the former driver of this holder, which may only be suspended, before another one
-        writes.
+        """Refuse the former driver of this holder before another one writes.
+
+        The former driver may only be suspended.
         """
         if not self.path.exists():
             return
@@ -257,14 +262,16 @@ class RunLock:
         """
         try:
             with self.path.open(encoding="utf-8") as file:
-                holder, beat = _read(file), os.fstat(file.fileno()).st_mtime
+                holder = _read(file)
+                beat = os.fstat(file.fileno()).st_mtime
         except OSError:
             return None
         return None if holder is None or holder.gone(time.time() - beat) else holder
 
     def heartbeat(self) -> float | None:
-        """When its holder last gave a sign of life, in Unix seconds of the file's clock; None when
-        nobody holds it.
+        """When its holder last gave a sign of life, in Unix seconds of the file's clock.
+
+        None when nobody holds it.
         """
         try:
             beat = self.path.stat()
@@ -339,8 +346,8 @@ def _remove_left_over(instead: Path) -> None:
 
 def _place(folder: Path) -> tuple[int, int]:
     """Its device and inode. Raises OSError."""
-    found = folder.stat()
-    return found.st_dev, found.st_ino
+    status = folder.stat()
+    return status.st_dev, status.st_ino
 
 
 def _differ(one: tuple[int, int], other: tuple[int, int]) -> bool:
@@ -362,9 +369,9 @@ def _read(file: IO[str]) -> Holder | None:
     """The holder in the file; None when it is empty or was torn while being written."""
     file.seek(0)
     try:
-        found = json.loads(file.read())
+        content = json.loads(file.read())
         return Holder(
-            **{field.name: found[field.name] for field in fields(Holder) if field.name in found}
+            **{field.name: content[field.name] for field in fields(Holder) if field.name in content}
         )
     except (ValueError, TypeError):
         return None
@@ -382,8 +389,9 @@ def _boot_id() -> str:
 
 
 def _pid_namespace() -> str:
-    """The PID namespace of this process, such as ``pid:[4026531836]``; "" where the kernel does not
-    say.
+    """The PID namespace of this process, such as ``pid:[4026531836]``.
+
+    "" where the kernel does not say.
     """
     try:
         return os.readlink("/proc/self/ns/pid")
@@ -392,8 +400,9 @@ def _pid_namespace() -> str:
 
 
 def _hidden(pid: int) -> bool:
-    """Whether a process that /proc does not show is there: with ``hidepid`` it shows none of other
-    users.
+    """Whether a process that /proc does not show exists.
+
+    With ``hidepid`` /proc shows none of other users.
     """
     try:
         os.kill(pid, 0)

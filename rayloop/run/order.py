@@ -1,5 +1,6 @@
-"""The rows that a run trains on and is measured on, and a curriculum (``data.order``): rows of
-``tier`` 0, then 1, ...
+"""The rows that a run trains on and is measured on, and a curriculum (``data.order``).
+
+Rows of ``tier`` 0 come first, then those of 1, ...
 """
 
 from collections import defaultdict
@@ -64,13 +65,14 @@ def _read(path: str, config: RunConfig, reporter: Reports) -> Dataset:
         anywhere=config.data.anywhere,
     )
     if len(left_out) > SHOWN:
-        read = len(left_out) + len(dataset)
+        total = len(left_out) + len(dataset)
         why = (
-            f"{len(left_out)} of the {read} rows of {path} are left out; quarantine.jsonl of the"
+            f"{len(left_out)} of the {total} rows of {path} are left out; quarantine.jsonl of the"
             " run lists each with its reason"
         )
         reporter.event(incidents.DataWarning(why=why))
-    if warning := dataset.warning(config.reward.compares):
+    warning = dataset.warning(config.reward.compares)
+    if warning:
         reporter.event(incidents.DataWarning(why=warning))
     return dataset
 
@@ -126,14 +128,16 @@ class BySolveRate:
 
     def tier(self, task: Task) -> int:
         """0 for rows within the range, 1 for unknown ones, 2 for all others."""
-        if (rate := self._rates.get(task.id)) is None:
+        rate = self._rates.get(task.id)
+        if rate is None:
             return 1
         return 0 if self._settings.low <= rate <= self._settings.high else 2
 
 
 def _rewards(path: Path) -> Iterator[tuple[str, float | None]]:
-    """Task and reward of each answer to the task's own image, and of what a run has kept, but not
-    of what it replayed.
+    """Task and reward of each answer to the image of its task, or of a run's recorded rollouts.
+
+    Replayed rollouts are left out.
     """
     if not path.is_dir():
         yield from (

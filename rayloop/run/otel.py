@@ -18,9 +18,10 @@ AT_ONCE = 512
 
 
 class Episodes:
-    """An ``invoke_agent`` span for each episode of ``rollouts/``, below it ``chat`` and
-    ``execute_tool`` spans for each turn, with their texts. Where to, and how long a request may
-    take, is set by OpenTelemetry's ``OTEL_EXPORTER_OTLP_*`` variables.
+    """An ``invoke_agent`` span for each episode of ``rollouts/``.
+
+    Below it are ``chat`` and ``execute_tool`` spans for each turn, with their texts. The variables
+    ``OTEL_EXPORTER_OTLP_*`` of OpenTelemetry set the receiver, and how long a request may take.
     """
 
     class Settings(SettingsModel):
@@ -35,8 +36,10 @@ class Episodes:
         from opentelemetry.sdk.trace.export import SimpleSpanProcessor
         from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-        self._name, self._model = name, str(config["model"]["path"])
-        self._exporter, self._made = OTLPSpanExporter(), InMemorySpanExporter()
+        self._name = name
+        self._model = str(config["model"]["path"])
+        self._exporter = OTLPSpanExporter()
+        self._made = InMemorySpanExporter()
         provider = TracerProvider(
             resource=Resource.create({"service.name": "rayloop", "service.instance.id": name})
         )
@@ -55,16 +58,17 @@ class Episodes:
         for record in records:
             if not record.replayed and any(turn.times for turn in record.turns):
                 self._episode(step, record)
-        spans, works = self._made.get_finished_spans(), True
+        spans = self._made.get_finished_spans()
+        works = True
         # Before the requests: spans of a step that could not be sent must not pile up in memory.
         self._made.clear()
         for begin in range(0, len(spans), AT_ONCE):
             some = spans[begin : begin + AT_ONCE]
             works = works and self._exporter.export(some).name == "SUCCESS"
-            self.sent, self.dropped = (
-                self.sent + works * len(some),
-                self.dropped + (not works) * len(some),
-            )
+            if works:
+                self.sent += len(some)
+            else:
+                self.dropped += len(some)
 
     def close(self) -> None:
         """Raises RuntimeError with their number when spans were dropped."""
@@ -81,12 +85,16 @@ class Episodes:
         """One from the first to the last of ``times``, below the span ``parent``."""
         from opentelemetry.trace import SpanKind, set_span_in_context
 
-        known = {"gen_ai.operation.name": operation, "gen_ai.provider.name": "rayloop", **about}
+        attributes = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "rayloop",
+            **about,
+        }
         span = self._tracer.start_span(
             f"{operation} {of}",
             None if parent is None else set_span_in_context(parent),
             SpanKind.CLIENT if operation == "chat" else SpanKind.INTERNAL,
-            {key: _sendable(value) for key, value in known.items() if value is not None},
+            {key: _sendable(value) for key, value in attributes.items() if value is not None},
             start_time=int(times[0] * 1e9),
         )
         span.end(int(times[-1] * 1e9))
@@ -94,7 +102,7 @@ class Episodes:
 
     def _episode(self, step: int, record: RolloutRecord) -> None:
         times = [time for turn in record.turns for time in turn.times]
-        own = {
+        fields = {
             f"rayloop.{key}": getattr(record, key)
             for key in ("task", "source", "end_reason", "reward", "advantage", "status")
         }
@@ -105,11 +113,12 @@ class Episodes:
             "gen_ai.usage.output_tokens": record.sampled_tokens,
             "gen_ai.usage.input_tokens": tokens,
         }
-        about = {**own, **model, **usage, "gen_ai.agent.name": self._name, "rayloop.step": step}
+        about = {**fields, **model, **usage, "gen_ai.agent.name": self._name, "rayloop.step": step}
 
         agent = self._span("invoke_agent", self._name, (min(times), max(times)), None, about)
-        shown, turns = [("user", record.prompt)], record.turns
-        for turn, after in zip(turns, (*turns[1:], None), strict=True):
+        messages = [("user", record.prompt)]
+        turns = record.turns
+        for turn, following in zip(turns, (*turns[1:], None), strict=True):
             tokens = turn.tokens if turn.text == RESTARTS else tokens + turn.tokens
             if turn.sampled and turn.times:
                 used = {
@@ -117,16 +126,17 @@ class Episodes:
                     "gen_ai.usage.output_tokens": turn.tokens,
                 }
                 said = {
-                    "gen_ai.input.messages": _messages(shown),
+                    "gen_ai.input.messages": _messages(messages),
                     "gen_ai.output.messages": _messages([("assistant", turn.text)]),
                 }
                 self._span("chat", self._model, turn.times[:2], agent, {**model, **used, **said})
-                self._tool(turn, after, agent)
-            shown = [] if turn.sampled else [*shown, (turn.role, turn.text)]
+                self._tool(turn, following, agent)
+            messages = [] if turn.sampled else [*messages, (turn.role, turn.text)]
 
     def _tool(self, turn: RolloutTurn, after: RolloutTurn | None, agent: Any) -> None:
-        """The span of the environment's answer, when the turn called a tool or acted in another
-        way.
+        """The span of the environment's answer.
+
+        There is one when the turn called a tool or acted in another way.
         """
         try:
             call = tool_call(turn.text)

@@ -1,5 +1,6 @@
-"""Where a live run is: the cluster and the namespace in which others find its actors by their
-names, without starting anything.
+"""Where a live run is: the cluster and the namespace of its actors.
+
+Others find the actors there by their names, without starting anything.
 
 A run folder may have been made by a stranger, and unpacked or copied here. Who follows its
 ``cluster.json`` sends a token to the address in it, and unpickles the answers. So commands read
@@ -48,8 +49,10 @@ def started_in(run: Path) -> Path | None:
 
 
 def from_start(config: C, run: Path) -> C:
-    """A run's configuration in which each relative path of ``PATHS`` that leads nowhere from here,
-    but does from where the ``run`` (its folder) was started, is absolute.
+    """A run's configuration, with absolute paths where a relative one leads nowhere from here.
+
+    These are the paths of ``PATHS`` that exist from the folder in which the ``run`` (its folder)
+    was started.
     """
     base = started_in(run)
     for key in PATHS if base else ():
@@ -64,8 +67,10 @@ def from_start(config: C, run: Path) -> C:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """``address`` of Ray's head, ``token_file`` of its token ("" for none), ``namespace`` of the
-    run's actors.
+    """The place of a live run.
+
+    ``address`` of Ray's head, ``token_file`` of its token ("" for none), ``namespace`` of the run's
+    actors.
     """
 
     address: str
@@ -86,8 +91,9 @@ def run_of(namespace: str) -> str:
 
 
 def own_copy(file: Path) -> Path:
-    """This user's copy of the ``cluster.json`` of a run: which one follows from the run's folder
-    alone, not from what is in it.
+    """This user's copy of the ``cluster.json`` of a run.
+
+    Its name follows from the run's folder alone, not from the contents of the folder.
     """
     return default_root() / OWN / f"{namespace(file.parent)}.json"
 
@@ -96,15 +102,15 @@ def own_copy(file: Path) -> Path:
 def findable(
     file: Path, address: str, namespace: str, metrics: Sequence[str] = ()
 ) -> Iterator[None]:
-    """Write this process's cluster address, readable by its owner only, until the block ends: into
-    the run's folder, and as this user's own copy. Beside the former ``prometheus.json``, the
-    ``metrics`` ports (host:port) for Prometheus' ``file_sd_configs``. Raises StorageFailed.
+    """Write this process's cluster address, readable by its owner only, until the block ends.
+
+    It goes into the run's folder, and into this user's copy. The run's folder also gets
+    ``prometheus.json``, the ``metrics`` ports (host:port) for Prometheus' ``file_sd_configs``.
+    Raises StorageFailed.
     """
-    token = (
-        os.environ.get("RAY_AUTH_TOKEN_PATH", "")
-        if os.environ.get("RAY_AUTH_MODE") == "token"
-        else ""
-    )
+    token = ""
+    if os.environ.get("RAY_AUTH_MODE") == "token":
+        token = os.environ.get("RAY_AUTH_TOKEN_PATH", "")
     place = json.dumps(asdict(Place(address, token, namespace))).encode()
 
     # Not durable: a power loss ends the run, and with it what the files say.
@@ -116,23 +122,23 @@ def findable(
             durable=False,
         )
 
-    own = own_copy(file)
+    copy = own_copy(file)
     try:
-        own.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_whole(own, place, mode=0o600, durable=False)
+        copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_whole(copy, place, mode=0o600, durable=False)
     except OSError as error:  # a home that is read-only: the run itself does not need it
         logger.warning(
             "%s cannot be written (%s): logs, stacks and policy serve will not find this run",
-            own,
+            copy,
             error,
         )
 
     try:
         yield
     finally:
-        for written in (file, file.with_name("prometheus.json"), own):
+        for path in (file, file.with_name("prometheus.json"), copy):
             with suppress(OSError):
-                written.unlink()
+                path.unlink()
 
 
 def read_place(file: Path) -> Place:
@@ -141,17 +147,17 @@ def read_place(file: Path) -> Place:
     Raises ConfigError when it is not running, when somebody else started it, or when another user
     could have written the copy.
     """
-    own = own_copy(file)
+    copy = own_copy(file)
     try:
         # The folder as well: a user who may write into it can replace the file.
-        trusted(own.parent, "the folder of your runs' places")
-        trusted(own, "the run's place")
-        return Place(**json.loads(own.read_bytes()))
+        trusted(copy.parent, "the folder of your runs' places")
+        trusted(copy, "the run's place")
+        return Place(**json.loads(copy.read_bytes()))
     except FileNotFoundError as error:
         if file.exists():
             raise ConfigError(
                 f"{file.parent} is no live run of yours: its {file.name} is not followed, since"
-                f" {own} does not know it. If you started it on another machine, in another"
+                f" {copy} does not know it. If you started it on another machine, in another"
                 " container or with another RAYLOOP_RENDEZVOUS, run this command there, or set"
                 " that variable"
             ) from error
@@ -160,4 +166,4 @@ def read_place(file: Path) -> Place:
             " is running, or start one (`python -m rayloop train`)"
         ) from error
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{own} cannot be read: {error}") from error
+        raise ConfigError(f"{copy} cannot be read: {error}") from error

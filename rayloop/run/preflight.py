@@ -1,5 +1,6 @@
-"""What can be known to fail before anything is started: files, folders and packages that the
-configuration names.
+"""Checks for failures that can be known before anything is started.
+
+They are about files, folders and packages that the configuration names.
 """
 
 import math
@@ -55,9 +56,11 @@ def preflight(
 
 def _trainable(config: RunConfig) -> None:
     alike(config)
-    if why := config.engine.untrainable():
-        raise ConfigError(why)
-    if (every := config.evaluation.every) and not config.data.eval:
+    reason = config.engine.untrainable()
+    if reason:
+        raise ConfigError(reason)
+    every = config.evaluation.every
+    if every and not config.data.eval:
         raise ConfigError(
             f"evaluation.every is {every}, but data.eval names no rows. Set data.eval=FILE, or"
             " evaluation.every=0"
@@ -72,8 +75,9 @@ def _trainable(config: RunConfig) -> None:
 
 
 def known(model: str, revision: str | None, key: str = "model.path") -> None:
-    """Raises ConfigError unless the model is a folder, or one of the Hub that can be had, of a kind
-    that can be trained.
+    """Raises ConfigError unless the model exists and can be trained.
+
+    It is a folder, or one of the Hub that can be downloaded.
     """
     if not Path(model).is_dir() and (Path(model).parent.is_dir() or not HUB_NAME.fullmatch(model)):
         raise ConfigError(
@@ -82,15 +86,18 @@ def known(model: str, revision: str | None, key: str = "model.path") -> None:
         )
     described = read_json(resolve(model, revision, key=key).folder / "config.json")
     text = described.get("text_config") or described
-    kind, quantised = described.get("model_type", ""), "quantization_config" in described
-    if why := unsupported(kind, "vision_config" in described, text, quantised):
-        raise ConfigError(f"{key}: {model}: {why}")
+    kind = described.get("model_type", "")
+    is_quantised = "quantization_config" in described
+    reason = unsupported(kind, "vision_config" in described, text, is_quantised)
+    if reason:
+        raise ConfigError(f"{key}: {model}: {reason}")
 
 
 def beyond_positions(config: RunConfig) -> str:
-    """What is said when episodes may be longer than the model has positions; "" when they cannot
-    be, or it does not say how many it has. Raises ConfigError where positions are looked up in a
-    table, behind whose end there is nothing.
+    """A warning when episodes may be longer than the model has positions.
+
+    "" when they cannot be, or the model does not say how many it has. Raises ConfigError where
+    positions are looked up in a table, which has no rows beyond its end.
     """
     folder = resolve(config.model.path, config.model.revision)
     described = read_json(folder.folder / "config.json")
@@ -98,14 +105,14 @@ def beyond_positions(config: RunConfig) -> str:
     longest = max(_longest(config), _longest(config.in_evaluation) if config.data.eval else 0)
     if limit is None or longest <= limit:
         return ""
-    found = (
+    warning = (
         f"model.path: {config.model.path} has {limit} positions (max_position_embeddings), and an"
         f" episode may have {longest} tokens. Set environment.episode.max_tokens, and"
         " max_prompt_tokens below it, to what the model can read"
     )
     if folder.whole and learned_positions(folder.stored()):
-        raise ConfigError(found)
-    return found
+        raise ConfigError(warning)
+    return warning
 
 
 def _longest(config: RunConfig) -> int:
@@ -116,18 +123,24 @@ def _longest(config: RunConfig) -> int:
 
 
 def alike(config: RunConfig) -> None:
-    """Raises ConfigError unless the model of ``reference.path`` has the policy's tokens and images;
-    actors compare a server's.
+    """Raises ConfigError unless the model of ``reference.path`` has the policy's tokens and images.
+
+    Actors compare those of a server.
     """
-    path, model = config.reference.path, config.model
+    path = config.reference.path
+    model = config.model
     if path is None or config.reference.server:
         return
     known(path, None, "reference.path")
-    ours, theirs = (resolve(*each).folder for each in ((model.path, model.revision), (path, None)))
+    policy_folder, reference_folder = (
+        resolve(*each).folder for each in ((model.path, model.revision), (path, None))
+    )
     for what, read in {"tokenizer": _tokens, "cut of images": _cut}.items():
-        mine, other = read(ours), read(theirs)
-        if different := [one for one in sorted({*mine, *other}) if mine.get(one) != other.get(one)]:
-            first = different[0]
+        mine = read(policy_folder)
+        other = read(reference_folder)
+        keys = sorted({*mine, *other})
+        first = next((item for item in keys if mine.get(item) != other.get(item)), None)
+        if first is not None:
             raise ConfigError(
                 f"reference.path: {path} has another {what} than model.path {model.path}: {first}"
                 f" is {other.get(first)} there and {mine.get(first)} here. Name a model with the"
@@ -149,11 +162,10 @@ def _tokens(folder: Path) -> dict[Any, Any]:
 
 def _cut(folder: Path) -> dict[Any, Any]:
     """What decides which tokens an image becomes; empty for a text-only model."""
-    config, processor = (
-        read_json(folder / "config.json"),
-        read_json(folder / "preprocessor_config.json"),
-    )
-    if (vision := config.get("vision_config")) is None:
+    config = read_json(folder / "config.json")
+    processor = read_json(folder / "preprocessor_config.json")
+    vision = config.get("vision_config")
+    if vision is None:
         return {}
     keys = {
         "patch_size": vision,
@@ -168,10 +180,12 @@ def _cut(folder: Path) -> dict[Any, Any]:
 
 
 def idle_settings(config: RunConfig) -> list[str]:
-    """A sentence for each setting of the algorithm that does nothing beside this run's others
-    (docs/idle_settings.md).
+    """A sentence for each setting of the algorithm that does nothing with this run's others.
+
+    docs/idle_settings.md.
     """
-    algorithm, environment = config.algorithm, config.environment
+    algorithm = config.algorithm
+    environment = config.environment
     kinds = (environment.episode.environment, *environment.kinds.values())
     begins_again = environment.episode.when_full == "forget" or any(kind.leads for kind in kinds)
     synchronous = not algorithm.staleness.max_staleness and algorithm.replay.kind != "corrected"
@@ -195,20 +209,23 @@ def _vocabulary(config: RunConfig) -> int | None:
 
 
 def held_in(config: RunConfig) -> str:
-    """How environments and tools confine a policy's code, by ``preflight(settings)`` of their
-    classes; empty when none runs any.
+    """How environments and tools confine a policy's code, by their ``preflight(settings)``.
+
+    Empty when none runs any.
     """
     said = []
     for _, part in components(config.environment):
-        check, settings = getattr(part.resolve(), "preflight", None), part.options()
+        check = getattr(part.resolve(), "preflight", None)
+        settings = part.options()
         if check is not None and settings is not None:
             said.append(check(settings))
     return "; ".join(dict.fromkeys(filter(None, said)))
 
 
 def bannable(config: RunConfig, banned: int) -> None:
-    """Raises ConfigError for a model with more ids that must not be sampled than vLLM can ban: its
-    engine process would end.
+    """Raises ConfigError for a model with more unsampled ids than vLLM can ban.
+
+    These ids must not be sampled; vLLM's engine process would end.
     """
     on_gpu = config.rollout.placement.num_gpus > 0
     if on_gpu and isinstance(config.rollout.engine, VllmEngineSettings) and banned > BIASES:
@@ -220,8 +237,9 @@ def bannable(config: RunConfig, banned: int) -> None:
 
 
 def lasting(config: RunConfig) -> None:
-    """A job's working directory is deleted after it: raises ConfigError when the run folder would
-    be in there.
+    """Raises ConfigError when the run folder would be in the working directory of a job.
+
+    That directory is deleted after the job.
     """
     if not Path(config.output).is_absolute():
         raise ConfigError(

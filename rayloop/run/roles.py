@@ -61,11 +61,10 @@ class ReferenceSettings(RoleSettings):
         return self.path if self.path and self.path.startswith(("http://", "https://")) else None
 
     def model(self, start: ModelSettings) -> ModelSettings:
-        """The model of ``path`` that sees images as ``start`` does; ``start`` itself without one,
-        and for a server.
+        """The model of ``path`` that sees images as ``start`` does.
+
+        ``start`` itself without a path, and for a server.
         """
-        return (
-            start.model_copy(update={"path": self.path, "revision": None})
-            if self.path and not self.server
-            else start
-        )
+        if not self.path or self.server:
+            return start
+        return start.model_copy(update={"path": self.path, "revision": None})

@@ -32,14 +32,16 @@ READ: Mapping[str, tuple[str, ...]] = {
     "preempted": ("ledger",),
     "failed": ("ledger",),
 }
-"""Kind -> the fields without which its readers cannot use an event; all others may be missing, as
-older versions wrote them.
+"""Kind -> the fields without which its readers cannot use an event.
+
+All others may be missing, as older versions wrote them.
 """
 
 
 def is_event(record: Mapping[str, Any]) -> bool:
     """Whether a record is an event as this or an older version writes it."""
-    kind, step = record.get("event"), record.get("step", 0)
+    kind = record.get("event")
+    step = record.get("step", 0)
     if not (isinstance(kind, str) and is_number(record.get("time")) and is_number(step)):
         return False
     return record.keys() >= set(READ.get(kind, ()))
@@ -52,8 +54,9 @@ class EventLog(JsonLines):
         super().__init__(path, is_event)
 
     def emit(self, event: Event, step: int | None = None) -> dict[str, Any]:
-        """Write the event, or hold it while the storage refuses; returns its record, without schema
-        version and time.
+        """Write the event, or hold it while the storage refuses.
+
+        Returns its record, without schema version and time.
         """
         fields = event.record()
         record = {

@@ -16,22 +16,22 @@ import numpy as np
 from rayloop.core.files import utf8, write_whole
 
 SCHEMA_VERSION = 1
-LARGEST = 1024
-"""Bits of a whole number: a larger one is beyond every float, and of many digits Python writes
-none.
-"""
-HELD = 10_000
+LARGEST_INTEGER_BITS = 1024
+"""A larger whole number is beyond every float; Python refuses to write one of many digits."""
+HELD_RECORDS = 10_000
 """Records that are held in memory while the storage refuses them; of more, the newest."""
 Fits = Callable[[Mapping[str, Any]], bool]
-"""Whether a JSON object is a record of a file: it has the fields that every reader of that file
-takes for granted.
+"""Whether a JSON object is a record of a file.
+
+It is when it has the fields that every reader of that file takes for granted.
 """
 
 
 class JsonLines:
-    """A file of records with ``schema_version`` and ``time`` (Unix seconds), written by one
-    process. The first ``append`` removes an unfinished line. What the storage refuses is written
-    with the next record that it takes.
+    """A file of records with ``schema_version`` and ``time`` (Unix seconds).
+
+    One process writes it. The first ``append`` removes an unfinished line. A record that the
+    storage refuses is written with the next one that it takes.
 
     Readers skip damaged lines and count them: a power loss or a network file system leaves zero
     bytes and halves of lines.
@@ -41,16 +41,18 @@ class JsonLines:
         """A line that holds no JSON object, or one that does not ``fit``, is damaged."""
         self.path = path
         self.damaged = 0
-        """Damaged lines in what was read last: by iteration, by ``split``, or by ``since`` from
-        offset 0 on.
+        """Damaged lines of the last read.
+
+        A read is an iteration, ``split``, or ``since`` from offset 0 on.
         """
         self.trouble: OSError | None = None
         """Why the last record is not on the disk; None when it is."""
-        self._held: deque[bytes] = deque(maxlen=HELD)
+        self._held: deque[bytes] = deque(maxlen=HELD_RECORDS)
         self._file: FileIO | None = None
-        self._made = False
-        """Whether it has been open: then it is not created again, below a mount point whose storage
-        is away.
+        self._was_open = False
+        """Whether it has been open: then it is not created again.
+
+        Its storage may be unmounted, and a new file would be below the mount point.
         """
         self._fits = fits
 
@@ -63,8 +65,9 @@ class JsonLines:
         self._write_held()
 
     def beside(self, record: Mapping[str, Any]) -> None:
-        """Write one line to another process's file, unless the storage refuses or that process
-        stopped within a line.
+        """Write one line to another process's file.
+
+        Nothing is written if the storage refuses or that process stopped within a line.
         """
         with suppress(OSError), self.path.open("ab+", buffering=0) as file:
             # The other process may have stopped within a
@@ -77,24 +80,24 @@ class JsonLines:
         try:
             if self._file is None:
                 _drop_torn_line(self.path)
-                made = 0 if self._made else os.O_CREAT
+                create = 0 if self._was_open else os.O_CREAT
                 # Without a buffer each line is one write, and
                 # its failure is known here, not at the close.
-                self._file = FileIO(
-                    os.open(self.path, os.O_WRONLY | os.O_APPEND | made, 0o666), "ab"
-                )
-                self._made = True
+                descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | create, 0o666)
+                self._file = FileIO(descriptor, "ab")
+                self._was_open = True
             while self._held:
-                line, written = self._held[0], 0
-                while written < len(
-                    line
-                ):  # a disk that becomes full takes a part first, and then refuses
-                    written += self._file.write(line[written:])
+                line = self._held[0]
+                size = 0
+                # A disk that becomes full takes a part first, and then refuses.
+                while size < len(line):
+                    size += self._file.write(line[size:])
                 self._held.popleft()
             self.trouble = None
         except OSError as error:
             self.trouble = error
-            self._shut()  # a line that was cut is removed when it is opened again
+            # A line that was cut is removed when the file is opened again.
+            self._shut()
 
     def _shut(self) -> None:
         if self._file is not None:
@@ -103,7 +106,10 @@ class JsonLines:
             self._file = None
 
     def close(self) -> None:
-        """Close the file; what is held is tried once more. A later append opens it again."""
+        """Close the file, after one more try to write the held records.
+
+        A later append opens it again.
+        """
         if self._held:
             self._write_held()
         self._shut()
@@ -120,8 +126,9 @@ class JsonLines:
                 yield record
 
     def since(self, offset: int) -> tuple[list[dict[str, Any]], int]:
-        """The records from byte ``offset`` on, where one begins, and the byte after the last of
-        them, for the next call.
+        """The records from byte ``offset`` on, where one begins, and the offset of the next call.
+
+        That is the byte after the last record.
         """
         if not self.path.exists():
             return [], 0
@@ -132,20 +139,25 @@ class JsonLines:
         return records, offset + sum(map(len, lines))
 
     def split(self, keep: Callable[[Mapping[str, Any]], bool], aside: Path) -> int:
-        """Move the records that ``keep`` refuses to ``aside``, and return their number; damaged
-        lines are moved with them. A crash leaves them in both files. Raises OSError.
+        """Move the records that ``keep`` refuses to ``aside``, and return their number.
+
+        Damaged lines are moved with them. A crash leaves them in both files. Raises OSError.
         """
         self.close()
         self.damaged = 0
-        kept, moved = list[bytes](), list[bytes]()
+        kept_lines: list[bytes] = []
+        moved_lines: list[bytes] = []
         for line in self._lines():
             record = self._record(line)
-            (kept if record is not None and keep(record) else moved).append(line)
-        if moved:
+            if record is not None and keep(record):
+                kept_lines.append(line)
+            else:
+                moved_lines.append(line)
+        if moved_lines:
             # The moved ones first: a crash between the two doubles records, and loses none.
-            write_whole(aside, b"".join(moved))
-            write_whole(self.path, b"".join(kept))
-        return len(moved) - self.damaged
+            write_whole(aside, b"".join(moved_lines))
+            write_whole(self.path, b"".join(kept_lines))
+        return len(moved_lines) - self.damaged
 
     def _lines(self, offset: int = 0) -> Iterator[bytes]:
         """The whole lines from byte ``offset`` on."""
@@ -158,15 +170,14 @@ class JsonLines:
                     yield line
 
     def _record(self, line: bytes) -> dict[str, Any] | None:
-        """What a line holds; None, and counted, when the line is damaged."""
+        """The record of a line; None, and counted, when the line is damaged."""
+        text = line.decode(errors="replace")
         try:
-            found = json.loads(
-                line.decode(errors="replace"), parse_constant=_refused, object_pairs_hook=_unique
-            )
+            record = json.loads(text, parse_constant=_refused, object_pairs_hook=_unique)
         except (ValueError, RecursionError):
-            found = None
-        if isinstance(found, dict) and self._fits(found):
-            return found
+            record = None
+        if isinstance(record, dict) and self._fits(record):
+            return record
         self.damaged += 1
         return None
 
@@ -178,35 +189,36 @@ def is_number(value: Any) -> bool:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object, unless a key comes twice: then the line is made of the halves of two records."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    value = dict(pairs)
+    if len(value) < len(pairs):
         raise ValueError("a key comes twice")
-    return found
+    return value
 
 
 def _refused(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON, and is never written")
+    raise ValueError(f"{constant} is not JSON, and is never written")
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
-    return (
-        encode({"schema_version": SCHEMA_VERSION, "time": round(time.time(), 3), **record}) + "\n"
-    ).encode()
+    now = round(time.time(), 3)
+    text = encode({"schema_version": SCHEMA_VERSION, "time": now, **record})
+    return f"{text}\n".encode()
 
 
 def encode(record: Mapping[str, Any]) -> str:
-    """One line of JSON. numpy scalars become numbers, paths text, null for NaN, infinities and
-    integers beyond them; texts as by ``utf8``.
+    """One line of JSON.
+
+    numpy scalars become numbers, paths text, null for NaN, infinities and integers beyond them;
+    texts as by ``utf8``.
     """
-    return utf8(
-        json.dumps(
-            _finite(record),
-            default=_plain,
-            allow_nan=False,
-            ensure_ascii=False,
-            separators=(",", ":"),
-        )
+    text = json.dumps(
+        _finite(record),
+        default=_plain,
+        allow_nan=False,
+        ensure_ascii=False,
+        separators=(",", ":"),
     )
+    return utf8(text)
 
 
 def _finite(value: Any) -> Any:
@@ -214,7 +226,7 @@ def _finite(value: Any) -> Any:
         value = value.item()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, int) and value.bit_length() > LARGEST:
+    if isinstance(value, int) and value.bit_length() > LARGEST_INTEGER_BITS:
         return None
     if isinstance(value, Mapping):
         return {str(key): _finite(part) for key, part in value.items()}

@@ -1,5 +1,6 @@
-"""The table of all metrics, ``metrics.yaml``, from which docs/metrics.md is made, and their names
-for Prometheus.
+"""The table of all metrics, ``metrics.yaml``, and their names for Prometheus.
+
+docs/metrics.md is made from the table.
 """
 
 import re
@@ -21,8 +22,9 @@ class Metric:
 
     @property
     def prometheus(self) -> str:
-        """The name for Prometheus: ``val/<source>/reward/mean`` is ``rayloop_val_reward_mean``, and
-        ``source`` a label.
+        """The name for Prometheus.
+
+        ``val/<source>/reward/mean`` is ``rayloop_val_reward_mean``, and ``source`` a label.
         """
         return re.sub(r"[^A-Za-z0-9]+", "_", "rayloop/" + _PART.sub("", self.name)).strip("_")
 
@@ -50,20 +52,29 @@ def validate(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def prometheus(name: str) -> tuple[Metric, dict[str, str]]:
-    """The row of a metric, and its labels: all that metrics of the same Prometheus name have, ""
-    for those this one lacks. Of several rows that fit, the one with the longest fixed text. A name
-    that is not in the table is its own row.
+    """The row of a metric, and its labels.
+
+    The labels are all that metrics of the same Prometheus name have, "" for those this one lacks.
+    Of several rows that fit, the one with the longest fixed text counts. A name that is not in the
+    table is its own row.
     """
-    fits = [
-        (row, found.groupdict())
-        for row, pattern in _patterns().items()
-        if (found := pattern.fullmatch(name))
-    ]
-    row, labels = max(
-        fits, key=lambda fit: len(_PART.sub("", fit[0].name)), default=(Metric(name, "1", ""), {})
-    )
-    names = sorted({label for m in METRICS if m.prometheus == row.prometheus for label in m.labels})
-    return row, {label: labels.get(label, "") for label in names}
+    row = Metric(name, "1", "")
+    labels: dict[str, str] = {}
+    longest = -1
+    for candidate, pattern in _patterns().items():
+        match = pattern.fullmatch(name)
+        if match is None:
+            continue
+        fixed_text = len(_PART.sub("", candidate.name))
+        if fixed_text > longest:
+            row = candidate
+            labels = match.groupdict()
+            longest = fixed_text
+    names: set[str] = set()
+    for metric in METRICS:
+        if metric.prometheus == row.prometheus:
+            names.update(metric.labels)
+    return row, {label: labels.get(label, "") for label in sorted(names)}
 
 
 @cache

@@ -15,7 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 from rayloop.core.failures import CheckpointError, CheckpointStorageFailed
 
-ARRAY, BYTES = "$array", "$bytes"
+ARRAY = "$array"
+BYTES = "$bytes"
 
 
 def write(structure: Path, tensors: Path, value: Any) -> None:

@@ -1,5 +1,6 @@
-"""What all actors did in a step as a Chrome trace: JSON that ui.perfetto.dev and chrome://tracing
-open.
+"""The calls of all actors in a step as a Chrome trace.
+
+ui.perfetto.dev and chrome://tracing open this JSON.
 """
 
 import re
@@ -15,8 +16,9 @@ _PLACE = re.compile(rf"(.*) (?:of|on) ({'|'.join(ROLES)})(?: rank)? (\d+)")
 
 
 def chrome(spans: Iterable[Span]) -> dict[str, Any]:
-    """A process for each actor, and one for the driver; what overlaps in it lies in several lanes
-    (threads).
+    """A process for each actor, and one for the driver.
+
+    Spans that overlap in a process are in several lanes (threads).
     """
     placed = sorted(map(_placed, spans), key=lambda span: span.began)
     tracks = sorted(
@@ -35,19 +37,25 @@ def chrome(spans: Iterable[Span]) -> dict[str, Any]:
         ends = lanes[span.track]
         lane = next((index for index, end in enumerate(ends) if end <= span.began), len(ends))
         ends[lane : lane + 1] = [span.ended]
-        ts, dur = round(span.began * 1e6), round((span.ended - span.began) * 1e6)
-        where = {"pid": tracks.index(span.track), "tid": lane, "cat": span.track.split()[0]}
-        rows.append({"ph": "X", "name": span.name, "ts": ts, "dur": dur, **where})
+        rows.append(
+            {
+                "ph": "X",
+                "name": span.name,
+                "ts": round(span.began * 1e6),  # microseconds
+                "dur": round((span.ended - span.began) * 1e6),
+                "pid": tracks.index(span.track),
+                "tid": lane,
+                "cat": span.track.split()[0],
+            }
+        )
     return {"traceEvents": rows, "displayTimeUnit": "ms"}
 
 
 def _placed(span: Span) -> Span:
-    """A call as its actor's, by what its name ends with; else it is the driver's."""
+    """The span on the track of the actor with which its name ends; else it is the driver's."""
     if span.track:
         return span
-    found = _PLACE.fullmatch(span.name)
-    return (
-        span._replace(track=f"{found[2]} {found[3]}", name=found[1])
-        if found
-        else span._replace(track="driver")
-    )
+    match = _PLACE.fullmatch(span.name)
+    if match is None:
+        return span._replace(track="driver")
+    return span._replace(track=f"{match[2]} {match[3]}", name=match[1])
