@@ -33,7 +33,7 @@ from rayloop.core.threads import in_thread, own_frames
 from rayloop.core.types import UNGRADED, Ref, Task, Trajectory
 from rayloop.rewards.functions import around, as_outcome, as_outcomes, as_source
 from rayloop.rewards.settings import RewardSettings
-from rayloop.run.folder import RolloutRecord, rollout_record
+from rayloop.run.records.rollouts import RolloutRecord, rollout_record
 
 logger = logging.getLogger(__name__)
 

@@ -41,13 +41,14 @@ from rayloop.grpo.filters import build_filters
 from rayloop.grpo.selection import apply_filters
 from rayloop.rollout.finished import without
 from rayloop.rollout.manager import RolloutManager
-from rayloop.run.checkpoint import NOTHING, Origin
+from rayloop.run.checkpoint import NOTHING
 from rayloop.run.config import RunConfig
-from rayloop.run.folder import RolloutRecord
 from rayloop.run.held_out import never_evaluated, on_training_rows
 from rayloop.run.identity import about
 from rayloop.run.order import held_out_rows, training_rows
+from rayloop.run.origin import Origin
 from rayloop.run.preflight import beyond_positions, idle_settings
+from rayloop.run.records.rollouts import RolloutRecord
 from rayloop.run.records.step_metrics import Collected
 from rayloop.run.reporter import Reporter
 from rayloop.view.completions import completions

@@ -17,9 +17,10 @@ from rayloop.cluster.loop.loggers import open_logger
 from rayloop.cluster.services import TrainingServices
 from rayloop.core.failures import Unforeseen
 from rayloop.core.ledger import Ledger
-from rayloop.run.checkpoint import NOTHING, Origin
+from rayloop.run.checkpoint import NOTHING
 from rayloop.run.config import RunConfig
 from rayloop.run.lock import OPEN, Fence
+from rayloop.run.origin import Origin
 from rayloop.run.reporter import Reporter
 from rayloop.view.words import doing
 

@@ -41,7 +41,7 @@ from rayloop.rollout.time_sharing import Sleepers, TimeSharing
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, demand, needs, total
 from rayloop.run.preflight import held_in
-from rayloop.run.roles import Placement
+from rayloop.run.sections import Placement
 
 A = TypeVar("A", bound=Pooled)
 

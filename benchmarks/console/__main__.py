@@ -25,7 +25,8 @@ import httpx
 import psutil
 
 from benchmarks.measure import machine
-from rayloop.run.folder import RolloutRecord, RolloutTurn, RunFolder
+from rayloop.run.folder import RunFolder
+from rayloop.run.records.rollouts import RolloutRecord, RolloutTurn
 
 GROUPS, SIZE, TURNS, WORDS = 10, 8, 4, 30
 """Groups of a step, episodes of a group, turns of an episode, words of a text."""

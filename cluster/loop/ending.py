@@ -29,8 +29,8 @@ from rayloop.core.failures import (
 )
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import Version
-from rayloop.run.checkpoint import Origin
 from rayloop.run.config import RunConfig
+from rayloop.run.origin import Origin
 from rayloop.run.reporter import Reporter
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from rayloop.cluster.supervision.attempts import EpisodeRunner
 from rayloop.core import incidents
 from rayloop.core.failures import Diverged
 from rayloop.core.groups import Group
-from rayloop.run.folder import RolloutRecord
+from rayloop.run.records.rollouts import RolloutRecord
 from rayloop.run.records.step_metrics import Collected
 from rayloop.run.reporter import Reporter
 

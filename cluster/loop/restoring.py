@@ -14,9 +14,10 @@ from rayloop.core.failures import PolicyLost
 from rayloop.core.groups import Group
 from rayloop.core.types import Version
 from rayloop.rollout.manager import RolloutManager
-from rayloop.run.checkpoint import Checkpoint, CheckpointStore, Origin
+from rayloop.run.checkpoint import Checkpoint, CheckpointStore
 from rayloop.run.config import RunConfig
 from rayloop.run.identity import changes
+from rayloop.run.origin import Origin
 from rayloop.run.reporter import Reporter
 
 

@@ -47,12 +47,13 @@ from rayloop.measure.controls import (
 from rayloop.measure.report import table
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, store, total
-from rayloop.run.folder import RolloutDump, is_answer, make_folder
+from rayloop.run.folder import is_answer, make_folder
 from rayloop.run.held_out import Play, blind, plays, read_items
 from rayloop.run.identity import dated, pinned
 from rayloop.run.lifetime import right
 from rayloop.run.records.events import EventLog
 from rayloop.run.records.jsonl import JsonLines
+from rayloop.run.records.rollouts import RolloutDump
 from rayloop.transports.seam import WeightUpdate
 from rayloop.transports.settings import ObjectStoreTransport
 

@@ -15,9 +15,9 @@ from rayloop.cluster.driver_actor import DriverActor
 from rayloop.cluster.supervision.watchdog import ASKED, HeadWatch
 from rayloop.core import incidents
 from rayloop.core.failures import NotSaved, WorkerLost
-from rayloop.run.checkpoint import Origin
 from rayloop.run.folder import RunFolder
 from rayloop.run.lifetime import RecoverySettings
+from rayloop.run.origin import Origin
 from rayloop.view.progress import Progress
 from rayloop.view.words import describe
 

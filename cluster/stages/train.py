@@ -38,12 +38,12 @@ from rayloop.core.signals import STOP, handling, leave_terminal
 from rayloop.estimate.memory import with_micro_batch
 from rayloop.estimate.shape import read_shape
 from rayloop.launch.restarts import Budget, is_restart
-from rayloop.run.checkpoint import Origin
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, store, total
 from rayloop.run.folder import RunFolder, make_folder
 from rayloop.run.identity import ResumeRefused, dated, identity, pinned
 from rayloop.run.identity import check as check_fit
+from rayloop.run.origin import Origin
 from rayloop.run.place import STARTED_IN, findable, namespace
 from rayloop.run.reporter import failure
 from rayloop.view.pictures import draw_or_emit

@@ -49,7 +49,7 @@ from rayloop.envs.episode import CLOSE_TIMEOUT, play
 from rayloop.envs.instance import Environments
 from rayloop.rollout.scheduler import requests
 from rayloop.run.config import RunConfig
-from rayloop.run.folder import RESTARTS, jsonable
+from rayloop.run.records.rollouts import RESTARTS, jsonable
 from rayloop.transports.settings import ObjectStoreTransport
 from rayloop.view.words import rewarded, visible
 
@@ -113,7 +113,9 @@ def local_engine(config: RunConfig) -> EngineChoice:
     starts in minutes.
     """
     engine = config.engine
-    return TransformersEngineSettings(dtype=engine.dtype) if engine.starts_slowly else engine
+    if engine.starts_slowly:
+        return TransformersEngineSettings(dtype=engine.dtype)
+    return engine
 
 
 class _CheckingRenderer(Renderer):

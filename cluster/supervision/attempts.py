@@ -38,9 +38,9 @@ from rayloop.core.types import (
 from rayloop.measure.controls import RIGHT, Item
 from rayloop.rollout.scheduler import ConcurrencyLimit
 from rayloop.run.config import RunConfig
-from rayloop.run.folder import RolloutRecord, jsonable
 from rayloop.run.held_out import Play
 from rayloop.run.lifetime import EPISODES, below
+from rayloop.run.records.rollouts import RolloutRecord, jsonable
 
 T = TypeVar("T")
 Begins = Callable[[RolloutRequest], None]

@@ -30,8 +30,8 @@ from rayloop.core.groups import Group, Outcome, Unscored, UnscoredKind
 from rayloop.core.types import Ref, RolloutRequest, Summary, Task, Trajectory
 from rayloop.envs.episode import CLOSE_TIMEOUT
 from rayloop.rewards.settings import RewardSettings
-from rayloop.run.config import EnvironmentSettings
-from rayloop.run.folder import RolloutRecord
+from rayloop.run.records.rollouts import RolloutRecord
+from rayloop.run.sections import EnvironmentSettings
 
 Played = tuple[Summary, Ref[Trajectory]]
 """An episode that was played, and its payload, which the driver owns and does not open."""

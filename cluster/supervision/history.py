@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rayloop.core.failures import Cause, Failure, Scope
-from rayloop.run.config import EnvironmentSettings
+from rayloop.run.sections import EnvironmentSettings
 
 TASK_FAILURES = 2
 """Groups in a row: one may be chance, and each further one costs a group."""

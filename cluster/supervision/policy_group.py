@@ -25,8 +25,8 @@ from rayloop.core.groups import Group
 from rayloop.core.protocols import Checksums
 from rayloop.core.types import Ref, Trajectory, TrajectoryId, Version
 from rayloop.launch.restarts import Budget
-from rayloop.run.config import PolicySettings
 from rayloop.run.lifetime import RecoverySettings
+from rayloop.run.sections import PolicySettings
 from rayloop.transports.seam import WeightUpdate
 
 logger = logging.getLogger(__name__)

@@ -53,7 +53,9 @@ def per_process(processes: int) -> int:
 
 def open_files() -> tuple[int, int]:
     """Return the soft and the hard limit of open files; -1: none."""
-    return (-1, -1) if sys.platform == "win32" else resource.getrlimit(resource.RLIMIT_NOFILE)
+    if sys.platform == "win32":
+        return (-1, -1)
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 def needs_linux(what: str) -> None:

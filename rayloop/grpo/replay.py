@@ -155,7 +155,8 @@ class ReplayBuffer:
 
 def _result(member: Member) -> float:
     """Returns the environment's own result of a scored member, else its reward."""
-    return member.reward if member.summary.env_result is None else member.summary.env_result
+    result = member.summary.env_result
+    return member.reward if result is None else result
 
 
 def _printed_decimal(number: float) -> Decimal:

@@ -37,7 +37,7 @@ class Logger(Protocol):
 
     Its methods run in its thread; they may block, and raise anything. A logger that has
     ``rollouts(step, records)`` also gets the recorded episodes of each step
-    (``rayloop.run.folder.RolloutRecord``).
+    (``rayloop.run.records.rollouts.RolloutRecord``).
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

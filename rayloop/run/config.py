@@ -10,30 +10,20 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rayloop.config.settings import (
-    Component,
-    LocalPath,
-    Role,
-    SettingsModel,
-    check_components,
-    load,
-)
+from rayloop.config.settings import Component, LocalPath, SettingsModel, check_components, load
 from rayloop.engines.machine import per_process
 from rayloop.engines.settings import (
     EngineChoice,
     FsdpSettings,
-    GenerationSettings,
     ModelSettings,
     OptimizerSettings,
     OwnEngine,
     TransformersEngineSettings,
 )
-from rayloop.envs.settings import ENVIRONMENT, EnvironmentKind, EpisodeSettings, SamplingSettings
 from rayloop.grpo.alarms import AlarmSettings
-from rayloop.grpo.losses.settings import LOSS, AdaptiveKl, LossChoice, PpoLoss
-from rayloop.grpo.settings import AlgorithmSettings, UpdateSettings
+from rayloop.grpo.losses.settings import AdaptiveKl
+from rayloop.grpo.settings import AlgorithmSettings
 from rayloop.loggers.settings import LoggersSettings
-from rayloop.rewards.settings import RewardSettings
 from rayloop.run.lifetime import (
     EPISODES,
     SAMPLING,
@@ -48,140 +38,17 @@ from rayloop.run.lifetime import (
     with_time_to_compile,
 )
 from rayloop.run.place import from_start
-from rayloop.run.roles import Placement, ReferenceSettings, RoleSettings
-from rayloop.transports.settings import (
-    BroadcastTransport,
-    ObjectStoreTransport,
-    Placed,
-    TransportSettings,
-    problems,
+from rayloop.run.sections import (
+    DataSettings,
+    EnvironmentSettings,
+    Placement,
+    PolicySettings,
+    ReferenceSettings,
+    RewardPool,
+    RolloutSettings,
+    WeightSyncSettings,
 )
-
-
-class DataSettings(SettingsModel):
-    """The tasks: training rows, held-out rows, their reader and order."""
-
-    train: LocalPath
-    """JSONL, JSON array or parquet file of the training rows.
-
-    Images are resolved relative to its folder.
-    """
-    eval: LocalPath | None = None
-    """Held-out rows for ``evaluation``.
-
-    Without them nothing shows whether the policy learns or memorises.
-    """
-    anywhere: bool = False
-    """Rows may name images and videos outside of their file's folder.
-
-    Set it for rows that you trust: any file may be shown.
-    """
-    reader: Annotated[Component, Role("reader", ("task",))] = Component(
-        use="rayloop.data.dataset:ChatRows"
-    )
-    """Turns a row into a task; by default verl's columns (prompt, images, reward_model, ...).
-
-    Name your own for others.
-    """
-    order: Annotated[Component, Role("order", ("tier",))] | Literal["file"] | None = None
-    """Which rows come first.
-
-    None: a new order in each epoch, from the seed. file: that of the file. A curriculum for the
-    first epoch: ``{use: "rayloop.recipes.arc_vision.data:LargeFirst"}`` or
-    ``rayloop.run.order:BySolveRate``.
-    """
-
-    @property
-    def shuffle(self) -> bool:
-        """Whether each epoch has an order of its own."""
-        return self.order != "file"
-
-
-ENGINE = ("generate", "leave", "pause", "resume", "load", "health")
-
-
-class RolloutSettings(RoleSettings):
-    """The actors that generate."""
-
-    engine: Annotated[GenerationSettings, Role("engine", ENGINE)] = TransformersEngineSettings()
-    """What generates: [engines](engines.md).
-
-    One of your own: [engine](bring_your_own/engine.md).
-    """
-    sampling: SamplingSettings = SamplingSettings()
-    deterministic: bool = False
-    """Each group is decoded as its own batch and committed in request order: a resumed run equals
-    an uninterrupted one bit for bit. For tests and for hunting differences: decoding group by group
-    is slower.
-    """
-
-
-class EnvironmentSettings(RoleSettings):
-    """The actors that play episodes."""
-
-    episode: EpisodeSettings = EpisodeSettings()
-    kinds: Annotated[dict[str, EnvironmentKind], ENVIRONMENT] = {}
-    """``{name: {use: module:Class, with: {...}, isolation: thread}}``: several kinds of environment
-    in one run. A row names its own in the column ``environment``; a row without is played in
-    ``episode.environment``. Empty: that column means nothing.
-    """
-    placement: Placement = Placement(num_cpus=0.5)
-    episodes_at_once: int | None = Field(None, ge=1)
-    """Episodes that one actor plays at once; more of a group go to other actors.
-
-    None: all that it is given. Set it where an episode needs memory or cores of its own (browsers,
-    desktops).
-    """
-    attempts: int = Field(3, ge=1)
-    """How often an episode is played when its environment fails, before its trajectory is excluded.
-
-    When so many episodes of one group hung, the others are not played and the task is quarantined.
-    Raise it for environments that often fail by chance.
-    """
-    episode_timeout: float = Field(3600.0, gt=0)
-    """Seconds for a whole episode, from when its actor has room for it; beyond them it hangs, and
-    is played again. A generation request has a sixth of them, after which its engine counts as
-    lost. Raise it for long episodes and long turns, with ``recovery.stall_timeout``.
-    """
-
-
-class RewardPool(RewardSettings, RoleSettings):
-    """The actors that score trajectories."""
-
-    placement: Placement = Placement(num_cpus=0.5)
-
-
-class PolicySettings(SettingsModel):
-    """The actors that train: one for each FSDP rank."""
-
-    ranks: int = Field(1, ge=1)
-    """FSDP world size: one actor per rank.
-
-    Raise it for more GPUs: memory per rank falls, and steps get faster.
-    """
-    engine: FsdpSettings = FsdpSettings()
-    optimizer: OptimizerSettings = OptimizerSettings()
-    loss: Annotated[LossChoice, LOSS] = PpoLoss()
-    update: UpdateSettings = UpdateSettings()
-    placement: Placement = Placement()
-    step_timeout: float = Field(3600.0, gt=0)
-    """Seconds for one call of the trainer (step, checkpoint, export); an engine has a sixth of them
-    to take over synced weights. Raise it for large steps, large models and slow networks, with
-    ``recovery.stall_timeout``.
-    """
-
-
-class WeightSyncSettings(SettingsModel):
-    """How weights reach the engines, and what is checked at the start."""
-
-    transport: Annotated[
-        TransportSettings, Role("transport", ("sender", "receiver", "deliver"))
-    ] = ObjectStoreTransport()
-    logprob_check: Literal["self_test", "stop", "warn"] = "self_test"
-    """The log-prob check at the start: a mean |difference| of 1e-3 is allowed in float32, 0.05 in
-    bfloat16. stop: the run ends when engines and trainer disagree. self_test: also perturb each
-    group of parameters (not for large bfloat16 models). warn: as self_test, but go on.
-    """
+from rayloop.transports.settings import BroadcastTransport, Placed, TransportSettings, problems
 
 
 def _name(text: str) -> str:
@@ -306,7 +173,8 @@ class RunConfig(SettingsModel):
         """
         if not self.policy.loss.uses_kl:
             return "none"
-        return "actor" if self.policy.engine.lora is None or self.reference.path else "adapter_off"
+        has_own_model = self.policy.engine.lora is None or self.reference.path
+        return "actor" if has_own_model else "adapter_off"
 
     @property
     def optimizer(self) -> OptimizerSettings:
@@ -524,11 +392,9 @@ def _reference_problems(c: RunConfig) -> Any:
             " reference.path out"
         )
     elif reference.refresh_every and c.reference_kind != "actor":
-        why = (
-            "no KL term reads"
-            if c.reference_kind == "none"
-            else "policy.engine.lora leaves the policy without its adapter for"
-        )
+        why = "policy.engine.lora leaves the policy without its adapter for"
+        if c.reference_kind == "none":
+            why = "no KL term reads"
         yield (
             f"reference.refresh_every renews copies of the model, and {why} the reference: leave"
             " it out"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rayloop.launch.ray_variables import OBJECT_STORE
 from rayloop.run.config import RunConfig
-from rayloop.run.roles import Placement
+from rayloop.run.sections import Placement
 
 SHARED_MEMORY = Path("/dev/shm")
 VERSIONS = 2.5

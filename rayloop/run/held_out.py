@@ -26,8 +26,9 @@ from rayloop.measure.controls import (
 )
 from rayloop.measure.intervals import Interval
 from rayloop.run.config import RunConfig
-from rayloop.run.folder import is_answer, jsonable
+from rayloop.run.folder import is_answer
 from rayloop.run.records.jsonl import JsonLines
+from rayloop.run.records.rollouts import jsonable
 
 
 @dataclass(frozen=True, slots=True)

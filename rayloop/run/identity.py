@@ -157,7 +157,9 @@ def changes(
     differences = {key: (then.get(key), now.get(key)) for key in keys}
     # Rows with another content are reported, and not refused: only their number must stay.
     rows = checkpoint.about["identity"]["data.train"], hashes["data.train"]
-    return differences if rows[0] == rows[1] else {**differences, "content of data.train": rows}
+    if rows[0] == rows[1]:
+        return differences
+    return {**differences, "content of data.train": rows}
 
 
 def _misfit(then: Mapping[str, Any], config: RunConfig, hashes: Mapping[str, str]) -> str | None:

@@ -23,8 +23,9 @@ from rayloop.loggers.threads import Logger, Loggers
 from rayloop.measure.controls import CONTROLS, Item, summarise
 from rayloop.run.checkpoint import Checkpoint
 from rayloop.run.config import RunConfig
-from rayloop.run.folder import SHOWN, RolloutRecord, RunFolder
+from rayloop.run.folder import SHOWN, RunFolder
 from rayloop.run.held_out import gain, metrics, read_items
+from rayloop.run.records.rollouts import RolloutRecord
 from rayloop.run.records.step_metrics import Collected, step_metrics
 
 Open = Callable[[AnySettings, str, Mapping[str, Any], RunFolder], Logger]

@@ -33,8 +33,7 @@ from rayloop.core.types import (
 )
 from rayloop.data.dataset import Dataset
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
-from rayloop.run.config import DataSettings
-from rayloop.run.roles import Placement
+from rayloop.run.sections import DataSettings, Placement
 from rayloop.sft.answers import ANSWERS, built, checked
 
 START = Version(0, 0)

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from rayloop.run.folder import RolloutRecord
+from rayloop.run.records.rollouts import RolloutRecord
 from rayloop.view.words import visible
 
 LONGEST = 400

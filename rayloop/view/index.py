@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from rayloop.core.files import utf8
-from rayloop.run.folder import RunFolder, is_rollout
+from rayloop.run.folder import RunFolder
 from rayloop.run.records.jsonl import JsonLines
+from rayloop.run.records.rollouts import is_rollout
 from rayloop.view.reader import Record
 
 VERSION = 1

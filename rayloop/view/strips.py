@@ -24,7 +24,8 @@ from rayloop.envs.grammar.arpo import Broken, ScreenSize, acts
 from rayloop.envs.grammar.scanner import read
 from rayloop.envs.grammar.screens import Pointing
 from rayloop.envs.tools import ToolError, tool_call
-from rayloop.run.folder import RESTARTS, RunFolder
+from rayloop.run.folder import RunFolder
+from rayloop.run.records.rollouts import RESTARTS
 from rayloop.view.completions import MARKUP
 from rayloop.view.reader import Record, box_reader
 

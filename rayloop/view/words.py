@@ -13,7 +13,7 @@ import yaml
 from rayloop.config.explain import short
 from rayloop.core.groups import Outcome, Scored
 from rayloop.measure.report import table
-from rayloop.run.folder import RolloutRecord
+from rayloop.run.records.rollouts import RolloutRecord
 
 Record = Mapping[str, Any]
 _STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")

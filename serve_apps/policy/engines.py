@@ -35,7 +35,7 @@ One that does not gets no requests, and is asked again.
 
 
 @dataclass
-class Engine:
+class ServedEngine:
     """One engine with its handle and its weights."""
 
     number: int
@@ -53,7 +53,7 @@ class Engines:
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
-        self._engines: dict[str, Engine] = {}
+        self._engines: dict[str, ServedEngine] = {}
         self._last_number = 0
         self._images = SentImages()
         self._changed = asyncio.Event()
@@ -71,7 +71,7 @@ class Engines:
             await asyncio.gather(self._watch, return_exceptions=True)
 
     @property
-    def serving(self) -> list[Engine]:
+    def serving(self) -> list[ServedEngine]:
         """The engines that serve weights; one that is being started or loaded does not."""
         return [
             engine
@@ -117,7 +117,7 @@ class Engines:
         return [answers[seed] for seed in seeds]
 
     async def _ask(
-        self, engine: Engine, prompt: TokenPrompt, seeds: Sequence[int], sampling: Sampling
+        self, engine: ServedEngine, prompt: TokenPrompt, seeds: Sequence[int], sampling: Sampling
     ) -> list[Completion | RayTaskError]:
         def send(
             prompt_to_send: TokenPrompt,
@@ -128,7 +128,7 @@ class Engines:
 
         return await self._images.exchange(engine.number, prompt, send, lambda _: None)
 
-    async def _least_busy(self) -> Engine:
+    async def _least_busy(self) -> ServedEngine:
         """The engine with the fewest of our requests; waits until there is one."""
         while not self.serving:
             # Nothing is awaited between this check and ``wait``, so no change is missed.
@@ -136,7 +136,7 @@ class Engines:
             await self._changed.wait()
         return min(self.serving, key=lambda engine: (engine.requests, engine.number))
 
-    def _mark_lost(self, engine: Engine, error: BaseException) -> None:
+    def _mark_lost(self, engine: ServedEngine, error: BaseException) -> None:
         logger.warning("engine %d is lost: %s", engine.number, brief(error))
         # Without a version it gets no requests until it reports its health again.
         engine.version = None
@@ -162,7 +162,7 @@ class Engines:
         for name in names - self._engines.keys():
             self._last_number += 1
             handle = ray.get_actor(name, namespace=self._namespace)
-            self._engines[name] = Engine(self._last_number, handle)
+            self._engines[name] = ServedEngine(self._last_number, handle)
         if not names:
             self.why = "the run has no engine: it is starting, or has ended"
         await asyncio.gather(*map(self._ask_health, list(self._engines.values())))
@@ -172,7 +172,7 @@ class Engines:
         names = (actor["name"] for actor in actors if actor["namespace"] == self._namespace)
         return {name for name in names if name.startswith(_NAME_PREFIX)}
 
-    async def _ask_health(self, engine: Engine) -> None:
+    async def _ask_health(self, engine: ServedEngine) -> None:
         timeout_error = DeadlineExceeded("no health")
         try:
             answer = submit(engine.handle, RolloutActor.health)

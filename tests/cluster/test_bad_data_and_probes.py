@@ -18,8 +18,8 @@ from rayloop.core.failures import EnvironmentFailed
 from rayloop.core.groups import Group
 from rayloop.core.types import RolloutRequest, Sampling, Task
 from rayloop.measure.controls import RIGHT, Item
-from rayloop.run.config import EnvironmentSettings
 from rayloop.run.held_out import Play
+from rayloop.run.sections import EnvironmentSettings
 from tests.support.stand_ins import (
     BAD,
     Behave,

@@ -32,7 +32,8 @@ from rayloop.core.failures import (
     NotSaved,
 )
 from rayloop.run import checkpoint
-from rayloop.run.checkpoint import MARKER, Checkpoint, CheckpointStore, Origin, complete
+from rayloop.run.checkpoint import MARKER, Checkpoint, CheckpointStore, complete
+from rayloop.run.origin import Origin
 from tests.support.runs import ROOT
 
 KILLS = 50

@@ -33,8 +33,8 @@ from rayloop.core.types import (
 )
 from rayloop.measure.controls import RIGHT, SAMPLED, Item
 from rayloop.run.config import RunConfig
-from rayloop.run.folder import RolloutRecord, RolloutTurn
 from rayloop.run.held_out import Play, read_items
+from rayloop.run.records.rollouts import RolloutRecord, RolloutTurn
 from tests.support.runs import ROOT, finished, settings
 from tests.support.stand_ins import Behave, Handle, Make, World, failed
 

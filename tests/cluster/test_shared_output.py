@@ -14,7 +14,7 @@ from rayloop.actors.policy import PolicyRank
 from rayloop.cluster.supervision import policy_group
 from rayloop.cluster.supervision.policy_group import PolicyGroup
 from rayloop.core.failures import ConfigError
-from rayloop.run.config import PolicySettings
+from rayloop.run.sections import PolicySettings
 from tests.support.local import LocalActor
 
 

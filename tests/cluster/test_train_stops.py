@@ -34,12 +34,13 @@ from rayloop.core.failures import (
     WorkerLost,
 )
 from rayloop.launch.restarts import RESTARTED
-from rayloop.run.checkpoint import CheckpointStore, Origin
+from rayloop.run.checkpoint import CheckpointStore
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder
 from rayloop.run.identity import ResumeRefused
 from rayloop.run.lifetime import RecoverySettings
 from rayloop.run.lock import Fence
+from rayloop.run.origin import Origin
 from rayloop.run.records.events import EventLog
 from tests.support.runs import settings
 

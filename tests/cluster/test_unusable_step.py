@@ -18,7 +18,7 @@ from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.alarms import Alarms, AlarmSettings
 from rayloop.grpo.collapse import ENTROPY, STEPS
 from rayloop.run.config import RunConfig
-from rayloop.run.folder import RolloutRecord, RolloutTurn
+from rayloop.run.records.rollouts import RolloutRecord, RolloutTurn
 from rayloop.run.records.step_metrics import Collected
 from tests.support.drivers import made_driver
 from tests.support.runs import settings

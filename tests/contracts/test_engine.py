@@ -31,7 +31,8 @@ from rayloop.core.types import Completion, FinishReason, Sampling, TokenIds, Tok
 from rayloop.engines.models import hf_state, load_model
 from rayloop.engines.models.saving import save_model
 from rayloop.engines.settings import EnginePlace, ModelSettings, OwnEngine, build_engine
-from rayloop.run.config import RolloutSettings, RunConfig
+from rayloop.run.config import RunConfig
+from rayloop.run.sections import RolloutSettings
 from rayloop.transports.manifest import manifest
 from tests.engines.prompts import (
     distributions,

@@ -12,7 +12,7 @@ import torch
 from rayloop.core.types import Trajectory, Version
 from rayloop.engines.models import hf_state, load_model
 from rayloop.engines.settings import EnginePlace, FsdpSettings, ModelSettings, build_engine
-from rayloop.run.config import RolloutSettings
+from rayloop.run.sections import RolloutSettings
 from rayloop.transports.manifest import manifest
 from tests.contracts.test_engine import ENGINES
 from tests.contracts.test_model_family import episodes, gaps, sampled

@@ -24,7 +24,7 @@ from rayloop.config.settings import Component
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import ImageSource, Task
 from rayloop.data.dataset import Dataset
-from rayloop.run.config import DataSettings
+from rayloop.run.sections import DataSettings
 from tests.support.packages import package_marks
 from tests.support.pages import write_snippets
 from tools.pages.config import COMPONENTS

@@ -20,7 +20,8 @@ from rayloop.core.files import Checksum
 from rayloop.core.incidents import CheckpointDamaged
 from rayloop.engines.training import state
 from rayloop.run import checkpoint as checkpoints
-from rayloop.run.checkpoint import MARKER, Checkpoint, CheckpointStore, Origin, complete
+from rayloop.run.checkpoint import MARKER, Checkpoint, CheckpointStore, complete
+from rayloop.run.origin import Origin
 
 PAGE = 4096
 EIO = OSError(errno.EIO, "Input/output error")

@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 
 from rayloop.core import events, incidents
-from rayloop.run.folder import RolloutDump, RunFolder
+from rayloop.run.folder import RunFolder
+from rayloop.run.records.rollouts import RolloutDump
 from tests.envs.programs import needs
 from tests.envs.test_report import CLICKS, WIDE, check_clicks
 from tests.envs.test_report import painted as painted

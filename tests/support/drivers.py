@@ -9,8 +9,9 @@ from typing import Any
 from rayloop.cluster.driver import Driver
 from rayloop.cluster.loop.loggers import open_logger
 from rayloop.cluster.services import TrainingServices
-from rayloop.run.checkpoint import NOTHING, Origin
+from rayloop.run.checkpoint import NOTHING
 from rayloop.run.config import RunConfig
+from rayloop.run.origin import Origin
 from rayloop.run.reporter import Reporter
 
 

@@ -29,7 +29,8 @@ from rayloop.core.types import (
 from rayloop.envs.episode import play, summarize
 from rayloop.envs.instance import InThread
 from rayloop.envs.settings import EpisodeSettings
-from rayloop.run.folder import RunFolder, rollout_record
+from rayloop.run.folder import RunFolder
+from rayloop.run.records.rollouts import rollout_record
 from tests.support.scripted_engine import ScriptedEngine
 
 TINY = Path(__file__).parents[2] / "recipes/arpo/tiny"

@@ -22,9 +22,9 @@ from rayloop.cluster.supervision.nodes import Nodes
 from rayloop.core import deadlines, failures
 from rayloop.core.groups import Scored, Unscored, UnscoredKind
 from rayloop.core.types import RolloutRequest
-from rayloop.run.checkpoint import Origin
 from rayloop.run.config import RunConfig
 from rayloop.run.lifetime import RecoverySettings
+from rayloop.run.origin import Origin
 from rayloop.run.reporter import Reporter
 
 CAUSES: Mapping[str, Callable[[], Exception]] = MappingProxyType(

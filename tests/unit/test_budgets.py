@@ -11,16 +11,18 @@ import re
 import subprocess
 import tokenize
 from collections import Counter, defaultdict
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from tools.pages.config import count_fields
 from rayloop.run.config import RunConfig
 from tests.support.runs import ROOT
-from tools.pages.config import count_fields
 
 KEYS = 121
-TOKENS = 415_000
+TOKENS = 434_000
 """Names, operators, numbers and strings of the product: a budget that nobody meets by writing
 denser lines.
 """
@@ -62,19 +64,36 @@ def product() -> list[Path]:
     return tracked(*(f"{folder}/**.py" for folder in PRODUCT))
 
 
-def tokens(source: str) -> int:
+def docstring_lines(tree: ast.AST) -> set[int]:
+    """Lines of docstrings, and of the texts below constants and fields."""
+    lines: set[int] = set()
+    for node in ast.walk(tree):
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if is_text and isinstance(node.value.value, str):
+            lines |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return lines
+
+
+def code_tokens(source: str) -> list[tokenize.TokenInfo]:
     """Names, operators, numbers and strings, without comments and docstrings."""
-    docstrings: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
-        if (
-            isinstance(node, ast.Expr)
-            and isinstance(node.value, ast.Constant)
-            and isinstance(node.value.value, str)
-        ):
-            docstrings |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    docstrings = docstring_lines(ast.parse(source))
     counted = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
     stream = tokenize.generate_tokens(io.StringIO(source).readline)
-    return sum(token.type in counted and token.start[0] not in docstrings for token in stream)
+    return [token for token in stream if token.type in counted and token.start[0] not in docstrings]
+
+
+def tokens(source: str) -> int:
+    """Tokens of the code, whatever its layout.
+
+    A comma before a closing bracket and a string that goes on on the next line are layout.
+    """
+    counted = code_tokens(source)
+    layout = 0
+    for token, following in pairwise(counted):
+        trailing_comma = token.string == "," and following.string in ")]}"
+        continued_string = token.type == following.type == tokenize.STRING
+        layout += trailing_comma or continued_string
+    return len(counted) - layout
 
 
 def words(path: Path) -> int:
@@ -90,8 +109,9 @@ def test_the_tokens_of_the_product() -> None:
     assert sum(tokens(text(path)) for path in product()) <= TOKENS
 
 
-def test_comments_and_docstrings_cost_no_tokens() -> None:
+def test_comments_docstrings_and_layout_cost_no_tokens() -> None:
     assert tokens('"""What it is."""\nfirst = 1  # why\n') == 3
+    assert tokens('call(\n    first,\n    "a"\n    "b",\n)\n') == tokens('call(first, "ab")\n') == 6
 
 
 def test_the_modules_of_a_folder() -> None:
@@ -117,3 +137,116 @@ def test_a_public_class_has_a_name_of_its_own() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(str(path))
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+# How the code reads: rates that squeezing makes worse -------------------------------------------
+
+
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+MOST_TOKENS_PER_CODE_LINE = 8.5
+MOST_PER_1000_CODE_LINES = {
+    "nested comprehensions": 2.0,
+    "walrus": 2.0,
+    "pairs assigned at once": 4.0,
+}
+CODE_LINES_PER_COMMENT = 40
+CONDITIONAL_COLUMNS = 80
+VAGUE_NAME = re.compile(
+    "found|asked|made|kept|shown|begun|gone|lost|given|left|chosen|played|sent|saved|known|written"
+    "|named|told|read|seen|taken|held|stored|owed|dropped|changed|moved|capped|paid|doubted|wanted"
+    "|got|judged|scored|rendered|done|spent|due|late|there|ours|theirs|others?|own|whole|plain"
+    "|together|alone|again|anew|aside|beside|before|after|above|below|within|around|one|two"
+)
+"""Participles and adverbs: as a variable's name they say what happened, and not what it is."""
+MOST_VAGUE_NAMES = 0.015
+
+
+class Reading(NamedTuple):
+    """What the rates of the product are made of."""
+
+    code_lines: int
+    tokens: int
+    comments: int
+    names: int
+    vague_names: int
+    places: dict[str, list[str]]
+    """Kind of construction -> ``file:line`` of each."""
+
+
+@pytest.fixture(scope="module")
+def reading() -> Reading:
+    code_lines = comments = all_tokens = names = vague = 0
+    places = defaultdict[str, list[str]](list)
+    for path in product():
+        source = text(path)
+        tree = ast.parse(source)
+        code = code_tokens(source)
+        all_tokens += len(code)
+        code_lines += len({line for t in code for line in range(t.start[0], t.end[0] + 1)})
+        comments += sum(line.lstrip().startswith("#") for line in source.splitlines())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names += 1
+                vague += VAGUE_NAME.fullmatch(node.id) is not None
+            kind = construction(node)
+            if kind is not None:
+                places[kind].append(f"{path}:{getattr(node, 'lineno', 0)}")
+    return Reading(code_lines, all_tokens, comments, names, vague, dict(places))
+
+
+def construction(node: ast.AST) -> str | None:
+    """The kind of a construction that puts several ideas on a line."""
+    if isinstance(node, COMPREHENSIONS):
+        inner = any(isinstance(part, COMPREHENSIONS) for part in ast.walk(node) if part is not node)
+        return "nested comprehensions" if inner or len(node.generators) > 1 else None
+    if isinstance(node, ast.NamedExpr):
+        return "walrus"
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+        return "pairs assigned at once" if isinstance(node.targets[0], ast.Tuple) else None
+    if isinstance(node, ast.IfExp):
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        wide = node.end_col_offset - node.col_offset > CONDITIONAL_COLUMNS
+        return "wide conditional expressions" if wide or node.end_lineno > node.lineno else None
+    return None
+
+
+def test_a_line_of_code_holds_few_tokens(reading: Reading) -> None:
+    assert reading.tokens / reading.code_lines <= MOST_TOKENS_PER_CODE_LINE
+
+
+@pytest.mark.parametrize("kind", MOST_PER_1000_CODE_LINES)
+def test_few_lines_hold_several_ideas(reading: Reading, kind: str) -> None:
+    places = reading.places.get(kind, [])
+    rate = 1000 * len(places) / reading.code_lines
+    assert rate <= MOST_PER_1000_CODE_LINES[kind], "\n".join(places)
+
+
+def test_a_conditional_expression_is_short(reading: Reading) -> None:
+    assert reading.places.get("wide conditional expressions", []) == []
+
+
+def test_comments_say_why(reading: Reading) -> None:
+    assert reading.comments * CODE_LINES_PER_COMMENT >= reading.code_lines
+
+
+def test_variables_are_named_by_what_they_are(reading: Reading) -> None:
+    assert reading.vague_names <= MOST_VAGUE_NAMES * reading.names
+
+
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        ("x = [a for b in c for a in b]", "nested comprehensions"),
+        ("x = {a: [b for b in a] for a in c}", "nested comprehensions"),
+        ("x = (y := 1)", "walrus"),
+        ("a, b = 1, 2", "pairs assigned at once"),
+        ("x = 1 if y else (\n    2\n)", "wide conditional expressions"),
+        ("x = [a for a in b]", None),
+        ("a, b = c", None),
+        ("x = 1 if y else 2", None),
+    ],
+)
+def test_a_construction_is_seen(source: str, kind: str | None) -> None:
+    kinds = {construction(node) for node in ast.walk(ast.parse(source))} - {None}
+    assert kinds == ({kind} if kind else set())

@@ -114,7 +114,7 @@ COMPONENTS = {
         "rayloop.judge.discovery:FileDiscovery",
         "rayloop.serve_apps.judge.address:RayDiscovery",
     ),
-    ("Loggers", "loggers.*"): ("rayloop.run.otel:Episodes",),
+    ("Loggers", "loggers.*"): ("rayloop.run.records.otel:Episodes",),
 }
 """Title, and the key that names such a component -> those that are shipped."""
 

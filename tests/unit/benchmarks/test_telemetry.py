@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.evidence.telemetry import FILES, main, telemetry
 from rayloop.core.failures import DataFailure
-from rayloop.run.folder import RolloutDump, RolloutRecord, RolloutTurn
+from rayloop.run.records.rollouts import RolloutDump, RolloutRecord, RolloutTurn
 
 LARGE, SMALL = [0.3, 0.3, 0.7, 0.7], [0.4, 0.4, 0.5, 0.5]
 ZOOM = "<use_tool>zoom_ui_element</use_tool>"

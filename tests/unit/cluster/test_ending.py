@@ -38,8 +38,9 @@ from rayloop.core.failures import (
 )
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import Version
-from rayloop.run.checkpoint import Checkpoint, CheckpointStore, Origin, complete
+from rayloop.run.checkpoint import Checkpoint, CheckpointStore, complete
 from rayloop.run.config import RunConfig
+from rayloop.run.origin import Origin
 from rayloop.run.reporter import Reporter
 from tests.support.runs import settings
 

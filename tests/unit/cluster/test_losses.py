@@ -14,8 +14,8 @@ from benchmarks.virtual_time import live
 from rayloop.cluster.supervision.policy_group import PolicyGroup
 from rayloop.cluster.supervision.pool import Pool
 from rayloop.core.failures import PolicyLost, RolesExhausted
-from rayloop.run.config import PolicySettings
 from rayloop.run.lifetime import RecoverySettings
+from rayloop.run.sections import PolicySettings
 
 START = 40.0
 """Seconds that an actor takes to start."""

@@ -20,8 +20,8 @@ from rayloop.cluster.supervision.policy_group import PolicyGroup
 from rayloop.cluster.supervision.pool import Pool
 from rayloop.core.events import Event
 from rayloop.core.failures import PolicyLost
-from rayloop.run.config import PolicySettings
 from rayloop.run.lifetime import RecoverySettings
+from rayloop.run.sections import PolicySettings
 
 START = 10.0
 """Seconds that an actor takes to start."""

@@ -21,8 +21,8 @@ from rayloop.cluster.supervision import policy_group
 from rayloop.cluster.supervision.policy_group import PolicyGroup
 from rayloop.core.failures import PolicyLost, WorkerLost
 from rayloop.core.types import Version
-from rayloop.run.config import PolicySettings
 from rayloop.run.lifetime import RecoverySettings
+from rayloop.run.sections import PolicySettings
 
 UNAVAILABLE = ActorUnavailableError("keepalive watchdog timeout", b"1" * 16)
 

@@ -17,8 +17,9 @@ import pytest
 from rayloop.core import files
 from rayloop.core.failures import ConfigError, RunNameInUse, RunTaken
 from rayloop.run import lock
-from rayloop.run.checkpoint import CheckpointStore, Origin
+from rayloop.run.checkpoint import CheckpointStore
 from rayloop.run.lock import Fence, RunLock
+from rayloop.run.origin import Origin
 
 
 class Hosts:

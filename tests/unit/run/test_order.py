@@ -19,8 +19,9 @@ from rayloop.data.cursor import TaskCursor
 from rayloop.recipes.arc_vision.data import LargeFirst
 from rayloop.rollout.manager import RolloutManager
 from rayloop.run.config import RunConfig
-from rayloop.run.folder import RolloutRecord, RunFolder
+from rayloop.run.folder import RunFolder
 from rayloop.run.order import BySolveRate, training_rows
+from rayloop.run.records.rollouts import RolloutRecord
 from tests.support.runs import settings
 from tests.unit.core.test_plain import Quiet
 

@@ -16,7 +16,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from rayloop.cluster.loop.loggers import open_logger
 from rayloop.config.settings import Component
-from rayloop.run.folder import RolloutRecord, RolloutTurn, RunFolder
+from rayloop.run.folder import RunFolder
+from rayloop.run.records.rollouts import RolloutRecord, RolloutTurn
 
 CALL = '<tool_call>{"name": "zoom", "arguments": {"box": [0, 0, 1, 1]}}</tool_call>'
 TURNS = (
@@ -77,7 +78,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Collector]]:
 
 
 def opened(tmp_path: Path) -> Any:
-    chosen = Component.model_validate({"use": "rayloop.run.otel:Episodes"})
+    chosen = Component.model_validate({"use": "rayloop.run.records.otel:Episodes"})
     return open_logger(
         chosen, "named", {"model": {"path": "models/tiny"}}, RunFolder.at(tmp_path / "run")
     )

@@ -17,9 +17,11 @@ from rayloop.core.failures import AGAIN, CheckpointStorageFailed, NotSaved, RunT
 from rayloop.core.files import mount_of
 from rayloop.launch import restarts
 from rayloop.launch.ray_process import LOGS
-from rayloop.run.checkpoint import CheckpointStore, Origin
-from rayloop.run.folder import RolloutRecord, RunFolder
+from rayloop.run.checkpoint import CheckpointStore
+from rayloop.run.folder import RunFolder
 from rayloop.run.lock import Fence
+from rayloop.run.origin import Origin
+from rayloop.run.records.rollouts import RolloutRecord
 
 
 async def trainer(folder: str) -> None:

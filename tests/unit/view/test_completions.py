@@ -13,7 +13,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from rayloop.run.folder import RolloutRecord, RolloutTurn
+from rayloop.run.records.rollouts import RolloutRecord, RolloutTurn
 from rayloop.view.completions import LONGEST, WIDE, completions
 from rayloop.view.progress import Progress
 

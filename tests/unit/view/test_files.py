@@ -10,7 +10,8 @@ import pytest
 
 from rayloop.cli import main
 from rayloop.core.failures import ConfigError
-from rayloop.run.folder import RolloutRecord, RolloutTurn, RunFolder
+from rayloop.run.folder import RunFolder
+from rayloop.run.records.rollouts import RolloutRecord, RolloutTurn
 from rayloop.view.page import write_files
 
 TURN = RolloutTurn("assistant", "<answer>3</answer>", True)

@@ -23,7 +23,8 @@ from rayloop.data.images import png, tinted, untinted
 from rayloop.envs.grammar.actions import Action, Click, Drag, Finish
 from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings
 from rayloop.measure.controls import Item
-from rayloop.run.folder import RolloutDump, RolloutRecord, RolloutTurn, RunFolder
+from rayloop.run.folder import RunFolder
+from rayloop.run.records.rollouts import RolloutDump, RolloutRecord, RolloutTurn
 from rayloop.view.page import content, page, write_page
 from rayloop.view.reader import rollout_groups
 from rayloop.view.strips import LONGEST, Films

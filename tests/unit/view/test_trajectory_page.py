@@ -17,8 +17,9 @@ from rayloop.cli import main, parsed
 from rayloop.core import events, incidents
 from rayloop.measure.controls import CONTROLS
 from rayloop.recipes.arc_vision.boxes import GroundingBoxes
-from rayloop.run.folder import RolloutRecord, RolloutTurn, RunFolder
+from rayloop.run.folder import RunFolder
 from rayloop.run.records.jsonl import encode
+from rayloop.run.records.rollouts import RolloutRecord, RolloutTurn
 from rayloop.view.charts import BOTTOM, TOP, charts, drawn
 from rayloop.view.page import content, write_page
 from rayloop.view.pictures import curves, draw_or_emit

@@ -11,7 +11,7 @@ from typing import Any
 from rayloop.config.settings import SettingsModel
 from rayloop.core.files import utf8
 from rayloop.envs.tools import ToolError, tool_call
-from rayloop.run.folder import RESTARTS, RolloutRecord, RolloutTurn
+from rayloop.run.records.rollouts import RESTARTS, RolloutRecord, RolloutTurn
 
 AT_ONCE = 512
 """Spans of one request."""

@@ -1,0 +1,211 @@
+"""The sections of a run's configuration that belong to its roles, and to data and weights."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rayloop.config.settings import Component, LocalPath, Role, SettingsModel
+from rayloop.engines.settings import (
+    FsdpSettings,
+    GenerationSettings,
+    ModelSettings,
+    OptimizerSettings,
+    TransformersEngineSettings,
+)
+from rayloop.envs.settings import ENVIRONMENT, EnvironmentKind, EpisodeSettings, SamplingSettings
+from rayloop.grpo.losses.settings import LOSS, LossChoice, PpoLoss
+from rayloop.grpo.settings import UpdateSettings
+from rayloop.rewards.settings import RewardSettings
+from rayloop.transports.settings import ObjectStoreTransport, TransportSettings
+
+
+class Placement(SettingsModel):
+    """What one actor of a role reserves in the Ray cluster."""
+
+    num_cpus: float = Field(1.0, ge=0)
+    """Cores that Ray counts as taken, and torch's threads where ``threads`` is null.
+
+    Lower it where a machine has few.
+    """
+    num_gpus: float = Field(0.0, ge=0)
+    """GPUs that are this actor's own.
+
+    A fraction shares one GPU with other roles. Set it for engines and trainer on GPUs.
+    """
+    resources: dict[str, float] = {}
+    """Custom Ray resources, for example to pin environments to nodes that have a browser, or ranks
+    to one node.
+    """
+
+
+class RoleSettings(SettingsModel):
+    """What the roles have in common whose actors answer calls that may be made again elsewhere."""
+
+    actors: int = Field(1, ge=1)
+    """Processes of this role, many calls at once each; an engine or a reference holds the whole
+    model. Raise it when steps wait for them, when environments compute much or hang often, and to
+    generate on more GPUs or nodes.
+    """
+    placement: Placement = Placement()
+
+
+class ReferenceSettings(RoleSettings):
+    """The actors that hold the reference, for ``policy.loss.kl_coef`` > 0.
+
+    There are none with LoRA and without ``path``: the reference is then the policy without its
+    adapter.
+    """
+
+    path: LocalPath | None = None
+    """Null: the start model.
+
+    A folder or Hub name of another model with the same tokenizer and images: a teacher, for
+    ``algorithm.advantage.kind: distill`` (on-policy distillation). Or ``http://host:port/v1``: a
+    server of vLLM that holds it, for texts sampled at temperature 1.
+    """
+    refresh_every: int | None = Field(None, ge=1)
+    """Steps after which the start model's copies take over the policy's weights, where the KL holds
+    back long runs; null: never.
+    """
+
+    @property
+    def server(self) -> str | None:
+        """``path`` where it is a server."""
+        if self.path and self.path.startswith(("http://", "https://")):
+            return self.path
+        return None
+
+    def model(self, start: ModelSettings) -> ModelSettings:
+        """The model of ``path`` that sees images as ``start`` does.
+
+        ``start`` itself without a path, and for a server.
+        """
+        if not self.path or self.server:
+            return start
+        return start.model_copy(update={"path": self.path, "revision": None})
+
+
+class DataSettings(SettingsModel):
+    """The tasks: training rows, held-out rows, their reader and order."""
+
+    train: LocalPath
+    """JSONL, JSON array or parquet file of the training rows.
+
+    Images are resolved relative to its folder.
+    """
+    eval: LocalPath | None = None
+    """Held-out rows for ``evaluation``.
+
+    Without them nothing shows whether the policy learns or memorises.
+    """
+    anywhere: bool = False
+    """Rows may name images and videos outside of their file's folder.
+
+    Set it for rows that you trust: any file may be shown.
+    """
+    reader: Annotated[Component, Role("reader", ("task",))] = Component(
+        use="rayloop.data.dataset:ChatRows"
+    )
+    """Turns a row into a task; by default verl's columns (prompt, images, reward_model, ...).
+
+    Name your own for others.
+    """
+    order: Annotated[Component, Role("order", ("tier",))] | Literal["file"] | None = None
+    """Which rows come first.
+
+    None: a new order in each epoch, from the seed. file: that of the file. A curriculum for the
+    first epoch: ``{use: "rayloop.recipes.arc_vision.data:LargeFirst"}`` or
+    ``rayloop.run.order:BySolveRate``.
+    """
+
+    @property
+    def shuffle(self) -> bool:
+        """Whether each epoch has an order of its own."""
+        return self.order != "file"
+
+
+ENGINE = ("generate", "leave", "pause", "resume", "load", "health")
+
+
+class RolloutSettings(RoleSettings):
+    """The actors that generate."""
+
+    engine: Annotated[GenerationSettings, Role("engine", ENGINE)] = TransformersEngineSettings()
+    """What generates: [engines](engines.md).
+
+    One of your own: [engine](bring_your_own/engine.md).
+    """
+    sampling: SamplingSettings = SamplingSettings()
+    deterministic: bool = False
+    """Each group is decoded as its own batch and committed in request order: a resumed run equals
+    an uninterrupted one bit for bit. For tests and for hunting differences: decoding group by group
+    is slower.
+    """
+
+
+class EnvironmentSettings(RoleSettings):
+    """The actors that play episodes."""
+
+    episode: EpisodeSettings = EpisodeSettings()
+    kinds: Annotated[dict[str, EnvironmentKind], ENVIRONMENT] = {}
+    """``{name: {use: module:Class, with: {...}, isolation: thread}}``: several kinds of environment
+    in one run. A row names its own in the column ``environment``; a row without is played in
+    ``episode.environment``. Empty: that column means nothing.
+    """
+    placement: Placement = Placement(num_cpus=0.5)
+    episodes_at_once: int | None = Field(None, ge=1)
+    """Episodes that one actor plays at once; more of a group go to other actors.
+
+    None: all that it is given. Set it where an episode needs memory or cores of its own (browsers,
+    desktops).
+    """
+    attempts: int = Field(3, ge=1)
+    """How often an episode is played when its environment fails, before its trajectory is excluded.
+
+    When so many episodes of one group hung, the others are not played and the task is quarantined.
+    Raise it for environments that often fail by chance.
+    """
+    episode_timeout: float = Field(3600.0, gt=0)
+    """Seconds for a whole episode, from when its actor has room for it; beyond them it hangs, and
+    is played again. A generation request has a sixth of them, after which its engine counts as
+    lost. Raise it for long episodes and long turns, with ``recovery.stall_timeout``.
+    """
+
+
+class RewardPool(RewardSettings, RoleSettings):
+    """The actors that score trajectories."""
+
+    placement: Placement = Placement(num_cpus=0.5)
+
+
+class PolicySettings(SettingsModel):
+    """The actors that train: one for each FSDP rank."""
+
+    ranks: int = Field(1, ge=1)
+    """FSDP world size: one actor per rank.
+
+    Raise it for more GPUs: memory per rank falls, and steps get faster.
+    """
+    engine: FsdpSettings = FsdpSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    loss: Annotated[LossChoice, LOSS] = PpoLoss()
+    update: UpdateSettings = UpdateSettings()
+    placement: Placement = Placement()
+    step_timeout: float = Field(3600.0, gt=0)
+    """Seconds for one call of the trainer (step, checkpoint, export); an engine has a sixth of them
+    to take over synced weights. Raise it for large steps, large models and slow networks, with
+    ``recovery.stall_timeout``.
+    """
+
+
+class WeightSyncSettings(SettingsModel):
+    """How weights reach the engines, and what is checked at the start."""
+
+    transport: Annotated[
+        TransportSettings, Role("transport", ("sender", "receiver", "deliver"))
+    ] = ObjectStoreTransport()
+    logprob_check: Literal["self_test", "stop", "warn"] = "self_test"
+    """The log-prob check at the start: a mean |difference| of 1e-3 is allowed in float32, 0.05 in
+    bfloat16. stop: the run ends when engines and trainer disagree. self_test: also perturb each
+    group of parameters (not for large bfloat16 models). warn: as self_test, but go on.
+    """
