@@ -73,6 +73,7 @@ lint: $(VENV)/.dev
 	$(BIN)/codespell $(PROSE)
 	$(BIN)/proselint check --config docs/proselint.json $(PAGES)
 	$(BIN)/zizmor --offline -q .github
+	$(BIN)/python -m tools.english
 
 quickstart: $(VENV)/.run
 	$(BIN)/python -m rayloop train recipes/arc_vision/quickstart.yaml --console

@@ -147,7 +147,8 @@ def load_rubrics(folder: Path = FOLDER) -> dict[str, Rubric]:
             raise ConfigError(f"{path}: not a valid rubric: {error}") from error
         if rubric.name != path.stem:
             raise ConfigError(
-                f"{path}: the rubric calls itself {rubric.name!r}; name file and rubric alike"
+                f"{path}: the rubric calls itself {rubric.name!r}; give file and rubric the same"
+                " name"
             )
         rubrics[rubric.name] = rubric
     if not rubrics:

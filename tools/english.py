@@ -14,7 +14,6 @@ import argparse
 import ast
 import io
 import re
-import subprocess
 import sys
 import tokenize
 from collections import Counter
@@ -26,13 +25,15 @@ ROOT = Path(__file__).parents[1]
 LIMIT_PER_1000_LINES = 15.0
 """The rate that each kind of text may have."""
 PRODUCT = ("rayloop", "actors", "cluster", "serve_apps", "judge", "recipes")
+PAGES = ("docs", "deploy", "benchmarks")
+"""Other folders with pages."""
 GENERATED = re.compile(r"<!-- generated|^Made by `python -m", re.MULTILINE)
 """What a page says that a program writes."""
 MESSAGE_WORDS = 5
 """An f-string of fewer words is a name or a number rather than a sentence."""
 FAMILIES: dict[str, str] = {
     "is no X (is not an X; there is no X)": (
-        r"\b(?:is|are|was|were) no"
+        r"(?<![Tt]here )\b(?:is|are|was|were) no"
         r" (?!longer\b|more\b|other\b|less\b|such\b|need\b|reason\b)[a-z]+"
     ),
     "of one's own (custom, separate)": r"\bof (?:one's|your|its|their|his) own\b",
@@ -91,21 +92,25 @@ def families(words: str) -> Iterator[str]:
 
 
 def texts(root: Path) -> Iterator[Text]:
-    """All texts of the product and of the pages that git has below ``root``."""
-    listed = subprocess.run(
-        ["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True
-    )
-    for name in listed.stdout.splitlines():
-        path = root / name
+    """All texts of the product and of the pages below ``root``."""
+    for path in files(root):
+        name = str(path.relative_to(root))
         top = name.split("/")[0]
-        if not path.is_file() or path.is_symlink():
-            continue
-        if name.endswith(".py") and top in PRODUCT:
+        if path.suffix == ".py" and top in PRODUCT:
             yield from of_source(name, path.read_text(encoding="utf-8"))
-        elif name.endswith((".yaml", ".yml")) and top in PRODUCT:
+        elif path.suffix in (".yaml", ".yml") and top in PRODUCT:
             yield from of_yaml(name, path.read_text(encoding="utf-8"))
-        elif name.endswith(".md") and top != "tests":
+        elif path.suffix == ".md":
             yield from of_page(name, path.read_text(encoding="utf-8"))
+
+
+def files(root: Path) -> Iterator[Path]:
+    """Files that may have texts; a checkout may be without git, so folders are walked."""
+    yield from sorted(root.glob("*.md"))
+    for folder in (*PRODUCT, *PAGES):
+        for path in sorted((root / folder).rglob("*")):
+            if path.is_file() and not path.is_symlink():
+                yield path
 
 
 def of_source(name: str, source: str) -> Iterator[Text]:

@@ -301,7 +301,7 @@ class HeadWatch:
             if not lives:
                 self.gone = NodeGone(
                     f"Ray on {socket.gethostname()} has ended (its raylet, or an agent that takes"
-                    " it along: was one killed for memory?), so that no driver can run beside this"
+                    " it along: was one killed for memory?), so that no driver can run next to this"
                     " process"
                 )
         return True

@@ -80,7 +80,7 @@ def live_place(folder: RunFolder) -> Place:
     # A killed run leaves its file, and another program, or another user's, may have its ports now.
     if holder is None:
         raise ConfigError(
-            f"{folder.path} is no live run: the process that ran it has ended, or was killed"
+            f"{folder.path} is not a live run: the process that ran it has ended, or was killed"
         )
     reason = f"if the run lives, run this command where {holder} is"
     if holder.lives():

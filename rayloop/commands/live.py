@@ -86,10 +86,10 @@ def _stored_logs(folder: RunFolder, role: str | None, lines: int) -> Iterator[tu
     """
     files = sorted(path for path in folder.logs.glob("**/*") if path.is_file())
     if not files:
-        raise ConfigError(f"{folder.path} is no live run, and its folder keeps no logs")
+        raise ConfigError(f"{folder.path} is not a live run, and its folder keeps no logs")
     if role is not None:
         raise ConfigError(
-            f"{folder.path} is no live run, and the names of its files have no roles: leave out"
+            f"{folder.path} is not a live run, and the names of its files have no roles: leave out"
             " --role"
         )
     for path in files:

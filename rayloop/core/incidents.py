@@ -184,7 +184,7 @@ class GraceTooShort(Event, by="rayloop/run/reporter.py"):
     """`preemption.grace`, in seconds."""
 
 
-class CheckpointDamaged(Event, by="rayloop/run/checkpoint.py"):
+class CheckpointDamaged(Event, by="rayloop/run/origin.py"):
     """A checkpoint cannot be restored: a file has changed, or cannot be read.
 
     The run continues from an older one; the folder is renamed to `NAME.damaged`, except where

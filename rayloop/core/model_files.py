@@ -205,7 +205,9 @@ def resolve(
             )
         return Resolved(Path(path))
     if not HUB_NAME.fullmatch(path):
-        raise ConfigError(f"{key}: {path} is no folder here, and no name on the Hub (owner/name)")
+        raise ConfigError(
+            f"{key}: {path} is neither a folder here nor a name on the Hub (owner/name)"
+        )
     commit, reason = _commit(path, revision)
     cached = _cached(path, commit or revision)
     if cached is not None and (cached.whole or not weights):
@@ -213,8 +215,8 @@ def resolve(
     if commit is None or reason:
         extent = "all of it" if weights else "it"
         raise ConfigError(
-            f"{key}: {path} is no folder here, the cache does not have {extent}, and the Hub cannot"
-            f" be asked: {reason}. On a machine that reaches it: hf download {path}"
+            f"{key}: {path} is not a folder here, the cache does not have {extent}, and the Hub"
+            f" cannot be asked: {reason}. On a machine that reaches it: hf download {path}"
             f" --local-dir FOLDER, then {key}=FOLDER"
         )
     return Resolved(_downloaded(path, commit, weights, key), commit)

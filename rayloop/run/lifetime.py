@@ -101,8 +101,8 @@ def _over(written: dict[str, Any]) -> dict[str, Any]:
             )
             written_so = "evaluation.over={environment.episode.max_turns: 3}"
             raise ValueError(
-                f"{key!r} is no key that an evaluation can change. Write for example {written_so}."
-                f" Keys are {keys}"
+                f"{key!r} is not a key that an evaluation can change. Write for example"
+                f" {written_so}. Keys are {keys}"
             )
         try:
             values[key] = getattr(model.model_validate({name: value}), name)

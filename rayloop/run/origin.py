@@ -143,7 +143,10 @@ class Origin:
                 )  # without Ray's wrapping
             except (KeyError, TypeError, ValueError) as error:
                 failed.append(
-                    (checkpoint.folder, CheckpointError(f"this is no state of a driver: {error!r}"))
+                    (
+                        checkpoint.folder,
+                        CheckpointError(f"this is not a state of a driver: {error!r}"),
+                    )
                 )
         return None
 

@@ -156,14 +156,14 @@ def read_place(file: Path) -> Place:
     except FileNotFoundError as error:
         if file.exists():
             raise ConfigError(
-                f"{file.parent} is no live run of yours: its {file.name} is not followed, since"
+                f"{file.parent} is not a live run of yours: its {file.name} is not followed, since"
                 f" {copy} does not know it. If you started it on another machine, in another"
                 " container or with another RAYLOOP_RENDEZVOUS, run this command there, or set"
                 " that variable"
             ) from error
         raise ConfigError(
-            f"{file.parent} is no live run: there is no {file.name}. Name the folder of a run that"
-            " is running, or start one (`python -m rayloop train`)"
+            f"{file.parent} is not a live run: there is no {file.name}. Name the folder of a run"
+            " that is running, or start one (`python -m rayloop train`)"
         ) from error
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{copy} cannot be read: {error}") from error

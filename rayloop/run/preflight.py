@@ -67,7 +67,7 @@ def _trainable(config: RunConfig) -> None:
         )
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and complete(Path(resume)) is None:
-        what = "holds no complete checkpoint" if Path(resume).is_dir() else "is no folder"
+        what = "holds no complete checkpoint" if Path(resume).is_dir() else "is not a folder"
         raise ConfigError(
             f"checkpoint.resume: {resume} {what}. Name a folder runs/NAME/checkpoints/step_N, or"
             " use auto or never"
@@ -81,7 +81,7 @@ def known(model: str, revision: str | None, key: str = "model.path") -> None:
     """
     if not Path(model).is_dir() and (Path(model).parent.is_dir() or not HUB_NAME.fullmatch(model)):
         raise ConfigError(
-            f"{key}: {model} is no folder. Make a model with `python -m rayloop sft`, or name a"
+            f"{key}: {model} is not a folder. Make a model with `python -m rayloop sft`, or name a"
             " folder in Hugging Face layout or a model of the Hub (owner/name)"
         )
     described = read_json(resolve(model, revision, key=key).folder / "config.json")

@@ -50,14 +50,14 @@ def test_a_configuration_whose_files_are_there_passes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": {"path": "/nowhere/model"}}, r"model\.path: /nowhere/model is no folder"),
+        ({"model": {"path": "/nowhere/model"}}, r"model\.path: /nowhere/model is not a folder"),
         (
             {"data": {"train": "/nowhere/rows.jsonl"}},
             r"data\.train: /nowhere/rows\.jsonl is not a file",
         ),
         (
             {"checkpoint": {"resume": "/nowhere/step_1"}},
-            r"checkpoint\.resume: /nowhere/step_1 is no folder",
+            r"checkpoint\.resume: /nowhere/step_1 is not a folder",
         ),
     ],
 )

@@ -148,6 +148,9 @@ def test_adapters_of_another_model_are_refused(tiny_text: Path, tmp_path: Path) 
     )
     wider = write_tiny_vlm(tmp_path / "wider", TEXTS, vision=False, layers=2, intermediate=64)
     refused(wider, r"adapters .* do not fit .*wider")
-    refused("/nowhere", r"adapter_config\.json: base_model_name_or_path.*/nowhere is no folder")
+    refused(
+        "/nowhere",
+        r"adapter_config\.json: base_model_name_or_path.*/nowhere is neither a folder here",
+    )
     (tmp_path / "adapters" / "adapter_model.safetensors").unlink()
     refused(tiny_text, r"no adapter_model\.safetensors")

@@ -330,12 +330,12 @@ def test_a_run_that_is_not_live_is_refused_in_one_line(live: Run, tmp_path: Path
         assert done.stderr.count("\n") == 1
         return done.stderr
 
-    assert "is no live run" in refused("--run", tmp_path)
+    assert "is not a live run" in refused("--run", tmp_path)
     copied = json.loads((live.folder / "cluster.json").read_text(encoding="utf-8")) | {
         "address": "127.0.0.1:9"
     }
     (tmp_path / "cluster.json").write_text(json.dumps(copied), encoding="utf-8")
-    assert "is no live run of yours" in refused("--run", tmp_path)
+    assert "is not a live run of yours" in refused("--run", tmp_path)
     assert "without a key only loopback" in refused(
         "--run", live.folder, "--insecure", "http.host=0.0.0.0"
     )

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import pytest
 
-from tools.pages.config import count_fields
 from rayloop.run.config import RunConfig
 from tests.support.runs import ROOT
+from tools.pages.config import count_fields
 
 KEYS = 121
 TOKENS = 434_000

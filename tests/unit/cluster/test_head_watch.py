@@ -94,7 +94,7 @@ def test_ray_on_the_own_node_that_has_ended_counts_at_once(stage: Stage) -> None
     stage.node = False
     assert watch.look()
     with pytest.raises(
-        NodeGone, match=r"Ray on .* has ended .* no driver can run beside this process"
+        NodeGone, match=r"Ray on .* has ended .* no driver can run next to this process"
     ) as error:
         watch.decide()
     assert error.value.exit_code == AGAIN

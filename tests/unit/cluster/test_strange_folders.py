@@ -73,7 +73,7 @@ def test_a_strangers_run_is_not_joined(
         run = unpacked(tmp_path / "run", address, token, Holder.this_process() if lives else None)
         assert main([*command, str(run.path)]) == 2
         assert not came
-    assert "no live run" in capsys.readouterr().err
+    assert "not a live run" in capsys.readouterr().err
 
 
 def test_a_run_of_another_machine_is_not_stopped_through_a_strangers_cluster(
@@ -102,7 +102,7 @@ def test_an_own_run_is_found_while_it_lives(tmp_path: Path) -> None:
                 namespace(run.path),
             )
             assert own_copy(run.cluster).stat().st_mode & 0o777 == 0o600
-        with pytest.raises(ConfigError, match="is no live run"):
+        with pytest.raises(ConfigError, match="is not a live run"):
             live_place(run)
 
 

@@ -109,7 +109,7 @@ def test_a_snapshot_lacks_what_its_index_names(hub: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=(
-            rf"^{key}: {NAME} is no folder .*hf download {NAME} --local-dir FOLDER, then"
+            rf"^{key}: {NAME} is not a folder .*hf download {NAME} --local-dir FOLDER, then"
             rf" {key}=FOLDER$"
         ),
     ):
@@ -242,7 +242,7 @@ def test_a_hub_that_does_not_answer_costs_three_seconds_once(
 
 @pytest.mark.parametrize("path", ["no/such/folder", "name", "/tmp/nothing-here"])
 def test_what_is_neither_a_folder_nor_a_name_is_refused(hub: Path, path: str) -> None:
-    with pytest.raises(ConfigError, match="is no folder here, and no name on the Hub"):
+    with pytest.raises(ConfigError, match="is neither a folder here nor a name on the Hub"):
         resolve(path)
 
 

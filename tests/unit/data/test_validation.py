@@ -88,7 +88,7 @@ def test_repeated_rows_are_counted_and_tokens_reported(
     assert "above max_prompt_tokens (3)" in said
     code, said = validated(tmp_path, capsys, train, held_out, model={"path": "owner/name"})
     assert code == 0
-    assert "token lengths are not counted: model.path: owner/name is no folder here" in said
+    assert "token lengths are not counted: model.path: owner/name is not a folder here" in said
 
 
 def test_held_out_prompts_are_as_long_as_evaluations_allow(

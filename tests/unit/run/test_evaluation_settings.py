@@ -53,16 +53,16 @@ def test_an_evaluation_is_played_with_its_own_values(tmp_path: Path) -> None:
     [
         (
             "{environment.episode.max_turn: 30}",
-            r"'environment\.episode\.max_turn' is no key that an evaluation can change",
+            r"'environment\.episode\.max_turn' is not a key that an evaluation can change",
         ),
         (
             "{environment.episode.environment: {use: x}}",
-            r"is no key that an evaluation can change.*max_turns.*temperature",
+            r"is not a key that an evaluation can change.*max_turns.*temperature",
         ),
-        ("{policy.optimizer.lr: 1.0}", r"'policy\.optimizer\.lr' is no key"),
+        ("{policy.optimizer.lr: 1.0}", r"'policy\.optimizer\.lr' is not a key"),
         (
             "{environment: {episode: {max_turns: 30}}}",
-            r"'environment' is no key .*evaluation\.over=\{environment\.episode\.max_turns: 3\}",
+            r"'environment' is not a key .*evaluation\.over=\{environment\.episode\.max_turns: 3\}",
         ),
         (
             "{environment.episode.max_turns: many}",

@@ -38,10 +38,10 @@ from rayloop.core.types import (
 )
 from rayloop.rewards.saved import played
 from rayloop.run import lock
-from rayloop.run.folder import RunFolder, _ends
+from rayloop.run.folder import RunFolder
 from rayloop.run.lock import Holder, RunLock
 from rayloop.run.records.jsonl import JsonLines
-from rayloop.run.records.rollouts import RESTARTS, rollout_record
+from rayloop.run.records.rollouts import RESTARTS, _ends, rollout_record
 from tests.support.storage import full
 
 HOLD = """

@@ -78,7 +78,7 @@ def test_an_export_names_both_places(run: Path, tmp_path: Path, typed: str) -> N
         with pytest.raises(ConfigError) as why:
             export._export_checkpoint(checkpoint, tmp_path / "out", "float32")
         assert where in str(why.value)
-        assert f"model.path: {typed} is no folder here" in str(why.value)
+        assert f"model.path: {typed} is neither a folder here" in str(why.value)
         assert "Hub cannot be asked" not in str(why.value)
         (run / STARTED_IN).unlink(missing_ok=True)
 
@@ -91,7 +91,7 @@ def test_a_path_is_no_name_on_the_hub(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if name != "..":
-        with pytest.raises(ConfigError, match="is no folder here, and no name on the Hub"):
+        with pytest.raises(ConfigError, match="is neither a folder here nor a name on the Hub"):
             resolve(name)
 
 
