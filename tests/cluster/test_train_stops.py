@@ -109,7 +109,7 @@ class Stage:
         ended = lambda: origin.stopped(self.folder.last_step)  # noqa: E731
         try:
             with train._while_idle(ended) as check, self.folder.acquired(resume):
-                head = HeadWatch(self.note, self.ask, lambda: self.node)
+                head = HeadWatch(self.note, self.ask, lambda _: self.node)
                 attempts = train.DriverAttempts(
                     self.config, self.folder, origin, {}, progress, head
                 )

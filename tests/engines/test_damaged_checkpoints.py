@@ -20,6 +20,7 @@ from rayloop.core.files import Checksum
 from rayloop.core.incidents import CheckpointDamaged
 from rayloop.engines.training import state
 from rayloop.run import checkpoint as checkpoints
+from rayloop.run import origin
 from rayloop.run.checkpoint import MARKER, Checkpoint, CheckpointStore, complete
 from rayloop.run.origin import Origin
 
@@ -208,7 +209,7 @@ def test_storage_that_comes_back_costs_no_step(
     unread: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(tmp_path, 1, 2)
-    monkeypatch.setattr(checkpoints, "RETRY", 0.0)
+    monkeypatch.setattr(origin, "RETRY", 0.0)
     by_rank = unread == "the trainer's state"
     left = [] if by_rank else [EIO] * 3
     opened = Path.open

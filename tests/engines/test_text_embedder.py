@@ -85,7 +85,7 @@ def test_a_folder_without_a_model_and_a_gpu_that_is_not_there_are_named(
     with pytest.raises(
         ConfigError,
         match=(
-            r"^reward\.source\.with\.embedder\.with\.model: no/such/name is not a folder here, and no"
+            r"^reward\.source\.with\.embedder\.with\.model: no/such/name is neither a folder here nor a"
             r" name"
         ),
     ):
