@@ -1,6 +1,4 @@
-"""``judge check`` on a judge that is not ready: one line with every condition that a person must
-fix.
-"""
+"""``judge check`` on a judge that is not ready: one line with every condition to fix."""
 
 from __future__ import annotations
 
