@@ -22,7 +22,7 @@ class ToolShares(SettingsModel):
     """r_tool of an answer after a call, as a share of its IoU, by the kind of the true box."""
 
     small: float = 0.4
-    """For a box of less than a twentieth of the page."""
+    """For a box whose share of the page is below ``small_area``."""
     edge: float = 0.2
     """For a box near the page's border."""
     other: float = 0.1
