@@ -76,7 +76,7 @@ def evaluate(
     retries: int = 0,
     benchmark: str = "",
 ) -> int:
-    """Evaluate ``config.model`` on the rows of ``data`` into ``out``, continuing what is there.
+    """Evaluate ``config.model`` on the rows of ``data`` into ``out``, continuing from its results.
 
     Answers that were cut are played again, up to ``retries`` times, with twice the tokens. Returns
     0, or 1 when some have no score. Raises ConfigError when ``out`` has another evaluation.

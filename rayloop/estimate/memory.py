@@ -230,7 +230,7 @@ def _rank(config: RunConfig, shape: Shape, lengths: Lengths) -> dict[str, int]:
     logits_copies = _LOGITS_COPIES - on_gpu
     chunk = min(engine.logprob_chunk, tokens) * int(shape.config["vocab_size"])
     logits = logits_copies * _FLOAT32_BYTES * chunk
-    # The logits are gone when the backward pass of a layer computes it again.
+    # The logits are freed when the backward pass of a layer computes it again.
     if on_gpu and engine.recomputes(on_gpu):
         logits = max(0, logits - layer_bytes)
 

@@ -113,7 +113,7 @@ def opened(folder: Path) -> Checkpoint:
     """
     try:
         marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
-        # A marker of an older version has no checksum of its own, and counts as whole.
+        # A marker of an older version has no checksum, and counts as whole.
         if marker.pop("own_crc32", None) not in (None, _own(marker)):
             raise Damaged(MARKER, "its text is not the one that was written")
         checkpoint = Checkpoint(folder, marker["step"], marker["lineage"], marker)
@@ -248,7 +248,7 @@ class CheckpointStore:
                 self._explain(step, error, size_below(aside))
             ) from error
         finally:
-            shutil.rmtree(aside, ignore_errors=True)  # nothing is there after a save
+            shutil.rmtree(aside, ignore_errors=True)  # a save renames it
         # The checkpoint is complete here: what fails below costs a warning, and not the step.
         for why in await asyncio.to_thread(self._tidy, final, best):
             self._warn(f"{final.name} is complete, but {why}")
@@ -286,7 +286,7 @@ class CheckpointStore:
         about: Mapping[str, Any],
         written: Mapping[str, Checksum],
     ) -> None:
-        # The ranks' files first: all that is there by then gets a size and a checksum.
+        # The ranks' files first: each file that exists by then gets a size and a checksum.
         _until_seen(aside / TRAINER, written)
         write(aside / STRUCTURE, aside / TENSORS, state)
 

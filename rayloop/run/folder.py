@@ -207,7 +207,7 @@ def configuration(file: Path) -> dict[str, Any]:
 
 
 def make_folder(path: Path, choice: str) -> None:
-    """Make the folder unless it is there.
+    """Make the folder unless it exists.
 
     Raises ConfigError, which names ``choice``, when it cannot be made or written to.
     """

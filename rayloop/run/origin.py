@@ -90,7 +90,7 @@ class Origin:
         own_checkpoints = [
             checkpoint for checkpoint in checkpoints if checkpoint.lineage > self.since
         ]
-        # The named folder may be removed once this start has saved a checkpoint of its own.
+        # The named folder may be removed once this start has saved its own checkpoint.
         with suppress(*([ConfigError] if own_checkpoints else [])):
             own_checkpoints += filter(None, [store.find(self.resume)])
         return own_checkpoints
