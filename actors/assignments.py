@@ -13,12 +13,12 @@ from rayloop.grpo.staleness import lag
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One trajectory to train on. ``payload`` and ``reference`` are object references."""
+    """One trajectory to train on. ``payload`` and ``ref_logprobs`` are object references."""
 
     id: TrajectoryId
     payload: Ref[Trajectory]
     credit: Credit
-    reference: Ref[Any] | None = None
+    ref_logprobs: Ref[Any] | None = None
     on_policy: bool = False
     lag: int = 0
     group_tokens: int = 0
@@ -49,7 +49,7 @@ def assignments(
             member.summary.id,
             member.payload,
             member.credit,
-            member.reference,
+            member.ref_logprobs,
             on_policy=member.replayed and treat_as_on_policy,
             lag=lag(member.summary.first_version, version),
             group_tokens=group_tokens,

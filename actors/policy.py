@@ -113,7 +113,7 @@ class _Share:
 
 def _with_own_reference(update: Sequence[Assignment]) -> list[Assignment]:
     """The assignments of an update, with the payload as the key of the reference's log-probs."""
-    return [replace(assignment, reference=assignment.payload) for assignment in update]
+    return [replace(assignment, ref_logprobs=assignment.payload) for assignment in update]
 
 
 class PolicyRank(Actor):
@@ -254,14 +254,14 @@ class PolicyRank(Actor):
         references: list[Ref[Any]] = []
         for assignment in assigned:
             references.append(assignment.payload)
-            if assignment.reference is not None:
-                references.append(assignment.reference)
+            if assignment.ref_logprobs is not None:
+                references.append(assignment.ref_logprobs)
         values, lost = fetch(references)
         self._share = _Share(updates, values, time.perf_counter() - began)
         return [
             assignment.id
             for assignment in assigned
-            if assignment.payload in lost or assignment.reference in lost
+            if assignment.payload in lost or assignment.ref_logprobs in lost
         ]
 
     def train(self) -> tuple[dict[str, float], Mapping[TrajectoryId, Any]]:
@@ -286,7 +286,7 @@ class PolicyRank(Actor):
             return TrainItem(
                 share.values[assignment.payload],
                 credit.advantage,
-                references.get(assignment.reference),
+                references.get(assignment.ref_logprobs),
                 assignment.on_policy,
                 assignment.lag,
                 credit.turns,
@@ -310,7 +310,7 @@ class PolicyRank(Actor):
     def compare(
         self, payloads: Sequence[Ref[Trajectory]], *, swap_images: bool = False
     ) -> list[dict[str, float]]:
-        """Compare the behaviour log-probs with the trainer's.
+        """Compare the rollout log-probs with the trainer's.
 
         Returns one row of sums per trajectory that is not lost (``LogprobGap``).
         """
@@ -326,7 +326,7 @@ class PolicyRank(Actor):
             trajectories, logprobs, swapped_logprobs, strict=True
         ):
             flat = trajectory.flatten()
-            difference = abs(present - flat.behaviour_logprobs[flat.loss_mask])
+            difference = abs(present - flat.rollout_logprobs[flat.loss_mask])
             images = len(trajectory.images)
             rows.append(
                 {

@@ -250,8 +250,11 @@ def train_item(
 
     rng, text = np.random.default_rng(number), [token for token in prompt if token > TEXT] or [TEXT]
     sampled = tuple(rng.choice(text, answer).tolist())
-    behaviour = tuple(rng.normal(-6, 0.5, answer).tolist())
-    turns = (Turn("user", prompt, images), Turn("assistant", sampled, (), behaviour, Version(0, 0)))
+    rollout_logprobs = tuple(rng.normal(-6, 0.5, answer).tolist())
+    turns = (
+        Turn("user", prompt, images),
+        Turn("assistant", sampled, (), rollout_logprobs, Version(0, 0)),
+    )
     id = TrajectoryId(*number)
     trajectory = Trajectory(
         id, 0, f"task-{number[0]}", 0, turns, sampling, EndReason.DONE, image_bytes=pages or {}

@@ -199,9 +199,10 @@ class OneFile:
         if len(updates) > 1:  # the later ratios are to the policy before the first update
             every = [sample for update in updates for sample in update]
             parts = self.collator.plan(every)
-            old = iter(score(self.scorer, every, parts, self.collator.ahead(parts)))
+            old_logprobs = iter(score(self.scorer, every, parts, self.collator.ahead(parts)))
             updates = [
-                [replace(sample, old=next(old).logprobs) for sample in update] for update in updates
+                [replace(sample, old_logprobs=next(old_logprobs).logprobs) for sample in update]
+                for update in updates
             ]
         self.trajectories.clear()
         return [self.update(update) for update in updates]
@@ -210,10 +211,10 @@ class OneFile:
         """One step of AdamW on the clipped loss over all sampled tokens. Returns the loss."""
         denominator, loss = Denominator(sum(len(s.predict) for s in samples), len(samples)), 0.0
         for batch in self.collator.ahead(self.collator.plan([s for s in samples if s.teaches])):
-            current, _ = self.scorer(batch)
-            old = current.detach() if batch.old is None else batch.old
+            logprobs, _ = self.scorer(batch)
+            old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
             per_token = PolicyLoss(LOSS)(
-                current, old, batch.behaviour, batch.advantage, batch.segment
+                logprobs, old_logprobs, batch.rollout_logprobs, batch.advantage, batch.segment
             ).loss
             part = (token_weights(batch.segment, LOSS, denominator) * per_token).sum()
             part.backward()

@@ -35,7 +35,7 @@ async def annotated(
     )
 
     members_by_index = {
-        index: replace(member, reference=array)
+        index: replace(member, ref_logprobs=array)
         for index, member, array in zip(indices, members, arrays, strict=True)
     }
     lost_ids = {members[position].summary.id for position in lost_positions}

@@ -238,15 +238,15 @@ async def fetch(wanted: Iterable[HeldValue], values: dict[Any, Any]) -> set[Traj
     Returns the trajectories of which something is lost.
     """
     # With replay several members hold one payload, which is fetched once.
-    pairs = {(value.reference, value.id) for value in wanted}
-    missing = {reference for reference, _ in pairs} - values.keys()
+    pairs = {(value.ref, value.id) for value in wanted}
+    missing = {ref for ref, _ in pairs} - values.keys()
 
-    async def fetch_one(reference: Any) -> None:
+    async def fetch_one(ref: Any) -> None:
         try:
-            values[reference] = await reference
+            values[ref] = await ref
         except Exception as error:
             if not object_lost(error):
                 raise
 
     await asyncio.gather(*map(fetch_one, missing))
-    return {id for reference, id in pairs if reference not in values}
+    return {id for ref, id in pairs if ref not in values}

@@ -338,7 +338,7 @@ class RewardCalls:
         # Ray resolves a reference only where it is an argument
         # itself; nested ones would travel unresolved.
         payloads = [resolved(member.payload) for member in members if member.payload]
-        bare_members = tuple(replace(member, payload=None, reference=None) for member in members)
+        bare_members = tuple(replace(member, payload=None, ref_logprobs=None) for member in members)
         bare_group = replace(group, members=bare_members)
         try:
             reward = self._services.reward.within(self._settings.timeout, ATTEMPTS)

@@ -117,15 +117,15 @@ class Status:
 class Member:
     """A trajectory within its group.
 
-    ``payload`` and ``reference`` (the reference policy's log-probs, [sampled_tokens] float32) are
-    opaque references. ``replayed``: a stored success of ARPO, which is not in the ledger.
+    ``payload`` and ``ref_logprobs`` (the reference policy's log-probs, [sampled_tokens] float32)
+    are opaque references. ``replayed``: a stored success of ARPO, which is not in the ledger.
     """
 
     summary: Summary
     outcome: Outcome
     payload: Ref[Trajectory] | None = None
     credit: Credit | None = None
-    reference: Ref[Any] | None = None
+    ref_logprobs: Ref[Any] | None = None
     replayed: bool = False
     status: Status | None = None
 
@@ -141,7 +141,7 @@ class Member:
 
     def bare(self) -> Self:
         """The same member without references to the object store."""
-        return dataclasses.replace(self, payload=None, reference=None)
+        return dataclasses.replace(self, payload=None, ref_logprobs=None)
 
     @property
     def reward(self) -> float:

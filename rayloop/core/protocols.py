@@ -369,7 +369,7 @@ class TrainItem:
 
     trajectory: Trajectory
     advantage: float
-    reference: Any = None
+    ref_logprobs: Any = None
     on_policy: bool = False
     lag: int = 0
     turns: tuple[float, ...] = ()

@@ -1,6 +1,6 @@
 """The types of tasks and trajectories.
 
-No torch, no ray, no I/O. A trajectory is a sequence of turns: *sampled* turns carry behaviour
+No torch, no ray, no I/O. A trajectory is a sequence of turns: *sampled* turns carry rollout
 log-probs, all others are context. Token ids are the expanded ones (n per image).
 """
 
@@ -323,7 +323,7 @@ class FlatTrajectory:
 
     token_ids: npt.NDArray[np.int64]
     loss_mask: npt.NDArray[np.bool_]
-    behaviour_logprobs: npt.NDArray[np.float32]
+    rollout_logprobs: npt.NDArray[np.float32]
     turn_position: npt.NDArray[np.int32]
     kept: Kept | None = None
 
@@ -426,7 +426,7 @@ class Trajectory:
                         " tokens"
                     )
                 flat.loss_mask[part] = True
-                flat.behaviour_logprobs[part] = turn.logprobs
+                flat.rollout_logprobs[part] = turn.logprobs
                 flat.turn_position[part] = np.arange(size)
         return flat
 

@@ -41,11 +41,11 @@ class TrainSample:
     position_ids: Tensor  # [R, T] int64; row 0 counts 0..T-1
     predict: Tensor  # [N] int64, index of the hidden state that predicts each sampled token
     turn_position: Tensor  # [N] int64, index of the sampled token within its turn
-    behaviour: Tensor  # [N] float32, log-probs of the engine that sampled
-    reference: Tensor | None  # [N] float32
+    rollout_logprobs: Tensor  # [N] float32, log-probs of the engine that sampled
+    ref_logprobs: Tensor | None  # [N] float32
     sampling: Sampling
     # [N] float32, the trainer's log-probs at the start of the step; None: the current ones
-    old: Tensor | None = None
+    old_logprobs: Tensor | None = None
     # Per image [patches, D] float32; another thread computes them.
     pixels: tuple[Future[Tensor], ...] = ()
     grids: tuple[tuple[int, int, int], ...] = ()  # per image (t, h, w) in patches
@@ -60,7 +60,9 @@ class TrainSample:
     chosen: Tensor | None = None
     # The tokens of the trajectory's other sequences, where the loss needs them.
     elsewhere: Elsewhere | None = None
-    on_policy: bool = False  # treat the behaviour policy as the old one (no correction weight)
+    on_policy: bool = (
+        False  # treat the policy that sampled it as the old one (no correction weight)
+    )
     lag: int = 0  # steps between the oldest weights that sampled a turn and the trained ones
     kept: Kept | None = None  # [N], the tokens that top_p and top_k kept; None: all
 
@@ -128,7 +130,7 @@ class Batch:
     predict: Tensor  # [N] int64, index into T
     targets: Tensor  # [N] int64
     segment: Tensor  # [N] int64, which of the S trajectories; ascending
-    behaviour: Tensor  # [N] float32
+    rollout_logprobs: Tensor  # [N] float32
     advantage: Tensor  # [N] float32
     # [N] float32: rl, ref_kl and ce weigh the losses of docs/algorithm.md, section 6.
     rl: Tensor
@@ -138,8 +140,8 @@ class Batch:
     trajectory_tokens: Tensor  # [N] int64
     chosen: Tensor | None  # [N] float32; None: all
     elsewhere: Elsewhere | None
-    reference: Tensor | None  # [N] float32
-    old: Tensor | None  # [N] float32
+    ref_logprobs: Tensor | None  # [N] float32
+    old_logprobs: Tensor | None  # [N] float32
     on_policy: Tensor  # [N] bool
     lag: Tensor  # [N] int64
     temperature: Tensor  # [N] float32, never 0
@@ -182,12 +184,12 @@ def make_sample(
 
     mask = flat.loss_mask
     places = torch.from_numpy(mask.nonzero()[0])  # [N] int64
-    reference = None
-    if item.reference is not None:
-        reference = torch.tensor(item.reference, dtype=torch.float32)
-        if reference.shape != places.shape:
+    ref_logprobs = None
+    if item.ref_logprobs is not None:
+        ref_logprobs = torch.tensor(item.ref_logprobs, dtype=torch.float32)
+        if ref_logprobs.shape != places.shape:
             raise ValueError(
-                f"trajectory {trajectory.id}: {tuple(reference.shape)} reference log-probs for"
+                f"trajectory {trajectory.id}: {tuple(ref_logprobs.shape)} reference log-probs for"
                 f" {len(places)} sampled tokens"
             )
     if len(pixels) != len(trajectory.images):
@@ -201,8 +203,8 @@ def make_sample(
         position_ids=position_ids,
         predict=places - 1,
         turn_position=torch.from_numpy(flat.turn_position[mask]).long(),
-        behaviour=torch.from_numpy(flat.behaviour_logprobs[mask]),
-        reference=reference,
+        rollout_logprobs=torch.from_numpy(flat.rollout_logprobs[mask]),
+        ref_logprobs=ref_logprobs,
         sampling=trajectory.sampling,
         pixels=tuple(pixels),
         grids=tuple(image.grid for image in trajectory.images),
@@ -386,13 +388,13 @@ def _segment_items(item: TrainItem, number: int, segments: Sequence[Trajectory])
     lengths = [_turn_lengths(segment) for segment in segments]
     ends = np.cumsum([sum(turns) for turns in lengths])
     references: Sequence[Any] = [None] * len(segments)
-    if item.reference is not None:
-        if len(item.reference) != ends[-1]:
+    if item.ref_logprobs is not None:
+        if len(item.ref_logprobs) != ends[-1]:
             raise ValueError(
-                f"trajectory {item.trajectory.id}: {len(item.reference)} reference log-probs for"
+                f"trajectory {item.trajectory.id}: {len(item.ref_logprobs)} reference log-probs for"
                 f" {ends[-1]} sampled tokens"
             )
-        references = np.split(np.asarray(item.reference), ends[:-1])
+        references = np.split(np.asarray(item.ref_logprobs), ends[:-1])
     turn_count = sum(map(len, lengths))
     if item.turns and len(item.turns) != turn_count:
         raise ValueError(
@@ -406,10 +408,10 @@ def _segment_items(item: TrainItem, number: int, segments: Sequence[Trajectory])
         dataclasses.replace(
             item,
             trajectory=segment,
-            reference=reference,
+            ref_logprobs=ref_logprobs,
             turns=credit,
             part_of=number,
             trajectory_tokens=int(ends[-1]),
         )
-        for segment, reference, credit in zip(segments, references, credits, strict=True)
+        for segment, ref_logprobs, credit in zip(segments, references, credits, strict=True)
     ]

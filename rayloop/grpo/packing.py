@@ -101,8 +101,8 @@ def pack(
         **_loss_fields(samples, counts),
         chosen=_all_or_none([s.chosen for s in predicting], "chosen tokens"),
         elsewhere=_elsewhere(samples),
-        reference=_all_or_none([s.reference for s in predicting], "reference log-probs"),
-        old=_all_or_none([s.old for s in predicting], "old log-probs"),
+        ref_logprobs=_all_or_none([s.ref_logprobs for s in predicting], "reference log-probs"),
+        old_logprobs=_all_or_none([s.old_logprobs for s in predicting], "old log-probs"),
         kept=_kept(predicting),
     )
 
@@ -160,7 +160,7 @@ def _prediction_fields(samples: Sequence[TrainSample], counts: Tensor) -> dict[s
         "predict": torch.cat(_predict(samples)),
         "targets": torch.cat([s.targets for s in samples]),
         "segment": _per_token(range(len(samples)), counts, torch.int64),
-        "behaviour": torch.cat([s.behaviour for s in samples]),
+        "rollout_logprobs": torch.cat([s.rollout_logprobs for s in samples]),
         "on_policy": _per_token([s.on_policy for s in samples], counts, torch.bool),
         "lag": _per_token([s.lag for s in samples], counts, torch.int64),
     }

@@ -98,7 +98,7 @@ class ReplayBuffer:
                 slots = self._stored.setdefault(group.task.id, deque(maxlen=self._rules.capacity))
                 # Advantage and reference log-probs belong to the
                 # step that trains, and are computed again then.
-                slots.append(replace(member, credit=None, reference=None))
+                slots.append(replace(member, credit=None, ref_logprobs=None))
 
     def forget(self, ids: Collection[TrajectoryId]) -> None:
         """Remove these trajectories, whose payloads are lost."""

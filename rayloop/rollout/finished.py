@@ -117,7 +117,7 @@ class ReadyGroups:
         No step with a KL term could train on them.
         """
         for group in self.groups:
-            if all(member.reference is not None for member in group.kept):
+            if all(member.ref_logprobs is not None for member in group.kept):
                 continue
             annotated = await annotate(group)
             # Groups may have been added during the wait.

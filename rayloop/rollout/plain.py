@@ -39,11 +39,11 @@ Own = Callable[[Any], Any]
 class HeldValue:
     """A placeholder in a state for a value in the object store.
 
-    ``reference`` is the reference that the member ``id`` has.
+    ``ref`` is the object reference that the member ``id`` has.
     """
 
     id: TrajectoryId
-    reference: Any
+    ref: Any
 
 
 def held(state: Plain) -> Iterator[HeldValue]:
@@ -62,8 +62,8 @@ def held(state: Plain) -> Iterator[HeldValue]:
 def filled(state: Plain, values: Callable[[Any], Any]) -> Plain:
     """``state`` with each ``HeldValue`` replaced by its value, which ``values`` finds."""
     match state:
-        case HeldValue(reference=reference):
-            value = values(reference)
+        case HeldValue(ref=ref):
+            value = values(ref)
             return plain_trajectory(value) if isinstance(value, Trajectory) else value
         case Mapping():
             return {name: filled(value, values) for name, value in state.items()}
@@ -131,11 +131,11 @@ def group_from_plain(plain: Plain, own: Own, task: Callable[[str], Task]) -> Gro
 def plain_member(member: Member) -> Plain:
     """A member as plain values; a member that left its group has no payload and reference."""
     payload = None
-    reference = None
+    ref_logprobs = None
     if member.kept and member.payload is not None:
         payload = HeldValue(member.summary.id, member.payload)
-    if member.kept and member.reference is not None:
-        reference = HeldValue(member.summary.id, member.reference)
+    if member.kept and member.ref_logprobs is not None:
+        ref_logprobs = HeldValue(member.summary.id, member.ref_logprobs)
     status = None
     if member.status is not None:
         status = [str(member.status.state), member.status.reason]
@@ -144,7 +144,7 @@ def plain_member(member: Member) -> Plain:
         "outcome": _outcome(member.outcome),
         "payload": payload,
         "credit": None if member.credit is None else _plain(member.credit),
-        "reference": reference,
+        "reference": ref_logprobs,
         "replayed": member.replayed,
         "fate": status,
     }
@@ -153,7 +153,7 @@ def plain_member(member: Member) -> Plain:
 def member_from_plain(plain: Plain, own: Own) -> Member:
     """The member of plain values; ``own`` keeps its payloads."""
     payload = plain["payload"]
-    reference = plain["reference"]
+    ref_logprobs = plain["reference"]
     status = None
     if plain["fate"] is not None:
         state, reason = plain["fate"]
@@ -165,7 +165,7 @@ def member_from_plain(plain: Plain, own: Own) -> Member:
         outcome=_outcome_from_plain(plain["outcome"]),
         payload=None if payload is None else own(trajectory_from_plain(payload)),
         credit=_credit_from_plain(credit),
-        reference=None if reference is None else own(reference),
+        ref_logprobs=None if ref_logprobs is None else own(ref_logprobs),
         replayed=plain["replayed"],
         status=status,
     )

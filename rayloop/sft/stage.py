@@ -263,7 +263,7 @@ class SftProgress:
     def line(self, step: int) -> str:
         """The line of the updates since the last line."""
         now = time.monotonic()
-        # The behaviour log-probs of an answer are 0, so |old - behaviour| is its loss per token.
+        # The rollout log-probs of an answer are 0, so the mismatch is its loss per token.
         loss = mean(report["actor/logprob_mismatch_mean"] for report in self._reports)
         report = self._reports[-1]
         rate = self.rows / (now - self._last)

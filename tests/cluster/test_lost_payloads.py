@@ -286,7 +286,7 @@ def test_the_reference_annotates_the_rest(tmp_path: Path, digits_model: Path) ->
         await pool.start()
         stage.lose()
         found = await stage.driver.annotate(stage.groups[0])
-        arrays = [await member.reference for member in found.kept]
+        arrays = [await member.ref_logprobs for member in found.kept]
         pool.stop()
         return found, arrays
 
@@ -340,7 +340,7 @@ def test_what_a_run_without_a_reference_left_ready_is_annotated_when_it_goes_on_
     assert asked == [4, 4]
     assert ids(driver.rollouts.ready.groups) == ids(before.groups) - {TrajectoryId(1, 0)}
     assert all(
-        ray.get(m.reference) == "log-probs" for g in driver.rollouts.ready.groups for m in g.kept
+        ray.get(m.ref_logprobs) == "log-probs" for g in driver.rollouts.ready.groups for m in g.kept
     )
     driver.ledger.check()
     assert driver.ledger.counts()["excluded[payload_lost]"] == 1

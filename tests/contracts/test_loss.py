@@ -29,14 +29,14 @@ NAMES = [loss.kind for loss in SHIPPED]
 def tokens(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    old, noise, drift = (
+    old_logprobs, noise, drift = (
         torch.rand(len(segment), generator=generator, dtype=torch.float64) for _ in range(3)
     )
     advantage = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
     return {
-        "current": -3 * old + noise - 0.5,
-        "old": -3 * old,
-        "behaviour": -3 * old + drift - 0.5,
+        "logprobs": -3 * old_logprobs + noise - 0.5,
+        "old_logprobs": -3 * old_logprobs,
+        "rollout_logprobs": -3 * old_logprobs + drift - 0.5,
         "advantage": advantage[segment],
         "segment": segment,
     }
@@ -46,12 +46,16 @@ def result(
     loss: LossSettings, given: dict[str, Tensor], whole: Denominator
 ) -> tuple[float, Tensor]:
     """The part of an update's loss that these tokens are, and the gradient at each of them."""
-    current = given["current"].clone().requires_grad_()
+    logprobs = given["logprobs"].clone().requires_grad_()
     per_token = PolicyLoss(loss)(
-        current, given["old"], given["behaviour"], given["advantage"], given["segment"]
+        logprobs,
+        given["old_logprobs"],
+        given["rollout_logprobs"],
+        given["advantage"],
+        given["segment"],
     ).loss
     part = (token_weights(given["segment"], loss, whole).double() * per_token).sum()
-    return part.item(), torch.autograd.grad(part, current)[0]
+    return part.item(), torch.autograd.grad(part, logprobs)[0]
 
 
 @pytest.mark.parametrize("loss", SHIPPED, ids=NAMES)
@@ -90,7 +94,7 @@ def test_at_the_policy_that_sampled_the_gradient_is_minus_the_advantage(loss: Lo
     to the same.
     """
     given = tokens([4, 2, 3])
-    given["old"] = given["behaviour"] = given["current"]
+    given["old_logprobs"] = given["rollout_logprobs"] = given["logprobs"]
     _, gradient = result(loss, given, Denominator(9, 3))
     weights = token_weights(given["segment"], loss, Denominator(9, 3)).double()
     torch.testing.assert_close(gradient, -given["advantage"] * weights, atol=1e-9, rtol=0)
@@ -99,8 +103,8 @@ def test_at_the_policy_that_sampled_the_gradient_is_minus_the_advantage(loss: Lo
 @pytest.mark.parametrize("loss", SHIPPED, ids=NAMES)
 def test_broken_logprobs_stay_finite(loss: LossSettings) -> None:
     far = tokens([2, 2])
-    far["behaviour"] = torch.tensor([-900.0, 0.0, -900.0, 0.0], dtype=torch.float64)
-    far["old"] = torch.tensor([0.0, -900.0, -900.0, 0.0], dtype=torch.float64)
+    far["rollout_logprobs"] = torch.tensor([-900.0, 0.0, -900.0, 0.0], dtype=torch.float64)
+    far["old_logprobs"] = torch.tensor([0.0, -900.0, -900.0, 0.0], dtype=torch.float64)
     value, gradient = result(loss, far, Denominator(4, 2))
     assert torch.isfinite(torch.tensor(value))
     assert torch.isfinite(gradient).all()
@@ -136,7 +140,7 @@ def test_the_pages_configuration_is_one(page: Path) -> None:
 
 
 def few(inputs: LossInputs) -> Tensor:
-    return inputs.current[:1]
+    return inputs.logprobs[:1]
 
 
 def words(inputs: LossInputs) -> str:
@@ -154,10 +158,14 @@ def test_a_class_has_a_method_and_says_what_it_clipped() -> None:
     given = tokens([3])
     made = PolicyLoss(OwnLoss(use=f"{__name__}:Clipped", correction="none"))
     out = made(
-        given["current"], given["old"], given["behaviour"], given["advantage"], given["segment"]
+        given["logprobs"],
+        given["old_logprobs"],
+        given["rollout_logprobs"],
+        given["advantage"],
+        given["segment"],
     )
     assert out.metrics.finalize()["clip_high"] == pytest.approx(
-        (given["current"] > given["old"]).double().mean().item()
+        (given["logprobs"] > given["old_logprobs"]).double().mean().item()
     )
 
 
@@ -169,5 +177,9 @@ def test_another_answer_is_an_error_that_names_the_loss(name: str, got: str) -> 
         match=rf"policy.loss.use: {__name__}:{name} returned {got}; expected .* shape \(3,\)",
     ):
         PolicyLoss(OwnLoss(use=f"{__name__}:{name}"))(
-            given["current"], given["old"], given["behaviour"], given["advantage"], given["segment"]
+            given["logprobs"],
+            given["old_logprobs"],
+            given["rollout_logprobs"],
+            given["advantage"],
+            given["segment"],
         )

@@ -108,7 +108,7 @@ def gaps(ours: list[Any], theirs: list[Any]) -> Any:
 
 def sampled(trajectories: list[Trajectory]) -> list[Any]:
     return [
-        flat.behaviour_logprobs[flat.loss_mask] for flat in (one.flatten() for one in trajectories)
+        flat.rollout_logprobs[flat.loss_mask] for flat in (one.flatten() for one in trajectories)
     ]
 
 

@@ -219,10 +219,10 @@ def served(request: pytest.FixtureRequest, tiny_text: Path) -> Iterator[Served]:
 
 
 def mean_ratio(found: Sequence[np.ndarray], played: Sequence[Trajectory]) -> float:
-    """Of exp(current - behaviour) over all sampled tokens."""
+    """The mean of exp(logprobs - rollout_logprobs) over all sampled tokens."""
     flats = [one.flatten() for one in played]
-    behaviour = np.concatenate([flat.behaviour_logprobs[flat.loss_mask] for flat in flats])
-    return float(np.exp(np.concatenate(found) - behaviour).mean())
+    rollout_logprobs = np.concatenate([flat.rollout_logprobs[flat.loss_mask] for flat in flats])
+    return float(np.exp(np.concatenate(found) - rollout_logprobs).mean())
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.2])

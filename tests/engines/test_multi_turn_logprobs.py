@@ -101,7 +101,7 @@ def test_three_turns_with_images_are_trained_as_they_were_sampled(served: Served
         for prompt, completion in recording.turns:
             end = len(prompt.token_ids) + len(completion.token_ids)
             assert tuple(flat.token_ids[:end]) == (*prompt.token_ids, *completion.token_ids)
-            assert tuple(flat.behaviour_logprobs[len(prompt.token_ids) : end]) == tuple(
+            assert tuple(flat.rollout_logprobs[len(prompt.token_ids) : end]) == tuple(
                 np.float32(completion.logprobs)
             )
             assert [shown.ref for shown in prompt.images] == list(
@@ -145,9 +145,7 @@ def logprob_check(served: Served, trajectories: list[Trajectory]) -> None:
     with trainer(served.folder) as engine:
         ours = engine.logprobs(trajectories)
         swapped = engine.logprobs(trajectories, swap_images=True)
-    theirs = [
-        flat.behaviour_logprobs[flat.loss_mask] for flat in (t.flatten() for t in trajectories)
-    ]
+    theirs = [flat.rollout_logprobs[flat.loss_mask] for flat in (t.flatten() for t in trajectories)]
     gaps = np.concatenate([abs(a - b) for a, b in zip(ours, theirs, strict=True)])
     unseen = np.concatenate([abs(a - b) for a, b in zip(ours, swapped, strict=True)])
     print(

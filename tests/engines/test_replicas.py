@@ -60,7 +60,7 @@ def trained(
     with engine(
         folder, settings, Sgd(lr=0.1), rank=rank, world_size=world_size, meeting=meeting
     ) as trainer:
-        share = [dataclasses.replace(item, reference=None) for item in items[rank::world_size]]
+        share = [dataclasses.replace(item, ref_logprobs=None) for item in items[rank::world_size]]
         reports = [trainer.train([share])]
         with pytest.raises(DataFailure):
             trainer.train([[*share, broken]])

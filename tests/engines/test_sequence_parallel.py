@@ -40,8 +40,8 @@ LOSSES: dict[str, LossSettings] = {
 def items_of(folder: Path) -> list[TrainItem]:
     """Among them one of three images, of which the second lies across the middle of the row."""
     long = trajectory(folder, 9, [(8, (2, 2), 6), (3, (6, 4), 5), (4, (2, 3), 9)])
-    behaviour = long.flatten().behaviour_logprobs[long.flatten().loss_mask]
-    return [TrainItem(long, 0.6, behaviour - 0.1), *mixed_items(folder)]
+    rollout_logprobs = long.flatten().rollout_logprobs[long.flatten().loss_mask]
+    return [TrainItem(long, 0.6, rollout_logprobs - 0.1), *mixed_items(folder)]
 
 
 def trained(

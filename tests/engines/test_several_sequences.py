@@ -44,9 +44,9 @@ def played(number: int, parts: Sequence[int], logprob: float = -6.0) -> Trajecto
     return Trajectory(TrajectoryId(number, 0), 0, "t", 0, tuple(turns), Sampling(), EndReason.DONE)
 
 
-def at(trajectory: Trajectory, behaviour: np.ndarray) -> Trajectory:
+def at(trajectory: Trajectory, rollout_logprobs: np.ndarray) -> Trajectory:
     """The trajectory as sampled with these log-probs."""
-    rest, turns = list(map(float, behaviour)), list[Turn]()
+    rest, turns = list(map(float, rollout_logprobs)), list[Turn]()
     for turn in trajectory.turns:
         n = len(turn.token_ids) if turn.sampled else 0
         turns.append(dataclasses.replace(turn, logprobs=tuple(rest[:n])) if turn.sampled else turn)
@@ -92,7 +92,9 @@ WHOLE: dict[str, dict[str, Any]] = {
 def over_trajectories(inputs: Any) -> torch.Tensor:
     """A loss of one's own that looks at whole trajectories."""
     loss: torch.Tensor = (
-        -inputs.advantage * inputs.current * inputs.mean((inputs.behaviour - inputs.anchor).abs())
+        -inputs.advantage
+        * inputs.logprobs
+        * inputs.mean((inputs.rollout_logprobs - inputs.old_logprobs).abs())
     )
     return loss
 
@@ -103,12 +105,14 @@ def expected(
     """The loss of whole trajectories in one call, from their log-probs."""
     lengths = torch.tensor([len(c) for c in current])
     segment = torch.repeat_interleave(torch.arange(len(items)), lengths)
-    behaviour = [
+    rollout_logprobs = [
         p for item in items for turn in item.trajectory.sampled_turns for p in turn.logprobs or ()
     ]
     logprobs = torch.from_numpy(np.concatenate(current))
     advantage = torch.tensor([item.advantage for item in items])[segment]
-    out = PolicyLoss(settings)(logprobs, logprobs, torch.tensor(behaviour), advantage, segment)
+    out = PolicyLoss(settings)(
+        logprobs, logprobs, torch.tensor(rollout_logprobs), advantage, segment
+    )
     weights = token_weights(segment, settings, Denominator(len(segment), len(items)))
     return float((weights * out.loss).sum())
 
@@ -125,11 +129,12 @@ def test_a_loss_sees_the_trajectory_and_not_the_sequence(
     trajectories = [played(0, [5]), played(1, [4, 6]), played(2, [3, 2, 4])]
     with engine(tiny_vlm, layout, NEXT_TO_NOTHING, settings) as trainer:
         current = trainer.logprobs(trajectories)
-        behaviour = [own + 0.02 * np.arange(len(own), dtype=np.float32) for own in current]
-        behaviour[1][7] -= 3.0
-        behaviour[2][1] += 0.9
+        rollout_logprobs = [own + 0.02 * np.arange(len(own), dtype=np.float32) for own in current]
+        rollout_logprobs[1][7] -= 3.0
+        rollout_logprobs[2][1] += 0.9
         sampled = [
-            at(trajectory, own) for trajectory, own in zip(trajectories, behaviour, strict=True)
+            at(trajectory, own)
+            for trajectory, own in zip(trajectories, rollout_logprobs, strict=True)
         ]
         items = [TrainItem(t, a) for t, a in zip(sampled, (1.0, 0.7, -1.2), strict=True)]
         report = trainer.train([items])

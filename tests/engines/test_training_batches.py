@@ -47,14 +47,14 @@ def test_micro_batches_hold_every_sample_once_within_the_budget(
 
 
 def _text_sample(
-    *turns: Turn, sampling: Sampling | None = None, reference: list[float] | None = None
+    *turns: Turn, sampling: Sampling | None = None, ref_logprobs: list[float] | None = None
 ) -> TrainSample:
     played = Trajectory(
         TrajectoryId(7, 0), 0, "t", 0, turns, sampling or Sampling(), EndReason.DONE
     )
     flat = played.flatten()
     return make_sample(
-        TrainItem(played, 1.0, reference), flat, torch.arange(len(flat.token_ids))[None]
+        TrainItem(played, 1.0, ref_logprobs), flat, torch.arange(len(flat.token_ids))[None]
     )
 
 
@@ -94,13 +94,13 @@ def test_what_cannot_have_been_sampled_is_refused() -> None:
     with pytest.raises(ValueError, match="sampled token 9 at position 0"):
         _text_sample(Turn("user", (1,)), _turn(9), sampling=Sampling(end_tokens=(9,), min_tokens=1))
     with pytest.raises(ValueError, match="reference log-probs for 1 sampled tokens"):
-        _text_sample(Turn("user", (1,)), _turn(2), reference=[-1.0, -1.0])
+        _text_sample(Turn("user", (1,)), _turn(2), ref_logprobs=[-1.0, -1.0])
 
 
 def test_samples_that_disagree_are_not_packed() -> None:
     plain = _text_sample(Turn("user", (1,)), _turn(2))
     with pytest.raises(ValueError, match="1 of 2 packed samples lack reference log-probs"):
-        pack([plain, _text_sample(Turn("user", (1,)), _turn(2), reference=[-1.0])])
+        pack([plain, _text_sample(Turn("user", (1,)), _turn(2), ref_logprobs=[-1.0])])
     with pytest.raises(ValueError, match="2 different pairs of banned_tokens"):
         pack(
             [

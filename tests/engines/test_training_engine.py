@@ -101,7 +101,7 @@ def test_an_update_raises_the_probability_of_what_was_good(tiny_vlm: Path) -> No
 
 
 def test_the_loss_is_the_textbook_one(tiny_vlm: Path) -> None:
-    items = [dataclasses.replace(item, reference=None) for item in mixed_items(tiny_vlm)]
+    items = [dataclasses.replace(item, ref_logprobs=None) for item in mixed_items(tiny_vlm)]
     with engine(tiny_vlm, optimizer=SGD, loss=PpoLoss(correction="none")) as trainer:
         report = trainer.train([items])
     tokens = [int(item.trajectory.flatten().loss_mask.sum()) for item in items]
@@ -113,7 +113,7 @@ def test_an_update_without_an_image_is_given_up_whole(tiny_vlm: Path) -> None:
     """Found out after the first of its micro-batches: what they computed is not in the next update."""
     items = mixed_items(tiny_vlm)
     lost = trajectory(tiny_vlm, 50, [(2, (3, 3), 3)])
-    bad = TrainItem(dataclasses.replace(lost, image_bytes={}), 1.0, items[0].reference)
+    bad = TrainItem(dataclasses.replace(lost, image_bytes={}), 1.0, items[0].ref_logprobs)
     settings = FsdpSettings(micro_batch_tokens=1)
     with engine(tiny_vlm, settings, SGD) as trainer:
         expected = trainer.train([items])["actor/grad_norm"]
@@ -277,8 +277,8 @@ def test_policy_and_engine_are_one_in_bfloat16(
     answers = asyncio.run(_answers(tiny_vlm, [*requests, prompt(tiny_vlm, "no image")], sampling))
     with engine(tiny_vlm, FsdpSettings(dtype="bfloat16", micro_batch_tokens=1)) as trainer:
         policy = trainer.logprobs(answers)
-    behaviour = [answer.turns[-1].logprobs for answer in answers]
-    assert [abs(a - b).max() for a, b in zip(policy, behaviour, strict=True)] == [0.0] * len(
+    rollout_logprobs = [answer.turns[-1].logprobs for answer in answers]
+    assert [abs(a - b).max() for a, b in zip(policy, rollout_logprobs, strict=True)] == [0.0] * len(
         answers
     )
 

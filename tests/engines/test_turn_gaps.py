@@ -38,7 +38,7 @@ def moved(played: Trajectory, ours: np.ndarray, by: dict[int, float]) -> Traject
 def test_the_gap_of_each_turn_is_that_before_the_first_update(
     tiny_vlm: Path, rounds: int, micro: int
 ) -> None:
-    items = [dataclasses.replace(item, reference=None) for item in mixed_items(tiny_vlm)]
+    items = [dataclasses.replace(item, ref_logprobs=None) for item in mixed_items(tiny_vlm)]
     by = {0: 0.25, 2: -0.5}
     settings = FsdpSettings(micro_batch_tokens=micro, lora=LoraSettings(rank=2))
     with engine(tiny_vlm, settings, OptimizerSettings(lr=1e-1), PpoLoss()) as trainer:

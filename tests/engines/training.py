@@ -64,7 +64,7 @@ def trajectory(
 ) -> Trajectory:
     """``turns``: (context tokens, columns and rows of an image in tokens, or None, sampled tokens).
 
-    The behaviour log-probs are near an untrained model's.
+    The rollout log-probs are near an untrained model's.
     """
     rng = np.random.default_rng(number)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -122,8 +122,8 @@ def mixed_items(folder: Path) -> list[TrainItem]:
     ]
     every = zip([*played_once, *others], (*advantages, 0.8, -0.5), strict=True)
     for number, (played, advantage) in enumerate(every):
-        behaviour = played.flatten().behaviour_logprobs[played.flatten().loss_mask]
-        items.append(TrainItem(played, advantage, behaviour - 0.1, lag=number % 2))
+        rollout_logprobs = played.flatten().rollout_logprobs[played.flatten().loss_mask]
+        items.append(TrainItem(played, advantage, rollout_logprobs - 0.1, lag=number % 2))
     return items
 
 

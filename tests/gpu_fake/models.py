@@ -221,7 +221,7 @@ class Row:
         made = Trajectory(
             TrajectoryId(group, number), 0, "task", 0, turns, Sampling(), EndReason.DONE
         )
-        return TrainItem(made, 1.0, reference=[0.0] * len(written), group_tokens=len(written))
+        return TrainItem(made, 1.0, ref_logprobs=[0.0] * len(written), group_tokens=len(written))
 
 
 def _image(name: str, most: int) -> ImageRef:

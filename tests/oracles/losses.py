@@ -23,10 +23,10 @@ Row = list[Tensor]
 class One:
     """A trajectory. ``rl``, ``ref_kl`` and ``ce`` are its weights in the three streams."""
 
-    current: Row
-    old: Row
-    behaviour: Row
-    reference: Row
+    logprobs: Row
+    old_logprobs: Row
+    rollout_logprobs: Row
+    ref_logprobs: Row
     entropy: Row
     advantages: list[float]
     group: int = 0
@@ -43,8 +43,8 @@ def _clipped(r: Tensor, a: float, low: float, high: float) -> Tensor:
 
 
 def ppo(
-    current: Row,
-    anchor: Row,
+    logprobs: Row,
+    old_logprobs: Row,
     advantages: Sequence[float],
     low: float,
     high: float,
@@ -52,7 +52,7 @@ def ppo(
 ) -> Row:
     """arXiv:1707.06347, equation 7, with the ceiling of arXiv:1912.09729, equation 5."""
     losses = []
-    for c, o, a in zip(current, anchor, advantages, strict=True):
+    for c, o, a in zip(logprobs, old_logprobs, advantages, strict=True):
         loss = _clipped(torch.exp(c - o), a, low, high)
         losses.append(
             torch.minimum(loss, torch.tensor(-dual * a, dtype=loss.dtype))
@@ -62,61 +62,67 @@ def ppo(
     return losses
 
 
-def gspo(current: Row, anchor: Row, advantage: float, low: float, high: float) -> Tensor:
+def gspo(logprobs: Row, old_logprobs: Row, advantage: float, low: float, high: float) -> Tensor:
     """arXiv:2507.18071, equations 5 and 7: the loss of a whole trajectory."""
     s = torch.exp(
-        sum((c - o for c, o in zip(current, anchor, strict=True)), torch.tensor(0.0)) / len(current)
+        sum((c - o for c, o in zip(logprobs, old_logprobs, strict=True)), torch.tensor(0.0))
+        / len(logprobs)
     )
     return _clipped(s, advantage, low, high)
 
 
 def gspo_token(
-    current: Row, anchor: Row, advantages: Sequence[float], low: float, high: float
+    logprobs: Row, old_logprobs: Row, advantages: Sequence[float], low: float, high: float
 ) -> Row:
     """arXiv:2507.18071, equation 14: the trajectory's ratio, without gradient, times each token's
     own over itself.
     """
     s = math.exp(
-        sum(float((c - o).detach()) for c, o in zip(current, anchor, strict=True)) / len(current)
+        sum(float((c - o).detach()) for c, o in zip(logprobs, old_logprobs, strict=True))
+        / len(logprobs)
     )
     return [
         _clipped(s * torch.exp(c - c.detach()), a, low, high)
-        for c, a in zip(current, advantages, strict=True)
+        for c, a in zip(logprobs, advantages, strict=True)
     ]
 
 
-def cispo(current: Row, anchor: Row, advantages: Sequence[float], low: float, high: float) -> Row:
+def cispo(
+    logprobs: Row, old_logprobs: Row, advantages: Sequence[float], low: float, high: float
+) -> Row:
     """arXiv:2506.13585, equations 4 and 5."""
     ratios = [
         min(max(float((c - o).detach().exp()), 1 - low), 1 + high)
-        for c, o in zip(current, anchor, strict=True)
+        for c, o in zip(logprobs, old_logprobs, strict=True)
     ]
-    return [-r * a * c for r, a, c in zip(ratios, advantages, current, strict=True)]
+    return [-r * a * c for r, a, c in zip(ratios, advantages, logprobs, strict=True)]
 
 
 def sapo(
-    current: Row, anchor: Row, advantages: Sequence[float], positive: float, negative: float
+    logprobs: Row, old_logprobs: Row, advantages: Sequence[float], positive: float, negative: float
 ) -> Row:
     """arXiv:2511.20347, equations 5 and 6."""
     losses = []
-    for c, o, a in zip(current, anchor, advantages, strict=True):
+    for c, o, a in zip(logprobs, old_logprobs, advantages, strict=True):
         tau = positive if a > 0 else negative
         losses.append(-(4 / tau) / (1 + torch.exp(-tau * (torch.exp(c - o) - 1))) * a)
     return losses
 
 
-def dppo(current: Row, anchor: Row, advantages: Sequence[float], low: float, high: float) -> Row:
+def dppo(
+    logprobs: Row, old_logprobs: Row, advantages: Sequence[float], low: float, high: float
+) -> Row:
     """arXiv:2602.04879 with the binary total variation, in the form of verl and prime-rl."""
     losses = []
-    for c, b, a in zip(current, anchor, advantages, strict=True):
+    for c, b, a in zip(logprobs, old_logprobs, advantages, strict=True):
         change = float((c.exp() - b.exp()).detach())
         left_out = change > high if a > 0 else change < -low
         losses.append(0 * c if left_out else -a * min(float((c - b).detach().exp()), 20.0) * c)
     return losses
 
 
-def reinforce(current: Row, anchor: Row, advantages: Sequence[float]) -> Row:
-    return [-a * c for c, a in zip(current, advantages, strict=True)]
+def reinforce(logprobs: Row, old_logprobs: Row, advantages: Sequence[float]) -> Row:
+    return [-a * c for c, a in zip(logprobs, advantages, strict=True)]
 
 
 SURROGATES: dict[str, tuple[Callable[..., Row], dict[str, Any]]] = {
@@ -150,7 +156,7 @@ def weights(
     trajectories, the veto on outliers, and the mask of DeepSeek-V3.2 (arXiv:2512.02556, equation
     9). With ``bypass`` the ratio has the gap already.
     """
-    gaps = [float(o - b) for o, b in zip(one.old, one.behaviour, strict=True)]
+    gaps = [float(o - b) for o, b in zip(one.old_logprobs, one.rollout_logprobs, strict=True)]
     n = len(gaps)
     match level:
         case "token":
@@ -165,7 +171,10 @@ def weights(
         found = [(1.0 if bypass else r) if low <= r <= high else 0.0 for r in ratios]
     vetoed = veto is not None and any(not veto[0] <= math.exp(gap) <= veto[1] for gap in gaps)
     moved = (
-        sum(float((b - c).detach()) for b, c in zip(one.behaviour, one.current, strict=True)) / n
+        sum(
+            float((b - c).detach()) for b, c in zip(one.rollout_logprobs, one.logprobs, strict=True)
+        )
+        / n
     )
     dropped = off_policy is not None and sum(one.advantages) < 0 and moved > off_policy
     return [0.0] * n if vetoed or dropped else found
@@ -271,9 +280,12 @@ def update(
         given = one
         if kl_coef and term.get("in") == "reward":
             given = with_kl_reward(one, kl_coef, estimator)
-        w = [1.0] * len(one.current) if rule is None else weights(given, **rule)
+        w = [1.0] * len(one.logprobs) if rule is None else weights(given, **rule)
         losses = formula(
-            one.current, one.behaviour if bypass else one.old, given.advantages, **numbers
+            one.logprobs,
+            one.rollout_logprobs if bypass else one.old_logprobs,
+            given.advantages,
+            **numbers,
         )
         chosen = [float(h.detach()) >= bound for h in one.entropy]
         streams["rl"].append(
@@ -283,16 +295,18 @@ def update(
             ]
         )
         ratios = (
-            [torch.exp(c - b) for c, b in zip(one.current, one.behaviour, strict=True)]
+            [torch.exp(c - b) for c, b in zip(one.logprobs, one.rollout_logprobs, strict=True)]
             if term.get("unbiased")
             else w
         )
         if kl_coef and term.get("in") != "reward":
-            costs = [kl(c, f, estimator) for c, f in zip(one.current, one.reference, strict=True)]
+            costs = [
+                kl(c, f, estimator) for c, f in zip(one.logprobs, one.ref_logprobs, strict=True)
+            ]
             streams["ref_kl"].append(
                 [x * kl_coef * cost for x, cost in zip(ratios, costs, strict=True)]
             )
-        streams["ce"].append([-c for c in one.current])
+        streams["ce"].append([-c for c in one.logprobs])
     if not streams["ref_kl"]:
         del streams["ref_kl"]
     groups = [one.group for one in rows]
@@ -304,7 +318,10 @@ def update(
 
 def with_kl_reward(one: One, coef: float, estimator: str) -> One:
     """Minus ``coef`` times the estimate at the old policy is a reward of each token."""
-    costs = [coef * float(kl(o, f, estimator)) for o, f in zip(one.old, one.reference, strict=True)]
+    costs = [
+        coef * float(kl(o, f, estimator))
+        for o, f in zip(one.old_logprobs, one.ref_logprobs, strict=True)
+    ]
     advantages = [a - cost for a, cost in zip(one.advantages, returns_to_go(costs), strict=True)]
     return One(**{**vars(one), "advantages": advantages})
 

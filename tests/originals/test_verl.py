@@ -131,13 +131,13 @@ def padded(values: Tensor) -> Tensor:
 def update(seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(3, len(SEGMENT), generator=generator, dtype=torch.float64)
-    old = -3 * torch.rand(len(SEGMENT), generator=generator, dtype=torch.float64)
+    old_logprobs = -3 * torch.rand(len(SEGMENT), generator=generator, dtype=torch.float64)
     advantage = torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64)[SEGMENT]
     return {
-        "old": old,
-        "current": old + 0.5 * noise[0],
-        "behaviour": old + 0.4 * noise[1],
-        "reference": old + noise[2],
+        "old_logprobs": old_logprobs,
+        "logprobs": old_logprobs + 0.5 * noise[0],
+        "rollout_logprobs": old_logprobs + 0.4 * noise[1],
+        "ref_logprobs": old_logprobs + noise[2],
         "advantage": advantage,
     }
 
@@ -147,12 +147,12 @@ def settings(**given: Any) -> LossSettings:
 
 
 def ours(given: dict[str, Tensor], chosen: LossSettings) -> tuple[float, Tensor]:
-    current = given["current"].clone().requires_grad_()
+    logprobs = given["logprobs"].clone().requires_grad_()
     loss = PolicyLoss(chosen)(
-        current, given["old"], given["behaviour"], given["advantage"], SEGMENT
+        logprobs, given["old_logprobs"], given["rollout_logprobs"], given["advantage"], SEGMENT
     ).rl
     total = (token_weights(SEGMENT, chosen, WHOLE).double() * loss).sum()
-    return total.item(), torch.autograd.grad(total, current)[0]
+    return total.item(), torch.autograd.grad(total, logprobs)[0]
 
 
 def theirs(
@@ -161,19 +161,19 @@ def theirs(
     config: Config,
     mode: str,
     weight: Tensor | None = None,
-    anchor: str = "old",
+    old_logprobs: str = "old_logprobs",
 ) -> tuple[float, Tensor]:
-    current = given["current"].clone().requires_grad_()
+    logprobs = given["logprobs"].clone().requires_grad_()
     total, _ = function(
-        padded(given[anchor]),
-        padded(current),
+        padded(given[old_logprobs]),
+        padded(logprobs),
         padded(given["advantage"]),
         MASK.double(),
         mode,
         config,
         None if weight is None else padded(weight),
     )
-    return total.item(), torch.autograd.grad(total, current)[0]
+    return total.item(), torch.autograd.grad(total, logprobs)[0]
 
 
 def assert_same(found: tuple[float, Tensor], expected: tuple[float, Tensor]) -> None:
@@ -187,27 +187,27 @@ LOSSES: dict[str, tuple[str, dict[str, Any], Config, str]] = {
         "vanilla",
         {"clip_high": 0.28, "correction": "none"},
         Config(clip_ratio_low=0.2, clip_ratio_high=0.28),
-        "old",
+        "old_logprobs",
     ),
-    "ppo, bypass": ("vanilla", {"correction": "bypass"}, Config(), "behaviour"),
+    "ppo, bypass": ("vanilla", {"correction": "bypass"}, Config(), "rollout_logprobs"),
     "gspo": (
         "gspo",
         {"correction": "none"},
         Config(clip_ratio_low=3e-4, clip_ratio_high=4e-4),
-        "old",
+        "old_logprobs",
     ),
     "cispo": (
         "cispo",
         {"correction": "none"},
         Config(clip_ratio_low=1.0, clip_ratio_high=4.0),
-        "old",
+        "old_logprobs",
     ),
-    "sapo": ("sapo", {"correction": "none"}, Config(), "old"),
+    "sapo": ("sapo", {"correction": "none"}, Config(), "old_logprobs"),
     "dppo": (
         "dppo_tv",
         {"clip_low": 0.2, "clip_high": 0.2},
         Config(clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=20.0),
-        "behaviour",
+        "rollout_logprobs",
     ),
 }
 """Ours: verl's name, our settings, its configuration, and the log-probs that it gets as the old
@@ -219,13 +219,14 @@ ones.
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_is_verls(name: str, mode: str, seed: int, verl: SimpleNamespace) -> None:
-    kind, given, config, anchor = LOSSES[name]
+    kind, given, config, old_logprobs = LOSSES[name]
     if kind == "sapo" and mode != "seq-mean-token-mean":
         pytest.skip("verl's SAPO takes no other aggregation")
     chosen = settings(kind=name.partition(",")[0], aggregation=mode, **given)
     function = verl.core.get_policy_loss_fn(kind)
     assert_same(
-        ours(update(seed), chosen), theirs(update(seed), function, config, mode, anchor=anchor)
+        ours(update(seed), chosen),
+        theirs(update(seed), function, config, mode, old_logprobs=old_logprobs),
     )
 
 
@@ -263,14 +264,14 @@ def test_an_estimate_of_the_kl_is_verls(
     ours_: Any, theirs_: str, seed: int, verl: SimpleNamespace
 ) -> None:
     given = update(seed)
-    reference = given["current"] + 0.7 * (
-        given["reference"] - given["old"]
+    ref_logprobs = given["logprobs"] + 0.7 * (
+        given["ref_logprobs"] - given["old_logprobs"]
     )  # within verl's cap, which its k3 has too
     pulls = []
     for function, name in ((estimate, ours_), (verl.core.kl_penalty, theirs_)):
-        current = given["current"].clone().requires_grad_()
-        value = function(current, reference, name)
-        pulls.append((value.detach(), torch.autograd.grad(value.sum(), current)[0]))
+        logprobs = given["logprobs"].clone().requires_grad_()
+        value = function(logprobs, ref_logprobs, name)
+        pulls.append((value.detach(), torch.autograd.grad(value.sum(), logprobs)[0]))
     torch.testing.assert_close(pulls[0], pulls[1], atol=1e-12, rtol=1e-12)
 
 
@@ -278,22 +279,22 @@ def test_far_from_the_reference_ours_is_bounded_elsewhere(verl: SimpleNamespace)
     """On purpose: k3 is bounded by its log-ratio (10 nats), and a token keeps its gradient;
     ``low_var_kl`` is verl's k3, capped at 10, without one. k1 and k2 are verl's.
     """
-    current, reference = torch.tensor([-9.0]), torch.tensor([-4.0])
+    logprobs, ref_logprobs = torch.tensor([-9.0]), torch.tensor([-4.0])
     assert (
-        verl.core.kl_penalty(current, reference, "k3").item()
-        == estimate(current, reference, "low_var_kl").item()
+        verl.core.kl_penalty(logprobs, ref_logprobs, "k3").item()
+        == estimate(logprobs, ref_logprobs, "low_var_kl").item()
         == 10.0
     )
-    assert estimate(current, reference, "k3").item() == pytest.approx(142.4, abs=0.1)
+    assert estimate(logprobs, ref_logprobs, "k3").item() == pytest.approx(142.4, abs=0.1)
     far = torch.tensor([-30.0])
     assert (
-        verl.core.kl_penalty(far, reference, "k1").item()
-        == estimate(far, reference, "k1").item()
+        verl.core.kl_penalty(far, ref_logprobs, "k1").item()
+        == estimate(far, ref_logprobs, "k1").item()
         == -26.0
     )
     assert (
-        verl.core.kl_penalty(far, reference, "k2").item()
-        == estimate(far, reference, "k2").item()
+        verl.core.kl_penalty(far, ref_logprobs, "k2").item()
+        == estimate(far, ref_logprobs, "k2").item()
         == 338.0
     )
 
@@ -401,9 +402,13 @@ def test_a_scale_over_the_step_is_verls_but_for_its_tokens(
 
 def our_weights(given: dict[str, Tensor], rule: Correction) -> Tensor:
     inputs = LossInputs(
-        given["current"], given["old"], given["behaviour"], given["advantage"], SEGMENT
+        given["logprobs"],
+        given["old_logprobs"],
+        given["rollout_logprobs"],
+        given["advantage"],
+        SEGMENT,
     )
-    return weights(inputs, given["old"], rule).weight
+    return weights(inputs, given["old_logprobs"], rule).weight
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -416,7 +421,7 @@ def test_a_weight_is_verls(
     level: Any, threshold: Any, rule: dict[str, Any], seed: int, verl: SimpleNamespace
 ) -> None:
     given = update(seed)
-    gap = padded(given["old"] - given["behaviour"])
+    gap = padded(given["old_logprobs"] - given["rollout_logprobs"])
     expected, _ = verl.correction.compute_rollout_correction_weights(
         gap, MASK.double(), level, threshold
     )
@@ -433,13 +438,13 @@ def test_a_weight_is_verls(
 def test_what_is_masked_is_verls(
     theirs_: str, level: Any, seed: int, verl: SimpleNamespace
 ) -> None:
-    """verl's k1 is behaviour - old, so its bounds are the inverses of ours.
+    """verl's k1 is rollout - old log-probs, so its bounds are the inverses of ours.
 
     It takes a masked token out of the denominator; ours stays there on purpose, so that a step with
     many masked tokens is a small step.
     """
     given = update(seed)
-    gap = padded(given["old"] - given["behaviour"])
+    gap = padded(given["old_logprobs"] - given["rollout_logprobs"])
     expected, _ = verl.correction.compute_rollout_rejection_mask(
         gap, MASK.double(), theirs_, f"{1 / 1.4}_{1 / 0.8}"
     )

@@ -165,7 +165,7 @@ def test_several_turns_with_pictures_are_a_trajectory_that_the_trainer_agrees_wi
     flat = made.flatten()
     with engine(picture_model) as trainer:
         (theirs,) = trainer.logprobs([made])
-    ours = flat.behaviour_logprobs[flat.loss_mask]
+    ours = flat.rollout_logprobs[flat.loss_mask]
     assert len(theirs) == len(ours) == sum(len(a["choices"][0]["token_ids"]) for a in answers)
     assert abs(np.asarray(theirs) - ours).max() < 1e-3, (
         "the log-probs are those of the policy, pictures and all"

@@ -32,14 +32,14 @@ def tokens(situation: Situation, *, one: bool) -> dict[str, Tensor]:
     def noise() -> Tensor:
         return 0.8 * torch.randn(n, generator=generator, dtype=torch.float64)
 
-    old = -3 * torch.rand(n, generator=generator, dtype=torch.float64)
+    old_logprobs = -3 * torch.rand(n, generator=generator, dtype=torch.float64)
     moved, gap, away = noise(), noise(), noise()
-    current = old if one else old + moved
+    logprobs = old_logprobs if one else old_logprobs + moved
     return {
-        "current": current,
-        "old": old,
-        "behaviour": old if situation.exact else old + gap,
-        "reference": current if situation.refresh_every == 1 and one else old + away,
+        "logprobs": logprobs,
+        "old_logprobs": old_logprobs,
+        "rollout_logprobs": old_logprobs if situation.exact else old_logprobs + gap,
+        "ref_logprobs": logprobs if situation.refresh_every == 1 and one else old_logprobs + away,
         "entropy": torch.rand(n, generator=generator, dtype=torch.float64),
         "advantage": torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64)[segment],
         "segment": segment,
@@ -50,23 +50,25 @@ def gradient(changes: Changes, situation: Situation) -> Tensor:
     """Of log-probs and entropies."""
     loss, algorithm, update = built({"loss.aggregation": "token-mean", **changes})
     data = tokens(situation, one=update.epochs * update.mini_batches == 1)
-    current, entropy = (data.pop(name).clone().requires_grad_() for name in ("current", "entropy"))
+    logprobs, entropy = (
+        data.pop(name).clone().requires_grad_() for name in ("logprobs", "entropy")
+    )
     bound = entropy_bound(entropy.detach(), loss.top_entropy_quantile)
     on_policy = torch.full(data["segment"].shape, algorithm.replay.kind == "on_policy")
-    reference = data.pop("reference")
+    ref_logprobs = data.pop("ref_logprobs")
     out = PolicyLoss(loss)(
-        current,
+        logprobs,
         **data,
-        reference=reference if loss.uses_kl else None,
+        ref_logprobs=ref_logprobs if loss.uses_kl else None,
         entropy=entropy,
         on_policy=on_policy,
         chosen=entropy.detach() >= bound if loss.top_entropy_quantile < 1 else None,
     )
     group = data["segment"] // 2
-    update_size = Denominator(len(current), len(LENGTHS), len(group.unique()))
+    update_size = Denominator(len(logprobs), len(LENGTHS), len(group.unique()))
     weights = token_weights(data["segment"], loss, update_size, torch.bincount(group)[group])
     policy_gradient = algorithm.advantage.kind != "distill"
-    total = (weights * out.rl).sum() if policy_gradient else 0.0 * current.sum()
+    total = (weights * out.rl).sum() if policy_gradient else 0.0 * logprobs.sum()
     total = total if out.ref_kl is None else total + (weights * out.ref_kl).sum()
-    pulls = torch.autograd.grad(total, (current, entropy), allow_unused=True)
-    return torch.cat([torch.zeros_like(current) if pull is None else pull for pull in pulls])
+    pulls = torch.autograd.grad(total, (logprobs, entropy), allow_unused=True)
+    return torch.cat([torch.zeros_like(logprobs) if pull is None else pull for pull in pulls])

@@ -10,13 +10,15 @@ from rayloop.grpo.losses.settings import LossSettings
 
 
 def policy_loss(
-    current: Tensor,
-    old: Tensor,
-    behaviour: Tensor,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
     advantage: Tensor,
     settings: LossSettings,
     **others: Any,
 ) -> PerToken:
     """``PolicyLoss`` over the tokens of one trajectory, unless ``segment`` says otherwise."""
-    segment = others.pop("segment", torch.zeros(current.shape, dtype=torch.int64))
-    return PolicyLoss(settings)(current, old, behaviour, advantage, segment, **others)
+    segment = others.pop("segment", torch.zeros(logprobs.shape, dtype=torch.int64))
+    return PolicyLoss(settings)(
+        logprobs, old_logprobs, rollout_logprobs, advantage, segment, **others
+    )

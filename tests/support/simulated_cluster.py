@@ -331,7 +331,7 @@ class Actor:
             a.id
             for update in updates
             for a in update
-            if a.payload.lost or (a.reference is not None and a.reference.lost)
+            if a.payload.lost or (a.ref_logprobs is not None and a.ref_logprobs.lost)
         ]
 
     def do_train(self) -> tuple[dict[str, float], dict[Any, Any]]:

@@ -326,11 +326,11 @@ def policy_gradient(entry: Entry, file: Sequence[Entry]) -> dict[str, float]:
     settings = PpoLoss.model_validate(
         _aggregation(name, table.shape[1]).model_dump() | options | {"correction": "none"}
     )
-    current = table[where].log()
-    old = torch.zeros_like(current)
+    logprobs = table[where].log()
+    old_logprobs = torch.zeros_like(logprobs)
     with refusals():
-        result = policy_loss(current, old, old, advantage, settings)
-        weights = token_weights(_segments(where), settings, Denominator(len(current), len(table)))
+        result = policy_loss(logprobs, old_logprobs, old_logprobs, advantage, settings)
+        weights = token_weights(_segments(where), settings, Denominator(len(logprobs), len(table)))
     metrics = result.metrics.finalize()
     clipped, dual = metrics["clip_low"] + metrics["clip_high"], metrics["clip_dual"]
     return {
@@ -339,7 +339,7 @@ def policy_gradient(entry: Entry, file: Sequence[Entry]) -> dict[str, float]:
         "clip_lo": dual,
         "clipfrac": clipped,
         "clipfrac_lower": dual,
-        "ppo_kl": float(-current.mean()),
+        "ppo_kl": float(-logprobs.mean()),
     }
 
 
@@ -352,12 +352,12 @@ NOT_CAPPED = (
 
 def low_var_kl(entry: Entry, file: Sequence[Entry]) -> Any:
     entry.only("logp", "ref_logp")
-    current, reference = (
+    logprobs, ref_logprobs = (
         torch.tensor(entry.need(name), dtype=torch.float64) for name in ("logp", "ref_logp")
     )
-    default = _kl_term(current, reference, PpoLoss(kl_coef=1.0)).tolist()
-    original = _kl_term(current, reference, LOW_VAR_KL).tolist()
-    d = reference - current
+    default = _kl_term(logprobs, ref_logprobs, PpoLoss(kl_coef=1.0)).tolist()
+    original = _kl_term(logprobs, ref_logprobs, LOW_VAR_KL).tolist()
+    d = ref_logprobs - logprobs
     bounded = d.clamp(max=10)
     by_hand = bounded.exp() - bounded - 1
     beyond = bool(((d.abs() > 10) | (by_hand > 10)).any())
@@ -365,13 +365,13 @@ def low_var_kl(entry: Entry, file: Sequence[Entry]) -> Any:
 
 
 def _kl_term(
-    current: torch.Tensor, reference: torch.Tensor, settings: LossSettings
+    logprobs: torch.Tensor, ref_logprobs: torch.Tensor, settings: LossSettings
 ) -> torch.Tensor:
     """What the loss adds per token where the advantage is 0."""
-    shape, current, reference = current.shape, current.reshape(-1), reference.reshape(-1)
-    nothing = torch.zeros_like(current)
+    shape, logprobs, ref_logprobs = logprobs.shape, logprobs.reshape(-1), ref_logprobs.reshape(-1)
+    nothing = torch.zeros_like(logprobs)
     return policy_loss(
-        current, current, current, nothing, settings, reference=reference
+        logprobs, logprobs, logprobs, nothing, settings, ref_logprobs=ref_logprobs
     ).loss.reshape(shape)
 
 

@@ -46,7 +46,7 @@ def with_old_logprobs(
     scores = dict(zip(distinct, score(list(distinct.values())), strict=True))
 
     def with_old(item: TrainItem, sample: TrainSample) -> TrainSample:
-        return dataclasses.replace(sample, old=scores[id(item.trajectory)].logprobs)
+        return dataclasses.replace(sample, old_logprobs=scores[id(item.trajectory)].logprobs)
 
     return [
         list(map(with_old, items, share))
@@ -143,15 +143,15 @@ def _sequences_of_trajectories(
 def _constants(sample: TrainSample, scores: Scores) -> Elsewhere:
     """Return a sample's tokens as the losses of its trajectory's other sequences see them."""
     assert scores.entropy is not None
-    old = scores.logprobs if sample.old is None else sample.old
+    old_logprobs = scores.logprobs if sample.old_logprobs is None else sample.old_logprobs
     return Elsewhere(
-        current=scores.logprobs,
-        old=old,
+        logprobs=scores.logprobs,
+        old_logprobs=old_logprobs,
         # This is the rule of ``PolicyLoss``, which sees only the tokens of its own micro-batch.
-        behaviour=old if sample.on_policy else sample.behaviour,
+        rollout_logprobs=old_logprobs if sample.on_policy else sample.rollout_logprobs,
         advantage=sample.advantages,
         # ``pack`` fills in the trajectory's number, which is known once the row is put together.
         segment=torch.zeros(len(sample.predict), dtype=torch.int64),
-        reference=sample.reference,
+        ref_logprobs=sample.ref_logprobs,
         entropy=scores.entropy,
     )

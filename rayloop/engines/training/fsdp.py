@@ -311,15 +311,15 @@ class FsdpEngine:
 
         These are |difference| of the engine's and the old log-probs [N].
         """
-        current, entropy = self._scorer(batch, entropy=True)
-        old = current.detach() if batch.old is None else batch.old
+        logprobs, entropy = self._scorer(batch, entropy=True)
+        old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         result = self._policy_loss(
-            current,
-            old,
-            batch.behaviour,
+            logprobs,
+            old_logprobs,
+            batch.rollout_logprobs,
             batch.advantage,
             batch.segment,
-            reference=batch.reference,
+            ref_logprobs=batch.ref_logprobs,
             entropy=entropy,
             on_policy=batch.on_policy,
             lag=batch.lag,
@@ -330,8 +330,8 @@ class FsdpEngine:
         weighted = weighted_sum(result, batch, denominators, self._loss_settings)
         # An empty micro-batch needs a graph, too: its
         # backward pass takes part in the others' collectives.
-        loss = 0.0 * current.sum() if weighted is None else weighted
-        return loss, result.metrics, (old - batch.behaviour).abs()
+        loss = 0.0 * logprobs.sum() if weighted is None else weighted
+        return loss, result.metrics, (old_logprobs - batch.rollout_logprobs).abs()
 
     def _report(
         self, updates: Sequence[Update], trajectories: int, seconds: float

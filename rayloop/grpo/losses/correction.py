@@ -22,27 +22,19 @@ class Weights:
     left_out: Tensor  # [N] bool, where a whole trajectory counts nothing
 
 
-def anchor(old: Tensor, behaviour: Tensor, rule: Correction | None) -> Tensor:
-    """Log-probs [N] in the ratio's denominator.
-
-    The trainer's old ones (arXiv:2110.00641); with ``bypass`` the engine's (arXiv:1707.06347).
-    """
-    return behaviour if rule is not None and rule.bypass else old
-
-
-def weights(inputs: LossInputs, old: Tensor, rule: Correction | None) -> Weights:
-    """The importance weight ``exp(old - behaviour)`` of each token.
+def weights(inputs: LossInputs, old_logprobs: Tensor, rule: Correction | None) -> Weights:
+    """The importance weight ``exp(old_logprobs - rollout_logprobs)`` of each token.
 
     token, truncate: truncated importance sampling (TIS, IMPALA, arXiv:1802.01561; AReaL,
     arXiv:2505.24298). token, mask: IcePop (ringtech.notion.site/icepop, 2025). sequence and
     geometric: TIS and masked importance sampling over trajectories (Liu, Li et al., "When Speed
     Kills Stability", 2025). A masked token keeps its place in the denominator of the aggregation.
     """
-    ones = torch.ones_like(old)
+    ones = torch.ones_like(old_logprobs)
     if rule is None:
-        nowhere = torch.zeros_like(old, dtype=torch.bool)
+        nowhere = torch.zeros_like(old_logprobs, dtype=torch.bool)
         return Weights(ones, nowhere, nowhere, nowhere)
-    gap = old - inputs.behaviour  # [N], nats
+    gap = old_logprobs - inputs.rollout_logprobs  # [N], nats
     # A sum over a long trajectory can be hundreds of nats, whose exponential overflows float32.
     ratio = torch.exp(_at_level(gap, inputs, rule).clamp(-RATIO_BOUND, RATIO_BOUND))
     outside = (ratio < rule.low) | (ratio > rule.high)
@@ -82,7 +74,7 @@ def _left_out(inputs: LossInputs, gap: Tensor, rule: Correction) -> Tensor:
         outside = (ratio < low) | (ratio > high)
         left_out = inputs.total(outside.to(gap)) > 0
     if rule.off_policy is not None:
-        lost_likelihood = inputs.mean((inputs.behaviour - inputs.current).detach())
+        lost_likelihood = inputs.mean((inputs.rollout_logprobs - inputs.logprobs).detach())
         # Only negative samples are left out: far off-policy
         # they mislead the update (arXiv:2512.02556).
         is_negative = inputs.mean(inputs.advantage) < 0

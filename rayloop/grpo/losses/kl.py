@@ -23,50 +23,50 @@ ERROR_BOUND = 0.2
 
 
 def k3(
-    current: Tensor, reference: Tensor, bound: float = K3_BOUND, cap: float | None = None
+    logprobs: Tensor, ref_logprobs: Tensor, bound: float = K3_BOUND, cap: float | None = None
 ) -> Tensor:
-    """Returns ``exp(d) - d - 1`` [N] >= 0, the estimate of KL(current || reference) of GRPO.
+    """Returns ``exp(d) - d - 1`` [N] >= 0, the estimate of KL(policy || reference) of GRPO.
 
-    ``d = reference - current`` is at most ``bound``, and the term at most ``cap``. The tokens are
-    sampled by ``current`` (arXiv:2402.03300).
+    ``d = ref_logprobs - logprobs`` is at most ``bound``, and the term at most ``cap``. The tokens
+    are sampled by ``logprobs`` (arXiv:2402.03300).
     """
-    d = -log_ratio(current, reference, low=-bound)
+    d = -log_ratio(logprobs, ref_logprobs, low=-bound)
     # expm1 keeps the digits that exp(d) - 1 loses where the policies agree.
     estimate = torch.expm1(d) - d
     return estimate if cap is None else estimate.clamp(max=cap)
 
 
 def log_ratio(
-    current: Tensor, other: Tensor, low: float = -LOG_RATIO_BOUND, high: float = LOG_RATIO_BOUND
+    logprobs: Tensor, other: Tensor, low: float = -LOG_RATIO_BOUND, high: float = LOG_RATIO_BOUND
 ) -> Tensor:
-    """Returns ``current - other`` [N] within [low, high].
+    """Returns ``logprobs - other`` [N] within [low, high].
 
-    Its gradient is that of ``current``, beyond the bounds too: a token that is far off would
+    Its gradient is that of ``logprobs``, beyond the bounds too: a token that is far off would
     otherwise never come back.
     """
     # A plain clamp has no gradient outside; the second term is 0, and carries it.
-    value = (current - other).detach().clamp(low, high)
-    return value + (current - current.detach())
+    value = (logprobs - other).detach().clamp(low, high)
+    return value + (logprobs - logprobs.detach())
 
 
-def estimate(current: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
-    """Returns the estimate [N] of KL(current || reference), in nats, with gradient.
+def estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator) -> Tensor:
+    """Returns the estimate [N] of KL(policy || reference), in nats, with gradient.
 
-    Over tokens that ``current`` sampled, the gradient of k2 and k3+ is that of the KL, the gradient
-    of k3 is that of KL(reference || current), and the gradient of k1 is 0 in the mean.
+    Over tokens that ``logprobs`` sampled, the gradient of k2 and k3+ is that of the KL, the
+    gradient of k3 is that of KL(reference || policy), and the gradient of k1 is 0 in the mean.
     """
     if estimator == "low_var_kl":
-        return k3(current, reference, LOW_VAR_BOUND, LOW_VAR_CAP)
+        return k3(logprobs, ref_logprobs, LOW_VAR_BOUND, LOW_VAR_CAP)
     if estimator == "k3":
-        return k3(current, reference)
-    d = log_ratio(current, reference)
+        return k3(logprobs, ref_logprobs)
+    d = log_ratio(logprobs, ref_logprobs)
     if estimator == "k1":
         return d
     k2 = d.square() / 2
     if estimator == "k2":
         return k2
     # k3+ has the gradient of k2 and the value of k3, which is never negative and varies little.
-    return k2 - k2.detach() + k3(current, reference).detach()
+    return k2 - k2.detach() + k3(logprobs, ref_logprobs).detach()
 
 
 def to_go(values: Tensor, segment: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class LossMetrics:
     ) -> Self:
         """Returns the metrics of per-token values [N].
 
-        ``clips``: its masks; ``mismatch``: old - behaviour, nats.
+        ``clips``: its masks; ``mismatch``: old - rollout log-probs, nats.
         """
         # Squares of weights span 17 orders of magnitude: a float32 sum would drop the small ones.
         weight = torch.exp(mismatch.double().clamp(-RATIO_BOUND, RATIO_BOUND))
@@ -87,10 +87,10 @@ class LossMetrics:
         """Returns name -> value for the log; empty without tokens.
 
         ``ratio_max``; ``clip_low``, ``clip_high``, ``clip_dual``, ``capped``: fractions of tokens;
-        ``effective_sample_size``: (sum w)^2 / (n * sum w^2) in (0, 1] with w = exp(old -
-        behaviour), uncapped; ``logprob_mismatch_mean``, ``logprob_mismatch_max``: |old - behaviour|
-        in nats; ``logprob_mismatch_k3``; mean and k3 also by version lag, ``.../lag_<i>``; ``kl``
-        (k3 to the reference) and ``entropy``, in nats, when computed.
+        ``effective_sample_size``: (sum w)^2 / (n * sum w^2) in (0, 1] with w = exp(old - rollout
+        log-prob), uncapped; ``logprob_mismatch_mean``, ``logprob_mismatch_max``: |old - rollout
+        log-prob| in nats; ``logprob_mismatch_k3``; mean and k3 also by version lag,
+        ``.../lag_<i>``; ``kl`` (k3 to the reference) and ``entropy``, in nats, when computed.
         """
         sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
         maxima = dict(zip(MAXIMA, self.maxima.tolist(), strict=True))

@@ -58,7 +58,7 @@ class Denominator:
 class PolicyLoss:
     """Computes the losses of each token.
 
-    rl: ``w * surrogate - entropy_coef * entropy``; ref_kl: ``w * kl_coef * kl``; ce: ``-current``.
+    rl: ``w * surrogate - entropy_coef * entropy``; ref_kl: ``w * kl_coef * kl``; ce: ``-logprobs``.
     ``w``: importance weight (``correction.py``). Raises ConfigError, pydantic.ValidationError for a
     loss that cannot be built.
     """
@@ -70,13 +70,13 @@ class PolicyLoss:
 
     def __call__(
         self,
-        current: Tensor,
-        old: Tensor,
-        behaviour: Tensor,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        rollout_logprobs: Tensor,
         advantage: Tensor,
         segment: Tensor,
         *,
-        reference: Tensor | None = None,
+        ref_logprobs: Tensor | None = None,
         entropy: Tensor | None = None,
         on_policy: Tensor | None = None,
         lag: Tensor | None = None,
@@ -85,29 +85,30 @@ class PolicyLoss:
     ) -> PerToken:
         """Returns the losses of the sampled tokens; all arguments are [N].
 
-        ``current``, ``old``, ``behaviour``, ``reference``: log-probs; ``segment``: trajectories
-        (int64); ``entropy`` in nats. ``current`` and ``entropy`` carry the gradient; every other
-        log-prob is a constant. ``on_policy`` (bool) marks replayed tokens treated as on-policy:
-        their behaviour is ``old`` and their weight 1. ``lag`` (int64) is each token's version lag
-        in steps, for the metrics only. ``chosen`` (bool): the tokens of ``top_entropy_quantile``.
-        ``elsewhere``: the other tokens of trajectories that are here in part. Raises ValueError
-        when a setting lacks its input, and the errors of a custom loss.
+        ``logprobs``, ``old_logprobs``, ``rollout_logprobs``, ``ref_logprobs``: log-probs;
+        ``segment``: trajectories (int64); ``entropy`` in nats. ``logprobs`` and ``entropy`` carry
+        the gradient; every other log-prob is a constant. ``on_policy`` (bool) marks replayed tokens
+        treated as on-policy: their ``rollout_logprobs`` are ``old_logprobs`` and their weight 1.
+        ``lag`` (int64) is each token's version lag in steps, for the metrics only. ``chosen``
+        (bool): the tokens of ``top_entropy_quantile``. ``elsewhere``: the other tokens of
+        trajectories that are here in part. Raises ValueError when a setting lacks its input, and
+        the errors of a custom loss.
         """
-        self._check_inputs(reference, entropy, chosen)
+        self._check_inputs(ref_logprobs, entropy, chosen)
         # They say how tokens were sampled: a gradient through them would change the estimate.
-        old = old.detach()
-        behaviour = behaviour.detach()
+        old_logprobs = old_logprobs.detach()
+        rollout_logprobs = rollout_logprobs.detach()
         advantage = advantage.detach()
-        reference = None if reference is None else reference.detach()
+        ref_logprobs = None if ref_logprobs is None else ref_logprobs.detach()
         if on_policy is not None:
-            behaviour = torch.where(on_policy, old, behaviour)
+            rollout_logprobs = torch.where(on_policy, old_logprobs, rollout_logprobs)
         tokens: dict[str, Any] = {
-            "current": current,
-            "old": old,
-            "behaviour": behaviour,
-            "advantage": self._with_kl_reward(advantage, old, reference, segment),
+            "logprobs": logprobs,
+            "old_logprobs": old_logprobs,
+            "rollout_logprobs": rollout_logprobs,
+            "advantage": self._with_kl_reward(advantage, old_logprobs, ref_logprobs, segment),
             "segment": segment,
-            "reference": reference,
+            "ref_logprobs": ref_logprobs,
             "entropy": entropy,
         }
         inputs = self._inputs(tokens)
@@ -117,18 +118,18 @@ class PolicyLoss:
         if self.coefficients.entropy > 0 and entropy is not None:
             # A trajectory that is left out counts in no term, the bonus included.
             rl = rl - self.coefficients.entropy * entropy * ~weights.left_out
-        metrics = _metrics(inputs, old, weights, surrogate, lag)
-        return PerToken(rl, self._kl(inputs, weights), -current, metrics)
+        metrics = _metrics(inputs, old_logprobs, weights, surrogate, lag)
+        return PerToken(rl, self._kl(inputs, weights), -logprobs, metrics)
 
     def _with_kl_reward(
-        self, advantage: Tensor, old: Tensor, reference: Tensor | None, segment: Tensor
+        self, advantage: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor | None, segment: Tensor
     ) -> Tensor:
         """The advantage [N], minus the KL from the token on where the KL is a reward."""
         term = self._settings.kl_term
-        if reference is None or term.where != "reward":
+        if ref_logprobs is None or term.where != "reward":
             return advantage
         # The KL as a reward is that of the old policy, so that it is constant within the step.
-        kl = estimate(old, reference, term.estimator)
+        kl = estimate(old_logprobs, ref_logprobs, term.estimator)
         return advantage - self.coefficients.kl * to_go(kl, segment)
 
     def _weights_and_surrogate(
@@ -137,25 +138,27 @@ class PolicyLoss:
         """The importance weights and the surrogate loss of ``tokens``, which are ``inputs``."""
         rule = self._settings.rule
         if elsewhere is None:
-            return correction.weights(inputs, tokens["old"], rule), self._surrogate(inputs)
+            return correction.weights(inputs, tokens["old_logprobs"], rule), self._surrogate(inputs)
         # Ratios of whole trajectories are the same however they
         # are cut; the losses of the other tokens are dropped.
         all_tokens, places = elsewhere.beside(tokens)
         all_inputs = self._inputs(all_tokens)
-        weights = correction.weights(all_inputs, all_tokens["old"], rule)
+        weights = correction.weights(all_inputs, all_tokens["old_logprobs"], rule)
         return _at(places, weights), _at(places, self._surrogate(all_inputs))
 
     def _inputs(self, tokens: Mapping[str, Any]) -> LossInputs:
         """The values of ``tokens`` for surrogates and corrections."""
-        values = {name: value for name, value in tokens.items() if name != "old"}
-        anchor = correction.anchor(tokens["old"], tokens["behaviour"], self._settings.rule)
-        return LossInputs(anchor=anchor, **values)
+        rule = self._settings.rule
+        if rule is None or not rule.bypass:
+            return LossInputs(**tokens)
+        # PPO's ratio is to the engine that sampled (arXiv:1707.06347).
+        return LossInputs(**{**tokens, "old_logprobs": tokens["rollout_logprobs"]})
 
     def _check_inputs(
-        self, reference: Tensor | None, entropy: Tensor | None, chosen: Tensor | None
+        self, ref_logprobs: Tensor | None, entropy: Tensor | None, chosen: Tensor | None
     ) -> None:
         settings = self._settings
-        if settings.uses_kl and reference is None:
+        if settings.uses_kl and ref_logprobs is None:
             raise ValueError("kl_coef is positive, but the batch carries no reference log-probs")
         if settings.uses_entropy and entropy is None:
             raise ValueError("entropy_coef is set, but no entropy was computed")
@@ -166,33 +169,33 @@ class PolicyLoss:
 
     def _kl(self, inputs: LossInputs, weights: correction.Weights) -> Tensor | None:
         term = self._settings.kl_term
-        if inputs.reference is None or not self._settings.uses_kl or term.where == "reward":
+        if inputs.ref_logprobs is None or not self._settings.uses_kl or term.where == "reward":
             return None
-        kl = self.coefficients.kl * estimate(inputs.current, inputs.reference, term.estimator)
+        kl = self.coefficients.kl * estimate(inputs.logprobs, inputs.ref_logprobs, term.estimator)
         if not term.unbiased:
             return weights.weight * kl
         # The importance weight is to the engine that sampled,
         # and has a gradient, too (arXiv:2512.02556).
-        return importance(inputs.current, inputs.behaviour) * kl * ~weights.masked
+        return importance(inputs.logprobs, inputs.rollout_logprobs) * kl * ~weights.masked
 
 
 def _metrics(
     inputs: LossInputs,
-    old: Tensor,
+    old_logprobs: Tensor,
     weights: correction.Weights,
     surrogate: LossOutputs,
     lag: Tensor | None,
 ) -> LossMetrics:
     """The metrics of a micro-batch's tokens alone, or those of elsewhere would count twice."""
     kl = None
-    if inputs.reference is not None:
-        kl = k3(inputs.current.detach(), inputs.reference)
+    if inputs.ref_logprobs is not None:
+        kl = k3(inputs.logprobs.detach(), inputs.ref_logprobs)
     return LossMetrics.of(
         ratio=inputs.ratio,
         clips=surrogate,
         capped=weights.bounded,
-        mismatch=old - inputs.behaviour,
-        mismatch_k3=k3(inputs.behaviour, old),
+        mismatch=old_logprobs - inputs.rollout_logprobs,
+        mismatch_k3=k3(inputs.rollout_logprobs, old_logprobs),
         kl=kl,
         entropy=inputs.entropy,
         lag=lag,

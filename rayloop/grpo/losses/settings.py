@@ -25,8 +25,8 @@ class KlTerm:
 
     ``in: reward``: minus the coefficient times the estimate is a reward of each token, which the
     advantages of the tokens up to it share (RLHF, arXiv:1909.08593). ``unbiased``: times
-    ``exp(current - behaviour)``, so that the estimate holds for tokens that another policy sampled
-    (DeepSeek-V3.2, arXiv:2512.02556, equation 7).
+    ``exp(logprobs - rollout_logprobs)``, so that the estimate holds for tokens that another policy
+    sampled (DeepSeek-V3.2, arXiv:2512.02556, equation 7).
     """
 
     estimator: Estimator = "k3"
@@ -64,12 +64,13 @@ class AdaptiveEntropy:
 class Correction:
     """``correction: {level, action, low, high, veto, off_policy, bypass}``.
 
-    A token's weight is ``exp(old - behaviour)`` of the token, or the product (sequence) or the
-    geometric mean (geometric) of these over its trajectory. truncate: clamped to [low, high]; mask:
-    0 outside. ``veto: [low, high]``: a trajectory with one token's weight outside counts nothing.
-    ``off_policy: delta``: neither does one with a negative advantage whose tokens have become less
-    likely by more than delta nats in the mean (DeepSeek-V3.2, arXiv:2512.02556, equation 9).
-    ``bypass``: the ratio is to the engine's log-probs, and the rule only masks.
+    A token's weight is ``exp(old_logprobs - rollout_logprobs)`` of the token, or the product
+    (sequence) or the geometric mean (geometric) of these over its trajectory. truncate: clamped to
+    [low, high]; mask: 0 outside. ``veto: [low, high]``: a trajectory with one token's weight
+    outside counts nothing. ``off_policy: delta``: neither does one with a negative advantage whose
+    tokens have become less likely by more than delta nats in the mean (DeepSeek-V3.2,
+    arXiv:2512.02556, equation 9). ``bypass``: the ratio is to the engine's log-probs, and the rule
+    only masks.
     """
 
     level: Literal["token", "sequence", "geometric"] = "token"
@@ -119,7 +120,7 @@ class LossSettings(SettingsModel):
     to distil. ``{start: 0.01, target: 0.05}`` adapts it.
     """
     kl: Estimator | KlTerm = "k3"
-    """The estimator of the KL term, with d = current - reference (joschu.net/blog/kl-approx.html).
+    """The estimator of the KL term (joschu.net/blog/kl-approx.html); d is logprobs - ref_logprobs.
 
     k3 (GRPO): its gradient is that of the forward KL. k2, d^2 / 2, and k3+, the value of k3: their
     gradient is that of the reverse KL, so use one of them to distil. k1, d: no gradient, for the

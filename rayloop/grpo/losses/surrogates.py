@@ -31,12 +31,12 @@ That is far outside any clip range.
 """
 
 
-def importance(current: Tensor, other: Tensor) -> Tensor:
-    """Returns ``exp(current - other)`` [N].
+def importance(logprobs: Tensor, other: Tensor) -> Tensor:
+    """Returns ``exp(logprobs - other)`` [N].
 
-    It has the gradient of ``current`` where the bound holds, too.
+    It has the gradient of ``logprobs`` where the bound holds, too.
     """
-    return torch.exp(log_ratio(current, other, -RATIO_BOUND, RATIO_BOUND))
+    return torch.exp(log_ratio(logprobs, other, -RATIO_BOUND, RATIO_BOUND))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,24 +44,24 @@ class LossInputs:
     """The values [N] from which a surrogate computes the losses of tokens.
 
     Log-probs in nats, advantages, and ``segment``, int64 >= 0, the trajectory of the token.
-    ``current`` and ``entropy`` carry the gradient, all others are constants. ``anchor``: the
+    ``logprobs`` and ``entropy`` carry the gradient, all others are constants. ``old_logprobs``: the
     log-probs in the ratio's denominator, the trainer's old ones or, with ``correction: bypass``,
-    the engine's (``behaviour``). A trajectory is complete: tokens of its other sequences, whose
-    losses another micro-batch computes, are among the N without a gradient.
+    the engine's (``rollout_logprobs``). A trajectory is complete: tokens of its other sequences,
+    whose losses another micro-batch computes, are among the N without a gradient.
     """
 
-    current: Tensor
-    anchor: Tensor
-    behaviour: Tensor
+    logprobs: Tensor
+    old_logprobs: Tensor
+    rollout_logprobs: Tensor
     advantage: Tensor
     segment: Tensor
-    reference: Tensor | None = None
+    ref_logprobs: Tensor | None = None
     entropy: Tensor | None = None
 
     @property
     def ratio(self) -> Tensor:
-        """``exp(current - anchor)`` [N], with gradient."""
-        return importance(self.current, self.anchor)
+        """``exp(logprobs - old_logprobs)`` [N], with gradient."""
+        return importance(self.logprobs, self.old_logprobs)
 
     def mean(self, values: Tensor) -> Tensor:
         """The mean of ``values`` [N] over each token's trajectory, at each token [N]."""
@@ -83,12 +83,12 @@ class Elsewhere:
     forgot its images. ``segment``: the trajectory's number in the micro-batch.
     """
 
-    current: Tensor
-    old: Tensor
-    behaviour: Tensor
+    logprobs: Tensor
+    old_logprobs: Tensor
+    rollout_logprobs: Tensor
     advantage: Tensor
     segment: Tensor
-    reference: Tensor | None
+    ref_logprobs: Tensor | None
     entropy: Tensor
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Elsewhere":
@@ -168,25 +168,25 @@ def ppo(inputs: LossInputs, settings: PpoLoss) -> LossOutputs:
 
 
 def gspo(inputs: LossInputs, settings: GspoLoss) -> LossOutputs:
-    """PPO's clip on ``s = exp(mean over the trajectory of current - anchor)``.
+    """PPO's clip on ``s = exp(mean over the trajectory of logprobs - old_logprobs)``.
 
     arXiv:2507.18071, equations 7 and 14. The value is the trajectory's, the gradient the token's.
     """
-    mean_change = inputs.mean((inputs.current - inputs.anchor).detach())
+    mean_change = inputs.mean((inputs.logprobs - inputs.old_logprobs).detach())
     # The second term is 0 and carries the gradient of each
     # token; the mean alone would give all tokens the same one.
     ratio = torch.exp(
-        mean_change.clamp(-RATIO_BOUND, RATIO_BOUND) + (inputs.current - inputs.current.detach())
+        mean_change.clamp(-RATIO_BOUND, RATIO_BOUND) + (inputs.logprobs - inputs.logprobs.detach())
     )
     return _clipped(ratio, inputs.advantage, settings.clip_low, settings.clip_high)
 
 
 def cispo(inputs: LossInputs, settings: CispoLoss) -> LossOutputs:
-    """``-sg(clip(r)) * A * current`` (arXiv:2506.13585, equations 4 and 5)."""
+    """``-sg(clip(r)) * A * logprobs`` (arXiv:2506.13585, equations 4 and 5)."""
     ratio = inputs.ratio.detach()
     # The weight is constant: clipped tokens keep their gradient, where PPO's clip would cut it.
     weight = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    return LossOutputs(-weight * inputs.advantage * inputs.current, weight > ratio, weight < ratio)
+    return LossOutputs(-weight * inputs.advantage * inputs.logprobs, weight > ratio, weight < ratio)
 
 
 def sapo(inputs: LossInputs, settings: SapoLoss) -> LossOutputs:
@@ -195,7 +195,7 @@ def sapo(inputs: LossInputs, settings: SapoLoss) -> LossOutputs:
     At a ratio of 1 the gradient is PPO's.
     """
     positive, negative = settings.temperatures
-    tau = torch.where(inputs.advantage > 0, positive, negative).to(inputs.current.dtype)
+    tau = torch.where(inputs.advantage > 0, positive, negative).to(inputs.logprobs.dtype)
     return LossOutputs(-inputs.advantage * torch.sigmoid(tau * (inputs.ratio - 1)) * 4 / tau)
 
 
@@ -204,22 +204,22 @@ DPPO_CAP = 20.0
 
 
 def dppo(inputs: LossInputs, settings: DppoLoss) -> LossOutputs:
-    """``-A * sg(min(r, 20)) * current`` while the probability stays near the engine's, else 0.
+    """``-A * sg(min(r, 20)) * logprobs`` while the probability stays near the engine's, else 0.
 
     arXiv:2602.04879.
     """
     # Probabilities decide, not ratios: a rare token may double without moving the policy far.
-    change = (inputs.current.exp() - inputs.anchor.exp()).detach()
+    change = (inputs.logprobs.exp() - inputs.old_logprobs.exp()).detach()
     high = (inputs.advantage > 0) & (change > settings.clip_high)
     low = (inputs.advantage <= 0) & (change < -settings.clip_low)
     weight = inputs.ratio.detach().clamp(max=DPPO_CAP)
-    loss = -inputs.advantage * weight * inputs.current
+    loss = -inputs.advantage * weight * inputs.logprobs
     return LossOutputs(loss * ~(high | low), low, high)
 
 
 def reinforce(inputs: LossInputs, settings: ReinforceLoss) -> LossOutputs:
-    """``-A * current``."""
-    return LossOutputs(-inputs.advantage * inputs.current)
+    """``-A * logprobs``."""
+    return LossOutputs(-inputs.advantage * inputs.logprobs)
 
 
 LOSSES: dict[type[LossSettings], Callable[[LossInputs, Any], LossOutputs]] = {
@@ -248,13 +248,13 @@ def surrogate(settings: LossSettings) -> Surrogate:
         outputs = LossOutputs(result) if isinstance(result, Tensor) else result
         if not isinstance(outputs, LossOutputs):
             description = type(result).__name__
-        elif outputs.loss.shape != inputs.current.shape:
+        elif outputs.loss.shape != inputs.logprobs.shape:
             description = f"shape {tuple(outputs.loss.shape)}"
         else:
             return outputs
         raise ConfigError(
             f"policy.loss.use: {settings.use} returned {description}; expected the loss of each"
-            f" token, shape ({len(inputs.current)},)"
+            f" token, shape ({len(inputs.logprobs)},)"
         )
 
     return checked

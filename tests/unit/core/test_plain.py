@@ -176,11 +176,11 @@ def test_a_group_comes_back_as_it_was(tmp_path: Path) -> None:
         lambda payload: payload,
         lambda id: Task(id, ()),
     )
-    assert isinstance(found.members[0].reference, np.ndarray)
-    assert found.members[0].reference.dtype == np.float32
-    assert found.members[0].reference.tobytes() == REFERENCE.tobytes()
+    assert isinstance(found.members[0].ref_logprobs, np.ndarray)
+    assert found.members[0].ref_logprobs.dtype == np.float32
+    assert found.members[0].ref_logprobs.tobytes() == REFERENCE.tobytes()
     plain_only = [
-        group.map({0: dataclasses.replace(group.members[0], reference=None)})
+        group.map({0: dataclasses.replace(group.members[0], ref_logprobs=None)})
         for group in (found, GROUP)
     ]  # arrays have no equality of their own
     assert plain_only[0] == plain_only[1]
@@ -336,7 +336,7 @@ def full(made: RolloutManager) -> None:
     made.ready.groups = [GROUP]
     made.ready.dropped["stale/digits"] = 3
     made.finished.groups = [GROUP.bare()]
-    stored = dataclasses.replace(MEMBERS[0], reference=None)
+    stored = dataclasses.replace(MEMBERS[0], ref_logprobs=None)
     made.finished.buffer.restore({"train-5": [stored], "train-6": [stored, stored]})
     made.finished.acceptance.observe(3, 16)
     made.alarms.graded = True
@@ -458,7 +458,7 @@ def test_what_was_saved_once_is_read_for_ever(tmp_path: Path) -> None:
     sampling = dataclasses.replace(TRAJECTORY.sampling, top_p=1.0, top_k=None)
     assert payload == dataclasses.replace(TRAJECTORY, turns=then, sampling=sampling, order=())
     assert (group.members[0].summary.turn_rewards, group.members[0].summary.states) == ((), ())
-    assert group.members[0].reference.tobytes() == REFERENCE.tobytes()
+    assert group.members[0].ref_logprobs.tobytes() == REFERENCE.tobytes()
     assert [number.number for number in made.scheduler.reissue] == [1, 2, 3]
     assert made.scheduler.quarantined == {"train-8"}
     assert len(made.finished.buffer) == 3

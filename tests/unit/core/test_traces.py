@@ -42,7 +42,7 @@ def test_a_trace_is_the_trajectory_that_an_episode_would_have_been() -> None:
     flat = made.flatten()
     assert tuple(flat.token_ids) == TRACE.token_ids
     assert tuple(flat.loss_mask) == TRACE.sampled_mask
-    assert tuple(flat.behaviour_logprobs) == TRACE.logprobs
+    assert tuple(flat.rollout_logprobs) == TRACE.logprobs
     assert (made.env_result, made.image_bytes) == (0.5, {SMALL.sha256: b"png"})
     assert Trace.of(made.turns, made.image_bytes) == TRACE
 

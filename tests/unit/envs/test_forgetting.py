@@ -121,14 +121,14 @@ def test_a_segment_is_trained_with_its_part_of_the_reference(renderer: Renderer)
     first, second = segmented([[item], [item]])
     assert [part.trajectory for part in first] == list(trajectory.segments)
     assert all(a.trajectory is b.trajectory for a, b in zip(first, second, strict=True))
-    assert np.concatenate([part.reference for part in first]).tolist() == list(range(n))
+    assert np.concatenate([part.ref_logprobs for part in first]).tolist() == list(range(n))
     for part in first:
-        assert len(part.reference) == part.trajectory.flatten().loss_mask.sum()
+        assert len(part.ref_logprobs) == part.trajectory.flatten().loss_mask.sum()
         assert (part.advantage, part.lag) == (0.5, 2)
     with pytest.raises(ValueError, match=f"3 reference log-probs for {n} sampled tokens"):
-        segmented([[dataclasses.replace(item, reference=[0, 0, 0])]])
+        segmented([[dataclasses.replace(item, ref_logprobs=[0, 0, 0])]])
     scored = by_segment(
         [trajectory, trajectory],
-        lambda parts: [p.flatten().behaviour_logprobs[p.flatten().loss_mask] for p in parts],
+        lambda parts: [p.flatten().rollout_logprobs[p.flatten().loss_mask] for p in parts],
     )
     assert [len(array) for array in scored] == [n, n]

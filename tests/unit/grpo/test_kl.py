@@ -22,13 +22,13 @@ def pulls(estimator: Estimator, *, unbiased: bool) -> tuple[torch.Tensor, torch.
     """The gradient of the term's mean under the policy that sampled, and that of the KL."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(10, generator=generator, dtype=torch.float64).requires_grad_()
-    sampled, reference = (
+    sampled, ref_logprobs = (
         torch.randn(10, generator=generator, dtype=torch.float64).log_softmax(0) for _ in range(2)
     )
-    current = logits.log_softmax(0)
-    behaviour = sampled if unbiased else current.detach()
+    logprobs = logits.log_softmax(0)
+    rollout_logprobs = sampled if unbiased else logprobs.detach()
     if unbiased and estimator in ("k2", "k3+"):
-        term = torch.exp(current - behaviour) * estimate(current, reference, estimator)
+        term = torch.exp(logprobs - rollout_logprobs) * estimate(logprobs, ref_logprobs, estimator)
     else:
         loss = PolicyLoss(
             PpoLoss(
@@ -37,13 +37,16 @@ def pulls(estimator: Estimator, *, unbiased: bool) -> tuple[torch.Tensor, torch.
         )
         zero, segment = torch.zeros(10, dtype=torch.float64), torch.zeros(10, dtype=torch.int64)
         found = loss(
-            current, current.detach(), behaviour, zero, segment, reference=reference
+            logprobs, logprobs.detach(), rollout_logprobs, zero, segment, ref_logprobs=ref_logprobs
         ).ref_kl
         assert found is not None
         term = found
     (got,), (true,) = (
         torch.autograd.grad(one, logits, retain_graph=True)
-        for one in ((behaviour.exp() * term).sum(), (current.exp() * (current - reference)).sum())
+        for one in (
+            (rollout_logprobs.exp() * term).sum(),
+            (logprobs.exp() * (logprobs - ref_logprobs)).sum(),
+        )
     )
     return got, true
 
@@ -92,17 +95,17 @@ def test_returns_to_go_in_a_long_row_are_those_of_a_trajectory_alone() -> None:
 def test_far_from_the_reference_an_estimate_keeps_its_gradient(
     estimator: str, distance: float
 ) -> None:
-    current = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    logprobs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
     settings = PpoLoss.model_validate({"kl": estimator, "kl_coef": 1.0, "correction": "none"})
-    zero, segment = torch.zeros_like(current), torch.zeros(1, dtype=torch.int64)
+    zero, segment = torch.zeros_like(logprobs), torch.zeros(1, dtype=torch.int64)
     found = PolicyLoss(settings)(
-        current, zero, zero, zero, segment, reference=current.detach() + distance
+        logprobs, zero, zero, zero, segment, ref_logprobs=logprobs.detach() + distance
     ).ref_kl
     assert found is not None
-    expected = oracle.kl(current[0], current.detach()[0] + distance, estimator)
+    expected = oracle.kl(logprobs[0], logprobs.detach()[0] + distance, estimator)
     assert found.item() == pytest.approx(expected.item(), rel=1e-12)
     pull, theirs = (
-        torch.autograd.grad(one, current, allow_unused=True)[0] for one in (found.sum(), expected)
+        torch.autograd.grad(one, logprobs, allow_unused=True)[0] for one in (found.sum(), expected)
     )
     assert pull is not None
     assert (pull.item() == 0) == (estimator == "low_var_kl")  # verl's, which ends at 10
@@ -113,9 +116,9 @@ def test_far_from_the_reference_an_estimate_keeps_its_gradient(
 
 @pytest.mark.parametrize("estimator", get_args(Estimator))
 def test_a_reference_that_excludes_a_token_gives_finite_terms(estimator: Estimator) -> None:
-    current = torch.tensor([-1.0], requires_grad=True)
-    term = estimate(current, torch.tensor([-float("inf")]), estimator)
-    (pull,) = torch.autograd.grad(term.sum(), current)
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    term = estimate(logprobs, torch.tensor([-float("inf")]), estimator)
+    (pull,) = torch.autograd.grad(term.sum(), logprobs)
     assert term.isfinite().all()
     assert pull.isfinite().all()
 
@@ -127,9 +130,9 @@ def test_a_student_unlearns_what_its_teacher_rejects(estimator: Estimator) -> No
     teacher = torch.full((50,), (1 - 1e-6) / 49, dtype=torch.float64).log()
     logits[0], teacher[0] = torch.tensor([0.9, 1e-6], dtype=torch.float64).log()
     logits.requires_grad_()
-    current = logits.log_softmax(0)
-    expected_term = (current.exp().detach() * estimate(current, teacher, estimator)).sum()
-    reverse_kl = (current.exp() * (current - teacher)).sum()
+    logprobs = logits.log_softmax(0)
+    expected_term = (logprobs.exp().detach() * estimate(logprobs, teacher, estimator)).sum()
+    reverse_kl = (logprobs.exp() * (logprobs - teacher)).sum()
     got, true = (
         torch.autograd.grad(one, logits, retain_graph=True)[0]
         for one in (expected_term, reverse_kl)
@@ -142,20 +145,20 @@ def test_an_unbiased_term_pulls_where_its_weight_is_bounded(estimator: Estimator
     """The token is 25 nats likelier than when it was sampled: the weight stops at 20 nats, its
     gradient does not.
     """
-    current = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    logprobs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
     settings = PpoLoss(
         kl_coef=1.0, kl=KlTerm(estimator=estimator, unbiased=True), correction="none"
     )
-    zero, segment = torch.zeros_like(current), torch.zeros(1, dtype=torch.int64)
-    behaviour, reference = torch.tensor([-26.0]).double(), torch.tensor([-3.0]).double()
+    zero, segment = torch.zeros_like(logprobs), torch.zeros(1, dtype=torch.int64)
+    rollout_logprobs, ref_logprobs = torch.tensor([-26.0]).double(), torch.tensor([-3.0]).double()
     found = PolicyLoss(settings)(
-        current, current.detach(), behaviour, zero, segment, reference=reference
+        logprobs, logprobs.detach(), rollout_logprobs, zero, segment, ref_logprobs=ref_logprobs
     ).ref_kl
     assert found is not None
     term, weight = {"k1": 2.0, "k3": math.exp(-2) + 1}[estimator], math.exp(20)
     slope = {"k1": 1.0, "k3": 1 - math.exp(-2)}[estimator]
     assert found.item() == pytest.approx(weight * term)
-    assert torch.autograd.grad(found.sum(), current)[0].item() == pytest.approx(
+    assert torch.autograd.grad(found.sum(), logprobs)[0].item() == pytest.approx(
         weight * (term + slope)
     )
 
@@ -180,18 +183,18 @@ def test_what_a_correction_leaves_out_has_no_kl(rule: str, unbiased: bool) -> No
             "correction": RULES[rule],
         }
     )
-    current = torch.tensor([-1.0, -1.0], dtype=torch.float64)
-    behaviour = (
-        torch.tensor([-12.0, -1.0], dtype=torch.float64) if rule != "off_policy" else current + 2
+    logprobs = torch.tensor([-1.0, -1.0], dtype=torch.float64)
+    rollout_logprobs = (
+        torch.tensor([-12.0, -1.0], dtype=torch.float64) if rule != "off_policy" else logprobs + 2
     )
-    entropy, advantage = torch.ones_like(current), -torch.ones_like(current)
+    entropy, advantage = torch.ones_like(logprobs), -torch.ones_like(logprobs)
     out = PolicyLoss(settings)(
-        current,
-        current,
-        behaviour,
+        logprobs,
+        logprobs,
+        rollout_logprobs,
         advantage,
         torch.zeros(2, dtype=torch.int64),
-        reference=current - 0.5,
+        ref_logprobs=logprobs - 0.5,
         entropy=entropy,
     )
     assert out.ref_kl is not None

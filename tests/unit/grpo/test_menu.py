@@ -173,15 +173,15 @@ def random_update(seed: int, dtype: torch.dtype, *, streams: bool) -> Values:
     generator = torch.Generator().manual_seed(seed)
     segment = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     noise = torch.randn(5, len(segment), generator=generator, dtype=torch.float64)
-    old = -3 * torch.rand(len(segment), generator=generator, dtype=torch.float64)
+    old_logprobs = -3 * torch.rand(len(segment), generator=generator, dtype=torch.float64)
     advantage = torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64)
     advantage[::4] = 0
     per_turn = advantage[segment] + 0.5 * (torch.arange(len(segment)) % 2) * (segment % 2)
     values = {
-        "old": old,
-        "current": old + 0.4 * noise[0],
-        "behaviour": old + 0.4 * noise[1],
-        "reference": old + 1.2 * noise[2],
+        "old_logprobs": old_logprobs,
+        "logprobs": old_logprobs + 0.4 * noise[0],
+        "rollout_logprobs": old_logprobs + 0.4 * noise[1],
+        "ref_logprobs": old_logprobs + 1.2 * noise[2],
         "entropy": (2 * noise[3].abs()).round(decimals=1) + 0.1,
         "advantage": per_turn,
     }
@@ -228,41 +228,42 @@ def ours(
     values: Values, loss: PolicyLoss, settings: LossSettings, update: dict[str, Denominator]
 ) -> tuple[float, Tensor]:
     """The trainer's loss of these tokens, and the gradient of their log-probs and entropies [2, N]."""
-    current, entropy = (values[name].clone().requires_grad_() for name in ("current", "entropy"))
+    logprobs, entropy = (values[name].clone().requires_grad_() for name in ("logprobs", "entropy"))
     engine: Any = SimpleNamespace(
-        _scorer=lambda batch, entropy: (current, batch.entropies),
+        _scorer=lambda batch, entropy: (logprobs, batch.entropies),
         _policy_loss=loss,
         _loss_settings=settings,
     )
     batch: Any = SimpleNamespace(
         **{"chosen": None, "elsewhere": None}
-        | {name: of for name, of in values.items() if name not in ("current", "entropy")},
+        | {name: of for name, of in values.items() if name not in ("logprobs", "entropy")},
         entropies=entropy,
-        on_policy=torch.zeros(len(current), dtype=torch.bool),
-        lag=torch.zeros(len(current), dtype=torch.int64),
+        on_policy=torch.zeros(len(logprobs), dtype=torch.bool),
+        lag=torch.zeros(len(logprobs), dtype=torch.int64),
     )
     total, *_ = FsdpEngine._loss(engine, batch, update)
-    gradients = torch.autograd.grad(total, (current, entropy), allow_unused=True)
+    gradients = torch.autograd.grad(total, (logprobs, entropy), allow_unused=True)
     return (
         total.item(),
-        torch.stack([torch.zeros_like(current) if g is None else g for g in gradients]).double(),
+        torch.stack([torch.zeros_like(logprobs) if g is None else g for g in gradients]).double(),
     )
 
 
 def theirs(values: Values, given: Settings) -> tuple[float, Tensor]:
-    current, entropy = (values[name].double().requires_grad_() for name in ("current", "entropy"))
+    logprobs, entropy = (values[name].double().requires_grad_() for name in ("logprobs", "entropy"))
     rows = []
     for number, group in enumerate(GROUPS):
         here = (values["segment"] == number).nonzero()[:, 0].tolist()
-        old, behaviour, reference = (
-            [values[n][i].double() for i in here] for n in ("old", "behaviour", "reference")
+        old_logprobs, rollout_logprobs, ref_logprobs = (
+            [values[n][i].double() for i in here]
+            for n in ("old_logprobs", "rollout_logprobs", "ref_logprobs")
         )
         rows.append(
             oracle.One(
-                [current[i] for i in here],
-                old,
-                behaviour,
-                reference,
+                [logprobs[i] for i in here],
+                old_logprobs,
+                rollout_logprobs,
+                ref_logprobs,
                 [entropy[i] for i in here],
                 [float(values["advantage"][i]) for i in here],
                 group,
@@ -272,9 +273,9 @@ def theirs(values: Values, given: Settings) -> tuple[float, Tensor]:
     total = oracle.update(
         rows, **{"kl_term" if key == "kl" else key: value for key, value in given.items()}
     )
-    gradients = torch.autograd.grad(total, (current, entropy), allow_unused=True)
+    gradients = torch.autograd.grad(total, (logprobs, entropy), allow_unused=True)
     return total.item(), torch.stack(
-        [torch.zeros_like(current) if g is None else g for g in gradients]
+        [torch.zeros_like(logprobs) if g is None else g for g in gradients]
     )
 
 
@@ -531,22 +532,22 @@ def test_every_entry_is_its_papers(tmp_path: Path) -> None:
 def test_gspos_gradient_is_that_of_the_trajectorys_loss() -> None:
     """Equation 5, differentiated as a whole, against the product, which spreads it over tokens."""
     tokens = random_update(3, torch.float64, streams=False)
-    current = tokens["current"].clone().requires_grad_()
+    logprobs = tokens["logprobs"].clone().requires_grad_()
     losses = []
     for number in range(len(LENGTHS)):
         here = (tokens["segment"] == number).nonzero()[:, 0].tolist()
-        c, o = ([values[i] for i in here] for values in (current, tokens["old"]))
+        c, o = ([values[i] for i in here] for values in (logprobs, tokens["old_logprobs"]))
         losses.append(oracle.gspo(c, o, 0.7, 0.2, 0.3))
     expected = torch.stack(losses).mean()
     settings = built({"kind": "gspo", "clip_low": 0.2, "clip_high": 0.3, "correction": "none"})
     update = {"rl": Denominator(sum(LENGTHS), len(LENGTHS), 3)}
     value, gradient = ours(
-        tokens | {"advantage": torch.full_like(current, 0.7)},
+        tokens | {"advantage": torch.full_like(logprobs, 0.7)},
         PolicyLoss(settings),
         settings,
         update,
     )
     assert value == pytest.approx(expected.item(), abs=1e-6)
     torch.testing.assert_close(
-        gradient[0], torch.autograd.grad(expected, current)[0], atol=1e-7, rtol=1e-6
+        gradient[0], torch.autograd.grad(expected, logprobs)[0], atol=1e-7, rtol=1e-6
     )

@@ -115,12 +115,12 @@ def test_a_resumed_run_draws_the_same() -> None:
 def test_a_stored_sample_forgets_its_groups_statistics() -> None:
     group = make_group(0, [1.0, 0.0])
     annotated = group.map(
-        {0: replace(group.members[0], credit=Credit(0.7), reference="its log-probs")}
+        {0: replace(group.members[0], credit=Credit(0.7), ref_logprobs="its log-probs")}
     )
     buffer = ReplayBuffer(ON, seed=0)
     buffer.store(annotated)
     (stored,) = buffer.state()["task"]
-    assert (stored.advantage, stored.reference) == (None, None)
+    assert (stored.advantage, stored.ref_logprobs) == (None, None)
 
 
 def test_it_says_what_it_holds_and_nothing_when_it_is_off() -> None:

@@ -167,10 +167,10 @@ def test_scalerls_weights_and_advantages_are_the_papers(tmp_path: Path) -> None:
     config = loaded("ScaleRL's parts", tmp_path)
     loss = config.policy.loss
     for gap in (0.3, 1.0, 1.5, 2.0):
-        current = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+        logprobs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
         ones, zero = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
-        out = PolicyLoss(loss)(current, current.detach(), current.detach() - gap, ones, zero)
-        assert torch.autograd.grad(-out.rl.sum(), current)[0].item() == pytest.approx(
+        out = PolicyLoss(loss)(logprobs, logprobs.detach(), logprobs.detach() - gap, ones, zero)
+        assert torch.autograd.grad(-out.rl.sum(), logprobs)[0].item() == pytest.approx(
             min(math.exp(gap), 5.0)
         )
     assert config.algorithm.advantage.kind == "batch_std"

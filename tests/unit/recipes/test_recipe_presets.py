@@ -129,14 +129,23 @@ def test_the_trainers_own_logprobs_are_the_old_ones(path: Path) -> None:
     are from these.
     """
     settings = read(path, []).policy.loss
-    current, old = torch.tensor([-1.0, -2.0], requires_grad=True), torch.tensor([-1.0, -2.0])
-    behaviour, advantage = torch.tensor([-1.5, -1.5]), torch.tensor([1.0, 0.5])
-    reference = old if settings.kl_coef else None
+    logprobs, old_logprobs = (
+        torch.tensor([-1.0, -2.0], requires_grad=True),
+        torch.tensor([-1.0, -2.0]),
+    )
+    rollout_logprobs, advantage = torch.tensor([-1.5, -1.5]), torch.tensor([1.0, 0.5])
+    ref_logprobs = old_logprobs if settings.kl_coef else None
     entropy = torch.zeros(2) if settings.entropy_coef else None
     policy_loss(
-        current, old, behaviour, advantage, settings, reference=reference, entropy=entropy
+        logprobs,
+        old_logprobs,
+        rollout_logprobs,
+        advantage,
+        settings,
+        ref_logprobs=ref_logprobs,
+        entropy=entropy,
     ).loss.sum().backward()
-    torch.testing.assert_close(current.grad, -advantage)
+    torch.testing.assert_close(logprobs.grad, -advantage)
 
 
 @pytest.mark.parametrize("preset", ["faithful", "faithful_32"])
