@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.evidence import filtering, menu, peer, staleness
 from benchmarks.evidence.experiments import EXPERIMENTS, SUPERVISED, Experiment
-from benchmarks.evidence.runs import Record, configured, differences, measured, start_of
+from benchmarks.evidence.runs import Record, configured, differences, measured, start_of, write
 from benchmarks.evidence.tables import draw, markdown
 from rayloop.core.failures import RayloopError
 from rayloop.grpo.collapse import Collapse, CollapseSettings, Floor
@@ -113,7 +113,7 @@ def _experiment(chosen: argparse.Namespace) -> int:
                     **measured(experiment, chosen.name, arm, seed, chosen.overrides),
                 }
             found["compared"] = differences(experiment, found["runs"])
-            chosen.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            write(chosen.out, found)
     draw(experiment, found)
     print("\n".join(markdown(experiment, found)))
     missed = [

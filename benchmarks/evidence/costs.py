@@ -80,15 +80,13 @@ class Curve:
         """``steps`` are those of ``noted``, ``scores`` from before the first step on and after each
         ``every``. ``habits`` are means over the first ``compared`` steps.
         """
-        tokens, seconds = (
-            [0.0, *np.cumsum(steps[name]).round(3).tolist()][::every]
-            for name in ("tokens", "seconds")
-        )
+        tokens = [0, *np.cumsum(steps["tokens"]).astype(int).tolist()]
+        seconds = [0.0, *np.cumsum(steps["seconds"]).round(3).tolist()]
         habits = {name: round(fmean(values[:compared]), PLACES) for name, values in steps.items()}
         return cls(
             [*range(0, len(scores) * every, every)],
-            tokens,
-            seconds,
+            tokens[::every],
+            seconds[::every],
             [round(score, PLACES) for score in scores],
             habits,
         )

@@ -28,8 +28,7 @@ class Experiment:
     ``arms``: overrides by name; the others are compared with the first.
 
     ``needs``: the commands that make what the runs read. ``shown``: scores of the tables.
-    ``training``: metrics that are kept of every step. ``promised``: kind of answer -> least gain of
-    the reward, within ``seconds``.
+    ``promised``: kind of answer -> least gain of the reward, within ``seconds``.
     """
 
     about: str
@@ -41,7 +40,6 @@ class Experiment:
     """Configuration files of the arms that have their own."""
     seeds: tuple[int, ...] = (0, 1, 2)
     needs: str = ""
-    training: tuple[str, ...] = ("reward/mean",)
     by_source: bool = False
     """Also record the scores by source, and draw them."""
     random_episodes: int = 0
@@ -52,6 +50,16 @@ class Experiment:
     promised: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     picture: Path | None = None
+
+    @property
+    def curves(self) -> dict[str, str]:
+        """Score -> the training metric of every step that the picture draws."""
+        if self.picture is None or self.by_source:
+            return {}
+        metrics = {score: f"reward/component/{score}/mean" for score in self.shown}
+        if "reward" in metrics:
+            metrics["reward"] = "reward/mean"
+        return metrics
 
 
 def _taught(weight: float, *more: str) -> tuple[str, ...]:
@@ -73,12 +81,6 @@ def _variants(recipe: str, score: str, *common: str, needs: str = "") -> Experim
         arms={"corrected": (), "original": ()},
         files={"original": folder / "quickstart_original.yaml"},
         needs=needs,
-        training=(
-            f"reward/component/{score}/mean",
-            "reward/mean",
-            "rollout/trained",
-            "rollout/tokens",
-        ),
         picture=Path("docs") / f"variants_{recipe}.png",
     )
 
@@ -119,7 +121,6 @@ EXPERIMENTS = {
         ("success",),
         common=("checkpoint.resume=never",),
         by_source=True,
-        training=("reward/component/success/mean", "actor/entropy"),
     ),
     "pyvision": Experiment(
         "whether a policy that mostly guesses learns to look with code",
@@ -127,7 +128,6 @@ EXPERIMENTS = {
         ("accuracy", "calls"),
         common=("checkpoint.resume=never",),
         needs="python -m rayloop data prepare pyvision --out runs/data/pyvision",
-        training=("reward/component/accuracy/mean", "reward/component/calls/mean"),
         picture=Path("docs/pyvision.png"),
     ),
     "chart_rvr": Experiment(
@@ -160,13 +160,6 @@ EXPERIMENTS = {
             "python -m rayloop data prepare reasoning --out runs/data/reasoning;"
             " tools/makers/smollm2.py"
         ),
-        training=(
-            "reward/mean",
-            "rollout/tokens",
-            "rollout/trained",
-            "timing_s/step",
-            "actor/entropy",
-        ),
         promised={"sampled": 0.15},
         seconds=3600.0,
     ),
@@ -185,12 +178,6 @@ EXPERIMENTS = {
         ),
         arms={"grpo": (), "gigpo": ("algorithm.advantage.kind=gigpo",)},
         by_source=True,
-        training=(
-            "reward/component/success/mean",
-            "reward/mean",
-            "rollout/tokens",
-            "rollout/turns/mean",
-        ),
     ),
     "ablation_replay": Experiment(
         "ARPO: GRPO against GRPO with replay where successes are rare",
@@ -211,13 +198,6 @@ EXPERIMENTS = {
             "python -m rayloop data prepare arpo --out runs/data/arpo_sparse "
             "--pages click-button click-button-sequence click-test-2 --train 24 --val 48"
         ),
-        training=(
-            "reward/component/success/mean",
-            "rollout/trained",
-            "rollout/replayed",
-            "rollout/all_wrong",
-            "rollout/tokens",
-        ),
     ),
     "ablation_tool_bonus": Experiment(
         "PyVision with and without its reward for each call",
@@ -229,12 +209,6 @@ EXPERIMENTS = {
             "with": ("reward.source.with.per_call=0.1",),
         },
         needs="python -m rayloop data prepare pyvision --out runs/data/pyvision",
-        training=(
-            "reward/component/accuracy/mean",
-            "reward/component/calls/mean",
-            "rollout/trained",
-            "rollout/tokens",
-        ),
     ),
     "distillation": Experiment(
         "on-policy distillation from the quickstart's last checkpoint, beside GRPO and both"
@@ -260,7 +234,6 @@ EXPERIMENTS = {
             "python -m rayloop train recipes/arc_vision/quickstart.yaml name=teacher; "
             "python -m rayloop export runs/teacher runs/data/teacher"
         ),
-        training=("reward/mean", "rollout/tokens", "rollout/trained", "actor/kl"),
     ),
     "variants_arc_vision": _variants("arc_vision", "iou", "steps=30", "evaluation.every=10"),
     "variants_arpo": _variants("arpo", "success", "steps=12", "evaluation.every=6"),

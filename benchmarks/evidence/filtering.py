@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.evidence.costs import HEAD, Curve, Steps, broken, compared, noted, rows
+from benchmarks.evidence.runs import write
 from benchmarks.evidence.staleness import GROUP, GROUPS, TASKS, TRAINING, World
 from benchmarks.virtual_time import VirtualLoop
 from rayloop.config.settings import load
@@ -331,6 +332,6 @@ def main() -> None:
                     for arm, runs in of_task["runs"].items()
                 }
                 of_task["compared"] = compared({arm: curves[arm] for arm in ARMS if arm in curves})
-                RESULT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                write(RESULT, found, levels=4)
     for name, of_task in found.items():
         print(name, *HEAD, *rows(of_task["compared"]), sep="\n")

@@ -26,6 +26,7 @@ import torch
 from pydantic import TypeAdapter
 
 from benchmarks.evidence.costs import T_975
+from benchmarks.evidence.runs import write
 from examples import grpo_in_one_file as one_file
 from rayloop.core.groups import Credit, Group, Scored
 from rayloop.core.protocols import ScoreContext, TrainItem
@@ -42,6 +43,8 @@ from rayloop.recipes.arc_vision.data import GroundingRows
 
 RESULT = Path(__file__).with_suffix(".json")
 STEPS, SEEDS = 10, 3
+PLACES = 6
+"""Decimals that are kept. The table rounds means of them to three."""
 PPO = {"clip_high": 0.28}
 ENTRIES: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "ppo, grpo": (PPO, {}),
@@ -206,7 +209,7 @@ def run(name: str, seed: int) -> dict[str, float]:
         for report in one.reports
     ]
     first, last = one.reports[:3], one.reports[-3:]
-    return {
+    means = {
         **BEFORE[seed],
         **after,
         "reward_first": fmean(rewards[:3]),
@@ -216,6 +219,9 @@ def run(name: str, seed: int) -> dict[str, float]:
         "entropy_last": fmean(r["actor/entropy"] for r in last),
         "kl_last": fmean(r["actor/kl"] for r in last),
         "bounded": fmean(r["actor/capped"] for r in one.reports),
+    }
+    return {
+        **{column: round(value, PLACES) for column, value in means.items()},
         "seconds": round(time.perf_counter() - began, 1),
         "cpu_seconds": round(time.process_time() - cpu, 1),
     }
@@ -285,7 +291,7 @@ def main(argv: Sequence[str] = ()) -> None:
             if str(seed) not in found.setdefault(name, {}):
                 found[name][str(seed)] = run(name, seed)
                 print(seed, name, json.dumps(found[name][str(seed)]), flush=True)
-                chosen.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                write(chosen.out, found, levels=2)
     print(table(found))
     print("did nothing:", ", ".join(did_nothing(found)))
 

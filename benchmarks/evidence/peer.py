@@ -17,7 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from benchmarks.evidence.experiments import EXPERIMENTS
-from benchmarks.evidence.runs import RUNS, Record, only, rounded, sources
+from benchmarks.evidence.runs import RUNS, Record, only, rounded, sources, write
 from benchmarks.measure import BenchFailed, machine
 from rayloop.config.settings import load
 from rayloop.measure.controls import SAMPLED
@@ -59,7 +59,7 @@ def main(chosen: argparse.Namespace) -> int:
     found.setdefault("curve", {})[str(chosen.only)] = curve(
         RunFolder.at(RUNS / "reasoning" / f"{ARM}-{chosen.only}")
     )
-    FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write(FILE, found)
     print("\n".join(table(found)))
     return 0
 

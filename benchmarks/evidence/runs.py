@@ -101,42 +101,53 @@ def measured(
 
 
 def recorded(experiment: Experiment, run: RunFolder) -> Record:
-    """Of a run folder: the kept metrics by step, each evaluation, and the gain from the first to
-    the last one.
+    """Of a run folder: the metrics that the picture draws, each evaluation, and the gain from the
+    first to the last one.
     """
-    records, events = list(run.metrics), list(run.events)
+    records = list(run.metrics)
+    events = list(run.events)
     tokens = [int(record["rollout/tokens"]) for record in records]
     seconds = sorted(float(record["timing_s/step"]) for record in records)
-    held_out = {step: read_items(file) for step, file in run.evaluations.files().items()}
-    first, last = held_out[min(held_out)], held_out[max(held_out)]
+    answers = {step: read_items(file) for step, file in run.evaluations.files().items()}
+    first = min(answers)
+    last = max(answers)
+    held_out = {}
+    for step, items in answers.items():
+        result = summary(items, by_source=experiment.by_source)
+        if step not in (first, last):
+            # Between the ends, tables and pictures read no other score.
+            result = {"arms": _shown(result["arms"], experiment.shown)}
+        held_out[str(step)] = {"tokens": sum(tokens[:step]), **result}
     return {
         "steps": len(records),
         "first_step_s": round(records[0]["time"] - events[0]["time"], 1),
         "median_step_s": round(seconds[len(seconds) // 2], 2),
         "training": {
             name: [round(record.get(name, 0.0), PLACES) for record in records]
-            for name in experiment.training
+            for name in experiment.curves.values()
         },
-        "held_out": {
-            str(step): {
-                "tokens": sum(tokens[:step]),
-                **summary(items, by_source=experiment.by_source),
-            }
-            for step, items in held_out.items()
-        },
-        "gain": gained(last, first),
+        "held_out": held_out,
+        "gain": gained(answers[last], answers[first]),
         "ledger": next(event["ledger"] for event in events if event["event"] == "finished"),
+    }
+
+
+def _shown(arms: Record, scores: Sequence[str]) -> Record:
+    return {
+        arm: {score: by_score[score] for score in scores if score in by_score}
+        for arm, by_score in arms.items()
     }
 
 
 def summary(items: Sequence[Item], *, by_source: bool = False) -> Record:
     """Means by arm with their 95 % intervals, what the right image gains over each control, and
-    scores of each source.
+    scores of the sampled answers by source.
     """
-    found: Record = rounded(summarise(items, 0))
+    result: Record = rounded(summarise(items, 0))
+    del result["sources"]
     if by_source:
-        found["by_source"] = {kind: sources(only(items, arm)) for arm, kind in KINDS.items()}
-    return found
+        result["by_source"] = {KINDS[SAMPLED]: sources(only(items, SAMPLED))}
+    return result
 
 
 def sources(items: Sequence[Item]) -> Record:
@@ -170,6 +181,18 @@ def rounded(value: Any) -> Any:
         case tuple() | list():
             return [rounded(each) for each in value]
     return value
+
+
+def write(file: Path, value: Record, levels: int = 3) -> None:
+    """Write JSON with a line for each value below the outer ``levels``: of an experiment, a run."""
+    file.write_text(_lines(value, levels) + "\n", encoding="utf-8")
+
+
+def _lines(value: Any, levels: int) -> str:
+    if levels == 0 or not isinstance(value, dict):
+        return json.dumps(value, separators=(",", ":"))
+    entries = [f"{json.dumps(name)}:{_lines(each, levels - 1)}" for name, each in value.items()]
+    return "{\n" + ",\n".join(entries) + "\n}"
 
 
 def evaluated(experiment: Experiment, name: str, checkpoint: Path, label: str = "") -> Record:

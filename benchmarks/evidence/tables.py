@@ -160,25 +160,22 @@ def draw(experiment: Experiment, found: Record) -> None:
     else:
         axes: list[Any] = list(figure.subplots(1, len(experiment.shown), squeeze=False)[0])
         for axis, score in zip(axes, experiment.shown, strict=True):
-            _draw_steps(
-                axis, score, runs, [*experiment.arms] if several else [name for name, _ in runs]
-            )
+            names = [*experiment.arms] if several else [name for name, _ in runs]
+            _draw_steps(axis, score, experiment.curves[score], runs, names)
         axes[0].legend(title="line: training\npoint: held-out, sampled")
     figure.savefig(experiment.picture, dpi=100, metadata={"Software": None})
 
 
 def _draw_steps(
-    axis: Any, score: str, runs: Sequence[tuple[str, Record]], names: Sequence[str]
+    axis: Any, score: str, metric: str, runs: Sequence[tuple[str, Record]], names: Sequence[str]
 ) -> None:
-    """Training as lines, held-out rows, sampled where they are, as points; a colour for each of
-    ``names``.
+    """Training's ``metric`` as lines, held-out rows, sampled where they are, as points; a colour
+    for each of ``names``.
     """
     drawn = set[str]()
     for name, run in runs:
         colour = f"C{names.index(name)}"
-        values = run["training"].get(
-            "reward/mean" if score == "reward" else f"reward/component/{score}/mean", []
-        )
+        values = run["training"].get(metric, [])
         label = "_" if name in drawn else name
         axis.plot(range(1, len(values) + 1), values, color=colour, alpha=0.5, label=label)
         shown = {

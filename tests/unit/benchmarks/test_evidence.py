@@ -15,10 +15,15 @@ import pytest
 from benchmarks.evidence import __main__ as driver
 from benchmarks.evidence import runs
 from benchmarks.evidence.experiments import EXPERIMENTS, SUPERVISED
+from benchmarks.evidence.tables import markdown
 from rayloop.config.settings import check_components, load
 from rayloop.run.config import RunConfig
+from rayloop.run.folder import RunFolder
 
 ROOT = Path(__file__).parents[3]
+RECORDS = sorted((ROOT / "benchmarks" / "evidence").glob("*.json"))
+BYTES = 400_000
+"""Of all records together."""
 TASKS = 10
 
 
@@ -162,3 +167,59 @@ def test_arms_are_compared_task_by_task_with_the_first(
     assert compared["with replay"]["steps"] == [2, 2]
     assert compared["with replay"]["greedy"]["success"] == [0.1, 0.1, 0.1]
     assert "| with replay |" in capsys.readouterr().out
+
+
+def test_between_its_ends_a_run_keeps_what_its_picture_draws(tmp_path: Path) -> None:
+    metrics = {"time": 2.0, "timing_s/step": 1.0, "rollout/tokens": 100, "actor/entropy": 1.0}
+    drawn = {"reward/mean": 0.5, "reward/component/accuracy/mean": 0.25}
+    lines(tmp_path / "metrics.jsonl", [{"step": step, **metrics, **drawn} for step in (1, 2)])
+    begin = {"event": "start", "time": 1.0}
+    end = {"event": "finished", "time": 20.0, "ledger": {"issued": 4}}
+    lines(tmp_path / "events.jsonl", [begin, end])
+    for step in range(3):
+        played = answers(step, "accuracy", 0.1)
+        for answer in played:
+            answer["components"]["table"] = 0.0
+        lines(tmp_path / "evaluations" / f"step_{step:06d}.jsonl", played)
+
+    run = runs.recorded(EXPERIMENTS["variants_chart_rvr"], RunFolder.at(tmp_path))
+
+    assert run["training"] == {
+        "reward/mean": [0.5, 0.5],
+        "reward/component/accuracy/mean": [0.25, 0.25],
+    }
+    first, between, last = run["held_out"].values()
+    assert between.keys() == {"tokens", "arms"}
+    assert between["arms"]["sampled"].keys() == {"accuracy", "reward"}
+    assert first["arms"]["sampled"].keys() == last["arms"]["sampled"].keys()
+    assert last["arms"]["sampled"].keys() == {"accuracy", "reward", "table"}
+    assert "sources" not in last
+
+
+def test_a_record_has_a_line_for_each_run(tmp_path: Path) -> None:
+    record = {"experiment": "e", "start": {}, "runs": {"0": {"a": {"x": [1, 2]}, "b": {"x": []}}}}
+    runs.write(tmp_path / "e.json", record)
+    text = (tmp_path / "e.json").read_text(encoding="utf-8")
+    assert json.loads(text) == record
+    assert '"a":{"x":[1,2]},\n"b":{"x":[]}\n' in text
+
+
+def test_the_records_are_small() -> None:
+    assert sum(file.stat().st_size for file in RECORDS) < BYTES
+
+
+def test_records_are_as_they_are_written_and_their_tables_can_be_made(tmp_path: Path) -> None:
+    compared = []
+    for file in RECORDS:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        if "experiment" not in record:
+            continue  # of a simulation
+        experiment = EXPERIMENTS[file.stem]
+        runs.write(tmp_path / file.name, record)
+        assert (tmp_path / file.name).read_bytes() == file.read_bytes()
+        assert markdown(experiment, record)
+        for by_arm in record["runs"].values():
+            for run in by_arm.values():
+                assert [*run["training"]] == [*experiment.curves.values()]
+        compared.append(file.stem)
+    assert len(compared) >= 8
