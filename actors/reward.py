@@ -65,9 +65,9 @@ class RewardActor(Actor):
         Each is scored by itself, all at once, or together (``reward.per: group``).
         """
         if self._settings.per == "group":
-            return await self.judge(trajectories, task, step)
+            return await self.score_together(trajectories, task, step)
         outcomes = await asyncio.gather(
-            *(self.judge([trajectory], task, step) for trajectory in trajectories)
+            *(self.score_together([trajectory], task, step) for trajectory in trajectories)
         )
         return [outcome for [outcome] in outcomes]
 
@@ -83,7 +83,7 @@ class RewardActor(Actor):
         payload_lost = Unscored(UnscoredKind.PAYLOAD_LOST, reason)
         return [payload_lost if payload in missing else next(outcomes) for payload in payloads]
 
-    async def judge(
+    async def score_together(
         self, trajectories: Sequence[Trajectory], task: Task, step: int
     ) -> list[Outcome]:
         """The outcomes of trajectories that are scored together for training step ``step``.

@@ -41,6 +41,7 @@ from rayloop.grpo.filters import build_filters
 from rayloop.grpo.selection import apply_filters
 from rayloop.rollout.finished import without
 from rayloop.rollout.manager import RolloutManager
+from rayloop.rollout.plain import with_present_keys
 from rayloop.run.checkpoint import NOTHING
 from rayloop.run.config import RunConfig
 from rayloop.run.held_out import never_evaluated, on_training_rows
@@ -432,12 +433,13 @@ class Driver:
             "version": astuple(self.version),
             "inherited": list(self.inherited.items()),
             "ledger": self.ledger.state(),
-            "production": self.rollouts.state(),
+            "rollouts": self.rollouts.state(),
             "reporter": self.reporter.state(),
         }
 
     def reinstate(self, state: Mapping[str, Any]) -> None:
         """Restore what ``state`` returned. Groups that were in flight are issued again."""
+        state = with_present_keys(state)
         version = Version(*state["version"])
         self.step = state["step"]
         # Trajectories of weights up to this checkpoint stay
@@ -445,7 +447,7 @@ class Driver:
         self.inherited = {**dict(state["inherited"]), version.lineage: version.step}
         self.ledger.restore(state["ledger"])
         self.ledger.reissue_live()
-        self.rollouts.restore(state["production"], ray.put)
+        self.rollouts.restore(state["rollouts"], ray.put)
         self.reporter.restore(state["reporter"])
 
     def stop(self) -> None:

@@ -163,13 +163,13 @@ class OneFile:
         )  # the order of a deterministic run
         members = []
         for sample, seed in enumerate(seeds):
-            (token_ids, logprobs, finish, kept), id = (
+            (token_ids, logprobs, finish, token_mask), id = (
                 answers[seed],
                 TrajectoryId(self.played, sample),
             )
             turns = (
                 prompt,
-                Completion(token_ids, logprobs, finish, Version(0, self.step), kept).turn,
+                Completion(token_ids, logprobs, finish, Version(0, self.step), token_mask).turn,
             )
             trajectory = Trajectory(
                 id, 0, task.id, seed, turns, sampling, EndReason.DONE, image_bytes=images

@@ -74,8 +74,8 @@ class WeightSync:
         self.services = services
         self.reporter = reporter
         self._current: WeightUpdate[Any] | None = None
-        self._kept = asyncio.Event()
-        self._gone = asyncio.Event()
+        self._available = asyncio.Event()
+        self._lost = asyncio.Event()
         self.making = asyncio.Lock()
         """Held from the beginning of an update until its weights are synced."""
         self._unplayable: set[str] = set()
@@ -141,20 +141,20 @@ class WeightSync:
     def keep(self, update: WeightUpdate[Any]) -> None:
         """New engines load this update from now on."""
         self._current = update
-        self._gone.clear()
-        self._kept.set()
+        self._lost.clear()
+        self._available.set()
 
     async def load(self, update: WeightUpdate[Any]) -> None:
         """Load an update into every engine in service.
 
         Raises the first failure, when all loads have ended. Raises AnswerLate when the load of an
-        update that is ``kept``, which can be exported again, takes much longer than earlier loads.
+        update that engines keep, which can be exported again, takes much longer than earlier loads.
         """
         await self.services.sharing.to_rollout()
-        is_kept = update is self._current
+        is_current = update is self._current
         longest = self.config.sync_timeout
-        timeout = self._patience() if is_kept else longest
-        spares = is_kept and self._spares and timeout < longest
+        timeout = self._patience() if is_current else longest
+        spares = is_current and self._spares and timeout < longest
         now = asyncio.get_running_loop().time
         began = now()
         engines = self.services.rollout.within(timeout, spares=spares)
@@ -163,7 +163,7 @@ class WeightSync:
         await engines.everywhere(RolloutActor.load, update.manifest, update.source, self._order)
         seconds = now() - began
         # After the timeout, an engine was replaced.
-        if is_kept and seconds < timeout:
+        if is_current and seconds < timeout:
             self._loads.append(seconds)
 
     def fell_back(self, version: Version, error: Exception) -> None:
@@ -211,12 +211,14 @@ class WeightSync:
 
     async def _wait_for_remake(self, update: WeightUpdate[Any], error: Exception) -> None:
         """Report an update that was lost, and wait until ``remake`` has made another one."""
-        self._kept.clear()
-        self._gone.set()
+        self._available.clear()
+        self._lost.set()
         version = str(update.manifest.version)
         self.reporter.event(incidents.WeightsLost(version, why=brief(error)))
         await with_deadline(
-            self._remake_timeout(), self._kept.wait(), "weights in place of those that were lost"
+            self._remake_timeout(),
+            self._available.wait(),
+            "weights in place of those that were lost",
         )
 
     def _remake_timeout(self) -> float:
@@ -229,10 +231,10 @@ class WeightSync:
         Raises PolicyLost when the ranks were on that node.
         """
         while True:
-            await self._gone.wait()
+            await self._lost.wait()
             async with self.making:
                 # The update that held the lock may have replaced the lost weights already.
-                if self._gone.is_set():
+                if self._lost.is_set():
                     await self.send(version())
 
     async def verify(self, version: Version, tasks: Sequence[Task], player: EpisodeRunner) -> None:
@@ -346,11 +348,11 @@ class WeightSync:
             finally:
                 await self.services.policy.all(PolicyRank.restore_parameters)
             self.reporter.event(events.SelfTest(group, moved=moved.mean, follows=follows.mean))
-            self._judge(group, moved, follows)
+            self._check_arrival(group, moved, follows)
 
         await self.send(version)
 
-    def _judge(self, group: str, moved: LogprobGap, follows: LogprobGap) -> None:
+    def _check_arrival(self, group: str, moved: LogprobGap, follows: LogprobGap) -> None:
         """Check one part of the self-test. Raises WeightSyncError.
 
         ``moved``: the trainer after the change against the trainer before it; ``follows``: the

@@ -74,7 +74,7 @@ class GenerationEngine(Protocol):
     """
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
-        """Sample one turn, with its ``kept`` tokens where ``Sampling.most_kept`` is a number.
+        """Sample one turn, with its ``kept`` tokens where ``Sampling.effective_top_k`` is a number.
 
         Requests with equal prompts, which come in the same moment, share prefill and image
         encoding.

@@ -14,7 +14,7 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from rayloop.core.kept import MOST_KEPT, Kept
+from rayloop.core.token_mask import MAX_TOP_K, TokenMask
 
 TokenIds = tuple[int, ...]
 
@@ -134,7 +134,7 @@ class Sampling:
     """The policy samples ``log_softmax(mask(logits) / temperature)`` (docs/algorithm.md, 1).
 
     The mask removes ``banned_tokens``, and ``end_tokens`` from a turn's first ``min_tokens``; of
-    the others it keeps the ``top_k`` likeliest (``MOST_KEPT`` when only ``top_p`` is given), and of
+    the others it keeps the ``top_k`` likeliest (``MAX_TOP_K`` when only ``top_p`` is given), and of
     these the fewest likeliest whose probabilities, at the temperature, reach ``top_p``.
     ``temperature`` 0: greedy, log-probs at 1, nothing else is removed.
     """
@@ -149,10 +149,10 @@ class Sampling:
     top_k: int | None = None
 
     @property
-    def most_kept(self) -> int | None:
+    def effective_top_k(self) -> int | None:
         """The ``top_k`` that applies. None: ``top_p`` and ``top_k`` remove nothing."""
         truncates = self.temperature > 0 and (self.top_p < 1 or self.top_k is not None)
-        return (self.top_k or MOST_KEPT) if truncates else None
+        return (self.top_k or MAX_TOP_K) if truncates else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,16 +209,16 @@ class ImagesSent:
 class Completion:
     """One sampled turn, with the version of the weights that sampled it.
 
-    ``token_ids`` [N]; ``logprobs`` [N] (natural log, of the sampled token); ``kept`` [N] with a
-    ``Sampling`` that keeps some tokens only. ``times``: when it was requested and when it arrived,
-    unix seconds.
+    ``token_ids`` [N]; ``logprobs`` [N] (natural log, of the sampled token); ``token_mask`` [N] with
+    a ``Sampling`` that keeps some tokens only. ``times``: when it was requested and when it
+    arrived, unix seconds.
     """
 
     token_ids: TokenIds
     logprobs: tuple[float, ...]
     finish: FinishReason
     version: Version
-    kept: Kept | None = None
+    token_mask: TokenMask | None = None
     times: tuple[float, ...] = field(default=(), compare=False)
 
     @property
@@ -230,7 +230,7 @@ class Completion:
             logprobs=self.logprobs,
             version=self.version,
             finish=self.finish,
-            kept=self.kept,
+            token_mask=self.token_mask,
             times=self.times,
         )
 
@@ -254,7 +254,7 @@ class Turn:
     restart: bool = False
     executed: bool | None = None
     reward: float = 0.0
-    kept: Kept | None = None
+    token_mask: TokenMask | None = None
     times: tuple[float, ...] = field(default=(), compare=False)
 
     @property
@@ -317,15 +317,15 @@ class FlatTrajectory:
     """A trajectory as arrays of length T.
 
     token_ids int64; loss_mask bool, True = sampled by the policy; behaviour_logprobs float32, 0
-    where not sampled; turn_position int32, index within the sampled turn, -1 elsewhere. ``kept``
-    belongs to the sampled tokens; None when some turn has none.
+    where not sampled; turn_position int32, index within the sampled turn, -1 elsewhere.
+    ``token_mask`` belongs to the sampled tokens; None when some turn has none.
     """
 
     token_ids: npt.NDArray[np.int64]
     loss_mask: npt.NDArray[np.bool_]
     rollout_logprobs: npt.NDArray[np.float32]
     turn_position: npt.NDArray[np.int32]
-    kept: Kept | None = None
+    token_mask: TokenMask | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,13 +405,13 @@ class Trajectory:
         Raises ValueError when log-probs and sampled tokens differ in number.
         """
         total = sum(len(turn.token_ids) for turn in self.turns)
-        parts = [turn.kept for turn in self.sampled_turns]
+        parts = [turn.token_mask for turn in self.sampled_turns]
         flat = FlatTrajectory(
             np.empty(total, np.int64),
             np.zeros(total, np.bool_),
             np.zeros(total, np.float32),
             np.full(total, -1, np.int32),
-            Kept.joined(part for part in parts if part) if parts and all(parts) else None,
+            TokenMask.joined(part for part in parts if part) if parts and all(parts) else None,
         )
         start = 0
         for turn in self.turns:

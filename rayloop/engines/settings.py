@@ -43,7 +43,7 @@ class EngineChoice(Computes):
     """Whether it decodes a group as a separate batch, as ``rollout.deterministic`` asks for."""
     starts_slowly: ClassVar[bool] = False
     """Whether it has separate processes and starts in minutes: ``try`` then takes transformers."""
-    returns_kept: ClassVar[bool] = False
+    returns_token_mask: ClassVar[bool] = False
     """Whether a turn comes with the tokens that ``top_p`` and ``top_k`` kept."""
     holds_model: ClassVar[bool] = True
     """Whether the model is in the memory of the rollout actor's node."""
@@ -101,9 +101,9 @@ class EngineChoice(Computes):
                 " fractions that make 1 together"
             )
 
-    def unkept(self, sampling: Sampling, where: str) -> Iterator[str]:
+    def mask_problems(self, sampling: Sampling, where: str) -> Iterator[str]:
         """Yield the problems with ``top_p`` or ``top_k`` of the run, or of ``where``."""
-        if sampling.most_kept is not None and not self.returns_kept:
+        if sampling.effective_top_k is not None and not self.returns_token_mask:
             key = "top_p" if sampling.top_p < 1 else "top_k"
             yield (
                 f"rollout.sampling.{key} is {getattr(sampling, key)}{where}: engine.kind:"
@@ -135,7 +135,7 @@ class TransformersEngineSettings(EngineChoice, ComputesOnCpu):
     """Generation with Hugging Face transformers: runs everywhere, for small models and CPU."""
 
     implementation = "rayloop.engines.generation.transformers:TransformersEngine"
-    cohorts = returns_kept = True
+    cohorts = returns_token_mask = True
     kind: Literal["transformers"] = "transformers"
     dtype: Dtype = "float32"
     """As ``policy.engine.dtype``: rounding separates their log-probs."""
@@ -164,7 +164,7 @@ class VllmEngineSettings(EngineChoice):
     """
 
     implementation = "rayloop.engines.generation.vllm:VllmEngine"
-    starts_slowly = returns_kept = True
+    starts_slowly = returns_token_mask = True
     kind: Literal["vllm"] = "vllm"
     max_sequences: int = Field(256, ge=1)
     """Sequences decoded together.
@@ -441,7 +441,7 @@ class OwnEngine(EngineChoice):
     It is assumed to compute in the trainer's ``dtype``.
     """
 
-    returns_kept = True
+    returns_token_mask = True
     component: Component
 
     @property

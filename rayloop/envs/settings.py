@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rayloop.config.settings import Component, Role, SettingsModel
-from rayloop.core.kept import MOST_KEPT
+from rayloop.core.token_mask import MAX_TOP_K
 from rayloop.core.types import Sampling
 
 
@@ -137,7 +137,7 @@ class SamplingSettings(SettingsModel):
     Training uses the same tokens (arXiv:2512.02556). Below 1, ``top_k`` is 128 unless set. Lower it
     when rare tokens spoil long answers.
     """
-    top_k: int | None = Field(None, ge=2, le=MOST_KEPT)
+    top_k: int | None = Field(None, ge=2, le=MAX_TOP_K)
     """Sample from this many likeliest tokens; training uses the same tokens.
 
     None: from all, with ``top_p`` below 1 from 128.

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rayloop.core.kept import Kept
 from rayloop.core.protocols import TrainItem
+from rayloop.core.token_mask import TokenMask
 from rayloop.core.types import (
     STREAMS,
     FlatTrajectory,
@@ -64,7 +64,7 @@ class TrainSample:
         False  # treat the policy that sampled it as the old one (no correction weight)
     )
     lag: int = 0  # steps between the oldest weights that sampled a turn and the trained ones
-    kept: Kept | None = None  # [N], the tokens that top_p and top_k kept; None: all
+    token_mask: TokenMask | None = None  # [N], the tokens that top_p and top_k kept; None: all
 
     @property
     def targets(self) -> Tensor:
@@ -149,7 +149,7 @@ class Batch:
     banned_tokens: Tensor  # [b] int64
     end_tokens: Tensor  # [e] int64; empty where no token has ``ban_end``
     # [N, k] int32, the tokens that could be sampled (with repetitions, -1: all); None: all at each
-    kept: Tensor | None
+    token_mask: Tensor | None
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on ``device``; the copies do not block the host.
@@ -180,7 +180,7 @@ def make_sample(
     # The checks are here, where an error can name the trajectory:
     # the scorer would give such a token -3e38 nats.
     _check_sampled(trajectory, flat)
-    _check_kept(trajectory, flat)
+    _check_token_mask(trajectory, flat)
 
     mask = flat.loss_mask
     places = torch.from_numpy(mask.nonzero()[0])  # [N] int64
@@ -216,7 +216,7 @@ def make_sample(
         trajectory_tokens=item.trajectory_tokens,
         on_policy=item.on_policy,
         lag=item.lag,
-        kept=None if trajectory.sampling.most_kept is None else flat.kept,
+        token_mask=None if trajectory.sampling.effective_top_k is None else flat.token_mask,
     )
 
 
@@ -266,15 +266,15 @@ def _check_sampled(trajectory: Trajectory, flat: FlatTrajectory) -> None:
         )
 
 
-def _check_kept(trajectory: Trajectory, flat: FlatTrajectory) -> None:
+def _check_token_mask(trajectory: Trajectory, flat: FlatTrajectory) -> None:
     sampling = trajectory.sampling
     tokens = flat.token_ids[flat.loss_mask]
-    if sampling.most_kept is None or not len(tokens):
+    if sampling.effective_top_k is None or not len(tokens):
         return
     limits = (
         f"trajectory {trajectory.id}: top_p is {sampling.top_p} and top_k {sampling.top_k}, and"
     )
-    rows = np.zeros((0, 0), np.int32) if flat.kept is None else flat.kept.padded()
+    rows = np.zeros((0, 0), np.int32) if flat.token_mask is None else flat.token_mask.padded()
     if len(rows) != len(tokens):
         raise ValueError(
             f"{limits} its engine returned {len(rows)} sets of kept tokens for {len(tokens)}"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayloop.core.kept import Kept
+from rayloop.core.token_mask import TokenMask
 from rayloop.core.types import Sampling
 from rayloop.grpo.batch import Batch, TrainSample
 from rayloop.grpo.losses.surrogates import Elsewhere
@@ -103,7 +103,7 @@ def pack(
         elsewhere=_elsewhere(samples),
         ref_logprobs=_all_or_none([s.ref_logprobs for s in predicting], "reference log-probs"),
         old_logprobs=_all_or_none([s.old_logprobs for s in predicting], "old log-probs"),
-        kept=_kept(predicting),
+        token_mask=_token_mask(predicting),
     )
 
 
@@ -250,12 +250,12 @@ def _elsewhere(samples: Sequence[TrainSample]) -> Elsewhere | None:
     return Elsewhere.joined(parts)
 
 
-def _kept(samples: Sequence[TrainSample]) -> Tensor | None:
+def _token_mask(samples: Sequence[TrainSample]) -> Tensor | None:
     """[N, k] of all samples, or None when no sample has them."""
-    if all(sample.kept is None for sample in samples):
+    if all(sample.token_mask is None for sample in samples):
         return None
-    sets = [sample.kept or Kept.everything(len(sample.predict)) for sample in samples]
-    return torch.from_numpy(Kept.joined(sets).padded())
+    sets = [sample.token_mask or TokenMask.everything(len(sample.predict)) for sample in samples]
+    return torch.from_numpy(TokenMask.joined(sets).padded())
 
 
 def _common_sampling(samples: Sequence[TrainSample]) -> Sampling:

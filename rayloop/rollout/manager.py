@@ -17,7 +17,7 @@ from rayloop.data.dataset import Dataset
 from rayloop.grpo.alarms import Alarms
 from rayloop.grpo.selection import enough
 from rayloop.rollout.finished import FinishedGroups, Quarantine, ReadyGroups
-from rayloop.rollout.plain import Own
+from rayloop.rollout.plain import Own, with_present_keys
 from rayloop.rollout.scheduler import GroupRequest, GroupRollout, GroupScheduler, Player
 from rayloop.run.config import RunConfig
 from rayloop.run.order import Reports
@@ -303,7 +303,7 @@ class RolloutManager:
         It has plain values, and ``HeldValue`` (rayloop/rollout/plain.py) for payloads.
         """
         return {
-            "issuer": self.scheduler.state(self.in_flight.values()),
+            "scheduler": self.scheduler.state(self.in_flight.values()),
             "ready": self.ready.state(),
             "finished": self.finished.state(),
             "alarms": self.alarms.state(),
@@ -321,7 +321,8 @@ class RolloutManager:
         def task(id: str) -> Task:
             return tasks.get(id) or Task(id, ())
 
-        self.scheduler.restore(state["issuer"])
+        state = with_present_keys(state)
+        self.scheduler.restore(state["scheduler"])
         self.ready.restore(state["ready"], own, task)
         self.finished.restore(state["finished"], own, task)
         self.alarms.restore(state["alarms"])

@@ -1,7 +1,8 @@
 """Groups, members and trajectories as plain values (JSON's, bytes and arrays) and back.
 
 They are for the checkpoint; pydantic reads them by type, which runs no code. A new field without a
-default requires another ``SCHEMA`` (rayloop/run/identity.py).
+default requires another ``SCHEMA`` (rayloop/run/identity.py), and a renamed one a line in
+``KEYS_OF_SCHEMA_3``.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,17 @@ Plain = Any
 
 The keys of a mapping are texts.
 """
+KEYS_OF_SCHEMA_3 = {
+    "production": "rollouts",
+    "issuer": "scheduler",
+    "made_up_for": "replaced_groups",
+    "issue": "number",
+    "fate": "status",
+    "reference": "ref_logprobs",
+    "advantage": "credit",
+    "kept": "token_mask",
+}
+"""Keys that checkpoints had up to schema 3, and their present names."""
 Own = Callable[[Any], Any]
 """A function that keeps a value (a trajectory, or log-probs) and returns its reference."""
 
@@ -72,6 +84,14 @@ def filled(state: Plain, values: Callable[[Any], Any]) -> Plain:
     return state
 
 
+def with_present_keys(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """``plain``, perhaps of an older checkpoint, with the keys that it would have today.
+
+    The keys within its values stay: some are names that a user chose.
+    """
+    return {KEYS_OF_SCHEMA_3.get(key, key): value for key, value in plain.items()}
+
+
 def _plain(value: Any) -> Plain:
     """A value of the core's classes as plain data."""
     match value:
@@ -106,11 +126,9 @@ def _read(cls: type[T], plain: Mapping[str, Any], **fields: Any) -> T:
 
 def plain_group(group: Group) -> Plain:
     """A group as plain values, with the id of its task, since the row is in the run's data."""
-    # ``issue`` here and ``fate`` in ``plain_member`` are names of the file format: others would
-    # need a new SCHEMA.
     members = [plain_member(member) for member in group.members]
     return {
-        "issue": group.number,
+        "number": group.number,
         "task": group.task.id,
         "members": members,
         "mean": group.mean,
@@ -121,10 +139,11 @@ def plain_group(group: Group) -> Plain:
 
 def group_from_plain(plain: Plain, own: Own, task: Callable[[str], Task]) -> Group:
     """The group of plain values; ``own`` keeps its payloads, ``task`` finds a row by its id."""
+    plain = with_present_keys(plain)
     replay_of = None if plain["replay_of"] is None else TrajectoryId(*plain["replay_of"])
     members = tuple(member_from_plain(member, own) for member in plain["members"])
     return Group(
-        plain["issue"], task(plain["task"]), members, plain["mean"], plain["std"], replay_of
+        plain["number"], task(plain["task"]), members, plain["mean"], plain["std"], replay_of
     )
 
 
@@ -144,27 +163,26 @@ def plain_member(member: Member) -> Plain:
         "outcome": _outcome(member.outcome),
         "payload": payload,
         "credit": None if member.credit is None else _plain(member.credit),
-        "reference": ref_logprobs,
+        "ref_logprobs": ref_logprobs,
         "replayed": member.replayed,
-        "fate": status,
+        "status": status,
     }
 
 
 def member_from_plain(plain: Plain, own: Own) -> Member:
     """The member of plain values; ``own`` keeps its payloads."""
+    plain = with_present_keys(plain)
     payload = plain["payload"]
-    ref_logprobs = plain["reference"]
+    ref_logprobs = plain["ref_logprobs"]
     status = None
-    if plain["fate"] is not None:
-        state, reason = plain["fate"]
+    if plain["status"] is not None:
+        state, reason = plain["status"]
         status = Status(TrajectoryState(state), reason)
-    # Older checkpoints have a number under ``advantage``.
-    credit = plain.get("credit", plain.get("advantage"))
     return Member(
         summary=_summary_from_plain(plain["summary"]),
         outcome=_outcome_from_plain(plain["outcome"]),
         payload=None if payload is None else own(trajectory_from_plain(payload)),
-        credit=_credit_from_plain(credit),
+        credit=_credit_from_plain(plain["credit"]),
         ref_logprobs=None if ref_logprobs is None else own(ref_logprobs),
         replayed=plain["replayed"],
         status=status,
@@ -182,7 +200,7 @@ def _summary_from_plain(plain: Plain) -> Summary:
 
 
 def _credit_from_plain(plain: Plain) -> Credit | None:
-    """The credit; a number is an advantage for all tokens."""
+    """The credit; in older checkpoints a number, the advantage for all tokens."""
     if isinstance(plain, Mapping):
         return _read(Credit, plain, streams=_read(Streams, plain["streams"]))
     return None if plain is None else Credit(plain)
@@ -225,6 +243,7 @@ def trajectory_from_plain(plain: Plain) -> Trajectory:
 
 
 def _turn_from_plain(plain: Plain) -> Turn:
+    plain = with_present_keys(plain)
     logprobs = plain["logprobs"]
     version = plain["version"]
     return _read(

@@ -21,6 +21,7 @@ from rayloop.core.types import RolloutRequest, Task, TrajectoryId, Version, deri
 from rayloop.data.cursor import TaskCursor
 from rayloop.data.dataset import Dataset
 from rayloop.grpo.staleness import is_due, open_slots
+from rayloop.rollout.plain import with_present_keys
 from rayloop.run.config import RunConfig
 from rayloop.run.order import Order
 
@@ -304,7 +305,7 @@ class GroupScheduler:
             "reissue": [list(request) for request in sorted(requests)],
             "one_round": is_synchronous and (self.one_round or not self.reissue),
             "issued_this_step": self.issued_this_step,
-            "made_up_for": self._replaced_groups,
+            "replaced_groups": self._replaced_groups,
             "quarantined": sorted(self.quarantined),
         }
 
@@ -313,12 +314,13 @@ class GroupScheduler:
 
         Raises CheckpointError when data, seed or shuffling have changed.
         """
+        state = with_present_keys(state)
         self.cursor.restore(state["cursor"])
         self.next_number = state["next_number"]
         self.reissue = [GroupRequest(*request) for request in state["reissue"]]
         self.one_round = state["one_round"]
         self.issued_this_step = state["issued_this_step"]
-        self._replaced_groups = state["made_up_for"]
+        self._replaced_groups = state["replaced_groups"]
         self.quarantined = set(state["quarantined"])
 
 

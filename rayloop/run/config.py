@@ -292,7 +292,7 @@ def _problems(c: RunConfig) -> Any:
     for where, each in {"": c, _IN_EVALUATION: c.in_evaluation}.items():
         episode = each.environment.episode
         room = each.rollout.sampling.max_tokens
-        yield from each.engine.unkept(each.rollout.sampling.sampling(), where)
+        yield from each.engine.mask_problems(each.rollout.sampling.sampling(), where)
         if episode.max_prompt_tokens + room > episode.max_tokens:
             yield (
                 f"a prompt of max_prompt_tokens ({episode.max_prompt_tokens}) and one turn of"

@@ -18,15 +18,15 @@ from rayloop.data.dataset import Dataset
 from rayloop.run.checkpoint import Checkpoint
 from rayloop.run.config import RunConfig
 
-SCHEMA = 3
+SCHEMA = 4
 """Schema version of the checkpoints that are written: of the marker's keys and the files' contents.
 
 1: the driver's part was a pickle of classes (driver.pkl). 2: it is plain data. 3: so are the
-trainer's index and random states.
+trainer's index and random states. 4: eight keys of the driver's part have other names.
 """
-READ = (2, 3)
+READ = (2, 3, 4)
 """Schema versions of the checkpoints that can be read."""
-_READ = " and ".join(map(str, READ))
+_READ = f"{READ[0]} to {READ[-1]}"
 
 FILES = {
     "architecture": ("config.json",),

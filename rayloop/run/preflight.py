@@ -195,7 +195,7 @@ def idle_settings(config: RunConfig) -> list[str]:
         refresh_every=config.reference.refresh_every,
         longest=None if begins_again else environment.episode.max_tokens,
         most_entropy=math.log(
-            config.rollout.sampling.sampling().most_kept or _vocabulary(config) or math.inf
+            config.rollout.sampling.sampling().effective_top_k or _vocabulary(config) or math.inf
         ),
     )
     return idle(config.policy.loss, algorithm, config.policy.update, situation)

@@ -357,8 +357,8 @@ def test_a_checkpoint_leaves_out_what_is_lost(tmp_path: Path, digits_model: Path
     state = asyncio.run(stage.capture())
 
     kept = {TrajectoryId(g, s) for g in (1, 2) for s in range(4)} - LOST
-    rollouts = state["production"]
-    members = [m for g in rollouts["ready"]["groups"] for m in g["members"] if m["fate"] is None]
+    rollouts = state["rollouts"]
+    members = [m for g in rollouts["ready"]["groups"] for m in g["members"] if m["status"] is None]
     assert (
         {TrajectoryId(*m["summary"]["id"]) for m in members}
         == ids(stage.rollouts.ready.groups)

@@ -144,11 +144,11 @@ class Loop:
 
     def continues(self, before: Loop, folder: Path) -> None:
         """Become what ``before`` saved, written to ``folder`` and read again."""
-        state = {"ledger": before.ledger.state(), "production": before.rollouts.state()}
+        state = {"ledger": before.ledger.state(), "rollouts": before.rollouts.state()}
         state = saved_and_read(state, folder)
         self.ledger.restore(state["ledger"])
         self.ledger.reissue_live()
-        self.rollouts.restore(state["production"], lambda payload: payload)
+        self.rollouts.restore(state["rollouts"], lambda payload: payload)
 
     def run(self, test: Callable[[], Awaitable[Any]]) -> Any:
         async def both() -> Any:

@@ -377,9 +377,9 @@ def test_rounding_in_bfloat16_is_no_failure_of_the_self_test(
     weight_sync._unchanged = LogprobGap(10, 1e-4, 1e-3)
     moved, follows = LogprobGap(10, 0.9, 3.0), LogprobGap(10, 0.2, 1.0)
     with nullcontext() if arrived else pytest.raises(WeightSyncError, match="did not arrive"):
-        weight_sync._judge("language", moved, follows)
+        weight_sync._check_arrival("language", moved, follows)
     with pytest.raises(WeightSyncError, match="did not arrive"):
-        weight_sync._judge("language", moved, dataclasses.replace(follows, mean=0.31))
+        weight_sync._check_arrival("language", moved, dataclasses.replace(follows, mean=0.31))
 
 
 # Warnings -----------------------------------------------------------------------------------------

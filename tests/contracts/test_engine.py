@@ -278,16 +278,16 @@ def test_a_turn_comes_with_the_tokens_that_top_p_and_top_k_kept(
     for request, done in zip(
         requests, text.many(*((request, sampling) for request in requests)), strict=True
     ):
-        assert done.kept is not None
+        assert done.token_mask is not None
         every = distributions(text.folder, request, done.token_ids, sampling)
         for row, kept, token, logprob in zip(
-            every, done.kept.padded().tolist(), done.token_ids, done.logprobs, strict=True
+            every, done.token_mask.padded().tolist(), done.token_ids, done.logprobs, strict=True
         ):
             left = sorted({*kept}, key=lambda one: float(row[one]))
             assert token in left
             assert not {*left} & {*banned}
             assert abs(float(row[token] - row[left].logsumexp(0)) - logprob) < 1e-5
-            most = sampling.most_kept or 0
+            most = sampling.effective_top_k or 0
             likeliest = row.topk(most).values
             shares = (row[left] - likeliest.logsumexp(0)).exp()
             assert len(left) <= most
@@ -309,10 +309,10 @@ def test_neighbours_that_keep_all_tokens_and_greedy_ones_are_not_truncated(text:
     ]
     *whole, truncated = text.many(*((base, sampling) for sampling in samplings))
     for sampling, done in zip(samplings, whole, strict=False):
-        assert done.kept is None
+        assert done.token_mask is None
         close(text.folder, base, done, sampling)
     assert list(whole[0].token_ids) == hf_greedy(text.folder, base, 6)
-    assert truncated.kept is not None
+    assert truncated.token_mask is not None
 
 
 def test_requests_with_different_sampling_do_not_disturb_each_other(text: Served) -> None:

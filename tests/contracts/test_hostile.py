@@ -570,7 +570,9 @@ def test_what_the_policy_broke_has_the_failing_value_and_no_grader() -> None:
             MODEL, RewardSettings(source=Component(use=f"{HERE}:refusing"), on_error=-2.0)
         )
         ended = Trajectory(TrajectoryId(1, 0), 0, "t", 0, (), Sampling(), end)
-        assert asyncio.run(actor.judge([ended], task({}), 1)) == [Scored(-2.0, flags=(str(end),))]
+        assert asyncio.run(actor.score_together([ended], task({}), 1)) == [
+            Scored(-2.0, flags=(str(end),))
+        ]
 
 
 def refusing(trajectory: Trajectory, task: Task, context: Any) -> float:

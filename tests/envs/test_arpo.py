@@ -79,9 +79,7 @@ def test_three_steps_of_the_quickstart_keep_successes_for_replay(tmp_path: Path)
     saved = json.loads(
         (folder.path / "checkpoints/step_000003/driver.json").read_text(encoding="utf-8")
     )
-    assert any(saved["production"]["finished"]["replay"].values()), (
-        "most clicks on this page succeed"
-    )
+    assert any(saved["rollouts"]["finished"]["replay"].values()), "most clicks on this page succeed"
     ledger_closes(next(event["ledger"] for event in folder.events if event["event"] == "finished"))
     played = [
         json.loads(line)

@@ -128,7 +128,7 @@ async def _all_scored(
                     sampling,
                     len(paid),
                 )
-                [outcome] = await payer.judge([made], task, 1)
+                [outcome] = await payer.score_together([made], task, 1)
             except Exception as error:
                 shown = [text[:300] for text in saying]
                 raise AssertionError(

@@ -16,8 +16,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from rayloop.core.failures import DataFailure
-from rayloop.core.kept import Kept
 from rayloop.core.model_families import family
+from rayloop.core.token_mask import TokenMask
 from rayloop.core.types import FinishReason, PromptImage, Sampling, TokenIds, TokenPrompt
 from rayloop.engines.attention import use_grouped_decoding
 from rayloop.engines.generation.sampler import Sampler, StopStrings, packed, uniforms
@@ -47,7 +47,7 @@ class DecodeRequest:
 
     prompt: TokenPrompt
     sampling: Sampling
-    finish: Callable[[TokenIds, tuple[float, ...], FinishReason, Kept | None], None]
+    finish: Callable[[TokenIds, tuple[float, ...], FinishReason, TokenMask | None], None]
     fail: Callable[[Exception], None]
     abandoned: Callable[[], bool]
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from rayloop.core.failures import DataFailure
-from rayloop.core.kept import Kept
+from rayloop.core.token_mask import TokenMask
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenPrompt, Version
 
 
@@ -49,7 +49,7 @@ class Sampler:
         self._banned = _table([s.banned_tokens for s in samplings], vocabulary).to(device)
         self._ends = _table([s.end_tokens for s in samplings], vocabulary).to(device)
         self._draws = torch.from_numpy(draws).to(device)
-        most = [s.most_kept or 0 for s in samplings]
+        most = [s.effective_top_k or 0 for s in samplings]
         self._widest = min(max(most), vocabulary)
         self._most = torch.tensor(most, device=device)[:, None]
         self._top_p = torch.tensor([[s.top_p] for s in samplings], device=device)
@@ -222,12 +222,14 @@ class TurnSampler:
         return self.ids[len(self._prompt.token_ids) :]
 
 
-def packed(sampling: Sampling, rows: Sequence[npt.NDArray[np.int64]]) -> Kept | None:
+def packed(sampling: Sampling, rows: Sequence[npt.NDArray[np.int64]]) -> TokenMask | None:
     """Return the kept tokens of a turn, from the row of each of its positions.
 
     None when ``sampling`` removes none.
     """
-    return None if sampling.most_kept is None else Kept.of([row[row >= 0] for row in rows])
+    return (
+        None if sampling.effective_top_k is None else TokenMask.of([row[row >= 0] for row in rows])
+    )
 
 
 def _table(tokens: Sequence[Sequence[int]], vocabulary: int) -> Tensor:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from rayloop.chat.tokenizer import load_tokenizer
 from rayloop.core.failures import InfrastructureFailure, WorkerLost
-from rayloop.core.kept import Kept
 from rayloop.core.protocols import EngineHealth, Manifest
+from rayloop.core.token_mask import TokenMask
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenIds, TokenPrompt, Version
 from rayloop.engines import profiling
 from rayloop.engines.generation.decoding import Decoder, DecodeRequest
@@ -286,10 +286,13 @@ def _give_up(cohort: str, members: Sequence[_Request], missing: int) -> None:
 
 def _row(request: _Request, version: Version, loop: asyncio.AbstractEventLoop) -> DecodeRequest:
     def finish(
-        token_ids: TokenIds, logprobs: tuple[float, ...], reason: FinishReason, kept: Kept | None
+        token_ids: TokenIds,
+        logprobs: tuple[float, ...],
+        reason: FinishReason,
+        token_mask: TokenMask | None,
     ) -> None:
         # asyncio's futures belong to the loop's thread; the decoder runs in another one.
-        completion = Completion(token_ids, logprobs, reason, version, kept)
+        completion = Completion(token_ids, logprobs, reason, version, token_mask)
         loop.call_soon_threadsafe(_answer, request, completion)
 
     def fail(error: Exception) -> None:

@@ -23,10 +23,10 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from rayloop.core.failures import BroadcastFailed, InfrastructureFailure, OverLongPrompt, WorkerLost
-from rayloop.core.kept import MOST_KEPT, Kept
 from rayloop.core.model_families import family
 from rayloop.core.protocols import EngineHealth, Level, Manifest
 from rayloop.core.threads import Cache
+from rayloop.core.token_mask import MAX_TOP_K, TokenMask
 from rayloop.core.types import (
     Completion,
     FinishReason,
@@ -311,7 +311,7 @@ def _arguments(
     """
     arguments = common_arguments(model.path, settings) | {
         "logprobs_mode": "processed_logprobs",
-        "max_logprobs": MOST_KEPT + TIES,
+        "max_logprobs": MAX_TOP_K + TIES,
         "use_tqdm_on_load": False,  # its lock would leave a semaphore behind
     }
     if limits:
@@ -336,7 +336,7 @@ def _parameters(prompt: TokenPrompt, sampling: Sampling, vocabulary: int, masks:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    most = sampling.most_kept
+    most = sampling.effective_top_k
     temperature = sampling.temperature
     top_k = most or 0
     # With return_sampling_mask vLLM needs a temperature and a top_k.
@@ -379,17 +379,17 @@ def _completion(output: Any, sampling: Sampling, version: Version) -> Completion
     """
     finish = _finish(output)
     logprobs = np.array(output.logprobs.logprobs).reshape(len(output.token_ids), -1)
-    kept = None
-    if sampling.most_kept is not None:
+    token_mask = None
+    if sampling.effective_top_k is not None:
         rows = _kept_rows(output, logprobs)
-        if max(map(len, rows)) >= sampling.most_kept + TIES:
+        if max(map(len, rows)) >= sampling.effective_top_k + TIES:
             raise InfrastructureFailure(
-                f"vLLM kept {TIES} or more tokens above top_k ({sampling.most_kept}), all as likely"
-                " as the last"
+                f"vLLM kept {TIES} or more tokens above top_k ({sampling.effective_top_k}), all as"
+                " likely as the last"
             )
-        kept = Kept.of(rows)
+        token_mask = TokenMask.of(rows)
     token_ids = tuple(output.token_ids)
-    return Completion(token_ids, tuple(logprobs[:, 0].tolist()), finish, version, kept)
+    return Completion(token_ids, tuple(logprobs[:, 0].tolist()), finish, version, token_mask)
 
 
 def _kept_rows(output: Any, logprobs: npt.NDArray[np.float64]) -> Any:

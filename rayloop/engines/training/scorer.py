@@ -160,7 +160,7 @@ class TokenScorer(nn.Module):
         # The engine's sampler computes its log-probs in
         # float32, too; bfloat16 would widen the mismatch.
         logits = self._logits(hidden[part]).float()
-        kept_tokens = None if batch.kept is None else batch.kept[part]
+        kept_tokens = None if batch.token_mask is None else batch.token_mask[part]
         logp = masked_logprobs(
             logits,
             batch.temperature[part],
@@ -219,12 +219,12 @@ def masked_logprobs(
     ban_end: Tensor,
     banned_tokens: Tensor,
     end_tokens: Tensor,
-    kept: Tensor | None = None,
+    token_mask: Tensor | None = None,
 ) -> Tensor:
     """Return the policy's log-probs [n, V] from logits [n, V] and ``temperature`` [n].
 
-    End tokens have none where ``ban_end`` [n]. With ``kept`` [n, k] the distribution is over these
-    tokens only, as the engine sampled them (arXiv:2512.02556); a row of -1 keeps all.
+    End tokens have none where ``ban_end`` [n]. With ``token_mask`` [n, k] the distribution is over
+    these tokens only, as the engine sampled them (arXiv:2512.02556); a row of -1 keeps all.
     """
     # The lowest finite number instead of -inf: the same probabilities, and p * log p stays 0
     # instead of NaN.
@@ -235,12 +235,12 @@ def masked_logprobs(
         no_token = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
         is_end = no_token.index_fill(0, end_tokens, True)
         masked = masked.masked_fill(ban_end[:, None] & is_end, lowest)
-    if kept is not None:
+    if token_mask is not None:
         # scatter refuses negative indices; the rows of
         # -1, which the clamp falsifies, are exempt below.
-        indices = kept.long().clamp(min=0)
+        indices = token_mask.long().clamp(min=0)
         removed = torch.ones_like(masked, dtype=torch.bool).scatter_(1, indices, False)
-        removed &= kept[:, :1] >= 0
+        removed &= token_mask[:, :1] >= 0
         masked = masked.masked_fill_(removed, lowest)
     return masked.log_softmax(-1)
 

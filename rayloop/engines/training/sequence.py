@@ -20,7 +20,7 @@ from rayloop.grpo.batch import Batch
 
 Encode = Callable[[Tensor, Tensor], Sequence[Tensor]]
 """Pixels [P, D] and grids [n, 3] of images -> the features [tokens, H] of each."""
-PREDICTED = ("targets", "temperature", "ban_end", "kept")
+PREDICTED = ("targets", "temperature", "ban_end", "token_mask")
 """Fields of a batch for each predicted token that its log-prob needs."""
 
 

@@ -27,8 +27,8 @@ from rayloop.core.groups import (
     Unscored,
     UnscoredKind,
 )
-from rayloop.core.kept import Kept
 from rayloop.core.ledger import Ledger
+from rayloop.core.token_mask import TokenMask
 from rayloop.core.types import (
     EndReason,
     FinishReason,
@@ -55,9 +55,8 @@ from rayloop.run.reporter import Reporter
 from tests.support.plain import saved_and_read
 from tests.support.runs import ROOT, settings
 
-KEPT = (
-    ROOT / "tests/data/checkpoints" / f"schema_{READ[0]}"
-)  # the driver's part is the same in 2 and 3
+OLDER = READ[:-1]
+"""Schemas of which a checkpoint is in ``tests/data``."""
 
 ID = TrajectoryId(7, 3)
 SUMMARY = Summary(
@@ -95,7 +94,7 @@ SAMPLED = Turn(
     True,
     True,
     -2.0 / 3.0,
-    Kept.of([[5, 8], [6], [2, 9, 151643]]),
+    TokenMask.of([[5, 8], [6], [2, 9, 151643]]),
     (1.5, 2.25, 3.0),
 )
 TRAJECTORY = Trajectory(
@@ -395,10 +394,10 @@ def test_every_field_of_every_part_comes_back(tmp_path: Path) -> None:
             f"{name}: {unset}: give it in `full` another value than a new one has, "
             "or list it as not in a checkpoint, in OF_THE_PROCESS"
         )
-    state = {"production": before.state(), "ledger": before.ledger.state()}
+    state = {"rollouts": before.state(), "ledger": before.ledger.state()}
     read = saved_and_read(state, tmp_path)
     after.ledger.restore(read["ledger"])
-    after.restore(read["production"], lambda payload: payload)
+    after.restore(read["rollouts"], lambda payload: payload)
     expected = {name: dict(fields(part)) for name, part in parts(before).items()}
     expected["GroupScheduler"]["reissue"] = [
         GroupRequest(1, 4, 2),
@@ -440,25 +439,41 @@ class Silent:
 # What was saved once ------------------------------------------------------------------------------
 
 
-def test_what_was_saved_once_is_read_for_ever(tmp_path: Path) -> None:
+def without_later_fields(trajectory: Trajectory) -> Trajectory:
+    """The trajectory as schema 2 had it."""
+    turns = tuple(
+        dataclasses.replace(turn, restart=False, executed=None, reward=0.0, token_mask=None)
+        for turn in trajectory.turns
+    )
+    sampling = dataclasses.replace(trajectory.sampling, top_p=1.0, top_k=None)
+    return dataclasses.replace(trajectory, turns=turns, sampling=sampling, order=())
+
+
+@pytest.mark.parametrize("schema", OLDER)
+def test_what_was_saved_once_is_read_for_ever(schema: int, tmp_path: Path) -> None:
     """The files were written by the code that made this schema.
 
-    Never write them anew: raise SCHEMA instead.
+    Never write them again: raise SCHEMA instead.
     """
-    state = Checkpoint(KEPT, 13, 2).state()
+    folder = ROOT / f"tests/data/checkpoints/schema_{schema}"
+    state = plain.with_present_keys(Checkpoint(folder, 13, 2).state())
     made = rollouts(tmp_path)
     made.ledger.restore(state["ledger"])
-    made.restore(state["production"], lambda payload: payload)
+    made.restore(state["rollouts"], lambda payload: payload)
     (group,) = made.ready.groups
-    payload = group.members[0].payload
-    then = tuple(
-        dataclasses.replace(turn, restart=False, executed=None, reward=0.0, kept=None)
-        for turn in TRAJECTORY.turns
-    )
-    sampling = dataclasses.replace(TRAJECTORY.sampling, top_p=1.0, top_k=None)
-    assert payload == dataclasses.replace(TRAJECTORY, turns=then, sampling=sampling, order=())
-    assert (group.members[0].summary.turn_rewards, group.members[0].summary.states) == ((), ())
-    assert group.members[0].ref_logprobs.tobytes() == REFERENCE.tobytes()
+    first, second = group.members
+    if schema == 2:
+        assert first.payload == without_later_fields(TRAJECTORY)
+        assert (first.summary.turn_rewards, first.summary.states) == ((), ())
+        assert first.credit == Credit(CREDIT.advantage)
+    else:
+        assert first.payload == TRAJECTORY
+        assert first.summary == SUMMARY
+        assert first.credit == CREDIT
+    assert first.ref_logprobs.tobytes() == REFERENCE.tobytes()
+    assert (first.status, second.status) == (None, MEMBERS[1].status)
+    assert (group.number, group.replay_of) == (GROUP.number, GROUP.replay_of)
+    assert made.scheduler._replaced_groups == 1
     assert [number.number for number in made.scheduler.reissue] == [1, 2, 3]
     assert made.scheduler.quarantined == {"train-8"}
     assert len(made.finished.buffer) == 3

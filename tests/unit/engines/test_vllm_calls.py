@@ -21,7 +21,7 @@ import torch
 
 import rayloop.engines.generation.vllm as module
 from rayloop.core.failures import InfrastructureFailure, WeightSyncError, WorkerLost
-from rayloop.core.kept import Kept
+from rayloop.core.token_mask import TokenMask
 from rayloop.core.types import (
     Completion,
     FinishReason,
@@ -189,8 +189,8 @@ def test_the_kept_tokens_are_those_whose_logprobs_are_finite_or_vllm_s_own_mask(
         likeliest = {"logprobs": [-1.0, -0.5, -1.0, -np.inf], "token_ids": [8, 3, 8, 5]}
         llm.logprobs["logprobs"] = SimpleNamespace(**likeliest)
         done = await engine.generate(PROMPT, Sampling(top_p=0.9))
-        assert (done.logprobs, done.kept) == ((-1.0,), Kept.of([[3, 8]]))
-        assert (await engine.generate(PROMPT, Sampling())).kept is None
+        assert (done.logprobs, done.token_mask) == ((-1.0,), TokenMask.of([[3, 8]]))
+        assert (await engine.generate(PROMPT, Sampling())).token_mask is None
         llm.logprobs["logprobs"] = SimpleNamespace(logprobs=[-1.0], token_ids=[8])
         llm.logprobs["sampling_mask"] = SimpleNamespace(token_ids=[[3, 8]])
         assert await engine.generate(PROMPT, Sampling(top_p=0.9)) == done

@@ -107,7 +107,7 @@ def judge(
         ModelSettings(path=str(folder)), RewardSettings(source=source, per="group", **settings)
     )
     trajectories = [trajectory(folder, i, text) for i, text in enumerate(texts)]
-    outcomes = asyncio.run(actor.judge(trajectories, TASK, 5))
+    outcomes = asyncio.run(actor.score_together(trajectories, TASK, 5))
     assert actor.health() == 0
     return outcomes
 
@@ -192,9 +192,9 @@ def test_one_that_hung_a_tool_is_not_shown(text_folder: Path) -> None:
     group = [trajectory(text_folder, i, text) for i, text in enumerate(TEXTS)]
     group[1] = dataclasses.replace(group[1], end_reason=EndReason.TOOL_DEADLINE)
     hung = Scored(-1.0, {}, ("tool_deadline",))
-    assert asyncio.run(actor.judge(group, TASK, 5)) == [Scored(1.0), hung, Scored(0.0)]
+    assert asyncio.run(actor.score_together(group, TASK, 5)) == [Scored(1.0), hung, Scored(0.0)]
     assert [samples for samples, _ in Ranking.asked] == [[0, 2]]
-    assert asyncio.run(actor.judge([group[1]], TASK, 5)) == [hung]
+    assert asyncio.run(actor.score_together([group[1]], TASK, 5)) == [hung]
     assert len(Ranking.asked) == 1, "nobody is asked about nothing"
 
 

@@ -188,15 +188,15 @@ UNFIT = {
     "older": (
         older,
         [
-            "its schema is older than 1 and this version of rayloop reads 2 and 3",
+            "its schema is older than 1 and this version of rayloop reads 2 to 4",
             "version that began it",
             CARRIED,
         ],
     ),
-    "pickled": (schema(1), ["its schema is 1 and this version of rayloop reads 2 and 3", CARRIED]),
+    "pickled": (schema(1), ["its schema is 1 and this version of rayloop reads 2 to 4", CARRIED]),
     "newer": (
         schema(99),
-        ["its schema is 99, of a newer version of rayloop; this one reads 2 and 3. Update rayloop"],
+        ["its schema is 99, of a newer version of rayloop; this one reads 2 to 4. Update rayloop"],
     ),
 }
 

@@ -7,7 +7,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-MOST_KEPT = 128
+MAX_TOP_K = 128
 """The most tokens that ``top_p`` keeps, and the highest ``top_k``.
 
 It bounds the data that is sent with a sampled token.
@@ -15,7 +15,7 @@ It bounds the data that is sent with a sampled token.
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class TokenMask:
     """The tokens that ``top_p`` and ``top_k`` kept where each of N tokens was sampled.
 
     As bytes of int32: their ``ids``, one position after the other, and the ``counts`` [N] of each.

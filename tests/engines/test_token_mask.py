@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rayloop.core.kept import Kept
 from rayloop.core.protocols import TrainItem
+from rayloop.core.token_mask import TokenMask
 from rayloop.core.types import Completion, EndReason, Sampling, Trajectory, TrajectoryId, Turn
 from rayloop.engines.models import load_model
 from rayloop.engines.settings import FsdpSettings, ModelSettings
@@ -35,7 +35,7 @@ def with_kept(played: Trajectory, seed: int) -> Trajectory:
     """Random tokens are kept at each position, and the sampled one among them, at a random place."""
     rng = np.random.default_rng(seed)
 
-    def kept(turn: Turn) -> Kept:
+    def token_mask(turn: Turn) -> TokenMask:
         rows = [
             rng.choice(np.arange(64, 320), rng.integers(0, 9), replace=False).tolist()
             for _ in turn.token_ids
@@ -46,10 +46,10 @@ def with_kept(played: Trajectory, seed: int) -> Trajectory:
         ]
         for row, token in zip(rows, turn.token_ids, strict=True):
             row.insert(int(rng.integers(0, len(row) + 1)), token)
-        return Kept.of(rows)
+        return TokenMask.of(rows)
 
     turns = tuple(
-        dataclasses.replace(turn, kept=kept(turn)) if turn.sampled else turn
+        dataclasses.replace(turn, token_mask=token_mask(turn)) if turn.sampled else turn
         for turn in played.turns
     )
     return dataclasses.replace(played, turns=turns)
@@ -73,9 +73,10 @@ def dense(logits: Tensor, items: Sequence[TrainItem]) -> tuple[Tensor, Tensor]:
     for item in items:
         for turn in item.trajectory.sampled_turns:
             rows = [None] * len(turn.token_ids)
-            if turn.kept is not None:
+            if turn.token_mask is not None:
                 ids, counts = (
-                    np.frombuffer(data, np.int32) for data in (turn.kept.ids, turn.kept.counts)
+                    np.frombuffer(data, np.int32)
+                    for data in (turn.token_mask.ids, turn.token_mask.counts)
                 )
                 rows = np.split(ids, counts.cumsum()[:-1])
             for position, (token, row) in enumerate(zip(turn.token_ids, rows, strict=True)):
@@ -142,21 +143,21 @@ def test_packed_kept_tokens_stay_with_their_positions(tiny_text: Path) -> None:
         for item in items
     ]
     batch = pack(samples)
-    assert batch.kept.dtype == torch.int32
+    assert batch.token_mask.dtype == torch.int32
     expected = [
         sorted({*row}) for item in (items[0], items[2]) for row in _kept_rows(item.trajectory)
     ]
-    packed = [sorted({*row}) for row in batch.kept.tolist()]
+    packed = [sorted({*row}) for row in batch.token_mask.tolist()]
     assert packed == [*expected[:7], *[[-1]] * 5, *expected[7:]]
-    assert pack(samples[1:2]).kept is None
-    assert batch.to("cpu").kept.equal(batch.kept)
+    assert pack(samples[1:2]).token_mask is None
+    assert batch.to("cpu").token_mask.equal(batch.token_mask)
 
 
 def _kept_rows(played: Trajectory) -> list[list[int]]:
     return [
         row
         for turn in played.sampled_turns
-        for row in (turn.kept.padded().tolist() if turn.kept else [])
+        for row in (turn.token_mask.padded().tolist() if turn.token_mask else [])
     ]
 
 
@@ -175,7 +176,7 @@ def test_kept_tokens_stay_with_the_segments_of_a_trajectory(tiny_text: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("kept", "says"),
+    ("token_mask", "says"),
     [
         (
             None,
@@ -184,15 +185,17 @@ def test_kept_tokens_stay_with_the_segments_of_a_trajectory(tiny_text: Path) -> 
                 r" for 2 sampled tokens"
             ),
         ),
-        (Kept.of([[4]]), r"7/0: .* returned 1 sets of kept tokens for 2 sampled tokens"),
+        (TokenMask.of([[4]]), r"7/0: .* returned 1 sets of kept tokens for 2 sampled tokens"),
         (
-            Kept.of([[8, 4], [6, 9]]),
+            TokenMask.of([[8, 4], [6, 9]]),
             r"7/0: .* sampled token 5 at position 1 of its turn is none of the kept tokens",
         ),
     ],
 )
-def test_a_token_that_was_not_kept_cannot_have_been_sampled(kept: Kept | None, says: str) -> None:
-    turns = (Turn("user", (1,)), Turn("assistant", (4, 5), (), (-1.0, -1.0), kept=kept))
+def test_a_token_that_was_not_kept_cannot_have_been_sampled(
+    token_mask: TokenMask | None, says: str
+) -> None:
+    turns = (Turn("user", (1,)), Turn("assistant", (4, 5), (), (-1.0, -1.0), token_mask=token_mask))
     played = Trajectory(TrajectoryId(7, 0), 0, "t", 0, turns, Sampling(top_p=0.8), EndReason.DONE)
     with pytest.raises(ValueError, match=says):
         make_sample(TrainItem(played, 1.0), played.flatten(), torch.arange(3)[None])
@@ -200,7 +203,7 @@ def test_a_token_that_was_not_kept_cannot_have_been_sampled(kept: Kept | None, s
 
 def test_a_position_without_kept_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="no token was kept"):
-        Kept.of([[4], []])
+        TokenMask.of([[4], []])
 
 
 # Against the engines ------------------------------------------------------------------------------
@@ -259,10 +262,12 @@ def test_the_ratio_of_present_weights_is_one_over_the_kept_tokens_only(
             for score in (policy.logprobs, reference.logprobs)
             for some in (played, whole)
         ]
-    kept = np.concatenate([np.frombuffer(one.kept.counts, np.int32) for one in done if one.kept])
+    counts = np.concatenate(
+        [np.frombuffer(one.token_mask.counts, np.int32) for one in done if one.token_mask]
+    )
     print(
-        f"\n{served.kind}, temperature {temperature}, top_p 0.8: {len(kept)} tokens,"
-        f" {kept.mean():.1f} kept on average: mean ratio at lag 0 with the kept tokens"
+        f"\n{served.kind}, temperature {temperature}, top_p 0.8: {len(counts)} tokens,"
+        f" {counts.mean():.1f} kept on average: mean ratio at lag 0 with the kept tokens"
         f" {ratios[0]:.6f}, without {ratios[1]:.3f}"
     )
     assert ratios[0] == pytest.approx(1.0, abs=1e-5)
