@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.screens import OwnEngines, screen
+from benchmarks.screens import CustomEngines, screen
 from benchmarks.simulated import SimulatedPolicy
 from rayloop.actors.handles import Handle, submit
 from rayloop.actors.lease import LeasesEngines
@@ -159,7 +159,7 @@ class QuietPolicy(SimulatedPolicy):
     async def start(self) -> None: ...
 
 
-class GuiServices(OwnEngines):
+class GuiServices(CustomEngines):
     """Rollout actors with slots, and a policy that does nothing."""
 
     engine = SlotRollout

@@ -182,7 +182,7 @@ class LookingPolicy(SimulatedPolicy):
         return set()
 
 
-class OwnEngines(TrainingServices):
+class CustomEngines(TrainingServices):
     """Those of a run, but with rollout actors of the class ``engine``, and a policy that does not
     train.
     """
@@ -200,7 +200,7 @@ class OwnEngines(TrainingServices):
         return super()._pool(role, size, placement, own, *rest)
 
 
-class ScreensServices(OwnEngines):
+class ScreensServices(CustomEngines):
     """Rollout actors that count, and a policy that looks at what it is given."""
 
     engine = CountingRollout

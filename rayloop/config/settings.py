@@ -255,20 +255,20 @@ class Component(SettingsModel):
         return functools.partial(target, **self.with_) if self.with_ else target
 
 
-OWN = "a class of your own (use)"
-"""The tag of the Component in a union of settings: ``Annotated[Component, Tag(OWN)]``."""
+CUSTOM = "a custom class (use)"
+"""The tag of the Component in a union of settings: ``Annotated[Component, Tag(CUSTOM)]``."""
 
 
 def by_kind(default: str) -> Discriminator:
     """Discriminates the members of a union by ``kind``.
 
-    ``default`` is for a value without a kind, ``OWN`` for one with a ``use``.
+    ``default`` is for a value without a kind, ``CUSTOM`` for one with a ``use``.
     """
 
     def tag(value: Any) -> str:
         if isinstance(value, Mapping):
-            return OWN if "use" in value else str(value.get("kind", default))
-        return OWN if isinstance(value, Component) else str(getattr(value, "kind", ""))
+            return CUSTOM if "use" in value else str(value.get("kind", default))
+        return CUSTOM if isinstance(value, Component) else str(getattr(value, "kind", ""))
 
     return Discriminator(tag)
 

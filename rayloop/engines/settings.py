@@ -16,7 +16,7 @@ from pydantic import Field, PrivateAttr, Tag, model_validator
 from rayloop.config.explain import kind_of
 from rayloop.config.model import Computes, ComputesOnCpu, Dtype
 from rayloop.config.model import ModelSettings as ModelSettings
-from rayloop.config.settings import OWN, Component, by_kind
+from rayloop.config.settings import CUSTOM, Component, by_kind
 from rayloop.core.protocols import GenerationEngine, Level
 from rayloop.core.types import Sampling
 from rayloop.engines.training_settings import MICRO_BATCH as MICRO_BATCH
@@ -435,7 +435,7 @@ class OpenAiHttpEngineSettings(EngineChoice):
         return ""
 
 
-class OwnEngine(EngineChoice):
+class CustomEngine(EngineChoice):
     """Settings of a custom engine, which is named by its module and class.
 
     It is assumed to compute in the trainer's ``dtype``.
@@ -460,7 +460,7 @@ GenerationSettings = Annotated[
     | Annotated[VllmEngineSettings, Tag("vllm")]
     | Annotated[SglangEngineSettings, Tag("sglang")]
     | Annotated[OpenAiHttpEngineSettings, Tag("openai_http")]
-    | Annotated[Component, Tag(OWN)],
+    | Annotated[Component, Tag(CUSTOM)],
     by_kind("transformers"),
 ]
 """An engine of your own is named by where it is: ``{use: package.module:Class, with: {...}}``."""
@@ -488,7 +488,7 @@ def build_engine(
     model = model.here(weights=settings.holds_model)
     make: Callable[..., Any]
     options: Any = settings
-    if isinstance(settings, OwnEngine):
+    if isinstance(settings, CustomEngine):
         make = settings.component.resolve()
         options = settings.component.options()
     else:

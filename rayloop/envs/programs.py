@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import httpx
 from pydantic import Field, Tag
 
-from rayloop.config.settings import OWN, Component, Role, SettingsModel, by_kind
+from rayloop.config.settings import CUSTOM, Component, Role, SettingsModel, by_kind
 from rayloop.core.failures import ConfigError, EnvironmentFailed
 from rayloop.core.protocols import ProgramResult, ProgramSandbox, ToolResult
 from rayloop.envs.tools import ToolError
@@ -240,7 +240,7 @@ SandboxSetting = Annotated[
     Annotated[LocalSandbox, Tag("local")]
     | Annotated[ContainerSandbox, Tag("container")]
     | Annotated[FusionSandbox, Tag("sandbox_fusion")]
-    | Annotated[Component, Tag(OWN)],
+    | Annotated[Component, Tag(CUSTOM)],
     by_kind("local"),
 ]
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field, Tag
 
-from rayloop.config.settings import OWN, Component, Role, SettingsModel, by_kind, takes
+from rayloop.config.settings import CUSTOM, Component, Role, SettingsModel, by_kind, takes
 from rayloop.core.failures import FilterBroken
 from rayloop.core.groups import Group, Member
 from rayloop.core.types import EndReason
@@ -169,7 +169,7 @@ class PositiveNegativeAdvantage(MemberFilter):
         return not (member.reward > 0 and member.advantage < 0)
 
 
-class OwnFilter:
+class CustomFilter:
     """Builds the filter once, and checks what it returns."""
 
     def __init__(self, component: Component) -> None:
@@ -224,7 +224,7 @@ FilterSettings = Annotated[
     | Annotated[KeepEndReasons, Tag("end_reason")]
     | Annotated[Overlong, Tag("overlong")]
     | Annotated[PositiveNegativeAdvantage, Tag("positive_negative_advantage")]
-    | Annotated[Component, Tag(OWN)],
+    | Annotated[Component, Tag(CUSTOM)],
     by_kind(""),
 ]
 
@@ -235,5 +235,6 @@ def build_filters(filters: Iterable[FilterSettings]) -> tuple[Filter, ...]:
     Raises ConfigError, pydantic.ValidationError for a custom filter.
     """
     return tuple(
-        OwnFilter(settings) if isinstance(settings, Component) else settings for settings in filters
+        CustomFilter(settings) if isinstance(settings, Component) else settings
+        for settings in filters
     )

@@ -16,9 +16,9 @@ from rayloop.grpo.filters import EqualRewards, KeepEndReasons, MaxLength, Positi
 from rayloop.grpo.losses.settings import (
     AdaptiveEntropy,
     Correction,
+    CustomLoss,
     DppoLoss,
     LossSettings,
-    OwnLoss,
     PpoLoss,
     ReinforceLoss,
 )
@@ -89,7 +89,7 @@ def _ratio(loss: LossSettings, update: UpdateSettings, situation: Situation) -> 
 
     There each shipped surrogate has the gradient of ``reinforce``, and no clip holds.
     """
-    if isinstance(loss, OwnLoss):
+    if isinstance(loss, CustomLoss):
         return
     to_engine = loss.rule is not None and loss.rule.bypass
     if not _has_one_update(update) or (to_engine and not situation.exact):

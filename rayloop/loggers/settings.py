@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, Tag
 
-from rayloop.config.settings import OWN, Component, SettingsModel, by_kind
+from rayloop.config.settings import CUSTOM, Component, SettingsModel, by_kind
 from rayloop.core.failures import ConfigError
 
 
@@ -60,7 +60,7 @@ def _without_repetition(chosen: tuple[Any, ...]) -> tuple[Any, ...]:
 _AnyLogger = Annotated[
     Annotated[TensorBoardSettings, Tag("tensorboard")]
     | Annotated[WandbSettings, Tag("wandb")]
-    | Annotated[Component, Tag(OWN)],
+    | Annotated[Component, Tag(CUSTOM)],
     by_kind(""),
 ]
 LoggersSettings = Annotated[tuple[_AnyLogger, ...], AfterValidator(_without_repetition)]

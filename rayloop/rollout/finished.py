@@ -17,7 +17,7 @@ from rayloop.grpo.selection import Selection, select
 from rayloop.grpo.settings import AlgorithmSettings
 from rayloop.grpo.staleness import AcceptanceRate, expired
 from rayloop.rollout.plain import (
-    Own,
+    Store,
     group_from_plain,
     member_from_plain,
     plain_group,
@@ -163,12 +163,12 @@ class ReadyGroups:
             "dropped": dict(self.dropped),
         }
 
-    def restore(self, state: Mapping[str, Any], own: Own, task: Callable[[str], Task]) -> None:
+    def restore(self, state: Mapping[str, Any], store: Store, task: Callable[[str], Task]) -> None:
         """Continue where ``state`` was taken.
 
-        ``own`` keeps its payloads, ``task`` finds a row by its id.
+        ``store`` keeps its payloads, ``task`` finds a row by its id.
         """
-        self.groups = [group_from_plain(group, own, task) for group in state["groups"]]
+        self.groups = [group_from_plain(group, store, task) for group in state["groups"]]
         self.dropped = Counter(state["dropped"])
 
 
@@ -312,15 +312,15 @@ class FinishedGroups:
             "acceptance": self.acceptance.state(),
         }
 
-    def restore(self, state: Mapping[str, Any], own: Own, task: Callable[[str], Task]) -> None:
+    def restore(self, state: Mapping[str, Any], store: Store, task: Callable[[str], Task]) -> None:
         """Continue where ``state`` was taken.
 
-        ``own`` keeps its payloads, ``task`` finds a row by its id.
+        ``store`` keeps its payloads, ``task`` finds a row by its id.
         """
-        self.groups = [group_from_plain(group, own, task) for group in state["groups"]]
+        self.groups = [group_from_plain(group, store, task) for group in state["groups"]]
         replay = {}
         for task_id, members in state["replay"].items():
-            replay[task_id] = [member_from_plain(member, own) for member in members]
+            replay[task_id] = [member_from_plain(member, store) for member in members]
         self.buffer.restore(replay)
         self.acceptance.restore(state["acceptance"])
         self._injected.clear()

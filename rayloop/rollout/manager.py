@@ -17,7 +17,7 @@ from rayloop.data.dataset import Dataset
 from rayloop.grpo.alarms import Alarms
 from rayloop.grpo.selection import enough
 from rayloop.rollout.finished import FinishedGroups, Quarantine, ReadyGroups
-from rayloop.rollout.plain import Own, with_present_keys
+from rayloop.rollout.plain import Store, with_present_keys
 from rayloop.rollout.scheduler import GroupRequest, GroupRollout, GroupScheduler, Player
 from rayloop.run.config import RunConfig
 from rayloop.run.order import Reports
@@ -310,11 +310,11 @@ class RolloutManager:
             "blame": self.finished.blame.state(),
         }
 
-    def restore(self, state: Mapping[str, Any], own: Own) -> None:
+    def restore(self, state: Mapping[str, Any], store: Store) -> None:
         """Continue where ``state`` was taken: groups that were in flight will be issued again.
 
-        ``own`` keeps a payload. Raises CheckpointError when data, seed or shuffling have changed. A
-        row that the data no longer has keeps its id.
+        ``store`` keeps a payload. Raises CheckpointError when data, seed or shuffling have changed.
+        A row that the data no longer has keeps its id.
         """
         tasks = {task.id: task for task in self.dataset}
 
@@ -323,8 +323,8 @@ class RolloutManager:
 
         state = with_present_keys(state)
         self.scheduler.restore(state["scheduler"])
-        self.ready.restore(state["ready"], own, task)
-        self.finished.restore(state["finished"], own, task)
+        self.ready.restore(state["ready"], store, task)
+        self.finished.restore(state["finished"], store, task)
         self.alarms.restore(state["alarms"])
         self.finished.blame.restore(state["blame"])
         self.in_flight.clear()

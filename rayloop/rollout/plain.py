@@ -43,7 +43,7 @@ KEYS_OF_SCHEMA_3 = {
     "kept": "token_mask",
 }
 """Keys that checkpoints had up to schema 3, and their present names."""
-Own = Callable[[Any], Any]
+Store = Callable[[Any], Any]
 """A function that keeps a value (a trajectory, or log-probs) and returns its reference."""
 
 
@@ -137,11 +137,11 @@ def plain_group(group: Group) -> Plain:
     }
 
 
-def group_from_plain(plain: Plain, own: Own, task: Callable[[str], Task]) -> Group:
-    """The group of plain values; ``own`` keeps its payloads, ``task`` finds a row by its id."""
+def group_from_plain(plain: Plain, store: Store, task: Callable[[str], Task]) -> Group:
+    """The group of plain values; ``store`` keeps its payloads, ``task`` finds a row by its id."""
     plain = with_present_keys(plain)
     replay_of = None if plain["replay_of"] is None else TrajectoryId(*plain["replay_of"])
-    members = tuple(member_from_plain(member, own) for member in plain["members"])
+    members = tuple(member_from_plain(member, store) for member in plain["members"])
     return Group(
         plain["number"], task(plain["task"]), members, plain["mean"], plain["std"], replay_of
     )
@@ -169,8 +169,8 @@ def plain_member(member: Member) -> Plain:
     }
 
 
-def member_from_plain(plain: Plain, own: Own) -> Member:
-    """The member of plain values; ``own`` keeps its payloads."""
+def member_from_plain(plain: Plain, store: Store) -> Member:
+    """The member of plain values; ``store`` keeps its payloads."""
     plain = with_present_keys(plain)
     payload = plain["payload"]
     ref_logprobs = plain["ref_logprobs"]
@@ -181,9 +181,9 @@ def member_from_plain(plain: Plain, own: Own) -> Member:
     return Member(
         summary=_summary_from_plain(plain["summary"]),
         outcome=_outcome_from_plain(plain["outcome"]),
-        payload=None if payload is None else own(trajectory_from_plain(payload)),
+        payload=None if payload is None else store(trajectory_from_plain(payload)),
         credit=_credit_from_plain(plain["credit"]),
-        ref_logprobs=None if ref_logprobs is None else own(ref_logprobs),
+        ref_logprobs=None if ref_logprobs is None else store(ref_logprobs),
         replayed=plain["replayed"],
         status=status,
     )

@@ -13,11 +13,11 @@ from pydantic import AfterValidator, Field, model_validator
 from rayloop.config.settings import Component, LocalPath, SettingsModel, check_components, load
 from rayloop.engines.machine import per_process
 from rayloop.engines.settings import (
+    CustomEngine,
     EngineChoice,
     FsdpSettings,
     ModelSettings,
     OptimizerSettings,
-    OwnEngine,
     TransformersEngineSettings,
 )
 from rayloop.grpo.alarms import AlarmSettings
@@ -133,7 +133,7 @@ class RunConfig(SettingsModel):
         """
         engine = self.rollout.engine
         if isinstance(engine, Component):
-            return OwnEngine(component=engine, dtype=self.policy.engine.dtype)
+            return CustomEngine(component=engine, dtype=self.policy.engine.dtype)
         placed = engine.placed(self.rollout.placement.num_gpus, self.longest)
         if isinstance(placed, TransformersEngineSettings) and placed.threads is None:
             return placed.model_copy(

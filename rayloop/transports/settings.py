@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import PrivateAttr, Tag
 
-from rayloop.config.settings import OWN, Component, SettingsModel, by_kind
+from rayloop.config.settings import CUSTOM, Component, SettingsModel, by_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ TransportSettings = Annotated[
     Annotated[ObjectStoreTransport, Tag("object_store")]
     | Annotated[CollectiveTransport, Tag("collective")]
     | Annotated[NcclTransport, Tag("nccl")]
-    | Annotated[Component, Tag(OWN)],
+    | Annotated[Component, Tag(CUSTOM)],
     by_kind("object_store"),
 ]
 """The settings of any transport; a custom one is ``{use: package.module:Class, with: {...}}``."""

@@ -286,7 +286,7 @@ def test_tensors_lost_and_damaged_on_the_way_are_named(tmp_path: Path, picture_m
     assert f"{Lossy.damaged}: " in str(raised.value)
 
 
-class OwnHead(RolloutActor):
+class CustomHead(RolloutActor):
     """Its head is a copy of the embedding that loads do not reach."""
 
     def __init__(self, *args: Any) -> None:
@@ -334,7 +334,7 @@ class StaleFeatures(RolloutActor):
 
 
 SABOTAGE = {
-    OwnHead: "embedding",
+    CustomHead: "embedding",
     StaleLanguage: "language",
     StaleVision: "vision",
     StaleMerger: "merger",
@@ -386,7 +386,7 @@ def test_rounding_in_bfloat16_is_no_failure_of_the_self_test(
 
 
 @pytest.mark.parametrize(
-    ("rollout", "says"), [(OtherTemperature, "disagree"), (OwnHead, "embedding")]
+    ("rollout", "says"), [(OtherTemperature, "disagree"), (CustomHead, "embedding")]
 )
 def test_a_warning_lets_the_run_go_on_with_the_weights_of_the_start(
     rollout: type[RolloutActor], says: str, tmp_path: Path, picture_model: Path

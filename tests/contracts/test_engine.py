@@ -30,7 +30,7 @@ from rayloop.core.failures import DataFailure, WeightSyncError, WorkerLost
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenIds, TokenPrompt, Version
 from rayloop.engines.models import hf_state, load_model
 from rayloop.engines.models.saving import save_model
-from rayloop.engines.settings import EnginePlace, ModelSettings, OwnEngine, build_engine
+from rayloop.engines.settings import CustomEngine, EnginePlace, ModelSettings, build_engine
 from rayloop.run.config import RunConfig
 from rayloop.run.sections import RolloutSettings
 from rayloop.transports.manifest import manifest
@@ -80,7 +80,7 @@ class Served:
         self._runner = asyncio.Runner()
         chosen = RolloutSettings.model_validate({"engine": {**ENGINES[kind], **settings}}).engine
         wanted = (
-            OwnEngine(component=chosen, dtype="float32")
+            CustomEngine(component=chosen, dtype="float32")
             if isinstance(chosen, Component)
             else chosen
         )

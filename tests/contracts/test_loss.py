@@ -15,14 +15,14 @@ from rayloop.config.explain import models
 from rayloop.config.settings import Component, check_components, load
 from rayloop.core.failures import ConfigError
 from rayloop.grpo.losses.policy import Denominator, PolicyLoss, token_weights
-from rayloop.grpo.losses.settings import GspoLoss, LossChoice, LossSettings, OwnLoss
+from rayloop.grpo.losses.settings import CustomLoss, GspoLoss, LossChoice, LossSettings
 from rayloop.grpo.losses.surrogates import LossInputs, LossOutputs
 from rayloop.run.config import RunConfig
 from tests.support.pages import write_snippets
 
 torch.set_num_threads(1)
 
-SHIPPED: list[Any] = [model() for model in models(LossChoice) if model is not OwnLoss]
+SHIPPED: list[Any] = [model() for model in models(LossChoice) if model is not CustomLoss]
 NAMES = [loss.kind for loss in SHIPPED]
 
 
@@ -119,7 +119,7 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_pages_loss_is_the_shipped_one_bit_for_bit(page: Path) -> None:
-    own = OwnLoss.model_validate({"use": "my_losses:gspo", "aggregation": "seq-mean-token-mean"})
+    own = CustomLoss.model_validate({"use": "my_losses:gspo", "aggregation": "seq-mean-token-mean"})
     ours = [result(own, tokens([4, 2, 3], seed), Denominator(9, 3)) for seed in range(5)]
     shipped = [result(GspoLoss(), tokens([4, 2, 3], seed), Denominator(9, 3)) for seed in range(5)]
     assert [value for value, _ in ours] == [value for value, _ in shipped]
@@ -135,7 +135,7 @@ def test_the_pages_configuration_is_one(page: Path) -> None:
     )
     config = load(page / "run.yaml", [], RunConfig)
     check_components(config)
-    assert isinstance(config.policy.loss, OwnLoss)
+    assert isinstance(config.policy.loss, CustomLoss)
     assert isinstance(config.policy.loss, Component)
 
 
@@ -156,7 +156,7 @@ class Clipped:
 
 def test_a_class_has_a_method_and_says_what_it_clipped() -> None:
     given = tokens([3])
-    made = PolicyLoss(OwnLoss(use=f"{__name__}:Clipped", correction="none"))
+    made = PolicyLoss(CustomLoss(use=f"{__name__}:Clipped", correction="none"))
     out = made(
         given["logprobs"],
         given["old_logprobs"],
@@ -176,7 +176,7 @@ def test_another_answer_is_an_error_that_names_the_loss(name: str, got: str) -> 
         ConfigError,
         match=rf"policy.loss.use: {__name__}:{name} returned {got}; expected .* shape \(3,\)",
     ):
-        PolicyLoss(OwnLoss(use=f"{__name__}:{name}"))(
+        PolicyLoss(CustomLoss(use=f"{__name__}:{name}"))(
             given["logprobs"],
             given["old_logprobs"],
             given["rollout_logprobs"],

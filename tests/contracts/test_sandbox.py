@@ -419,7 +419,7 @@ def test_a_machine_without_an_engine_or_an_image_is_infrastructure(
 # The tool -----------------------------------------------------------------------------------------
 
 
-class Own:
+class Custom:
     """A user's sandbox: it answers with the command."""
 
     closed = False
@@ -441,7 +441,7 @@ class Own:
         pass
 
     def close(self) -> None:
-        Own.closed = True
+        Custom.closed = True
 
 
 class NoSandbox:
@@ -470,10 +470,10 @@ def called(settings: dict[str, Any], program: str) -> str:
 
 
 def test_the_policy_sees_what_a_program_did() -> None:
-    own = {"use": f"{HERE}:Own"}
-    Own.closed = False
+    own = {"use": f"{HERE}:Custom"}
+    Custom.closed = False
     assert called(tool(sandbox=own), "ls") == "bash|-c|ls\n\ufffd\n[exit code 0, not all was kept]"
-    assert Own.closed
+    assert Custom.closed
     assert called(tool(sandbox=own, run=["python3", "-c"]), "late").endswith(
         "[it did not end in time, not all was kept]"
     )
@@ -495,9 +495,9 @@ def test_a_tool_that_keeps_no_deadline_of_its_own_has_that_of_the_tools(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr(RunProgram, "own_deadline")
-    monkeypatch.setattr(Own, "exec", lambda *arguments, **options: time.sleep(2))
+    monkeypatch.setattr(Custom, "exec", lambda *arguments, **options: time.sleep(2))
     with pytest.raises(ToolDeadline):
-        called(tool(sandbox={"use": f"{HERE}:Own"}) | {"tool_timeout": 0.1}, "ls")
+        called(tool(sandbox={"use": f"{HERE}:Custom"}) | {"tool_timeout": 0.1}, "ls")
 
 
 def test_settings_name_one_kind() -> None:
@@ -507,7 +507,7 @@ def test_settings_name_one_kind() -> None:
         read({"sandbox": {"kind": "container", "image": "debian"}}).sandbox, ContainerSandbox
     )
     assert isinstance(read({"sandbox": of_server("http://h:8080")}).sandbox, FusionSandbox)
-    assert isinstance(read({"sandbox": {"use": f"{HERE}:Own"}}).sandbox, Component)
+    assert isinstance(read({"sandbox": {"use": f"{HERE}:Custom"}}).sandbox, Component)
     for wrong in (
         {"kind": "odd"},
         {"kind": "container"},
@@ -540,7 +540,8 @@ def test_a_run_says_where_programs_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert held_in(run(sandbox=of_server("http://h:8080"))) == "programs: sandbox_fusion"
     assert (
-        held_in(run(sandbox={"use": f"{HERE}:Own"})) == "programs: tests.contracts.test_sandbox:Own"
+        held_in(run(sandbox={"use": f"{HERE}:Custom"}))
+        == "programs: tests.contracts.test_sandbox:Custom"
     )
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(

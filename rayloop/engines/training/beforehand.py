@@ -17,7 +17,7 @@ from rayloop.engines.training.scorer import Scores
 from rayloop.engines.training.sharding import everywhere, total
 from rayloop.grpo.batch import TrainSample
 from rayloop.grpo.losses.policy import entropy_bound
-from rayloop.grpo.losses.settings import LossSettings, OwnLoss
+from rayloop.grpo.losses.settings import CustomLoss, LossSettings
 from rayloop.grpo.losses.surrogates import Elsewhere
 
 
@@ -60,7 +60,7 @@ def contributing(samples: Sequence[TrainSample], loss: LossSettings) -> list[Tra
     Without a KL and an entropy term, trajectories with advantage 0 have no gradient: all shipped
     losses are proportional to it.
     """
-    needs_all = loss.uses_kl or loss.uses_entropy or isinstance(loss, OwnLoss)
+    needs_all = loss.uses_kl or loss.uses_entropy or isinstance(loss, CustomLoss)
     return [sample for sample in samples if needs_all or sample.teaches]
 
 

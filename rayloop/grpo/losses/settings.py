@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, Tag, model_validator
 from pydantic.dataclasses import dataclass
 
-from rayloop.config.settings import OWN, Component, Role, SettingsModel, by_kind, takes
+from rayloop.config.settings import CUSTOM, Component, Role, SettingsModel, by_kind, takes
 
 VALUE = ConfigDict(extra="forbid", allow_inf_nan=False)
 Aggregation = (
@@ -307,7 +307,7 @@ class ReinforceLoss(LossSettings):
     kind: Literal["reinforce"] = "reinforce"
 
 
-class OwnLoss(LossSettings, Component):
+class CustomLoss(LossSettings, Component):
     """A custom surrogate, used together with the other terms.
 
     It is a function of ``rayloop.grpo.losses.surrogates.LossInputs``, or a class with a method
@@ -333,6 +333,6 @@ LossChoice = Annotated[
     | Annotated[SapoLoss, Tag("sapo")]
     | Annotated[DppoLoss, Tag("dppo")]
     | Annotated[ReinforceLoss, Tag("reinforce")]
-    | Annotated[OwnLoss, Tag(OWN)],
+    | Annotated[CustomLoss, Tag(CUSTOM)],
     by_kind("ppo"),
 ]

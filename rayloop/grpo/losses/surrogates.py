@@ -15,10 +15,10 @@ from rayloop.core.failures import ConfigError
 from rayloop.grpo.losses.kl import log_ratio
 from rayloop.grpo.losses.settings import (
     CispoLoss,
+    CustomLoss,
     DppoLoss,
     GspoLoss,
     LossSettings,
-    OwnLoss,
     PpoLoss,
     ReinforceLoss,
     SapoLoss,
@@ -237,7 +237,7 @@ def surrogate(settings: LossSettings) -> Surrogate:
 
     Raises ConfigError, pydantic.ValidationError for a custom loss.
     """
-    if not isinstance(settings, OwnLoss):
+    if not isinstance(settings, CustomLoss):
         kind = LOSSES[type(settings)]
         return lambda inputs: kind(inputs, settings)
     custom = settings.build()

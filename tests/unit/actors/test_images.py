@@ -38,7 +38,7 @@ from rayloop.core.types import (
     TrajectoryId,
     Version,
 )
-from rayloop.engines.settings import OwnEngine
+from rayloop.engines.settings import CustomEngine
 from rayloop.transports.settings import ObjectStoreTransport
 from tests.support.local import LocalActor
 
@@ -75,7 +75,7 @@ class Server:
     """A real rollout actor with a cache of ``limit`` bytes around that engine."""
 
     def __init__(self, limit: int = 1000) -> None:
-        engine = OwnEngine(component=Component(use=f"{__name__}:Recorder"), dtype="float32")
+        engine = CustomEngine(component=Component(use=f"{__name__}:Recorder"), dtype="float32")
         self.actor = RolloutActor(ModelSettings(path=""), engine, ObjectStoreTransport(), "")
         self.actor.images = ImageCache(limit)
         self.engine = cast(Recorder, self.actor.engine)

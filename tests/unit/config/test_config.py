@@ -29,7 +29,7 @@ from rayloop.config.settings import (
     local_path,
 )
 from rayloop.core.failures import ConfigError
-from rayloop.grpo.losses.settings import GspoLoss, OwnLoss, ReinforceLoss
+from rayloop.grpo.losses.settings import CustomLoss, GspoLoss, ReinforceLoss
 from rayloop.run.config import RunConfig
 from rayloop.run.lifetime import RecoverySettings
 from rayloop.serve_apps.settings import ServeFile
@@ -291,7 +291,7 @@ def test_a_kind_over_a_mapping_without_one_starts_it_afresh(write: Write, tmp_pa
     base = write(reward + "policy: {loss: {clip_high: 0.28}}\n")
     chosen = ["policy.loss.kl_coef=0.1", "policy.loss.kind=reinforce"]
     assert load(base, chosen, RunConfig).policy.loss == ReinforceLoss(kl_coef=0.1)
-    assert load(base, ["policy.loss.use=mine:loss"], RunConfig).policy.loss == OwnLoss(
+    assert load(base, ["policy.loss.use=mine:loss"], RunConfig).policy.loss == CustomLoss(
         use="mine:loss"
     )
     (tmp_path / "own.yaml").write_text(

@@ -788,7 +788,7 @@ def test_the_run_of_the_page_is_played_by_hand(
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-class Own:
+class Custom:
     """A leading environment that somebody else wrote."""
 
     leads, model = True, "policy"
@@ -798,12 +798,12 @@ class Own:
     def reset(self, task: Task) -> Any: ...
 
     async def lead(self, task: Task, address: Any) -> Any:
-        if isinstance(Own.does, Exception):
-            raise Own.does
-        return Own.does
+        if isinstance(Custom.does, Exception):
+            raise Custom.does
+        return Custom.does
 
     def close(self) -> None:
-        Own.closed += 1
+        Custom.closed += 1
 
 
 @pytest.mark.parametrize(
@@ -818,11 +818,11 @@ class Own:
 def test_what_a_leading_class_breaks_is_its_own_failure_and_it_is_closed(
     agent: Played, does: Any, said: str, bug: bool
 ) -> None:
-    Own.does, Own.closed = does, 0
+    Custom.does, Custom.closed = does, 0
     task = Task("t", (Message("user", ("a",)),))
     with pytest.raises(EnvironmentFailed, match=said) as raised:
-        play_one(task, never, episode_settings({"use": f"{__name__}:Own"}))
-    assert (raised.value.bug, Own.closed) == (bug, 1)
+        play_one(task, never, episode_settings({"use": f"{__name__}:Custom"}))
+    assert (raised.value.bug, Custom.closed) == (bug, 1)
 
 
 def never(prompt: TokenPrompt) -> str:

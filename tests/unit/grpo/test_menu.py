@@ -27,11 +27,11 @@ from rayloop.grpo.losses.policy import STREAMS, Denominator, PolicyLoss, entropy
 from rayloop.grpo.losses.settings import (
     Aggregation,
     Correction,
+    CustomLoss,
     Estimator,
     KlTerm,
     LossChoice,
     LossSettings,
-    OwnLoss,
 )
 from rayloop.grpo.settings import AdvantageChoice
 from tests.oracles import advantages as advantage_oracle
@@ -138,7 +138,7 @@ def offered() -> set[str]:
         *(
             f"kind: {loss.model_fields['kind'].default}"
             for loss in models(LossChoice)
-            if loss is not OwnLoss
+            if loss is not CustomLoss
         ),
         *(
             f"aggregation: {how}"
