@@ -110,11 +110,11 @@ class EnvironmentActor(Actor):
         """Play n episodes of a group at once, on one engine.
 
         Call it with ``num_returns`` 1 + n: it returns their results, then their payloads. A failure
-        has no payload. Takes an episode's timeout and ``CLOSE_TIMEOUT`` at most, and as long again
-        for each time that ``at_once`` episodes were here before. Raises WorkerSpent at once.
+        has no payload. Takes an episode's timeout and ``CLOSE_TIMEOUT_S`` at most, and as long
+        again for each time that ``at_once`` episodes were here before. Raises WorkerSpent at once.
         """
         hanging_calls = hanging()
-        if hanging_calls >= threads.HUNG:
+        if hanging_calls >= threads.MAX_HUNG_CALLS:
             raise WorkerSpent(f"{hanging_calls} calls of tools hang in this process")
         single_turn = self._for(requests[0]).max_turns == 1 and not self._leads
         first_turn: FirstTurn | None = None

@@ -18,17 +18,17 @@ from rayloop.core.types import ImagesSent, TokenPrompt
 
 R = TypeVar("R")
 
-KEPT = 1 << 30
+KEPT_IMAGE_BYTES = 1 << 30
 """Bytes of images that a rollout actor keeps, besides the images of running requests.
 
 It is enough for 64 episodes of 15 screenshots of 1 MB.
 """
-REMEMBERED = 1 << 15
+REMEMBERED_IMAGES = 1 << 15
 """Images that a process remembers to have sent or had, in some 10 MB.
 
 An image that is forgotten is sent again.
 """
-ARRIVING = 2.0
+ARRIVAL_TIMEOUT_S = 2.0
 """Seconds that a request waits for an image that another one carries."""
 
 
@@ -45,10 +45,10 @@ class ImageCache:
     It keeps ``limit`` bytes and the images of running requests, and drops the least recently used.
     """
 
-    def __init__(self, limit: int = KEPT) -> None:
+    def __init__(self, limit: int = KEPT_IMAGE_BYTES) -> None:
         self._running: Counter[str] = Counter()
         self._images: Cache[str, bytes] = Cache(limit, len, self._running.__contains__)
-        self._came: Cache[str, bool] = Cache(REMEMBERED)
+        self._came: Cache[str, bool] = Cache(REMEMBERED_IMAGES)
         self._changed = asyncio.Event()
 
     @property
@@ -105,7 +105,7 @@ class ImageCache:
         """
         missing = self._lacked_of(names)
         with suppress(TimeoutError):
-            async with asyncio.timeout(ARRIVING):
+            async with asyncio.timeout(ARRIVAL_TIMEOUT_S):
                 while missing:
                     # An image that came and was dropped will not
                     # come by itself: the sender must be asked.
@@ -123,7 +123,7 @@ class ImageCache:
 class SentImages:
     """The images that each engine, by its serial number, has had from this process."""
 
-    def __init__(self, limit: int = REMEMBERED) -> None:
+    def __init__(self, limit: int = REMEMBERED_IMAGES) -> None:
         self._had: Cache[tuple[int, str], bool] = Cache(limit)
 
     async def exchange(

@@ -16,7 +16,7 @@ from rayloop.core.types import Cohort, Completion, ImagesSent, RolloutRequest, S
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 0.5
+MIN_GATHERING_S = 0.5
 """Minimum seconds that the first requests of a call's episodes wait for the others."""
 
 A_co = TypeVar("A_co", covariant=True)
@@ -64,8 +64,8 @@ class FirstTurn:
     """The first turn of the episodes of one call.
 
     Episodes with the same prompt, except for the seed, share one request. It is sent when all have
-    asked, or after twice the time that the first one took since it began, at least ``PATIENCE``
-    seconds more.
+    asked, or after twice the time that the first one took since it began, at least
+    ``MIN_GATHERING_S`` more.
     """
 
     def __init__(self, episodes: int, images: SentImages) -> None:
@@ -100,7 +100,7 @@ class FirstTurn:
         self._asked.append(turn)
         if self._late is None:
             seconds = 0.0 if self._began is None else time.monotonic() - self._began
-            self._late = loop.call_later(max(PATIENCE, seconds), self._send)
+            self._late = loop.call_later(max(MIN_GATHERING_S, seconds), self._send)
         self.without()
         return turn.answer
 

@@ -24,7 +24,7 @@ from rayloop.core.protocols import Manifest, TrainItem
 from rayloop.core.types import Ref, Trajectory, TrajectoryId, Version
 from rayloop.engines.machine import grow_segments
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
-from rayloop.engines.training_settings import ADAPTERS, COLLECTIVE_TIMEOUT
+from rayloop.engines.training_settings import ADAPTERS, COLLECTIVE_TIMEOUT_S
 from rayloop.grpo.losses.settings import LossSettings
 from rayloop.transports.seam import Sender
 from rayloop.transports.settings import TransportSettings
@@ -187,7 +187,7 @@ class PolicyRank(Actor):
         grow_segments()
         from rayloop.engines.training.sharding import meeting_place
 
-        self._meeting = meeting_place((host, 0), COLLECTIVE_TIMEOUT, first=True)
+        self._meeting = meeting_place((host, 0), COLLECTIVE_TIMEOUT_S, first=True)
         return Invitation(host, self._meeting.port, secret)
 
     def join(self, meeting: Invitation | str) -> None:
@@ -227,7 +227,7 @@ class PolicyRank(Actor):
         if self.world_size == 1:
             return alone()
         address = (invited.host, invited.port)
-        place = self._meeting or meeting_place(address, COLLECTIVE_TIMEOUT, first=False)
+        place = self._meeting or meeting_place(address, COLLECTIVE_TIMEOUT_S, first=False)
         try:
             _, store = place.join(invited.secret, self.world_size, self.rank)
         except RuntimeError as error:

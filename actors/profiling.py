@@ -17,7 +17,7 @@ from rayloop.core.deadlines import WAITS, Span, with_deadline
 from rayloop.run.config import RunConfig
 from rayloop.run.records.timeline import chrome
 
-PATIENCE = 600.0
+PROFILE_TIMEOUT_S = 600.0
 """Seconds for an actor to begin a profile, and to write one."""
 
 
@@ -74,7 +74,9 @@ class Profiles:
         def call(name: str, actor: Handle[PolicyRank]) -> Awaitable[None]:
             path = None if folder is None else f"{folder}/{name}.json.gz"
             answer = submit(actor, PolicyRank.profile, path)
-            return self._safely(with_deadline(PATIENCE, answer, f"profile of {name}", actor))
+            return self._safely(
+                with_deadline(PROFILE_TIMEOUT_S, answer, f"profile of {name}", actor)
+            )
 
         await asyncio.gather(*(call(name, actor) for name, actor in self._actors()))
 

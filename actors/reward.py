@@ -37,7 +37,7 @@ from rayloop.run.records.rollouts import RolloutRecord, rollout_record
 
 logger = logging.getLogger(__name__)
 
-TRACE = 8000
+TRACEBACK_CHARACTERS = 8000
 """The last characters of a traceback, which travel to the driver."""
 
 
@@ -95,7 +95,7 @@ class RewardActor(Actor):
         ConfigError, with which a source ends the run.
         """
         hanging_calls = threads.hanging()
-        if hanging_calls >= threads.HUNG:
+        if hanging_calls >= threads.MAX_HUNG_CALLS:
             raise WorkerSpent(f"{hanging_calls} calls of the grader hang in this process")
         graded = [
             trajectory for trajectory in trajectories if trajectory.end_reason not in UNGRADED
@@ -183,7 +183,7 @@ class RewardActor(Actor):
             if self._settings.fails and not asks_service and type(errors[0]) is type(last):
                 return Scored(self._settings.failing_value, flags=("grader_timeout",))
             return Unscored(UnscoredKind.TIMEOUT, reason)
-        trace = own_frames(last)[-TRACE:]
+        trace = own_frames(last)[-TRACEBACK_CHARACTERS:]
         if isinstance(last, self._around) or type(errors[0]) is not type(last):
             return Unscored(UnscoredKind.REWARD_UNAVAILABLE, reason, trace)
         if self._settings.fails:

@@ -98,7 +98,7 @@ def _measured(
 
     from benchmarks.gui import GuiActor
     from rayloop.actors.handles import create, submit
-    from rayloop.cluster.services import CONCURRENCY
+    from rayloop.cluster.services import ACTOR_COROUTINES
 
     barrier = arguments.environments if loop == "barrier" else 0
     warm = 0 if barrier else -(-arguments.environments // STEP)
@@ -108,7 +108,7 @@ def _measured(
     run = folder / config.name
     (run / "logs").mkdir(parents=True)
     driver = create(
-        GuiActor, {"num_cpus": 0, "max_concurrency": CONCURRENCY}, config, str(run), "never"
+        GuiActor, {"num_cpus": 0, "max_concurrency": ACTOR_COROUTINES}, config, str(run), "never"
     )
     try:
         found: dict[str, float] = ray.get(

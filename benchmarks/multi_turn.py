@@ -68,12 +68,16 @@ def _measured(config: RunConfig, folder: Path) -> dict[str, Any]:
 
     from benchmarks.screens import ScreensActor
     from rayloop.actors.handles import create, submit
-    from rayloop.cluster.services import CONCURRENCY
+    from rayloop.cluster.services import ACTOR_COROUTINES
 
     run = folder / config.name
     (run / "logs").mkdir(parents=True)
     driver = create(
-        ScreensActor, {"num_cpus": 0, "max_concurrency": CONCURRENCY}, config, str(run), "never"
+        ScreensActor,
+        {"num_cpus": 0, "max_concurrency": ACTOR_COROUTINES},
+        config,
+        str(run),
+        "never",
     )
     try:
         found: dict[str, Any] = ray.get(submit(driver, ScreensActor.measure, WARM), timeout=1200)

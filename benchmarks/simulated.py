@@ -20,7 +20,7 @@ from rayloop.actors.lease import Lease, LeasesEngines
 from rayloop.actors.policy import PolicyRank
 from rayloop.cluster.driver import Driver
 from rayloop.cluster.driver_actor import DriverActor
-from rayloop.cluster.services import CONCURRENCY, TrainingServices
+from rayloop.cluster.services import ACTOR_COROUTINES, TrainingServices
 from rayloop.cluster.supervision.pool import Pool
 from rayloop.config.settings import load as load_config
 from rayloop.core.groups import Group, Outcome, Scored
@@ -140,7 +140,7 @@ class SimulatedServices(TrainingServices):
     async def start(self, admit_engine: Callable[[Any], Awaitable[None]]) -> None:
         options = {
             "num_cpus": 0,
-            "max_concurrency": 4 * max(CONCURRENCY, self.load.engines * self.load.slots),
+            "max_concurrency": 4 * max(ACTOR_COROUTINES, self.load.engines * self.load.slots),
         }
         self.world = create(World, options, self.load, self.latencies)
         world = cast(Handle[Any], self.world)  # every role in one
@@ -240,5 +240,5 @@ def simulated_driver(
     config = load_config(path, (), RunConfig)
     run = Path(folder) / config.name
     run.mkdir()
-    options = {"num_cpus": 0, "max_concurrency": CONCURRENCY}
+    options = {"num_cpus": 0, "max_concurrency": ACTOR_COROUTINES}
     return create(SimulatedActor, options, config, str(run), load, list(latencies))

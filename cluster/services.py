@@ -45,7 +45,7 @@ from rayloop.run.sections import Placement
 
 A = TypeVar("A", bound=Pooled)
 
-CONCURRENCY = 1000
+ACTOR_COROUTINES = 1000
 """Coroutines of each asynchronous actor: episodes and requests, which mostly wait."""
 
 
@@ -270,7 +270,7 @@ class Services:
             "max_restarts": 0,
             # Collective calls must run one by one in the order
             # of submission, so a rank has no concurrency.
-            **({} if role == "policy" else {"max_concurrency": CONCURRENCY}),
+            **({} if role == "policy" else {"max_concurrency": ACTOR_COROUTINES}),
         }
 
     def _where(self, bundle: int, placement: Placement) -> Any:

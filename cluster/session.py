@@ -24,7 +24,7 @@ from rayloop.core.failures import ConfigError, MachineFailed, ResourcesUnavailab
 from rayloop.engines.machine import needs_linux, open_files
 from rayloop.launch.network import unreachable
 from rayloop.launch.ray_process import LOGS, end, keep
-from rayloop.launch.ray_variables import OBJECT_STORE
+from rayloop.launch.ray_variables import OBJECT_STORE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def session(
     temporary: str | None,
     logs: Path,
     namespace: str | None = None,
-    store: int = OBJECT_STORE,
+    store: int = OBJECT_STORE_BYTES,
 ) -> Iterator[None]:
     """Join the cluster at ``address``, or start a private cluster that ends with the block.
 
@@ -81,35 +81,36 @@ def session(
             atexit.unregister(clean)
 
 
-FILES = 128
+MIN_OPEN_FILES = 128
 """Minimum limit of open files.
 
 Ray's processes have up to 71 open with four actors; with 64 its daemon dies and the run hangs.
 """
-STARTS = 3
+START_ATTEMPTS = 3
 """Attempts at starting a cluster.
 
 Ray ends an attempt after 30 seconds, which a busy machine may exceed.
 """
 
 
-def start(folder: str, *, store: int = OBJECT_STORE, **options: Any) -> None:
+def start(folder: str, *, store: int = OBJECT_STORE_BYTES, **options: Any) -> None:
     """Start a cluster on this machine, with all its files in ``folder``.
 
-    Raises ConfigError where fewer than ``FILES`` files may be open at once, MachineFailed when Ray
-    does not start.
+    Raises ConfigError where fewer than ``MIN_OPEN_FILES`` files may be open at once, MachineFailed
+    when Ray does not start.
     """
     _, hard_limit = open_files()
-    if 0 <= hard_limit < FILES:
+    if 0 <= hard_limit < MIN_OPEN_FILES:
         raise ConfigError(
-            f"{hard_limit} files may be open at once here (ulimit -Hn), and Ray needs {FILES} at"
-            " least. Run `ulimit -n 8192` before the command, as root if the shell refuses it"
+            f"{hard_limit} files may be open at once here (ulimit -Hn), and Ray needs"
+            f" {MIN_OPEN_FILES} at least. Run `ulimit -n 8192` before the command, as root if the"
+            " shell refuses it"
         )
 
     # Children that exist already are not Ray's: a failed attempt must not end them.
     earlier_children = psutil.Process().children(recursive=True)
     began = time.monotonic()
-    for attempt in range(1, STARTS + 1):
+    for attempt in range(1, START_ATTEMPTS + 1):
         try:
             with _separate_sessions():
                 ray.init(
@@ -127,7 +128,7 @@ def start(folder: str, *, store: int = OBJECT_STORE, **options: Any) -> None:
             children = psutil.Process().children(recursive=True)
             end([child for child in children if child not in earlier_children])
             # Only a start that was too slow is worth another try; anything else would fail again.
-            if attempt == STARTS or "timed out during startup" not in str(error):
+            if attempt == START_ATTEMPTS or "timed out during startup" not in str(error):
                 plural = "s" if attempt > 1 else ""
                 seconds = time.monotonic() - began
                 first_line = str(error).partition("\n")[0]

@@ -34,7 +34,7 @@ from rayloop.judge.transport import ConnectionSettings, JudgeConnection, JudgeRe
 
 logger = logging.getLogger(__name__)
 
-ENOUGH = 8
+MAX_ITEM_FAILURES = 8
 """Failures in a row of one item after which it has no verdict.
 
 The item was sent alone each time, and the canary was judged right.
@@ -265,7 +265,8 @@ class JudgeClient:
         """Send a batch until each item has a verdict, is refused, or no caller waits for it.
 
         A batch that fails twice in the same way is sent item by item. The failure of a single item
-        is not the judge's while the canary is right; after ENOUGH of them the item has no verdict.
+        is not the judge's while the canary is right; after MAX_ITEM_FAILURES of them the item has
+        no verdict.
         """
         tries = 0
         item_failures = 0
@@ -303,7 +304,7 @@ class JudgeClient:
                 else:
                     item_failures = 0
                     self.breaker.failed(failure)
-            if item_failures >= ENOUGH:
+            if item_failures >= MAX_ITEM_FAILURES:
                 reason = f"a judge that is right about its canary fails on this item: {failure}"
                 return _no_verdict(batch, NoVerdict.INVALID, reason)
 

@@ -16,7 +16,7 @@ from rayloop.core.failures import ConfigError, InfrastructureFailure
 from rayloop.core.files import trusted, write_whole
 from rayloop.core.threads import in_thread
 
-READ = 30.0
+READ_TIMEOUT_S = 30.0
 """Seconds within which a shared file system must return a file."""
 _TEMPORARY_ERRORS = (
     errno.EIO,
@@ -87,7 +87,7 @@ class FileDiscovery:
 
     async def __call__(self) -> Address:
         """The address. Raises InfrastructureFailure without one."""
-        return await in_thread(self._read, timeout=READ)
+        return await in_thread(self._read, timeout=READ_TIMEOUT_S)
 
     def _read(self) -> Address:
         try:

@@ -23,7 +23,7 @@ from rayloop.judge.api import (
     VerdictKind,
 )
 from rayloop.judge.cache import VerdictCache, cache_key
-from rayloop.judge.discovery import READ
+from rayloop.judge.discovery import READ_TIMEOUT_S
 from rayloop.judge.rubric import Rubric
 from rayloop.judge.rules import decision as rules
 
@@ -80,7 +80,13 @@ def fingerprint(
     if model:
         parts += [model.name, dict(model.settings), dict(identity)]
     parts.append({name: rubric.digest for name, rubric in rubrics.items()})
-    parts.append({"rules": rules.VERSION, "prompt": prompt.VERSION, "reply": prompt.REPLY_VERSION})
+    parts.append(
+        {
+            "rules": rules.RULES_VERSION,
+            "prompt": prompt.PROMPT_VERSION,
+            "reply": prompt.REPLY_VERSION,
+        }
+    )
     canonical = json.dumps(parts, sort_keys=True, default=str).encode()
     return f"{label}-{hashlib.sha256(canonical).hexdigest()[:_DIGEST_CHARACTERS]}"
 
@@ -174,7 +180,7 @@ class Grader:
     ) -> JudgeVerdict:
         if item.images and rubric.sees_images:
             # In a thread: a slow file system delays this item alone.
-            messages = await in_thread(prompt.messages, rubric, item, timeout=READ)
+            messages = await in_thread(prompt.messages, rubric, item, timeout=READ_TIMEOUT_S)
         else:
             messages = prompt.messages(rubric, item)
         reply = await model.reply(messages, prompt.schema(rubric))

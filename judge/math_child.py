@@ -17,14 +17,14 @@ import sympy
 from math_verify import parse, verify
 from math_verify.parser import LatexExtractionConfig
 
-DIGITS = 60
+DECIMAL_DIGITS = 60
 """Decimal digits that values are computed to."""
 RELATIVE = sympy.Rational(1, 10**6)
 """The distance that a value may have from a decimal, as a share of the larger of both.
 
 These are math-verify's own six digits, for small values too.
 """
-EXACT = sympy.Rational(1, 10 ** (DIGITS - 15))
+EXACT = sympy.Rational(1, 10 ** (DECIMAL_DIGITS - 15))
 """The same for values without a decimal, whose difference may only be an error of computation."""
 
 
@@ -53,7 +53,7 @@ def accepted(reference: str, answer: str) -> bool:
 def confirmed(reference: str, answer: str) -> bool | None:
     """Whether math-verify accepts the answer; None for a text that it does not read completely.
 
-    Equal values are computed again, to ``DIGITS`` digits.
+    Equal values are computed again, to ``DECIMAL_DIGITS`` digits.
     """
     gold = read(reference)
     candidate = read(answer)
@@ -122,8 +122,8 @@ def equal_numbers(gold: Any, candidate: Any) -> bool:
     value = exactly(candidate)
     if gold_value == value:
         return True
-    difference = sympy.Abs(sympy.N(gold_value - value, DIGITS))
-    sizes = [sympy.Abs(sympy.N(number, DIGITS)) for number in (gold_value, value)]
+    difference = sympy.Abs(sympy.N(gold_value - value, DECIMAL_DIGITS))
+    sizes = [sympy.Abs(sympy.N(number, DECIMAL_DIGITS)) for number in (gold_value, value)]
     return bool(difference <= tolerance * sympy.Max(*sizes))
 
 

@@ -20,7 +20,7 @@ from rayloop.data.images import MOST_BYTES, data_url, portable
 from rayloop.judge.api import JudgeItem, VerdictKind
 from rayloop.judge.rubric import CANARY_IMAGE, Example, Rubric, canary_image
 
-VERSION = 2
+PROMPT_VERSION = 2
 """Part of the judge's fingerprint. Raise it with every change of the prompt."""
 _MAX_TOKEN_CHARACTERS = 80
 """Characters of the longest special token that is removed."""
@@ -148,11 +148,11 @@ def _image(path: str) -> Mapping[str, Any]:
 
 REPLY_VERSION = 2
 """Part of the judge's fingerprint. Raise it with every change of the reading of replies."""
-SCORES = (0, 0.25, 0.5, 0.75, 1)
+RUBRIC_SCORES = (0, 0.25, 0.5, 0.75, 1)
 """The scores that a scored rubric allows."""
 FIELDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "binary": ("verdict", ("correct", "incorrect")),
-    "scored": ("score", SCORES),
+    "scored": ("score", RUBRIC_SCORES),
 }
 """The second key of a reply, after ``reason``, and its values, by the rubric's kind."""
 _REPLY_FORMS = {

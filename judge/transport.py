@@ -19,7 +19,7 @@ from rayloop.config.settings import Component, SettingsModel
 from rayloop.core.failures import InfrastructureFailure, RayloopError
 from rayloop.core.threads import in_thread
 from rayloop.judge.api import RESULT, JudgeItem, JudgeRequest, JudgeUnscored, NoVerdict, Result
-from rayloop.judge.discovery import READ, Address, Find, checked_url, key_of
+from rayloop.judge.discovery import READ_TIMEOUT_S, Address, Find, checked_url, key_of
 
 REQUESTS = Counter("judge_client_requests", "Requests to the judge by their outcome.", ["outcome"])
 LATENCY = Histogram(
@@ -56,7 +56,7 @@ DRIFT = Gauge(
 )
 
 
-LONGEST_WAIT = 5.0
+MAX_RETRY_AFTER_S = 5.0
 """The most seconds of ``Retry-After`` that are honoured: the judge may be well much earlier."""
 RETRIED_STATUSES = (404, 408, 425, 429)
 """Statuses below 500 that are retried.
@@ -227,7 +227,7 @@ class JudgeConnection:
             return
         try:
             address = Address(url=self.url) if self._find is None else await self._find()
-            key = await in_thread(key_of, address, self.limits.key_file, timeout=READ)
+            key = await in_thread(key_of, address, self.limits.key_file, timeout=READ_TIMEOUT_S)
         except InfrastructureFailure as error:
             raise Transient("discovery", str(error)) from error
         self._address = address
@@ -238,7 +238,7 @@ class JudgeConnection:
 def retry_after(header: str) -> float:
     """The seconds from now in a ``Retry-After`` header, which is a number or a date.
 
-    0 without a header, at most LONGEST_WAIT.
+    0 without a header, at most MAX_RETRY_AFTER_S.
     """
     if not header:
         return 0.0
@@ -252,7 +252,7 @@ def retry_after(header: str) -> float:
     # ``float`` reads "nan" too.
     if math.isnan(seconds):
         return 0.0
-    return min(max(seconds, 0.0), LONGEST_WAIT)
+    return min(max(seconds, 0.0), MAX_RETRY_AFTER_S)
 
 
 def _results(body: bytes, count: int, url: str) -> list[Result]:

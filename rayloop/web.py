@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 OPEN = ("/healthz", "/openapi.json")
 """Paths that need no key: whether the process lives, and the OpenAPI document."""
-RETRY_AFTER = 1
+RETRY_AFTER_S = 1
 """Seconds that a client should wait after a 503."""
 _LATENCY_BUCKETS_S = (
     0.001,
@@ -279,7 +279,7 @@ def problem(status: int, code: str, message: str) -> Response:
     """An error as ``ErrorBody``, in ASCII, so that no text of a request can make it fail."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     body = json.dumps({"error": {"message": message, "type": kind, "code": code}})
-    headers = {"Retry-After": str(RETRY_AFTER)} if status == 503 else None
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else None
     return Response(body, status, headers, media_type="application/json")
 
 

@@ -10,7 +10,7 @@ from ray.serve import Application
 
 from rayloop.core.failures import ConfigError
 from rayloop.core.files import new_secret
-from rayloop.web import RETRY_AFTER
+from rayloop.web import RETRY_AFTER_S
 
 
 def deployed(name: str, replica: type, settings: Any, *, what: str, **options: Any) -> Application:
@@ -28,7 +28,7 @@ def deployed(name: str, replica: type, settings: Any, *, what: str, **options: A
         )
     # Ray has this option since 2.60.
     if "backpressure_config" in inspect.signature(serve.deployment).parameters:
-        options["backpressure_config"] = {"retry_after_s": RETRY_AFTER}
+        options["backpressure_config"] = {"retry_after_s": RETRY_AFTER_S}
     ingress: Callable[[type], Any] = serve.ingress()
     options |= {"health_check_period_s": 5, "health_check_timeout_s": 30}
     return serve.deployment(name=name, **options)(ingress(replica)).bind(settings)

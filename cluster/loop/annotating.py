@@ -5,11 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from rayloop.actors.reference import ReferenceActor
-from rayloop.cluster.supervision.pool import ATTEMPTS, Pool
+from rayloop.cluster.supervision.pool import CALL_ATTEMPTS, Pool
 from rayloop.core.groups import Group
 from rayloop.core.types import TrajectoryId
 
-SHARE_OF_STEP_TIMEOUT = 1 / 6
+STEP_TIMEOUT_SHARE = 1 / 6
 """The share of ``policy.step_timeout`` in which the reference computes one group's log-probs."""
 
 
@@ -29,7 +29,7 @@ async def annotated(
     payloads = [member.payload for member in members if member.payload is not None]
     # Absolute, since an actor may have another working directory.
     path = None if folder is None else str(folder.resolve())
-    reference = pool.within(step_timeout * SHARE_OF_STEP_TIMEOUT, ATTEMPTS)
+    reference = pool.within(step_timeout * STEP_TIMEOUT_SHARE, CALL_ATTEMPTS)
     lost_positions, arrays = await reference.split(
         1 + len(indices), ReferenceActor.annotate, payloads, path
     )

@@ -13,7 +13,7 @@ from rayloop.actors.failures import brief, typed
 from rayloop.cluster.loop.saving import Saving
 from rayloop.core import events
 from rayloop.core.failures import (
-    AGAIN,
+    START_AGAIN_EXIT_CODE,
     AlarmStopped,
     CheckpointError,
     Diverged,
@@ -96,7 +96,7 @@ async def ended(run: EndingRun, error: Exception) -> RayloopError:
             end = Preempted(f"{where}, saved; {resume}")
         else:
             end = NotSaved(f"{where}, not saved: {reason}; {resume}")
-    elif run.step or end.exit_code == AGAIN:
+    elif run.step or end.exit_code == START_AGAIN_EXIT_CODE:
         if isinstance(end, Unforeseen):
             end.add_note("its traceback is in events.jsonl")
         outcome = ""

@@ -18,7 +18,7 @@ from rayloop.core import events, incidents
 from rayloop.core.deadlines import WAITS, bounded, with_deadline
 from rayloop.core.events import Event
 from rayloop.core.failures import CheckpointError, CheckpointStorageFailed, WorkerLost
-from rayloop.core.files import RETRY, Checksum
+from rayloop.core.files import STORAGE_RETRY_AFTER_S, Checksum
 from rayloop.core.types import TrajectoryId, Version
 from rayloop.rollout.plain import HeldValue, Plain, filled, held
 from rayloop.run.checkpoint import FAILED_SAVES, Checkpoint, CheckpointStore, complete
@@ -129,7 +129,7 @@ class Saving:
                 return
             if asyncio.get_running_loop().time() - self._failing_since >= step.patience:
                 raise self.trouble
-            await asyncio.sleep(RETRY)
+            await asyncio.sleep(STORAGE_RETRY_AFTER_S)
             # The event says what the run waits for, so this is not a stall.
             WAITS.moved = time.monotonic()
             if self._stopping.is_set() and not step.last:

@@ -18,7 +18,7 @@ from rayloop.actors.policy import LogprobGap, PolicyRank
 from rayloop.actors.rollout import RolloutActor
 from rayloop.cluster.services import TrainingServices
 from rayloop.cluster.supervision.attempts import EpisodeRunner
-from rayloop.cluster.supervision.policy_group import LOADING
+from rayloop.cluster.supervision.policy_group import MIN_LOADING_TIMEOUT_S
 from rayloop.core import events, incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.failures import (
@@ -37,14 +37,14 @@ from rayloop.run.config import RunConfig
 from rayloop.run.reporter import Reporter
 from rayloop.transports.seam import WeightTransport, WeightUpdate, transport
 
-VISIBLE = 10.0
+VISIBLE_FACTOR = 10.0
 """The factor by which a visible perturbation exceeds the usual log-prob difference."""
-PROBES = 4
+PROBE_TASKS = 4
 """Training tasks played for the log-prob check, the self-test and the drift check."""
-FAILING = 4
+MAX_FAILED_TASKS = 4
 """Failed tasks after which the check at the start ends a run that has played none.
 
-At least ``PROBES``.
+At least ``PROBE_TASKS``.
 """
 LOGPROB_CHECK = "log-prob check"
 """The purpose of the probes of the log-prob check.
@@ -53,13 +53,13 @@ The purpose of the self-test's probes is the name of the changed parameters.
 """
 SELF_TEST_TOKENS = 32
 """Maximum tokens of an answer of the self-test, whose first tokens show whether weights arrived."""
-ARRIVED = 1 / 3
+ARRIVED_SHARE = 1 / 3
 """The share of the change by which engines and trainer may differ when weights have arrived."""
-LOADS = 5
+MEASURED_LOADS = 5
 """The latest loads whose durations decide how long the next load may take."""
 LOAD_FACTOR = 20.0
 """A load may take this many times as long as the longest of the latest loads."""
-LOAD_FLOOR = 60.0
+MIN_LOAD_TIMEOUT_S = 60.0
 """Seconds that a load may take in any case."""
 
 
@@ -79,7 +79,7 @@ class WeightSync:
         self.making = asyncio.Lock()
         """Held from the beginning of an update until its weights are synced."""
         self._unplayable: set[str] = set()
-        self._loads: deque[float] = deque(maxlen=LOADS)
+        self._loads: deque[float] = deque(maxlen=MEASURED_LOADS)
         self._spares = True
         self._order = 0
 
@@ -131,7 +131,7 @@ class WeightSync:
         longest = self.config.sync_timeout
         if not self._loads:
             return longest
-        return min(longest, max(LOAD_FLOOR, LOAD_FACTOR * max(self._loads)))
+        return min(longest, max(MIN_LOAD_TIMEOUT_S, LOAD_FACTOR * max(self._loads)))
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -223,7 +223,10 @@ class WeightSync:
 
     def _remake_timeout(self) -> float:
         """Seconds in which the ranks can start and sync their weights."""
-        return max(self.config.recovery.start_timeout, LOADING) + self.config.sync_timeout
+        return (
+            max(self.config.recovery.start_timeout, MIN_LOADING_TIMEOUT_S)
+            + self.config.sync_timeout
+        )
 
     async def remake(self, version: Callable[[], Version]) -> None:
         """Sync weights again that were lost with their node, while the run continues.
@@ -279,11 +282,11 @@ class WeightSync:
     ) -> float | None:
         """Mean |log-prob difference| in nats between engines and trainer.
 
-        It is measured over fresh episodes of ``PROBES`` tasks, which differ at each step. None,
-        with an event, when nothing could be compared. The ranks must hold nothing fetched.
+        It is measured over fresh episodes of ``PROBE_TASKS`` tasks, which differ at each step.
+        None, with an event, when nothing could be compared. The ranks must hold nothing fetched.
         """
         draw = random.Random(derive(self.config.seed, "probe", "drift", step))
-        sample = draw.sample(list(tasks), min(PROBES, len(tasks)))
+        sample = draw.sample(list(tasks), min(PROBE_TASKS, len(tasks)))
         sampling = self.config.rollout.sampling.sampling()
         requests = []
         for number, task in enumerate(sample):
@@ -359,7 +362,7 @@ class WeightSync:
         engines against the trainer, after the change.
         """
         # ``not a > b``, so that NaN fails as well.
-        if not moved.mean > VISIBLE * self._unchanged.mean:
+        if not moved.mean > VISIBLE_FACTOR * self._unchanged.mean:
             raise WeightSyncError(
                 f"perturbing the {group} weights moved log-probs by only {moved.mean:.2e}, and"
                 f" engine and trainer differ by {self._unchanged.mean:.2e} anyway: the self-test"
@@ -369,7 +372,7 @@ class WeightSync:
 
         # In bfloat16 two implementations of a network with this
         # much noise differ by more than those of a sound network.
-        share = ARRIVED * moved.mean
+        share = ARRIVED_SHARE * moved.mean
         allowed = share if self.config.rounds else min(self.config.tolerance, share)
         if not follows.mean <= allowed:
             raise WeightSyncError(
@@ -379,10 +382,10 @@ class WeightSync:
             )
 
     async def _probe(self, tasks: Sequence[Task], player: EpisodeRunner, purpose: str) -> list[Any]:
-        """Payloads of fresh episodes on the first ``PROBES`` tasks that can be played.
+        """Payloads of fresh episodes on the first ``PROBE_TASKS`` tasks that can be played.
 
-        Fewer after ``FAILING`` failures. A task that fails is not tried again, since it may have
-        cost several deadlines. Raises EnvironmentFailed when no task could be played, or
+        Fewer after ``MAX_FAILED_TASKS`` failures. A task that fails is not tried again, since it
+        may have cost several deadlines. Raises EnvironmentFailed when no task could be played, or
         DataFailure where only the rows are to blame.
         """
         payloads: list[Any] = []
@@ -392,7 +395,7 @@ class WeightSync:
             (number, task) for number, task in enumerate(tasks) if task.id not in self._unplayable
         )
         while True:
-            count = min(PROBES - len(payloads), FAILING - len(failures))
+            count = min(PROBE_TASKS - len(payloads), MAX_FAILED_TASKS - len(failures))
             batch = list(islice(playable, count))
             if not batch:
                 break

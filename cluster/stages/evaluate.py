@@ -57,7 +57,7 @@ from rayloop.run.records.rollouts import RolloutDump
 from rayloop.transports.seam import WeightUpdate
 from rayloop.transports.settings import ObjectStoreTransport
 
-CONCURRENCY = 10_000
+EVALUATION_COROUTINES = 10_000
 
 
 class NothingScored(RayloopError):
@@ -229,7 +229,7 @@ def _missing(
 
 def _play(config: RunConfig, out: Path, missing: list[Play], retries: int) -> str:
     # It waits most of the time, so it takes no CPU away from the actors that it owns.
-    options = {"num_cpus": 0, "max_concurrency": CONCURRENCY}
+    options = {"num_cpus": 0, "max_concurrency": EVALUATION_COROUTINES}
     actor = create(Evaluator, options, config, str(out.resolve()))
     try:
         return str(ray.get(submit(actor, Evaluator.main, missing, retries)))

@@ -12,7 +12,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from rayloop.actors.failures import is_lost
 from rayloop.actors.handles import Handle, submit
 from rayloop.cluster.driver_actor import DriverActor
-from rayloop.cluster.supervision.watchdog import ASKED, HeadWatch
+from rayloop.cluster.supervision.watchdog import UNANSWERED_QUESTIONS, HeadWatch
 from rayloop.core import incidents
 from rayloop.core.failures import NotSaved, WorkerLost
 from rayloop.run.folder import RunFolder
@@ -21,13 +21,13 @@ from rayloop.run.origin import Origin
 from rayloop.view.progress import Progress
 from rayloop.view.words import describe
 
-POLL = 0.5
+POLL_INTERVAL_S = 0.5
 """Seconds between two looks at the driver."""
-ANSWER = 30.0
+ANSWER_TIMEOUT_S = 30.0
 """Seconds for the driver's first and last answer."""
-SILENT = 10.0
+SILENCE_REPORT_AFTER_S = 10.0
 """Seconds after which a driver that does not answer in between is reported."""
-LIVE = 5.0
+LIVENESS_TIMEOUT_S = 5.0
 """Seconds in which the thread for questions of a silent driver must show that its process runs."""
 
 
@@ -66,7 +66,7 @@ class _Following:
     head: HeadWatch
     _reports_seen: int = 0
     _answered: float = field(default_factory=time.monotonic)
-    _report_silence_after: float = field(default_factory=lambda: ANSWER)
+    _report_silence_after: float = field(default_factory=lambda: ANSWER_TIMEOUT_S)
     _has_answered: bool = False
     _frozen_s: float = 0.0
     _questions: int = 0
@@ -77,7 +77,7 @@ class _Following:
         while True:
             self.folder.lock.check()
             self.head.check()
-            ended, _ = ray.wait([running], timeout=POLL)
+            ended, _ = ray.wait([running], timeout=POLL_INTERVAL_S)
             updates, doing = self._ask_updates(ended=bool(ended))
             if not ended and time.monotonic() > self.until():
                 raise NotSaved(
@@ -95,7 +95,9 @@ class _Following:
     def _ask_updates(self, *, ended: bool) -> tuple[list[tuple[str, Any]], str]:
         """The driver's new reports, and its present activity."""
         # A driver that has ended still has its last reports, which are worth a longer wait.
-        patience = ANSWER if ended else max(POLL, min(SILENT, self._seconds_left()))
+        patience = ANSWER_TIMEOUT_S
+        if not ended:
+            patience = max(POLL_INTERVAL_S, min(SILENCE_REPORT_AFTER_S, self._seconds_left()))
         try:
             question = submit(self.driver, DriverActor.updates, self._reports_seen)
             self._reports_seen, updates, doing = ray.get(question, timeout=patience)
@@ -108,7 +110,7 @@ class _Following:
             # The call of ``main`` raises it.
             return [], ""
         self._answered = time.monotonic()
-        self._report_silence_after = SILENT
+        self._report_silence_after = SILENCE_REPORT_AFTER_S
         self._has_answered = True
         self._frozen_s = 0.0
         self._questions = 0
@@ -121,7 +123,7 @@ class _Following:
         # that has passed may be a stop of this process (Ctrl-Z), and the driver's answers are only
         # late then.
         if self._has_answered and not self._process_runs():
-            self._frozen_s += patience + LIVE
+            self._frozen_s += patience + LIVENESS_TIMEOUT_S
             self._questions += 1
         else:
             self._frozen_s = 0.0
@@ -131,7 +133,7 @@ class _Following:
             left = self.recovery.health_timeout - self._frozen_s
         else:
             left = self.recovery.stall_timeout - silent
-        if left <= 0 and (not self._frozen_s or self._questions >= ASKED):
+        if left <= 0 and (not self._frozen_s or self._questions >= UNANSWERED_QUESTIONS):
             raise WorkerLost(f"the driver has not answered for {silent:.0f} s") from None
         if silent > self._report_silence_after:
             event = incidents.DriverSilent(round(silent, 1), left=round(max(0.0, left), 1))
@@ -144,7 +146,7 @@ class _Following:
             self._report_silence_after = 2 * silent
 
     def _process_runs(self) -> bool:
-        timeout = min(LIVE, max(POLL, self._seconds_left()))
+        timeout = min(LIVENESS_TIMEOUT_S, max(POLL_INTERVAL_S, self._seconds_left()))
         return _lives(self.driver, timeout)
 
     def _seconds_left(self) -> float:

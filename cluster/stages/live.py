@@ -25,7 +25,7 @@ from rayloop.core.failures import ConfigError, InfrastructureFailure, MachineFai
 from rayloop.core.threads import complete
 from rayloop.run.place import Place
 
-ANSWER = 10.0
+ANSWER_TIMEOUT_S = 10.0
 """Seconds that an actor, or a node, has to answer."""
 
 
@@ -132,10 +132,12 @@ async def _answers(place: Place, actors: list[LiveActor]) -> list[str]:
     async def answer_of(actor: LiveActor) -> str:
         try:
             handle: Handle[Actor] = ray.get_actor(actor.name, place.namespace)
-            async with asyncio.timeout(ANSWER):
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 return await submit(handle, Actor.stacks)
         except (RayError, TimeoutError, ValueError) as error:
-            reason = f"does not answer within {ANSWER:g} s: {type(error).__name__} {error}"
+            reason = (
+                f"does not answer within {ANSWER_TIMEOUT_S:g} s: {type(error).__name__} {error}"
+            )
             return reason.splitlines()[0]
 
     # All at once, so that many actors that hang cost one deadline.
@@ -156,7 +158,7 @@ def _spied(pid: int) -> str | None:
             [program, "dump", "--nonblocking", "--pid", str(pid)],
             capture_output=True,
             text=True,
-            timeout=ANSWER,
+            timeout=ANSWER_TIMEOUT_S,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -187,7 +189,9 @@ def _printed_there(actor: LiveActor, lines: int) -> str:
     parts: list[str] = []
     try:
         for end in ("out", "err"):
-            parts += get_log(actor_id=actor.number, tail=lines, suffix=end, timeout=int(ANSWER))
+            parts += get_log(
+                actor_id=actor.number, tail=lines, suffix=end, timeout=int(ANSWER_TIMEOUT_S)
+            )
         return "".join(parts)
     except Exception as error:
         # The other actors' logs are still shown.
@@ -212,7 +216,7 @@ def stop_driver(place: Place) -> None:
         for actor in drivers:
             try:
                 driver: Any = ray.get_actor(actor.name, place.namespace)
-                ray.get(submit(driver, DriverActor.stop), timeout=ANSWER)
+                ray.get(submit(driver, DriverActor.stop), timeout=ANSWER_TIMEOUT_S)
                 return
             except (ActorDiedError, ValueError):
                 # It has ended since it was listed.

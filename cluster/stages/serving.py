@@ -49,16 +49,16 @@ from rayloop.serve_apps.settings import (
 )
 from rayloop.web import with_token
 
-POLL = 1.0
+POLL_INTERVAL_S = 1.0
 """Seconds between two looks at Serve."""
 STATUS_TIMEOUT_S = 5.0
 """Seconds for one look at Serve's status.
 
 Ray itself waits a minute for a cluster that has ended, and then ends the process.
 """
-PROXY = 60.0
+PROXY_TIMEOUT_S = 60.0
 """Seconds within which a proxy must answer once the replicas run."""
-ANSWER = 60.0
+CONFIG_TIMEOUT_S = 60.0
 """Seconds within which the run's driver must return its configuration; it is asked once."""
 
 
@@ -260,7 +260,7 @@ def end(name: str, *, started: bool) -> None:
             # failed and will be tried again.
             with redirect_stdout(io.StringIO()):
                 ray_serve.shutdown()
-                time.sleep(POLL)
+                time.sleep(POLL_INTERVAL_S)
         elif name in ray_serve.status().applications:
             ray_serve.delete(name)
 
@@ -279,7 +279,7 @@ def url(host: str, port: int) -> str:
     """
     if host in LOOPBACK:
         return f"http://{host}:{port}"
-    deadline = time.monotonic() + PROXY
+    deadline = time.monotonic() + PROXY_TIMEOUT_S
     while time.monotonic() < deadline:
         healthy = [
             node
@@ -295,9 +295,10 @@ def url(host: str, port: int) -> str:
             here = ray.get_runtime_context().get_node_id()
             proxy = hosts.get(here) or min(hosts.values())
             return f"http://{proxy}:{port}"
-        time.sleep(POLL)
+        time.sleep(POLL_INTERVAL_S)
     raise ServeFailed(
-        f"no proxy of Ray Serve is healthy within {PROXY:g} s: {ray_serve.status().proxies}"
+        f"no proxy of Ray Serve is healthy within {PROXY_TIMEOUT_S:g} s:"
+        f" {ray_serve.status().proxies}"
     )
 
 
@@ -308,7 +309,7 @@ def watch(name: str, who: str, still: Callable[[], bool] = lambda: True) -> None
     """
     last_state = "RUNNING"
     while still():
-        time.sleep(POLL)
+        time.sleep(POLL_INTERVAL_S)
         try:
             application = call_within(STATUS_TIMEOUT_S, ray_serve.status).applications.get(name)
         except DeadlineExceeded:
@@ -362,7 +363,7 @@ def _config(namespace: str) -> RunConfig:
         # ``get_actor`` raises ValueError for an actor that has ended since it was listed.
         with suppress(ValueError, RayError, TimeoutError):
             driver: Handle[DriverActor] = ray.get_actor(name, namespace=namespace)
-            config: RunConfig = ray.get(submit(driver, DriverActor.about), timeout=ANSWER)
+            config: RunConfig = ray.get(submit(driver, DriverActor.about), timeout=CONFIG_TIMEOUT_S)
             return config
     raise ConfigError(
         f"no driver of the run in namespace {namespace} answers: it is starting, or has ended"

@@ -29,7 +29,7 @@ from rayloop.core.types import Task, derive
 from rayloop.data.cursor import TaskCursor
 from rayloop.data.dataset import Dataset
 from rayloop.engines.machine import grow_segments, per_process
-from rayloop.engines.training_settings import COLLECTIVE_TIMEOUT
+from rayloop.engines.training_settings import COLLECTIVE_TIMEOUT_S
 from rayloop.estimate.memory import fitted
 from rayloop.estimate.shape import read_shape
 from rayloop.grpo.losses.settings import ReinforceLoss
@@ -41,7 +41,7 @@ RUN = "run"
 PROGRESS = "progress.txt"
 CHECKPOINTS = "checkpoints"
 STATE = "state.json"
-POLL = 0.5
+POLL_INTERVAL_S = 0.5
 """Seconds between two looks at the progress."""
 
 
@@ -93,7 +93,7 @@ def _follow(running: Any, path: Path, stop: StopSignals) -> None:
         progress.seek(0, os.SEEK_END)
         ended: list[Any] = []
         while not ended and stop.first is None:
-            ended, _ = ray.wait([running], timeout=POLL)
+            ended, _ = ray.wait([running], timeout=POLL_INTERVAL_S)
             print(progress.read(), end="", flush=True)
     if not ended:
         raise Preempted("stopped; the same command continues from the last checkpoint")
@@ -143,7 +143,7 @@ def _torch_trainer(config: SftConfig) -> Any:
     return TorchTrainer(
         run_rank,
         train_loop_config={"config": config},
-        torch_config=TorchConfig(backend=backend, timeout_s=math.ceil(COLLECTIVE_TIMEOUT)),
+        torch_config=TorchConfig(backend=backend, timeout_s=math.ceil(COLLECTIVE_TIMEOUT_S)),
         scaling_config=ScalingConfig(
             num_workers=config.workers,
             use_gpu=has_gpus,

@@ -31,7 +31,14 @@ from rayloop.cluster.stages.following import follow
 from rayloop.cluster.supervision.watchdog import HeadWatch, RayGone, watched
 from rayloop.config.settings import dump
 from rayloop.core import events, incidents
-from rayloop.core.failures import AGAIN, NotSaved, Preempted, RayloopError, Unforeseen, WorkerLost
+from rayloop.core.failures import (
+    START_AGAIN_EXIT_CODE,
+    NotSaved,
+    Preempted,
+    RayloopError,
+    Unforeseen,
+    WorkerLost,
+)
 from rayloop.core.files import needed, write_whole
 from rayloop.core.ledger import Ledger
 from rayloop.core.signals import STOP, handling, leave_terminal
@@ -50,7 +57,7 @@ from rayloop.view.pictures import draw_or_emit
 from rayloop.view.progress import Progress
 from rayloop.view.words import describe, sampled
 
-CONCURRENCY = 10_000
+DRIVER_COROUTINES = 10_000
 """Coroutines of the driver: one per episode in flight, and the calls of the environment actors."""
 
 Check = Callable[[], None]
@@ -59,7 +66,7 @@ Check = Callable[[], None]
 class DriverLost(RayloopError):
     """The driver actor died more often than a sixth of ``recovery.replacements`` an hour."""
 
-    exit_code = AGAIN
+    exit_code = START_AGAIN_EXIT_CODE
 
 
 def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
@@ -244,7 +251,7 @@ class DriverAttempts:
         options = {
             "name": actor_name("driver"),
             "num_cpus": 0,
-            "max_concurrency": CONCURRENCY,
+            "max_concurrency": DRIVER_COROUTINES,
             "scheduling_strategy": here,
         }
         return create(

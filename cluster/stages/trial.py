@@ -22,7 +22,7 @@ from rayloop.actors.reward import RewardActor
 from rayloop.actors.rollout import RolloutActor, start_weights
 from rayloop.chat.rendering import Rendered, Renderer
 from rayloop.core.failures import (
-    AGAIN,
+    START_AGAIN_EXIT_CODE,
     ConfigError,
     DataFailure,
     EnvironmentFailed,
@@ -45,7 +45,7 @@ from rayloop.core.types import (
 from rayloop.data.dataset import TRUTHS, Dataset
 from rayloop.data.validation import first_intact
 from rayloop.engines.settings import EngineChoice, TransformersEngineSettings
-from rayloop.envs.episode import CLOSE_TIMEOUT, play
+from rayloop.envs.episode import CLOSE_TIMEOUT_S, play
 from rayloop.envs.instance import Environments
 from rayloop.rollout.scheduler import requests
 from rayloop.run.config import RunConfig
@@ -53,7 +53,7 @@ from rayloop.run.records.rollouts import RESTARTS, jsonable
 from rayloop.transports.settings import ObjectStoreTransport
 from rayloop.view.words import rewarded, visible
 
-ANSWERS = 2
+TRIAL_ANSWERS = 2
 SHOWN_FAILURES = 3
 SHOWN_TRUTH_CHARACTERS = 500
 Write = Callable[[str], None]
@@ -158,7 +158,7 @@ class _Trial:
         self._write_preview(task)
         await self._check_environment(task)
         self.engine = await self._engine()
-        ids = [TrajectoryId(1, sample) for sample in range(ANSWERS)]
+        ids = [TrajectoryId(1, sample) for sample in range(TRIAL_ANSWERS)]
         episodes = map(self._play, requests(self.config, task, ids, visit=1))
         results = await asyncio.gather(*episodes, return_exceptions=True)
         trajectories = [result for result in results if isinstance(result, Trajectory)]
@@ -169,7 +169,7 @@ class _Trial:
             for number, result in enumerate(results, start=1)
         ]
         advice = "; fix that before you train" if any(codes) else ""
-        self.write(f"\n{codes.count(0)} of {ANSWERS} answers have a reward{advice}")
+        self.write(f"\n{codes.count(0)} of {TRIAL_ANSWERS} answers have a reward{advice}")
         return max(codes)
 
     async def _engine(self) -> RolloutActor:
@@ -200,7 +200,7 @@ class _Trial:
                 await environment.make(self.episode.step_timeout)
         finally:
             try:
-                await environment.close(CLOSE_TIMEOUT)
+                await environment.close(CLOSE_TIMEOUT_S)
             except Exception as error:
                 raise WorkerStartFailed(
                     f"{environment.name}: close() raised on an environment that was made and not"
@@ -324,7 +324,7 @@ class _Trial:
             self._write_once(outcome.trace)
         if isinstance(outcome, Scored):
             return 1 if outcome.trace else 0
-        return AGAIN if outcome.kind is UnscoredKind.REWARD_UNAVAILABLE else 1
+        return START_AGAIN_EXIT_CODE if outcome.kind is UnscoredKind.REWARD_UNAVAILABLE else 1
 
     def _write_error(self, error: BaseException) -> None:
         """Write the message of a RayloopError, or the traceback of the user's own code."""

@@ -46,9 +46,9 @@ T = TypeVar("T")
 Begins = Callable[[RolloutRequest], None]
 BadData = Callable[[Task, str, str], None]
 """Gets a task, the file at fault and the reason."""
-AT_ONCE = 128
+EVALUATION_EPISODES_AT_ONCE = 128
 """Episodes of an evaluation that are played at once."""
-SPARED = 10
+FREE_ATTEMPTS = 10
 """Attempts of an episode that are not charged to it: another episode ended its actor."""
 NEVER = Failure(Cause.LOST, Scope.BYSTANDER, retryable=True, why="never played")
 
@@ -293,7 +293,7 @@ class EpisodeRunner:
         episode.over = (
             episode.paid >= charged_attempts
             or same_bug_again
-            or episode.attempt >= attempts + SPARED
+            or episode.attempt >= attempts + FREE_ATTEMPTS
         )
 
     def _confirmed(self, doubted: Sequence[tuple[Lease[Any], Failure]]) -> bool:
@@ -333,7 +333,7 @@ async def play(
     for index, answer in enumerate(asked):
         indices_by_group.setdefault((answer.arm, answer.task.id), []).append(index)
 
-    gate = ConcurrencyLimit(AT_ONCE)
+    gate = ConcurrencyLimit(EVALUATION_EPISODES_AT_ONCE)
     items: dict[int, Item] = {}
 
     async def play_group(indices: Sequence[int]) -> None:

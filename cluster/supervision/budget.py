@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rayloop.core.failures import RolesExhausted
-from rayloop.launch.restarts import HOUR, Budget
+from rayloop.launch.restarts import REFILL_S, Budget
 from rayloop.run.lifetime import RecoverySettings
 
 LOOK_EVERY_S = 1.0
@@ -81,7 +81,7 @@ class ReplacementBudget:
                 return
             # A slot wakes early to see that the role cannot be saved. At the limit ``seconds_left``
             # is 0: without a minimum the loop would spin.
-            seconds_left = HOUR if self._short is None else self._short + patience - now()
+            seconds_left = REFILL_S if self._short is None else self._short + patience - now()
             await asyncio.sleep(min(wait, max(seconds_left, LOOK_EVERY_S)))
 
     def _hopeless(self) -> bool:

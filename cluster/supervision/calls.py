@@ -21,21 +21,21 @@ from rayloop.actors.lease import Lease, LeasesEngines
 from rayloop.actors.reward import RewardActor
 from rayloop.actors.rollout import RolloutActor
 from rayloop.cluster.supervision.history import FailureHistory
-from rayloop.cluster.supervision.pool import ATTEMPTS, Pool
+from rayloop.cluster.supervision.pool import CALL_ATTEMPTS, Pool
 from rayloop.core import incidents
 from rayloop.core.deadlines import WAITS, with_deadline
 from rayloop.core.events import Emit
 from rayloop.core.failures import Cause, Failure, Scope, WorkerLost
 from rayloop.core.groups import Group, Outcome, Unscored, UnscoredKind
 from rayloop.core.types import Ref, RolloutRequest, Summary, Task, Trajectory
-from rayloop.envs.episode import CLOSE_TIMEOUT
+from rayloop.envs.episode import CLOSE_TIMEOUT_S
 from rayloop.rewards.settings import RewardSettings
 from rayloop.run.records.rollouts import RolloutRecord
 from rayloop.run.sections import EnvironmentSettings
 
 Played = tuple[Summary, Ref[Trajectory]]
 """An episode that was played, and its payload, which the driver owns and does not open."""
-MARGIN = CLOSE_TIMEOUT + 30.0
+MARGIN = CLOSE_TIMEOUT_S + 30.0
 """Seconds that a call may take beyond ``environment.episode_timeout``.
 
 At that time its actor ends every episode itself. An episode that waited for room has its whole time
@@ -157,7 +157,7 @@ class RolloutCalls:
         if worker is None or at_once is None:
             return timeout + MARGIN
         earlier_rounds = math.ceil(worker.leases / at_once) - 1
-        return earlier_rounds * (timeout + CLOSE_TIMEOUT) + timeout + MARGIN
+        return earlier_rounds * (timeout + CLOSE_TIMEOUT_S) + timeout + MARGIN
 
     def _release(
         self,
@@ -321,7 +321,7 @@ class RewardCalls:
         """
         # A reward actor asks its grader twice at most; ten seconds are for the way there and back.
         timeout = 2 * self._settings.timeout + 10
-        calls = self._services.reward.within(timeout, ATTEMPTS, _unable, slots)
+        calls = self._services.reward.within(timeout, CALL_ATTEMPTS, _unable, slots)
         try:
             return await calls.call(RewardActor.score, task, step, *map(resolved, payloads))
         except Exception as error:
@@ -341,7 +341,7 @@ class RewardCalls:
         bare_members = tuple(replace(member, payload=None, ref_logprobs=None) for member in members)
         bare_group = replace(group, members=bare_members)
         try:
-            reward = self._services.reward.within(self._settings.timeout, ATTEMPTS)
+            reward = self._services.reward.within(self._settings.timeout, CALL_ATTEMPTS)
             return await reward.call(RewardActor.describe, bare_group, *payloads)
         except Exception as error:
             if not isinstance(error, WorkerLost) and not object_lost(error):

@@ -21,23 +21,23 @@ from rayloop.core.failures import WorkerLost
 
 logger = logging.getLogger(__name__)
 
-PERIOD = 1.0
+CHECK_INTERVAL_S = 1.0
 """Seconds between two looks at the cluster's nodes."""
-ANSWER = 5.0
+ANSWER_TIMEOUT_S = 5.0
 """Seconds in which the head lists the nodes, or a node accepts a connection."""
-DOUBT = 45.0
+DOUBT_TIMEOUT_S = 45.0
 """Seconds in which the cluster finds out that a node which accepts no connection is lost.
 
 Ray asks the node several times.
 """
-FAILURES = 3
+FAILURES_TO_AVOID = 3
 """Failures of actors in an hour after which their node is avoided.
 
 Its GPUs are avoided too, if another node has room.
 """
-HOUR = 3600.0
+FAILURE_WINDOW_S = 3600.0
 """Seconds in which failures count."""
-AVOIDED = 1200.0
+AVOID_FOR_S = 1200.0
 """Seconds that a node is avoided after its last failure."""
 
 Evict = Callable[[str, str], Sequence[int] | None]
@@ -69,7 +69,7 @@ class Nodes:
     async def locate(self, handle: Handle[Any], role: str) -> str:
         """The node of a new actor, which is recorded (``came``). Raises WorkerLost."""
         answer = submit(handle, Actor.node)
-        node = await with_deadline(DOUBT, answer, f"node of a new {role} actor", handle)
+        node = await with_deadline(DOUBT_TIMEOUT_S, answer, f"node of a new {role} actor", handle)
         self.came(node, role)
         return node
 
@@ -90,7 +90,7 @@ class Nodes:
             except Exception:
                 # Such as a full disk below the events: the next look may succeed.
                 logger.exception("the nodes could not be looked at")
-            await asyncio.sleep(PERIOD)
+            await asyncio.sleep(CHECK_INTERVAL_S)
 
     async def lost(self, node: str) -> bool:
         """Whether the node of a lost actor is lost.
@@ -98,12 +98,12 @@ class Nodes:
         The cluster learns it some seconds later than the actor's caller.
         """
         now = asyncio.get_running_loop().time
-        until = now() + DOUBT
+        until = now() + DOUBT_TIMEOUT_S
         while node in self._there and now() < until:
             await self._look()
             if node in self._gone or await self._accepts(node):
                 break
-            await asyncio.sleep(PERIOD)
+            await asyncio.sleep(CHECK_INTERVAL_S)
         return node in self._gone
 
     def charge(self, node: str) -> bool:
@@ -121,7 +121,7 @@ class Nodes:
             timeout_error = WorkerLost("the head does not answer")
             try:
                 # ``ray.nodes`` blocks for as long as the head is silent.
-                rows = await bounded(ANSWER, asyncio.to_thread(self._read), timeout_error)
+                rows = await bounded(ANSWER_TIMEOUT_S, asyncio.to_thread(self._read), timeout_error)
             except Exception as error:
                 # Without a head the next call fails.
                 logger.warning("the cluster's nodes cannot be listed: %r", error)
@@ -162,7 +162,7 @@ class Nodes:
         if row is None:
             return True
         try:
-            async with asyncio.timeout(ANSWER):
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 _, writer = await asyncio.open_connection(
                     row["NodeManagerAddress"], row["NodeManagerPort"]
                 )
@@ -174,12 +174,12 @@ class Nodes:
     def failed(self, node: str) -> None:
         """An actor failed on this node, which lives."""
         now = asyncio.get_running_loop().time()
-        times = [*self._failures.get(node, ()), now][-FAILURES:]
+        times = [*self._failures.get(node, ()), now][-FAILURES_TO_AVOID:]
         self._failures[node] = times
-        if len(times) == FAILURES and now - times[0] <= HOUR:
+        if len(times) == FAILURES_TO_AVOID and now - times[0] <= FAILURE_WINDOW_S:
             if not self.bad(node):
-                self._emit(incidents.NodeAvoided(self.name(node), node, FAILURES))
-            self._until[node] = now + AVOIDED
+                self._emit(incidents.NodeAvoided(self.name(node), node, FAILURES_TO_AVOID))
+            self._until[node] = now + AVOID_FOR_S
 
     def avoids(self) -> bool:
         """Whether a node was ever avoided."""

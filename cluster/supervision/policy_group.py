@@ -40,11 +40,11 @@ LOCAL = ("node", "host", "fetch", "finish_save")
 All other calls are numbered (``PolicyRank.numbered``), except for the calls by which the ranks
 meet, and the calls of the transport's sender.
 """
-PAUSE = 2.0
+RETRY_AFTER_S = 2.0
 """Seconds until a rank that could not be reached is asked again."""
-LOADING = 600.0
+MIN_LOADING_TIMEOUT_S = 600.0
 """Minimum seconds that the ranks have to load the model, which is the slowest start."""
-SHARED = 30.0
+SHARED_FILE_TIMEOUT_S = 30.0
 """Seconds in which a node must see a file that another node wrote into a shared folder."""
 
 
@@ -64,11 +64,11 @@ class PolicyGroup:
     ) -> None:
         """Take the settings. The ranks load the model in ``recovery.start_timeout``.
 
-        At least ``LOADING`` seconds are allowed for that.
+        At least ``MIN_LOADING_TIMEOUT_S`` are allowed for that.
         """
         self.settings = settings
         self.recovery = recovery or RecoverySettings()
-        self._start_timeout = max(self.recovery.start_timeout, LOADING)
+        self._start_timeout = max(self.recovery.start_timeout, MIN_LOADING_TIMEOUT_S)
         self._budget = Budget(self.recovery.policy_restarts)
         self._spawn = spawn
         self._nodes = nodes
@@ -277,7 +277,7 @@ class PolicyGroup:
                 if now() > until:
                     raise
                 logger.warning("%s could not be reached: asking again (%s)", what, brief(error))
-            await asyncio.sleep(PAUSE)
+            await asyncio.sleep(RETRY_AFTER_S)
             ask = again
 
     async def fetch(
@@ -413,7 +413,7 @@ class PolicyGroup:
         probe = folder / f".shared-{secrets.token_hex(4)}"
         probe.mkdir(parents=True)
         try:
-            answers = await self.all(PolicyRank.shares, str(probe), SHARED)
+            answers = await self.all(PolicyRank.shares, str(probe), SHARED_FILE_TIMEOUT_S)
             blind_hosts = [host for host in answers if host]
             rank_files = [probe / f"rank-{rank}" for rank in range(len(self.ranks))]
             if blind_hosts or not await _all_appear(rank_files):
@@ -452,6 +452,6 @@ def _merged(parts: Sequence[Checksums]) -> Checksums:
 
 
 async def _all_appear(files: Sequence[Path]) -> bool:
-    """Whether each file appears within ``SHARED`` seconds of the check of the one before."""
-    visible = [await asyncio.to_thread(appears, file, SHARED) for file in files]
+    """Whether each file appears within ``SHARED_FILE_TIMEOUT_S`` of the check before."""
+    visible = [await asyncio.to_thread(appears, file, SHARED_FILE_TIMEOUT_S) for file in files]
     return all(visible)

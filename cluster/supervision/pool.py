@@ -33,7 +33,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
 
-ATTEMPTS = 3
+CALL_ATTEMPTS = 3
 """How often a reward or reference actor is called, and each worker is started at first."""
 
 
@@ -87,8 +87,8 @@ class Pool(Generic[A]):
         await asyncio.gather(*(self._first(slot) for slot in range(self.size)))
 
     async def _first(self, slot: int) -> None:
-        """Start a worker, up to ``ATTEMPTS`` times when it dies or cannot be reached."""
-        for tries_left in reversed(range(ATTEMPTS)):
+        """Start a worker, up to ``CALL_ATTEMPTS`` times when it dies or cannot be reached."""
+        for tries_left in reversed(range(CALL_ATTEMPTS)):
             worker = None
             try:
                 worker = self._new_worker(slot)

@@ -33,14 +33,14 @@ from rayloop.run.lifetime import RecoverySettings
 
 logger = logging.getLogger(__name__)
 
-LOOK = 1.0
+LOOK_INTERVAL_S = 1.0
 """Seconds between two looks."""
-ANSWER = 5.0
+ANSWER_TIMEOUT_S = 5.0
 """Seconds that an actor, or the head, has to answer.
 
 A process that is stopped, or holds the interpreter's lock, cannot.
 """
-ASKED = 2
+UNANSWERED_QUESTIONS = 2
 """Questions that an actor must leave unanswered before it is given up.
 
 One is too few, as the asking process may itself have been stopped.
@@ -51,17 +51,17 @@ it, or stops every thread, takes seconds: pickling a large object, the import of
 storage, pages that come back from swap. ``recovery.health_timeout`` (30 s) is the patience that
 idle actors get for the same; where pages or libraries need longer, it must be raised for both.
 """
-SHOWN = 8
+REPORTED_WAITS = 8
 """Waits that a report names, the oldest first."""
-LATE = 4.0
+LATE_CALL_AFTER_S = 4.0
 """Seconds that a call is awaited before its actor is checked."""
-ROUND = 4.0
+ROUND_INTERVAL_S = 4.0
 """Seconds between two rounds of checks."""
-SILENCE = 50.0
+HEAD_LOST_AFTER_S = 50.0
 """Seconds of the head's silence after which the run gives it up. Ray itself waits 60."""
-NOTED = 10.0
+HEAD_SILENCE_REPORT_AFTER_S = 10.0
 """Seconds of the head's silence after which a line says so."""
-PERIOD = 2.0
+HEAD_CHECK_INTERVAL_S = 2.0
 """Seconds between two checks of the head."""
 
 
@@ -85,14 +85,14 @@ async def watch(
             # Something moved, so the next stall is reported early again.
             if quiet < settings.stall_report:
                 report_after = settings.stall_report
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(LOOK_INTERVAL_S)
         waiting = await _first_of_each_actor()
-        awaited = "; ".join(map(str, waiting[:SHOWN])) or "nothing that is known"
+        awaited = "; ".join(map(str, waiting[:REPORTED_WAITS])) or "nothing that is known"
         awaited += f"; load {os.getloadavg()[0]:.0f} on {cores()} cores of {socket.gethostname()}"
         if quiet >= settings.stall_timeout:
             raise Stalled(f"nothing moved for {quiet:.0f} s in phase {phase()}, awaited: {awaited}")
         file = folder / f"stall-{number}.txt"
-        path = _write_stacks(file, await _stacks(waiting[:SHOWN]))
+        path = _write_stacks(file, await _stacks(waiting[:REPORTED_WAITS]))
         emit(incidents.StalledEvent(phase(), round(quiet, 1), awaited=awaited, stacks=path))
         report_after = 2 * report_after
 
@@ -106,7 +106,7 @@ async def watch_liveness(emit: Emit, patience: float = math.inf) -> None:
     """
     silent_rounds = dict[Handle[Actor], int]()
     while True:
-        await asyncio.sleep(ROUND)
+        await asyncio.sleep(ROUND_INTERVAL_S)
         # The newest first: in the mapping below the oldest
         # wait of an actor then replaces the others.
         waits = sorted(WAITS.open.values(), key=lambda wait: wait.since, reverse=True)
@@ -126,8 +126,8 @@ async def watch_liveness(emit: Emit, patience: float = math.inf) -> None:
                 emit(incidents.Silent(_name(wait.what), seconds, awaited=wait.what))
             # The rounds show how long the actor was silent. The clock
             # does not: this process may have been stopped in that time.
-            quiet = rounds * (ROUND + ANSWER) - ROUND
-            if rounds >= ASKED and quiet >= patience:
+            quiet = rounds * (ROUND_INTERVAL_S + ANSWER_TIMEOUT_S) - ROUND_INTERVAL_S
+            if rounds >= UNANSWERED_QUESTIONS and quiet >= patience:
                 WAITS.give_up(
                     actor,
                     f"gave no sign of life for {quiet:.0f} s: its process or machine is stopped or"
@@ -137,17 +137,17 @@ async def watch_liveness(emit: Emit, patience: float = math.inf) -> None:
 
 def _is_overdue(wait: Awaited) -> bool:
     """Whether the actor of a wait is checked."""
-    return time.monotonic() - wait.since > LATE and not wait.starts
+    return time.monotonic() - wait.since > LATE_CALL_AFTER_S and not wait.starts
 
 
 async def _answers(actor: Handle[Actor]) -> bool:
-    """Whether the actor answers within ``ANSWER`` seconds.
+    """Whether the actor answers within ``ANSWER_TIMEOUT_S``.
 
     An error counts as an answer: the call that is awaited raises it, too.
     """
     with suppress(Exception):
         try:
-            async with asyncio.timeout(ANSWER):
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 await submit(actor, Actor.host)
         except TimeoutError:
             return False
@@ -209,7 +209,7 @@ async def _first_of_each_actor() -> list[_Stalled]:
 async def _elsewhere(actor: Handle[Actor] | None) -> list[tuple[str, Any]]:
     """The waits of the actor itself; none when it does not answer."""
     with suppress(Exception):
-        async with asyncio.timeout(ANSWER):
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
             return [] if actor is None else await submit(actor, Actor.awaits)
     return []
 
@@ -233,7 +233,7 @@ async def _stacks(waiting: list[_Stalled]) -> str:
 
 async def _ask(actor: Handle[Actor]) -> str:
     try:
-        async with asyncio.timeout(ANSWER):
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
             return await submit(actor, Actor.stacks)
     except Exception as error:
         return f"does not answer: {type(error).__name__} {error}".splitlines()[0]
@@ -277,8 +277,8 @@ class HeadWatch:
     def look(self) -> bool:
         """Ask once. Returns whether it is decided: the head listens, or Ray has ended here."""
         try:
-            self._ask(ANSWER)
-            lives = self._lives(ANSWER)
+            self._ask(ANSWER_TIMEOUT_S)
+            lives = self._lives(ANSWER_TIMEOUT_S)
         except AuthenticationError as error:
             reason = str(error).partition("..")[0]
             self.gone = HeadGone(
@@ -287,10 +287,12 @@ class HeadWatch:
             )
         except Exception as error:
             silent = time.monotonic() - self._answered
-            if silent > NOTED and not self._noted:
-                self._note(f"the head does not listen ({error}): waiting, {SILENCE:g} s at most")
+            if silent > HEAD_SILENCE_REPORT_AFTER_S and not self._noted:
+                self._note(
+                    f"the head does not listen ({error}): waiting, {HEAD_LOST_AFTER_S:g} s at most"
+                )
                 self._noted = True
-            if silent > SILENCE:
+            if silent > HEAD_LOST_AFTER_S:
                 self.gone = HeadGone(
                     f"the head of the Ray cluster has not listened for {silent:.0f} s"
                 )
@@ -309,7 +311,7 @@ class HeadWatch:
     def decide(self) -> None:
         """Wait until it is known whether the head lives. Raises RayGone."""
         while not self.gone and not self.look():
-            time.sleep(PERIOD / 4)
+            time.sleep(HEAD_CHECK_INTERVAL_S / 4)
         self.check()
 
     def check(self) -> None:
@@ -325,7 +327,7 @@ def watched(note: Callable[[str], None]) -> Iterator[HeadWatch]:
     over = threading.Event()
 
     def look_repeatedly() -> None:
-        while not over.wait(PERIOD) and not watch.gone:
+        while not over.wait(HEAD_CHECK_INTERVAL_S) and not watch.gone:
             watch.look()
 
     thread = threading.Thread(target=look_repeatedly, name="head-watch", daemon=True)
@@ -335,4 +337,4 @@ def watched(note: Callable[[str], None]) -> Iterator[HeadWatch]:
     finally:
         over.set()
         # Bounded: a look that hangs must not hold up the end of the run.
-        thread.join(ANSWER)
+        thread.join(ANSWER_TIMEOUT_S)

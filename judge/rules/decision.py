@@ -70,7 +70,7 @@ With a longer one only equal texts and empty answers are decided.
 """
 
 
-VERSION = 3
+RULES_VERSION = 3
 """Part of the judge's fingerprint. Raise it with every change of a decision."""
 
 

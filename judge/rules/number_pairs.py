@@ -18,8 +18,8 @@ Relation = Literal["same", "different", "unclear"]
 _NEAR = Fraction(1, 100)
 """A number that is missed by less may have been rounded or read off: no rule calls it wrong."""
 _PER_CENT = (100,)
-_THOUSANDS = (10**3, 10**6, 10**9, 10**12)
-_COUNTED_IN = (2, 12, 10**2, *_THOUSANDS, 10**5, 10**7)
+_POWERS_OF_THOUSAND = (10**3, 10**6, 10**9, 10**12)
+_COUNTED_IN = (2, 12, 10**2, *_POWERS_OF_THOUSAND, 10**5, 10**7)
 """Pairs, dozens, hundreds (or per cent), thousands, ..., lakhs and crores."""
 _CLOCK_HOURS = 12
 _YEARS_PER_CENTURY = 100
@@ -285,7 +285,7 @@ def _may_be_estimate(pair: NumberPair) -> bool:
 def _may_be_in_thousands_of_chart(pair: NumberPair) -> bool:
     if not pair.tolerance or min(pair.reference.step, pair.answer.step) > 1:
         return False
-    return pair.scaled(_THOUSANDS, Fraction(pair.tolerance))
+    return pair.scaled(_POWERS_OF_THOUSAND, Fraction(pair.tolerance))
 
 
 def _may_be_in_scale_of_question(pair: NumberPair) -> bool:

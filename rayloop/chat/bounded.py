@@ -17,8 +17,8 @@ import jinja2.runtime
 import jinja2.sandbox
 import jinja2.visitor
 
-MOST_ELEMENTS = 1 << 26
-"""Characters and elements that one rendering may make, with those of intermediate texts and lists.
+MAX_RENDERED_ELEMENTS = 1 << 26
+"""Elements and characters that one rendering may make, with those of intermediate texts and lists.
 """
 RENDER_TIMEOUT_S = 60.0
 """Seconds for one rendering, which normally takes milliseconds."""
@@ -56,7 +56,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """A Jinja sandbox without other files and with limits for each rendering.
 
     ``bounded`` must be called before a template is compiled or rendered, by the same thread. More
-    than MOST_ELEMENTS or RENDER_TIMEOUT_S raises jinja2.TemplateError.
+    than MAX_RENDERED_ELEMENTS or RENDER_TIMEOUT_S raises jinja2.TemplateError.
     """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -83,7 +83,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def bounded(self) -> None:
         """Begin to count for the calling thread."""
-        self._rendering.remaining = MOST_ELEMENTS
+        self._rendering.remaining = MAX_RENDERED_ELEMENTS
         self._rendering.deadline = time.monotonic() + RENDER_TIMEOUT_S
 
     def tick(self, size: int = 0) -> None:
@@ -94,7 +94,9 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         rendering = self._rendering
         rendering.remaining -= size
         if rendering.remaining < 0:
-            raise jinja2.TemplateError(f"it makes more than {MOST_ELEMENTS} characters or elements")
+            raise jinja2.TemplateError(
+                f"it makes more than {MAX_RENDERED_ELEMENTS} characters or elements"
+            )
         if time.monotonic() > rendering.deadline:
             raise jinja2.TemplateError(f"it takes more than {RENDER_TIMEOUT_S:g} s")
 
@@ -233,7 +235,7 @@ def _total_size(value: Any) -> int:
     """Characters and elements of a value and all values in it, counted until they are too many."""
     size = 0
     waiting = [value]
-    while waiting and size <= MOST_ELEMENTS:
+    while waiting and size <= MAX_RENDERED_ELEMENTS:
         value = waiting.pop()
         size += _size(value)
         if isinstance(value, list | tuple):

@@ -28,13 +28,13 @@ from rayloop.run.place import own_copy
 from rayloop.serve_apps.settings import LOOPBACK, HttpOptions
 from rayloop.view.charts import HELD_OUT
 from rayloop.view.pictures import overlaid
-from rayloop.view.progress import SEEN, Progress
+from rayloop.view.progress import ESTIMATE_STEPS, Progress
 from rayloop.view.reader import Tail, by_step, series
 from rayloop.view.status import state, status
 from rayloop.view.words import gained, number, sampled, visible
 from rayloop.web import with_token
 
-POLL = 1.0
+POLL_INTERVAL_S = 1.0
 FIGURES = (
     "reward/mean",
     "actor/entropy",
@@ -43,7 +43,7 @@ FIGURES = (
     "timing_s/step",
     "perf/tokens_per_second",
 )
-"""Metrics of ``compare``, each as its mean over the last ``SEEN`` steps."""
+"""Metrics of ``compare``, each as its mean over the last ``ESTIMATE_STEPS`` steps."""
 
 
 def add_console(parser: argparse.ArgumentParser) -> None:
@@ -151,7 +151,7 @@ def serve_beside(folder: RunFolder) -> None:
 
     def serve() -> None:
         while not folder.used:
-            time.sleep(POLL)
+            time.sleep(POLL_INTERVAL_S)
         _serve(folder, listening, token)
 
     threading.Thread(target=serve, daemon=True).start()
@@ -190,7 +190,7 @@ def _watch(arguments: argparse.Namespace) -> int:
             if run_status["process"] is None:
                 progress.note(visible(state(run_status)))
                 return 0
-            time.sleep(POLL)
+            time.sleep(POLL_INTERVAL_S)
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
@@ -213,7 +213,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     folders = [RunFolder.begun(path) for path in arguments.run_folders]
     columns = [_figures(folder) for folder in folders]
     headings = [folder.path.name for folder in folders]
-    table = Table(f"means of the last {SEEN} steps", *headings, box=None)
+    table = Table(f"means of the last {ESTIMATE_STEPS} steps", *headings, box=None)
     for name in dict.fromkeys(chain.from_iterable(columns)):
         table.add_row(name, *(column.get(name, "") for column in columns))
     Console(soft_wrap=True, markup=False, highlight=False).print(table)
@@ -234,7 +234,7 @@ def _figures(folder: RunFolder) -> dict[str, str]:
     damage = folder.damage()
     if damage:
         figures["records"] = damage
-    lines = series(records[-SEEN:])
+    lines = series(records[-ESTIMATE_STEPS:])
     for name in FIGURES:
         values = [value for _, value in lines.get(name, ()) if value is not None]
         if values:

@@ -23,7 +23,7 @@ from rayloop.envs.instance import Environments
 from rayloop.run.config import RunConfig, read
 from rayloop.view.words import visible
 
-LONGEST_REASON = 400
+MAX_REASON_CHARACTERS = 400
 """The most characters of a reason."""
 
 
@@ -148,4 +148,4 @@ def _unusable(observation: object) -> str:
 
 def _reason(error: Exception) -> str:
     text = error.reason if isinstance(error, DataFailure) else str(error)
-    return f"{type(error).__name__}: {text}"[:LONGEST_REASON]
+    return f"{type(error).__name__}: {text}"[:MAX_REASON_CHARACTERS]

@@ -23,7 +23,7 @@ from rayloop.view.reader import ENDS
 from rayloop.view.status import status, text
 from rayloop.view.words import describe, span, visible
 
-POLL = 0.5
+POLL_INTERVAL_S = 0.5
 TAIL_BYTES = 2**20
 """Bytes at the end of a log in which its last lines are searched."""
 
@@ -195,7 +195,7 @@ def _exit_code(folder: RunFolder, holder: Holder, since: float, deadline: float)
                 file=sys.stderr,
             )
             return 1
-        time.sleep(POLL)
+        time.sleep(POLL_INTERVAL_S)
     ends = [
         record for record in folder.events if record["event"] in ENDS and record["time"] >= since
     ]

@@ -9,7 +9,15 @@ from pathlib import Path
 
 from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError
-from rayloop.launch.slurm import CANCEL, SITE, Job, SiteSettings, nodes, plan, still_active
+from rayloop.launch.slurm import (
+    CANCEL_TIMEOUT_S,
+    SITE,
+    Job,
+    SiteSettings,
+    nodes,
+    plan,
+    still_active,
+)
 from rayloop.launch.slurm_job import SlurmError, active, slurm
 from rayloop.run.config import read
 from rayloop.run.preflight import preflight
@@ -137,10 +145,10 @@ def _down(arguments: argparse.Namespace) -> int:
     jobs = active(place.jobs())
     if jobs:
         slurm("scancel", *(job.number for job in jobs))
-    remaining = still_active(place.jobs(), CANCEL)
+    remaining = still_active(place.jobs(), CANCEL_TIMEOUT_S)
     if remaining:
         raise SlurmError(
-            f"cancelled jobs have not ended within {CANCEL:g} s:"
+            f"cancelled jobs have not ended within {CANCEL_TIMEOUT_S:g} s:"
             f" {', '.join(job.text for job in remaining)}. Run down again"
         )
     place.remove()

@@ -34,11 +34,11 @@ DATA_FOLDERS = ("runs", "checkpoints", "wandb", "node_modules", "build", "dist")
 
 Hidden folders, environments and caches are left out, too.
 """
-LIMIT = 200 * 2**20
+MAX_PACKAGE_BYTES = 200 * 2**20
 """The most bytes of the package. Ray itself refuses 500 MiB, with an error that does not say so."""
-PATIENCE = 60.0
+CONTACT_TIMEOUT_S = 60.0
 """Seconds without contact to the head after which following a job is given up."""
-POLL = 1.0
+POLL_INTERVAL_S = 1.0
 
 
 class SubmissionFailed(RayloopError):
@@ -135,7 +135,7 @@ def job_command(variables: Mapping[str, str], address: str, action: str, *words:
 def pack(folder: Path, package: Path) -> Path:
     """A zip of all files that git does not ignore; without git, of all but data and caches.
 
-    Keys, and links that lead elsewhere, are not sent. Raises ConfigError above LIMIT bytes.
+    Keys, and links that lead elsewhere, are not sent. Raises ConfigError above MAX_PACKAGE_BYTES.
     """
     candidates = [file for file in _files(folder) if not _is_data(file)]
     files = [file for file in candidates if _may_be_sent(folder, file)]
@@ -155,14 +155,14 @@ def pack(folder: Path, package: Path) -> Path:
                 entry, (folder / file).read_bytes(), zipfile.ZIP_DEFLATED, compresslevel=1
             )
     size = package.stat().st_size
-    if size > LIMIT:
+    if size > MAX_PACKAGE_BYTES:
         sizes = {file: (folder / file).stat().st_size for file in files}
         largest = sorted(files, key=sizes.__getitem__, reverse=True)[:5]
         names = ", ".join(f"{file} ({sizes[file] / 2**20:.0f} MiB)" for file in largest)
         raise ConfigError(
-            f"{folder.resolve()}: packed it has {size / 2**20:.0f} MiB, {LIMIT / 2**20:.0f} are"
-            f" allowed. The largest files: {names}. Data and models belong on storage that the"
-            " nodes see; git-ignore them or move them"
+            f"{folder.resolve()}: packed it has {size / 2**20:.0f} MiB,"
+            f" {MAX_PACKAGE_BYTES / 2**20:.0f} are allowed. The largest files: {names}. Data and"
+            " models belong on storage that the nodes see; git-ignore them or move them"
         )
     return package
 
@@ -228,11 +228,12 @@ def follow(client: JobSubmissionClient, job: str) -> int:
             info = client.get_job_info(job)
             last_contact = time.monotonic()
         except (OSError, RuntimeError, asyncio.IncompleteReadError) as error:
-            if time.monotonic() - last_contact > PATIENCE:
+            if time.monotonic() - last_contact > CONTACT_TIMEOUT_S:
                 raise SubmissionFailed(
-                    f"no contact to the head for {PATIENCE:g} s ({error}); job {job} may go on"
+                    f"no contact to the head for {CONTACT_TIMEOUT_S:g} s ({error}); job {job} may"
+                    " go on"
                 ) from error
-            time.sleep(POLL)
+            time.sleep(POLL_INTERVAL_S)
             continue
         except KeyboardInterrupt:
             print(f"\njob {job} goes on", file=sys.stderr)
@@ -246,7 +247,7 @@ def follow(client: JobSubmissionClient, job: str) -> int:
                 file=sys.stderr,
             )
             return 1
-        time.sleep(POLL)
+        time.sleep(POLL_INTERVAL_S)
 
 
 async def _show(client: JobSubmissionClient, job: str, printed: int) -> int:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
-AGAIN = 69
+START_AGAIN_EXIT_CODE = 69
 """The exit code of a run that a failure of machines ended (EX_UNAVAILABLE).
 
 It may be started again; ``node --requeue`` does so.
@@ -113,7 +113,7 @@ class RunTaken(RayloopError):
 class ResourcesUnavailable(RayloopError):
     """The cluster cannot place the actors that the configuration asks for."""
 
-    exit_code = AGAIN
+    exit_code = START_AGAIN_EXIT_CODE
 
 
 class Preempted(RayloopError):
@@ -176,13 +176,13 @@ class StorageFailed(InfrastructureFailure):
     Its storage is full, read-only or unreachable.
     """
 
-    exit_code = AGAIN
+    exit_code = START_AGAIN_EXIT_CODE
 
 
 class WorkerLost(InfrastructureFailure):
     """An actor died, hung past its deadline, or became unreachable while serving a call."""
 
-    exit_code = AGAIN
+    exit_code = START_AGAIN_EXIT_CODE
 
 
 class AnswerLate(WorkerLost):
@@ -268,7 +268,7 @@ class RewardLost(RayloopError):
     The run ends instead of guessing rewards.
     """
 
-    exit_code = AGAIN
+    exit_code = START_AGAIN_EXIT_CODE
 
 
 class GraderBroken(RayloopError):
@@ -293,13 +293,13 @@ class PolicyLost(InfrastructureFailure):
     The group is rebuilt and the last checkpoint restored under a new lineage.
     """
 
-    exit_code = AGAIN
+    exit_code = START_AGAIN_EXIT_CODE
 
 
 class RolesExhausted(RayloopError):
     """A role had no actor for longer than ``recovery.start_timeout``."""
 
-    exit_code = AGAIN
+    exit_code = START_AGAIN_EXIT_CODE
 
 
 class GenerationBudgetSpent(RayloopError):
@@ -330,13 +330,13 @@ class CheckpointStorageFailed(CheckpointError):
     A later start may be able to use it.
     """
 
-    exit_code = AGAIN
+    exit_code = START_AGAIN_EXIT_CODE
 
 
 class MachineFailed(InfrastructureFailure):
     """Ray, a machine or its storage failed beyond recovery."""
 
-    exit_code = AGAIN
+    exit_code = START_AGAIN_EXIT_CODE
 
 
 class Unforeseen(RayloopError):
@@ -346,7 +346,7 @@ class Unforeseen(RayloopError):
 class Stalled(RayloopError):
     """Nothing progressed within the stall timeout. The message names the awaited calls."""
 
-    exit_code = AGAIN
+    exit_code = START_AGAIN_EXIT_CODE
 
 
 class LedgerError(RayloopError):

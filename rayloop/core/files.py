@@ -27,7 +27,7 @@ from rayloop.core.failures import (
 if sys.platform != "win32":
     import fcntl
 
-ROOT = 0
+ROOT_USER_ID = 0
 _CHUNK_BYTES = 2**22
 """Bytes that are read at once."""
 
@@ -238,7 +238,7 @@ def kind_of(*errors: BaseException, saving: bool = False) -> type[CheckpointErro
     return CheckpointError
 
 
-RETRY = 5.0
+STORAGE_RETRY_AFTER_S = 5.0
 """Seconds until storage that refused is tried again."""
 
 
@@ -277,7 +277,7 @@ def trusted(path: Path, what: str, others: int = 0o022) -> None:
     0o077 to read it as well. Raises OSError when it is missing.
     """
     status = os.stat(path)
-    if status.st_uid not in (os.geteuid(), ROOT):
+    if status.st_uid not in (os.geteuid(), ROOT_USER_ID):
         raise ConfigError(
             f"{what} {path} belongs to user {status.st_uid}, and only your own is believed (you are"
             f" {os.geteuid()})"

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from rayloop.core.failures import ConfigError, counted
 
-WHOLE = 2**26
+WHOLE_FILE_BYTES = 2**26
 """The most bytes of a file that is hashed as a whole."""
-BLOCKS = 16
+BLOCKS_PER_FILE = 16
 """The number of places at which a larger file is hashed, besides its size."""
-BLOCK = 2**16
+BLOCK_BYTES = 2**16
 """Bytes that are hashed at each of these places."""
-HUB = 3.0
+HUB_TIMEOUT_S = 3.0
 """Seconds within which the Hub must answer which commit a name stands for; it is asked once."""
 HUB_NAME = re.compile(r"(?!.*\.\.)\w[\w.-]*/\w[\w.-]*")
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -43,14 +43,14 @@ def hashed(files: Iterable[Path]) -> str:
         size = file.stat().st_size
         digest.update(json.dumps([file.name, size]).encode())
         with open(file, "rb") as content:
-            if size <= WHOLE:
+            if size <= WHOLE_FILE_BYTES:
                 digest.update(content.read())
                 continue
-            for number in range(BLOCKS):
+            for number in range(BLOCKS_PER_FILE):
                 # The places are even from the first to the
                 # last block, so that both ends are covered.
-                content.seek((size - BLOCK) * number // (BLOCKS - 1))
-                digest.update(content.read(BLOCK))
+                content.seek((size - BLOCK_BYTES) * number // (BLOCKS_PER_FILE - 1))
+                digest.update(content.read(BLOCK_BYTES))
     return digest.hexdigest()[:16]
 
 
@@ -250,7 +250,9 @@ def _answer_of_hub(path: str, revision: str | None) -> tuple[str | None, str]:
 
     def ask() -> None:
         try:
-            answers.append(HfApi().model_info(path, revision=revision, timeout=HUB).sha or "")
+            answers.append(
+                HfApi().model_info(path, revision=revision, timeout=HUB_TIMEOUT_S).sha or ""
+            )
         # No network, no such model, no permission: the Hub has many classes, which change.
         except Exception as error:
             answers.append(error)
@@ -258,8 +260,8 @@ def _answer_of_hub(path: str, revision: str | None) -> tuple[str | None, str]:
     # In a thread, since looking up the host's name has no limit.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(HUB)
-    answer = answers[0] if answers else TimeoutError(f"no answer within {HUB:g} s")
+    thread.join(HUB_TIMEOUT_S)
+    answer = answers[0] if answers else TimeoutError(f"no answer within {HUB_TIMEOUT_S:g} s")
     if isinstance(answer, str):
         return answer, ""
     if isinstance(answer, RevisionNotFoundError):

@@ -75,7 +75,7 @@ def call_within(
     return result
 
 
-HUNG = 8
+MAX_HUNG_CALLS = 8
 """Calls that may hang in one actor before it is replaced: each holds memory, and may spin.
 
 The replacement counts against no budget.

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_TOP_K = 128
-"""The most tokens that ``top_p`` keeps, and the highest ``top_k``.
+"""The highest ``top_k``, and the most tokens that ``top_p`` keeps.
 
 It bounds the data that is sent with a sampled token.
 """

@@ -51,7 +51,7 @@ PIL's message names only the buffer that it read.
 MAX_ASPECT = 200
 """Qwen2-VL's processor refuses images with a side longer than this many times the other."""
 
-ORIENTATION = 0x0112
+ORIENTATION_TAG = 0x0112
 """The EXIF tag that says how an image is turned; 1: not at all."""
 
 MAX_PIXELS = 50_000_000
@@ -201,7 +201,7 @@ def _check_size(name: str, width: int, height: int, limit_pixels: int) -> None:
         raise ImageRefused(name, f"{width}x{height} pixels: the aspect ratio exceeds {MAX_ASPECT}")
 
 
-ANSWERED = 64_000_000
+MAX_ANSWER_COST_PIXELS = 64_000_000
 """The most that decoding all pictures of one answer to the policy may cost (``decoding``).
 
 The unit is a pixel of 8-bit RGB; this many take some seconds of a busy core.
@@ -218,11 +218,11 @@ def looked_at(
     """The pictures that an action of the policy led to.
 
     Each is decoded once, here. None stands for a picture that is broken or has more than ``most``
-    pixels, for one with which all would cost more than ``ANSWERED``, and for the ones that come
-    after ``until`` on the monotonic clock. Files are left as they are, since the policy cannot make
-    them.
+    pixels, for one with which all would cost more than ``MAX_ANSWER_COST_PIXELS``, and for the ones
+    that come after ``until`` on the monotonic clock. Files are left as they are, since the policy
+    cannot make them.
     """
-    budget = ANSWERED
+    budget = MAX_ANSWER_COST_PIXELS
     result: list[ImageSource | None] = []
     for source in sources:
         if not isinstance(source, ImageSource) or source.data is None:
@@ -334,7 +334,7 @@ def portable(data: bytes) -> bytes:
         decoders_agree = (
             image.mode in ("RGB", "L")
             and not image.has_transparency_data
-            and image.getexif().get(ORIENTATION, 1) == 1
+            and image.getexif().get(ORIENTATION_TAG, 1) == 1
         )
     return data if decoders_agree else png(decode(data))
 
@@ -397,12 +397,12 @@ _BROKEN = (
 """The exceptions of PIL for malformed files, depending on where they break."""
 
 
-KEPT = 128 << 20
+IMAGE_CACHE_BYTES = 128 << 20
 """Bytes of the cached images: tinted ones, and files that observations show.
 
 The cache has only the reference of any other image.
 """
-NAME = 1 << 10
+CACHED_NAME_BYTES = 1 << 10
 """Bytes that a cached image without its content is taken to need."""
 
 
@@ -421,13 +421,13 @@ class PromptImages:
         geometry: ImageGeometry,
         tint: float = 0.0,
         max_pixels: int = MAX_PIXELS,
-        kept: int = KEPT,
+        kept: int = IMAGE_CACHE_BYTES,
     ) -> None:
         self._geometry = geometry
         self._tint = tint
         self._max_pixels = max_pixels
         self._cache: Cache[tuple[_File | str, bool], PromptImage] = Cache(
-            kept, lambda image: NAME + len(image.data or b"")
+            kept, lambda image: CACHED_NAME_BYTES + len(image.data or b"")
         )
 
     def of(self, source: ImageSource, *, keep_file: bool) -> PromptImage:

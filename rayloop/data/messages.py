@@ -20,7 +20,7 @@ PLACEHOLDER = "<image>"
 """Where an image goes inside a text, in verl's and TRL's datasets."""
 ENCODED = ("iVBORw0KGgo", "/9j/", "UklGR")
 """How PNG, JPEG and WebP begin in base64."""
-_LONGEST_PATH = 4096
+_MAX_PATH_CHARACTERS = 4096
 """The most characters of a path on Linux."""
 
 Pieces = list[str | ImageSource | None]
@@ -74,7 +74,7 @@ def image_entry(entry: Any, where: str, root: Path) -> ImageSource:
             where,
             f"images are not downloaded: {short(value)}. Save it beside the data and give its path",
         )
-    if len(value) > _LONGEST_PATH:
+    if len(value) > _MAX_PATH_CHARACTERS:
         raise DataFailure(where, f"a path of {len(value)} characters: {short(value)}")
     return ImageSource(path=str(root / value.removeprefix("file://")))
 

@@ -15,11 +15,11 @@ _HEAD_BYTES = 2**20
 """Bytes that show the shape of a file."""
 BATCH_ROWS = 256
 """The most rows of a parquet file that are decoded together."""
-DECODED_AT_ONCE = 2**28
+DECODED_AT_ONCE_BYTES = 2**28
 """The most bytes that rows decoded together may have."""
-EXPANSION = 1000
+MAX_EXPANSION_FACTOR = 1000
 """A decoded parquet file may have this many times the size of the file."""
-LEAST_DECODED = 2**29
+MIN_DECODED_LIMIT_BYTES = 2**29
 """Bytes that every decoded parquet file may have: columns that repeat a long prompt grow most."""
 _TAR_MAGIC = slice(257, 262)
 """The bytes by which a tar archive is recognised."""
@@ -155,7 +155,7 @@ def _batches(path: Path) -> Iterator[Any]:
         group = file.metadata.row_group(number)
         for index in range(group.num_columns):
             largest = max(largest, group.column(index).total_uncompressed_size)
-    rows_that_fit = max(1, DECODED_AT_ONCE // largest)
+    rows_that_fit = max(1, DECODED_AT_ONCE_BYTES // largest)
     return iter(file.iter_batches(batch_size=min(BATCH_ROWS, rows_that_fit)))
 
 
@@ -165,15 +165,15 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     number = 0
     decoded_bytes = 0
     # Dictionary pages let a file of kilobytes become gigabytes of equal values.
-    most_bytes = max(LEAST_DECODED, EXPANSION * path.stat().st_size)
+    most_bytes = max(MIN_DECODED_LIMIT_BYTES, MAX_EXPANSION_FACTOR * path.stat().st_size)
     try:
         for batch in _batches(path):
             decoded_bytes += batch.nbytes
             if decoded_bytes > most_bytes:
                 raise ConfigError(
                     f"{path}: its first {number + len(batch)} rows have {decoded_bytes:,} bytes,"
-                    f" more than {EXPANSION} times the file's: it was made to fill a memory. Write"
-                    " it again as JSONL if it is yours"
+                    f" more than {MAX_EXPANSION_FACTOR} times the file's: it was made to fill a"
+                    " memory. Write it again as JSONL if it is yours"
                 )
             # Maps become dicts: of a key that comes twice the last value stays, as in JSON.
             decoded_rows = batch.to_pylist(maps_as_pydicts="lossy")

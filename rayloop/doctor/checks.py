@@ -20,7 +20,7 @@ from rayloop.engines.settings import VllmEngineSettings
 from rayloop.estimate.memory import of_reference
 from rayloop.estimate.shape import Shape, read_shape
 from rayloop.launch.network import this_node
-from rayloop.launch.ray_variables import OBJECT_STORE
+from rayloop.launch.ray_variables import OBJECT_STORE_BYTES
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import SHARED_MEMORY, bundles, store_wanted, total
 from rayloop.run.preflight import beyond_positions, idle_settings, preflight
@@ -57,7 +57,7 @@ def checks(
         "token": partial(network.token, environment, token_file, Path.home()),
         "proxies": partial(network.proxies, environment, _internal_hosts(node, address)),
         "ports": partial(network.ports, ports),
-        "dashboard": partial(network.dashboards, {network.DASHBOARD, *ports}, address, node),
+        "dashboard": partial(network.dashboards, {network.DASHBOARD_PORT, *ports}, address, node),
         "gpus": partial(machine.gpus, demand.gpus, torch, environment),
         "cores": partial(machine.cores, cores(), environment),
         "open files": partial(machine.open_files, *open_files()),
@@ -81,7 +81,7 @@ class _Demand:
     checkpoint: int | None = None
     """Bytes of one checkpoint; None when they are unknown."""
     gpus: float = 0.0
-    store: int = OBJECT_STORE
+    store: int = OBJECT_STORE_BYTES
     """Bytes of the object store."""
     tensors: int = 0
     """Bytes of main memory for tensors."""

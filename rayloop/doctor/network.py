@@ -13,19 +13,19 @@ import httpx
 import psutil
 
 from rayloop.doctor.finding import Finding
-from rayloop.launch.network import CONNECT, unreachable
+from rayloop.launch.network import CONNECT_TIMEOUT_S, unreachable
 
-DASHBOARD = 8265
+DASHBOARD_PORT = 8265
 PORTS = {
     6379: ("GCS", "--port"),
-    DASHBOARD: ("dashboard", "--dashboard-port"),
+    DASHBOARD_PORT: ("dashboard", "--dashboard-port"),
     10001: ("Ray client", "--ray-client-server-port"),
 }
 """Ray's default ports: the purpose, and the option of ``ray start`` that chooses another."""
 _RAY_COMMAND = re.compile(r"/gcs_server\b|/raylet\b|ray/dashboard|ray\.util\.client|^ray::")
 _PROXY_VARIABLES = ("http_proxy", "https_proxy", "all_proxy")
 _GCS_PORT = 6379
-_SCHEME_PORTS = {"ray": 10001, "http": DASHBOARD, "https": 443}
+_SCHEME_PORTS = {"ray": 10001, "http": DASHBOARD_PORT, "https": 443}
 _PROXY_PORTS = {"https": 443}
 _DEFAULT_PROXY_PORT = 80
 _CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
@@ -266,7 +266,7 @@ def _dashboard_urls(
     if address and address not in ("auto", "local"):
         host, port = place(address)
         if not address.startswith("http"):
-            port = DASHBOARD
+            port = DASHBOARD_PORT
         is_listed = _is_loopback(host) and any(url.endswith(f":{port}") for url in urls)
         if not is_listed:
             urls.append(f"http://{host}:{port}")
@@ -277,7 +277,7 @@ def dashboard_status(url: str) -> int:
     """The status with which a Ray dashboard answers without a token; 0 without a dashboard."""
     try:
         answer = httpx.get(
-            f"{url}/api/version", timeout=CONNECT, trust_env=False, follow_redirects=True
+            f"{url}/api/version", timeout=CONNECT_TIMEOUT_S, trust_env=False, follow_redirects=True
         )
         is_dashboard = answer.is_error or "ray_version" in answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, TypeError):

@@ -76,7 +76,7 @@ def use_packed_vision(model: PreTrainedModel) -> None:
         model.set_attn_implementation({"vision_config": PACKED_VISION})
 
 
-PLAIN_UP_TO = 128
+PLAIN_ATTENTION_TOKENS = 128
 """Tokens of a sequence up to which bfloat16 attention on a CPU is plain matrix products.
 
 There SDPA takes 1.3 to 9 times as long (docs/performance.md). In float32, and for longer sequences,
@@ -370,7 +370,7 @@ def _attend(
     outputs = []
     for part in layout.parts:
         windowed = _windowed(part, options.get("sliding_window"))
-        is_short = windowed.keys.shape[1] <= PLAIN_UP_TO
+        is_short = windowed.keys.shape[1] <= PLAIN_ATTENTION_TOKENS
         forward = plain_attention if on_cpu_in_bfloat16 and is_short else sdpa_attention_forward
         output, _ = forward(
             module,

@@ -72,8 +72,8 @@ logger = logging.getLogger(__name__)
 # Parameters of mallopt, in glibc's malloc.h, and their values.
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
-_NEVER = -1
-_LARGEST = 2**31 - 1
+_TRIM_NEVER = -1
+_LARGEST_INT = 2**31 - 1
 
 
 def keep_freed() -> None:
@@ -88,7 +88,7 @@ def keep_freed() -> None:
     except (OSError, AttributeError):
         return
     # The first keeps large blocks on the heap, the second keeps the heap from shrinking.
-    if not (mallopt(_MMAP_THRESHOLD, _LARGEST) and mallopt(_TRIM_THRESHOLD, _NEVER)):
+    if not (mallopt(_MMAP_THRESHOLD, _LARGEST_INT) and mallopt(_TRIM_THRESHOLD, _TRIM_NEVER)):
         logger.info(
             "the C library gives freed memory back at once: updates on this CPU take somewhat"
             " longer"

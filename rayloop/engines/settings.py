@@ -19,7 +19,7 @@ from rayloop.config.model import ModelSettings as ModelSettings
 from rayloop.config.settings import CUSTOM, Component, by_kind
 from rayloop.core.protocols import GenerationEngine, Level
 from rayloop.core.types import Sampling
-from rayloop.engines.training_settings import MICRO_BATCH as MICRO_BATCH
+from rayloop.engines.training_settings import MICRO_BATCH_TOKENS as MICRO_BATCH_TOKENS
 from rayloop.engines.training_settings import FsdpSettings as FsdpSettings
 from rayloop.engines.training_settings import LoraSettings as LoraSettings
 from rayloop.engines.training_settings import OptimizerSettings as OptimizerSettings

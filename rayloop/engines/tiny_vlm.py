@@ -49,8 +49,8 @@ CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 """Standard deviation of red, green and blue by which Qwen2.5-VL normalises pixels."""
 
-PATCH = 14
-MERGE = 2
+PATCH_PIXELS = 14
+MERGED_PATCHES = 2
 TEMPORAL_PATCH = 2
 VOCABULARY_MULTIPLE = 64
 
@@ -199,8 +199,8 @@ def _vision_model(tokenizer: PreTrainedTokenizerFast, size: TinySizes) -> PreTra
         "num_heads": size.vision_heads,
         "intermediate_size": size.vision_intermediate,
         "out_hidden_size": size.hidden,
-        "patch_size": PATCH,
-        "spatial_merge_size": MERGE,
+        "patch_size": PATCH_PIXELS,
+        "spatial_merge_size": MERGED_PATCHES,
         "temporal_patch_size": TEMPORAL_PATCH,
         "window_size": size.vision_window,
         "fullatt_block_indexes": list(range(1, size.vision_depth, 2)),
@@ -229,9 +229,9 @@ def _image_processor(mean: Sequence[float], std: Sequence[float]) -> dict[str, A
         "processor_class": "Qwen2_5_VLProcessor",
         "min_pixels": 784,
         "max_pixels": 1_003_520,
-        "patch_size": PATCH,
+        "patch_size": PATCH_PIXELS,
         "temporal_patch_size": TEMPORAL_PATCH,
-        "merge_size": MERGE,
+        "merge_size": MERGED_PATCHES,
         "image_mean": list(mean),
         "image_std": list(std),
     }

@@ -71,22 +71,22 @@ class OptimizerSettings(SettingsModel):
         return copy
 
 
-LONG = 32_768
+TILED_ABOVE_TOKENS = 32_768
 """Tokens (or patches) of a row above which a layer computes its MLP tile by tile.
 
 It does so again in the backward pass: for 64,000 tokens of a 7B model one MLP would keep 14 GiB.
 """
-TILE = 8192
+TILE_TOKENS = 8192
 """Tokens of a tile."""
-COLLECTIVE_TIMEOUT = 1800.0
+COLLECTIVE_TIMEOUT_S = 1800.0
 """Seconds after which a collective fails instead of hanging: torch's own limit for gloo.
 
 It is enough for ranks that load a large model from a slow disk. Ray notices at once when a rank
 dies, and ``policy.step_timeout`` bounds everything else.
 """
-MICRO_BATCH = 16_384
+MICRO_BATCH_TOKENS = 16_384
 """Tokens of a micro-batch where the settings name none."""
-LOGPROB_CHUNK = 2048
+LOGPROB_CHUNK_POSITIONS = 2048
 """Positions whose logits exist at the same time.
 
 With 152,000 tokens they take 6 to 10 GB at the peak; more positions were no faster on a CPU.
@@ -180,12 +180,12 @@ class FsdpSettings(ComputesOnCpu):
 
         Less for tiny micro-batches.
         """
-        return min(LOGPROB_CHUNK, 4 * self.micro_batch)
+        return min(LOGPROB_CHUNK_POSITIONS, 4 * self.micro_batch)
 
     @property
     def micro_batch(self) -> int:
         """Tokens of a micro-batch."""
-        return self.micro_batch_tokens or MICRO_BATCH
+        return self.micro_batch_tokens or MICRO_BATCH_TOKENS
 
     def recomputes(self, on_gpu: bool) -> bool:
         """Whether activations are computed again in the backward pass."""

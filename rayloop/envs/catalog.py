@@ -14,7 +14,7 @@ from rayloop.envs.settings import EnvironmentKind
 
 PICTURE_PIXELS = 640
 """Pixels of a side of the interpreter's picture."""
-DOT_RADIUS = 7
+DOT_RADIUS_PIXELS = 7
 """Pixels of the radius of a dot in it."""
 
 
@@ -183,7 +183,12 @@ def dots(seed: int) -> tuple[bytes, int]:
     cell_pixels = PICTURE_PIXELS // 10
     for cell in cells:
         x, y = (cell_pixels * part + PICTURE_PIXELS // 20 for part in divmod(cell, 10))
-        box = (x - DOT_RADIUS, y - DOT_RADIUS, x + DOT_RADIUS, y + DOT_RADIUS)
+        box = (
+            x - DOT_RADIUS_PIXELS,
+            y - DOT_RADIUS_PIXELS,
+            x + DOT_RADIUS_PIXELS,
+            y + DOT_RADIUS_PIXELS,
+        )
         ImageDraw.Draw(image).ellipse(box, fill="black")
     return png(image), len(cells)
 

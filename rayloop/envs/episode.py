@@ -58,7 +58,7 @@ from rayloop.rewards.functions import number
 Generate = Callable[[TokenPrompt, Sampling], Awaitable[Completion]]
 Result = TypeVar("Result")
 
-CLOSE_TIMEOUT = 60.0
+CLOSE_TIMEOUT_S = 60.0
 """Seconds for ``close``; beyond it the environment is left, or killed with its own process.
 
 The episode counts.
@@ -140,7 +140,7 @@ async def play(
     finally:
         try:
             # An environment that does not close must not change the episode's result.
-            await environment.close(CLOSE_TIMEOUT)
+            await environment.close(CLOSE_TIMEOUT_S)
         except Exception as error:
             logger.warning("closing the environment of %s failed: %s", request.task.id, error)
 

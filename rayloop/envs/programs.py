@@ -24,15 +24,15 @@ from rayloop.core.protocols import ProgramResult, ProgramSandbox, ToolResult
 from rayloop.envs.tools import ToolError
 from rayloop.sandbox import bubblewrap, memory, seccomp
 
-OUTPUT = 64 << 10
+OUTPUT_BYTES = 64 << 10
 """Bytes that are kept of each output."""
 SCRIPT_BYTES = 120 << 10
 """Bytes of a command: Linux takes no argument of 128 KiB."""
 TAR_BLOCK_BYTES = 10240
 """Bytes that tar reads and writes at once."""
-PROCESSES = 64
+MAX_PROCESSES = 64
 """Processes of a program at one time."""
-GRACE = 10.0
+GRACE_S = 10.0
 """Seconds beyond a program's timeout until the sandbox must answer, and the seconds for a file."""
 CHECK_EVERY_S = 0.05
 """Seconds between two checks of a program."""
@@ -73,7 +73,7 @@ class SandboxKind(SettingsModel):
 
         That is the files, a file that is read, another output, and lines between.
         """
-        return (2 * self.files << 20) + 2 * OUTPUT
+        return (2 * self.files << 20) + 2 * OUTPUT_BYTES
 
     def build(self) -> ProgramSandbox:
         """A new sandbox, which starts with its first program."""
@@ -99,7 +99,7 @@ class LocalSandbox(SandboxKind):
             filters.seek(0)
             limits = (
                 f"--data={self.memory << 20}",
-                f"--nproc={PROCESSES}",
+                f"--nproc={MAX_PROCESSES}",
                 f"--fsize={self.most}",
                 "--core=0",
             )
@@ -156,7 +156,7 @@ class ContainerSandbox(SandboxKind):
             "--cap-drop=ALL",
             "--security-opt=no-new-privileges",
             "--read-only",
-            f"--pids-limit={PROCESSES}",
+            f"--pids-limit={MAX_PROCESSES}",
             f"--memory={memory}",
             f"--memory-swap={memory}",
             f"--tmpfs=/work:rw,exec,mode=1777,size={self.files * 3}m",
@@ -169,7 +169,7 @@ class ContainerSandbox(SandboxKind):
         ]
         stop_command = (self.engine, "rm", "--force", name)
         # Engines start slowly.
-        return _called(command, given, seconds + 2 * GRACE, self.most, end=stop_command)
+        return _called(command, given, seconds + 2 * GRACE_S, self.most, end=stop_command)
 
 
 class FusionSandbox(SandboxKind):
@@ -195,7 +195,7 @@ class FusionSandbox(SandboxKind):
             "fetch_files": ["answer"],
         }
         try:
-            response = json.loads(self._post(request, seconds + GRACE))
+            response = json.loads(self._post(request, seconds + GRACE_S))
             result = response["run_result"] or {"status": response["message"]}
             status = result["status"]
             if status not in ("Finished", "TimeLimitExceeded"):
@@ -256,7 +256,12 @@ class _Sandbox:
         self._closed = False
 
     def exec(
-        self, command: Sequence[str], *, stdin: bytes = b"", timeout: float, most: int = OUTPUT
+        self,
+        command: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        timeout: float,
+        most: int = OUTPUT_BYTES,
     ) -> ProgramResult:
         """Run a program in a new place.
 
@@ -276,7 +281,7 @@ class _Sandbox:
 
             deadline = time.monotonic() + timeout
             try:
-                code, answer = self._kind.run(script, self._files + stdin, timeout + GRACE)
+                code, answer = self._kind.run(script, self._files + stdin, timeout + GRACE_S)
             except OSError as error:
                 raise EnvironmentFailed(f"programs cannot be run: {error}") from error
             return self._result(code, answer, most, deadline)
@@ -344,7 +349,7 @@ class _Sandbox:
         ended = self.exec(
             ("sh", "-c", script, "sh", f"./{path}"),
             stdin=content,
-            timeout=GRACE,
+            timeout=GRACE_S,
             most=self._file_bytes,
         )
         if ended.exit_code != 0:
@@ -382,7 +387,7 @@ def _called(
             code = process.poll()
             # While it lives: an engine's command that is killed first leaves what it has started.
             if code is None and end:
-                _called([*end], b"", GRACE, OUTPUT)
+                _called([*end], b"", GRACE_S, OUTPUT_BYTES)
             process.kill()
         output.seek(0)
         return code, output.read(most)

@@ -12,13 +12,13 @@ import psutil
 
 from rayloop.core.failures import ConfigError
 from rayloop.engines.settings import (
-    MICRO_BATCH,
+    MICRO_BATCH_TOKENS,
     PICTURES_GIB,
     FsdpSettings,
     TransformersEngineSettings,
     VllmEngineSettings,
 )
-from rayloop.engines.training_settings import LONG
+from rayloop.engines.training_settings import TILED_ABOVE_TOKENS
 from rayloop.estimate.shape import Shape, read_shape
 from rayloop.launch.limits import memory_limit
 from rayloop.run.config import RunConfig
@@ -60,7 +60,7 @@ A GPU has the gathered part of them for a moment.
 GIB = 2**30
 CARDS = {24: 23.5, 40: 39.4, 48: 47.4, 80: 79.1, 141: 139.8}
 """The GiB of a card, by the GB in its name."""
-CONTEXT = 1.0
+CUDA_CONTEXT_GIB = 1.0
 """GiB of CUDA itself in each process."""
 
 
@@ -83,7 +83,7 @@ class RoleMemory:
     @property
     def needed(self) -> float:
         """GiB of a GPU without which the role does not work."""
-        return (sum(self.of_gpu.values()) - self.spare) / GIB + CONTEXT
+        return (sum(self.of_gpu.values()) - self.spare) / GIB + CUDA_CONTEXT_GIB
 
     @property
     def of_gpu(self) -> dict[str, int]:
@@ -285,7 +285,7 @@ def fitted(
     fitting_tokens = max(1, budget * 2 // bytes_of_two)
     power_of_two = 2 ** int(math.log2(fitting_tokens))
     tokens = max(_MIN_MICRO_BATCH_TOKENS, power_of_two)
-    if tokens >= MICRO_BATCH:
+    if tokens >= MICRO_BATCH_TOKENS:
         return engine
     return engine.model_copy(update={"micro_batch_tokens": tokens})
 
@@ -352,7 +352,7 @@ def _kept_by_language_model(
     layers = int(shape.config["num_hidden_layers"])
     width = int(shape.config["intermediate_size"])
     if recomputes:
-        is_tiled = tokens > LONG
+        is_tiled = tokens > TILED_ABOVE_TOKENS
         layer = tokens * (24 * hidden + (0 if is_tiled else 6 * width))
         are_shared = keys > tokens
         if are_shared:

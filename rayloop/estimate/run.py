@@ -13,7 +13,7 @@ from rayloop.estimate.memory import Lengths
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder
 
-FACTOR = 28
+IMAGE_TOKEN_SIDE_PIXELS = 28
 """Pixels of a side of an image token, in Qwen2.5-VL."""
 _WARM_UP_STEPS = 1
 """First steps of a run that are not measured: caches are empty."""
@@ -171,7 +171,7 @@ def _image_tokens(config: RunConfig) -> int:
     """The most tokens of an episode's images, all of the largest size."""
     episode = config.environment.episode
     images = min(episode.max_images, episode.max_turns)
-    return images * config.model.max_pixels // FACTOR**2
+    return images * config.model.max_pixels // IMAGE_TOKEN_SIDE_PIXELS**2
 
 
 def lengths(config: RunConfig, made: Plan) -> Lengths:

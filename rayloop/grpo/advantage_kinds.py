@@ -19,7 +19,7 @@ from rayloop.core.types import Streams
 from rayloop.grpo.advantage import advantages
 from rayloop.grpo.settings import AdvantageSettings
 
-EPS = 1e-6
+STD_EPS = 1e-6
 """Added to standard deviations, as in GRPO."""
 CENTRED = AdvantageSettings(normalize_std=False)
 
@@ -278,7 +278,7 @@ def _scaled(steps: Sequence[Sequence[Credit]], *, centred: bool) -> list[list[Cr
     # The deviation may be that of the rewards, so it is computed from the bases.
     deviation = 1.0
     if len(credits) > 1:
-        deviation = statistics.stdev([credit.base for credit in credits]) + EPS
+        deviation = statistics.stdev([credit.base for credit in credits]) + STD_EPS
     mean = 0.0
     if centred and credits:
         mean = statistics.mean([credit.advantage for credit in credits])

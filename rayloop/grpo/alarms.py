@@ -25,7 +25,7 @@ DRIFT = "actor/logprob_mismatch_mean/lag_0"
 Asynchrony does not change it.
 """
 
-WINDOW = 512
+WINDOW_TRAJECTORIES = 512
 """Trajectories of a share: the last eight steps of 8 x 8, or half a step of 128 x 8."""
 LEAST_AFFECTED = 8
 """Affected trajectories from which a share can be an alarm: fewer may be chance."""
@@ -36,7 +36,7 @@ Over 512 trajectories 0.3 is 7 standard errors from 0.
 """
 DRIFT_STEPS = 3
 """Steps over which the log-prob mismatch is averaged."""
-UNSEEN = 10
+UNSEEN_STEPS = 10
 """Steps in a row without samples of the present weights, after which probes are played.
 
 A trainer that is slower than generation has such steps.
@@ -120,7 +120,7 @@ class Alarms:
         self._emit = emit
         self._dropout = dropout
         self._drift_limit = _drift_limit(settings.logprobs, drift)
-        self._finished: deque[_Finished] = deque(maxlen=WINDOW)
+        self._finished: deque[_Finished] = deque(maxlen=WINDOW_TRAJECTORIES)
         self._drift: deque[float] = deque(maxlen=DRIFT_STEPS)
         self._steps_without_samples = 0
         self._active: set[str] = set()
@@ -200,7 +200,7 @@ class Alarms:
             replace(trajectory, excluded=True) if trajectory.id in ids else trajectory
             for trajectory in self._finished
         )
-        self._finished = deque(finished, maxlen=WINDOW)
+        self._finished = deque(finished, maxlen=WINDOW_TRAJECTORIES)
 
     def step(self, metrics: Mapping[str, float]) -> None:
         """Take the log-prob mismatch of a step's samples of lag 0, unless dropout is part of it."""
@@ -226,9 +226,9 @@ class Alarms:
     def unseen(self) -> bool:
         """Whether fresh episodes must be ``compared``.
 
-        True when the last ``UNSEEN`` steps had no samples of the present weights.
+        True when the last ``UNSEEN_STEPS`` steps had no samples of the present weights.
         """
-        return self._steps_without_samples >= UNSEEN
+        return self._steps_without_samples >= UNSEEN_STEPS
 
     def compared(self, difference: float | None) -> None:
         """Take the mean |trainer's log-prob - engine's| of samples of the present weights.

@@ -82,7 +82,7 @@ COLLAPSED_SHARE = 0.5
 
 It counts where there are no groups to train on.
 """
-STEPS = 5
+MEAN_STEPS = 5
 """Steps of a mean, and number of first steps with which lengths and entropies are compared.
 
 One odd batch is not a collapse.
@@ -141,7 +141,7 @@ class Collapse:
         """``compares_states``: the advantage is between turns that began at the same state."""
         self._settings = settings
         self._watched = [name for name in SETTINGS if compares_states or name != STATES]
-        self._last: deque[Mapping[str, float]] = deque(maxlen=STEPS)
+        self._last: deque[Mapping[str, float]] = deque(maxlen=MEAN_STEPS)
         self.first: dict[str, list[float]] = {LENGTH: [], ENTROPY: []}
         """Values of the run's first steps, in tokens and nats.
 
@@ -149,16 +149,16 @@ class Collapse:
         """
 
     def step(self, metrics: Mapping[str, float]) -> dict[str, Alarm]:
-        """Returns the watched values, none before ``STEPS`` steps.
+        """Returns the watched values, none before ``MEAN_STEPS`` steps.
 
-        A mean is over those of the last ``STEPS`` steps that have the metric: a step without a
+        A mean is over those of the last ``MEAN_STEPS`` steps that have the metric: a step without a
         forward pass has no entropy.
         """
         self._last.append(metrics)
         for name, first in self.first.items():
-            if name in metrics and len(first) < STEPS:
+            if name in metrics and len(first) < MEAN_STEPS:
                 first.append(metrics[name])
-        if len(self._last) < STEPS:
+        if len(self._last) < MEAN_STEPS:
             return {}
         alarms: dict[str, Alarm] = {}
         for name in self._watched:
@@ -166,8 +166,8 @@ class Collapse:
             if values:
                 alarms[SETTINGS[name]] = self._alarm(name, values)
         text = (
-            f"none of the last {STEPS} steps had a trajectory with gradient: nothing is learned,"
-            " and its entropy is unknown"
+            f"none of the last {MEAN_STEPS} steps had a trajectory with gradient: nothing is"
+            " learned, and its entropy is unknown"
         )
         # A measured entropy replaces this entry; without one no trajectory had a gradient.
         return {"entropy": (0.0, self._settings.entropy, text)} | alarms
@@ -228,8 +228,8 @@ class Collapse:
             )
         if name == DONE:
             return (
-                f"{value:.0%} of the last {STEPS} steps' trajectories were completed, the others"
-                " ran out of turns or tokens, or broke off: look at what they do instead of"
+                f"{value:.0%} of the last {MEAN_STEPS} steps' trajectories were completed, the"
+                " others ran out of turns or tokens, or broke off: look at what they do instead of"
                 " answering (end_reason/...). An environment that knows its last turn returns"
                 " done=True with it"
             )
@@ -245,7 +245,7 @@ class Collapse:
             RIGHT: "only right answers: take harder rows",
             WRONG: "only wrong answers: take easier rows first",
         }
-        return f"{value:.0%} of the last {STEPS} steps' groups have {meanings[name]}"
+        return f"{value:.0%} of the last {MEAN_STEPS} steps' groups have {meanings[name]}"
 
 
 def _mean_of(values: Sequence[float]) -> str:

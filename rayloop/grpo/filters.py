@@ -45,9 +45,9 @@ class MemberFilter(SettingsModel):
         }
 
 
-RIGHT = 1.0
+RIGHT_REWARD = 1.0
 """Reward from which an equal group is counted as all right; only the counts differ."""
-WRONG = 0.0
+WRONG_REWARD = 0.0
 """Reward up to which an equal group is counted as all wrong; only the counts differ."""
 
 
@@ -86,9 +86,9 @@ def equality(rewards: Sequence[float]) -> str:
     """all_right, all_wrong or all_equal when no two rewards differ; "" when some do."""
     if len(rewards) < 2 or max(rewards) > min(rewards):
         return ""
-    if min(rewards) >= RIGHT:
+    if min(rewards) >= RIGHT_REWARD:
         return "all_right"
-    return "all_wrong" if max(rewards) <= WRONG else "all_equal"
+    return "all_wrong" if max(rewards) <= WRONG_REWARD else "all_equal"
 
 
 class ToolImage(MemberFilter):

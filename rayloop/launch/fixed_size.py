@@ -15,8 +15,8 @@ from rayloop.launch.ray_variables import interface_settings, node_settings, with
 from rayloop.launch.rendezvous import ROOT, Rendezvous
 
 FIRST_PORT = 20_000
-PORTS = 10_000
-"""The head's port is FIRST_PORT + job id modulo PORTS."""
+PORT_COUNT = 10_000
+"""The head's port is FIRST_PORT + job id modulo PORT_COUNT."""
 JOIN_TIMEOUT_S = "600"
 """Seconds in which all nodes must have joined.
 
@@ -36,7 +36,7 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
     """
     interface = environment.get("RAYLOOP_INTERFACE") or None
     address = slurm_job.node_address(interface)
-    port = FIRST_PORT + int(environment["SLURM_JOB_ID"]) % PORTS
+    port = FIRST_PORT + int(environment["SLURM_JOB_ID"]) % PORT_COUNT
     rendezvous = Rendezvous(Path(environment.get("RAYLOOP_RENDEZVOUS", ROOT)), "fixed_size")
     token = rendezvous.open(insecure=False)
     programs = Path(sys.executable).parent

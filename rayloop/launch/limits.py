@@ -14,7 +14,7 @@ import psutil
 
 GROUPS = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
-NO_LIMIT = 2**60
+NO_LIMIT_BYTES = 2**60
 """Bytes from which a limit of version 1 means that there is none."""
 MIB = 2**20
 
@@ -53,7 +53,7 @@ def _of_groups(groups: Path, own: Path) -> Iterator[MemoryLimit]:
             if not folder.is_relative_to(top):
                 break
             limit = _number(folder / limit_file)
-            if limit is not None and limit < NO_LIMIT:
+            if limit is not None and limit < NO_LIMIT_BYTES:
                 usage = _number(folder / usage_file)
                 yield MemoryLimit(limit, usage, f"the control group {folder}")
 
@@ -99,7 +99,7 @@ LIMIT_SHARE = 0.3
 """Share of the limit that Ray's object store gets, as Ray gives it of the machine's memory."""
 SHARED_SHARE = 0.9
 """Share of the shared memory that the object store may take."""
-SMALLEST_STORE = 75 * MIB
+MIN_OBJECT_STORE_BYTES = 75 * MIB
 """Bytes of the smallest object store that Ray accepts."""
 
 
@@ -114,6 +114,6 @@ def ray_memory(
         return {} if store is None else {"--object-store-memory": store}
     if store is None:
         free = shutil.disk_usage(shared).free if shared.is_dir() else limit.most
-        store = max(SMALLEST_STORE, int(min(LIMIT_SHARE * limit.most, SHARED_SHARE * free)))
+        store = max(MIN_OBJECT_STORE_BYTES, int(min(LIMIT_SHARE * limit.most, SHARED_SHARE * free)))
     # The store's pages count against the same limit, so tasks get what it leaves.
     return {"--object-store-memory": store, "--memory": max(0, limit.most - store)}

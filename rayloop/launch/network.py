@@ -11,16 +11,16 @@ import psutil
 
 from rayloop.core.failures import ConfigError, InfrastructureFailure
 
-CONNECT = 2.0
+CONNECT_TIMEOUT_S = 2.0
 """Seconds for a TCP connection or an HTTP answer."""
-BLOCK = 1000
+PORTS_PER_NODE = 1000
 """Ports of one node: one for each service, and one for each of its worker processes."""
 
 
 def unreachable(host: str, port: int) -> str:
-    """The reason why no TCP connection can be made within CONNECT seconds; empty when one can."""
+    """Why no TCP connection can be made within ``CONNECT_TIMEOUT_S``; empty when one can."""
     try:
-        socket.create_connection((host, port), timeout=CONNECT).close()
+        socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
         return error.strerror or str(error)
     return ""
@@ -102,7 +102,7 @@ def block(low: int, high: int, services: Sequence[str]) -> Iterator[Ports]:
 
     Raises ConfigError, NoFreePorts.
     """
-    size = min(BLOCK, high - low + 1)
+    size = min(PORTS_PER_NODE, high - low + 1)
     if size < 2 * (len(services) + 1):
         raise ConfigError(
             f"--ports {low}-{high}: a node needs {len(services) + 1} ports and one per worker"

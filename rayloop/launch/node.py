@@ -22,14 +22,14 @@ from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
 
-from rayloop.core.failures import AGAIN, ConfigError, Preempted
+from rayloop.core.failures import START_AGAIN_EXIT_CODE, ConfigError, Preempted
 from rayloop.core.signals import STOP, StopSignals, handling
 from rayloop.launch import slurm_job
 from rayloop.launch.limits import memory_limit, ray_memory
 from rayloop.launch.network import Ports, block, kernels, port_range
 from rayloop.launch.ray_process import (
-    DRAIN,
-    POLL,
+    DRAIN_TIMEOUT_S,
+    POLL_INTERVAL_S,
     NodeFailed,
     child,
     kept_logs,
@@ -57,12 +57,12 @@ SERVICES = (
     "metrics-export-port",
 )
 HEAD_SERVICES = ("port", "dashboard-port", "ray-client-server-port")
-ATTEMPTS = 5
+MAX_FAILURES = 5
 """Failures of Ray in a row after which a worker ends.
 
 The pauses between them take four minutes in all (``backed_off``).
 """
-RESTARTS = 6
+RESTARTS_PER_HOUR = 6
 """Times an hour that a head restarts a Ray that ended by itself."""
 PROGRAM_END_S = 15.0
 """Seconds for a program to end by itself after its cluster was lost.
@@ -113,7 +113,7 @@ def run_node(args: argparse.Namespace) -> int:
             if not _again(args, signals, code, starts):
                 return code
             # A node that saved for Slurm's limit needs no pause.
-            if code == AGAIN and not backed_off(signals, starts):
+            if code == START_AGAIN_EXIT_CODE and not backed_off(signals, starts):
                 return code
             starts += 1
             if job is not None:
@@ -127,16 +127,16 @@ def run_node(args: argparse.Namespace) -> int:
 def _attempt(args: argparse.Namespace, place: Rendezvous, signals: StopSignals, starts: int) -> int:
     """Run the node once.
 
-    Returns its exit code: AGAIN also when Ray failed or no head came, and the node will start
-    again.
+    Returns its exit code: START_AGAIN_EXIT_CODE also when Ray failed or no head came, and the node
+    will start again.
     """
     try:
         code: int = args.role(args, place, signals)
     except (NodeFailed, NoHead) as error:
-        if not _again(args, signals, AGAIN, starts):
+        if not _again(args, signals, START_AGAIN_EXIT_CODE, starts):
             raise
         print(f"node: {error}", flush=True)
-        return AGAIN
+        return START_AGAIN_EXIT_CODE
     return code
 
 
@@ -148,18 +148,18 @@ def _again(args: argparse.Namespace, signals: StopSignals, code: int, starts: in
     if starts >= args.requeue:
         return False
     if signals.first is None:
-        return code == AGAIN
+        return code == START_AGAIN_EXIT_CODE
     saved = code == Preempted.exit_code or not args.program
     return saved and signals.near_limit() and slurm_job.job() is not None
 
 
 def head(args: argparse.Namespace, place: Rendezvous, signals: StopSignals) -> int:
-    """Run a head until a signal, and start a Ray that ended again, RESTARTS times an hour.
+    """Run a head until a signal, and start a Ray that ended again, RESTARTS_PER_HOUR times an hour.
 
     Returns 0; raises NodeFailed.
     """
     token = place.open(args.insecure)
-    budget = Budget(RESTARTS)
+    budget = Budget(RESTARTS_PER_HOUR)
     led = False
     with block(*port_range(args.ports), (*SERVICES, *HEAD_SERVICES)) as ports:
         while True:
@@ -250,8 +250,8 @@ def _lead(
 def worker(args: argparse.Namespace, place: Rendezvous, signals: StopSignals) -> int:
     """Join the head, and each head that comes after it, until a signal or the end of the program.
 
-    Raises NodeFailed after ATTEMPTS failures in a row, and at once when there is a program: its job
-    starts again.
+    Raises NodeFailed after MAX_FAILURES failures in a row, and at once when there is a program: its
+    job starts again.
     """
     failures = 0
     while True:
@@ -262,10 +262,10 @@ def worker(args: argparse.Namespace, place: Rendezvous, signals: StopSignals) ->
             reason, code = _join(args, place, joined, signals)
         except NodeFailed as error:
             failures += 1
-            if args.program or failures == ATTEMPTS:
+            if args.program or failures == MAX_FAILURES:
                 raise
             print(
-                f"node: {error}\nnode: trying again, {failures} of {ATTEMPTS} attempts failed",
+                f"node: {error}\nnode: trying again, {failures} of {MAX_FAILURES} attempts failed",
                 flush=True,
             )
             # The cause, such as a full disk, may last longer than the attempts take.
@@ -288,7 +288,7 @@ def _join(
     head_host = joined.address.rpartition(":")[0]
     gone = Gone(place, joined, saves=bool(args.program))
     token = Path(joined.token) if joined.token else None
-    settings = _settings(token, DRAIN, args.interface, address, head_host)
+    settings = _settings(token, DRAIN_TIMEOUT_S, args.interface, address, head_host)
     with (
         block(*port_range(args.ports), SERVICES) as ports,
         temporary_folder(args.temp_dir) as folder,
@@ -356,7 +356,7 @@ def attend(
         if gone():
             return End.GONE
         reap()
-        time.sleep(POLL)
+        time.sleep(POLL_INTERVAL_S)
 
 
 def _settings(
@@ -423,7 +423,7 @@ def beside(
 
 
 def _part(program: subprocess.Popen[bytes] | None) -> None:
-    """Wait PROGRAM_END_S seconds for a program that lost its cluster, then kill it."""
+    """Wait PROGRAM_END_S for a program that lost its cluster, then kill it."""
     if program is None:
         return
     try:
@@ -442,4 +442,4 @@ def _pause(seconds: float, signals: StopSignals, over: Callable[[], bool] = lamb
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not signals.again and not over():
         reap()
-        time.sleep(POLL)
+        time.sleep(POLL_INTERVAL_S)

@@ -16,25 +16,25 @@ from typing import Any
 
 import psutil
 
-from rayloop.core.failures import AGAIN, ConfigError, InfrastructureFailure
+from rayloop.core.failures import START_AGAIN_EXIT_CODE, ConfigError, InfrastructureFailure
 from rayloop.core.signals import StopSignals
 from rayloop.launch.network import Ports
 from rayloop.launch.rendezvous import accepts
 
 LOG = "ray-start.log"
 """The output of ``ray start``, in the temporary folder."""
-POLL = 0.5
+POLL_INTERVAL_S = 0.5
 """Seconds between two looks."""
 START_TIMEOUT_S = 120.0
 """Seconds within which Ray must accept connections."""
-DRAIN = 5
+DRAIN_TIMEOUT_S = 5
 """Seconds that a leaving worker waits for the work that runs on it.
 
 Ray's default, 30, is all that Slurm allows before SIGKILL.
 """
 END_TIMEOUT_S = 5.0
 """Seconds that Ray then gets to end by itself."""
-PATH_LIMIT = 40
+MAX_PATH_CHARACTERS = 40
 """Characters of the temporary folder.
 
 Ray's sockets are below it, and a socket's path may have 107.
@@ -50,7 +50,7 @@ LOGS = Path("session_latest") / "logs"
 class NodeFailed(InfrastructureFailure):
     """Ray did not start, or ended by itself while the cluster continued."""
 
-    exit_code = AGAIN
+    exit_code = START_AGAIN_EXIT_CODE
 
 
 CHILD = """import ctypes, os, signal, sys
@@ -124,7 +124,7 @@ def ray_node(
 
     Raises ConfigError.
     """
-    if len(str(folder)) > PATH_LIMIT:
+    if len(str(folder)) > MAX_PATH_CHARACTERS:
         raise ConfigError(
             f"{folder}: sockets below it would have too long paths. Name a shorter folder with"
             " --temp-dir"
@@ -155,7 +155,7 @@ def ray_node(
     finally:
         ray.terminate()
         with suppress(subprocess.TimeoutExpired):
-            ray.wait(DRAIN + END_TIMEOUT_S)
+            ray.wait(DRAIN_TIMEOUT_S + END_TIMEOUT_S)
         _end_descendants(other_children)
 
 
@@ -198,7 +198,7 @@ def started(
                 f"ray start did not open {', '.join(addresses)} within {START_TIMEOUT_S:g} s:\n"
                 f"{tail(folder)}"
             )
-        time.sleep(POLL / 2)
+        time.sleep(POLL_INTERVAL_S / 2)
     return True
 
 

@@ -20,7 +20,7 @@ LOCK = "lock"
 """The file in it that the owning process keeps locked."""
 UNLOCKED = "unlocked"
 """The name of that file until it is locked."""
-OBJECT_STORE = 512 * 2**20
+OBJECT_STORE_BYTES = 512 * 2**20
 """Bytes of shared memory of a private cluster."""
 UNREAD = {"RAY_task_events_report_interval_ms": "0"}
 """Turns off Ray's record of each call, which costs a tenth of the CPU time of short calls.
@@ -44,7 +44,7 @@ HEALTH_PERIOD_MS = 1000
 
 After five failures in a row it is lost: in 5 s when it refuses connections.
 """
-LONGEST = 43
+MAX_FOLDER_CHARACTERS = 43
 """Characters of the folder of a private cluster's files.
 
 Ray's sockets are 64 longer, and a socket's path may have 107.
@@ -106,10 +106,11 @@ def private_cluster(insecure: bool = False) -> Iterator[str]:
     Yields a temporary folder for the cluster's files, with the token in it.
     """
     with temporary_folder() as folder:
-        if len(str(folder)) > LONGEST:
+        if len(str(folder)) > MAX_FOLDER_CHARACTERS:
             raise ConfigError(
                 f"{folder}: the sockets that Ray makes below it would have too long paths. Set"
-                f" TMPDIR to a folder of at most {LONGEST - len(folder.name) - 1} characters"
+                f" TMPDIR to a folder of at most {MAX_FOLDER_CHARACTERS - len(folder.name) - 1}"
+                " characters"
             )
         token = None if insecure else new_secret(folder / "token", "the cluster's token")
         with _set(node_settings(token) | without_proxy() | UNREAD):

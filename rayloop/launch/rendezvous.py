@@ -24,21 +24,21 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rayloop.core.failures import AGAIN, ConfigError, InfrastructureFailure
+from rayloop.core.failures import START_AGAIN_EXIT_CODE, ConfigError, InfrastructureFailure
 from rayloop.core.files import new_secret, trusted, write_whole
 from rayloop.launch import slurm_job
 from rayloop.launch.network import unreachable
 
 ROOT = "~/.rayloop"
 """Where rendezvous folders are by default: home folders are shared on most clusters."""
-POLL = 0.5
+POLL_INTERVAL_S = 0.5
 """Seconds between two looks into the folder."""
-SILENCE = 60.0
+HEAD_LOST_AFTER_S = 60.0
 """Seconds without an accepted connection after which a head counts as lost.
 
 Ray's processes take as long.
 """
-UNPUBLISHED = 600.0
+UNPUBLISHED_TIMEOUT_S = 600.0
 """Seconds after which a head ends that cannot publish its entry.
 
 No new node can find it during that time.
@@ -55,7 +55,7 @@ def default_root() -> Path:
 class NoHead(InfrastructureFailure):
     """No live head was published within the deadline."""
 
-    exit_code = AGAIN
+    exit_code = START_AGAIN_EXIT_CODE
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class Rendezvous:
                 if reason is None:
                     return entry
                 problem = f"the entry in {self.folder} is stale: {reason}"
-            time.sleep(POLL)
+            time.sleep(POLL_INTERVAL_S)
         raise NoHead(
             f"no head of the cluster {self.cluster} within {seconds:g} s: {problem}. Is its job"
             " running?"
@@ -226,7 +226,8 @@ class Gone:
     """Whether a head has left.
 
     It has when another one is published, when it began to leave and is silent, or when it was
-    silent for SILENCE seconds. ``saves``: a program must save as soon as the head begins to leave.
+    silent for HEAD_LOST_AFTER_S. ``saves``: a program must save as soon as the head begins
+    to leave.
     """
 
     def __init__(self, place: Rendezvous, joined: Head, saves: bool) -> None:
@@ -247,9 +248,10 @@ class Gone:
             return True
         if not listens:
             self._report(
-                f"{self._joined.address} accepts no connection: waiting, {SILENCE:g} s at most"
+                f"{self._joined.address} accepts no connection: waiting, {HEAD_LOST_AFTER_S:g} s at"
+                " most"
             )
-            return leaving or time.monotonic() - self._listened > SILENCE
+            return leaving or time.monotonic() - self._listened > HEAD_LOST_AFTER_S
         self._listened = time.monotonic()
         problem = ""
         if isinstance(entry, str) and not leaving:
@@ -265,8 +267,8 @@ class Gone:
 class Unpublished:
     """Whether a head cannot be found any more.
 
-    Another head is published in its place, or its entry could not be written for UNPUBLISHED
-    seconds.
+    Another head is published in its place, or its entry could not be written for
+    UNPUBLISHED_TIMEOUT_S.
     """
 
     def __init__(self, place: Rendezvous, entry: Head) -> None:
@@ -295,10 +297,10 @@ class Unpublished:
             self._place.publish(self._entry)
         except OSError as error:
             self.reason = (
-                f"its entry in {self._place.folder} could not be published for {UNPUBLISHED:g} s:"
-                f" {error}"
+                f"its entry in {self._place.folder} could not be published for"
+                f" {UNPUBLISHED_TIMEOUT_S:g} s: {error}"
             )
-        return time.monotonic() - self._last_seen > UNPUBLISHED
+        return time.monotonic() - self._last_seen > UNPUBLISHED_TIMEOUT_S
 
 
 class Report:

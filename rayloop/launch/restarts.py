@@ -6,23 +6,23 @@ import subprocess
 import time
 from collections.abc import Sequence
 
-from rayloop.core.failures import AGAIN
+from rayloop.core.failures import START_AGAIN_EXIT_CODE
 from rayloop.core.signals import STOP, StopSignals, handling
 from rayloop.launch import slurm_job
-from rayloop.launch.ray_process import POLL, child
+from rayloop.launch.ray_process import POLL_INTERVAL_S, child
 
-BACKOFF = 15.0
+FIRST_PAUSE_S = 15.0
 """Seconds of the first pause, which doubles each time."""
-LONGEST = 300.0
+MAX_PAUSE_S = 300.0
 """Seconds of the longest pause."""
 RESTARTED = "RAYLOOP_RESTARTED"
 """Environment variable of programs that are started again after a failure."""
-HOUR = 3600.0
+REFILL_S = 3600.0
 """Seconds in which an empty budget is full again."""
 
 
 class Budget:
-    """A token bucket: ``per_hour`` units, one comes back every ``HOUR / per_hour`` seconds.
+    """A token bucket: ``per_hour`` units, one comes back every ``REFILL_S / per_hour`` seconds.
 
     ``now`` is the time of a monotonic clock.
     """
@@ -35,13 +35,13 @@ class Budget:
     def left(self, now: float) -> float:
         """Units left, fractions included."""
         seconds = 0.0 if self._taken_at is None else now - self._taken_at
-        return min(float(self.per_hour), self._units + seconds * self.per_hour / HOUR)
+        return min(float(self.per_hour), self._units + seconds * self.per_hour / REFILL_S)
 
     def wait(self, now: float) -> float:
         """Seconds until a unit is left: 0 when one is, infinity for a budget of 0."""
         if not self.per_hour:
             return math.inf
-        return max(0.0, (1.0 - self.left(now)) * HOUR / self.per_hour)
+        return max(0.0, (1.0 - self.left(now)) * REFILL_S / self.per_hour)
 
     def take(self, now: float) -> None:
         """Take one unit. Raises ValueError when none is left: ``wait`` first."""
@@ -66,11 +66,11 @@ def backed_off(signals: StopSignals, before: int) -> bool:
 
     Returns False when a signal to end came.
     """
-    seconds = min(BACKOFF * 2**before, LONGEST)
+    seconds = min(FIRST_PAUSE_S * 2**before, MAX_PAUSE_S)
     print(f"the machines failed: once more in {seconds:g} s", flush=True)
     until = time.monotonic() + seconds
     while time.monotonic() < until and signals.first is None:
-        time.sleep(POLL)
+        time.sleep(POLL_INTERVAL_S)
     return signals.first is None or signals.near_limit()
 
 
@@ -87,7 +87,7 @@ def supervised(command: Sequence[str], times: int) -> int:
             if before:
                 environment[RESTARTED] = "1"
             code = _followed(child(command, environment), signals)
-            ended = code != AGAIN or signals.first is not None or before == times
+            ended = code != START_AGAIN_EXIT_CODE or signals.first is not None or before == times
             if ended or not backed_off(signals, before):
                 break
             print(f"again, {before + 1} of {times}", flush=True)
@@ -103,5 +103,5 @@ def _followed(program: subprocess.Popen[bytes], signals: StopSignals) -> int:
         if sent < received:
             program.terminate()
             sent += 1
-        time.sleep(POLL)
+        time.sleep(POLL_INTERVAL_S)
     return program.returncode

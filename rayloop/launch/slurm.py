@@ -23,7 +23,7 @@ SCRIPTS = SITE.parent
 
 An installed wheel has the files in ``slurm_scripts``.
 """
-CANCEL = 120.0
+CANCEL_TIMEOUT_S = 120.0
 """Seconds that cancelled jobs may take to end: Slurm's KillWait, and the site's epilog."""
 
 

@@ -222,7 +222,7 @@ def looks(differences: Table) -> bool | None:
     """Whether the reward with the right image is above that of every control that was played.
 
     The intervals must exclude 0. None: undecided, since there is no other image of the same source,
-    or fewer than ``LEAST`` items.
+    or fewer than ``MIN_ITEMS`` items.
     """
     lower_bounds = [by_score["reward"][1] for by_score in differences.values()]
     known_bounds = [bound for bound in lower_bounds if bound is not None]

@@ -5,14 +5,14 @@ from math import prod
 
 import numpy as np
 
-RESAMPLES = 10_000
-LEVEL = 95.0
+RESAMPLE_COUNT = 10_000
+LEVEL_PER_CENT = 95.0
 """Per cent of the resampled means that an interval covers."""
-BINS = 10
+CALIBRATION_BINS = 10
 """Ranges of confidence of the calibration error."""
 BLOCK_ITEMS = 2**22
 """Items that are picked at a time, which keeps the memory of a resampling below 64 MiB."""
-LEAST = 8
+MIN_ITEMS = 8
 """Items below which there is no interval: resamples of few items vary too little.
 
 A 95 % interval of normal values covers the mean in 92 % of cases for 20 items, 89 % for 8, 79 % for
@@ -20,7 +20,7 @@ A 95 % interval of normal values covers the mean in 92 % of cases for 20 items, 
 """
 
 Interval = tuple[float, float | None, float | None]
-"""Mean, lower and upper bound; no bounds for fewer than ``LEAST`` items."""
+"""Mean, lower and upper bound; no bounds for fewer than ``MIN_ITEMS`` items."""
 
 
 def interval(values: Sequence[float], seed: int = 0) -> Interval:
@@ -31,16 +31,16 @@ def interval(values: Sequence[float], seed: int = 0) -> Interval:
     if not len(values):
         raise ValueError("no values: there is no mean")
     array = np.asarray(values, np.float64)
-    if len(array) < LEAST:
+    if len(array) < MIN_ITEMS:
         return float(array.mean()), None, None
     generator = np.random.default_rng(seed)
-    means = np.empty(RESAMPLES)
+    means = np.empty(RESAMPLE_COUNT)
     block = max(1, BLOCK_ITEMS // len(array))
-    for start in range(0, RESAMPLES, block):
-        size = (min(block, RESAMPLES - start), len(array))
+    for start in range(0, RESAMPLE_COUNT, block):
+        size = (min(block, RESAMPLE_COUNT - start), len(array))
         picks = generator.integers(0, len(array), size, dtype=np.int32)
         means[start : start + block] = array[picks].mean(axis=1)
-    tail = (100 - LEVEL) / 2
+    tail = (100 - LEVEL_PER_CENT) / 2
     bounds: list[float] = np.percentile(means, [tail, 100 - tail]).tolist()
     return float(array.mean()), bounds[0], bounds[1]
 
@@ -56,7 +56,7 @@ def paired_interval(after: Sequence[float], before: Sequence[float], seed: int =
 
 
 def calibration_error(
-    confidences: Sequence[float], right: Sequence[float], bins: int = BINS
+    confidences: Sequence[float], right: Sequence[float], bins: int = CALIBRATION_BINS
 ) -> float:
     """The expected calibration error (Guo et al., 2017, equation 3), 0 to 1.
 

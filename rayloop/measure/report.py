@@ -4,12 +4,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rayloop.measure.controls import NOT_PLAYED, WORDS, Table, looks
-from rayloop.measure.intervals import LEAST, Interval
+from rayloop.measure.intervals import MIN_ITEMS, Interval
 
 MOST_NAMES = 12
 """Sources that a sentence names."""
 JUDGED = {True: "looks", False: "not shown to look", None: "undecided"}
-TOO_FEW = f"fewer than {LEAST} tasks, or no other image of the source"
+TOO_FEW = f"fewer than {MIN_ITEMS} tasks, or no other image of the source"
 
 
 def table(summary: dict[str, Any]) -> list[str]:
@@ -175,7 +175,7 @@ def _on_average(differences: Table) -> str:
     unbounded = [WORDS[arm] for arm, bound in lower_bounds.items() if bound is None]
     if unbounded:
         return (
-            f"Too few items to say whether the policy looks: fewer than {LEAST} for"
+            f"Too few items to say whether the policy looks: fewer than {MIN_ITEMS} for"
             f" {', '.join(unbounded)}."
         )
     return "Whether the policy looks is undecided."

@@ -1,8 +1,8 @@
 """Groups, members and trajectories as plain values (JSON's, bytes and arrays) and back.
 
 They are for the checkpoint; pydantic reads them by type, which runs no code. A new field without a
-default requires another ``SCHEMA`` (rayloop/run/identity.py), and a renamed one a line in
-``KEYS_OF_SCHEMA_3``.
+default requires another ``CHECKPOINT_SCHEMA_VERSION`` (rayloop/run/identity.py), and a renamed one
+a line in ``KEYS_OF_SCHEMA_3``.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -48,7 +48,7 @@ FAILED_SAVES = 3
 
 A wait may cost everything since the last checkpoint.
 """
-SEEN = 60.0
+VISIBLE_WITHIN_S = 60.0
 """Seconds after which the files that a rank wrote must be seen here.
 
 A network file system may have cached the folder's contents.
@@ -364,9 +364,9 @@ class CheckpointStore:
 def _until_seen(trainer: Path, written: Mapping[str, Checksum]) -> None:
     """Return when all that the ranks have ``written`` is seen here.
 
-    Raises CheckpointError after ``SEEN`` seconds.
+    Raises CheckpointError after ``VISIBLE_WITHIN_S``.
     """
-    deadline = time.monotonic() + SEEN
+    deadline = time.monotonic() + VISIBLE_WITHIN_S
     while True:
         missing = [name for name, sum in written.items() if size_of(trainer / name) != sum.size]
         if not missing:
@@ -374,7 +374,7 @@ def _until_seen(trainer: Path, written: Mapping[str, Checksum]) -> None:
         if time.monotonic() > deadline:
             raise CheckpointError(
                 f"{', '.join(missing)}: written by ranks of the policy, and not to be seen on"
-                f" {socket.gethostname()} after {SEEN:g} s. output must be a folder that all nodes"
-                " share"
+                f" {socket.gethostname()} after {VISIBLE_WITHIN_S:g} s. output must be a folder"
+                " that all nodes share"
             )
         time.sleep(0.1)

@@ -7,16 +7,16 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from rayloop.launch.ray_variables import OBJECT_STORE
+from rayloop.launch.ray_variables import OBJECT_STORE_BYTES
 from rayloop.run.config import RunConfig
 from rayloop.run.sections import Placement
 
 SHARED_MEMORY = Path("/dev/shm")
-VERSIONS = 2.5
+STORED_UPDATES = 2.5
 """Weight updates that the object store has room for: one is loaded by the last engines while the
 next is made.
 """
-ROOM = 0.9
+SHARED_MEMORY_SHARE = 0.9
 """Share of the free shared memory that a private cluster's store may have."""
 
 
@@ -73,7 +73,7 @@ def store_wanted(config: RunConfig, parameters: int) -> int:
 
     They are the bytes of every run, and those of the weight updates that exist at once.
     """
-    return OBJECT_STORE + int(VERSIONS * update_bytes(config, parameters))
+    return OBJECT_STORE_BYTES + int(STORED_UPDATES * update_bytes(config, parameters))
 
 
 def store(config: RunConfig, parameters: int, shared_memory: Path = SHARED_MEMORY) -> int:
@@ -81,7 +81,7 @@ def store(config: RunConfig, parameters: int, shared_memory: Path = SHARED_MEMOR
 
     Ray writes objects that do not fit to a disk and reads them again.
     """
-    room = OBJECT_STORE
+    room = OBJECT_STORE_BYTES
     if shared_memory.is_dir():
-        room = int(ROOM * shutil.disk_usage(shared_memory).free)
-    return max(OBJECT_STORE, min(store_wanted(config, parameters), room))
+        room = int(SHARED_MEMORY_SHARE * shutil.disk_usage(shared_memory).free)
+    return max(OBJECT_STORE_BYTES, min(store_wanted(config, parameters), room))

@@ -19,9 +19,9 @@ from rayloop.run.records.events import EventLog
 from rayloop.run.records.jsonl import SCHEMA_VERSION, JsonLines, encode, is_number
 from rayloop.run.records.rollouts import RolloutDump, aside, is_rollout
 
-MOST_CONFIG = 2**22
+MAX_CONFIG_BYTES = 2**22
 MOST_VALUES = 100_000
-SHOWN = 10
+SHOWN_ROWS = 10
 """Rows left out for one reason that the console shows; quarantine.jsonl has all."""
 
 
@@ -178,12 +178,12 @@ class RunFolder:
 def configuration(file: Path) -> dict[str, Any]:
     """The mapping in a run's YAML file, which may be another user's.
 
-    It has at most ``MOST_CONFIG`` bytes and ``MOST_VALUES`` values, where the values behind an
+    It has at most ``MAX_CONFIG_BYTES`` and ``MOST_VALUES`` values, where the values behind an
     alias count each time. Raises ConfigError.
     """
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, ten times as fast
     try:
-        document = yaml.load(content(file, MOST_CONFIG).decode("utf-8"), loader)
+        document = yaml.load(content(file, MAX_CONFIG_BYTES).decode("utf-8"), loader)
         # A stack, since recursion could end at a deep nesting; it counts an alias each time.
         pending = [document]
         count = 0

@@ -18,15 +18,15 @@ from rayloop.data.dataset import Dataset
 from rayloop.run.checkpoint import Checkpoint
 from rayloop.run.config import RunConfig
 
-SCHEMA = 4
+CHECKPOINT_SCHEMA_VERSION = 4
 """Schema version of the checkpoints that are written: of the marker's keys and the files' contents.
 
 1: the driver's part was a pickle of classes (driver.pkl). 2: it is plain data. 3: so are the
 trainer's index and random states. 4: eight keys of the driver's part have other names.
 """
-READ = (2, 3, 4)
+READABLE_SCHEMA_VERSIONS = (2, 3, 4)
 """Schema versions of the checkpoints that can be read."""
-_READ = f"{READ[0]} to {READ[-1]}"
+_READ = f"{READABLE_SCHEMA_VERSIONS[0]} to {READABLE_SCHEMA_VERSIONS[-1]}"
 
 FILES = {
     "architecture": ("config.json",),
@@ -127,7 +127,7 @@ def about(config: RunConfig, hashes: Mapping[str, str], tasks: int) -> dict[str,
     ``hashes``: ``identity``; ``tasks``: their number in the run's data.
     """
     return {
-        "schema": SCHEMA,
+        "schema": CHECKPOINT_SCHEMA_VERSION,
         "identity": dict(hashes),
         "tasks": tasks,
         "config": config.model_dump(mode="json", by_alias=True),
@@ -164,7 +164,7 @@ def changes(
 
 def _misfit(then: Mapping[str, Any], config: RunConfig, hashes: Mapping[str, str]) -> str | None:
     """Why, and what to do about it. ``then``: what the checkpoint says of its run."""
-    if then.get("schema") not in READ:
+    if then.get("schema") not in READABLE_SCHEMA_VERSIONS:
         return _other_schema(then.get("schema", 0))
     for name, previous in then["identity"].items():
         unnamed = (
@@ -221,7 +221,7 @@ def _both(then: Mapping[str, Any], config: RunConfig) -> tuple[dict[str, Any], d
 
 
 def _other_schema(schema: int) -> str:
-    if schema > SCHEMA:
+    if schema > CHECKPOINT_SCHEMA_VERSION:
         return (
             f"its schema is {schema}, of a newer version of rayloop; this one reads {_READ}. Update"
             " rayloop to go on with it"

@@ -17,7 +17,7 @@ from rayloop.envs.settings import EpisodeSettings, SamplingSettings
 
 COMPILING = ("vllm", "sglang")
 """Engines that compile and capture graphs when they start on a GPU."""
-COMPILED = 1200.0
+COMPILED_START_TIMEOUT_S = 1200.0
 """Seconds that they have for it by default (``recovery.start_timeout``); nothing has measured it
 yet (benchmarks/gpu).
 """
@@ -264,7 +264,7 @@ def with_time_to_compile(data: Mapping[str, Any]) -> dict[str, Any]:
     on_gpu = isinstance(placement, Mapping) and placement.get("num_gpus")
     if "start_timeout" in recovery or not (compiles and on_gpu):
         return dict(data)
-    return {**data, "recovery": {**recovery, "start_timeout": COMPILED}}
+    return {**data, "recovery": {**recovery, "start_timeout": COMPILED_START_TIMEOUT_S}}
 
 
 class PreemptionSettings(SettingsModel):

@@ -27,19 +27,19 @@ from rayloop.core.files import lock_file, mount_of, write_whole
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT = 15.0
+HEARTBEAT_INTERVAL_S = 15.0
 """Seconds between two signs of life."""
-SILENCE = 120.0
+HOLDER_LOST_AFTER_S = 120.0
 """Seconds without a sign of life after which a holder that cannot be seen from here counts as
 ended.
 """
-JUDGING = 30.0
+JUDGE_TIMEOUT_S = 30.0
 """Seconds that others may take to judge and rewrite the file; one that was created instead of a
 flock is left over after them.
 """
-POLL = 0.1
+JUDGE_POLL_INTERVAL_S = 0.1
 """Seconds between two tries to judge the file."""
-AGAIN = 1.0
+LOOK_INTERVAL_S = 1.0
 """Seconds between two looks at a holder that cannot be seen."""
 NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
@@ -98,7 +98,7 @@ class Holder:
         ``silence``: seconds since its last heartbeat.
         """
         lives = self.lives()
-        return silence > SILENCE if lives is None else not lives
+        return silence > HOLDER_LOST_AFTER_S if lives is None else not lives
 
     def __str__(self) -> str:
         apart = self.host == socket.gethostname() and self.pids not in ("", _pid_namespace())
@@ -170,9 +170,9 @@ class RunLock:
     def acquire(self) -> Holder | None:
         """Take the lock; its parent folder exists.
 
-        Returns the dead holder if there was one; waits up to ``SILENCE`` s for a holder that cannot
-        be seen from here. Raises RunNameInUse, and ConfigError when the file system does not
-        answer.
+        Returns the dead holder if there was one; waits up to ``HOLDER_LOST_AFTER_S`` for a holder
+        that cannot be seen from here. Raises RunNameInUse, and ConfigError when the file system
+        does not answer.
         """
         me = Holder.this_process()
         last_beat = 0.0  # the heartbeat at the last look at a holder that cannot be seen
@@ -197,12 +197,12 @@ class RunLock:
                 logger.warning(
                     "%s: waiting, %g s at most, for a sign of life of %s",
                     self.path,
-                    SILENCE,
+                    HOLDER_LOST_AFTER_S,
                     former,
                 )
             last_beat = beat
             # Outside of ``_alone``, so that others can judge the file in the meantime.
-            time.sleep(AGAIN)
+            time.sleep(LOOK_INTERVAL_S)
 
         self._stopped.clear()
         self._heart = threading.Thread(target=self._beat, name="run-lock", daemon=True)
@@ -280,7 +280,7 @@ class RunLock:
         return beat.st_mtime if beat.st_size else None
 
     def _beat(self) -> None:
-        while not self._stopped.wait(HEARTBEAT):
+        while not self._stopped.wait(HEARTBEAT_INTERVAL_S):
             try:
                 with self._renewing:
                     self.fence.check()
@@ -294,8 +294,8 @@ class RunLock:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> collections.abc.Iterator[IO[str]]:
-    """The file, while nobody else has it. Raises ConfigError after twice ``JUDGING`` seconds."""
-    deadline = time.monotonic() + 2 * JUDGING
+    """The file, while nobody else has it. Raises ConfigError after twice ``JUDGE_TIMEOUT_S``."""
+    deadline = time.monotonic() + 2 * JUDGE_TIMEOUT_S
     with path.open("a+", encoding="utf-8") as file:
         instead: Path | None = None
         while True:
@@ -310,11 +310,11 @@ def _alone(path: Path) -> collections.abc.Iterator[IO[str]]:
                     _remove_left_over(instead)
                 if time.monotonic() > deadline:
                     raise ConfigError(
-                        f"{path} is held by a process that judges it, for more than {2 * JUDGING:g}"
-                        " s: the file system or a host hangs. Look at who has it"
-                        f" open{'' if instead is None else f', or remove {instead}'}"
+                        f"{path} is held by a process that judges it, for more than"
+                        f" {2 * JUDGE_TIMEOUT_S:g} s: the file system or a host hangs. Look at who"
+                        f" has it open{'' if instead is None else f', or remove {instead}'}"
                     ) from None
-                time.sleep(POLL)
+                time.sleep(JUDGE_POLL_INTERVAL_S)
             except OSError as error:
                 if error.errno not in NO_FLOCK or instead is not None:
                     raise
@@ -334,7 +334,7 @@ def _remove_left_over(instead: Path) -> None:
     mine = instead.with_name(f"{instead.name}.{socket.gethostname()}-{os.getpid()}")
 
     def old(file: Path) -> bool:
-        return _now(file.parent) - file.stat().st_mtime > JUDGING
+        return _now(file.parent) - file.stat().st_mtime > JUDGE_TIMEOUT_S
 
     with suppress(OSError):
         if old(instead):

@@ -20,7 +20,7 @@ from rayloop.data.cursor import evenly
 from rayloop.data.dataset import Dataset
 from rayloop.measure.controls import RIGHT, SAMPLED
 from rayloop.run.config import RunConfig
-from rayloop.run.folder import SHOWN, RunFolder
+from rayloop.run.folder import SHOWN_ROWS, RunFolder
 from rayloop.run.held_out import read_items
 
 
@@ -64,7 +64,7 @@ def _read(path: str, config: RunConfig, reporter: Reports) -> Dataset:
         config.environment.kinds,
         anywhere=config.data.anywhere,
     )
-    if len(left_out) > SHOWN:
+    if len(left_out) > SHOWN_ROWS:
         total = len(left_out) + len(dataset)
         why = (
             f"{len(left_out)} of the {total} rows of {path} are left out; quarantine.jsonl of the"

@@ -20,7 +20,7 @@ from rayloop.core.failures import (
     Preempted,
     RayloopError,
 )
-from rayloop.core.files import RETRY, kind_of, mount_of, refused, unused
+from rayloop.core.files import STORAGE_RETRY_AFTER_S, kind_of, mount_of, refused, unused
 from rayloop.run.checkpoint import DAMAGED, Checkpoint, CheckpointStore
 from rayloop.run.lock import OPEN, Fence
 
@@ -108,7 +108,7 @@ class Origin:
             checkpoint = await self._first(take, failed, waits)
             if not waits or not any(refused(why) for _, why in failed):
                 break
-            await asyncio.sleep(RETRY)
+            await asyncio.sleep(STORAGE_RETRY_AFTER_S)
 
         if checkpoint is None and failed:
             raise kind_of(*(why for _, why in failed))(_none_left(failed)) from failed[0][1]

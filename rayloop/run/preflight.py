@@ -21,7 +21,7 @@ from rayloop.loggers.settings import installed
 from rayloop.run.checkpoint import complete
 from rayloop.run.config import RunConfig
 
-BIASES = 1024
+MAX_BIASED_TOKENS = 1024
 """Tokens that vLLM's runner on GPUs can keep from being sampled (v1/worker/gpu/sample/logit_bias.py
 of 0.28 and 0.32).
 """
@@ -228,11 +228,15 @@ def bannable(config: RunConfig, banned: int) -> None:
     These ids must not be sampled; vLLM's engine process would end.
     """
     on_gpu = config.rollout.placement.num_gpus > 0
-    if on_gpu and isinstance(config.rollout.engine, VllmEngineSettings) and banned > BIASES:
+    if (
+        on_gpu
+        and isinstance(config.rollout.engine, VllmEngineSettings)
+        and banned > MAX_BIASED_TOKENS
+    ):
         raise ConfigError(
             f"model.path: {config.model.path} has {banned} ids without a text, and vLLM can ban"
-            f" {BIASES} on GPUs at most. Use rollout.engine.kind: transformers, or a model whose"
-            " vocab_size is that of its tokenizer"
+            f" {MAX_BIASED_TOKENS} on GPUs at most. Use rollout.engine.kind: transformers, or a"
+            " model whose vocab_size is that of its tokenizer"
         )
 
 

@@ -23,7 +23,7 @@ from rayloop.loggers.threads import Logger, Loggers
 from rayloop.measure.controls import CONTROLS, Item, summarise
 from rayloop.run.checkpoint import Checkpoint
 from rayloop.run.config import RunConfig
-from rayloop.run.folder import SHOWN, RunFolder
+from rayloop.run.folder import SHOWN_ROWS, RunFolder
 from rayloop.run.held_out import gain, metrics, read_items
 from rayloop.run.records.rollouts import RolloutRecord
 from rayloop.run.records.step_metrics import Collected, step_metrics
@@ -139,12 +139,12 @@ class Reporter:
     def bad_row(self, failure: DataFailure) -> None:
         """A row that is left out, for quarantine.jsonl.
 
-        The console shows the first ``SHOWN`` rows of each reason.
+        The console shows the first ``SHOWN_ROWS`` rows of each reason.
         """
         self.folder.quarantine.append({"path": failure.path, "reason": failure.reason})
         self._watch("quarantine.jsonl", self.folder.quarantine.trouble)
         self._left_out[failure.reason] += 1
-        if self._left_out[failure.reason] <= SHOWN:
+        if self._left_out[failure.reason] <= SHOWN_ROWS:
             event = incidents.Quarantined(failure.path, failure.reason)
             self.updates.append(("event", event.record()))
 

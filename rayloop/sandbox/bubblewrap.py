@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
-from rayloop.sandbox.memory import ENDING, lives
+from rayloop.sandbox.memory import EXIT_TIMEOUT_S, lives
 
 USERS = range(61184, 65520)
 """The numbers that systemd reserves for users without a name.
@@ -54,7 +54,7 @@ class User:
         """
         self._lock.close()
 
-    def close_when_unused(self, seconds: float = ENDING) -> None:
+    def close_when_unused(self, seconds: float = EXIT_TIMEOUT_S) -> None:
         """Give the number back after its processes have ended.
 
         If one of them still lives ``seconds`` later, the number is kept.

@@ -20,17 +20,17 @@ from typing import Any
 from rayloop.sandbox import frames
 from rayloop.sandbox.pictures import rgb
 
-MOST_TEXT = 20_000
+MAX_TEXT_CHARACTERS = 20_000
 """Characters of an answer's text."""
-MOST_ERROR = 4_000
+MAX_ERROR_CHARACTERS = 4_000
 """Characters of an answer's traceback."""
-MOST_DROPPED = 10_000
+MAX_DROPPED_FIGURES = 10_000
 """The highest count of figures that were left out."""
 MOST_IMAGES = frames.MOST_ANSWERED.blobs
 """Figures of an answer."""
 MOST_BYTES = frames.MOST_ANSWERED.size
 """Bytes of all figures of an answer."""
-MOST_PIXELS = 16_000_000
+MAX_FIGURE_PIXELS = 16_000_000
 """A larger figure is refused before it is drawn, since drawing it would cost too much."""
 MOST_ASPECT = 200
 """A figure that is longer than this many times its width is refused too."""
@@ -49,8 +49,8 @@ _NAMES = {
 class Printed(io.TextIOBase):
     """The stdout and stderr of one call.
 
-    It holds the first ``MOST_TEXT`` characters, without the output of threads that an earlier call
-    left behind.
+    It holds the first ``MAX_TEXT_CHARACTERS``, without the output of threads that an
+    earlier call left behind.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Printed(io.TextIOBase):
         Returns the number of characters of ``text``, as streams do.
         """
         if self._own_ident() not in self._stale_threads:
-            part = text[: max(0, MOST_TEXT - self._size)]
+            part = text[: max(0, MAX_TEXT_CHARACTERS - self._size)]
             self._parts.append(part)
             self._size += len(part)
             self._omitted += len(text) - len(part)
@@ -236,7 +236,7 @@ class Cells:
         is_too_long = max(width, height) >= MOST_ASPECT * max(1, min(width, height))
         if len(self._figures) >= MOST_IMAGES:
             self._count_dropped()
-        elif is_too_long or width * height > MOST_PIXELS:
+        elif is_too_long or width * height > MAX_FIGURE_PIXELS:
             self._printed.write(f"[a figure of {int(width)}x{int(height)} pixels is not shown]\n")
         else:
             encoded = io.BytesIO()
@@ -247,11 +247,11 @@ class Cells:
                 self._figures.append(encoded.getvalue())
 
     def _count_dropped(self) -> None:
-        self._dropped = min(self._dropped + 1, MOST_DROPPED)
+        self._dropped = min(self._dropped + 1, MAX_DROPPED_FIGURES)
 
 
 def _format_traceback(error: BaseException) -> str:
-    """The traceback without frames outside the cell: the last ``MOST_ERROR`` characters."""
+    """The traceback without frames outside the cell, its last ``MAX_ERROR_CHARACTERS``."""
     try:
         cell_frames = [
             frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == CELL
@@ -260,7 +260,7 @@ def _format_traceback(error: BaseException) -> str:
         if cell_frames:
             heading = "Traceback (most recent call last):\n"
             lines = [heading, *traceback.format_list(cell_frames), *lines]
-        return "".join(lines)[-MOST_ERROR:].rstrip()
+        return "".join(lines)[-MAX_ERROR_CHARACTERS:].rstrip()
     except BaseException:
         # Code can define exceptions whose text cannot be made.
         return type(error).__name__

@@ -12,7 +12,7 @@ from typing import Any
 from rayloop.sandbox import kernel, seccomp
 from rayloop.sandbox.options import Level
 
-CONNECTION = 3
+CONNECTION_DESCRIPTOR = 3
 """The only descriptor that stays open besides 0 to 2, which are /dev/null."""
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 _EMPTY_FOLDER = "size=4k,nr_inodes=2,mode=555"
@@ -83,12 +83,12 @@ def _close_all_but(connection: socket.socket) -> socket.socket:
     null = os.open("/dev/null", os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
-    if connection.fileno() != CONNECTION:
-        os.dup2(connection.fileno(), CONNECTION)
+    if connection.fileno() != CONNECTION_DESCRIPTOR:
+        os.dup2(connection.fileno(), CONNECTION_DESCRIPTOR)
         connection.detach()
-        connection = socket.socket(fileno=CONNECTION)
+        connection = socket.socket(fileno=CONNECTION_DESCRIPTOR)
     # A forked process has every descriptor of its parent; close-on-exec helps only a new program.
-    os.closerange(CONNECTION + 1, 1 << 16)
+    os.closerange(CONNECTION_DESCRIPTOR + 1, 1 << 16)
     return connection
 
 

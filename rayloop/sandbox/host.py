@@ -143,7 +143,7 @@ class Interpreter:
         try:
             self._ask(op, seconds, blobs, **arguments)
         except frames.Refused as error:
-            return _clean(str(error)[: cells.MOST_ERROR])
+            return _clean(str(error)[: cells.MAX_ERROR_CHARACTERS])
         return None
 
     def _ask(
@@ -447,17 +447,19 @@ def _result(header: Mapping[str, Any], blobs: Sequence[bytes], elapsed: float) -
     ``elapsed``: seconds that the call took by the host's clock.
     """
     text = header.get("text")
-    most_text = cells.MOST_TEXT + len(cells.more(10**15))
+    most_text = cells.MAX_TEXT_CHARACTERS + len(cells.more(10**15))
     if not isinstance(text, str) or len(text) > most_text:
         return None
     error = header.get("error")
-    if error is not None and not (isinstance(error, str) and len(error) <= cells.MOST_ERROR):
+    if error is not None and not (
+        isinstance(error, str) and len(error) <= cells.MAX_ERROR_CHARACTERS
+    ):
         return None
     seconds = header.get("seconds")
     if type(seconds) is not float or not 0 <= seconds <= elapsed:
         return None
     dropped = header.get("dropped")
-    if type(dropped) is not int or not 0 <= dropped <= cells.MOST_DROPPED:
+    if type(dropped) is not int or not 0 <= dropped <= cells.MAX_DROPPED_FIGURES:
         return None
     clean_error = _clean(error) if error else None
     return CodeResult(_clean(text), clean_error, tuple(blobs), seconds, dropped)

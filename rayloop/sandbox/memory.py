@@ -12,11 +12,11 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-BLOCK = 512
+BLOCK_BYTES = 512
 """Bytes of a block, in which ``stat`` counts."""
-ENDING = 2.0
+EXIT_TIMEOUT_S = 2.0
 """Seconds in which processes that were killed have ended."""
-AT_ONCE = 1 << 20
+CHARGED_AT_ONCE_BYTES = 1 << 20
 """Bytes that the kernel charges to a cgroup at once.
 
 It may refuse memory when the use is that far below the limit.
@@ -129,7 +129,7 @@ def limit_was_reached(group: str) -> bool:
         return True
     peak = _counter(f"{group}/memory.max_usage_in_bytes", "")
     limit = _counter(f"{group}/memory.limit_in_bytes", "")
-    return peak + AT_ONCE >= limit > 0
+    return peak + CHARGED_AT_ONCE_BYTES >= limit > 0
 
 
 def machine_was_short(group: str, before: int) -> bool:
@@ -158,7 +158,7 @@ def _counter(path: str, name: str) -> int:
 
 def _remove(folder: str) -> None:
     """Remove a cgroup as soon as its processes, which were killed, have ended."""
-    until = time.monotonic() + ENDING
+    until = time.monotonic() + EXIT_TIMEOUT_S
     while time.monotonic() < until:
         with suppress(OSError):
             os.rmdir(folder)
@@ -209,7 +209,7 @@ def _memfd_bytes(pid: int, counted_files: set[tuple[int, int]]) -> int:
                 is_unlinked = stat.S_ISREG(status.st_mode) and not status.st_nlink
                 if is_unlinked and os.readlink(path).startswith("/memfd:"):
                     counted_files.add(identity)
-                    size += status.st_blocks * BLOCK
+                    size += status.st_blocks * BLOCK_BYTES
     return size
 
 

@@ -6,7 +6,7 @@ Prompts, engines, tools, data sets and the code of a sandbox all use it. It need
 import importlib
 from typing import Any
 
-GREYS = 2**16
+GREY_VALUES = 2**16
 """The number of values of a grey pixel of 16 bits."""
 
 
@@ -58,9 +58,9 @@ def _scale_transparent_colour(image: Any) -> None:
 def _from_16_bits(image: Any) -> tuple[Any, Any]:
     """The grey picture with 8 bits, and its opacity (0 or 255)."""
     values = image.convert("I")
-    opacity = [255] * GREYS
+    opacity = [255] * GREY_VALUES
     if "transparency" in image.info:
         opacity[image.info["transparency"]] = 0
-    scaled = [round(value / 257) for value in range(GREYS)]
+    scaled = [round(value / 257) for value in range(GREY_VALUES)]
     grey = values.point(scaled, "L")
     return grey.convert("RGB"), values.point(opacity, "L")

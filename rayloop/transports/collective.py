@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-ALIGNMENT = 16
+ALIGNMENT_BYTES = 16
 """Bytes; tensors of any dtype start at a multiple of it within a bucket."""
 
 
 def _aligned(nbytes: int) -> int:
     """``nbytes``, rounded up to a multiple of the alignment."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def buckets(

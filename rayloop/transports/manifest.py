@@ -19,7 +19,7 @@ from rayloop.core.protocols import Manifest, TensorRecord
 from rayloop.core.types import Version
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-COLUMNS = 1 << 16
+ROW_WORDS = 1 << 16
 """Words of a row of a checksum: its factors and products stay in a core's cache."""
 _GPU_ROWS = 256
 """Rows that a GPU multiplies at once, through 128 MiB of its memory; a CPU takes one."""
@@ -39,17 +39,17 @@ def raw(tensor: Tensor) -> npt.NDArray[np.uint8]:
 
 @cache
 def _factors(device: torch.device) -> Tensor:
-    """[2, COLUMNS] odd int64 numbers that look random.
+    """[2, ROW_WORDS] odd int64 numbers that look random.
 
     The first row is for the words of a row, the second for the rows.
     """
-    numbers = torch.arange(1, 2 * COLUMNS + 1, device=device) * _ODD_FACTOR
+    numbers = torch.arange(1, 2 * ROW_WORDS + 1, device=device) * _ODD_FACTOR
     for shift in (29, 32):
         # Shift, xor and an odd product mix the words as in splitmix64: consecutive numbers then
         # look random.
         numbers = (numbers ^ (numbers >> shift)) * _ODD_FACTOR
     # An odd factor can be undone modulo 2**64, so that no changed word is lost.
-    return (numbers | 1).view(2, COLUMNS)
+    return (numbers | 1).view(2, ROW_WORDS)
 
 
 @torch.no_grad()
@@ -65,9 +65,9 @@ def checksum(tensor: Tensor) -> Tensor:
         flat = torch.cat([flat, flat.new_zeros(-flat.numel() % 4)])
     words = flat.view(torch.int32)
     column_factors, row_factors = _factors(flat.device)
-    complete = len(words) // COLUMNS * COLUMNS
+    complete = len(words) // ROW_WORDS * ROW_WORDS
     rows_at_once = 1 if flat.device.type == "cpu" else _GPU_ROWS
-    blocks = words[:complete].view(-1, COLUMNS).split(rows_at_once)
+    blocks = words[:complete].view(-1, ROW_WORDS).split(rows_at_once)
     sums = [(block * column_factors).sum(1) for block in blocks]
     last_row = words[complete:]
     sums.append((last_row * column_factors[: len(last_row)]).sum(0, keepdim=True))

@@ -17,12 +17,12 @@ CHARTS = tuple((title, *names) for title, names in _TABLE.items())
 """The title of each chart, followed by its metrics."""
 COUNTS = ("filtered/", "excluded/", "stale/", "surplus/", "cancelled/", "end_reason/", "flag/")
 """Metrics that are absent where they would be 0."""
-LEFT = 58
-RIGHT = 352
-TOP = 16
-BOTTOM = 146
+LEFT_EDGE = 58
+RIGHT_EDGE = 352
+TOP_EDGE = 16
+BOTTOM_EDGE = 146
 """Edges of the axes in a drawing of 360 x 176."""
-COLUMNS = 120
+CHART_COLUMNS = 120
 """A line has the lowest and the highest of its points in each of this many columns.
 
 A chart is 294 pixels wide.
@@ -104,11 +104,11 @@ class _Axes:
 
     def x(self, step: float) -> float:
         """The pixel of a step, from the left."""
-        return self.steps.scaled(step, LEFT, RIGHT)
+        return self.steps.scaled(step, LEFT_EDGE, RIGHT_EDGE)
 
     def y(self, value: float) -> float:
         """The pixel of a value, from the top."""
-        return self.values.scaled(value, BOTTOM, TOP)
+        return self.values.scaled(value, BOTTOM_EDGE, TOP_EDGE)
 
     def path(self, points: Points) -> list[Place]:
         """The places of the finite points, downsampled."""
@@ -147,13 +147,13 @@ def _drawn_line(line: Record, axes: _Axes) -> Record:
 
 
 def _downsampled(places: list[Place]) -> list[Place]:
-    """The lowest and the highest place of each of ``COLUMNS`` parts; a short line stays whole."""
+    """The lowest and the highest place of each of ``CHART_COLUMNS``; a short line stays whole."""
     count = len(places)
-    if count <= 2 * COLUMNS:
+    if count <= 2 * CHART_COLUMNS:
         return places
     result: list[Place] = []
-    for column in range(COLUMNS):
-        part = places[column * count // COLUMNS : (column + 1) * count // COLUMNS]
+    for column in range(CHART_COLUMNS):
+        part = places[column * count // CHART_COLUMNS : (column + 1) * count // CHART_COLUMNS]
         height = itemgetter(1)
         result += sorted({min(part, key=height), max(part, key=height)})
     return result

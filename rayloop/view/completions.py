@@ -16,9 +16,9 @@ from rich.text import Text
 from rayloop.run.records.rollouts import RolloutRecord
 from rayloop.view.words import visible
 
-LONGEST = 400
+MAX_TEXT_CHARACTERS = 400
 """The most characters of a text that are sent to the terminal's process."""
-WIDE = 120
+LINE_COLUMNS = 120
 """Columns of the lines where there is no terminal."""
 MARKUP = re.compile(r"<\|im_start\|>\w*\n?|<\|[^|<>]{1,40}\|>(?:×\d+)?")
 """Special tokens as ``chat.tokenizer.shown`` writes them."""
@@ -37,7 +37,7 @@ def completions(records: Sequence[RolloutRecord], count: int = 2) -> dict[str, A
     places = [place * (len(group) - 1) // max(count - 1, 1) for place in range(count)]
     best = group[0]
     images = map(_image_name, best.images)
-    prompt = MARKUP.sub(" ", _cut(best.prompt, 10 * LONGEST))
+    prompt = MARKUP.sub(" ", _cut(best.prompt, 10 * MAX_TEXT_CHARACTERS))
     rows = []
     for place in places:
         member = group[place]
@@ -55,7 +55,7 @@ def _reward_or_lowest(record: RolloutRecord) -> float:
 
 def shown(found: Mapping[str, Any], console: Console) -> Text:
     """The lines for this console, none wider, and in characters that it can write."""
-    width = console.width if console.is_terminal else WIDE
+    width = console.width if console.is_terminal else LINE_COLUMNS
     rows = [("  task ", found["task"]), ("  sample  reward advantage  ", "completion")]
     for sample, reward, advantage, text in found["rows"]:
         reward_cell = "none" if reward is None else f"{reward:.3f}"
@@ -77,7 +77,7 @@ def _completion(record: RolloutRecord) -> str:
     parts: list[str] = []
     for turn in record.turns:
         if turn.sampled:
-            parts.append(_cut(turn.text, LONGEST))
+            parts.append(_cut(turn.text, MAX_TEXT_CHARACTERS))
         else:
             parts += map(_image_name, turn.images)
     return " | ".join(parts)
@@ -89,7 +89,9 @@ def _image_name(image: Mapping[str, Any]) -> str:
 
 
 def _line(text: str) -> str:
-    return _cut(visible(" ".join(_cut(text, 10 * LONGEST).split())), LONGEST)
+    return _cut(
+        visible(" ".join(_cut(text, 10 * MAX_TEXT_CHARACTERS).split())), MAX_TEXT_CHARACTERS
+    )
 
 
 def _cut(text: str, room: int) -> str:

@@ -20,7 +20,7 @@ from rayloop.run.records.jsonl import JsonLines
 from rayloop.run.records.rollouts import is_rollout
 from rayloop.view.reader import Record
 
-VERSION = 1
+TABLES_VERSION = 1
 """Version of the tables; an index of another version is built again."""
 COPIED = (
     "sample",
@@ -71,12 +71,12 @@ class EpisodeIndex:
         self._busy = threading.Lock()
         with suppress(sqlite3.DatabaseError), self._opened() as db:
             version = db.execute("PRAGMA user_version").fetchone()[0]
-            if version == VERSION and _tables(db) == _expected_tables():
+            if version == TABLES_VERSION and _tables(db) == _expected_tables():
                 return
         self.path.unlink(missing_ok=True)
         with self._opened() as db:
             db.executescript(TABLES.read_text(encoding="utf-8"))
-            db.execute(f"PRAGMA user_version = {VERSION}")
+            db.execute(f"PRAGMA user_version = {TABLES_VERSION}")
 
     @contextmanager
     def _opened(self) -> Iterator[sqlite3.Connection]:

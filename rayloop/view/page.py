@@ -33,7 +33,7 @@ from rayloop.view.vitals import Vitals
 from rayloop.view.words import gained, number
 
 PAGES = jinja2.PackageLoader("rayloop.view", "pages")
-COMPARED = 4
+COMPARED_TASKS = 4
 """Held-out tasks whose first and last answers are shown."""
 ROUTINE = (
     "starting",
@@ -113,7 +113,7 @@ def content(folder: RunFolder, groups: int) -> Record:
     all_charts = charts(metrics, evaluations)
     constant_lines = chain.from_iterable(c["lines"] for c in all_charts if is_constant(c))
     recorded = list(rollout_groups(folder))
-    pairs = evenly(compared(folder), COMPARED)
+    pairs = evenly(compared(folder), COMPARED_TASKS)
     return {
         "name": folder.path.name,
         "config": folder.configuration,
@@ -192,7 +192,7 @@ TRAINED_KEYS = (
     "status",
     "replayed",
 )
-_LONGEST_NAME = 200
+_MAX_NAME_BYTES = 200
 """The most bytes of a file's name; file systems take 255."""
 
 
@@ -208,8 +208,8 @@ def write_files(run: Path) -> list[Path]:
         old.unlink()
     for index, (task, records) in enumerate(task_results(folder).items()):
         name = quote(task, safe=" ,=@")
-        if len(name) > _LONGEST_NAME:
-            name = f"{name[:_LONGEST_NAME]}-{index}"
+        if len(name) > _MAX_NAME_BYTES:
+            name = f"{name[:_MAX_NAME_BYTES]}-{index}"
         write_whole(results / f"{name}.json", _bytes({"task": task, **records}), durable=False)
     write_whole(folder.path / METRICS, _bytes(training_metrics(folder)), durable=False)
     return [folder.path / METRICS, results]

@@ -19,7 +19,7 @@ from rayloop.core.signals import leave_terminal
 from rayloop.view.completions import shown
 from rayloop.view.words import span
 
-ROWS = 10
+TABLE_ROWS = 10
 ABSENT = "-"
 PHASE_WORDS = {
     "gen": "gen",
@@ -119,12 +119,12 @@ DROPPED_FIRST = (
     "trend",
 )
 """Words of the columns that a table leaves out, in this order, until it fits the terminal."""
-SEEN = 10
+ESTIMATE_STEPS = 10
 """Steps that the estimate of the remaining time uses, and half the steps of the trend."""
 LARGE_SHARE = 0.05
 """Phases that took less than this share of a step are left out of a plain line."""
 TREND = "trend"
-"""The difference of mean rewards between the halves of the last 2 * ``SEEN`` steps.
+"""The difference of mean rewards between the halves of the last 2 * ``ESTIMATE_STEPS`` steps.
 
 The older half is subtracted from the newer one. It is not a metric.
 """
@@ -174,9 +174,9 @@ LINE = {
 def remaining(newest: Iterable[Mapping[str, float]], steps: int) -> float:
     """Seconds of the remaining steps, evaluations excluded; 0 when no step was timed.
 
-    Each step takes the mean of the last ``SEEN``.
+    Each step takes the mean of the last ``ESTIMATE_STEPS``.
     """
-    timed = [metrics for metrics in newest if "timing_s/step" in metrics][-SEEN:]
+    timed = [metrics for metrics in newest if "timing_s/step" in metrics][-ESTIMATE_STEPS:]
     seconds = [metrics["timing_s/step"] - metrics.get("timing_s/testing", 0.0) for metrics in timed]
     return (steps - timed[-1]["step"]) * fmean(seconds) if timed else 0.0
 
@@ -211,10 +211,10 @@ class Progress:
         self.total_steps = total_steps
         self.console = console or Console(highlight=False, soft_wrap=True)
         self._columns = columns(sampled, held_out)
-        self._rows: deque[tuple[str, ...]] = deque(maxlen=ROWS)
+        self._rows: deque[tuple[str, ...]] = deque(maxlen=TABLE_ROWS)
         self._used: set[str] = set()
-        self._timed: deque[Mapping[str, float]] = deque(maxlen=SEEN)
-        self._rewards: deque[float] = deque(maxlen=2 * SEEN)
+        self._timed: deque[Mapping[str, float]] = deque(maxlen=ESTIMATE_STEPS)
+        self._rewards: deque[float] = deque(maxlen=2 * ESTIMATE_STEPS)
         self._remaining = ""
         self._doing = ""
         self._samples = Text()

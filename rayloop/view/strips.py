@@ -29,16 +29,16 @@ from rayloop.run.records.rollouts import RESTARTS
 from rayloop.view.completions import MARKUP
 from rayloop.view.reader import Record, box_reader
 
-MAX_SIDE = 1280
+MAX_SIDE_PIXELS = 1280
 """Pixels of a side; larger images are shrunk for the page.
 
 The originals stay where the run keeps them.
 """
 MAX_PIXELS = 100_000_000
 """Larger images are named instead of shown."""
-LONGEST = 20_000
+MAX_TEXT_CHARACTERS = 20_000
 """The most characters of a text on the page."""
-SHADES = (-0.25, -1.0, -2.0, -4.0)
+SHADE_LOGPROBS = (-0.25, -1.0, -2.0, -4.0)
 """A token is shaded one degree more for each of these log-probs that it falls below."""
 
 
@@ -52,11 +52,11 @@ def _embedded(path: Path, tint: float) -> Record:
 
 
 def shrunk(data: bytes, tint: float) -> bytes:
-    """The image as WebP, without its tint, and no side longer than ``MAX_SIDE``."""
+    """The image as WebP, without its tint, and no side longer than ``MAX_SIDE_PIXELS``."""
     image = decode(data)
     if tint:
         image = untinted(image, tint)
-    image.thumbnail((MAX_SIDE, MAX_SIDE))
+    image.thumbnail((MAX_SIDE_PIXELS, MAX_SIDE_PIXELS))
     file = io.BytesIO()
     image.save(file, "WEBP", quality=90)
     return file.getvalue()
@@ -240,11 +240,11 @@ def _has_picture(row: Record) -> bool:
 
 
 def cut(text: str) -> str:
-    """At most ``LONGEST`` characters of a text."""
-    more = len(text) - LONGEST
+    """At most ``MAX_TEXT_CHARACTERS`` of a text."""
+    more = len(text) - MAX_TEXT_CHARACTERS
     if more <= 0:
         return text
-    return f"{text[:LONGEST]}\n({more} more characters: see the record)"
+    return f"{text[:MAX_TEXT_CHARACTERS]}\n({more} more characters: see the record)"
 
 
 def _cell(
@@ -280,7 +280,7 @@ def _runs(text: str, logprobs: Sequence[Sequence[float]]) -> list[Record]:
     start = 0
     for stop, logprob in logprobs:
         end = min(int(stop), len(text))
-        shade = sum(logprob < bound for bound in SHADES)
+        shade = sum(logprob < bound for bound in SHADE_LOGPROBS)
         if runs and (runs[-1]["shade"] == shade or start == end):
             runs[-1]["text"] += text[start:end]
             runs[-1]["least"] = min(runs[-1]["least"], logprob)

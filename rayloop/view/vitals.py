@@ -15,7 +15,7 @@ from rayloop.run.lifetime import CheckpointSettings, RecoverySettings
 from rayloop.run.records.events import KINDS
 from rayloop.view.reader import ENDS, Record
 
-HOUR = 3600.0
+HOUR_S = 3600.0
 _ORDINARY = {kind for kind, event in KINDS.items() if event.__module__ == events.__name__}
 PROGRESS = _ORDINARY - set(ENDS)
 """Events that happen only while the run makes progress."""
@@ -43,7 +43,7 @@ class RoleVitals:
 
     def budget_left(self, per_hour: int, now: float) -> int:
         """The number of ``per_hour`` units of the budget that are left at ``now``."""
-        while self.spent and self.spent[0] < now - HOUR:
+        while self.spent and self.spent[0] < now - HOUR_S:
             self.spent.popleft()
         return max(0, per_hour - len(self.spent))
 

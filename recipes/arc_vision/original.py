@@ -36,7 +36,7 @@ _NOTATIONS = tuple(
 )
 """Tried in this order; only the first match of each counts."""
 _BOX_LIKE = re.compile(r"^(?>.*?<bbox>).*?</bbox>|\[[\d.\s,-]+\]", re.IGNORECASE | re.MULTILINE)
-_SCREENS = (
+_SCREEN_SIZES = (
     (1920, 1080),
     (1280, 720),
     (2560, 1440),
@@ -94,10 +94,10 @@ def _fractions(x1: float, y1: float, x2: float, y2: float) -> Box:
 
 def _screen(right: float, bottom: float) -> tuple[int, int]:
     """The first usual screen that holds the point; the first of all when none does."""
-    for width, height in _SCREENS:
+    for width, height in _SCREEN_SIZES:
         if right <= width and bottom <= height:
             return width, height
-    return _SCREENS[0]
+    return _SCREEN_SIZES[0]
 
 
 def _clamped(value: float) -> float:
@@ -134,7 +134,7 @@ def true_box(values: object, where: str) -> Box:
     return x1, y1, x2, y2
 
 
-WAITING = 5.0
+MAX_WAIT_S = 5.0
 """Seconds that an episode may wait."""
 _LARGEST_ZOOM = 4.0
 _INSPECTED = {
@@ -190,9 +190,9 @@ class Simulated:
         return text, -0.2 if count > 2 else -0.05
 
     def _wait(self, arguments: Mapping[str, Any]) -> tuple[str, float]:
-        seconds = min(arguments.get("duration", 1.0), WAITING - self._waited)
+        seconds = min(arguments.get("duration", 1.0), MAX_WAIT_S - self._waited)
         if seconds <= 0:
-            return f"Maximum wait time ({WAITING}s) exceeded", -0.2
+            return f"Maximum wait time ({MAX_WAIT_S}s) exceeded", -0.2
         self._waited += seconds
         count = self._count("wait")
         gain = 0.15 * 0.7 ** (count - 1)

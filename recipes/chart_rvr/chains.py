@@ -29,12 +29,12 @@ from rayloop.recipes.chart_rvr.data import TYPES
 from rayloop.recipes.chart_rvr.rewards.embedders import openai_client
 from rayloop.recipes.chart_rvr.rewards.reading import as_table, parsed_table, steps_of
 
-ATTEMPTS = 4
+TEACHER_ATTEMPTS = 4
 """Requests to a teacher that cannot be reached, is busy or fails.
 
 The pauses between them are 1, 2 and 4 seconds.
 """
-TIMEOUT = 600.0
+TEACHER_TIMEOUT_S = 600.0
 """Seconds for one answer of the teacher."""
 SYSTEM = f"""You see a chart, a question about it and the true answer. \
 Write how the answer follows, in three sections:
@@ -240,7 +240,7 @@ class Teacher:
     """A server with the OpenAI interface, asked with a chart, its question and the answer."""
 
     def __init__(self, url: str, model: str, max_tokens: int, key: str) -> None:
-        self._http = openai_client(url, key, TIMEOUT, ("--url", "--api-key-env"))
+        self._http = openai_client(url, key, TEACHER_TIMEOUT_S, ("--url", "--api-key-env"))
         self._body = {"model": model, "max_tokens": max_tokens, "temperature": 0.0}
 
     def answer(self, image: bytes, question: str, label: str) -> str:
@@ -255,7 +255,7 @@ class Teacher:
         ]
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]
         problem = ""
-        for attempt in range(ATTEMPTS):
+        for attempt in range(TEACHER_ATTEMPTS):
             time.sleep(2 ** (attempt - 1) if attempt else 0)
             try:
                 reply = self._http.post(

@@ -19,13 +19,13 @@ from rayloop.core.types import derive
 from rayloop.recipes import write_rows
 
 KINDS = ("bar", "line")
-COLUMN = 28
+COLUMN_PIXELS = 28
 """Pixels of an item's place."""
-SIDE = 84
+CHART_SIDE_PIXELS = 84
 """Pixels of the chart's side."""
-UNIT = 9
+UNIT_HEIGHT_PIXELS = 9
 """Height of the value 1 in pixels."""
-MOST = 9
+MAX_VALUE = 9
 COLOURS = {
     "red": (220, 40, 40),
     "green": (30, 160, 60),
@@ -33,8 +33,8 @@ COLOURS = {
     "yellow": (235, 200, 30),
     "black": (20, 20, 20),
 }
-PAGE = (240, 240, 240)
-INK = (120, 120, 120)
+PAGE_COLOUR = (240, 240, 240)
+INK_COLOUR = (120, 120, 120)
 COLUMNS = ("Colour", "Value")
 
 
@@ -76,8 +76,8 @@ def small(kind: str, seed: int, split: str, index: int) -> Chart:
     if kind not in KINDS:
         raise ValueError(f"{kind!r} is not a kind of small chart; there are {', '.join(KINDS)}")
     draw = random.Random(derive(seed, "small charts", kind, split, index))
-    items = draw.sample(list(COLOURS), SIDE // COLUMN)
-    values = draw.sample(range(1, MOST + 1), len(items))
+    items = draw.sample(list(COLOURS), CHART_SIDE_PIXELS // COLUMN_PIXELS)
+    values = draw.sample(range(1, MAX_VALUE + 1), len(items))
     question, answer, step = draw.choice((_value, _highest, _lowest))(draw, items, values)
     return Chart(
         kind=kind,
@@ -124,8 +124,8 @@ _lowest = partial(_extreme, word="lowest", pick=min)
 
 
 def drawn(about: Chart) -> Image.Image:
-    """SIDE x SIDE pixels, the items from left to right."""
-    image = Image.new("RGB", (SIDE, SIDE), PAGE)
+    """CHART_SIDE_PIXELS squared, the items from left to right."""
+    image = Image.new("RGB", (CHART_SIDE_PIXELS, CHART_SIDE_PIXELS), PAGE_COLOUR)
     _DRAWN[about.kind](ImageDraw.Draw(image), [row[0] for row in about.rows], about.column(1))
     return image
 
@@ -137,18 +137,26 @@ def save(about: Chart, path: Path) -> None:
 
 def _bars(draw: ImageDraw.ImageDraw, items: Sequence[str], values: Sequence[int]) -> None:
     for i, (item, value) in enumerate(zip(items, values, strict=True)):
-        left = COLUMN * i + 5
-        bar = (left, SIDE - UNIT * value, left + COLUMN - 11, SIDE - 1)
+        left = COLUMN_PIXELS * i + 5
+        bar = (
+            left,
+            CHART_SIDE_PIXELS - UNIT_HEIGHT_PIXELS * value,
+            left + COLUMN_PIXELS - 11,
+            CHART_SIDE_PIXELS - 1,
+        )
         draw.rectangle(bar, fill=COLOURS[item])
 
 
 def _line(draw: ImageDraw.ImageDraw, items: Sequence[str], values: Sequence[int]) -> None:
     """The middle of a mark is the top of a bar of its value, half a unit lower."""
     points = [
-        (COLUMN * i + COLUMN // 2, SIDE - UNIT * value + UNIT // 2)
+        (
+            COLUMN_PIXELS * i + COLUMN_PIXELS // 2,
+            CHART_SIDE_PIXELS - UNIT_HEIGHT_PIXELS * value + UNIT_HEIGHT_PIXELS // 2,
+        )
         for i, value in enumerate(values)
     ]
-    draw.line(points, fill=INK, width=2)
+    draw.line(points, fill=INK_COLOUR, width=2)
     for (x, y), item in zip(points, items, strict=True):
         draw.ellipse((x - 5, y - 5, x + 5, y + 5), fill=COLOURS[item])
 

@@ -17,7 +17,7 @@ LABELS = ("label", "gold", "ground_truth", "truth", "answer")
 """Columns of the true answer."""
 EXTRACTED = "extracted_answer"
 """Column of the answer that the file's own evaluation read."""
-SHOWN = 20
+SHOWN_ANSWERS = 20
 
 
 def read(row: Mapping[str, Any], where: str) -> Saved:
@@ -62,13 +62,13 @@ def notes(saved: Sequence[Saved], variant: str) -> list[str]:
         f"{EXTRACTED} as published: relaxed {relaxed:.4f}, exact {exact:.4f}",
         f"answers equal to {EXTRACTED}: {same} of {len(rows)} ({100 * same / len(rows):.2f} %)",
     ]
-    for entry in differing[:SHOWN]:
+    for entry in differing[:SHOWN_ANSWERS]:
         lines.append(
             f"  {entry.task.id}: read {answer(entry, variant)!r:.60}, {EXTRACTED}"
             f" {entry.row[EXTRACTED]!r:.60}"
         )
-    if len(differing) > SHOWN:
-        lines.append(f"  and {len(differing) - SHOWN} more")
+    if len(differing) > SHOWN_ANSWERS:
+        lines.append(f"  and {len(differing) - SHOWN_ANSWERS} more")
     return lines
 
 

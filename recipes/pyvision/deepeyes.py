@@ -20,7 +20,7 @@ from rayloop.recipes.pyvision.data import answered
 from rayloop.recipes.pyvision.reward import calls
 from rayloop.recipes.pyvision.verifiers import Asked, Judged, Kind, Verifiers, at_once
 
-ATTEMPTS = 8
+JUDGE_ATTEMPTS = 8
 """Times that the original asks its judge about mathematics before it calls the answer wrong."""
 
 
@@ -130,8 +130,8 @@ class DeepEyesReward:
         return self._paid(_flagged(verdict, form_flags), reading, True)
 
     async def _ask_judge(self, asked: Asked) -> Judged:
-        """The judge's verdict, in the original after failures too, up to ATTEMPTS times."""
-        for _ in range(ATTEMPTS if self.transcript else 1):
+        """The judge's verdict, in the original after failures too, up to JUDGE_ATTEMPTS times."""
+        for _ in range(JUDGE_ATTEMPTS if self.transcript else 1):
             try:
                 judged = self._verifiers.asked(asked)
                 verdict = await judged if isinstance(judged, Awaitable) else judged
@@ -174,7 +174,7 @@ def _corrected(trajectory: Trajectory, context: ScoreContext, math: bool) -> ori
     text = context.texts[-1]
     looked = _looked(trajectory)
     answer = extract(text, "box" if math else "tagged_box")
-    if answer is not None and len(answer) >= original.LONGEST:
+    if answer is not None and len(answer) >= original.LONG_ANSWER_CHARACTERS:
         return original.DeepEyes(None, False, looked)
     thoughts_paired = all(turn.count("<think>") == turn.count("</think>") for turn in context.texts)
     after_thought = text.rpartition("</think>")[2]

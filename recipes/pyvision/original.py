@@ -11,7 +11,7 @@ from typing import Any
 from rayloop.chat.calls import Enclosed
 from rayloop.envs.interpreter import text as interpreter
 
-LONGEST = 1000
+LONG_ANSWER_CHARACTERS = 1000
 """Characters from which an answer is too long."""
 EXAMPLES = frozenset(
     {
@@ -141,7 +141,7 @@ class DeepEyes:
 def deepeyes(response: str) -> DeepEyes:
     """The last answer; the whole text where there is no tag.
 
-    From ``LONGEST`` characters on it is wrong and ill-formed.
+    From ``LONG_ANSWER_CHARACTERS`` on it is wrong and ill-formed.
     """
     answer = response.rpartition("<answer>")[2].partition("</answer>")[0].strip()
     after_thought = response.rpartition("</think>")[2]
@@ -149,7 +149,7 @@ def deepeyes(response: str) -> DeepEyes:
     answers_paired = after_thought.count("<answer>") == after_thought.count("</answer>")
     paired = thoughts_paired and answers_paired and not unpaired_images(response)
     looked = "<|vision_start|><|image_pad|>" in response
-    if len(answer) >= LONGEST:
+    if len(answer) >= LONG_ANSWER_CHARACTERS:
         return DeepEyes(None, False, looked)
     return DeepEyes(answer, paired, looked)
 

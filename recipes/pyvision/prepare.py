@@ -16,9 +16,9 @@ from PIL import Image, ImageDraw
 from rayloop.core.types import derive
 from rayloop.recipes import write_rows
 
-SIDE = 896
+PAGE_SIDE_PIXELS = 896
 """Pixels of the page's side."""
-CARD = 240
+CARD_SIDE_PIXELS = 240
 """Pixels of a card's side."""
 PLACES = ("top left", "top right", "bottom left", "bottom right")
 CARDS = {
@@ -41,11 +41,11 @@ QUESTIONS = {
 """Kind -> its question about a place."""
 NEAR = {"count": 28, "dot": 10}
 """Pixels from the middle of a card to the edge of the box that holds its dots."""
-MOST = 5
+MAX_DOTS = 5
 """Dots on a card."""
-COUNTED = 4
+COUNTED_DOT_PIXELS = 4
 """Pixels of the side of a dot that is counted."""
-COLOURED = 6
+COLOURED_DOT_PIXELS = 6
 """Pixels of the side of a dot whose colour is asked for."""
 
 
@@ -64,13 +64,13 @@ def scene(kind: str, seed: int) -> Scene:
     """Equal arguments, equal scene."""
     rng = random.Random(derive(seed, "scene", kind))
     shade = rng.randint(225, 250)
-    image = Image.new("RGB", (SIDE, SIDE), (shade, shade, shade))
+    image = Image.new("RGB", (PAGE_SIDE_PIXELS, PAGE_SIDE_PIXELS), (shade, shade, shade))
     draw = ImageDraw.Draw(image)
     target = rng.randrange(len(PLACES))
     answers = []
     for place, colour in enumerate(rng.sample(list(CARDS), len(PLACES))):
         x, y = middle(place)
-        half = CARD // 2
+        half = CARD_SIDE_PIXELS // 2
         draw.rectangle((x - half, y - half, x + half - 1, y + half - 1), fill=CARDS[colour])
         answers.append(_dots(draw, rng, x, y) if kind == "count" else _dot(draw, rng, x, y))
     question = QUESTIONS[kind].format(PLACES[target])
@@ -80,7 +80,10 @@ def scene(kind: str, seed: int) -> Scene:
 def middle(place: int) -> tuple[int, int]:
     """The middle of the card in that quarter of the page, in reading order."""
     row, column = divmod(place, 2)
-    return SIDE // 4 + column * SIDE // 2, SIDE // 4 + row * SIDE // 2
+    return (
+        PAGE_SIDE_PIXELS // 4 + column * PAGE_SIDE_PIXELS // 2,
+        PAGE_SIDE_PIXELS // 4 + row * PAGE_SIDE_PIXELS // 2,
+    )
 
 
 def box(kind: str, place: int) -> tuple[int, int, int, int]:
@@ -91,12 +94,14 @@ def box(kind: str, place: int) -> tuple[int, int, int, int]:
 
 
 def _dots(draw: ImageDraw.ImageDraw, rng: random.Random, x: int, y: int) -> str:
-    number = rng.randint(1, MOST)
+    number = rng.randint(1, MAX_DOTS)
     for cell in rng.sample(range(25), number):
         row, column = divmod(cell, 5)
         left = x - 22 + column * 10
         top = y - 22 + row * 10
-        draw.rectangle((left, top, left + COUNTED - 1, top + COUNTED - 1), fill="black")
+        draw.rectangle(
+            (left, top, left + COUNTED_DOT_PIXELS - 1, top + COUNTED_DOT_PIXELS - 1), fill="black"
+        )
     return str(number)
 
 
@@ -104,7 +109,10 @@ def _dot(draw: ImageDraw.ImageDraw, rng: random.Random, x: int, y: int) -> str:
     colour = rng.choice(list(DOTS))
     left = x + rng.randint(-6, 0)
     top = y + rng.randint(-6, 0)
-    draw.rectangle((left, top, left + COLOURED - 1, top + COLOURED - 1), fill=DOTS[colour])
+    draw.rectangle(
+        (left, top, left + COLOURED_DOT_PIXELS - 1, top + COLOURED_DOT_PIXELS - 1),
+        fill=DOTS[colour],
+    )
     return colour
 
 

@@ -19,7 +19,7 @@ from rayloop.recipes.pyvision import original
 from rayloop.recipes.pyvision.data import answered
 from rayloop.recipes.pyvision.verifiers import SOURCES, Asked, Judged, Kind, Verifiers, at_once
 
-LONGEST = original.LONGEST
+LONGEST = original.LONG_ANSWER_CHARACTERS
 
 
 class PyVisionReward:

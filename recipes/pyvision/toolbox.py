@@ -18,7 +18,7 @@ from rayloop.recipes.pyvision.data import published_text
 
 _ANSWER = tagged("answer")
 _CALL = tagged("tool_call")
-SHORTEST = 30
+MIN_SIDE_PIXELS = 30
 """Pixels that a box's sides must exceed."""
 MOST_ASPECT = 100
 """The largest ratio of a box's sides."""
@@ -101,7 +101,7 @@ class VisualToolBoxV2:
         if not (left < right and bottom > top):
             return None
         short, long = sorted((bottom - top, right - left))
-        if long / short > MOST_ASPECT or short <= SHORTEST:
+        if long / short > MOST_ASPECT or short <= MIN_SIDE_PIXELS:
             return None
         return left, top, right, bottom
 

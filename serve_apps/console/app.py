@@ -18,7 +18,7 @@ from starlette.responses import RedirectResponse, Response
 from rayloop.core.failures import RayloopError
 from rayloop.run.folder import RunFolder
 from rayloop.run.records.metrics import Metric, prometheus
-from rayloop.serve_apps.console.content import ROWS, Absent, Console, flat, said
+from rayloop.serve_apps.console.content import TABLE_ROWS, Absent, Console, flat, said
 from rayloop.view.page import templates
 from rayloop.view.reader import Record
 from rayloop.view.strips import cut
@@ -73,7 +73,7 @@ class Pages:
     def __init__(self, console: Console) -> None:
         self.console = console
         self.environment = templates(jinja2.PackageLoader("rayloop.serve_apps.console", "pages"))
-        self.environment.globals["ROWS"] = ROWS
+        self.environment.globals["ROWS"] = TABLE_ROWS
         self.environment.filters |= {
             "cut": cut,
             "flat": flat,

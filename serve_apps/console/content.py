@@ -17,7 +17,7 @@ from PIL import Image
 
 from rayloop.config.explain import defaults
 from rayloop.core.files import content, regular
-from rayloop.data.images import FORMATS, MOST_BYTES, ORIENTATION
+from rayloop.data.images import FORMATS, MOST_BYTES, ORIENTATION_TAG
 from rayloop.judge.calibrate import CALIBRATION
 from rayloop.measure.report import verdict
 from rayloop.run.config import RunConfig
@@ -33,7 +33,7 @@ from rayloop.view.status import state, status
 from rayloop.view.strips import MAX_PIXELS, Films, shrunk
 from rayloop.view.words import describe, gained
 
-ROWS = 50
+TABLE_ROWS = 50
 """Rows of a table; the rest is on further pages."""
 _URGENT_EVENTS = ("alarm", "failed", "stalled")
 """Events that the overview shows first."""
@@ -206,7 +206,7 @@ class Console:
         self.index.update(seconds=_INDEX_UPDATE_S)
         groups = query.get("view") != "episodes"
         start = _start(query)
-        total, rows = self.index.search(query, query.get("order", ""), groups, start, ROWS)
+        total, rows = self.index.search(query, query.get("order", ""), groups, start, TABLE_ROWS)
         return {
             "asked": dict(query),
             "rows": rows,
@@ -243,7 +243,7 @@ class Console:
             "controls": list(by_step(events, "controls").values()),
             "steps_evaluated": steps,
             "asked": {name: str(step) for name, step in choice.items()},
-            "rows": pairs[start : start + ROWS],
+            "rows": pairs[start : start + TABLE_ROWS],
             "start": start,
             "total": len(pairs),
         }
@@ -300,7 +300,7 @@ class Console:
         return {
             "kinds": sorted({event["event"] for event in records}),
             "asked": {"kind": kind},
-            "rows": rows[start : start + ROWS],
+            "rows": rows[start : start + TABLE_ROWS],
             "start": start,
             "total": len(rows),
         }
@@ -327,9 +327,9 @@ class Console:
             "calibrated": calibrated(self.folder.path.with_name(CALIBRATION)),
             "now": now,
             "newest": newest,
-            "records": records[:ROWS],
+            "records": records[:TABLE_ROWS],
             "scores": metrics[-1] if metrics else {},
-            "events": events[:ROWS],
+            "events": events[:TABLE_ROWS],
         }
 
     def _is_own_run(self) -> bool:
@@ -446,6 +446,6 @@ def _size_and_type(path: Path) -> tuple[int, int, str]:
         if width * height > MAX_PIXELS:
             raise ValueError(f"{width}x{height} pixels, the limit is {MAX_PIXELS}")
         media_type = image.get_format_mimetype() or ""
-        if image.getexif().get(ORIENTATION, 1) >= _FIRST_ROTATED_ORIENTATION:
+        if image.getexif().get(ORIENTATION_TAG, 1) >= _FIRST_ROTATED_ORIENTATION:
             return height, width, media_type
         return width, height, media_type

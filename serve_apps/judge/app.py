@@ -30,7 +30,7 @@ from rayloop.serve_apps.settings import (
     RuleBackendSettings,
     VllmBackendSettings,
 )
-from rayloop.web import KEY, RETRY_AFTER, ImagePart, TextPart, application, documented, problem
+from rayloop.web import KEY, RETRY_AFTER_S, ImagePart, TextPart, application, documented, problem
 
 
 class Judge:
@@ -190,7 +190,7 @@ def web(service: JudgeService, key: str) -> FastAPI:
         request["max_tokens"] = min(tokens, limits.chat_tokens)
         status, answer, retry_after = await service.complete(service.chat, request)
         if status in (200, 400, 422, 429):
-            headers = {"Retry-After": retry_after or str(RETRY_AFTER)} if status == 429 else None
+            headers = {"Retry-After": retry_after or str(RETRY_AFTER_S)} if status == 429 else None
             return Response(json.dumps(answer), status, headers, media_type="application/json")
         return problem(503, "model_failed", f"the model's server answered {status}")
 

@@ -18,7 +18,7 @@ from rayloop.judge.discovery import read_key
 from rayloop.judge.grader import Reply
 from rayloop.serve_apps.settings import OpenAIBackendSettings
 
-TOP = 5
+TOP_LOGPROBS = 5
 """Alternatives of each token that the server is asked to return."""
 _TOO_LONG = re.compile(
     r"context_length_exceeded|(maximum|max) (context|model|sequence)[ _]?len|context"
@@ -125,7 +125,7 @@ class OpenAIModel(CompletionModel):
     def __init__(
         self, settings: OpenAIBackendSettings, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
-        extra = {"logprobs": True, "top_logprobs": TOP} if settings.logprobs else {}
+        extra = {"logprobs": True, "top_logprobs": TOP_LOGPROBS} if settings.logprobs else {}
         about = {"url": settings.url, "logprobs": settings.logprobs}
         super().__init__(settings.model, settings.max_tokens, extra, about)
         key = read_key(settings.key_file)

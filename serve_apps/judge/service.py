@@ -20,7 +20,7 @@ from rayloop.judge.api import (
     NoVerdict,
     Result,
 )
-from rayloop.judge.discovery import READ
+from rayloop.judge.discovery import READ_TIMEOUT_S
 from rayloop.judge.grader import Grader
 from rayloop.judge.prompt import IMAGES
 from rayloop.judge.rubric import CANARY_IMAGE, canary
@@ -116,7 +116,7 @@ class JudgeService:
         image that is refused.
         """
         if any(item.images for item in items):
-            items = await in_thread(self._checked, items, timeout=READ)
+            items = await in_thread(self._checked, items, timeout=READ_TIMEOUT_S)
         else:
             items = self._checked(items)
         with self.metrics.request("judge"), self.metrics.holding(len(items)):

@@ -11,7 +11,7 @@ from rayloop.core.failures import DeadlineExceeded
 from rayloop.core.model_files import resolve
 from rayloop.engines.generation.vllm_chat import RequestRefused, TooLong, VllmChat
 from rayloop.engines.generation.vllm_process import versions
-from rayloop.serve_apps.judge.openai_model import TOP, ChatAnswer, CompletionModel
+from rayloop.serve_apps.judge.openai_model import TOP_LOGPROBS, ChatAnswer, CompletionModel
 from rayloop.serve_apps.settings import VllmBackendSettings
 
 
@@ -23,7 +23,7 @@ class VllmModel(CompletionModel):
             **settings.engine.model_dump(include={"dtype", "extra"}),
             "max_tokens": settings.max_tokens,
         }
-        extra = {"logprobs": True, "top_logprobs": TOP}
+        extra = {"logprobs": True, "top_logprobs": TOP_LOGPROBS}
         super().__init__(settings.model, settings.max_tokens, extra, about)
         model = resolve(settings.model, settings.revision, weights=True, key="backend.model")
         # The engine's scratch folder is within Ray's own, which Ray removes: a replica that is

@@ -148,7 +148,7 @@ async def probe(made: World, purpose: str = "log-prob check") -> list[Any]:
 def test_a_task_that_hangs_costs_the_proof_at_the_start_its_own_attempts(
     world: Make, probes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rayloop.cluster.loop.weight_sync.PROBES", probes)
+    monkeypatch.setattr("rayloop.cluster.loop.weight_sync.PROBE_TASKS", probes)
 
     def first_hangs(made: World) -> Behave:
         async def behave(actor: Handle, request: RolloutRequest) -> Any:
@@ -270,7 +270,7 @@ async def no_records(group: Group) -> tuple[list[Any], dict[str, bytes]]:
 def test_a_number_that_hung_as_a_probe_is_free_for_another_task(
     world: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rayloop.cluster.loop.weight_sync.PROBES", 1)
+    monkeypatch.setattr("rayloop.cluster.loop.weight_sync.PROBE_TASKS", 1)
     made = world(hangs, environment={"actors": 2})
 
     async def two() -> None:

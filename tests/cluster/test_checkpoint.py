@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 
 from rayloop.core.failures import (
-    AGAIN,
+    START_AGAIN_EXIT_CODE,
     CheckpointError,
     CheckpointStorageFailed,
     ConfigError,
@@ -300,7 +300,7 @@ def test_storage_that_is_away_fails_a_save_by_name_and_the_next_one_works(
         match=r"step 2 could .* Stale file handle.* an unknown number of bytes are free",
     ) as why:
         save(store, 2)
-    assert why.value.exit_code == AGAIN
+    assert why.value.exit_code == START_AGAIN_EXIT_CODE
     gone.undo()
     save(store, 2)
     assert steps(store) == [2, 1]

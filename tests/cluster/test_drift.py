@@ -14,7 +14,7 @@ import pytest
 
 from rayloop.cluster.driver import Driver
 from rayloop.core.failures import AlarmStopped
-from rayloop.grpo.alarms import UNSEEN
+from rayloop.grpo.alarms import UNSEEN_STEPS
 from rayloop.run.config import RunConfig
 from rayloop.run.records.step_metrics import Collected
 from tests.support.drivers import made_driver
@@ -61,16 +61,16 @@ def test_a_lost_weight_update_ends_a_run_that_trains_on_nothing_fresh(driver: Dr
     with pytest.raises(
         AlarmStopped, match=r"differ by 5\.00e\+00 nats per token of the same weights"
     ):
-        asyncio.run(train(driver, 4 * UNSEEN))
-    assert driver.looked == [UNSEEN, 2 * UNSEEN, 3 * UNSEEN]  # type: ignore[attr-defined]
+        asyncio.run(train(driver, 4 * UNSEEN_STEPS))
+    assert driver.looked == [UNSEEN_STEPS, 2 * UNSEEN_STEPS, 3 * UNSEEN_STEPS]  # type: ignore[attr-defined]
 
 
 def test_a_stop_does_not_wait_for_fresh_episodes_and_the_step_is_recorded(driver: Driver) -> None:
     async def main() -> None:
-        await train(driver, UNSEEN - 1)
+        await train(driver, UNSEEN_STEPS - 1)
         driver.stopping.set()
         driver.weight_sync.observe = lambda *_: asyncio.sleep(60)  # type: ignore[method-assign]
         await asyncio.wait_for(train(driver, 1), 10)
 
     asyncio.run(main())
-    assert driver.steps == list(range(1, UNSEEN + 1))  # type: ignore[attr-defined]
+    assert driver.steps == list(range(1, UNSEEN_STEPS + 1))  # type: ignore[attr-defined]

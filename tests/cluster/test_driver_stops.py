@@ -323,7 +323,7 @@ def test_a_stop_whose_save_fails_is_not_saved(
 
     monkeypatch.setattr(Driver, "evaluate", evaluate)
     monkeypatch.setattr(PolicyRank, "save", save)
-    monkeypatch.setattr("rayloop.cluster.loop.saving.RETRY", 0.1)
+    monkeypatch.setattr("rayloop.cluster.loop.saving.STORAGE_RETRY_AFTER_S", 0.1)
     preemption = stage.config.preemption.model_copy(
         update={"grace": 4.0}
     )  # half of it is for tries

@@ -17,7 +17,7 @@ from rayloop.core.deadlines import WAITS
 from rayloop.core.failures import Failure
 from rayloop.core.groups import Scored, Unscored, UnscoredKind
 from rayloop.core.types import RolloutRequest
-from rayloop.envs.episode import CLOSE_TIMEOUT
+from rayloop.envs.episode import CLOSE_TIMEOUT_S
 from tests.support.stand_ins import BAD, Behave, Handle, Make, World, bad_data, failed
 
 EIGHT = list(range(8))
@@ -176,7 +176,7 @@ def test_the_deadline_of_a_call_leaves_its_actor_time_to_answer(world: Make) -> 
     made = world(look, environment={"actors": 1})
     made.run(steps=1)
     assert "episodes 1/0@0 to 1/7@0 of task train-0 on environment 0" in {what for what, _ in waits}
-    assert MARGIN > CLOSE_TIMEOUT
+    assert MARGIN > CLOSE_TIMEOUT_S
 
 
 def test_a_call_that_waits_for_room_has_a_deadline_behind_those_before_it(world: Make) -> None:
@@ -197,7 +197,7 @@ def test_a_call_that_waits_for_room_has_a_deadline_behind_those_before_it(world:
 
     made = world(look, environment={"actors": 1, "episodes_at_once": 2})
     made.run(steps=1)
-    each = made.config.environment.episode_timeout + CLOSE_TIMEOUT
+    each = made.config.environment.episode_timeout + CLOSE_TIMEOUT_S
     assert max(left) > 4 * each, "three calls of two episodes may come before a group's last one"
 
 

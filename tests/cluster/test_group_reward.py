@@ -20,7 +20,7 @@ import yaml
 
 from rayloop.cli import main
 from rayloop.cluster.stages.evaluate import _missing
-from rayloop.cluster.supervision.attempts import AT_ONCE, play
+from rayloop.cluster.supervision.attempts import EVALUATION_EPISODES_AT_ONCE, play
 from rayloop.core.groups import Group, Member, Scored, Unscored, UnscoredKind
 from rayloop.core.types import (
     EndReason,
@@ -267,7 +267,9 @@ def test_records_are_made_by_group_and_each_item_has_its_own(tmp_path: Path) -> 
         for one in asked
     }
     assert kept == {item.key: {item.task: b"image"} for item in items}
-    assert AT_ONCE - 4 < player.most < AT_ONCE + 4, "as many as may, whatever the largest group"
+    assert EVALUATION_EPISODES_AT_ONCE - 4 < player.most < EVALUATION_EPISODES_AT_ONCE + 4, (
+        "as many as may, whatever the largest group"
+    )
 
 
 def test_what_is_scored_together_is_played_again_together(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from PIL import Image
 
 from rayloop.actors.environment import EnvironmentActor
 from rayloop.actors.handles import Handle
-from rayloop.actors.images import KEPT, ImageCache
+from rayloop.actors.images import KEPT_IMAGE_BYTES, ImageCache
 from rayloop.actors.lease import Engine, Lease
 from rayloop.actors.rollout import RolloutActor
 from rayloop.config.model import ModelSettings
@@ -116,7 +116,7 @@ def played(folder: Path, limit: int) -> Played:
 
 
 def test_an_engine_that_forgets_its_images_says_the_same(picture_model: Path) -> None:
-    forgetful, remembering = played(picture_model, 15_000), played(picture_model, KEPT)
+    forgetful, remembering = played(picture_model, 15_000), played(picture_model, KEPT_IMAGE_BYTES)
     assert [trajectory for _, trajectory in forgetful] == [
         trajectory for _, trajectory in remembering
     ]

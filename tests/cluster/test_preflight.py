@@ -15,7 +15,7 @@ from rayloop.core.failures import ConfigError
 from rayloop.launch.ray_variables import LOCK, PREFIX, private_cluster, sweep
 from rayloop.run.config import RunConfig
 from rayloop.run.held_out import never_evaluated, on_training_rows
-from rayloop.run.preflight import BIASES, bannable, preflight
+from rayloop.run.preflight import MAX_BIASED_TOKENS, bannable, preflight
 
 MODEL = Path(__file__).parents[2] / "recipes/arc_vision/tiny"
 
@@ -137,7 +137,7 @@ def test_folders_of_killed_processes_are_removed_and_others_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("rayloop.launch.ray_variables.LONGEST", 1000)
+    monkeypatch.setattr("rayloop.launch.ray_variables.MAX_FOLDER_CHARACTERS", 1000)
     for name in ("dead", "alive"):
         (tmp_path / (PREFIX + name)).mkdir()
         (tmp_path / (PREFIX + name) / LOCK).touch()
@@ -194,8 +194,8 @@ def test_more_banned_tokens_than_vllm_takes_are_refused_before_its_engine_ends(
     tmp_path: Path,
 ) -> None:
     vllm = {"engine": {"kind": "vllm"}, "placement": {"num_gpus": 1}}
-    bannable(config(tmp_path, rollout=vllm), BIASES)
+    bannable(config(tmp_path, rollout=vllm), MAX_BIASED_TOKENS)
     with pytest.raises(ConfigError, match="has 1025 ids without a text"):
-        bannable(config(tmp_path, rollout=vllm), BIASES + 1)
-    bannable(config(tmp_path, rollout={"engine": {"kind": "vllm"}}), BIASES + 1)
-    bannable(config(tmp_path), BIASES + 1)
+        bannable(config(tmp_path, rollout=vllm), MAX_BIASED_TOKENS + 1)
+    bannable(config(tmp_path, rollout={"engine": {"kind": "vllm"}}), MAX_BIASED_TOKENS + 1)
+    bannable(config(tmp_path), MAX_BIASED_TOKENS + 1)

@@ -66,7 +66,7 @@ def test_a_slow_start_is_tried_again(
 def test_it_is_given_up_at_last(
     monkeypatch: pytest.MonkeyPatch, daemons: list[subprocess.Popen[bytes]]
 ) -> None:
-    starting(monkeypatch, daemons, *[SLOW] * session.STARTS)
+    starting(monkeypatch, daemons, *[SLOW] * session.START_ATTEMPTS)
     with pytest.raises(
         MachineFailed,
         match=(
@@ -75,7 +75,7 @@ def test_it_is_given_up_at_last(
     ) as given_up:
         session.start("folder")
     assert given_up.value.exit_code == 69
-    assert alive(daemons) == [False] * session.STARTS
+    assert alive(daemons) == [False] * session.START_ATTEMPTS
 
 
 def test_the_logs_of_a_failed_start_are_kept(

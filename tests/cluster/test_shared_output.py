@@ -36,7 +36,7 @@ class IsNotSeen(PolicyRank):
 def test_an_output_that_a_rank_does_not_share_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: type[PolicyRank]
 ) -> None:
-    monkeypatch.setattr(policy_group, "SHARED", 0.2)
+    monkeypatch.setattr(policy_group, "SHARED_FILE_TIMEOUT_S", 0.2)
     made: list[Any] = [
         LocalActor(kind(None, rank, 2)) for rank, kind in enumerate((PolicyRank, second))
     ]  # type: ignore[arg-type]

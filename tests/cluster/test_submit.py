@@ -149,7 +149,7 @@ def test_an_unchanged_checkout_makes_the_same_package(tmp_path: Path) -> None:
 def test_too_large_a_package_names_the_largest_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rayloop.commands.submit.LIMIT", 2**20)
+    monkeypatch.setattr("rayloop.commands.submit.MAX_PACKAGE_BYTES", 2**20)
     files(tmp_path / "checkout", "small.py")
     (tmp_path / "checkout" / "weights.bin").write_bytes(os.urandom(2 * 2**20))
     with pytest.raises(

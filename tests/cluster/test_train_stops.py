@@ -25,7 +25,7 @@ from ray.exceptions import (
 from rayloop.cluster.stages import following, train
 from rayloop.cluster.supervision.watchdog import HeadGone, HeadWatch, NodeGone
 from rayloop.core.failures import (
-    AGAIN,
+    START_AGAIN_EXIT_CODE,
     ConfigError,
     NotSaved,
     Preempted,
@@ -230,7 +230,7 @@ def test_a_driver_that_answers_nothing_is_reported_soon_and_given_up_at_last(
         time.sleep(0.1)
         raise GetTimeoutError
 
-    for name in ("SILENT", "ANSWER"):
+    for name in ("SILENCE_REPORT_AFTER_S", "ANSWER_TIMEOUT_S"):
         monkeypatch.setattr(following, name, 0.2)
     monkeypatch.setattr(following, "submit", lambda *_: "call")
     monkeypatch.setattr(
@@ -323,7 +323,7 @@ def test_a_driver_that_was_lost_with_the_head_is_not_replaced_and_the_end_names_
     stage = Stage(tmp_path, [lives(1, 2, 3, saves=2)], ask=ask)
     with pytest.raises(HeadGone, match="was started again, and knows nothing of this run") as end:
         raise stage.run(monkeypatch) or AssertionError("it ended well")
-    assert end.value.exit_code == AGAIN
+    assert end.value.exit_code == START_AGAIN_EXIT_CODE
     assert end.value.__notes__ == ["run again to continue from step 2 (step_000002)"]
     assert (len(stage.reported), stage.killed) == (
         1,

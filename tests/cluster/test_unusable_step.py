@@ -16,7 +16,7 @@ from rayloop.core.events import Event
 from rayloop.core.failures import Diverged, GenerationBudgetSpent, GraderBroken
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.alarms import Alarms, AlarmSettings
-from rayloop.grpo.collapse import ENTROPY, STEPS
+from rayloop.grpo.collapse import ENTROPY, MEAN_STEPS
 from rayloop.run.config import RunConfig
 from rayloop.run.records.rollouts import RolloutRecord, RolloutTurn
 from rayloop.run.records.step_metrics import Collected
@@ -146,7 +146,7 @@ def test_a_policy_that_collapsed_ends_with_an_alarm_a_reason_and_an_evaluation(
     rollouts = RolloutManager()
     driver.rollouts, driver.player, driver.step = rollouts, EpisodeRunner(), step  # type: ignore[assignment]
     driver.services = SimpleNamespace(pools=[])  # type: ignore[assignment]
-    for entropy in [2.2] * STEPS + [1.5, 1.0, 0.5, 0.2, 0.05]:
+    for entropy in [2.2] * MEAN_STEPS + [1.5, 1.0, 0.5, 0.2, 0.05]:
         rollouts.alarms.recorded({ENTROPY: entropy})
     assert not rollouts.reported, "its mean of five steps is a third of the first"
     with pytest.raises(

@@ -98,7 +98,7 @@ def test_an_awaited_actor_that_answers_nothing_is_reported_once(
     """One that works for long answers beside that; one that is only being made has nothing to
     answer with.
     """
-    for name in ("LATE", "ROUND", "ANSWER"):
+    for name in ("LATE_CALL_AFTER_S", "ROUND_INTERVAL_S", "ANSWER_TIMEOUT_S"):
         monkeypatch.setattr(watchdog, name, 0.2)
     reported: list[dict[str, Any]] = []
 
@@ -137,7 +137,7 @@ def listened(
     """What each wait ended with, beside ``watch_liveness`` with short times: a round of questions
     takes 0.4 s.
     """
-    for name in ("LATE", "ROUND", "ANSWER"):
+    for name in ("LATE_CALL_AFTER_S", "ROUND_INTERVAL_S", "ANSWER_TIMEOUT_S"):
         monkeypatch.setattr(watchdog, name, 0.2)
 
     async def one(what: str, actor: Any, starts: bool) -> str:

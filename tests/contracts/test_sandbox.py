@@ -186,7 +186,7 @@ def test_a_deadline_is_a_result_and_keeps_what_there_was(make: Make) -> None:
     began = time.monotonic()
     ended = sh(sandbox, "echo begun; sleep 987654", timeout=0.5)
     assert (ended.exit_code, ended.stdout) == (None, b"begun\n")
-    assert time.monotonic() - began < programs.GRACE
+    assert time.monotonic() - began < programs.GRACE_S
     assert sandbox.read("before") == BINARY
     assert sh(sandbox, "trap '' TERM; while :; do :; done", timeout=0.5).exit_code is None
 
@@ -195,8 +195,8 @@ def test_a_flood_is_cut(make: Make) -> None:
     sandbox = make()
     ended = sh(sandbox, "yes | head -c 1000000; yes >&2", timeout=20)
     assert ended.truncated
-    assert ended.stdout == b"y\n" * (programs.OUTPUT // 2)
-    assert len(ended.stderr) <= programs.OUTPUT
+    assert ended.stdout == b"y\n" * (programs.OUTPUT_BYTES // 2)
+    assert len(ended.stderr) <= programs.OUTPUT_BYTES
     assert ended.exit_code != 0, "its second output never ends"
 
 
@@ -301,7 +301,7 @@ def test_files_beyond_the_limit_are_not_kept(make: Make) -> None:
 def test_what_a_program_does_is_a_result(
     make: Make, script: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(programs, "GRACE", 4.0)
+    monkeypatch.setattr(programs, "GRACE_S", 4.0)
     sandbox = make()
     assert isinstance(sh(sandbox, script, timeout=2), ProgramResult)
     assert sh(sandbox, "echo well").stdout == b"well\n"
@@ -380,7 +380,7 @@ def test_a_server_that_answers_rubbish_is_infrastructure(kind: str) -> None:
 
 
 def test_a_server_that_is_gone_or_slow_is_infrastructure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "GRACE", 0.3)
+    monkeypatch.setattr(programs, "GRACE_S", 0.3)
     asked = threading.Event()
 
     def slow(request: dict[str, Any]) -> tuple[int, bytes]:

@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rayloop.core.failures import ConfigError
 from rayloop.engines import attention
-from rayloop.engines.attention import GROUPED_SDPA, PLAIN_UP_TO, use_grouped_decoding
+from rayloop.engines.attention import GROUPED_SDPA, PLAIN_ATTENTION_TOKENS, use_grouped_decoding
 from rayloop.engines.models import load_model
 from rayloop.engines.settings import FsdpSettings, ModelSettings
 from rayloop.engines.training.scorer import FrozenScorer
@@ -100,8 +100,8 @@ def test_plain_products_give_the_values_and_gradients_of_sdpa(masked: bool) -> N
 @pytest.mark.parametrize(
     ("dtype", "length", "plain"),
     [
-        (torch.bfloat16, PLAIN_UP_TO, 1),
-        (torch.bfloat16, PLAIN_UP_TO + 1, 0),
+        (torch.bfloat16, PLAIN_ATTENTION_TOKENS, 1),
+        (torch.bfloat16, PLAIN_ATTENTION_TOKENS + 1, 0),
         (torch.float32, 16, 0),
     ],
 )

@@ -160,7 +160,7 @@ def test_a_checkpoint_that_other_nodes_wrote_elsewhere_is_not_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``output`` is a disk of its own on a rank's node."""
-    monkeypatch.setattr(checkpoints, "SEEN", 0.3)
+    monkeypatch.setattr(checkpoints, "VISIBLE_WITHIN_S", 0.3)
     own = tmp_path / "of the rank"
     store = CheckpointStore(tmp_path / "run", keep=9)
     with pytest.raises(
@@ -209,7 +209,7 @@ def test_storage_that_comes_back_costs_no_step(
     unread: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(tmp_path, 1, 2)
-    monkeypatch.setattr(origin, "RETRY", 0.0)
+    monkeypatch.setattr(origin, "STORAGE_RETRY_AFTER_S", 0.0)
     by_rank = unread == "the trainer's state"
     left = [] if by_rank else [EIO] * 3
     opened = Path.open

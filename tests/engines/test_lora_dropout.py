@@ -18,7 +18,7 @@ from rayloop.core.protocols import TrainItem
 from rayloop.core.types import Trajectory
 from rayloop.engines.settings import FsdpSettings, LoraSettings, OptimizerSettings
 from rayloop.engines.training.fsdp import FsdpEngine
-from rayloop.grpo.alarms import DRIFT, UNSEEN, Alarms
+from rayloop.grpo.alarms import DRIFT, UNSEEN_STEPS, Alarms
 from rayloop.rollout.manager import RolloutManager
 from rayloop.run.config import RunConfig
 from rayloop.run.order import training_rows
@@ -98,12 +98,12 @@ def test_dropout_is_no_weight_sync_that_was_lost(tiny_vlm: Path, tmp_path: Path)
     watch = alarms(tmp_path, 0.5, heard)
     with engine(tiny_vlm, FORGETFUL, FAST) as trainer:
         trainer.train([items])
-        for step in range(1, UNSEEN + 1):
+        for step in range(1, UNSEEN_STEPS + 1):
             scored = trainer.logprobs([item.trajectory for item in items])
             report = trainer.train([[sampled(*one) for one in zip(items, scored, strict=True)]])
             watch.step(report)
             assert heard == []
-            assert watch.unseen == (step == UNSEEN), (
+            assert watch.unseen == (step == UNSEEN_STEPS), (
                 "fresh episodes are compared, whose log-probs are without"
             )
     assert report[DRIFT] > 1e-3
@@ -117,6 +117,6 @@ def test_without_dropout_the_trained_samples_are_compared(
     tmp_path: Path, dropout: float, unseen: bool
 ) -> None:
     watch = alarms(tmp_path, dropout, [])
-    for _ in range(UNSEEN):
+    for _ in range(UNSEEN_STEPS):
         watch.step({DRIFT: 0.0})
     assert watch.unseen == unseen

@@ -48,7 +48,7 @@ def client(server: Server, model: Path, folder: Path, **changes: Any) -> OpenAiH
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_requests, "ATTEMPTS", 2)
+    monkeypatch.setattr(openai_requests, "REQUEST_ATTEMPTS", 2)
 
 
 def run(play: Callable[[], Awaitable[Any]]) -> Any:
@@ -314,7 +314,7 @@ def test_groups_are_spread_over_servers_and_each_stays_on_one(
 def test_a_server_that_refuses_is_passed_over(
     server: Server, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openai_requests, "ATTEMPTS", 1)
+    monkeypatch.setattr(openai_requests, "REQUEST_ATTEMPTS", 1)
 
     async def play() -> None:
         alive = client(server, tiny_text, tmp_path, base_url=[NOWHERE, f"{server.url}/v1"])

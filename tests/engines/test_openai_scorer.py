@@ -64,7 +64,7 @@ def teacher(tiny_text: Path, monkeypatch: pytest.MonkeyPatch) -> Teacher:
     monkeypatch.setattr(
         openai_scorer, "client", lambda url: httpx.AsyncClient(transport=httpx.MockTransport(made))
     )
-    monkeypatch.setattr(openai_requests, "ATTEMPTS", 2)
+    monkeypatch.setattr(openai_requests, "REQUEST_ATTEMPTS", 2)
     return made
 
 

@@ -24,8 +24,8 @@ def test_tiles_change_no_update(tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch)
             tiles.append(tile.shape[-2])
         return cut(function, tile, *rest, **options)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(scorer, "LONG", 8)
-    monkeypatch.setattr(scorer, "TILE", 5)
+    monkeypatch.setattr(scorer, "TILED_ABOVE_TOKENS", 8)
+    monkeypatch.setattr(scorer, "TILE_TOKENS", 5)
     monkeypatch.setattr(scorer, "checkpoint", noted)
     tiled, own = trained()
     assert max(tiles) == 5

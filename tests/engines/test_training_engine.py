@@ -70,7 +70,7 @@ def test_the_warm_up_counts_steps_of_the_run_each_with_its_updates() -> None:
 
 
 def test_learning_rate_warms_up_stays_and_decays_linearly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayloop.engines.training.optimizer.DECAY", 0.4)
+    monkeypatch.setattr("rayloop.engines.training.optimizer.DECAY_SHARE", 0.4)
     settings = OptimizerSettings(lr=1.0, warmup_steps=2, schedule="wsd").over(10)
     rates = [learning_rate(settings, u) for u in range(12)]
     assert rates == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0, 0])

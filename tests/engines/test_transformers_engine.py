@@ -440,7 +440,7 @@ def test_a_cohort_waits_for_its_members_until_they_leave_and_fails_without_them(
         await engine.generate(prompt(tiny_text, "What"), GREEDY)
 
     served(tiny_text, patient)
-    monkeypatch.setattr(transformers, "COHORT_WAIT", 0.2)
+    monkeypatch.setattr(transformers, "COHORT_TIMEOUT_S", 0.2)
     served(tiny_text, hasty)
 
 

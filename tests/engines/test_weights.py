@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rayloop.core.failures import WeightSyncError
 from rayloop.core.types import Version
-from rayloop.transports.manifest import COLUMNS, checksum, manifest, verify
+from rayloop.transports.manifest import ROW_WORDS, checksum, manifest, verify
 from rayloop.transports.plain import ArrayReceiver, ArraySender
 
 VERSION = Version(1, 7)
@@ -40,7 +40,7 @@ def test_manifest_refuses_integers() -> None:
 
 
 def test_a_checksum_is_of_the_bytes_wherever_they_are() -> None:
-    whole = torch.randn(5 * COLUMNS + 7, generator=torch.Generator().manual_seed(0)).bfloat16()
+    whole = torch.randn(5 * ROW_WORDS + 7, generator=torch.Generator().manual_seed(0)).bfloat16()
     expected = int(checksum(whole))
     assert int(checksum(whole.view(torch.uint8))) == expected
     assert int(checksum(torch.cat([whole[:1], whole])[1:])) == expected, (
@@ -49,7 +49,7 @@ def test_a_checksum_is_of_the_bytes_wherever_they_are() -> None:
     assert int(checksum(torch.stack([whole, whole], 1)[:, 0])) == expected, "a view of every other"
 
 
-@pytest.mark.parametrize("words", [2, 1000, COLUMNS + 3, 3 * COLUMNS])
+@pytest.mark.parametrize("words", [2, 1000, ROW_WORDS + 3, 3 * ROW_WORDS])
 def test_a_checksum_notices_what_a_sum_would_not(words: int) -> None:
     """Blocks that are swapped, changes that cancel, signs that flip in pairs, a one that moves
     among zeros.
@@ -58,7 +58,7 @@ def test_a_checksum_notices_what_a_sum_would_not(words: int) -> None:
         -(2**31), 2**31, (words,), dtype=torch.int32, generator=torch.Generator().manual_seed(words)
     )
     changed = [torch.cat([before[words // 2 :], before[: words // 2]]), before.flip(0)]
-    for first, second in ((0, 1), (0, words - 1), (0, words // 2), (min(COLUMNS, words - 1), 0)):
+    for first, second in ((0, 1), (0, words - 1), (0, words // 2), (min(ROW_WORDS, words - 1), 0)):
         changed += [before.clone() for _ in range(3)]
         changed[-1][[first, second]] ^= -(2**31)
         changed[-2][[first, second]] = before[[second, first]]

@@ -136,7 +136,10 @@ def _limits(seen: Seen) -> bool:
     given = seen.last
     if given is None:
         return False
-    long = len(given.text) > cells.MOST_TEXT + 100 or len(given.error or "") > cells.MOST_ERROR
+    long = (
+        len(given.text) > cells.MAX_TEXT_CHARACTERS + 100
+        or len(given.error or "") > cells.MAX_ERROR_CHARACTERS
+    )
     return (
         long
         or len(given.images) > cells.MOST_IMAGES
@@ -151,7 +154,7 @@ def _helpers(seen: Seen) -> bool:
         given = seen.target.run("1/0", 5)
     except CodeFailed:
         return False
-    return len(given.text) > cells.MOST_TEXT + 100 or not 0 <= given.seconds < 1e6
+    return len(given.text) > cells.MAX_TEXT_CHARACTERS + 100 or not 0 <= given.seconds < 1e6
 
 
 def _environment(seen: Seen) -> bool:

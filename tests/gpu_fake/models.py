@@ -23,7 +23,7 @@ from rayloop.core.types import (
     Version,
 )
 from rayloop.estimate.memory import Lengths
-from rayloop.estimate.run import FACTOR, lengths, plan
+from rayloop.estimate.run import IMAGE_TOKEN_SIDE_PIXELS, lengths, plan
 from rayloop.run.config import RunConfig, read
 from rayloop.sft.stage import SftConfig
 from tests.support.runs import ROOT
@@ -228,4 +228,10 @@ def _image(name: str, most: int) -> ImageRef:
     """An image of almost ``most`` tokens, as square as can be."""
     high = math.isqrt(most)
     wide = most // high
-    return ImageRef(name, wide * FACTOR, high * FACTOR, (1, 2 * high, 2 * wide), high * wide)
+    return ImageRef(
+        name,
+        wide * IMAGE_TOKEN_SIDE_PIXELS,
+        high * IMAGE_TOKEN_SIDE_PIXELS,
+        (1, 2 * high, 2 * wide),
+        high * wide,
+    )

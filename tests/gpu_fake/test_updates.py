@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.train import flops
-from rayloop.estimate.memory import CARDS, CONTEXT
+from rayloop.estimate.memory import CARDS, CUDA_CONTEXT_GIB
 from tests.gpu_fake.models import TOWER, Row, configurations, run_of, text_of
 from tests.gpu_fake.table import PEAKS, measured
 
@@ -69,13 +69,13 @@ def test_an_update_needs_the_memory_that_it_did(found: Found, name: str) -> None
 def test_an_update_fits_the_card(found: Found, name: str) -> None:
     """Of a card that the trainer shares, it may have its part."""
     share = min(1.0, run_of(name).policy.placement.num_gpus)
-    assert found["peak_gib"] + CONTEXT <= share * CARDS[CARD]
+    assert found["peak_gib"] + CUDA_CONTEXT_GIB <= share * CARDS[CARD]
 
 
 def test_rows_of_arpo_leave_space_on_four_cards(every: dict[str, Found]) -> None:
     name = "recipes/arpo/arpo.yaml"
     assert run_of(name).policy.ranks == 4
-    assert every[name]["peak_gib"] + CONTEXT + 10 <= CARDS[CARD]
+    assert every[name]["peak_gib"] + CUDA_CONTEXT_GIB + 10 <= CARDS[CARD]
 
 
 def test_the_estimate_is_that_memory(found: Found) -> None:

@@ -18,7 +18,7 @@ import ray
 from rayloop.actors.base import Actor
 from rayloop.actors.handles import create
 from rayloop.cluster.services import Services, reserve
-from rayloop.cluster.supervision.nodes import FAILURES
+from rayloop.cluster.supervision.nodes import FAILURES_TO_AVOID
 from rayloop.core.events import Event
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles
@@ -99,16 +99,18 @@ def test_what_failed_three_times_on_a_node_is_started_on_another(
             bad = next(iter(site.reward.workers.values())).node
             stage.join("spare", device=1.0)
             began = time.monotonic()
-            went = [await site.fail() for _ in range(FAILURES)]
-            assert went[:-1] == [bad] * (FAILURES - 1), "one failure, or two, may be chance"
+            went = [await site.fail() for _ in range(FAILURES_TO_AVOID)]
+            assert went[:-1] == [bad] * (FAILURES_TO_AVOID - 1), (
+                "one failure, or two, may be chance"
+            )
             assert went[-1] != bad
             assert time.monotonic() - began < WITHIN
             [avoided] = site.named("node_avoided")
-            assert (avoided["node"], avoided["failures"]) == (bad, FAILURES)
+            assert (avoided["node"], avoided["failures"]) == (bad, FAILURES_TO_AVOID)
             assert [event["node"] for event in site.named("worker_lost")] == [
                 avoided["name"]
-            ] * FAILURES
-            assert len(site.named("worker_replaced")) == FAILURES
+            ] * FAILURES_TO_AVOID
+            assert len(site.named("worker_replaced")) == FAILURES_TO_AVOID
             reserved = {
                 row["NodeID"]: row["Resources"].get("device", 0.0)
                 for row in ray.nodes()

@@ -21,7 +21,7 @@ from rayloop.judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict,
 from rayloop.judge.client import ClientSettings, JudgeClient
 from rayloop.judge.discovery import Address, FileDiscovery, announce, withdraw
 from rayloop.judge.health import BreakerState
-from rayloop.judge.transport import LONGEST_WAIT, retry_after
+from rayloop.judge.transport import MAX_RETRY_AFTER_S, retry_after
 from tests.support.judge_stub import (
     JudgeStub,
     Reply,
@@ -212,7 +212,7 @@ def test_an_item_that_breaks_its_batch_is_left_alone(
     """The others are judged, the breaker stays closed, and the item has no verdict before anybody's
     patience is spent.
     """
-    monkeypatch.setattr("rayloop.judge.client.ENOUGH", 3)
+    monkeypatch.setattr("rayloop.judge.client.MAX_ITEM_FAILURES", 3)
     stub.always = broken_by("poison")
     answers = ["red", *(f"shade {n}" for n in range(6)), "poison"]
 
@@ -232,7 +232,7 @@ def test_an_item_that_breaks_its_batch_is_left_alone(
 def test_a_judge_that_fails_on_everything_is_not_the_items_doing(
     stub: JudgeStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rayloop.judge.client.ENOUGH", 3)
+    monkeypatch.setattr("rayloop.judge.client.MAX_ITEM_FAILURES", 3)
     stub.always = status(500)
 
     async def use(client: JudgeClient) -> tuple[Result, BreakerState]:
@@ -263,7 +263,7 @@ def test_who_asks_as_the_last_waiter_gives_up_is_not_cancelled(stub: JudgeStub) 
 
 
 def test_a_long_retry_after_does_not_starve_new_questions(stub: JudgeStub) -> None:
-    assert LONGEST_WAIT <= 5
+    assert MAX_RETRY_AFTER_S <= 5
     stub.always = status(503, retry_after="20")
 
     async def use(client: JudgeClient) -> Result:
@@ -427,7 +427,7 @@ def test_retry_after_is_honoured(stub: JudgeStub) -> None:
 def test_retry_after_is_read_as_seconds_or_date() -> None:
     assert retry_after("3") == 3
     assert retry_after("") == retry_after("soon") == retry_after("nan") == retry_after("-5") == 0
-    assert retry_after("1e9") == LONGEST_WAIT
+    assert retry_after("1e9") == MAX_RETRY_AFTER_S
     assert 1 < retry_after(email.utils.formatdate(time.time() + 4, usegmt=True)) <= 4
     assert retry_after(email.utils.formatdate(time.time() - 30, usegmt=True)) == 0
 

@@ -68,7 +68,7 @@ def configured(values: Mapping[str, Any], patch: pytest.MonkeyPatch) -> dict[str
     given = {KEYS.get(name, name): value for name, value in values.items()}
     for name, default in DERIVED.items():
         patch.setattr(RecoverySettings, name, given.pop(f"recovery__{name}", default))
-    patch.setattr(weight_sync, "PROBES", 1)
+    patch.setattr(weight_sync, "PROBE_TASKS", 1)
     patch.setattr(RunConfig, "sync_timeout", given.pop("publish__timeout"))
     given.pop("environment__episode__request_timeout", None)
     if given.pop("data__shuffle", True) is False:

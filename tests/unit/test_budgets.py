@@ -159,6 +159,25 @@ VAGUE_NAME = re.compile(
 )
 """Participles and adverbs: as a variable's name they say what happened, and not what it is."""
 MOST_VAGUE_NAMES = 0.015
+UNITS = {
+    "seconds": "S",
+    "milliseconds": "MS",
+    "bytes": "BYTES",
+    "mib": "MIB",
+    "gib": "GIB",
+    "characters": "CHARACTERS",
+    "pixels": "PIXELS",
+    "tokens": "TOKENS",
+    "steps": "STEPS",
+}
+"""First word of a constant's text -> the last word of the constant's name."""
+DURATIONS = {"TIMEOUT", "INTERVAL", "PERIOD", "PATIENCE", "PAUSE", "PAUSES", "WAIT", "EVERY"}
+"""Words of a constant's name that say that it is a time."""
+ENDS_OF_DURATIONS = {"S", "MS", "SHARE"}
+QUANTITIES = {"MIB", "GIB"}
+"""Numbers that are units themselves, so that one word names them."""
+NUMBERS_OF_THE_KERNEL = ("rayloop/sandbox/kernel.py", "rayloop/sandbox/seccomp.py")
+"""Files whose numbers have the names that Linux gives them, in one word too."""
 
 
 class Reading(NamedTuple):
@@ -232,6 +251,85 @@ def test_comments_say_why(reading: Reading) -> None:
 
 def test_variables_are_named_by_what_they_are(reading: Reading) -> None:
     assert reading.vague_names <= MOST_VAGUE_NAMES * reading.names
+
+
+def is_number(value: ast.expr, numbers: set[str]) -> bool:
+    """Whether it is a number, computed from numbers, or a tuple of them; ``numbers``: constants."""
+    match value:
+        case ast.Constant():
+            return type(value.value) in (int, float)
+        case ast.Name():
+            return value.id in numbers
+        case ast.UnaryOp():
+            return is_number(value.operand, numbers)
+        case ast.BinOp():
+            return is_number(value.left, numbers) and is_number(value.right, numbers)
+        case ast.Tuple():
+            return bool(value.elts) and all(is_number(part, numbers) for part in value.elts)
+    return False
+
+
+def number_constants(source: str) -> dict[str, str]:
+    """Each constant of a module that is a number -> the text below it, else ""."""
+    body = ast.parse(source).body
+    texts: dict[str, str] = {}
+    for node, following in pairwise([*body, ast.Pass()]):
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+        if not isinstance(target, ast.Name) or not is_number(node.value, set(texts)):
+            continue
+        has_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+        texts[target.id] = str(following.value.value) if has_text else ""
+    return texts
+
+
+def naming_fault(name: str, text: str) -> str | None:
+    """What the name of a number leaves open: its object or its unit; None when it says both."""
+    parts = name.strip("_").split("_")
+    if len(parts) == 1 and name not in QUANTITIES:
+        return "one word cannot say object and unit"
+    first_words = re.sub("^((the|maximum|minimum|most|last|at least|at most) )+", "", text.lower())
+    unit = UNITS.get(first_words.split(maxsplit=1)[0]) if text else None
+    if unit is not None and parts[-1] != unit:
+        return f"its unit is {unit}"
+    if DURATIONS.intersection(parts) and parts[-1] not in ENDS_OF_DURATIONS:
+        return "it is a time without a unit"
+    return None
+
+
+def test_a_number_says_its_object_and_its_unit_in_its_name() -> None:
+    constants = {
+        (str(path), name): text_below
+        for path in product()
+        if str(path) not in NUMBERS_OF_THE_KERNEL
+        for name, text_below in number_constants(text(path)).items()
+    }
+    faults = {
+        place: fault
+        for place, text_below in constants.items()
+        if (fault := naming_fault(place[1], text_below)) is not None
+    }
+    assert len(constants) > 300, "the pattern finds nothing any more"
+    assert faults == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "fault"),
+    [
+        ("POLL = 1.0", "one word cannot say object and unit"),
+        ("_LONGEST = 4 * 1024", "one word cannot say object and unit"),
+        ('HEAD_SILENCE = 60.0\n"""Seconds without an answer."""', "its unit is S"),
+        ('LOG_LIMIT = 2**20\n"""The most bytes of a log."""', "its unit is BYTES"),
+        ("START_TIMEOUT: float = 5.0", "it is a time without a unit"),
+        ('STALL_REPORT_AFTER_S = 5.0\n"""Seconds until a stall is reported."""', None),
+        ("STEP_TIMEOUT_SHARE = 1 / 6", None),
+        ("MIB = 1 << 20", None),
+    ],
+)
+def test_a_name_without_object_or_unit_is_refused(source: str, fault: str | None) -> None:
+    [(name, text_below)] = number_constants(source).items()
+    assert naming_fault(name, text_below) == fault
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ FAILURE = re.compile(r"(?P<name>[\w.]*(?:Error|Exception|Timeout))\(")
 OWN_WORDS = (
     "what the policy is shown of its code's failure has our environment's words, not the original's"
 )
-LONG = "x" * original.LONGEST
+LONG = "x" * original.LONG_ANSWER_CHARACTERS
 
 
 class JudgeFailed(Exception):

@@ -23,7 +23,15 @@ from rayloop.data.messages import field
 from rayloop.envs.interpreter.text import CLOSED, clue, opened
 from rayloop.recipes import write_rows
 from rayloop.recipes.pyvision.data import QuestionRows, answered
-from rayloop.recipes.pyvision.prepare import COUNTED, DOTS, KINDS, MOST, PLACES, box, drawn
+from rayloop.recipes.pyvision.prepare import (
+    COUNTED_DOT_PIXELS,
+    DOTS,
+    KINDS,
+    MAX_DOTS,
+    PLACES,
+    box,
+    drawn,
+)
 from rayloop.run.config import RunConfig
 
 QUICKSTART = Path(__file__).parents[2] / "recipes/pyvision/quickstart.yaml"
@@ -49,7 +57,8 @@ def code(kind: str, part: Sequence[int]) -> str:
     cut = f"image_clue_0.crop({tuple(part)})"
     lines = {
         "count": (
-            f'import numpy as np\nprint((np.array({cut}.convert("L")) < 40).sum() // {COUNTED**2})'
+            f'import numpy as np\nprint((np.array({cut}.convert("L")) < 40).sum()'
+            f" // {COUNTED_DOT_PIXELS**2})"
         ),
         "dot": f"plt.imshow({cut})\nplt.show()",
     }
@@ -102,7 +111,7 @@ class CodeDemonstrations:
         if rng.random() >= self._settings.unsure:
             return str(task.ground_truth)
         return rng.choice(
-            list(DOTS) if task.source == "dot" else [str(n) for n in range(1, MOST + 1)]
+            list(DOTS) if task.source == "dot" else [str(n) for n in range(1, MAX_DOTS + 1)]
         )
 
 

@@ -8,7 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rayloop.estimate.memory import CARDS, CONTEXT, GIB, HOST, RoleMemory, card, memory, on_card
+from rayloop.estimate.memory import (
+    CARDS,
+    CUDA_CONTEXT_GIB,
+    GIB,
+    HOST,
+    RoleMemory,
+    card,
+    memory,
+    on_card,
+)
 from rayloop.estimate.run import lengths, plan
 from rayloop.estimate.shape import Shape
 from rayloop.run.config import read
@@ -134,7 +143,9 @@ def of_roles(roles: Sequence[RoleMemory]) -> Iterator[list[str]]:
             if name not in HOST and size >= 0.05 * GIB
         }
         of |= {"cache": of["cache"] - role.spare / GIB} if role.spare else {}
-        parts = ", ".join(f"{name} {size:.1f}" for name, size in {**of, "CUDA": CONTEXT}.items())
+        parts = ", ".join(
+            f"{name} {size:.1f}" for name, size in {**of, "CUDA": CUDA_CONTEXT_GIB}.items()
+        )
         more = f"; {role.spare / GIB:.1f} more for all sequences at once" if role.spare else ""
         shared = " for all that share it" if on_card(role, roles) > role.needed else ""
         smallest = f"{card(role, roles)} GB{shared}"

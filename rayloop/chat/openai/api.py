@@ -106,7 +106,8 @@ class ToolFunction(BaseModel):
     def _is_a_schema(self) -> Self:
         try:
             text = json.dumps(self.parameters)
-            check = _schema_error if len(text) <= CACHED_LENGTH else _schema_error.__wrapped__
+            is_short = len(text) <= CACHED_SCHEMA_CHARACTERS
+            check = _schema_error if is_short else _schema_error.__wrapped__
             error = check(text)
         except RecursionError:
             error = "it is nested too deeply"
@@ -115,7 +116,7 @@ class ToolFunction(BaseModel):
         return self
 
 
-CACHED_LENGTH = 1 << 14
+CACHED_SCHEMA_CHARACTERS = 1 << 14
 """Characters of the longest schema whose check is cached; the cache has 512 of them."""
 
 

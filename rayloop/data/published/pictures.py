@@ -26,7 +26,7 @@ READ = (*FORMATS, *FOREIGN)
 _SUFFIX = {"PNG": "png", "JPEG": "jpg", "WEBP": "webp"}
 _NAME_DIGITS = 20
 """Hexadecimal digits of a file's name."""
-_SHORTEST_BASE64 = 100
+_MIN_BASE64_CHARACTERS = 100
 """Characters of a text that may be a picture; a shorter one is a path."""
 
 
@@ -179,7 +179,7 @@ def _frame_files(path: Path) -> list[Path]:
 
 def _base64(text: str) -> bytes | None:
     """The picture that a text encodes; None for a path."""
-    if len(text) < _SHORTEST_BASE64:
+    if len(text) < _MIN_BASE64_CHARACTERS:
         return None
     try:
         data = base64.b64decode(text, validate=True)

@@ -185,7 +185,7 @@ def _is_index(text: str, length: int) -> bool:
     return re.fullmatch(r"-?\d+", text) is not None and -length <= int(text) < length
 
 
-_LONGEST_FIELD = 2**31 - 1
+_MAX_FIELD_CHARACTERS = 2**31 - 1
 """Characters of a table's field: HR-Bench's tables hold whole images as base64."""
 
 
@@ -273,7 +273,7 @@ def entries(how: ColumnMap, root: Path, split: str) -> Iterator[Mapping[str, Any
 def _rows(path: Path, rows_at: str) -> Iterator[Any]:
     if path.suffix in (".tsv", ".csv"):
         # A C long has 32 bits on Windows, where a larger limit raises OverflowError.
-        csv.field_size_limit(min(_LONGEST_FIELD, sys.maxsize))
+        csv.field_size_limit(min(_MAX_FIELD_CHARACTERS, sys.maxsize))
         with open(path, encoding="utf-8-sig", newline="") as file:
             yield from csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",")
     elif path.suffix == ".json":

@@ -16,12 +16,12 @@ REFUSED = frozenset({400, 413, 422})
 """Status codes for a request with wrong content."""
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 """Hosts that are never reached through a proxy."""
-ATTEMPTS = 6
+REQUEST_ATTEMPTS = 6
 """How often a server is asked that cannot be reached, is busy or fails.
 
 With 1, 2, 4, 8, 16 seconds between, it has time to restart.
 """
-TIMEOUT = 600.0
+ANSWER_TIMEOUT_S = 600.0
 """Seconds for one answer.
 
 The caller bounds all attempts together (a sixth of ``environment.episode_timeout``).
@@ -37,7 +37,7 @@ async def request(
     GET when ``body`` is None. Raises WorkerLost when the attempts are spent, DataFailure or
     ConfigError, which names ``key``, when refused.
     """
-    for attempt in range(ATTEMPTS):
+    for attempt in range(REQUEST_ATTEMPTS):
         if attempt:
             await asyncio.sleep(2 ** (attempt - 1))
         for url, http in servers:
@@ -59,7 +59,7 @@ async def request(
             if response.status_code not in BUSY and response.status_code < 500:
                 raise ConfigError(f"{key}: {failure}")
             break
-    raise WorkerLost(f"the server failed {ATTEMPTS} times, last: {failure}")
+    raise WorkerLost(f"the server failed {REQUEST_ATTEMPTS} times, last: {failure}")
 
 
 def client(url: str, headers: Mapping[str, str] = NONE) -> httpx.AsyncClient:
@@ -68,7 +68,7 @@ def client(url: str, headers: Mapping[str, str] = NONE) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=None)
     return httpx.AsyncClient(
         trust_env=httpx.URL(url).host not in LOOPBACK,
-        timeout=TIMEOUT,
+        timeout=ANSWER_TIMEOUT_S,
         headers=headers,
         limits=limits,
     )

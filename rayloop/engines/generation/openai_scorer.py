@@ -20,11 +20,11 @@ from rayloop.engines.settings import ModelSettings
 from rayloop.grpo.batch import by_segment
 
 KEY = "reference.path"
-BLOCK = 1024
+TEXT_BLOCK_TOKENS = 1024
 """Tokens whose text the server tokenises at a time, to compare."""
 MASKED_LOGPROB = -9999.0
 """vLLM's stand-in for a log-prob of minus infinity."""
-ROUNDING = 1e-3
+LOGPROB_ROUNDING = 1e-3
 """How much a log-prob may be above 0."""
 
 
@@ -68,7 +68,7 @@ class OpenAiScorer:
             sampled = np.flatnonzero(flat.loss_mask)
             values = [float(entries[i][str(ids[i])]["logprob"]) for i in sampled]
             # The comparison has ``not``, so that a NaN is found as well.
-            invalid = [value for value in values if not MASKED_LOGPROB < value <= ROUNDING]
+            invalid = [value for value in values if not MASKED_LOGPROB < value <= LOGPROB_ROUNDING]
             if invalid:
                 raise ValueError(f"{invalid[0]} is not a log-prob")
         except (KeyError, TypeError, ValueError) as error:
@@ -118,8 +118,8 @@ class OpenAiScorer:
         """Raise ConfigError unless both tokenize the text of every token in the same way."""
         url = str(httpx.URL(self._url).copy_with(path="/tokenize"))
         size = self._tokenizer.get_vocab_size()
-        for first in range(0, size, BLOCK):
-            tokens = list(range(first, min(first + BLOCK, size)))
+        for first in range(0, size, TEXT_BLOCK_TOKENS):
+            tokens = list(range(first, min(first + TEXT_BLOCK_TOKENS, size)))
             text = self._tokenizer.decode(tokens, skip_special_tokens=False)
             body = {"model": self._served, "prompt": text, "add_special_tokens": False}
             _, answer = await request([(url, http)], body, KEY)

@@ -71,7 +71,7 @@ class Arrivals:
             self.wait = min(wait, max(longest, SHORTEST_WAIT_S))
 
 
-COHORT_WAIT = 120.0
+COHORT_TIMEOUT_S = 120.0
 """Seconds to wait, with ``rollout.deterministic``, for all members of a group (a cohort).
 
 Then the waiting members fail and are retried alone: the run continues, but is not repeatable bit
@@ -231,7 +231,7 @@ class TransformersEngine:
         # other requests fill the time between.
         deadlines: list[float] = []
         for cohort, members in self._cohorts().items():
-            deadline = members[0].arrival + COHORT_WAIT
+            deadline = members[0].arrival + COHORT_TIMEOUT_S
             missing = self._missing(cohort, members)
             if missing <= 0:
                 # Requests come in any order; the order within
@@ -275,7 +275,7 @@ def _seed_and_prompt(request: _Request) -> tuple[int, TokenIds]:
 
 def _give_up(cohort: str, members: Sequence[_Request], missing: int) -> None:
     """Fail the members of a cohort that stayed incomplete."""
-    reason = f"{missing} of group {cohort} did not come within {COHORT_WAIT:g} s"
+    reason = f"{missing} of group {cohort} did not come within {COHORT_TIMEOUT_S:g} s"
     for request in members:
         failure = InfrastructureFailure(
             f"rollout.deterministic: {reason}. Give the machine less to do, or leave deterministic"

@@ -63,7 +63,7 @@ RETRY_PAUSES_S = (0.05, 0.5, 2.0)
 
 That it gave up says nothing about the engine.
 """
-TIES = 64
+TIED_TOKENS = 64
 """Tokens beyond ``top_k`` whose log-probs vLLM returns too.
 
 It keeps all that are as likely as the last one of ``top_k``.
@@ -311,7 +311,7 @@ def _arguments(
     """
     arguments = common_arguments(model.path, settings) | {
         "logprobs_mode": "processed_logprobs",
-        "max_logprobs": MAX_TOP_K + TIES,
+        "max_logprobs": MAX_TOP_K + TIED_TOKENS,
         "use_tqdm_on_load": False,  # its lock would leave a semaphore behind
     }
     if limits:
@@ -363,7 +363,7 @@ def _parameters(prompt: TokenPrompt, sampling: Sampling, vocabulary: int, masks:
         # Text is needed for stop strings alone; detokenising costs the event loop time.
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,
-        logprobs=min(most + TIES, vocabulary) if most and not masks else 0,
+        logprobs=min(most + TIED_TOKENS, vocabulary) if most and not masks else 0,
         # An object for each log-prob would cost garbage collection more than the numbers.
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -382,10 +382,10 @@ def _completion(output: Any, sampling: Sampling, version: Version) -> Completion
     token_mask = None
     if sampling.effective_top_k is not None:
         rows = _kept_rows(output, logprobs)
-        if max(map(len, rows)) >= sampling.effective_top_k + TIES:
+        if max(map(len, rows)) >= sampling.effective_top_k + TIED_TOKENS:
             raise InfrastructureFailure(
-                f"vLLM kept {TIES} or more tokens above top_k ({sampling.effective_top_k}), all as"
-                " likely as the last"
+                f"vLLM kept {TIED_TOKENS} or more tokens above top_k ({sampling.effective_top_k}),"
+                " all as likely as the last"
             )
         token_mask = TokenMask.of(rows)
     token_ids = tuple(output.token_ids)

@@ -34,7 +34,7 @@ OWNER = "RAYLOOP_ENGINE_OWNER"
 """Environment variable with the id of the process whose end ends all of vLLM's processes."""
 SHARED = re.compile(r"/dev/shm/psm_[^ /]+$", re.MULTILINE)
 """Shared memory of Python's multiprocessing, in /proc/self/maps."""
-ALIGNMENT = 64
+ALIGNMENT_BYTES = 64
 """Bytes. Tensors begin at multiples of it within the memory that they travel through."""
 
 
@@ -279,7 +279,7 @@ def _layout(manifest: Manifest) -> Iterator[tuple[str, int]]:
     start = 0
     for name, record in manifest.tensors.items():
         yield name, start
-        start += -(-record.nbytes // ALIGNMENT) * ALIGNMENT
+        start += -(-record.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _read(memory: mmap.mmap, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:

@@ -15,7 +15,7 @@ from rayloop.core.threads import asked, settle, start
 from rayloop.engines.training import state
 from rayloop.engines.training.finite import not_finite
 from rayloop.engines.training.optimizer import Optimizer
-from rayloop.engines.training_settings import COLLECTIVE_TIMEOUT
+from rayloop.engines.training_settings import COLLECTIVE_TIMEOUT_S
 from rayloop.grpo.losses.kl import Coefficients
 
 DIVERGED_ADVICE = "Lower policy.optimizer.lr, and look at actor/grad_norm of the last steps"
@@ -61,7 +61,7 @@ class TrainerCheckpoints:
         if self._group is None:
             # In one group the writing thread's collectives would mix
             # with those of training, in another order on each rank.
-            timeout = timedelta(seconds=COLLECTIVE_TIMEOUT)
+            timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
 
         def write() -> dict[str, Checksum]:

@@ -52,7 +52,7 @@ from rayloop.engines.training.updates import (
     summarize,
     weighted_sum,
 )
-from rayloop.engines.training_settings import COLLECTIVE_TIMEOUT
+from rayloop.engines.training_settings import COLLECTIVE_TIMEOUT_S
 from rayloop.grpo.batch import Batch, TrainSample, TurnGaps, by_segment, segmented, turn_gaps
 from rayloop.grpo.losses.metrics import LossMetrics
 from rayloop.grpo.losses.policy import Denominator, PolicyLoss
@@ -96,7 +96,12 @@ class FsdpEngine:
 
         torch.manual_seed(seed)  # new adapters draw their weights
         mesh = join(
-            self._device.type, rank, world_size, init_method, COLLECTIVE_TIMEOUT, settings.replicas
+            self._device.type,
+            rank,
+            world_size,
+            init_method,
+            COLLECTIVE_TIMEOUT_S,
+            settings.replicas,
         )
         try:
             self._load(model, mesh)

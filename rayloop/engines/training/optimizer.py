@@ -22,7 +22,7 @@ MAX_SKIPPED = 3
 One more raises Diverged.
 """
 
-DECAY = 0.3
+DECAY_SHARE = 0.3
 """Share of a wsd schedule's length over which it decays, at its end."""
 
 
@@ -40,7 +40,7 @@ def learning_rate(settings: OptimizerSettings, update: int) -> float:
     length = max(1, settings.total_updates - settings.warmup_steps)
     match settings.schedule:
         case "wsd":
-            height = min(1.0, remaining / (settings.total_updates * DECAY))
+            height = min(1.0, remaining / (settings.total_updates * DECAY_SHARE))
         case "linear":
             height = remaining / length
         case _:

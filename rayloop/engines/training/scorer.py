@@ -22,7 +22,7 @@ from rayloop.engines.models import image_features, load_model
 from rayloop.engines.settings import FsdpSettings, ModelSettings
 from rayloop.engines.training.collator import Collator
 from rayloop.engines.training.sequence import SequenceGroup, SplitRow
-from rayloop.engines.training_settings import LONG, TILE
+from rayloop.engines.training_settings import TILE_TOKENS, TILED_ABOVE_TOKENS
 from rayloop.grpo.batch import Batch, TrainSample, by_segment
 from rayloop.transports.manifest import DTYPES
 
@@ -178,10 +178,10 @@ class TokenScorer(nn.Module):
 
 
 def _tiled(forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """Return ``forward`` of [..., T, H], tile by tile if T is above ``LONG``."""
-    if hidden.shape[-2] <= LONG:
+    """Return ``forward`` of [..., T, H], tile by tile if T is above ``TILED_ABOVE_TOKENS``."""
+    if hidden.shape[-2] <= TILED_ABOVE_TOKENS:
         return forward(hidden)
-    tiles = hidden.split(TILE, -2)
+    tiles = hidden.split(TILE_TOKENS, -2)
     return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in tiles], -2)
 
 

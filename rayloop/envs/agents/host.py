@@ -37,21 +37,21 @@ That is more than a number, or the names of its exceptions, can have.
 """
 CHAIN_LENGTH = 8
 """Exceptions, each the cause of the one before, that are reported."""
-BASES = 12
+SHOWN_BASES = 12
 """Classes of an exception that are reported."""
 NAME_CHARACTERS = 80
 """Characters of a class's name that are reported."""
-CONNECTIONS = 256
+MAX_CONNECTIONS = 256
 """Connections of an agent to the policy at one time."""
 CHUNK_BYTES = 1 << 16
 """Bytes that are read at once."""
 
 # Numbers of the kernel, for which Python has no names.
-DUMPABLE = 4
+SET_DUMPABLE = 4
 """PR_SET_DUMPABLE, an option of prctl as the next two."""
 DROP_CAPABILITY = 24
 """PR_CAPBSET_DROP."""
-SUBREAPER = 36
+SET_SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER."""
 SYS_PTRACE = 19
 """CAP_SYS_PTRACE: with it a process reads and writes the memory of others."""
@@ -78,7 +78,7 @@ def main(*modules: str) -> None:
     """Serve until the input closes: then the process that started this one has ended."""
     for module in modules:
         importlib.import_module(module)
-    probe = namespaces.start(lambda: os._exit(0), namespaces.ISOLATED | namespaces.NO_NETWORK)
+    probe = namespaces.start(lambda: os._exit(0), namespaces.NEW_NAMESPACES | namespaces.NO_NETWORK)
     can_isolate = os.waitpid(probe, 0)[1] == 0
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
     print("ready", flush=True)
@@ -108,7 +108,7 @@ def _host(can_isolate: bool) -> None:
     with open(0, "rb", buffering=0, closefd=False) as connection:
         request = json.loads(connection.readline())
     # What the agent leaves behind becomes a child of this process.
-    LIBC.prctl(SUBREAPER, 1, 0, 0, 0)
+    LIBC.prctl(SET_SUBREAPER, 1, 0, 0, 0)
     isolated = can_isolate and request["alone"]
     request["alone"] = isolated
     without_network = isolated and not request["network"]
@@ -159,7 +159,7 @@ def _host(can_isolate: bool) -> None:
 def _namespace_flags(isolated: bool, without_network: bool) -> int:
     flags = 0
     if isolated:
-        flags |= namespaces.ISOLATED
+        flags |= namespaces.NEW_NAMESPACES
     if without_network:
         flags |= namespaces.NO_NETWORK
     return flags
@@ -189,7 +189,7 @@ def _relay(host_end: socket.socket, port: int) -> None:
     The agent's listening socket comes over ``host_end``.
     """
     _, descriptors, _, _ = socket.recv_fds(host_end, 1, 1)
-    free = threading.Semaphore(CONNECTIONS)
+    free = threading.Semaphore(MAX_CONNECTIONS)
     with socket.socket(fileno=descriptors[0]) as listening:
         # An agent that opens more connections waits in the backlog, and starts no further threads.
         while free.acquire():
@@ -232,7 +232,7 @@ def _keep(
     ``status_writer`` gets how it ended, ``listening_end`` the socket at which an agent without a
     network asks the policy.
     """
-    LIBC.prctl(SUBREAPER, 1, 0, 0, 0)
+    LIBC.prctl(SET_SUBREAPER, 1, 0, 0, 0)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
@@ -253,7 +253,7 @@ def _keep(
 
     if listening_end is not None:
         if request["address"]:
-            with namespaces.listen(_port(request), CONNECTIONS) as listening:
+            with namespaces.listen(_port(request), MAX_CONNECTIONS) as listening:
                 socket.send_fds(listening_end, [b"1"], [listening.fileno()])
         listening_end.close()
 
@@ -376,7 +376,7 @@ def _become_agent(request: Mapping[str, Any], output_writer: int, result_writer:
     """Be the agent, in the child. Never returns."""
     os.setsid()
     # Otherwise the programs that it starts could write into its memory and its pipes.
-    LIBC.prctl(DUMPABLE, 0, 0, 0, 0)
+    LIBC.prctl(SET_DUMPABLE, 0, 0, 0, 0)
     os.environ.clear()
     os.environ.update(request["variables"])
     os.chdir(request["folder"])
@@ -435,7 +435,7 @@ def _exception_chain(error: BaseException) -> list[tuple[list[str], Any]]:
     chain: list[tuple[list[str], Any]] = []
     cause: Any = error
     while cause is not None and len(chain) < CHAIN_LENGTH:
-        kinds = [kind.__name__[:NAME_CHARACTERS] for kind in type(cause).__mro__[:BASES]]
+        kinds = [kind.__name__[:NAME_CHARACTERS] for kind in type(cause).__mro__[:SHOWN_BASES]]
         number = cause.errno if isinstance(cause, OSError) else None
         chain.append((kinds, number if isinstance(number, int) else None))
         members = getattr(cause, "exceptions", None)  # of an exception group

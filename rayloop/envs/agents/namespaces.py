@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 # Numbers of the kernel, for which Python has no names.
-ISOLATED = 0x10000000 | 0x20000000 | 0x00020000 | 0x08000000
+NEW_NAMESPACES = 0x10000000 | 0x20000000 | 0x00020000 | 0x08000000
 """CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNS and CLONE_NEWIPC.
 
 They are the namespaces of users, process ids, mounts and IPC.

@@ -79,7 +79,7 @@ FOLDERS = {"/tmp": 512 << 20, "/dev/shm": 64 << 20, "/run": 1 << 20}
 
 Playwright puts the profile and shared memory into /tmp.
 """
-STACK_MB = 256
+STACK_MIB = 256
 """MiB for stacks of each process.
 
 RLIMIT_DATA is this plus twice ``page_memory``, a bound for pages that grow between two looks.
@@ -162,7 +162,7 @@ class Program:
         if confinement.level == "namespaces":
             command = self._contained(program)
         self._file = os.memfd_create("rayloop-browser")
-        limit = f"ulimit -d {(STACK_MB + 2 * settings.page_memory) * 1024}"
+        limit = f"ulimit -d {(STACK_MIB + 2 * settings.page_memory) * 1024}"
         os.write(self._file, f'#!/bin/sh\n{limit}\nexec {shlex.join(command)} "$@"\n'.encode())
         os.fchmod(self._file, 0o700)
         # Playwright's driver starts the file, and has other descriptors than this process.

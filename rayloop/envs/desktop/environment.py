@@ -37,7 +37,7 @@ from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings
 from rayloop.sandbox import bubblewrap
 
 SCROLL_TICKS = 5
-"""Steps of the wheel for one scroll, as in UI-TARS."""
+"""Ticks of the wheel for one scroll, as in UI-TARS."""
 MAX_TYPED_CHARACTERS = 4_000
 """Characters that one action may type."""
 CHARACTER_TIMEOUT_S = 0.05

@@ -28,9 +28,9 @@ from rayloop.envs.grammar.actions import (
     Type,
 )
 
-WIDTH = 1920
+SCREEN_WIDTH_PIXELS = 1920
 """Pixels of ARPO's screens from left to right, whatever the real width is."""
-HEIGHT = 1080
+SCREEN_HEIGHT_PIXELS = 1080
 """Pixels of ARPO's screens from top to bottom, whatever the real height is."""
 _ARROWS = {f"arrow{way}": way for way in ("left", "right", "up", "down")}
 _ENDS = ("finished", "wait", "error_env", "call_user")
@@ -82,8 +82,8 @@ class ScreenSize:
     The defaults are ARPO's. ``unit`` is the picture's size.
     """
 
-    unit: tuple[int, int] = resized(HEIGHT, WIDTH)[::-1]
-    pixels: tuple[int, int] = (WIDTH, HEIGHT)
+    unit: tuple[int, int] = resized(SCREEN_HEIGHT_PIXELS, SCREEN_WIDTH_PIXELS)[::-1]
+    pixels: tuple[int, int] = (SCREEN_WIDTH_PIXELS, SCREEN_HEIGHT_PIXELS)
 
 
 ARPO = ScreenSize()

@@ -27,7 +27,7 @@ UI_TARS = _TEXT.replace("{call_user}", "")
 UI_TARS_OR_FAIL = _TEXT.replace("{call_user}", "call_user() # When the task cannot be done.\n")
 """The same for tasks of which some cannot be done, as in OSWorld."""
 
-THOUSAND = 1000
+COORDINATE_RANGE = 1000
 
 
 class Pointing(SettingsModel):
@@ -57,7 +57,7 @@ class Pointing(SettingsModel):
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Return a screen's width and height in the model's unit."""
         if self.coordinates == "relative":
-            return THOUSAND, THOUSAND
+            return COORDINATE_RANGE, COORDINATE_RANGE
         rows, columns = smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
         return columns, rows
 

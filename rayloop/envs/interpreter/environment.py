@@ -18,7 +18,7 @@ from rayloop.core.types import ImageSource, Message, Task
 from rayloop.data.images import frame, looked_at, probe
 from rayloop.envs.interpreter import text
 from rayloop.sandbox import levels
-from rayloop.sandbox.cells import MOST_PIXELS
+from rayloop.sandbox.cells import MAX_FIGURE_PIXELS
 from rayloop.sandbox.host import CodeResult, Interpreter, Sandbox
 from rayloop.sandbox.options import CodeDeadline, CodeFailed, Level, Options, SandboxFailed
 
@@ -352,7 +352,7 @@ def _intact(images: Sequence[bytes], deadline: float) -> tuple[list[ImageSource]
     for image in images:
         with suppress(ValueError):
             sources.append(ImageSource(data=bare(image)))
-    checked = looked_at(sources, MOST_PIXELS, deadline)
+    checked = looked_at(sources, MAX_FIGURE_PIXELS, deadline)
     intact = [image for image in checked if image is not None]
     return intact, len(images) - len(intact)
 

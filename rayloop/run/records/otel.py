@@ -13,7 +13,7 @@ from rayloop.core.files import utf8
 from rayloop.envs.tools import ToolError, tool_call
 from rayloop.run.records.rollouts import RESTARTS, RolloutRecord, RolloutTurn
 
-AT_ONCE = 512
+SPANS_PER_REQUEST = 512
 """Spans of one request."""
 
 
@@ -62,8 +62,8 @@ class Episodes:
         works = True
         # Before the requests: spans of a step that could not be sent must not pile up in memory.
         self._made.clear()
-        for begin in range(0, len(spans), AT_ONCE):
-            some = spans[begin : begin + AT_ONCE]
+        for begin in range(0, len(spans), SPANS_PER_REQUEST):
+            some = spans[begin : begin + SPANS_PER_REQUEST]
             works = works and self._exporter.export(some).name == "SUCCESS"
             if works:
                 self.sent += len(some)

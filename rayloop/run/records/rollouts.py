@@ -14,7 +14,7 @@ from rayloop.data.images import encoding
 from rayloop.run.records.jsonl import SCHEMA_VERSION, Fits, JsonLines, encode
 
 RESTARTS = "(a context begins anew)"
-MOST_BYTES = 4
+MAX_CHARACTER_BYTES = 4
 """Of a character: a token may end within one."""
 
 
@@ -254,7 +254,7 @@ def _ends(turn: Turn, whole: str, text: Callable[[TokenIds], str]) -> list[tuple
         pending.append(token)
         piece = text(tuple(pending))
         if whole.startswith(piece, end) and (
-            not piece.endswith("\ufffd") or len(pending) > MOST_BYTES
+            not piece.endswith("\ufffd") or len(pending) > MAX_CHARACTER_BYTES
         ):
             pending = []
             end = end + len(piece)

@@ -20,7 +20,7 @@ from rayloop.core.failures import ConfigError, InfrastructureFailure
 from rayloop.core.threads import in_thread
 from rayloop.recipes.chart_rvr.rewards.reading import Pair
 
-SMALLEST = 1e-8
+MIN_NORM = 1e-8
 """The least value that a norm counts as, as in torch's ``cosine_similarity``.
 
 A vector of zeros therefore resembles nothing.
@@ -134,7 +134,7 @@ def checked(vectors: Sequence[Sequence[float]], count: int) -> list[Vector]:
 
 def cosine(a: Vector, b: Vector) -> float:
     """The cosine of two vectors, -1..1."""
-    norms = max(float(np.linalg.norm(a)), SMALLEST) * max(float(np.linalg.norm(b)), SMALLEST)
+    norms = max(float(np.linalg.norm(a)), MIN_NORM) * max(float(np.linalg.norm(b)), MIN_NORM)
     return float(a @ b) / norms
 
 

@@ -15,7 +15,7 @@ from rayloop.judge.rules.quantities import quantity
 from rayloop.recipes.chart_rvr.rewards.reading import Table
 
 _PLAIN = re.compile(r"[-+]?(?:\d{1,15}(?:\.\d{1,15})?|\.\d{1,15})")
-_LONGEST = 200
+_MAX_VALUE_CHARACTERS = 200
 """Characters of an answer that is read as a number, mark-up or a list.
 
 Longer ones are compared as they are.
@@ -40,7 +40,7 @@ def number(text: str) -> Number | None:
 
     None for anything else.
     """
-    return _number(text) if len(text) <= _LONGEST else None
+    return _number(text) if len(text) <= _MAX_VALUE_CHARACTERS else None
 
 
 @lru_cache(_CACHE_ENTRIES)
@@ -57,7 +57,7 @@ def _number(text: str) -> Number | None:
 
 def readable(text: str) -> str:
     """One spelling of a text: mark-up, blanks, final punctuation and case do not count."""
-    if len(text) > _LONGEST:
+    if len(text) > _MAX_VALUE_CHARACTERS:
         return " ".join(text.split()).casefold()
     return _readable(text)
 
@@ -81,7 +81,7 @@ def same_answer(said: str, true: str, tolerance: Fraction, years: tuple[int, int
         is_year = true_number.bare and years[0] <= true_number.value <= years[1]
         share = Fraction(0) if is_year else tolerance
         return said_number is not None and same_number(said_number, true_number, share)
-    if len(true) <= _LONGEST and true.startswith("[") and true.endswith("]"):
+    if len(true) <= _MAX_VALUE_CHARACTERS and true.startswith("[") and true.endswith("]"):
         said_items = _items(said)
         true_items = _items(true)
         if len(said_items) != len(true_items):

@@ -287,7 +287,7 @@ def test_whose_fault_a_failure_was_is_reported(text_folder: Path) -> None:
 def test_an_actor_with_too_many_hung_tools_asks_to_be_replaced(
     text_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rayloop.core.threads.HUNG", 2)
+    monkeypatch.setattr("rayloop.core.threads.MAX_HUNG_CALLS", 2)
     player = actor(text_folder)
     monkeypatch.setattr("rayloop.actors.environment.hanging", lambda: 2)
     with pytest.raises(WorkerSpent, match="2 calls of tools hang in this process"):
@@ -538,7 +538,7 @@ def test_turns_of_longer_episodes_are_asked_for_one_by_one(text_folder: Path) ->
 def test_who_sees_something_else_asks_alone_and_who_fails_before_is_not_waited_for(
     text_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rayloop.actors.lease.PATIENCE", 30.0)
+    monkeypatch.setattr("rayloop.actors.lease.MIN_GATHERING_S", 30.0)
     faulty = {"use": FAULTY, "with": {"reset": {"sick": "raise"}}}
     engine, began = Engine(), time.monotonic()
     other = request(Task("other", (Message("user", ("Something else.",)),)), sample=4)
@@ -552,7 +552,7 @@ def test_who_sees_something_else_asks_alone_and_who_fails_before_is_not_waited_f
 def test_a_member_that_is_late_asks_alone(
     text_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rayloop.actors.lease.PATIENCE", 2.0)
+    monkeypatch.setattr("rayloop.actors.lease.MIN_GATHERING_S", 2.0)
     answered = WaitsForTheOthers.answered
     answered.clear()
 

@@ -17,7 +17,7 @@ from rayloop.actors.failures import (
     typed,
 )
 from rayloop.core.failures import (
-    AGAIN,
+    START_AGAIN_EXIT_CODE,
     BroadcastFailed,
     ConfigError,
     EnvironmentFailed,
@@ -167,12 +167,12 @@ def test_a_wrong_configuration_in_a_constructor_keeps_its_exit_code() -> None:
 @pytest.mark.parametrize(
     ("error", "kind", "code"),
     [
-        (wrapped(RewardLost("the judge is gone")), RewardLost, AGAIN),
+        (wrapped(RewardLost("the judge is gone")), RewardLost, START_AGAIN_EXIT_CODE),
         (wrapped(ConfigError("a key")), ConfigError, 2),
-        (exceptions.LocalRayletDiedError("gone"), MachineFailed, AGAIN),
-        (wrapped(exceptions.OutOfDiskError("full")), MachineFailed, AGAIN),
-        (OSError(28, "No space left on device"), MachineFailed, AGAIN),
-        (wrapped(RuntimeError("CUDA error: gone")), MachineFailed, AGAIN),
+        (exceptions.LocalRayletDiedError("gone"), MachineFailed, START_AGAIN_EXIT_CODE),
+        (wrapped(exceptions.OutOfDiskError("full")), MachineFailed, START_AGAIN_EXIT_CODE),
+        (OSError(28, "No space left on device"), MachineFailed, START_AGAIN_EXIT_CODE),
+        (wrapped(RuntimeError("CUDA error: gone")), MachineFailed, START_AGAIN_EXIT_CODE),
         (wrapped(ValueError("a bug\nin two lines")), Unforeseen, 1),
         (KeyError("step"), Unforeseen, 1),
     ],

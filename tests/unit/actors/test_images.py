@@ -175,7 +175,7 @@ def test_what_was_forgotten_is_asked_for_again() -> None:
 def test_a_request_that_lacks_images_says_so_and_reaches_no_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rayloop.actors.images.ARRIVING", 0.05)
+    monkeypatch.setattr("rayloop.actors.images.ARRIVAL_TIMEOUT_S", 0.05)
     server = Server()
     bare = replace(A, data=None)
     assert run(server.actor.generate(prompt(bare, B), Sampling())) == MissingImages(
@@ -252,7 +252,7 @@ def test_the_first_turn_is_not_kept_back_as_long_as_its_episode_waited_for_room(
 
 
 def test_what_was_on_its_way_and_never_came_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayloop.actors.images.ARRIVING", 0.05)
+    monkeypatch.setattr("rayloop.actors.images.ARRIVAL_TIMEOUT_S", 0.05)
     server, had = Server(), SentImages()
 
     async def go() -> LeasedEngine:

@@ -329,7 +329,7 @@ def test_a_hang_of_a_client_is_never_a_reward(text_folder: Path) -> None:
 def test_an_actor_with_too_many_hung_calls_asks_to_be_replaced(
     text_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rayloop.core.threads.HUNG", 2)
+    monkeypatch.setattr("rayloop.core.threads.MAX_HUNG_CALLS", 2)
     while hanging():  # of the tests before
         time.sleep(0.05)
     Grader.answers, Grader.asked, Grader.seconds = [1.0] * 3, [], 1.0

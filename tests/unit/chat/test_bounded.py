@@ -81,12 +81,12 @@ ENDLESS = [
 
 @pytest.mark.parametrize("source", LARGE)
 def test_a_template_cannot_take_the_memory(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded, "MOST_ELEMENTS", 1 << 22)
+    monkeypatch.setattr(bounded, "MAX_RENDERED_ELEMENTS", 1 << 22)
     tracemalloc.start()
     try:
         with pytest.raises(jinja2.TemplateError, match="makes more than"):
             ChatTemplate(source, {})(CHAT, generation=True)
-        assert tracemalloc.get_traced_memory()[1] < 9 * bounded.MOST_ELEMENTS, (
+        assert tracemalloc.get_traced_memory()[1] < 9 * bounded.MAX_RENDERED_ELEMENTS, (
             "eight bytes an element"
         )
     finally:
@@ -98,7 +98,7 @@ def test_a_template_cannot_take_the_memory(source: str, monkeypatch: pytest.Monk
 def test_collections_that_hold_each_other_twice_are_counted(
     form: str, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded, "MOST_ELEMENTS", 1 << 16)
+    monkeypatch.setattr(bounded, "MAX_RENDERED_ELEMENTS", 1 << 16)
     with pytest.raises(jinja2.TemplateError, match="makes more than"):
         ChatTemplate(TWICE.replace("[ns.a, ns.a]", form) + end, {})(CHAT, generation=True)
 
@@ -146,9 +146,9 @@ def test_each_rendering_counts_from_the_start_and_says_what_jinja_says() -> None
         assert (
             template(CHAT, generation=True) == "00001heLLo1-21700000000   user 1027True1700000000"
         )
-    long = [{"role": "user", "content": "y" * (bounded.MOST_ELEMENTS // 8)}]
+    long = [{"role": "user", "content": "y" * (bounded.MAX_RENDERED_ELEMENTS // 8)}]
     for _ in range(3):
         assert (
             len(ChatTemplate("{{ messages[0].content + '' }}", {})(long, generation=True))
-            == bounded.MOST_ELEMENTS // 8
+            == bounded.MAX_RENDERED_ELEMENTS // 8
         )

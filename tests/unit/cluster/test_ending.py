@@ -18,7 +18,7 @@ from rayloop.cluster.loop.ending import SUSPECT, ended
 from rayloop.cluster.loop.loggers import open_logger
 from rayloop.core import failures
 from rayloop.core.failures import (
-    AGAIN,
+    START_AGAIN_EXIT_CODE,
     CheckpointError,
     ConfigError,
     EnvironmentFailed,
@@ -178,7 +178,7 @@ def test_a_run_that_the_machines_end_is_saved_if_it_can_be(
     found = run.origin.find()
     assert found is not None
     assert (found.step == STEP) == (fault == "none")
-    assert end.exit_code == AGAIN
+    assert end.exit_code == START_AGAIN_EXIT_CODE
     assert type(end) is (type(error) if isinstance(error, RayloopError) else MachineFailed)
     [note] = end.__notes__
     assert note.startswith("step 5 is saved" if fault == "none" else "step 5 is not saved: ")

@@ -10,8 +10,8 @@ from ray.exceptions import AuthenticationError
 
 from rayloop.cluster import session
 from rayloop.cluster.supervision import watchdog
-from rayloop.cluster.supervision.watchdog import SILENCE, HeadGone, HeadWatch, NodeGone
-from rayloop.core.failures import AGAIN
+from rayloop.cluster.supervision.watchdog import HEAD_LOST_AFTER_S, HeadGone, HeadWatch, NodeGone
+from rayloop.core.failures import START_AGAIN_EXIT_CODE
 
 
 class Stage:
@@ -60,8 +60,8 @@ def test_then_the_run_ends_before_ray_ends_the_process(stage: Stage) -> None:
     stage.error = ConnectionError("no answer")
     with pytest.raises(HeadGone, match=r"has not listened for 5[0-9] s") as error:
         watch.decide()
-    assert SILENCE < stage.now < 60 - watchdog.ANSWER
-    assert error.value.exit_code == AGAIN
+    assert HEAD_LOST_AFTER_S < stage.now < 60 - watchdog.ANSWER_TIMEOUT_S
+    assert error.value.exit_code == START_AGAIN_EXIT_CODE
     with pytest.raises(HeadGone):
         watch.check()
 
@@ -97,7 +97,7 @@ def test_ray_on_the_own_node_that_has_ended_counts_at_once(stage: Stage) -> None
         NodeGone, match=r"Ray on .* has ended .* no driver can run next to this process"
     ) as error:
         watch.decide()
-    assert error.value.exit_code == AGAIN
+    assert error.value.exit_code == START_AGAIN_EXIT_CODE
 
 
 def test_a_head_that_goes_while_it_is_asked_for_its_nodes_is_waited_for(stage: Stage) -> None:

@@ -22,7 +22,7 @@ from rayloop.cluster.stages import live
 from rayloop.commands import arguments
 from rayloop.commands import live as live_command
 from rayloop.core import events, incidents
-from rayloop.core.failures import AGAIN
+from rayloop.core.failures import START_AGAIN_EXIT_CODE
 from rayloop.run.folder import RunFolder
 from rayloop.run.lock import Holder
 from rayloop.run.place import Place, findable
@@ -301,6 +301,6 @@ def test_a_machine_on_which_ray_has_died_is_named_in_time(
     monkeypatch.setattr(ray, "init", init)
     for command in ("stacks", "logs"):
         with findable(folder.cluster, "127.0.0.1:1", "x"):
-            assert main([command, str(folder.path)]) == AGAIN
+            assert main([command, str(folder.path)]) == START_AGAIN_EXIT_CODE
         assert "no node of its cluster lives on this machine" in capsys.readouterr().err
     assert limits == ["15", "15"], "Ray itself would look for a minute"

@@ -171,7 +171,7 @@ def test_nothing_is_sent_to_a_node_that_is_in_doubt(monkeypatch: pytest.MonkeyPa
         site.crash("a")
         await asyncio.sleep(START + 3)
         assert [node for _, node in site.spawned[2:]] == ["b", "b"]
-        assert site.spawned[2][0] - now < 8 + module.PERIOD + 0.1
+        assert site.spawned[2][0] - now < 8 + module.CHECK_INTERVAL_S + 0.1
         assert len(site.named("node_lost")) == 1
         assert site.named("replacement_failed") == []
 

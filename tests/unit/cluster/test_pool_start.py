@@ -9,7 +9,7 @@ import pytest
 import ray
 from ray import exceptions
 
-from rayloop.cluster.supervision.pool import ATTEMPTS, Pool
+from rayloop.cluster.supervision.pool import CALL_ATTEMPTS, Pool
 from rayloop.core.failures import ConfigError, RayloopError, RolesExhausted, WorkerStartFailed
 from rayloop.core.incidents import ReplacementFailed
 from rayloop.run.lifetime import RecoverySettings
@@ -90,7 +90,7 @@ def test_a_message_that_is_lost_while_an_actor_is_made_costs_an_attempt(
 
 def test_one_that_is_lost_each_time_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(exceptions.ActorUnavailableError):
-        started(monkeypatch, *[UNREACHABLE] * ATTEMPTS)
+        started(monkeypatch, *[UNREACHABLE] * CALL_ATTEMPTS)
 
 
 def test_what_a_constructor_raises_ends_the_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,7 @@ def test_training_waits_for_storage_that_refuses_for_a_while(
     """However short the steps are: three failures come at once, and the storage is back after
     twenty tries.
     """
-    monkeypatch.setattr(saving, "RETRY", 0.01)
+    monkeypatch.setattr(saving, "STORAGE_RETRY_AFTER_S", 0.01)
 
     async def scene() -> None:
         run = Run(tmp_path, beside=beside)
@@ -204,7 +204,7 @@ def test_training_waits_for_storage_that_refuses_for_a_while(
 
 
 def test_a_last_step_is_tried_again_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "RETRY", 0.01)
+    monkeypatch.setattr(saving, "STORAGE_RETRY_AFTER_S", 0.01)
 
     async def scene() -> None:
         run = Run(tmp_path)
@@ -226,7 +226,7 @@ def test_a_last_step_is_tried_again_too(tmp_path: Path, monkeypatch: pytest.Monk
 def test_storage_that_stays_away_is_given_up_after_the_patience_and_not_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "RETRY", 0.01)
+    monkeypatch.setattr(saving, "STORAGE_RETRY_AFTER_S", 0.01)
 
     async def scene() -> None:
         run = Run(tmp_path)
@@ -243,7 +243,7 @@ def test_storage_that_stays_away_is_given_up_after_the_patience_and_not_before(
 def test_a_stop_ends_the_wait_for_the_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "RETRY", 0.01)
+    monkeypatch.setattr(saving, "STORAGE_RETRY_AFTER_S", 0.01)
 
     async def scene() -> None:
         run = Run(tmp_path)

@@ -15,7 +15,7 @@ def test_a_cluster_that_is_gone_holds_up_no_watch(monkeypatch: pytest.MonkeyPatc
     meanwhile.
     """
     gone = threading.Event()
-    monkeypatch.setattr(serving, "POLL", 0.01)
+    monkeypatch.setattr(serving, "POLL_INTERVAL_S", 0.01)
     monkeypatch.setattr(serving, "STATUS_TIMEOUT_S", 0.05)
     asked: list[bool] = []
 

@@ -78,7 +78,7 @@ def group(*ranks: Any, health_timeout: float = 30.0) -> PolicyGroup:
 @pytest.fixture(autouse=True)
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor pauses."""
-    monkeypatch.setattr(policy_group, "PAUSE", 0.0)
+    monkeypatch.setattr(policy_group, "RETRY_AFTER_S", 0.0)
     monkeypatch.setattr(policy_group.ray, "kill", lambda rank: None)
     monkeypatch.setattr(policy, "fetch", lambda refs: ({}, set()))
 

@@ -230,7 +230,7 @@ def test_a_hub_that_does_not_answer_costs_three_seconds_once(
         monkeypatch.setattr(
             "huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}"
         )
-        monkeypatch.setattr(model_files, "HUB", 0.2)
+        monkeypatch.setattr(model_files, "HUB_TIMEOUT_S", 0.2)
         began = time.monotonic()
         with pytest.raises(ConfigError, match="the Hub cannot be asked"):
             resolve("owner/other")

@@ -48,14 +48,14 @@ from rayloop.rollout.manager import RolloutManager
 from rayloop.rollout.scheduler import GroupRequest
 from rayloop.run.checkpoint import STRUCTURE, TENSORS, Checkpoint
 from rayloop.run.config import RunConfig
-from rayloop.run.identity import READ
+from rayloop.run.identity import READABLE_SCHEMA_VERSIONS
 from rayloop.run.order import training_rows
 from rayloop.run.records import plain_files
 from rayloop.run.reporter import Reporter
 from tests.support.plain import saved_and_read
 from tests.support.runs import ROOT, settings
 
-OLDER = READ[:-1]
+OLDER = READABLE_SCHEMA_VERSIONS[:-1]
 """Schemas of which a checkpoint is in ``tests/data``."""
 
 ID = TrajectoryId(7, 3)
@@ -453,7 +453,7 @@ def without_later_fields(trajectory: Trajectory) -> Trajectory:
 def test_what_was_saved_once_is_read_for_ever(schema: int, tmp_path: Path) -> None:
     """The files were written by the code that made this schema.
 
-    Never write them again: raise SCHEMA instead.
+    Never write them again: raise CHECKPOINT_SCHEMA_VERSION instead.
     """
     folder = ROOT / f"tests/data/checkpoints/schema_{schema}"
     state = plain.with_present_keys(Checkpoint(folder, 13, 2).state())

@@ -123,7 +123,7 @@ def test_a_file_that_others_can_read_and_that_comes_first_is_no_secret(
 def test_another_users_file_is_not_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rayloop.core.files.ROOT", -1)
+    monkeypatch.setattr("rayloop.core.files.ROOT_USER_ID", -1)
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.raises(
         ConfigError, match=r"the folder .* belongs to user \d+, and only your own is believed"

@@ -16,7 +16,7 @@ from PIL import Image
 from rayloop.core.failures import DataFailure, ImageRefused
 from rayloop.core.types import ImageSource
 from rayloop.data.images import (
-    ANSWERED,
+    MAX_ANSWER_COST_PIXELS,
     ImageGeometry,
     PromptImages,
     decode,
@@ -222,4 +222,4 @@ def test_pictures_of_an_answer_share_a_budget_and_are_decoded_once(
     with pytest.raises(ImageRefused):
         PromptImages(ImageGeometry(14, 2, 784, 50_000), max_pixels=100).of(first, keep_file=False)
     assert looked_at([ImageSource(data=small)], until=0.0) == [None], "its turn came too late"
-    assert ANSWERED < 2 * 7000 * 7000
+    assert MAX_ANSWER_COST_PIXELS < 2 * 7000 * 7000

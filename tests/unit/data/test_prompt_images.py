@@ -13,7 +13,14 @@ import pytest
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import ImageSource
 from rayloop.data import images as prompt_images
-from rayloop.data.images import NAME, ImageGeometry, PromptImages, image_ref, probe, tinted
+from rayloop.data.images import (
+    CACHED_NAME_BYTES,
+    ImageGeometry,
+    PromptImages,
+    image_ref,
+    probe,
+    tinted,
+)
 from tests.support.pictures import picture
 
 GEOMETRY = ImageGeometry(14, 2, 784, 200_000)
@@ -67,7 +74,7 @@ def test_a_file_that_the_engine_does_not_read_comes_with_its_bytes(
 
 
 def test_equal_bytes_are_looked_at_once_and_not_kept(looks: list[ImageSource]) -> None:
-    images, data = PromptImages(GEOMETRY, kept=NAME), picture(40, 30)
+    images, data = PromptImages(GEOMETRY, kept=CACHED_NAME_BYTES), picture(40, 30)
     for _ in range(3):
         copied = bytes(bytearray(data))
         found = images.of(ImageSource(data=copied), keep_file=True)
@@ -90,7 +97,7 @@ def test_a_tinted_image_is_made_once(looks: list[ImageSource], tmp_path: Path) -
 def test_what_is_kept_has_a_limit(looks: list[ImageSource], tmp_path: Path) -> None:
     pictures = [picture(20 + n, 30) for n in range(4)]
     sources = [saved(tmp_path, data, f"{n}.png") for n, data in enumerate(pictures)]
-    room = 2 * NAME + sum(map(len, pictures[:2]))
+    room = 2 * CACHED_NAME_BYTES + sum(map(len, pictures[:2]))
     images = PromptImages(GEOMETRY, kept=room)
     for source in (*sources[:2], *sources[:2]):
         images.of(source, keep_file=False)

@@ -192,8 +192,8 @@ def test_a_parquet_file_that_becomes_a_thousand_times_its_size_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its rows are decoded few at a time, so that it is noticed long before the memory is full."""
-    monkeypatch.setattr(data_rows, "LEAST_DECODED", 10 << 20)
-    monkeypatch.setattr(data_rows, "DECODED_AT_ONCE", 4 << 20)
+    monkeypatch.setattr(data_rows, "MIN_DECODED_LIMIT_BYTES", 10 << 20)
+    monkeypatch.setattr(data_rows, "DECODED_AT_ONCE_BYTES", 4 << 20)
     table = pyarrow.table(
         {"prompt": pyarrow.array(["x" * (1 << 20)] * 100), "answer": pyarrow.array(["1"] * 100)}
     )

@@ -202,7 +202,7 @@ def test_more_ties_than_come_back_are_no_kept_set() -> None:
     """All that came back are kept, so others may be."""
 
     async def test(engine: VllmEngine, llm: Llm) -> None:
-        n = 5 + module.TIES
+        n = 5 + module.TIED_TOKENS
         llm.logprobs["logprobs"] = SimpleNamespace(
             logprobs=[-1.0] * (n + 1), token_ids=[8, *range(n)]
         )

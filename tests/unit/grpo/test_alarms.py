@@ -23,7 +23,7 @@ from rayloop.core.groups import (
     UnscoredKind,
 )
 from rayloop.core.types import EndReason, Summary, TrajectoryId, Version
-from rayloop.grpo.alarms import DRIFT, UNSEEN, Alarms, AlarmSettings, correlation, reasons
+from rayloop.grpo.alarms import DRIFT, UNSEEN_STEPS, Alarms, AlarmSettings, correlation, reasons
 from rayloop.grpo.collapse import Limit
 from rayloop.rewards.functions import as_outcome
 
@@ -82,7 +82,7 @@ def test_a_few_without_reward_are_no_alarm() -> None:
 
 
 def test_the_share_alarms_once_and_again_after_it_was_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayloop.grpo.alarms.WINDOW", 100)
+    monkeypatch.setattr("rayloop.grpo.alarms.WINDOW_TRAJECTORIES", 100)
     watch = Watched()
     (alarm,) = watch.observe([member()] * 80 + [member(LOST)] * 20)
     assert alarm == "20 of the last 100 trajectories have no reward (reward_unavailable 20)"
@@ -238,12 +238,15 @@ def test_samples_of_older_weights_are_no_drift() -> None:
 
 def test_without_samples_of_the_present_weights_others_are_asked_for() -> None:
     watch, unseen = Watched(logprobs={"stop": 0.5}), []
-    for _ in range(2 * UNSEEN):
+    for _ in range(2 * UNSEEN_STEPS):
         watch.alarms.step({"actor/logprob_mismatch_mean/lag_1": 0.5})
         unseen.append(watch.alarms.unseen)
         if watch.alarms.unseen:
-            watch.alarms.compared(5.0 if len(unseen) > UNSEEN else None)
-    assert [i for i, asked in enumerate(unseen, start=1) if asked] == [UNSEEN, 2 * UNSEEN]
+            watch.alarms.compared(5.0 if len(unseen) > UNSEEN_STEPS else None)
+    assert [i for i, asked in enumerate(unseen, start=1) if asked] == [
+        UNSEEN_STEPS,
+        2 * UNSEEN_STEPS,
+    ]
     watch.alarms.compared(5.0)
     with pytest.raises(AlarmStopped, match=r"alarms\.logprobs\.stop is 0\.5"):
         watch.alarms.compared(5.0)
@@ -251,7 +254,7 @@ def test_without_samples_of_the_present_weights_others_are_asked_for() -> None:
 
 def test_steps_of_which_one_is_fresh_ask_for_nothing() -> None:
     watch = Watched()
-    for step in range(5 * UNSEEN):
+    for step in range(5 * UNSEEN_STEPS):
         watch.alarms.step({} if step % 5 else {DRIFT: 1e-6})
         assert not watch.alarms.unseen
 

@@ -21,9 +21,9 @@ from rayloop.grpo.collapse import (
     ENTROPY,
     EQUAL,
     LENGTH,
+    MEAN_STEPS,
     PAID,
     RIGHT,
-    STEPS,
     WRONG,
     Collapse,
     CollapseSettings,
@@ -79,7 +79,7 @@ def test_each_collapse_is_emitted_once_and_can_end_the_run(
     name: str, metric: str, value: float, says: str
 ) -> None:
     watch = Watched()
-    watch.steps(STEPS)
+    watch.steps(MEAN_STEPS)
     assert watch.steps(20, **{metric: value}) == [name]
     assert says in watch.emitted[0]["why"]
     assert watch.steps(20) == []
@@ -89,9 +89,9 @@ def test_each_collapse_is_emitted_once_and_can_end_the_run(
         "stop": {"entropy": 0.1, "response_length": 0.5, "completed": 0.2}.get(name, 0.5),
     }
     strict = Watched(**{name: limit})
-    strict.steps(STEPS)
+    strict.steps(MEAN_STEPS)
     with pytest.raises(AlarmStopped, match=rf"alarms\.{name}\.stop is {limit['stop']}"):
-        strict.steps(STEPS, **{metric: value})
+        strict.steps(MEAN_STEPS, **{metric: value})
 
 
 def test_episodes_that_are_paid_at_their_last_turn_are_complete() -> None:
@@ -105,27 +105,27 @@ def test_episodes_that_are_paid_at_their_last_turn_are_complete() -> None:
 def test_one_odd_step_is_no_collapse() -> None:
     watch = Watched()
     assert watch.steps(1, **{EQUAL: 1.0, WRONG: 1.0, ENTROPY: 0.0}) == []
-    assert watch.steps(STEPS) == []
+    assert watch.steps(MEAN_STEPS) == []
     assert watch.steps(1, **{EQUAL: 1.0, WRONG: 1.0, ENTROPY: 0.0, LENGTH: 1.0}) == []
 
 
 def test_lengths_are_compared_with_those_before_a_resume() -> None:
     before, after = Watched(), Watched()
-    before.steps(STEPS)
+    before.steps(MEAN_STEPS)
     after.alarms.restore(before.alarms.state())
-    assert after.steps(STEPS, **{LENGTH: 10.0}) == ["response_length"]
+    assert after.steps(MEAN_STEPS, **{LENGTH: 10.0}) == ["response_length"]
     fresh = Watched()
     fresh.alarms.restore({"graded": True})  # a checkpoint from before these alarms
-    assert fresh.steps(STEPS, **{LENGTH: 10.0}) == []
+    assert fresh.steps(MEAN_STEPS, **{LENGTH: 10.0}) == []
 
 
 def test_entropy_is_compared_with_the_runs_own_start() -> None:
     watch = Watched()
     assert watch.steps(20, **{ENTROPY: 0.004}) == [], "answers that are a fixed form from the start"
     fell, resumed = Watched(), Watched()
-    fell.steps(STEPS, **{ENTROPY: 2.2})
+    fell.steps(MEAN_STEPS, **{ENTROPY: 2.2})
     resumed.alarms.restore(fell.alarms.state())
-    assert resumed.steps(STEPS, **{ENTROPY: 0.05}) == ["entropy"]
+    assert resumed.steps(MEAN_STEPS, **{ENTROPY: 0.05}) == ["entropy"]
     assert (
         "entropy is 0.05 nats per token, mean of 5 steps, and was 2.2 at first"
         in resumed.emitted[0]["why"]
@@ -137,13 +137,13 @@ def test_steps_that_compute_nothing_are_an_alarm() -> None:
     known.
     """
     watch = Watched()
-    watch.steps(STEPS)
+    watch.steps(MEAN_STEPS)
     empty = {name: value for name, value in WELL.items() if name != ENTROPY}
-    for _ in range(2 * STEPS):
+    for _ in range(2 * MEAN_STEPS):
         watch.alarms.recorded(empty)
     assert [event["alarm"] for event in watch.emitted] == ["entropy"]
     assert "none of the last 5 steps had a trajectory with gradient" in watch.emitted[0]["why"]
-    assert watch.steps(STEPS) == []
+    assert watch.steps(MEAN_STEPS) == []
 
 
 def test_a_mean_holds_only_values_of_the_last_five_steps() -> None:
@@ -151,7 +151,7 @@ def test_a_mean_holds_only_values_of_the_last_five_steps() -> None:
     become.
     """
     watch = Watched()
-    watch.steps(STEPS)
+    watch.steps(MEAN_STEPS)
     empty = {name: value for name, value in WELL.items() if name != ENTROPY}
     found = []
     for entropy in (None, None, None, 0.02, 0.04, 0.03):
@@ -166,10 +166,10 @@ def test_a_mean_holds_only_values_of_the_last_five_steps() -> None:
 
 def test_a_run_that_ends_after_steps_without_gradient_names_no_old_entropy() -> None:
     watch = Watched()
-    watch.steps(STEPS, **{ENTROPY: 2.2})
-    watch.steps(STEPS, **{ENTROPY: 0.05})
+    watch.steps(MEAN_STEPS, **{ENTROPY: 2.2})
+    watch.steps(MEAN_STEPS, **{ENTROPY: 0.05})
     assert watch.alarms.collapse.cause(1e-5)
-    for _ in range(STEPS):
+    for _ in range(MEAN_STEPS):
         watch.alarms.recorded({name: value for name, value in WELL.items() if name != ENTROPY})
     assert watch.alarms.collapse.cause(1e-5) == ""
 
@@ -177,9 +177,9 @@ def test_a_run_that_ends_after_steps_without_gradient_names_no_old_entropy() -> 
 def test_a_run_without_groups_to_train_names_entropy_and_learning_rate() -> None:
     watch = Watched()
     assert watch.alarms.collapse.cause(1e-5) == ""
-    watch.steps(STEPS, **{ENTROPY: 2.2})
+    watch.steps(MEAN_STEPS, **{ENTROPY: 2.2})
     assert watch.alarms.collapse.cause(1e-5) == ""
-    watch.steps(STEPS, **{ENTROPY: 0.05})
+    watch.steps(MEAN_STEPS, **{ENTROPY: 0.05})
     said = watch.alarms.collapse.cause(1e-5)
     assert (
         "was 2.2 at first: it has collapsed. The learning rate is 1e-05. A lower"
@@ -200,7 +200,7 @@ def test_states_that_no_turn_shares_are_an_alarm_where_they_are_compared() -> No
         (False, split, False),
     ):
         watch, found = Collapse(CollapseSettings(), compares_states=compares), dict[str, Any]()
-        for _ in range(STEPS):
+        for _ in range(MEAN_STEPS):
             found = watch.step(metrics)
         assert ("shared_states" in found) == compares
         if compares:

@@ -107,8 +107,8 @@ def read() -> Iterator[Any]:
 
 
 PARTS = {
-    "rules": (rules.VERSION, decisions, "judge/rules/decision.py"),
-    "prompt": (prompt.VERSION, asked, "judge/prompt.py"),
+    "rules": (rules.RULES_VERSION, decisions, "judge/rules/decision.py"),
+    "prompt": (prompt.PROMPT_VERSION, asked, "judge/prompt.py"),
     "reply": (prompt.REPLY_VERSION, read, "judge/prompt.py"),
 }
 
@@ -130,7 +130,8 @@ def test_a_change_of_behaviour_comes_with_a_version(part: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [(rules, "VERSION"), (prompt, "VERSION"), (prompt, "REPLY_VERSION")]
+    ("module", "name"),
+    [(rules, "RULES_VERSION"), (prompt, "PROMPT_VERSION"), (prompt, "REPLY_VERSION")],
 )
 def test_each_version_is_in_the_fingerprint(
     module: Any, name: str, monkeypatch: pytest.MonkeyPatch

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from rayloop.core.failures import AGAIN
+from rayloop.core.failures import START_AGAIN_EXIT_CODE
 from rayloop.core.signals import StopSignals
 from rayloop.launch import node, rendezvous, restarts, slurm_job
 from rayloop.launch.rendezvous import (
-    SILENCE,
-    UNPUBLISHED,
+    HEAD_LOST_AFTER_S,
+    UNPUBLISHED_TIMEOUT_S,
     Gone,
     Head,
     NoHead,
@@ -143,7 +143,7 @@ def test_a_head_that_cannot_be_reached_is_waited_for_45_s_and_not_for_ever(
     stage.listens = True
     assert not look(), "the time counts anew"
     stage.listens = False
-    assert stage.after(look, 300) == SILENCE + 0.5
+    assert stage.after(look, 300) == HEAD_LOST_AFTER_S + 0.5
 
 
 def test_another_head_counts_at_once(stage: Stage) -> None:
@@ -169,11 +169,11 @@ def test_when_a_head_begins_to_leave_programs_save_and_workers_stay_while_it_lis
 def test_a_worker_that_waits_says_what_it_cannot_read(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous, "POLL", 0.01)
+    monkeypatch.setattr(rendezvous, "POLL_INTERVAL_S", 0.01)
     partial(stage, monkeypatch)
     with pytest.raises(NoHead, match=r"within 0\.05 s: .*head\.json cannot be read: ") as error:
         stage.place.wait(0.05)
-    assert error.value.exit_code == AGAIN
+    assert error.value.exit_code == START_AGAIN_EXIT_CODE
     stage.place.publish(stage.head)
     assert stage.place.wait(1) == stage.head
 
@@ -192,7 +192,7 @@ def test_a_head_without_its_folder_goes_on_for_a_documented_time(stage: Stage) -
     look = Unpublished(stage.place, stage.head)
     with pytest.MonkeyPatch.context() as patch:
         failing(errno.EIO)(stage, patch)
-        assert stage.after(look, 1000) == UNPUBLISHED + 0.5
+        assert stage.after(look, 1000) == UNPUBLISHED_TIMEOUT_S + 0.5
     assert "could not be published for 600 s: [Errno 5] EIO" in look.reason
 
 
@@ -252,7 +252,7 @@ def test_a_head_whose_ray_ends_again_and_again_gives_up_with_a_rate(
     ends: list[object] = [node.RayEnded("Ray ended")] * 20
     with pytest.raises(node.RayEnded):
         led(ends)
-    assert len(ends) == 20 - node.RESTARTS - 1
+    assert len(ends) == 20 - node.RESTARTS_PER_HOUR - 1
     assert led([node.RayEnded("Ray ended")] * 20 + [0], seconds=700.0)[0] == 0, (
         "one in ten minutes comes back"
     )

@@ -22,7 +22,7 @@ from rayloop.core.signals import StopSignals, handling
 from rayloop.launch import node, rendezvous, restarts, slurm_job
 from rayloop.launch.network import NoFreePorts, block, port_range
 from rayloop.launch.rendezvous import Head, NoHead, Rendezvous
-from rayloop.launch.restarts import BACKOFF, LONGEST
+from rayloop.launch.restarts import FIRST_PAUSE_S, MAX_PAUSE_S
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def listening() -> Iterator[str]:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rendezvous:
-    monkeypatch.setattr(rendezvous, "POLL", 0.01)
+    monkeypatch.setattr(rendezvous, "POLL_INTERVAL_S", 0.01)
     made = Rendezvous(tmp_path / "shared", "mine")
     made.open(insecure=False)
     return made
@@ -207,11 +207,13 @@ def test_a_worker_whose_ray_fails_tries_again_a_few_times(
     pauses = list[float]()
     monkeypatch.setattr(node, "_join", join)
     monkeypatch.setattr(
-        node, "backed_off", lambda _, before: pauses.append(min(BACKOFF * 2**before, LONGEST))
+        node,
+        "backed_off",
+        lambda _, before: pauses.append(min(FIRST_PAUSE_S * 2**before, MAX_PAUSE_S)),
     )
     assert node.worker(arguments, Rendezvous(tmp_path, "mine"), StopSignals()) == 0
     pauses.clear()
-    ends[:] = [node.NodeFailed("too slow")] * node.ATTEMPTS
+    ends[:] = [node.NodeFailed("too slow")] * node.MAX_FAILURES
     with pytest.raises(node.NodeFailed, match="too slow"):
         node.worker(arguments, Rendezvous(tmp_path, "mine"), StopSignals())
     assert not ends

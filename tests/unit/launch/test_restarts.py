@@ -32,8 +32,8 @@ time.sleep(60)
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restarts, "BACKOFF", 0.01)
-    monkeypatch.setattr(restarts, "POLL", 0.01)
+    monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(restarts, "POLL_INTERVAL_S", 0.01)
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Site]:
         return mine.ray(address, ports)
 
     for module in (node, ray_process, rendezvous):
-        monkeypatch.setattr(module, "POLL", 0.05)
+        monkeypatch.setattr(module, "POLL_INTERVAL_S", 0.05)
     monkeypatch.setattr(node, "ray_node", ray_node)
     monkeypatch.setattr(slurm_job, "node_address", lambda _: "127.0.0.1")
     monkeypatch.setattr(slurm_job, "job", lambda: "7")

@@ -23,7 +23,7 @@ from rayloop.measure.controls import (
     summarise,
     swapped,
 )
-from rayloop.measure.intervals import LEAST, interval, paired_interval
+from rayloop.measure.intervals import MIN_ITEMS, interval, paired_interval
 from rayloop.measure.report import table, verdict
 from rayloop.recipes.arc_vision.boxes import BlindBox
 from rayloop.run.config import RunConfig
@@ -87,12 +87,12 @@ def test_an_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     assert 180 <= covered <= 200
 
 
-@pytest.mark.parametrize("count", [1, 2, LEAST - 1])
+@pytest.mark.parametrize("count", [1, 2, MIN_ITEMS - 1])
 def test_too_few_items_have_no_interval(count: int) -> None:
     """Of one item all resamples are the same: an interval of width zero would claim certainty."""
     assert interval([0.4] * count) == (pytest.approx(0.4), None, None)
-    assert interval([0.4] * LEAST)[1:] == pytest.approx((0.4, 0.4))
-    draws = np.random.default_rng(0).normal(1.0, 1.0, (400, LEAST))
+    assert interval([0.4] * MIN_ITEMS)[1:] == pytest.approx((0.4, 0.4))
+    draws = np.random.default_rng(0).normal(1.0, 1.0, (400, MIN_ITEMS))
     covered = sum(low <= 1.0 <= high for _, low, high in (interval(row) for row in draws))
     assert covered >= 0.85 * len(draws)
 
@@ -196,7 +196,7 @@ def test_a_source_of_few_tasks_is_undecided() -> None:
     summary = summarise(
         [
             *source("a", spread(SEES), spread(FLAT)),
-            *source("b", spread(SEES, LEAST - 1), spread(FLAT, LEAST - 1)),
+            *source("b", spread(SEES, MIN_ITEMS - 1), spread(FLAT, MIN_ITEMS - 1)),
         ],
         0,
     )
@@ -262,18 +262,18 @@ def test_answers_without_a_reward_are_left_out_and_counted() -> None:
 def test_sampled_answers_have_a_curve_of_their_own_with_bounds() -> None:
     drawn = [
         Item(SAMPLED, str(task), "page", k, reward=task / 10 + k / 10)
-        for task in range(LEAST)
+        for task in range(MIN_ITEMS)
         for k in range(2)
     ]
-    found = items(RIGHT, [0.5] * LEAST) + drawn + [Item(SAMPLED, "0", "page", 2)]
+    found = items(RIGHT, [0.5] * MIN_ITEMS) + drawn + [Item(SAMPLED, "0", "page", 2)]
     recorded = metrics(found, summarise(found, 0)["arms"])
     assert validate(recorded) == ()
     assert recorded["val_sampled/reward/mean"] == pytest.approx(0.4), (
         "the mean over tasks of their answers' mean"
     )
     assert recorded["val_sampled/reward/low"] < 0.4 < recorded["val_sampled/reward/high"]
-    assert (recorded["val_sampled/scored"], recorded["val_sampled/unscored"]) == (2 * LEAST, 1)
-    assert (recorded["val/reward/mean"], recorded["val/scored"]) == (0.5, LEAST)
+    assert (recorded["val_sampled/scored"], recorded["val_sampled/unscored"]) == (2 * MIN_ITEMS, 1)
+    assert (recorded["val/reward/mean"], recorded["val/scored"]) == (0.5, MIN_ITEMS)
     assert not [name for name in recorded if name.startswith("val/control/")]
 
 

@@ -24,12 +24,12 @@ from rayloop.data.dataset import Dataset
 from rayloop.recipes.chart_rvr.data import ChartRows
 from rayloop.recipes.chart_rvr.measure import PLAYED, BlindChart
 from rayloop.recipes.chart_rvr.prepare import (
+    CHART_SIDE_PIXELS,
     COLOURS,
-    COLUMN,
+    COLUMN_PIXELS,
     KINDS,
-    PAGE,
-    SIDE,
-    UNIT,
+    PAGE_COLOUR,
+    UNIT_HEIGHT_PIXELS,
     drawn,
     main,
     small,
@@ -57,13 +57,22 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Task]:
 def test_a_bar_is_as_high_as_its_value_and_a_mark_where_its_top_would_be(index: int) -> None:
     bars, line = (small(kind, 3, "train", index) for kind in KINDS)
     image = drawn(bars)
-    assert image.size == (SIDE, SIDE)
+    assert image.size == (CHART_SIDE_PIXELS, CHART_SIDE_PIXELS)
     for place, (item, value) in enumerate(bars.rows):
-        column = [image.getpixel((COLUMN * place + COLUMN // 2, y)) for y in range(SIDE)]
-        assert Counter(column) == {PAGE: SIDE - UNIT * int(value), COLOURS[item]: UNIT * int(value)}
+        column = [
+            image.getpixel((COLUMN_PIXELS * place + COLUMN_PIXELS // 2, y))
+            for y in range(CHART_SIDE_PIXELS)
+        ]
+        assert Counter(column) == {
+            PAGE_COLOUR: CHART_SIDE_PIXELS - UNIT_HEIGHT_PIXELS * int(value),
+            COLOURS[item]: UNIT_HEIGHT_PIXELS * int(value),
+        }
     for place, (item, value) in enumerate(line.rows):
-        middle = SIDE - UNIT * int(value) + UNIT // 2
-        assert drawn(line).getpixel((COLUMN * place + COLUMN // 2, middle)) == COLOURS[item]
+        middle = CHART_SIDE_PIXELS - UNIT_HEIGHT_PIXELS * int(value) + UNIT_HEIGHT_PIXELS // 2
+        assert (
+            drawn(line).getpixel((COLUMN_PIXELS * place + COLUMN_PIXELS // 2, middle))
+            == COLOURS[item]
+        )
 
 
 def test_answers_follow_from_the_table() -> None:
@@ -202,7 +211,7 @@ def test_rows_have_the_columns_of_the_recipe(tmp_path: Path) -> None:
     }
     assert (tmp_path / "warm.jsonl").exists()
     with Image.open(tmp_path / first["image"]) as image:
-        assert image.size == (SIDE, SIDE)
+        assert image.size == (CHART_SIDE_PIXELS, CHART_SIDE_PIXELS)
 
 
 def test_the_commands_for_gpus_are_configurations(monkeypatch: pytest.MonkeyPatch) -> None:

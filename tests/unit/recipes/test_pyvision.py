@@ -14,7 +14,14 @@ from PIL import Image
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.recipes.pyvision.data import QuestionRows, answered
-from rayloop.recipes.pyvision.prepare import CARDS, COLOURED, COUNTED, DOTS, SIDE, scene
+from rayloop.recipes.pyvision.prepare import (
+    CARDS,
+    COLOURED_DOT_PIXELS,
+    COUNTED_DOT_PIXELS,
+    DOTS,
+    PAGE_SIDE_PIXELS,
+    scene,
+)
 from rayloop.sft.stage import Examples, SftConfig
 from tools.makers.code_demonstrations import CluedRows, CodeDemonstrations, code
 
@@ -41,8 +48,8 @@ def test_scenes_are_those_of_their_seed_and_too_small_to_read() -> None:
     first, again, other = scene("dot", 5), scene("dot", 5), scene("dot", 6)
     assert first.image.tobytes() == again.image.tobytes() != other.image.tobytes()
     assert (first.question, first.answer) == (again.question, again.answer)
-    assert first.image.size == (SIDE, SIDE)
-    assert max(COUNTED, COLOURED) * SHOWN / SIDE < 1
+    assert first.image.size == (PAGE_SIDE_PIXELS, PAGE_SIDE_PIXELS)
+    assert max(COUNTED_DOT_PIXELS, COLOURED_DOT_PIXELS) * SHOWN / PAGE_SIDE_PIXELS < 1
 
 
 def test_rows_of_pyvision_and_flat_ones_give_the_same_task(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from rayloop.core import events, incidents
 from rayloop.core.failures import DataFailure
 from rayloop.measure.controls import RIGHT, SAMPLED, Item
 from rayloop.run.config import RunConfig
-from rayloop.run.folder import SHOWN
+from rayloop.run.folder import SHOWN_ROWS
 from rayloop.run.order import training_rows
 from rayloop.run.records.events import KINDS, PARTS, EventLog
 from rayloop.run.records.step_metrics import Collected
@@ -148,7 +148,7 @@ def test_many_rows_left_out_for_one_reason_are_shown_once_and_counted(tmp_path: 
     assert len(training_rows(config, reporter)) == 99
     assert len([*reporter.folder.quarantine]) == 9_001
     shown = [record for _, record in reporter.updates]
-    assert [record["event"] for record in shown] == ["quarantined"] * SHOWN + ["data_warning"]
+    assert [record["event"] for record in shown] == ["quarantined"] * SHOWN_ROWS + ["data_warning"]
     assert "9001 of the 9100 rows of" in shown[-1]["why"]
 
 

@@ -52,11 +52,11 @@ class Hosts:
 @pytest.fixture
 def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
     for name, seconds in (
-        ("HEARTBEAT", 0.05),
-        ("SILENCE", 1.0),
-        ("AGAIN", 0.02),
-        ("POLL", 0.01),
-        ("JUDGING", 0.3),
+        ("HEARTBEAT_INTERVAL_S", 0.05),
+        ("HOLDER_LOST_AFTER_S", 1.0),
+        ("LOOK_INTERVAL_S", 0.02),
+        ("JUDGE_POLL_INTERVAL_S", 0.01),
+        ("JUDGE_TIMEOUT_S", 0.3),
     ):
         monkeypatch.setattr(lock, name, seconds)
     made = Hosts(tmp_path / "run.lock", monkeypatch)

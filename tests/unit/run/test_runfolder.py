@@ -136,8 +136,8 @@ def test_a_holder_that_cannot_be_seen_from_here_is_gone_after_silence(
 ) -> None:
     elsewhere = replace(Holder.this_process(), **other)
     assert elsewhere.lives() is None
-    assert elsewhere.gone(silence=lock.SILENCE + 1)
-    assert not elsewhere.gone(silence=lock.SILENCE - 1)
+    assert elsewhere.gone(silence=lock.HOLDER_LOST_AFTER_S + 1)
+    assert not elsewhere.gone(silence=lock.HOLDER_LOST_AFTER_S - 1)
 
 
 def test_a_process_that_proc_hides_cannot_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,10 +174,12 @@ def test_the_heart_beats_on_after_a_moment_without_the_file_system(
             raise OSError(116, "Stale file handle", str(path))
         again.set()
 
-    monkeypatch.setattr(lock, "HEARTBEAT", 0.001)
+    monkeypatch.setattr(lock, "HEARTBEAT_INTERVAL_S", 0.001)
     monkeypatch.setattr(lock.os, "utime", utime)
     with RunFolder(tmp_path, "run").acquired():
-        assert again.wait(10), "otherwise another host would take the run for dead after SILENCE"
+        assert again.wait(10), (
+            "otherwise another host would take the run for dead after HOLDER_LOST_AFTER_S"
+        )
 
 
 def test_a_former_run_is_continued_or_refused(tmp_path: Path) -> None:

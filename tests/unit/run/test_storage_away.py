@@ -13,7 +13,13 @@ from pathlib import Path
 import pytest
 
 from rayloop.cluster.session import _keep_logs
-from rayloop.core.failures import AGAIN, CheckpointStorageFailed, NotSaved, RunTaken, StorageFailed
+from rayloop.core.failures import (
+    START_AGAIN_EXIT_CODE,
+    CheckpointStorageFailed,
+    NotSaved,
+    RunTaken,
+    StorageFailed,
+)
 from rayloop.core.files import mount_of
 from rayloop.launch import restarts
 from rayloop.launch.ray_process import LOGS
@@ -76,7 +82,7 @@ def test_a_save_names_the_mount_and_the_next_one_works_when_it_is_back(
             CheckpointStorageFailed, match=f"is its storage mounted at {mount_of(run.path)}"
         ) as why:
             asyncio.run(store.save(2, {}, trainer))
-        assert why.value.exit_code == AGAIN
+        assert why.value.exit_code == START_AGAIN_EXIT_CODE
         with pytest.raises(StorageFailed):
             store.next_lineage()
         back(run)
@@ -163,7 +169,7 @@ def test_a_restart_that_finds_no_run_refuses(
             run.path.mkdir()
         with pytest.raises(StorageFailed, match="is its storage mounted") as end:
             run.begun_before()
-        assert end.value.exit_code == AGAIN
+        assert end.value.exit_code == START_AGAIN_EXIT_CODE
     with run.acquired():
         run.begun_before()
 
@@ -171,9 +177,9 @@ def test_a_restart_that_finds_no_run_refuses(
 def test_a_program_that_is_started_again_knows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restarts, "BACKOFF", 0.0)
+    monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 0.0)
     file = tmp_path / "starts"
-    script = f'echo "${restarts.RESTARTED}" >> {file}; exit {AGAIN}'
-    assert restarts.supervised(["sh", "-c", script], 2) == AGAIN
+    script = f'echo "${restarts.RESTARTED}" >> {file}; exit {START_AGAIN_EXIT_CODE}'
+    assert restarts.supervised(["sh", "-c", script], 2) == START_AGAIN_EXIT_CODE
     assert file.read_text(encoding="utf-8").splitlines() == ["", "1", "1"]
     assert restarts.RESTARTED not in os.environ

@@ -37,7 +37,7 @@ def test_why_an_image_cannot_be_read_is_a_short_text_whatever_code_says() -> Non
     with sleeping() as pid:
         python, theirs = interpreter(pid)
         frames.send(theirs, {"call": 1, "refused": ["\ud83d" * 10_000, ""]})
-        assert python.images({}, 5) == "?" * cells.MOST_ERROR
+        assert python.images({}, 5) == "?" * cells.MAX_ERROR_CHARACTERS
         python.close()
         theirs.close()
 

@@ -14,7 +14,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from rayloop.run.records.rollouts import RolloutRecord, RolloutTurn
-from rayloop.view.completions import LONGEST, WIDE, completions
+from rayloop.view.completions import LINE_COLUMNS, MAX_TEXT_CHARACTERS, completions
 from rayloop.view.progress import Progress
 
 IMAGE = {"sha256": "3f2a12cd" + 56 * "0", "width": 160, "height": 210}
@@ -113,7 +113,9 @@ def test_hostile_texts_stay_in_their_line_and_steer_nothing(hostile: str, termin
         record(1, 0.0, "right", hostile, task=hostile),
     ]
     found = completions(records, 2)
-    assert len(json.dumps(found)) < 40 * LONGEST, "little travels to the terminal's process"
+    assert len(json.dumps(found)) < 40 * MAX_TEXT_CHARACTERS, (
+        "little travels to the terminal's process"
+    )
     text = said(found, terminal)
     kept = (
         text.replace("\x1b[?25l", "")
@@ -124,7 +126,7 @@ def test_hostile_texts_stay_in_their_line_and_steer_nothing(hostile: str, termin
     assert [c for c in kept if not c.isprintable() and c not in "\r\n"] == [], (
         "rich itself only moves its table"
     )
-    assert max(cell_len(line) for line in kept.splitlines()) <= (terminal or WIDE)
+    assert max(cell_len(line) for line in kept.splitlines()) <= (terminal or LINE_COLUMNS)
     if not terminal:
         assert len(text.splitlines()) == 1 + 4
     assert "\\x1b]0;" in text or hostile != ESCAPES

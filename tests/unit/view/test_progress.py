@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from rayloop.cluster.driver_actor import progress as progress_of
-from rayloop.view.progress import ROWS, Progress
+from rayloop.view.progress import TABLE_ROWS, Progress
 from rayloop.view.words import describe, doing, span, visible
 
 METRICS = {
@@ -114,20 +114,20 @@ def test_a_terminal_gets_a_table_of_the_last_steps() -> None:
     console = Console(file=out, force_terminal=True, width=120, color_system=None)
     with Progress(20, "T=1", "greedy", console) as progress:
         progress.doing("starting actors 2/5")
-        for step in range(1, ROWS + 4):
+        for step in range(1, TABLE_ROWS + 4):
             progress.step({**METRICS, "step": float(step)})
             progress.note(f"note {step}")
             progress.doing(f"generating {step}/16")
     assert "starting actors 2/5" in out.getvalue()
     assert "generating 7/16  6 min left" in out.getvalue()
     final = out.getvalue().rpartition("entropy")[2]
-    assert f"{ROWS + 3}/20" in final
+    assert f"{TABLE_ROWS + 3}/20" in final
     assert "4/20" in final
     assert " 3/20" not in final.replace("13/20", "")
-    assert "generating" not in final.rpartition(f"{ROWS + 3}/20")[2], (
+    assert "generating" not in final.rpartition(f"{TABLE_ROWS + 3}/20")[2], (
         "what was being done is gone at the end"
     )
-    assert all(f"note {step}" in out.getvalue() for step in range(1, ROWS + 4))
+    assert all(f"note {step}" in out.getvalue() for step in range(1, TABLE_ROWS + 4))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from rayloop.run.folder import RunFolder
 from rayloop.run.records.rollouts import RolloutDump, RolloutRecord, RolloutTurn
 from rayloop.view.page import content, page, write_page
 from rayloop.view.reader import rollout_groups
-from rayloop.view.strips import LONGEST, Films
+from rayloop.view.strips import MAX_TEXT_CHARACTERS, Films
 from tests.support.episodes import recorded
 from tests.support.pictures import picture
 
@@ -319,8 +319,8 @@ def test_no_text_of_a_run_becomes_markup(hostile: RunFolder) -> None:
     assert "picture not shown" in html
     assert "\ufffd\ufffd broken" in html
     assert "? half" in html
-    assert len(html) < 4 * LONGEST + 60_000
-    assert f"({5 * 210_000 - LONGEST} more characters: see the record)" in html
+    assert len(html) < 4 * MAX_TEXT_CHARACTERS + 60_000
+    assert f"({5 * 210_000 - MAX_TEXT_CHARACTERS} more characters: see the record)" in html
 
 
 def test_held_out_episodes_before_and_after_are_strips_too(run: RunFolder, tmp_path: Path) -> None:

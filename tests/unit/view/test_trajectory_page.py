@@ -20,7 +20,7 @@ from rayloop.recipes.arc_vision.boxes import GroundingBoxes
 from rayloop.run.folder import RunFolder
 from rayloop.run.records.jsonl import encode
 from rayloop.run.records.rollouts import RolloutRecord, RolloutTurn
-from rayloop.view.charts import BOTTOM, TOP, charts, drawn
+from rayloop.view.charts import BOTTOM_EDGE, TOP_EDGE, charts, drawn
 from rayloop.view.page import content, write_page
 from rayloop.view.pictures import curves, draw_or_emit
 from rayloop.view.reader import by_step, evenly, matching
@@ -235,7 +235,7 @@ def test_the_labels_of_an_axis_differ_and_hold_the_values(values: tuple[float, f
     labels = [text for _, text in chart["y"]]
     assert len(set(labels)) == len(labels) > 2
     assert max(map(len, labels)) <= 9, "there is no more room beside the axis"
-    assert all(TOP <= y <= BOTTOM for _, y in chart["lines"][0]["path"])
+    assert all(TOP_EDGE <= y <= BOTTOM_EDGE for _, y in chart["lines"][0]["path"])
 
 
 def test_groups_carry_boxes_verdicts_and_each_image_once(folder: RunFolder) -> None:

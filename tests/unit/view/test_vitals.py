@@ -15,7 +15,7 @@ from rayloop.run.checkpoint import CheckpointStore
 from rayloop.run.folder import RunFolder
 from rayloop.run.records.metrics import validate
 from rayloop.view.status import status
-from rayloop.view.vitals import HOUR, Vitals
+from rayloop.view.vitals import HOUR_S, Vitals
 
 ACTORS = {"rollout": 3, "environment": 2, "policy": 2}
 BEGUN: tuple[Event, ...] = (
@@ -95,7 +95,7 @@ def test_budgets_are_of_the_last_hour_and_of_all_slots_of_a_role(folder: RunFold
     vitals = reported(folder, *begun(*losses, incidents.ReplacementFailed("rollout", 1, why="no")))
     assert vitals.metrics()["recovery/budget_left/rollout"] == 4 * 3 - 3
     assert vitals.metrics()["recovery/budget_left/environment"] == 4 * 2
-    assert vitals.metrics(time.time() + HOUR + 1)["recovery/budget_left/rollout"] == 4 * 3
+    assert vitals.metrics(time.time() + HOUR_S + 1)["recovery/budget_left/rollout"] == 4 * 3
 
 
 def test_the_ranks_of_the_policy_are_lost_and_rebuilt_together(folder: RunFolder) -> None:
