@@ -240,7 +240,7 @@ class PolicyRank(Actor):
         """Leave the GPU to the engines."""
         self.engine.move("cpu")
 
-    def wake(self) -> None:
+    def wake_up(self) -> None:
         """Take the GPU back."""
         self.engine.move()
 

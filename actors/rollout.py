@@ -136,12 +136,12 @@ class RolloutActor(Actor):
         await cast(SleepingEngine, self.engine).sleep(level)
         self._level = level
 
-    async def wake(self) -> None:
+    async def wake_up(self) -> None:
         """Take the GPU back.
 
         Requests continue; after a sleep of level2, when weights are loaded.
         """
-        await cast(SleepingEngine, self.engine).wake()
+        await cast(SleepingEngine, self.engine).wake_up()
         if self._level == "level1":
             await self.engine.resume()
 

@@ -327,7 +327,7 @@ class Driver:
         """Train one step on the shares that the ranks have fetched."""
         # Until the sync the weights belong to no complete step, and ``ended`` does not save them.
         self.updating = True
-        await self.services.sharing.to_policy()
+        await self.services.colocation.to_policy()
         results = await self.services.policy.all(PolicyRank.train)
         self.rollouts.ready.settle_trained(groups)
         # Before the weights of this step are synced or recorded.

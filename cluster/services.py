@@ -37,7 +37,7 @@ from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Emit
 from rayloop.core.failures import PolicyLost, ResourcesUnavailable, WorkerLost
 from rayloop.core.protocols import Level
-from rayloop.rollout.time_sharing import Sleepers, TimeSharing
+from rayloop.rollout.colocation import Colocation, SleepCalls
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, demand, needs, total
 from rayloop.run.preflight import held_in
@@ -340,16 +340,16 @@ class TrainingServices(Services):
         level = config.engine.sleep
         if level and config.trainer.lora:
             level = "level1"
-        self.sharing = TimeSharing(
+        self.colocation = Colocation(
             level,
-            Sleepers(
+            SleepCalls(
                 sleep_engines,
-                lambda: self.rollout.within(config.sync_timeout).everywhere(RolloutActor.wake),
+                lambda: self.rollout.within(config.sync_timeout).everywhere(RolloutActor.wake_up),
                 lambda: self.policy.all(PolicyRank.sleep),
-                lambda: self.policy.all(PolicyRank.wake),
+                lambda: self.policy.all(PolicyRank.wake_up),
             ),
         )
-        self.starting = self.sharing.starting
+        self.starting = self.colocation.starting
         self.reference: Pool[ReferenceActor] | None = None
 
     def _starts(self) -> list[Awaitable[None]]:
@@ -375,7 +375,7 @@ class TrainingServices(Services):
         if self.config.engine.sleep:
             # The engines take their memory first, and then release it.
             await engines
-        await self.sharing.start_ranks(self.policy.start())
+        await self.colocation.start_ranks(self.policy.start())
         # The next call of the ranks raises it again, and the driver rebuilds them.
         with suppress(PolicyLost):
             await self.policy.check_shared(Path(self.folder))

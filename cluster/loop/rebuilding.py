@@ -46,7 +46,7 @@ async def _rebuild(run: RebuildingRun) -> None:
     """Replace all ranks of the policy."""
     began = time.monotonic()
     policy = run.services.policy
-    starting = run.services.sharing.start_ranks(policy.rebuild())
+    starting = run.services.colocation.start_ranks(policy.rebuild())
     await until_stopped(run.stopping, starting)
     seconds = round(time.monotonic() - began, 3)
     run.reporter.event(incidents.PolicyRebuilt(seconds, policy.places))

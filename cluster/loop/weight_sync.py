@@ -94,7 +94,7 @@ class WeightSync:
         """
         try:
             # Ranks that share GPUs with the engines must be awake before they can gather weights.
-            await self.services.sharing.to_policy()
+            await self.services.colocation.to_policy()
             try:
                 await self._transport.deliver(self.services.policy, self, version)
             except AnswerLate as late:
@@ -118,7 +118,7 @@ class WeightSync:
         self.reporter.event(incidents.WeightsLost(str(version), why=brief(late)))
         self._spares = False
         try:
-            await self.services.sharing.to_policy()
+            await self.services.colocation.to_policy()
             await self._transport.deliver(self.services.policy, self, version)
         finally:
             self._spares = True
@@ -150,7 +150,7 @@ class WeightSync:
         Raises the first failure, when all loads have ended. Raises AnswerLate when the load of an
         update that engines keep, which can be exported again, takes much longer than earlier loads.
         """
-        await self.services.sharing.to_rollout()
+        await self.services.colocation.to_rollout()
         is_current = update is self._current
         longest = self.config.sync_timeout
         timeout = self._patience() if is_current else longest
@@ -309,7 +309,7 @@ class WeightSync:
         return gap.mean
 
     async def _compare(self, payloads: Sequence[Any], *, swap_images: bool = False) -> LogprobGap:
-        async with self.services.sharing.ranks_between():
+        async with self.services.colocation.ranks_between():
             return await self.services.policy.compare(payloads, swap_images=swap_images)
 
     async def _episode(self, purpose: str, request: RolloutRequest, player: EpisodeRunner) -> Any:

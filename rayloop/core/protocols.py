@@ -111,7 +111,7 @@ class SleepingEngine(GenerationEngine, Protocol):
         The weights go to main memory; with level2 they are dropped.
         """
 
-    async def wake(self) -> None:
+    async def wake_up(self) -> None:
         """Take the GPU's memory again.
 
         After level2 the weights have any values, and no version, until ``load``.

@@ -38,7 +38,7 @@ from rayloop.core.failures import (
     RolesExhausted,
 )
 from rayloop.core.types import Version
-from rayloop.rollout.time_sharing import TimeSharing
+from rayloop.rollout.colocation import Colocation
 from rayloop.run.checkpoint import Checkpoint, CheckpointStore
 from rayloop.run.config import RunConfig
 from rayloop.run.identity import about, identity
@@ -159,7 +159,7 @@ class Services:
     def __init__(self, policy: PolicyGroup) -> None:
         self.policy, self.reference, self.rollout = policy, None, self
         self.pools: list[Any] = []
-        self.sharing = TimeSharing()
+        self.colocation = Colocation()
 
     async def start(self, admit: Any) -> None:
         await asyncio.sleep(0)
@@ -593,9 +593,9 @@ def test_a_rank_that_is_lost_at_the_start_costs_a_restart(
     policy._spawn = lambda rank: LocalActor(stage.rank)
 
     async def start(admit: Any) -> None:
-        sharing = driver.services.sharing
+        colocation = driver.services.colocation
         started: Any = SimpleNamespace(
-            policy=policy, folder=str(tmp_path / "run"), config=driver.config, sharing=sharing
+            policy=policy, folder=str(tmp_path / "run"), config=driver.config, colocation=colocation
         )
         await TrainingServices._start_policy(started, asyncio.sleep(0))
         assert policy.ranks == []

@@ -34,8 +34,8 @@ from rayloop.core.ledger import Ledger
 from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
 from rayloop.engines.models.saving import save_model
 from rayloop.engines.training import collator
+from rayloop.rollout.colocation import Colocation
 from rayloop.rollout.manager import RolloutManager
-from rayloop.rollout.time_sharing import TimeSharing
 from rayloop.run.config import RunConfig
 from rayloop.run.order import training_rows
 from rayloop.run.reporter import Reporter
@@ -86,7 +86,7 @@ class Stage:
             rollout=self._pool("rollout", self.engine),
             environment=self._pool("env", environment),
             weights=str(folder / "weights"),
-            sharing=TimeSharing(),
+            colocation=Colocation(),
         )
         self.weight_sync = WeightSync(c, self.services, self.reporter)
         rollouts = RolloutManager(

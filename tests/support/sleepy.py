@@ -26,7 +26,7 @@ class SleepyEngine(TransformersEngine):
             for tensor in self._parameters.values():
                 tensor.zero_()
 
-    async def wake(self) -> None:
+    async def wake_up(self) -> None:
         self.asleep = False
 
     async def resume(self) -> None:

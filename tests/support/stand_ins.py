@@ -28,8 +28,8 @@ from rayloop.core.types import EndReason, RolloutRequest, Summary, TrajectoryId,
 from rayloop.grpo.advantage import build_advantage, with_advantages
 from rayloop.grpo.filters import build_filters
 from rayloop.grpo.selection import apply_filters
+from rayloop.rollout.colocation import Colocation
 from rayloop.rollout.manager import RolloutManager
-from rayloop.rollout.time_sharing import TimeSharing
 from rayloop.run.config import RunConfig
 from rayloop.run.order import training_rows
 from tests.support.runs import settings
@@ -226,7 +226,7 @@ class World:
         for pool in (self.environment, rollout, reward):
             await pool.start()
         services: Any = SimpleNamespace(
-            environment=self.environment, rollout=rollout, reward=reward, sharing=TimeSharing()
+            environment=self.environment, rollout=rollout, reward=reward, colocation=Colocation()
         )
         return EpisodeRunner(
             self.config, services, None, self._emit, self.rollouts.quarantine, self.history

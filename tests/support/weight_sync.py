@@ -28,7 +28,7 @@ from rayloop.core.events import Event
 from rayloop.core.failures import RayloopError, WorkerLost
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
-from rayloop.rollout.time_sharing import TimeSharing
+from rayloop.rollout.colocation import Colocation
 from rayloop.run.config import RunConfig
 from rayloop.transports import manifest
 from rayloop.transports.collective import BroadcastReceiver
@@ -259,7 +259,7 @@ class Stage:
             self._admit,
         )
         services: Any = SimpleNamespace(
-            policy=self.policy, rollout=self.pool, weights=where, sharing=TimeSharing()
+            policy=self.policy, rollout=self.pool, weights=where, colocation=Colocation()
         )
         self.weight_sync = WeightSync(c, services, SimpleNamespace(event=self._emit))  # type: ignore[arg-type]
 

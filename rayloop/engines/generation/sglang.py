@@ -154,7 +154,7 @@ class SglangEngine:
 
         await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(), None)
 
-    async def wake(self) -> None:
+    async def wake_up(self) -> None:
         """Bring weights and cache back to their places."""
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 

@@ -210,7 +210,7 @@ class VllmEngine:
             self._version = None
         await answered(self._llm, self._llm.sleep(level=int(level[-1])))
 
-    async def wake(self) -> None:
+    async def wake_up(self) -> None:
         """Bring weights and cache back to their places."""
         await answered(self._llm, self._llm.wake_up())
 

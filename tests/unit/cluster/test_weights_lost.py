@@ -20,7 +20,7 @@ from rayloop.cluster.loop.loggers import open_logger
 from rayloop.cluster.loop.weight_sync import WeightSync
 from rayloop.core.failures import AnswerLate, PolicyLost
 from rayloop.core.types import Version
-from rayloop.rollout.time_sharing import TimeSharing
+from rayloop.rollout.colocation import Colocation
 from rayloop.run.config import RunConfig
 from rayloop.run.reporter import Reporter
 from rayloop.transports.seam import WeightUpdate
@@ -91,7 +91,7 @@ class Stage:
         self.serving = Engine(set())
         self.reporter = Reporter(config, folder, open_logger)
         services: Any = SimpleNamespace(
-            policy=self, rollout=self, weights=str(folder), sharing=TimeSharing()
+            policy=self, rollout=self, weights=str(folder), colocation=Colocation()
         )
         self.weight_sync = WeightSync(config, services, self.reporter)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rayloop.core.failures import PolicyLost, WorkerLost
-from rayloop.rollout.time_sharing import Sleepers, TimeSharing
+from rayloop.rollout.colocation import Colocation, SleepCalls
 
 CALLS = ("engines sleep", "ranks wake", "ranks sleep", "engines wake")
 
@@ -24,8 +24,8 @@ class Gpu:
         self.failing, self.calls = failing, list[str]()
         self.engines, self.ranks = True, False
         self.weights = True
-        self.sharing = TimeSharing(
-            "level2", Sleepers(self.sleep, self.wake, self.ranks_sleep, self.ranks_wake)
+        self.colocation = Colocation(
+            "level2", SleepCalls(self.sleep, self.wake_up, self.ranks_sleep, self.ranks_wake_up)
         )
 
     async def sleep(self, level: str) -> None:
@@ -33,7 +33,7 @@ class Gpu:
         self.engines = False
         self.weights = self.weights and level == "level1"
 
-    async def wake(self) -> None:
+    async def wake_up(self) -> None:
         await self._call("engines wake")
         self.engines = True
         assert not self.ranks
@@ -42,7 +42,7 @@ class Gpu:
         await self._call("ranks sleep")
         self.ranks = False
 
-    async def ranks_wake(self) -> None:
+    async def ranks_wake_up(self) -> None:
         await self._call("ranks wake")
         assert not self.engines
         self.ranks = True
@@ -64,13 +64,13 @@ async def started(gpu: Gpu) -> None:
         assert not gpu.engines
         gpu.ranks = True
 
-    await gpu.sharing.start_ranks(ranks())
+    await gpu.colocation.start_ranks(ranks())
 
 
 async def step(gpu: Gpu) -> None:
-    await gpu.sharing.to_policy()
+    await gpu.colocation.to_policy()
     assert gpu.ranks
-    await gpu.sharing.to_rollout()
+    await gpu.colocation.to_rollout()
     assert gpu.engines
     gpu.weights = True
 
@@ -79,7 +79,7 @@ def test_a_step_calls_each_role_in_turn() -> None:
     async def main() -> list[str]:
         gpu = Gpu()
         await started(gpu)
-        await gpu.sharing.to_policy()  # nothing to do
+        await gpu.colocation.to_policy()  # nothing to do
         await step(gpu)
         await step(gpu)
         return gpu.calls
@@ -106,10 +106,10 @@ def test_after_a_failure_of_any_call_nobody_has_the_gpu_and_the_next_switch_work
         gpu.failing = failing
         with pytest.raises((PolicyLost, WorkerLost), match=f"{failing} failed"):
             await step(gpu)
-        assert gpu.sharing.holder == "nobody"
+        assert gpu.colocation.awake == "nobody"
         assert not (gpu.engines and gpu.ranks)
         await step(gpu)
-        assert gpu.sharing.holder == "rollout"
+        assert gpu.colocation.awake == "rollout"
 
     asyncio.run(main())
 
@@ -118,9 +118,9 @@ def test_ranks_that_start_anew_find_the_gpu_free() -> None:
     async def main() -> None:
         gpu = Gpu("ranks wake")
         await started(gpu)
-        await gpu.sharing.to_rollout()
+        await gpu.colocation.to_rollout()
         with pytest.raises(PolicyLost):
-            await gpu.sharing.to_policy()
+            await gpu.colocation.to_policy()
         gpu.ranks = False  # they died
         await started(gpu)
         await step(gpu)
@@ -129,7 +129,7 @@ def test_ranks_that_start_anew_find_the_gpu_free() -> None:
 
 
 async def compare(gpu: Gpu) -> None:
-    async with gpu.sharing.ranks_between():
+    async with gpu.colocation.ranks_between():
         assert gpu.ranks
         raise WorkerLost("all payloads are gone")
 
@@ -153,8 +153,8 @@ def test_an_engine_starts_only_while_the_engines_have_the_gpu() -> None:
     order: list[str] = []
 
     async def start(gpu: Gpu) -> None:
-        async with gpu.sharing.starting():
-            assert gpu.sharing.holder == "rollout"
+        async with gpu.colocation.starting():
+            assert gpu.colocation.awake == "rollout"
             order.append("starts")
             await asyncio.sleep(0.01)
             order.append("serves")
@@ -165,9 +165,9 @@ def test_an_engine_starts_only_while_the_engines_have_the_gpu() -> None:
         waiting = asyncio.create_task(start(gpu))
         await asyncio.sleep(0.01)
         assert order == []
-        await gpu.sharing.to_rollout()
+        await gpu.colocation.to_rollout()
         await asyncio.sleep(0)
-        await gpu.sharing.to_policy()  # waits for the engine that starts
+        await gpu.colocation.to_policy()  # waits for the engine that starts
         order.append("policy")
         await waiting
 
@@ -177,11 +177,11 @@ def test_an_engine_starts_only_while_the_engines_have_the_gpu() -> None:
 
 def test_without_the_setting_nothing_is_called() -> None:
     async def main() -> str:
-        sharing = TimeSharing(None, Sleepers(*_never))
-        await sharing.to_policy()
-        await sharing.to_rollout()
-        async with sharing.ranks_between(), sharing.starting():
-            return await sharing.start_ranks(asyncio.sleep(0, "started"))
+        colocation = Colocation(None, SleepCalls(*_never))
+        await colocation.to_policy()
+        await colocation.to_rollout()
+        async with colocation.ranks_between(), colocation.starting():
+            return await colocation.start_ranks(asyncio.sleep(0, "started"))
 
     def never(*_: Any) -> Awaitable[object]:
         raise AssertionError
