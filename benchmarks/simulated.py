@@ -125,7 +125,7 @@ class SimulatedPolicy:
 
     async def check_shared(self, folder: Path) -> None: ...
 
-    async def while_there(self, work: Awaitable[Any]) -> Any:
+    async def while_alive(self, work: Awaitable[Any]) -> Any:
         return await work
 
     def stop(self) -> None: ...

@@ -33,7 +33,7 @@ async def run_and_rebuild(run: RebuildingRun) -> None:
         try:
             if run.lost:
                 await _rebuild(run)
-            return await policy.while_there(run.run())
+            return await policy.while_alive(run.run())
         except PolicyLost as error:
             run.reporter.event(incidents.PolicyLostEvent(str(error), policy.blamed))
             run.lost = True

@@ -169,7 +169,7 @@ def logs(place: Place, role: str | None, lines: int) -> Iterator[tuple[str, str]
     """Each actor, and the last lines of its stdout and stderr."""
     with joined(place) as actors:
         for actor in of_role(actors, role):
-            read_logs = _printed_here if actor.here else _printed_there
+            read_logs = _printed_here if actor.here else _printed_remotely
             yield str(actor), read_logs(actor, lines)
 
 
@@ -182,7 +182,7 @@ def _printed_here(actor: LiveActor, lines: int) -> str:
     return "".join(last_lines)
 
 
-def _printed_there(actor: LiveActor, lines: int) -> str:
+def _printed_remotely(actor: LiveActor, lines: int) -> str:
     """The logs from the dashboard, which a private cluster does not have."""
     from ray.util.state import get_log
 

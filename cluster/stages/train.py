@@ -28,7 +28,7 @@ from rayloop.cluster.services import actor_name
 from rayloop.cluster.session import metrics_ports, session
 from rayloop.cluster.stages.evaluate import config_hash
 from rayloop.cluster.stages.following import follow
-from rayloop.cluster.supervision.watchdog import HeadWatch, RayGone, watched
+from rayloop.cluster.supervision.watchdog import HeadWatch, RayDead, watched
 from rayloop.config.settings import dump
 from rayloop.core import events, incidents
 from rayloop.core.failures import (
@@ -228,7 +228,7 @@ class DriverAttempts:
                         self.folder,
                         self.head,
                     )
-            except RayGone as error:
+            except RayDead as error:
                 raise _without_ray(error, until, self.origin) from None
             except RayTaskError as error:
                 raise typed(error) from error
@@ -238,7 +238,7 @@ class DriverAttempts:
                 wait = self._wait_after_loss(error, restarts, until)
             finally:
                 # The head and the node end the actors themselves.
-                if not self.head.gone:
+                if not self.head.death:
                     ray.kill(driver)
             self.folder.lock.renew()
             time.sleep(wait)
@@ -276,7 +276,7 @@ class DriverAttempts:
             # A lost driver may be the first sign of a lost
             # head, which could not start another one.
             self.head.decide()
-        except RayGone as ray_error:
+        except RayDead as ray_error:
             raise _without_ray(ray_error, until, self.origin) from error
         event = incidents.DriverLostEvent(restarts, brief(error), socket.gethostname())
         record = self.folder.events.emit(event)
@@ -295,7 +295,7 @@ class DriverAttempts:
         return wait
 
 
-def _without_ray(error: RayGone, until: Callable[[], float], origin: Origin) -> RayloopError:
+def _without_ray(error: RayDead, until: Callable[[], float], origin: Origin) -> RayloopError:
     """The end of a run that lost Ray: that error, or NotSaved after a stop was asked for."""
     if until() < math.inf:
         return NotSaved(f"{error}; {origin.again()}")

@@ -53,10 +53,10 @@ class Nodes:
     def __init__(self, emit: Emit, rows: Callable[[], list[dict[str, Any]]] = ray.nodes) -> None:
         self._emit = emit
         self._read = rows
-        self._there: dict[str, Counter[str]] = {}
+        self._roles_by_node: dict[str, Counter[str]] = {}
         self._residents: list[tuple[str, Evict]] = []
         self._rows: dict[str, Mapping[str, Any]] = {}
-        self._gone: set[str] = set()
+        self._dead: set[str] = set()
         self._unpaid: set[str] = set()
         self._failures: dict[str, list[float]] = {}
         self._until: dict[str, float] = {}
@@ -75,12 +75,12 @@ class Nodes:
 
     def came(self, node: str, role: str) -> None:
         """An actor has started on this node."""
-        self._there.setdefault(node, Counter())[role] += 1
+        self._roles_by_node.setdefault(node, Counter())[role] += 1
 
     def left(self, node: str, role: str) -> None:
         """An actor has ended, and its node has not."""
-        if node in self._there:
-            self._there[node][role] -= 1
+        if node in self._roles_by_node:
+            self._roles_by_node[node][role] -= 1
 
     async def watch(self) -> None:
         """Look at the nodes until cancelled."""
@@ -99,12 +99,12 @@ class Nodes:
         """
         now = asyncio.get_running_loop().time
         until = now() + DOUBT_TIMEOUT_S
-        while node in self._there and now() < until:
+        while node in self._roles_by_node and now() < until:
             await self._look()
-            if node in self._gone or await self._accepts(node):
+            if node in self._dead or await self._accepts(node):
                 break
             await asyncio.sleep(CHECK_INTERVAL_S)
-        return node in self._gone
+        return node in self._dead
 
     def charge(self, node: str) -> bool:
         """Whether the caller is the first on this lost node.
@@ -128,13 +128,15 @@ class Nodes:
                 return
             self._rows = {row["NodeID"]: row for row in rows}
             # A copy, since ``_lose`` removes nodes.
-            for node in list(self._there):
+            for node in list(self._roles_by_node):
                 if not self._rows.get(node, {}).get("Alive", False):
                     self._lose(node)
 
     def _lose(self, node: str) -> None:
-        roles = {role: number for role, number in self._there.pop(node).items() if number > 0}
-        self._gone.add(node)
+        roles = {
+            role: number for role, number in self._roles_by_node.pop(node).items() if number > 0
+        }
+        self._dead.add(node)
         if not roles:
             return
         self._unpaid.add(node)
@@ -192,7 +194,7 @@ class Nodes:
     def elsewhere(self, wanted: Mapping[str, float], but: Collection[str] = ()) -> str | None:
         """A node with ``wanted`` free, which is not avoided; None when there is none."""
         for node, free in room().items():
-            if node in but or node in self._gone or self.bad(node):
+            if node in but or node in self._dead or self.bad(node):
                 continue
             if all(free.get(name, 0.0) >= amount for name, amount in wanted.items()):
                 return node

@@ -73,7 +73,7 @@ class PolicyGroup:
         self._spawn = spawn
         self._nodes = nodes
         self._places: list[str] = []
-        self._gone = asyncio.Event()
+        self._dead = asyncio.Event()
         self._blamed: set[str] = set()
         if nodes is not None:
             nodes.add(self._evict)
@@ -96,7 +96,7 @@ class PolicyGroup:
             self._why = str(error)
 
     async def _meet(self) -> None:
-        self._gone.clear()
+        self._dead.clear()
         self._number = 0
         self.ranks = [self._spawn(rank) for rank in range(self.settings.ranks)]
         timeout = self._start_timeout
@@ -160,17 +160,17 @@ class PolicyGroup:
             self._nodes.charge(node)
             self._blamed.add(node)
             self._why = f"a rank of the policy: {why}"
-            self._gone.set()
+            self._dead.set()
 
-    async def while_there(self, work: Coroutine[Any, Any, R]) -> R:
+    async def while_alive(self, work: Coroutine[Any, Any, R]) -> R:
         """Await ``work``, but cancel it when the policy is lost while nobody calls it.
 
         Raises PolicyLost then.
         """
         try:
-            return await until_stopped(self._gone, work)
+            return await until_stopped(self._dead, work)
         except Preempted:
-            if not self._gone.is_set():
+            if not self._dead.is_set():
                 raise
             raise PolicyLost(self._why) from None
 

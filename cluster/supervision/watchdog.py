@@ -239,15 +239,15 @@ async def _ask(actor: Handle[Actor]) -> str:
         return f"does not answer: {type(error).__name__} {error}".splitlines()[0]
 
 
-class RayGone(MachineFailed):
+class RayDead(MachineFailed):
     """Ray has ended where a run needs it: no actor can be started."""
 
 
-class HeadGone(RayGone):
+class HeadDead(RayDead):
     """The head of the cluster has ended, or was started again: none of its actors will answer."""
 
 
-class NodeGone(RayGone):
+class NodeDead(RayDead):
     """Ray on the node of this process has ended.
 
     The driver runs there and nowhere else, since it ends with this process.
@@ -258,7 +258,7 @@ class HeadWatch:
     """Checks whether actors can still be started.
 
     ``ask`` is ``ask_head``, and ``lives`` is ``node_lives``; ``note`` shows a line to the user;
-    ``gone`` is the reason why no actor can be started any more, or None.
+    ``death`` is the reason why no actor can be started any more, or None.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class HeadWatch:
         self._lives = lives
         self._answered = time.monotonic()
         self._noted = False
-        self.gone: RayGone | None = None
+        self.death: RayDead | None = None
 
     def look(self) -> bool:
         """Ask once. Returns whether it is decided: the head listens, or Ray has ended here."""
@@ -281,7 +281,7 @@ class HeadWatch:
             lives = self._lives(ANSWER_TIMEOUT_S)
         except AuthenticationError as error:
             reason = str(error).partition("..")[0]
-            self.gone = HeadGone(
+            self.death = HeadDead(
                 "the head of the Ray cluster was started again, and knows nothing of this run"
                 f" ({reason})"
             )
@@ -293,15 +293,15 @@ class HeadWatch:
                 )
                 self._noted = True
             if silent > HEAD_LOST_AFTER_S:
-                self.gone = HeadGone(
+                self.death = HeadDead(
                     f"the head of the Ray cluster has not listened for {silent:.0f} s"
                 )
-            return self.gone is not None
+            return self.death is not None
         else:
             self._answered = time.monotonic()
             self._noted = False
             if not lives:
-                self.gone = NodeGone(
+                self.death = NodeDead(
                     f"Ray on {socket.gethostname()} has ended (its raylet, or an agent that takes"
                     " it along: was one killed for memory?), so that no driver can run next to this"
                     " process"
@@ -310,14 +310,14 @@ class HeadWatch:
 
     def decide(self) -> None:
         """Wait until it is known whether the head lives. Raises RayGone."""
-        while not self.gone and not self.look():
+        while not self.death and not self.look():
             time.sleep(HEAD_CHECK_INTERVAL_S / 4)
         self.check()
 
     def check(self) -> None:
         """Raises RayGone when Ray has ended here."""
-        if self.gone is not None:
-            raise self.gone
+        if self.death is not None:
+            raise self.death
 
 
 @contextmanager
@@ -327,7 +327,7 @@ def watched(note: Callable[[str], None]) -> Iterator[HeadWatch]:
     over = threading.Event()
 
     def look_repeatedly() -> None:
-        while not over.wait(HEAD_CHECK_INTERVAL_S) and not watch.gone:
+        while not over.wait(HEAD_CHECK_INTERVAL_S) and not watch.death:
             watch.look()
 
     thread = threading.Thread(target=look_repeatedly, name="head-watch", daemon=True)

@@ -44,7 +44,7 @@ from rayloop.launch.ray_variables import (
     temporary_folder,
     without_proxy,
 )
-from rayloop.launch.rendezvous import Gone, Head, NoHead, Rendezvous, Unpublished, accepts
+from rayloop.launch.rendezvous import Head, HeadLeft, NoHead, Rendezvous, Unpublished, accepts
 from rayloop.launch.restarts import RESTARTED, Budget, backed_off
 from rayloop.sandbox.kernel import adopt_orphans
 
@@ -76,7 +76,7 @@ class End(Enum):
 
     SIGNAL = "a signal came"
     PROGRAM = "the program ended"
-    GONE = "the head has left"
+    HEAD_LEFT = "the head has left"
     RAY = "Ray ended"
 
 
@@ -242,7 +242,7 @@ def _lead(
                 _pause(args.grace, signals)
             if reason is End.RAY:
                 raise RayEnded(f"Ray ended with code {ray.returncode}:\n{tail(folder)}")
-            if reason is End.GONE:
+            if reason is End.HEAD_LEFT:
                 raise Displaced(unpublished.reason)
     return 0
 
@@ -286,7 +286,7 @@ def _join(
     """
     address = slurm_job.node_address(args.interface)
     head_host = joined.address.rpartition(":")[0]
-    gone = Gone(place, joined, saves=bool(args.program))
+    head_left = HeadLeft(place, joined, saves=bool(args.program))
     token = Path(joined.token) if joined.token else None
     settings = _settings(token, DRAIN_TIMEOUT_S, args.interface, address, head_host)
     with (
@@ -303,16 +303,16 @@ def _join(
         ):
             print(f"node: joining {joined.address} as {address}", flush=True)
             node_manager = f"{address}:{ports['node-manager-port']}"
-            if not started(ray, folder, [node_manager], signals, gone):
+            if not started(ray, folder, [node_manager], signals, head_left):
                 if signals.first:
                     return End.SIGNAL, Preempted.exit_code if args.program else 0
-                return End.GONE, 0
+                return End.HEAD_LEFT, 0
             with beside(args, joined, settings, signals) as program:
-                reason = attend(ray, program, signals, gone)
+                reason = attend(ray, program, signals, head_left)
                 if reason is End.SIGNAL and program is None and signals.near_limit():
                     # Runs save, if their jobs are near their limits as well.
-                    _pause(args.grace, signals, gone)
-                if reason in (End.GONE, End.RAY) and _cluster_lost(ray, gone, joined):
+                    _pause(args.grace, signals, head_left)
+                if reason in (End.HEAD_LEFT, End.RAY) and _cluster_lost(ray, head_left, joined):
                     _part(program)
 
             code = program.returncode if program else 0
@@ -325,23 +325,23 @@ def _join(
             program_failed = reason is End.PROGRAM and code not in (0, Preempted.exit_code)
             if program_failed and head_lost:
                 # The lost cluster made it fail.
-                reason = End.GONE
-            if reason is End.GONE:
+                reason = End.HEAD_LEFT
+            if reason is End.HEAD_LEFT:
                 # There is no head that could drain this node.
                 ray.kill()
     return reason, code
 
 
-def _cluster_lost(ray: subprocess.Popen[bytes], gone: Gone, joined: Head) -> bool:
+def _cluster_lost(ray: subprocess.Popen[bytes], head_left: HeadLeft, joined: Head) -> bool:
     """Whether a program on this node cannot reach its cluster any more."""
-    return ray.poll() is not None or gone.replaced() or not accepts(joined.address)
+    return ray.poll() is not None or head_left.replaced() or not accepts(joined.address)
 
 
 def attend(
     ray: subprocess.Popen[bytes],
     program: subprocess.Popen[bytes] | None,
     signals: StopSignals,
-    gone: Callable[[], bool],
+    head_left: Callable[[], bool],
 ) -> End:
     """Wait until there is a reason to leave, and return it."""
     while True:
@@ -353,8 +353,8 @@ def attend(
             return End.PROGRAM
         if ray.poll() is not None:
             return End.RAY
-        if gone():
-            return End.GONE
+        if head_left():
+            return End.HEAD_LEFT
         reap()
         time.sleep(POLL_INTERVAL_S)
 

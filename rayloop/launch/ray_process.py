@@ -181,15 +181,15 @@ def started(
     folder: Path,
     addresses: Sequence[str],
     signals: StopSignals,
-    gone: Any = lambda: False,
+    head_left: Any = lambda: False,
 ) -> bool:
     """Wait until all addresses accept connections.
 
-    Returns False when a signal or ``gone`` came before; raises NodeFailed.
+    Returns False when a signal or ``head_left`` came before; raises NodeFailed.
     """
     deadline = time.monotonic() + START_TIMEOUT_S
     while not all(map(accepts, addresses)):
-        if signals.first is not None or gone():
+        if signals.first is not None or head_left():
             return False
         if ray.poll() is not None:
             raise NodeFailed(f"ray start ended with code {ray.returncode}:\n{tail(folder)}")

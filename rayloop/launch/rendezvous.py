@@ -222,7 +222,7 @@ class Rendezvous:
             return f"{file} cannot be read: {error}"
 
 
-class Gone:
+class HeadLeft:
     """Whether a head has left.
 
     It has when another one is published, when it began to leave and is silent, or when it was

@@ -92,7 +92,7 @@ class Holder:
         except psutil.NoSuchProcess:
             return None if _hidden(self.pid) else False
 
-    def gone(self, silence: float) -> bool:
+    def is_dead(self, silence: float) -> bool:
         """Whether the process has ended, as far as can be seen from here.
 
         ``silence``: seconds since its last heartbeat.
@@ -180,7 +180,7 @@ class RunLock:
             with _alone(self.path) as file:
                 beat = os.fstat(file.fileno()).st_mtime
                 former = _read(file)
-                if former is None or former == me or former.gone(_now(self.path.parent) - beat):
+                if former is None or former == me or former.is_dead(_now(self.path.parent) - beat):
                     # The fence before the holder: a crash between them only skips a number.
                     self._raise_fence()
                     _write(file, json.dumps(asdict(me)))
@@ -266,7 +266,7 @@ class RunLock:
                 beat = os.fstat(file.fileno()).st_mtime
         except OSError:
             return None
-        return None if holder is None or holder.gone(time.time() - beat) else holder
+        return None if holder is None or holder.is_dead(time.time() - beat) else holder
 
     def heartbeat(self) -> float | None:
         """When its holder last gave a sign of life, in Unix seconds of the file's clock.

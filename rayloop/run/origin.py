@@ -71,11 +71,11 @@ class Origin:
     def _found(self) -> Checkpoint | None:
         """As ``find``. Raises OSError when the folder, which this start has made, is missing."""
         if not self.folder.is_dir():
-            away = (
+            message = (
                 "it is not there; is its storage mounted at"
                 f" {self.fence.mount or mount_of(self.folder)}?"
             )
-            raise FileNotFoundError(errno.ENOENT, away, str(self.folder))
+            raise FileNotFoundError(errno.ENOENT, message, str(self.folder))
         return self.find()
 
     def candidates(self) -> list[Checkpoint]:
@@ -169,8 +169,8 @@ class Origin:
 
     def _run(self, found: Checkpoint | None) -> str:
         is_own = found is not None and found.lineage > self.since
-        resumes_there = self.resume == "auto" or (self.resume != "never" and not is_own)
-        return "run again" if resumes_there else "run again with checkpoint.resume=auto"
+        resumes_automatically = self.resume == "auto" or (self.resume != "never" and not is_own)
+        return "run again" if resumes_automatically else "run again with checkpoint.resume=auto"
 
     def stopped(self, last_step: Callable[[], int]) -> RayloopError:
         """The error of a run that stops while nothing can be saved.

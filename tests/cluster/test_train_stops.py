@@ -23,7 +23,7 @@ from ray.exceptions import (
 )
 
 from rayloop.cluster.stages import following, train
-from rayloop.cluster.supervision.watchdog import HeadGone, HeadWatch, NodeGone
+from rayloop.cluster.supervision.watchdog import HeadDead, HeadWatch, NodeDead
 from rayloop.core.failures import (
     START_AGAIN_EXIT_CODE,
     ConfigError,
@@ -321,7 +321,7 @@ def test_a_driver_that_was_lost_with_the_head_is_not_replaced_and_the_end_names_
         )
 
     stage = Stage(tmp_path, [lives(1, 2, 3, saves=2)], ask=ask)
-    with pytest.raises(HeadGone, match="was started again, and knows nothing of this run") as end:
+    with pytest.raises(HeadDead, match="was started again, and knows nothing of this run") as end:
         raise stage.run(monkeypatch) or AssertionError("it ended well")
     assert end.value.exit_code == START_AGAIN_EXIT_CODE
     assert end.value.__notes__ == ["run again to continue from step 2 (step_000002)"]
@@ -331,7 +331,7 @@ def test_a_driver_that_was_lost_with_the_head_is_not_replaced_and_the_end_names_
     ), "the head is who would start one, and kill one"
 
 
-@pytest.mark.parametrize(("asked", "kind"), [(False, NodeGone), (True, NotSaved)])
+@pytest.mark.parametrize(("asked", "kind"), [(False, NodeDead), (True, NotSaved)])
 def test_a_driver_that_was_lost_with_ray_on_its_node_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool, kind: type[RayloopError]
 ) -> None:

@@ -87,7 +87,7 @@ def test_a_killed_gcs_costs_the_steps_since_the_checkpoint_and_nobody_s_sleep(
                 )
 
     [failed] = events("failed")
-    assert failed["error"] == "HeadGone", failed
+    assert failed["error"] == "HeadDead", failed
     first, second = events("begin")
     assert first["restored"] is None
     assert (

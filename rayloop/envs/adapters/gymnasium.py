@@ -51,7 +51,7 @@ class GymSettings(SettingsModel):
     """
 
     @model_validator(mode="after")
-    def _there(self) -> Self:
+    def _check_installed(self) -> Self:
         needs("gymnasium", "gymnasium")
         for module in self.imports:
             needs(module.partition(".")[0])

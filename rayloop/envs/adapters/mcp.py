@@ -99,7 +99,7 @@ class McpTools(ToolCalls):
         """
 
         @model_validator(mode="after")
-        def _there(self) -> Self:
+        def _check_installed(self) -> Self:
             needs("mcp", "mcp")
             return self
 

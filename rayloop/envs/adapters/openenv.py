@@ -57,7 +57,7 @@ class OpenEnvSettings(SettingsModel):
     """Seconds for an answer of the server. Keep it below ``episode.step_timeout``."""
 
     @model_validator(mode="after")
-    def _there(self) -> Self:
+    def _check_installed(self) -> Self:
         needs("websockets", "openenv")
         function(self.act)
         return self

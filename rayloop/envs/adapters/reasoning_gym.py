@@ -72,7 +72,7 @@ class ReasoningGymRows:
         """
 
         @model_validator(mode="after")
-        def _there(self) -> Self:
+        def _check_installed(self) -> Self:
             needs("reasoning_gym", "reasoning-gym")
             from reasoning_gym.utils import SYSTEM_PROMPTS
 
@@ -142,7 +142,7 @@ class ReasoningGymScore:
         """
 
         @model_validator(mode="after")
-        def _there(self) -> Self:
+        def _check_installed(self) -> Self:
             needs("reasoning_gym", "reasoning-gym")
             return self
 

@@ -44,7 +44,7 @@ class TextArena:
         """Further arguments of ``textarena.make``."""
 
         @model_validator(mode="after")
-        def _there(self) -> Self:
+        def _check_installed(self) -> Self:
             needs("textarena", "textarena")
             import textarena
 

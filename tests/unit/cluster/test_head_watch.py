@@ -10,7 +10,7 @@ from ray.exceptions import AuthenticationError
 
 from rayloop.cluster import session
 from rayloop.cluster.supervision import watchdog
-from rayloop.cluster.supervision.watchdog import HEAD_LOST_AFTER_S, HeadGone, HeadWatch, NodeGone
+from rayloop.cluster.supervision.watchdog import HEAD_LOST_AFTER_S, HeadDead, HeadWatch, NodeDead
 from rayloop.core.failures import START_AGAIN_EXIT_CODE
 
 
@@ -58,11 +58,11 @@ def test_a_head_that_is_away_for_45_s_changes_nothing_and_is_reported_once(stage
 def test_then_the_run_ends_before_ray_ends_the_process(stage: Stage) -> None:
     watch = HeadWatch(stage.notes.append, stage.ask, stage.lives)
     stage.error = ConnectionError("no answer")
-    with pytest.raises(HeadGone, match=r"has not listened for 5[0-9] s") as error:
+    with pytest.raises(HeadDead, match=r"has not listened for 5[0-9] s") as error:
         watch.decide()
     assert HEAD_LOST_AFTER_S < stage.now < 60 - watchdog.ANSWER_TIMEOUT_S
     assert error.value.exit_code == START_AGAIN_EXIT_CODE
-    with pytest.raises(HeadGone):
+    with pytest.raises(HeadDead):
         watch.check()
 
 
@@ -73,7 +73,7 @@ def test_another_head_counts_at_once(stage: Stage) -> None:
         " Ensure"
     )
     with pytest.raises(
-        HeadGone,
+        HeadDead,
         match=(
             r"started again, and knows nothing of this run \(RPC error: WrongClusterID: .*"
             r" restarted\)"
@@ -94,7 +94,7 @@ def test_ray_on_the_own_node_that_has_ended_counts_at_once(stage: Stage) -> None
     stage.node = False
     assert watch.look()
     with pytest.raises(
-        NodeGone, match=r"Ray on .* has ended .* no driver can run next to this process"
+        NodeDead, match=r"Ray on .* has ended .* no driver can run next to this process"
     ) as error:
         watch.decide()
     assert error.value.exit_code == START_AGAIN_EXIT_CODE

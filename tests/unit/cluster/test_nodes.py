@@ -241,7 +241,7 @@ def test_the_policy_is_lost_with_its_node_though_nobody_calls_it(
         with pytest.raises(
             PolicyLost, match=r"a rank of the policy: its node host-a \(10\.0\.0\.1\) was lost"
         ):
-            await group.while_there(asyncio.sleep(3600))
+            await group.while_alive(asyncio.sleep(3600))
         await asyncio.sleep(START + 3)
         assert left(engines) == 2, "the rebuilt policy is the unit that the node costs"
         assert site.named("node_lost")[0]["roles"] == {"rollout": 1, "policy": 1}

@@ -96,7 +96,7 @@ def test_a_node_waits_for_what_it_adopted_and_leaves_exit_codes_to_their_owners(
         capture_output=True,
         text=True,
     )
-    assert done.stdout == "GONE [] 0 None\n", done.stderr
+    assert done.stdout == "HEAD_LEFT [] 0 None\n", done.stderr
 
 
 def test_an_owner_gets_the_exit_code_of_a_child_that_was_seen_to_end() -> None:

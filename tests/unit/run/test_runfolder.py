@@ -123,8 +123,8 @@ def test_a_released_lock_is_free(tmp_path: Path, other_process: subprocess.Popen
 
 def test_a_holder_is_gone_when_its_pid_was_reused() -> None:
     me = Holder.this_process()
-    assert not me.gone(silence=1e9)
-    assert replace(me, started=me.started - 60).gone(silence=0)
+    assert not me.is_dead(silence=1e9)
+    assert replace(me, started=me.started - 60).is_dead(silence=0)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,8 @@ def test_a_holder_that_cannot_be_seen_from_here_is_gone_after_silence(
 ) -> None:
     elsewhere = replace(Holder.this_process(), **other)
     assert elsewhere.lives() is None
-    assert elsewhere.gone(silence=lock.HOLDER_LOST_AFTER_S + 1)
-    assert not elsewhere.gone(silence=lock.HOLDER_LOST_AFTER_S - 1)
+    assert elsewhere.is_dead(silence=lock.HOLDER_LOST_AFTER_S + 1)
+    assert not elsewhere.is_dead(silence=lock.HOLDER_LOST_AFTER_S - 1)
 
 
 def test_a_process_that_proc_hides_cannot_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def test_a_process_that_proc_hides_cannot_be_seen(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(lock.psutil, "Process", no_process)
     monkeypatch.setattr(lock.os, "kill", refused)
     assert me.lives() is None
-    assert not me.gone(silence=0)
+    assert not me.is_dead(silence=0)
 
 
 def test_a_lock_with_a_field_of_a_later_version_names_its_holder(tmp_path: Path) -> None:

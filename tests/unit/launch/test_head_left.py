@@ -18,8 +18,8 @@ from rayloop.launch import node, rendezvous, restarts, slurm_job
 from rayloop.launch.rendezvous import (
     HEAD_LOST_AFTER_S,
     UNPUBLISHED_TIMEOUT_S,
-    Gone,
     Head,
+    HeadLeft,
     NoHead,
     Rendezvous,
     Unpublished,
@@ -104,7 +104,7 @@ SPOILED = [
 def test_an_entry_that_cannot_be_read_for_30_s_changes_nothing_and_is_reported_once(
     stage: Stage, saves: bool, spoil: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    look = Gone(stage.place, stage.head, saves)
+    look = HeadLeft(stage.place, stage.head, saves)
     assert not look()
     with pytest.MonkeyPatch.context() as patch:
         spoil(stage, patch)
@@ -118,7 +118,7 @@ def test_an_entry_that_cannot_be_read_for_30_s_changes_nothing_and_is_reported_o
 
 
 def test_a_moment_is_not_reported(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
-    look = Gone(stage.place, stage.head, saves=False)
+    look = HeadLeft(stage.place, stage.head, saves=False)
     text = stage.entry.read_text(encoding="utf-8")
     stage.entry.unlink()
     assert stage.after(look, 2) is None
@@ -131,7 +131,7 @@ def test_a_moment_is_not_reported(stage: Stage, capsys: pytest.CaptureFixture[st
 def test_a_head_that_cannot_be_reached_is_waited_for_45_s_and_not_for_ever(
     stage: Stage, spoil: Callable[..., None] | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    look = Gone(stage.place, stage.head, saves=False)
+    look = HeadLeft(stage.place, stage.head, saves=False)
     if spoil is not None:
         spoil(stage, None)
     stage.listens = False
@@ -147,7 +147,7 @@ def test_a_head_that_cannot_be_reached_is_waited_for_45_s_and_not_for_ever(
 
 
 def test_another_head_counts_at_once(stage: Stage) -> None:
-    look = Gone(stage.place, stage.head, saves=False)
+    look = HeadLeft(stage.place, stage.head, saves=False)
     assert not look.replaced()
     stage.place.publish(Head(stage.head.address, stage.head.dashboard, None, "node", None, 0, 2.0))
     assert look(), "the same address, and Ray was started again behind it"
@@ -157,7 +157,7 @@ def test_another_head_counts_at_once(stage: Stage) -> None:
 def test_when_a_head_begins_to_leave_programs_save_and_workers_stay_while_it_listens(
     stage: Stage,
 ) -> None:
-    worker, program = (Gone(stage.place, stage.head, saves) for saves in (False, True))
+    worker, program = (HeadLeft(stage.place, stage.head, saves) for saves in (False, True))
     stage.place.withdraw(stage.head, left=True)
     assert program()
     assert not program.replaced()
