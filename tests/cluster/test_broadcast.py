@@ -124,7 +124,7 @@ def test_the_rank_that_sends_is_killed_and_the_policy_is_lost(tmp_path: Path) ->
             await stage.sync_weights(2)
         assert time.monotonic() - began < 60.0
         assert len(stage.pool.workers) == 2
-        stage.policy.ranks = [stage.policy._spawn(0)]
+        stage.replace_rank()
         await stage.sync_weights(3)
         assert [versions[-1] for versions in await stage.seen()] == [3, 3]
 

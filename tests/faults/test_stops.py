@@ -22,7 +22,7 @@ def test_a_stop_during_the_last_evaluation_is_made_up_for(
 ) -> None:
     marks = Marks(tmp_path / "marks")
     config = marked(
-        settings(tmp_path, digits_model, steps=2, reward__source__with={"seconds": 2.0}), marks
+        settings(tmp_path, digits_model, steps=2, reward__source__with={"seconds": 4.0}), marks
     )
     (tmp_path / "eval.jsonl").write_text(
         "".join(json.dumps({"id": f"e{i}", "digits": [i, 1]}) + "\n" for i in range(4)),
@@ -31,8 +31,9 @@ def test_a_stop_during_the_last_evaluation_is_made_up_for(
     config["data"]["eval"] = str(tmp_path / "eval.jsonl")
     config["evaluation"] = {"every": 2}
     with run(config) as made:
-        made.until_event("trained", step=2)
-        next_mark(made, marks, "score", 1)
+        # The evaluation may have begun before this process reads of the step's end.
+        trained = made.until_event("trained", step=2)
+        next_mark(made, marks, "score", 1, since=trained["time"])
         made.process.send_signal(signal.SIGTERM)
         made.ends(75, deadline=30)
     assert [e["step"] for e in made.named("evaluation_stopped")] == [1], (

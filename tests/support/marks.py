@@ -34,9 +34,12 @@ def marked(config: dict[str, Any], marks: Marks) -> dict[str, Any]:
     return config
 
 
-def next_mark(made: Run, marks: Marks, kind: str, count: int = 1) -> None:
-    now = time.time()
-    made.until(lambda: len(marks.since(kind, now)) >= count, f"{count} marks {kind}")
+def next_mark(
+    made: Run, marks: Marks, kind: str, count: int = 1, since: float | None = None
+) -> None:
+    """Wait for marks that were left after ``since``, a ``time.time()``; after this call if None."""
+    moment = time.time() if since is None else since
+    made.until(lambda: len(marks.since(kind, moment)) >= count, f"{count} marks {kind}")
 
 
 def kill(process: psutil.Process) -> float:

@@ -272,6 +272,11 @@ class Stage:
     async def sync_weights(self, step: int) -> None:
         await self.weight_sync.send(Version(0, step))
 
+    def replace_rank(self) -> None:
+        """Another rank in place of the one that died; its calls are numbered from 1 again."""
+        self.policy.ranks = [self.policy._spawn(0)]
+        self.policy._number = 0
+
     async def seen(self) -> list[list[int]]:
         """For each engine the steps that it loaded, the last one's weights checked."""
         found = []
