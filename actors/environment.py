@@ -73,7 +73,7 @@ class EnvironmentActor(Actor):
         # Settings that cannot be read end the constructor here, and not the first episode.
         for kind in all_kinds:
             kind.options()
-        self._leads = any(kind.leads for kind in all_kinds)
+        self._agent_driven = any(kind.agent_driven for kind in all_kinds)
         self._environments = Environments(episode.environment, kinds or {})
         self._timeout = timeout
         self._room = asyncio.Semaphore(at_once) if at_once else contextlib.nullcontext()
@@ -116,7 +116,7 @@ class EnvironmentActor(Actor):
         hanging_calls = hanging()
         if hanging_calls >= threads.MAX_HUNG_CALLS:
             raise WorkerSpent(f"{hanging_calls} calls of tools hang in this process")
-        single_turn = self._for(requests[0]).max_turns == 1 and not self._leads
+        single_turn = self._for(requests[0]).max_turns == 1 and not self._agent_driven
         first_turn: FirstTurn | None = None
         if len(requests) > 1 and single_turn:
             first_turn = FirstTurn(len(requests), self._images)

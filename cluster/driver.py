@@ -53,7 +53,7 @@ from rayloop.run.records.rollouts import RolloutRecord
 from rayloop.run.records.step_metrics import Collected
 from rayloop.run.reporter import Reporter
 from rayloop.view.completions import completions
-from rayloop.view.words import EXAMPLE, quoted
+from rayloop.view.formatting import EXAMPLE, quoted
 
 
 class Driver:

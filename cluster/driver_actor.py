@@ -22,7 +22,7 @@ from rayloop.run.config import RunConfig
 from rayloop.run.lock import OPEN, Fence
 from rayloop.run.origin import Origin
 from rayloop.run.reporter import Reporter
-from rayloop.view.words import doing
+from rayloop.view.formatting import doing
 
 
 class DriverActor(Actor):

@@ -20,7 +20,7 @@ from rayloop.loggers.threads import Logger
 from rayloop.loggers.writers import TensorBoard, Wandb
 from rayloop.run.folder import RunFolder
 from rayloop.run.records.metrics import prometheus
-from rayloop.view.vitals import Vitals
+from rayloop.view.health import RunHealth
 
 REPEAT_EVERY_S = 3.0
 """Seconds between two exports of the gauges.
@@ -33,16 +33,16 @@ class Prometheus:
     """Gauges of ``ray.util.metrics`` with the label ``run``.
 
     ``rayloop.run.records.metrics.prometheus`` names them. A metric keeps its value until a step has
-    a new one; the metrics of ``vitals`` are as old as the last export.
+    a new one; the metrics of ``health`` are as old as the last export.
     """
 
-    def __init__(self, run: str, vitals: Vitals) -> None:
+    def __init__(self, run: str, health: RunHealth) -> None:
         from ray.util.metrics import Gauge
 
         self._run = run
         self._make = Gauge
         self._gauges: dict[str, Any] = {}
-        self._vitals = vitals
+        self._health = health
         self._newest: dict[str, float] = {}
         self._closed = threading.Event()
         threading.Thread(target=self._repeat, daemon=True, name="prometheus-repeat").start()
@@ -59,7 +59,7 @@ class Prometheus:
 
     def _repeat(self) -> None:
         while not self._closed.wait(REPEAT_EVERY_S):
-            self._export(self._newest | alive(self._vitals))
+            self._export(self._newest | alive(self._health))
 
     def _export(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -71,11 +71,11 @@ class Prometheus:
             self._gauges[row.prometheus].set(value, {"run": self._run, **labels})
 
 
-def alive(vitals: Vitals) -> dict[str, float]:
+def alive(health: RunHealth) -> dict[str, float]:
     """The newest metrics of ``recovery/``; the end of a wait of the driver counts as progress."""
     try:
-        vitals.update()
-        metrics = vitals.metrics()
+        health.update()
+        metrics = health.metrics()
     except (OSError, ValueError):
         # The file server restarts.
         return {}
@@ -90,7 +90,7 @@ def open_logger(
     """The logger of the run ``name``; W&B shows ``config``. Raises what its package raises."""
     match settings:
         case PrometheusSettings():
-            return Prometheus(name, Vitals(folder, config))
+            return Prometheus(name, RunHealth(folder, config))
         case TensorBoardSettings():
             return TensorBoard(folder.tensorboard)
         case WandbSettings():

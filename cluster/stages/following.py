@@ -18,8 +18,8 @@ from rayloop.core.failures import NotSaved, WorkerLost
 from rayloop.run.folder import RunFolder
 from rayloop.run.lifetime import RecoverySettings
 from rayloop.run.origin import Origin
+from rayloop.view.formatting import describe
 from rayloop.view.progress import Progress
-from rayloop.view.words import describe
 
 POLL_INTERVAL_S = 0.5
 """Seconds between two looks at the driver."""

@@ -53,9 +53,9 @@ from rayloop.run.identity import check as check_fit
 from rayloop.run.origin import Origin
 from rayloop.run.place import STARTED_IN, findable, namespace
 from rayloop.run.reporter import failure
+from rayloop.view.formatting import describe, sampled
 from rayloop.view.pictures import draw_or_emit
 from rayloop.view.progress import Progress
-from rayloop.view.words import describe, sampled
 
 DRIVER_COROUTINES = 10_000
 """Coroutines of the driver: one per episode in flight, and the calls of the environment actors."""

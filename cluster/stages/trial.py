@@ -51,7 +51,7 @@ from rayloop.rollout.scheduler import requests
 from rayloop.run.config import RunConfig
 from rayloop.run.records.rollouts import RESTARTS, jsonable
 from rayloop.transports.settings import ObjectStoreTransport
-from rayloop.view.words import rewarded, visible
+from rayloop.view.formatting import rewarded, visible
 
 TRIAL_ANSWERS = 2
 SHOWN_FAILURES = 3

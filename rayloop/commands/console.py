@@ -27,11 +27,11 @@ from rayloop.run.folder import RunFolder
 from rayloop.run.place import own_copy
 from rayloop.serve_apps.settings import LOOPBACK, HttpOptions
 from rayloop.view.charts import HELD_OUT
+from rayloop.view.formatting import gained, number, sampled, visible
 from rayloop.view.pictures import overlaid
 from rayloop.view.progress import ESTIMATE_STEPS, Progress
 from rayloop.view.reader import Tail, by_step, series
 from rayloop.view.status import state, status
-from rayloop.view.words import gained, number, sampled, visible
 from rayloop.web import with_token
 
 POLL_INTERVAL_S = 1.0

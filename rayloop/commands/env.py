@@ -39,9 +39,9 @@ from rayloop.envs.instance import Environments, Instance
 from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
 from rayloop.run.config import RunConfig, read
 from rayloop.run.folder import RunFolder
+from rayloop.view.formatting import visible
 from rayloop.view.pictures import Colours, blocks, colours
 from rayloop.view.reader import members
-from rayloop.view.words import visible
 
 PLAYED = Path("runs/play")
 QUIT = ("quit", "exit")
@@ -147,7 +147,7 @@ def _play(arguments: argparse.Namespace) -> int:
         line = _keyboard(echo)
         return line if line is None or not line.strip() or line.strip() in QUIT else turn(line)
 
-    if config and (record.task or kind.leads):
+    if config and (record.task or kind.agent_driven):
         complete(_episode_of_run(config, kind, task, ask, pictures, record))
     else:
         ends = config is not None and config.environment.episode.on_error == "end"

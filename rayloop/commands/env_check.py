@@ -21,7 +21,7 @@ from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset
 from rayloop.envs.instance import Environments
 from rayloop.run.config import RunConfig, read
-from rayloop.view.words import visible
+from rayloop.view.formatting import visible
 
 MAX_REASON_CHARACTERS = 400
 """The most characters of a reason."""

@@ -19,9 +19,9 @@ from rayloop.core.failures import ConfigError
 from rayloop.run.folder import RunFolder
 from rayloop.run.lock import Holder
 from rayloop.run.place import own_copy
+from rayloop.view.formatting import describe, span, visible
 from rayloop.view.reader import ENDS
 from rayloop.view.status import status, text
-from rayloop.view.words import describe, span, visible
 
 POLL_INTERVAL_S = 0.5
 TAIL_BYTES = 2**20

@@ -226,7 +226,7 @@ class EnvironmentHung(EnvironmentFailed):
 
 
 class AgentFailed(EnvironmentFailed):
-    """The program of an environment that leads its episodes ended with an error.
+    """The program of an agent-driven environment ended with an error.
 
     ``policys``: an answer of the policy may have caused the error.
     """

@@ -197,13 +197,13 @@ class Environment(Protocol):
         """Release the resources of the episode. Called at its end, also after a failure."""
 
 
-class LeadingEnvironment(Protocol):
-    """An environment that leads its episode: its own program asks the policy as an OpenAI client.
+class AgentDrivenEnvironment(Protocol):
+    """An environment whose own program, an agent, asks the policy as an OpenAI client.
 
-    Its class has ``leads = True``; it is called on the actor's event loop. ``model`` is the name
-    under which its program asks for the policy. Where it has an ``on_error`` that is a number, an
-    AgentFailed after an answer ends the episode with that result. ``rayloop.envs.harness:Harness``
-    is the shipped one.
+    Its class has ``agent_driven = True``; it is called on the actor's event loop. ``model`` is the
+    name under which its program asks for the policy. Where it has an ``on_error`` that is a number,
+    an AgentFailed after an answer ends the episode with that result.
+    ``rayloop.envs.agent_env:AgentEnv`` is the shipped one.
     """
 
     model: str
@@ -211,7 +211,7 @@ class LeadingEnvironment(Protocol):
     async def reset(self, task: Task) -> Observation:
         """Check that an episode could begin, for ``env check``; no episode begins with it."""
 
-    async def lead(self, task: Task, address: Mapping[str, str]) -> float | None:
+    async def run_agent(self, task: Task, address: Mapping[str, str]) -> float | None:
         """Run the program to its end, with ``address``: ``base_url``, ``api_key``, ``model``.
 
         Returns the episode's result, or None. When it is cancelled, nothing of the program is left.

@@ -351,7 +351,7 @@ def _split_answer(listed: Sequence[Any]) -> tuple[Sequence[Any], Any]:
 
 
 def _check_only_images(row: Mapping[str, Any], listed: Sequence[Any], where: str) -> None:
-    """Raises DataFailure for a text with a place for a film or a sound of the row.
+    """Raises DataFailure for a text with a place for a video or a sound of the row.
 
     The policy is shown neither.
     """

@@ -51,7 +51,7 @@ from rayloop.core.types import (
 )
 from rayloop.data.images import NOT_SHOWN
 from rayloop.envs.context import Exchange, context_with_room, images_replaced
-from rayloop.envs.instance import Instance, Leading
+from rayloop.envs.instance import AgentDriven, Instance
 from rayloop.envs.settings import EpisodeSettings
 from rayloop.rewards.functions import number
 
@@ -130,10 +130,12 @@ async def play(
     EnvironmentHung, EnvironmentFailed, and whatever ``generate`` raises.
     """
     try:
-        if isinstance(environment, Leading):
-            from rayloop.envs.led import play_led  # a web server, for the runs that need one
+        if isinstance(environment, AgentDriven):
+            from rayloop.envs.agent_episode import (
+                run_agent_episode,  # a web server, for the runs that need one
+            )
 
-            return await play_led(request, environment, renderer, settings, generate)
+            return await run_agent_episode(request, environment, renderer, settings, generate)
         prompts = prompts or FirstPrompts(renderer)
         episode = _Episode(request, environment, renderer, settings, generate, prompts)
         return await episode.run()

@@ -108,8 +108,8 @@ class Immediate(_Here):
         )
 
 
-class Leading(_Here):
-    """For a class that ``leads``: its coroutines run on the event loop.
+class AgentDriven(_Here):
+    """For an ``agent_driven`` class: its coroutines run on the event loop.
 
     ``endpoint`` is the endpoint of its process.
     """
@@ -134,9 +134,9 @@ class Leading(_Here):
         value = getattr(self._built(), "on_error", "exclude")
         return None if value == "exclude" else float(value)
 
-    async def lead(self, task: Task, address: Mapping[str, str]) -> float | None:
-        """As ``LeadingEnvironment.lead``."""
-        result: float | None = await self._built().lead(task, address)  # type: ignore[attr-defined]
+    async def run_agent(self, task: Task, address: Mapping[str, str]) -> float | None:
+        """As ``AgentDrivenEnvironment.run_agent``."""
+        result: float | None = await self._built().run_agent(task, address)  # type: ignore[attr-defined]
         return result
 
     async def _run(self, timeout: float, method: str, function: Callable[[], Any]) -> Any:
@@ -202,12 +202,12 @@ class Environments:
     def of(self, task: Task) -> Instance:
         """Return a new instance, not made yet; it must be closed. Raises as ``kind``."""
         kind = self.kind(task)
-        if kind.leads:
+        if kind.agent_driven:
             # A web server, only for the runs that need one.
             from rayloop.envs.agents.endpoint import Endpoint
 
             self._endpoint = self._endpoint or Endpoint()
-            return Leading(kind.name, kind.build, self._endpoint)
+            return AgentDriven(kind.name, kind.build, self._endpoint)
         if kind.isolation == "process":
             return InProcess(kind, self._workers)
         if kind.immediate:

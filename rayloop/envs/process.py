@@ -1,4 +1,4 @@
-"""``isolation: process``: an environment in its own process (guard.py, worker.py).
+"""``isolation: process``: an environment in its own process (watchdog_fork.py, worker.py).
 
 The process has its own session, and neither torch nor Ray. It is used again for other instances, is
 killed with all that it started when a call hangs, and ends with its parent.
@@ -23,7 +23,7 @@ PICKLED = Bounds(1 << 10, 1, 1 << 34)
 EXIT_TIMEOUT_S = 5.0
 """Seconds in which a killed process must have ended."""
 START = (
-    "import sys; sys.path[:] = sys.argv[3:]; from rayloop.envs.guard import main;"
+    "import sys; sys.path[:] = sys.argv[3:]; from rayloop.envs.watchdog_fork import main;"
     " main(int(sys.argv[1]), int(sys.argv[2]))"
 )
 

@@ -12,13 +12,13 @@ from rayloop.core.types import Sampling
 class EnvironmentRole(Role):
     """The role of an environment, which has the methods of ``Environment``.
 
-    One that leads has the methods of ``LeadingEnvironment``.
+    An agent-driven one has the methods of ``AgentDrivenEnvironment``.
     """
 
     def check(self, component: Component) -> None:
         """As ``Role.check``."""
-        leads = getattr(component.resolve(), "leads", False) is True
-        methods = ("reset", "lead", "close") if leads else self.methods
+        agent_driven = getattr(component.resolve(), "agent_driven", False) is True
+        methods = ("reset", "run_agent", "close") if agent_driven else self.methods
         Role(self.name, methods).check(component)
 
 
@@ -56,9 +56,9 @@ class EnvironmentKind(Component):
         return isinstance(component, type) and vars(component).get("immediate") is True
 
     @property
-    def leads(self) -> bool:
-        """Return whether it leads the episode (``rayloop.core.protocols.LeadingEnvironment``)."""
-        return getattr(self.resolve(), "leads", False) is True
+    def agent_driven(self) -> bool:
+        """Whether it is a ``rayloop.core.protocols.AgentDrivenEnvironment``."""
+        return getattr(self.resolve(), "agent_driven", False) is True
 
 
 class EpisodeSettings(SettingsModel):

@@ -160,15 +160,15 @@ def head(args: argparse.Namespace, place: Rendezvous, signals: StopSignals) -> i
     """
     token = place.open(args.insecure)
     budget = Budget(RESTARTS_PER_HOUR)
-    led = False
+    was_head = False
     with block(*port_range(args.ports), (*SERVICES, *HEAD_SERVICES)) as ports:
         while True:
             try:
                 return _lead(args, place, signals, token, ports)
             except NodeFailed as error:
-                # A head that led before may also fail to start again, on a busy machine.
-                led = led or isinstance(error, RayEnded)
-                final = not led or isinstance(error, Displaced) or signals.first is not None
+                # A head that ran before may also fail to start again, on a busy machine.
+                was_head = was_head or isinstance(error, RayEnded)
+                final = not was_head or isinstance(error, Displaced) or signals.first is not None
                 if final or budget.wait(time.monotonic()):
                     raise
                 budget.take(time.monotonic())

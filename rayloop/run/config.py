@@ -373,7 +373,7 @@ def _begins_again(environment: EnvironmentSettings) -> Any:
     if environment.episode.when_full == "forget":
         yield f"{needs}: set environment.episode.when_full to end, not forget"
     for kind in (environment.episode.environment, *environment.kinds.values()):
-        if kind.leads:
+        if kind.agent_driven:
             yield f"{needs}, and an agent ({kind.name}) may begin again: leave `in: reward` out"
 
 

@@ -187,7 +187,9 @@ def idle_settings(config: RunConfig) -> list[str]:
     algorithm = config.algorithm
     environment = config.environment
     kinds = (environment.episode.environment, *environment.kinds.values())
-    begins_again = environment.episode.when_full == "forget" or any(kind.leads for kind in kinds)
+    begins_again = environment.episode.when_full == "forget" or any(
+        kind.agent_driven for kind in kinds
+    )
     synchronous = not algorithm.staleness.max_staleness and algorithm.replay.kind != "corrected"
     computes_alike = isinstance(config.engine, TransformersEngineSettings) and not config.rounds
     situation = Situation(

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rayloop.run.records.rollouts import RolloutRecord
-from rayloop.view.words import visible
+from rayloop.view.formatting import visible
 
 MAX_TEXT_CHARACTERS = 400
 """The most characters of a text that are sent to the terminal's process."""

@@ -27,10 +27,10 @@ from rayloop.measure.report import JUDGED, verdict
 from rayloop.run.folder import RunFolder
 from rayloop.run.records.jsonl import SCHEMA_VERSION, encode
 from rayloop.view.charts import charts, drawn, is_constant
+from rayloop.view.filmstrip import Filmstrips
+from rayloop.view.formatting import gained, number
+from rayloop.view.health import RunHealth
 from rayloop.view.reader import ENDS, Record, by_step, compared, evenly, rollout_groups, series
-from rayloop.view.strips import Films
-from rayloop.view.vitals import Vitals
-from rayloop.view.words import gained, number
 
 PAGES = jinja2.PackageLoader("rayloop.view", "pages")
 COMPARED_TASKS = 4
@@ -101,10 +101,10 @@ def content(folder: RunFolder, groups: int) -> Record:
     """Everything that the page shows, as its template expects it."""
     events = list(folder.events)
     metrics = list(folder.metrics)
-    films = Films(folder)
+    filmstrips = Filmstrips(folder)
     times = [record["time"] for record in (*events, *metrics)]
-    vitals = Vitals(folder, {})
-    vitals.update()
+    health = RunHealth(folder, {})
+    health.update()
     evaluations = list(by_step(events, "evaluated").values())
     controls = list(by_step(events, "controls").values())
     gains: list[str] = []
@@ -120,12 +120,12 @@ def content(folder: RunFolder, groups: int) -> Record:
         "start": next((event for event in reversed(events) if event["event"] == "start"), {}),
         "lineages": [event for event in events if event["event"] == "begin"],
         "step": metrics[-1]["step"] if metrics else 0,
-        "end": vitals.end,
+        "end": health.end,
         "began": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(times))) if times else "",
         "seconds": max(times) - min(times) if times else 0.0,
         "charts": [drawn(chart) for chart in all_charts if not is_constant(chart)],
         "constants": [(line["name"], line["points"][0][1]) for line in constant_lines],
-        "ledger": ledger(vitals.end, metrics),
+        "ledger": ledger(health.end, metrics),
         "evaluations": evaluations,
         "held_out": held_out_scores(evaluations),
         "gains": gains,
@@ -134,12 +134,12 @@ def content(folder: RunFolder, groups: int) -> Record:
         "incidents": [event for event in events if event["event"] not in ROUTINE],
         "recorded": len(recorded),
         "compared": [
-            films.group([*map(held_out, pair)], folder.evaluations.path) for pair in pairs
+            filmstrips.group([*map(held_out, pair)], folder.evaluations.path) for pair in pairs
         ],
         "groups": [
-            films.group(members, folder.rollouts.path) for members in evenly(recorded, groups)
+            filmstrips.group(members, folder.rollouts.path) for members in evenly(recorded, groups)
         ],
-        "images": films.images,
+        "images": filmstrips.images,
         "damaged": folder.damage(),
     }
 

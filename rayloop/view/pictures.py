@@ -12,8 +12,8 @@ from rich.color import Color, ColorSystem
 from rich.style import Style
 
 from rayloop.run.folder import RunFolder
+from rayloop.view.formatting import gained, sampled
 from rayloop.view.reader import by_step, series
-from rayloop.view.words import gained, sampled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from rayloop.core.signals import leave_terminal
 from rayloop.view.completions import shown
-from rayloop.view.words import span
+from rayloop.view.formatting import span
 
 TABLE_ROWS = 10
 ABSENT = "-"

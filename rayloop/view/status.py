@@ -6,9 +6,9 @@ from typing import Any
 
 from rayloop.run.checkpoint import MARKER, CheckpointStore
 from rayloop.run.folder import RunFolder
+from rayloop.view.formatting import describe, span
+from rayloop.view.health import RunHealth
 from rayloop.view.reader import Record
-from rayloop.view.vitals import Vitals
-from rayloop.view.words import describe, span
 
 KEYS = ("in_service", "wanted", "lost", "budget_left")
 COLUMNS = ("role", "in service", "wanted", "lost", "may be lost this hour")
@@ -21,34 +21,34 @@ def status(folder: RunFolder, now: float, events: Iterable[Record]) -> dict[str,
     Durations are in seconds.
     """
     settings = folder.configuration
-    vitals = Vitals(folder, settings)
+    health = RunHealth(folder, settings)
     for event in events:
-        vitals.take(event)
+        health.take(event)
     holder = folder.lock.holder()
     # A process that was killed behind a save has not recorded it.
     with suppress(OSError):
         newest = CheckpointStore(folder.checkpoints, keep=1).find("auto")
-        if newest is not None and newest.step != vitals.checkpoint_step:
+        if newest is not None and newest.step != health.checkpoint_step:
             saved_at = (newest.folder / MARKER).stat().st_mtime
-            vitals.checkpoint_step = newest.step
-            vitals.checkpoint_time = saved_at
-    metrics = {key.removeprefix("recovery/"): value for key, value in vitals.metrics(now).items()}
+            health.checkpoint_step = newest.step
+            health.checkpoint_time = saved_at
+    metrics = {key.removeprefix("recovery/"): value for key, value in health.metrics(now).items()}
     roles: dict[str, dict[str, int]] = {}
-    for name in vitals.roles:
+    for name in health.roles:
         roles[name] = {key: int(metrics[f"{key}/{name}"]) for key in KEYS}
         if holder is None:
             roles[name]["in_service"] = 0
     return {
         "run": str(folder.path),
         "process": None if holder is None else str(holder),
-        "end": vitals.end,
-        "step": vitals.step,
+        "end": health.end,
+        "step": health.step,
         "steps": settings.get("steps"),
-        "checkpoint_step": None if vitals.checkpoint_time is None else vitals.checkpoint_step,
+        "checkpoint_step": None if health.checkpoint_time is None else health.checkpoint_step,
         **{key: metrics.get(key) for key in ("checkpoint_age", "progress_age", "lock_age")},
         "driver_restarts_left": int(metrics["budget_left/driver"]),
         "roles": roles,
-        "incidents": [{**record, "ago": now - record["time"]} for record in vitals.incidents],
+        "incidents": [{**record, "ago": now - record["time"]} for record in health.incidents],
         "damaged": folder.damage(),
     }
 

@@ -19,10 +19,10 @@ from rayloop.core.failures import RayloopError
 from rayloop.run.folder import RunFolder
 from rayloop.run.records.metrics import Metric, prometheus
 from rayloop.serve_apps.console.content import TABLE_ROWS, Absent, Console, flat, said
+from rayloop.view.filmstrip import cut
+from rayloop.view.formatting import span
 from rayloop.view.page import templates
 from rayloop.view.reader import Record
-from rayloop.view.strips import cut
-from rayloop.view.words import span
 from rayloop.web import addressed, bearer
 
 logger = logging.getLogger(__name__)

@@ -25,13 +25,13 @@ from rayloop.run.folder import RunFolder, configuration
 from rayloop.run.place import own_copy
 from rayloop.serve_apps.console.judge_status import calibrated, judge_now
 from rayloop.view.charts import charts, drawn, is_constant
+from rayloop.view.filmstrip import MAX_PIXELS, Filmstrips, shrunk
+from rayloop.view.formatting import describe, gained
 from rayloop.view.index import EpisodeIndex
 from rayloop.view.page import ROUTINE, held_out, held_out_scores, ledger
 from rayloop.view.progress import remaining
 from rayloop.view.reader import Record, Tail, answers, by_step, evenly, members
 from rayloop.view.status import state, status
-from rayloop.view.strips import MAX_PIXELS, Films, shrunk
-from rayloop.view.words import describe, gained
 
 TABLE_ROWS = 50
 """Rows of a table; the rest is on further pages."""
@@ -77,7 +77,7 @@ class Console:
         the index cannot be stored.
         """
         self.folder = folder
-        self.tint = Films(folder).tint
+        self.tint = Filmstrips(folder).tint
         self.metrics = Tail(folder.metrics)
         self.event_log = Tail(folder.events)
         self.index = EpisodeIndex(folder)
@@ -195,8 +195,8 @@ class Console:
         }
 
     def _film(self, records: list[Record], folder: Path) -> Record:
-        films = Films(self.folder, self._picture)
-        return {"group": films.group(records, folder), "images": films.images}
+        filmstrips = Filmstrips(self.folder, self._picture)
+        return {"group": filmstrips.group(records, folder), "images": filmstrips.images}
 
     def rollouts(self, query: Query) -> Record:
         """Episodes, or groups, that fit the query.

@@ -80,7 +80,7 @@ def test_hostile_turns_are_scored(framework: str, tmp_path: Path) -> None:
     file = tmp_path / "agent.py"
     file.write_text(source, encoding="utf-8")
     options = {"run": f"{file}:play", "python": str(PYTHON), "preload": preload, "deadline": 60}
-    kind = {"use": "rayloop.envs.harness:Harness", "with": options}
+    kind = {"use": "rayloop.envs.agent_env:AgentEnv", "with": options}
     calls = hostile_turns.calls([{"function": {"name": "add", "parameters": SCHEMA}}])
     texts = [*calls[::5], *hostile_turns.texts(8)[::14]]
     paid = hostile_played(kind, {}, texts)

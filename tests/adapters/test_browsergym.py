@@ -41,7 +41,7 @@ def kind(**changes: Any) -> dict[str, Any]:
         "deadline": 120,
         **changes,
     }
-    return {"use": "rayloop.envs.harness:Harness", "with": options}
+    return {"use": "rayloop.envs.agent_env:AgentEnv", "with": options}
 
 
 def row(task: str = "click-test", seed: int = 1, **columns: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Environments of verifiers, in the Python that has the package, as agents of the harness: one
+"""Environments of verifiers, in the Python that has the package, as agents of AgentEnv: one
 turn, a tool, a talk, and a step.
 """
 
@@ -22,7 +22,7 @@ from tests.support.runs import ROOT
 PYTHON = ROOT / ".venv-verifiers/bin/python"
 TASKSETS = Path(__file__).parent / "tasksets"
 KIND: dict[str, Any] = {
-    "use": "rayloop.envs.harness:Harness",
+    "use": "rayloop.envs.agent_env:AgentEnv",
     "with": {
         "run": f"{ROOT}/rayloop/envs/agents/verifiers_env.py:play",
         "python": str(PYTHON),

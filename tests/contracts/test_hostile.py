@@ -326,7 +326,7 @@ ENVIRONMENTS = [
     Case("rayloop.envs.adapters.openenv:OpenEnv", served=openenv, marks=package("websockets")),
 ]
 ELSEWHERE = {
-    "rayloop.envs.harness:Harness": (
+    "rayloop.envs.agent_env:AgentEnv": (
         "test_an_agent_that_an_answer_breaks_is_scored, and published agents in tests/adapters"
     ),
     "rayloop.envs.osworld.environment:OSWorld": "test_osworld_is_scored_whatever_the_policy_writes",
@@ -493,8 +493,8 @@ def classes() -> Iterator[tuple[str, type]]:
 
 def is_environment(cls: type) -> bool:
     methods = (
-        ("reset", "lead", "close")
-        if getattr(cls, "leads", False) is True
+        ("reset", "run_agent", "close")
+        if getattr(cls, "agent_driven", False) is True
         else ("reset", "step", "evaluate", "close")
     )
     return all(inspect.isfunction(getattr(cls, name, None)) for name in methods)
@@ -639,7 +639,7 @@ def test_an_agent_that_an_answer_breaks_is_scored(style: str, tmp_path: Path) ->
     options = {"run": f"{file}:play", "preload": ["openai"], "deadline": 60, "on_error": -1.0}
     good = [hostile.call("add", {"a": 2, "b": 4}), "It is 5"]
     texts = [*good, *added[::7], *hostile.texts(8)[::11]]
-    paid = played(Case("rayloop.envs.harness:Harness"), options, texts)
+    paid = played(Case("rayloop.envs.agent_env:AgentEnv"), options, texts)
     print(summary(f"Harness, {style}", texts, paid))
     assert paid[0] == Paid(EndReason.DONE, 5.0), "it plays where nothing breaks it"
     broken = [one.value for one in paid if one.end is EndReason.ACTION_ERROR]

@@ -27,7 +27,7 @@ from tests.envs.programs import needs
 from tests.envs.test_report import CLICKS, WIDE, check_clicks
 from tests.envs.test_report import painted as painted
 from tests.support.consoles import opened
-from tests.unit.view.test_strips import hostile as hostile
+from tests.unit.view.test_filmstrip import hostile as hostile
 from tests.unit.view.test_trajectory_page import CONFIG as CONFIG
 from tests.unit.view.test_trajectory_page import evaluated as evaluated
 from tests.unit.view.test_trajectory_page import folder as folder

@@ -20,7 +20,7 @@ from rayloop.view.page import write_page
 from tests.envs.pages import write
 from tests.envs.programs import needs
 from tests.support.episodes import recorded
-from tests.unit.view.test_strips import hostile as hostile
+from tests.unit.view.test_filmstrip import hostile as hostile
 from tests.unit.view.test_trajectory_page import CONFIG as CONFIG
 from tests.unit.view.test_trajectory_page import evaluated as evaluated
 from tests.unit.view.test_trajectory_page import folder as folder

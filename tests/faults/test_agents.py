@@ -81,7 +81,7 @@ def test_sick_agents_cost_their_own_episodes(grounding_model: Path, tmp_path: Pa
         data={"train": str(tmp_path / "rows.jsonl")},
         environment={
             "episode": {
-                "environment": {"use": "rayloop.envs.harness:Harness", "with": options},
+                "environment": {"use": "rayloop.envs.agent_env:AgentEnv", "with": options},
                 "max_turns": 4,
             }
         },

@@ -68,7 +68,7 @@ COMPONENTS = {
     ("Environments", "environment.episode.environment"): (
         "rayloop.envs.single_turn:SingleTurn",
         "rayloop.envs.tools:ToolCalls",
-        "rayloop.envs.harness:Harness",
+        "rayloop.envs.agent_env:AgentEnv",
         "rayloop.envs.adapters.gymnasium:Gymnasium",
         "rayloop.envs.adapters.mcp:McpTools",
         "rayloop.envs.adapters.openenv:OpenEnv",

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rayloop.core.failures import ConfigError
-from rayloop.data.published.films import FRAMES_PER_SECOND
 from rayloop.data.published.source import ColumnMap
+from rayloop.data.published.video import FRAMES_PER_SECOND
 
 GENERIC = "generic"
 """The data set whose column map the user gives with ``--map``."""
@@ -29,7 +29,7 @@ class PrepareOptions:
     seed: int = 0
     """Seed of the splits and of their order."""
     fps: float = FRAMES_PER_SECOND
-    """Frames of a film that are kept, per second; 0 keeps every frame."""
+    """Frames of a video that are kept, per second; 0 keeps every frame."""
     images: Path | None = None
     """Folder of the images that rows name by paths of another machine."""
     where: str = ""
@@ -50,7 +50,7 @@ def options_parser(name: str, description: str | None) -> argparse.ArgumentParse
         "--fps",
         type=float,
         default=FRAMES_PER_SECOND,
-        help="frames of a film that are kept, a second; 0: each (default: %(default)s)",
+        help="frames of a video that are kept, a second; 0: each (default: %(default)s)",
     )
     if name == GENERIC:
         parser.add_argument(

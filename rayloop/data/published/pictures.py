@@ -17,7 +17,7 @@ from rayloop.data.images import FOREIGN, FORMATS, MAX_PIXELS, probe
 from rayloop.data.images import frame as read_frame
 from rayloop.data.images import read as read_image
 from rayloop.data.messages import image_entry
-from rayloop.data.published.films import FRAMES_PER_SECOND, taken_apart
+from rayloop.data.published.video import FRAMES_PER_SECOND, extract_frames
 from rayloop.sandbox.pictures import rgb
 
 FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -31,7 +31,7 @@ _MIN_BASE64_CHARACTERS = 100
 
 
 class Pictures:
-    """Writes images below ``out/images`` and frames of films below ``out/frames``.
+    """Writes images below ``out/images`` and frames of videos below ``out/frames``.
 
     Paths are read below ``folders`` of the data set's ``root``, next to the row's file, and by
     their longest end below ``elsewhere``.
@@ -73,8 +73,8 @@ class Pictures:
     def frames(self, entry: Any, beside: str, where: str) -> tuple[list[Any], list[float]]:
         """The paths of each video relative to ``out``, and its frames per second.
 
-        An animated picture has one path, any other video a list of its frames' paths; a film is
-        taken apart into frames. The rate is 0 except for a film. Raises DataFailure.
+        An animated picture has one path, any other video a list of its frames' paths; a video is
+        taken apart into frames. The rate is 0 except for a video. Raises DataFailure.
         """
         videos: list[Any] = []
         rates: list[float] = []
@@ -87,7 +87,7 @@ class Pictures:
             elif shots:
                 videos.append([self._relative(shot) for shot in shots])
             else:
-                frames, rate = taken_apart(path, self._out / "frames", self._fps, where)
+                frames, rate = extract_frames(path, self._out / "frames", self._fps, where)
                 videos.append([self._relative(frame) for frame in frames])
             rates.append(rate)
         return videos, rates

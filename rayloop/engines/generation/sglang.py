@@ -30,7 +30,7 @@ from rayloop.core.model_families import family
 from rayloop.core.model_files import Resolved
 from rayloop.core.protocols import EngineHealth, Level, Manifest
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
-from rayloop.engines.generation.entering import Entering
+from rayloop.engines.generation.pending_requests import PendingRequests
 from rayloop.engines.generation.sglang_worker import FORGET, LOADER
 from rayloop.engines.models import collapsed, has_vision, picture
 from rayloop.engines.settings import EnginePlace, ModelSettings, SglangEngineSettings
@@ -77,9 +77,9 @@ class SglangEngine:
         self._patch: int = config.vision_config.patch_size if has_vision(config) else 0
         self._names = names(Path(model.path), tied=config.get_text_config().tie_word_embeddings)
         self._manager = sglang.Engine(**arguments(model, settings)).tokenizer_manager
-        self._entering = Entering()
+        self._pending_requests = PendingRequests()
         # This is the last step before SGLang's scheduler has the request.
-        self._manager._send_one_request = self._entering.noticed(
+        self._manager._send_one_request = self._pending_requests.tracked(
             self._manager._send_one_request, lambda request: request.rid
         )
 
@@ -109,7 +109,7 @@ class SglangEngine:
         )
         try:
             self._running += 1
-            with self._entering.request(request.rid):
+            with self._pending_requests.request(request.rid):
                 answer = await anext(self._manager.generate_request(request, None))
         except asyncio.CancelledError:
             # SGLang continues a request that no caller awaits, until it is aborted.
@@ -134,7 +134,7 @@ class SglangEngine:
 
         self._open.clear()
         try:
-            await self._entering.all_in()
+            await self._pending_requests.all_scheduled()
             await self._manager.pause_generation(PauseGenerationReqInput(mode="retract"))
         except BaseException:
             # Waiting requests then fail, instead of waiting for a resume that never comes.

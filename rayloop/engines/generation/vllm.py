@@ -36,7 +36,7 @@ from rayloop.core.types import (
     Version,
     derive,
 )
-from rayloop.engines.generation.entering import Entering
+from rayloop.engines.generation.pending_requests import PendingRequests
 from rayloop.engines.generation.vllm_process import (
     VllmLoad,
     alive,
@@ -110,10 +110,10 @@ class VllmEngine:
         self._failed_loads = 0
         self._serial = itertools.count()
         self._running = 0
-        self._entering = Entering()
+        self._pending_requests = PendingRequests()
         # vLLM processes images before its scheduler has
         # the request; a pause in between would not see it.
-        self._llm.add_request = self._entering.noticed(self._llm.add_request)
+        self._llm.add_request = self._pending_requests.tracked(self._llm.add_request)
         self._images: Cache[str, Image.Image] = Cache(
             256 << 20, lambda image: 3 * image.width * image.height
         )
@@ -167,7 +167,7 @@ class VllmEngine:
         failed_loads = self._failed_loads
         self._running += 1
         try:
-            with self._entering.request(number):
+            with self._pending_requests.request(number):
                 sampled = await output(
                     self._llm, request, parameters, number, adapted=self._lora is not None
                 )
@@ -191,7 +191,7 @@ class VllmEngine:
         """
         self._open.clear()
         try:
-            await self._entering.all_in()
+            await self._pending_requests.all_scheduled()
             await answered(self._llm, self._llm.pause_generation(mode="keep", clear_cache=True))
         except BaseException:
             # Waiting requests then fail, instead of waiting for a resume that never comes.

@@ -1,4 +1,4 @@
-"""A task of BrowserGym 0.14 as an agent of the harness, in a Python with that package.
+"""A task of BrowserGym 0.14 as an agent of AgentEnv, in a Python with that package.
 
 ``run: .../browsergym_env.py:play``.
 """

@@ -49,7 +49,7 @@ class RewardBody(BaseModel):
     answer: str | None = None
 
 
-class Led(AnswersChats, Protocol):
+class AgentSession(AnswersChats, Protocol):
     """The session that an agent's key opens."""
 
     refused: str
@@ -62,15 +62,15 @@ class Endpoint:
     """The server, which starts with the first episode, on the event loop that runs then."""
 
     def __init__(self) -> None:
-        self._sessions: dict[bytes, Led] = {}
-        self._paying: dict[bytes, Led] = {}
+        self._sessions: dict[bytes, AgentSession] = {}
+        self._paying: dict[bytes, AgentSession] = {}
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._port = 0
         self._starting = asyncio.Lock()
 
     @asynccontextmanager
-    async def serving(self, session: Led) -> AsyncIterator[dict[str, str]]:
+    async def serving(self, session: AgentSession) -> AsyncIterator[dict[str, str]]:
         """Answer the holder of a new key by ``session``.
 
         Yields ``base_url``, ``api_key`` and ``model``, and ``reward_key``, which alone pays and
@@ -152,7 +152,7 @@ class Endpoint:
 
         return app
 
-    def _session(self, request: Request) -> Led:
+    def _session(self, request: Request) -> AgentSession:
         session = self._sessions.get(bearer(request.scope))
         if session is None:
             raise HTTPException(403, "the key of the reward opens nothing else")
@@ -186,7 +186,7 @@ class _AlwaysReady:
 class _Refusals:
     """Middleware: notes the last error that a session got."""
 
-    def __init__(self, app: ASGIApp, find: Callable[[bytes], Led | None]) -> None:
+    def __init__(self, app: ASGIApp, find: Callable[[bytes], AgentSession | None]) -> None:
         self._app = app
         self._find = find
 
@@ -194,7 +194,7 @@ class _Refusals:
         session = self._find(bearer(scope))
         if session is None:
             return await self._app(scope, receive, send)
-        led = session
+        opened_session = session
         status = 200
 
         async def watched(message: Message) -> None:
@@ -202,7 +202,9 @@ class _Refusals:
             if message["type"] == "http.response.start":
                 status = message["status"]
             elif status >= 400 and message.get("body"):
-                led.refused = f"{status} {message['body'].decode(errors='replace')[:500]}"
+                opened_session.refused = (
+                    f"{status} {message['body'].decode(errors='replace')[:500]}"
+                )
             await send(message)
 
         await self._app(scope, receive, watched)

@@ -1,4 +1,4 @@
-"""One episode that an agent leads.
+"""One episode that an agent drives.
 
 The policy answers its chats, which become the turns of one trajectory.
 """

@@ -1,4 +1,4 @@
-"""An environment of verifiers 0.4 as an agent of the harness, in a Python with that package.
+"""An environment of verifiers 0.4 as an agent of AgentEnv, in a Python with that package.
 
 ``run: .../verifiers_env.py:play``.
 """

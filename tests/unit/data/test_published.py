@@ -624,7 +624,7 @@ def test_a_film_needs_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     written(tmp_path / "a.mp4", b"film")
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(
-        ConfigError, match=r'is a film, which PyAV takes apart: pip install "rayloop\[video\]"'
+        ConfigError, match=r'is a video, which PyAV takes apart: pip install "rayloop\[video\]"'
     ):
         Pictures(tmp_path / "out", tmp_path, (".",)).frames("a.mp4", str(tmp_path), "row")
     written(tmp_path / "b.gif", drawn("GIF"))
@@ -674,7 +674,7 @@ def test_a_film_is_taken_apart(per_second: float, kept: int, rate: float, tmp_pa
     assert reds == sorted(reds)
     assert reds[-1] == pytest.approx(240 if kept == 16 else 192, abs=12)
     written(tmp_path / "b.mp4", b"no film")
-    with pytest.raises(DataFailure, match="cannot be read as a film"):
+    with pytest.raises(DataFailure, match="cannot be read as a video"):
         Pictures(tmp_path / "out", tmp_path, (".",)).frames("b.mp4", str(tmp_path), "row")
 
 

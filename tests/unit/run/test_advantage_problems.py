@@ -18,7 +18,7 @@ DISTILL = {
     "algorithm.filtering.filters": [],
     "reference.path": "teacher",
 }
-HARNESS = {"use": "rayloop.envs.harness:Harness", "with": {"run": "mine:play"}}
+HARNESS = {"use": "rayloop.envs.agent_env:AgentEnv", "with": {"run": "mine:play"}}
 K2 = {"policy.loss.kl_coef": 1.0, "policy.loss.kl": "k2"}
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -85,7 +85,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             "environment.episode.environment": HARNESS,
         },
         (
-            r"needs trajectories of one sequence, and an agent \(Harness\) may begin again: leave"
+            r"needs trajectories of one sequence, and an agent \(AgentEnv\) may begin again: leave"
             r" `in: reward` out"
         ),
     ),
@@ -94,7 +94,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             "policy.loss": {"kl_coef": 0.1, "kl": {"in": "reward"}},
             "environment.kinds": {"agent": HARNESS},
         },
-        r"an agent \(Harness\) may begin again",
+        r"an agent \(AgentEnv\) may begin again",
     ),
     (
         {"policy.loss.kl_coef": {"start": 0.1, "target": 0.05, "horizon": 10}},

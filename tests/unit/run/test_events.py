@@ -23,7 +23,7 @@ from rayloop.run.order import training_rows
 from rayloop.run.records.events import KINDS, PARTS, EventLog
 from rayloop.run.records.step_metrics import Collected
 from rayloop.run.reporter import Reporter, Updates
-from rayloop.view.words import EXAMPLE
+from rayloop.view.formatting import EXAMPLE
 from tests.support.event_records import validate
 from tests.support.runs import settings
 from tools.pages.events import COMMON, reference

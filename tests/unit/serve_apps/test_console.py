@@ -25,9 +25,9 @@ from rayloop.run.folder import RunFolder
 from rayloop.run.place import findable
 from rayloop.serve_apps.console.app import HEADERS, PAGES, web
 from tests.support.pictures import picture
-from tests.unit.view.test_strips import Tags
-from tests.unit.view.test_strips import hostile as hostile
-from tests.unit.view.test_strips import run as run
+from tests.unit.view.test_filmstrip import Tags
+from tests.unit.view.test_filmstrip import hostile as hostile
+from tests.unit.view.test_filmstrip import run as run
 from tests.unit.view.test_trajectory_page import evaluated as evaluated
 from tests.unit.view.test_trajectory_page import folder as folder
 
@@ -482,7 +482,7 @@ def test_nothing_but_pictures_below_the_folder_is_served(run: RunFolder, path: s
 
 
 def test_a_picture_beside_the_data_is_shown_and_one_elsewhere_is_not(tmp_path: Path) -> None:
-    from tests.unit.view.test_strips import member
+    from tests.unit.view.test_filmstrip import member
 
     (tmp_path / "data").mkdir()
     for side, name in enumerate(("data/a.png", "b.png", "data/c.png"), start=60):

@@ -13,7 +13,7 @@ from rayloop.run.folder import RunFolder
 from rayloop.run.records.jsonl import JsonLines
 from rayloop.view.index import EpisodeIndex
 from rayloop.view.reader import Tail
-from tests.unit.view.test_strips import hostile as hostile
+from tests.unit.view.test_filmstrip import hostile as hostile
 from tests.unit.view.test_trajectory_page import folder as folder
 
 

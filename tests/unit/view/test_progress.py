@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from rayloop.cluster.driver_actor import progress as progress_of
+from rayloop.view.formatting import describe, doing, span, visible
 from rayloop.view.progress import TABLE_ROWS, Progress
-from rayloop.view.words import describe, doing, span, visible
 
 METRICS = {
     "step": 3.0,

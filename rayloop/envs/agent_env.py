@@ -1,4 +1,4 @@
-"""An agent of any kind as an environment: a program that calls an OpenAI client leads the episode.
+"""An agent of any kind, a program that calls an OpenAI client, as an environment.
 
 See docs/policy_endpoint.md.
 """
@@ -75,13 +75,13 @@ PACKAGES = {"browsergym": "browsergym-miniwob miniwob openai"}
 """The packages that pip installs for a module of another name."""
 
 
-class Harness:
+class AgentEnv:
     """Runs an agent for each episode, as a process that asks the policy over HTTP.
 
     It finds the address in ``OPENAI_BASE_URL`` and its key in ``OPENAI_API_KEY``.
     """
 
-    leads = True
+    agent_driven = True
 
     class Settings(SettingsModel):
         run: str | tuple[str, ...]
@@ -161,7 +161,7 @@ class Harness:
             )
         return Observation(task.messages)
 
-    async def lead(self, task: Task, address: Mapping[str, str]) -> float | None:
+    async def run_agent(self, task: Task, address: Mapping[str, str]) -> float | None:
         """Run the agent to its end.
 
         Returns the number that its function returned, None for any other value. Raises AgentFailed
@@ -171,7 +171,7 @@ class Harness:
         return await self._run(_row(task), address, call=True)
 
     def close(self) -> None:
-        """Nothing is left: ``lead`` ends the agent's processes, also when it is cancelled."""
+        """Nothing is left: ``run_agent`` ends the agent's processes, also when it is cancelled."""
 
     async def _run(
         self, row: Mapping[str, Any], address: Mapping[str, str], *, call: bool

@@ -22,7 +22,7 @@ PROGRESS = _ORDINARY - set(ENDS)
 INCIDENTS_SHOWN = 5
 
 
-class RoleVitals:
+class RoleHealth:
     """Actors of one role."""
 
     def __init__(self, wanted: int) -> None:
@@ -48,7 +48,7 @@ class RoleVitals:
         return max(0, per_hour - len(self.spent))
 
 
-class Vitals:
+class RunHealth:
     """The state of the run in ``folder``. ``update`` reads the events since its last call."""
 
     def __init__(self, folder: RunFolder, settings: Mapping[str, Any]) -> None:
@@ -60,8 +60,8 @@ class Vitals:
         self.checkpoint_time: float | None = None
         self.progress: float | None = None
         self.up = False
-        self.roles: dict[str, RoleVitals] = {}
-        self.driver = RoleVitals(1)
+        self.roles: dict[str, RoleHealth] = {}
+        self.driver = RoleHealth(1)
         self.end: Record | None = None
         self.incidents: deque[Record] = deque(maxlen=INCIDENTS_SHOWN)
         self._position = 0
@@ -84,7 +84,7 @@ class Vitals:
             case "start":
                 self.end = None
                 self.roles = {}
-                self.driver = RoleVitals(1)
+                self.driver = RoleHealth(1)
             case "starting":
                 self._starting(record["actors"])
             case "started":
@@ -117,13 +117,13 @@ class Vitals:
                 self.end = record
                 self.up = False
 
-    def _role(self, name: str) -> RoleVitals:
-        return self.roles.setdefault(name, RoleVitals(0))
+    def _role(self, name: str) -> RoleHealth:
+        return self.roles.setdefault(name, RoleHealth(0))
 
     def _starting(self, actors: Mapping[str, int]) -> None:
         """A new driver starts with full budgets; losses since the start stay counted."""
         former = self.roles
-        self.roles = {name: RoleVitals(wanted) for name, wanted in actors.items()}
+        self.roles = {name: RoleHealth(wanted) for name, wanted in actors.items()}
         self.up = False
         for name, role in self.roles.items():
             role.lost = former[name].lost if name in former else 0

@@ -1,4 +1,4 @@
-"""Takes films apart into frames, with PyAV (``pip install "rayloop[video]"``)."""
+"""Takes videos apart into frames, with PyAV (``pip install "rayloop[video]"``)."""
 
 import hashlib
 import importlib
@@ -23,46 +23,48 @@ JPEG_QUALITY = 90
 """Quality of the JPEG files, in Pillow's scale."""
 
 
-def taken_apart(film: Path, out: Path, per_second: float, where: str) -> tuple[list[Path], float]:
-    """The film's frames as files in their own folder below ``out``, and the frames per second.
+def extract_frames(
+    video: Path, out: Path, per_second: float, where: str
+) -> tuple[list[Path], float]:
+    """The video's frames as files in their own folder below ``out``, and the frames per second.
 
-    ``per_second`` 0 keeps every frame. Raises DataFailure for a file that is not a film,
+    ``per_second`` 0 keeps every frame. Raises DataFailure for a file that is not a video,
     ConfigError where PyAV is not installed, OSError where a frame cannot be written.
     """
     try:
         av = importlib.import_module("av")
     except ImportError as error:
         raise ConfigError(
-            f'{film} is a film, which PyAV takes apart: pip install "rayloop[video]"'
+            f'{video} is a video, which PyAV takes apart: pip install "rayloop[video]"'
         ) from error
-    digest = hashlib.sha256(f"{film.resolve()} {per_second}".encode()).hexdigest()
-    folder = out / f"{film.stem}-{digest[:8]}"
+    digest = hashlib.sha256(f"{video.resolve()} {per_second}".encode()).hexdigest()
+    folder = out / f"{video.stem}-{digest[:8]}"
     folder.mkdir(parents=True, exist_ok=True)
     files: list[Path] = []
-    film_rate = per_second
-    for rate, picture in _pictures(av, film, per_second, where):
-        film_rate = rate
+    video_rate = per_second
+    for rate, picture in _pictures(av, video, per_second, where):
+        video_rate = rate
         files.append(folder / f"{len(files):05d}.jpg")
         picture.save(files[-1], quality=JPEG_QUALITY)
     if not files:
-        raise DataFailure(where, f"{film} has no frame")
-    return files, min(per_second, film_rate) if per_second else film_rate
+        raise DataFailure(where, f"{video} has no frame")
+    return files, min(per_second, video_rate) if per_second else video_rate
 
 
 def _pictures(
-    av: Any, film: Path, per_second: float, where: str
+    av: Any, video: Path, per_second: float, where: str
 ) -> Iterator[tuple[float, Image.Image]]:
-    """The film's frames per second with each picture that is kept. Raises DataFailure."""
+    """The video's frames per second with each picture that is kept. Raises DataFailure."""
     count = 0
     try:
-        with av.open(str(film), options=OPEN_OPTIONS) as container:
+        with av.open(str(video), options=OPEN_OPTIONS) as container:
             stream = container.streams.video[0]
-            film_rate = float(stream.average_rate or per_second or FRAMES_PER_SECOND)
+            video_rate = float(stream.average_rate or per_second or FRAMES_PER_SECOND)
             for index, frame in enumerate(container.decode(stream)):
                 # Frames are counted from the beginning, so that
-                # rounding does not add up over a long film.
-                if not per_second or index >= count * film_rate / per_second:
+                # rounding does not add up over a long video.
+                if not per_second or index >= count * video_rate / per_second:
                     count += 1
-                    yield film_rate, frame.to_image()
+                    yield video_rate, frame.to_image()
     except (av.error.FFmpegError, IndexError, OSError) as error:
-        raise DataFailure(where, f"{film} cannot be read as a film: {error}") from error
+        raise DataFailure(where, f"{video} cannot be read as a video: {error}") from error

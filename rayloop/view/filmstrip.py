@@ -74,7 +74,7 @@ def _screen_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-class Films:
+class Filmstrips:
     """Makes the page's groups from ``rollouts``.
 
     ``images``: sha256 -> ``{name, width, height, uri}``, or ``{why}`` without one.

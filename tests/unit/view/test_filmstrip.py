@@ -25,9 +25,9 @@ from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings
 from rayloop.measure.controls import Item
 from rayloop.run.folder import RunFolder
 from rayloop.run.records.rollouts import RolloutDump, RolloutRecord, RolloutTurn
+from rayloop.view.filmstrip import MAX_TEXT_CHARACTERS, Filmstrips
 from rayloop.view.page import content, page, write_page
 from rayloop.view.reader import rollout_groups
-from rayloop.view.strips import MAX_TEXT_CHARACTERS, Films
 from tests.support.episodes import recorded
 from tests.support.pictures import picture
 
@@ -130,7 +130,7 @@ def test_members_do_not_part_before_they_have_acted(run: RunFolder) -> None:
     """Two renderings of a page may differ by a shade."""
     members = [dict(record) for record in next(iter(rollout_groups(run)))]
     members[1]["states"] = ["other", *members[1]["states"][1:]]
-    found = Films(run).group(members, run.rollouts.path)
+    found = Filmstrips(run).group(members, run.rollouts.path)
     assert found["parts"] == 2
     assert found["members"][1]["cells"][0]["letter"] == "B"
 

@@ -14,8 +14,8 @@ from rayloop.core.events import Event
 from rayloop.run.checkpoint import CheckpointStore
 from rayloop.run.folder import RunFolder
 from rayloop.run.records.metrics import validate
+from rayloop.view.health import HOUR_S, RunHealth
 from rayloop.view.status import status
-from rayloop.view.vitals import HOUR_S, Vitals
 
 ACTORS = {"rollout": 3, "environment": 2, "policy": 2}
 BEGUN: tuple[Event, ...] = (
@@ -35,13 +35,13 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def reported(
     folder: RunFolder, *happened: tuple[Event, int | None], replacements: int = 4
-) -> Vitals:
+) -> RunHealth:
     for event, step in happened:
         folder.events.emit(event, step)
     settings = {"recovery": {"replacements": replacements}, "checkpoint": {"every": 5}}
-    vitals = Vitals(folder, settings)
-    vitals.update()
-    return vitals
+    health = RunHealth(folder, settings)
+    health.update()
+    return health
 
 
 def begun(*more: Event) -> list[tuple[Event, int | None]]:
@@ -92,10 +92,10 @@ def test_actors_on_a_lost_node_are_out_of_service_for_a_unit_of_each_budget(
 
 def test_budgets_are_of_the_last_hour_and_of_all_slots_of_a_role(folder: RunFolder) -> None:
     losses = [incidents.WorkerLostEvent("rollout", n, why="killed") for n in (1, 2)]
-    vitals = reported(folder, *begun(*losses, incidents.ReplacementFailed("rollout", 1, why="no")))
-    assert vitals.metrics()["recovery/budget_left/rollout"] == 4 * 3 - 3
-    assert vitals.metrics()["recovery/budget_left/environment"] == 4 * 2
-    assert vitals.metrics(time.time() + HOUR_S + 1)["recovery/budget_left/rollout"] == 4 * 3
+    health = reported(folder, *begun(*losses, incidents.ReplacementFailed("rollout", 1, why="no")))
+    assert health.metrics()["recovery/budget_left/rollout"] == 4 * 3 - 3
+    assert health.metrics()["recovery/budget_left/environment"] == 4 * 2
+    assert health.metrics(time.time() + HOUR_S + 1)["recovery/budget_left/rollout"] == 4 * 3
 
 
 def test_the_ranks_of_the_policy_are_lost_and_rebuilt_together(folder: RunFolder) -> None:
@@ -110,14 +110,14 @@ def test_the_ranks_of_the_policy_are_lost_and_rebuilt_together(folder: RunFolder
 
 
 def test_a_lost_driver_takes_all_actors_along(folder: RunFolder) -> None:
-    vitals = reported(
+    health = reported(
         folder,
         *begun(
             incidents.WorkerLostEvent("rollout", 1, why="x"),
             incidents.DriverLostEvent(0, why="killed"),
         ),
     )
-    found = vitals.metrics()
+    found = health.metrics()
     assert {found[f"recovery/in_service/{role}"] for role in ACTORS} == {0}
     assert (found["recovery/lost/driver"], found["recovery/budget_left/driver"]) == (1, 0)
     again = reported(folder, (events.Starting(ACTORS), 0), (events.Started(1.0), 0)).metrics()
@@ -126,35 +126,35 @@ def test_a_lost_driver_takes_all_actors_along(folder: RunFolder) -> None:
 
 
 def test_checkpoints_and_progress_have_an_age(folder: RunFolder) -> None:
-    vitals = reported(folder, *begun())
-    assert "recovery/checkpoint_age" not in vitals.metrics()
+    health = reported(folder, *begun())
+    assert "recovery/checkpoint_age" not in health.metrics()
     folder.events.emit(events.Trained({}), 7)
     folder.events.emit(events.CheckpointEvent("step_000007", 0.1), 7)
     folder.events.emit(events.Trained({}), 9)
     folder.events.emit(incidents.WarningEvent(why="odd"), 9)
-    vitals.update()
-    found = vitals.metrics(time.time() + 60)
+    health.update()
+    found = health.metrics(time.time() + 60)
     assert (
-        vitals.step,
+        health.step,
         found["recovery/steps_since_checkpoint"],
         found["recovery/checkpoint_every"],
     ) == (9, 2, 5)
     assert 59 < found["recovery/checkpoint_age"] < 70
     assert 59 < found["recovery/progress_age"] < 70
-    assert [record["event"] for record in vitals.incidents] == ["warning"]
+    assert [record["event"] for record in health.incidents] == ["warning"]
 
 
 def test_a_restore_goes_back_to_its_checkpoint(folder: RunFolder) -> None:
-    vitals = reported(
+    health = reported(
         folder, *begun(), (events.Trained({}), 9), (events.Begin(2, "step_000007", 2, None), 7)
     )
-    assert (vitals.step, vitals.metrics()["recovery/steps_since_checkpoint"]) == (7, 0)
+    assert (health.step, health.metrics()["recovery/steps_since_checkpoint"]) == (7, 0)
 
 
 def test_the_end_of_a_run_is_no_service(folder: RunFolder) -> None:
-    vitals = reported(folder, *begun(), (events.FinishedEvent({}), 3))
-    assert vitals.end is not None
-    assert vitals.metrics()["recovery/in_service/rollout"] == 0
+    health = reported(folder, *begun(), (events.FinishedEvent({}), 3))
+    assert health.end is not None
+    assert health.metrics()["recovery/in_service/rollout"] == 0
 
 
 def test_the_lock_tells_when_its_holder_last_gave_a_sign(folder: RunFolder) -> None:
@@ -178,18 +178,18 @@ def test_every_figure_is_in_the_table_of_metrics(folder: RunFolder) -> None:
 
 
 def test_what_is_appended_is_read_once_and_a_torn_line_later(folder: RunFolder) -> None:
-    vitals = reported(folder, *begun())
+    health = reported(folder, *begun())
     whole = (folder.path / "events.jsonl").read_bytes()
     folder.events.emit(incidents.WorkerLostEvent("rollout", 1, why="x"), 0)
     folder.events.close()
     line = (folder.path / "events.jsonl").read_bytes()[len(whole) :]
     (folder.path / "events.jsonl").write_bytes(whole + line[:20])
-    vitals.update()
-    assert vitals.roles["rollout"].lost == 0
+    health.update()
+    assert health.roles["rollout"].lost == 0
     (folder.path / "events.jsonl").write_bytes(whole + line)
-    vitals.update()
-    vitals.update()
-    assert vitals.roles["rollout"].lost == 1
+    health.update()
+    health.update()
+    assert health.roles["rollout"].lost == 1
 
 
 def test_status_names_the_newest_checkpoint_on_disk(folder: RunFolder) -> None:

@@ -1,4 +1,4 @@
-"""The episode of an environment that leads it: its program runs, asks the policy, and ends."""
+"""The episode of an agent-driven environment: its program runs, asks the policy, and ends."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ from rayloop.core.failures import (
 )
 from rayloop.core.types import EndReason, RolloutRequest, Trajectory
 from rayloop.envs.agents.session import Generate, Session
-from rayloop.envs.instance import Leading
+from rayloop.envs.instance import AgentDriven
 from rayloop.envs.settings import EpisodeSettings
 from rayloop.rewards.functions import number
 
@@ -34,9 +34,9 @@ A tool's result is in it.
 """
 
 
-async def play_led(
+async def run_agent_episode(
     request: RolloutRequest,
-    environment: Leading,
+    environment: AgentDriven,
     renderer: Renderer,
     settings: EpisodeSettings,
     generate: Generate,
@@ -102,13 +102,15 @@ def _end(
 
 
 async def _run_agent(
-    environment: Leading, request: RolloutRequest, session: Session, address: dict[str, str]
+    environment: AgentDriven, request: RolloutRequest, session: Session, address: dict[str, str]
 ) -> Any:
     """Return what the agent returned.
 
     An error that makes the episode worthless ends the agent, and is raised at once.
     """
-    agent = asyncio.ensure_future(_blamed("lead", environment.lead(request.task, address)))
+    agent = asyncio.ensure_future(
+        _blamed("run_agent", environment.run_agent(request.task, address))
+    )
     try:
         either: set[asyncio.Future[Any]] = {agent, session.failed}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

@@ -25,7 +25,7 @@ import pytest
 from rayloop.cli import main
 from rayloop.core.failures import ConfigError, EnvironmentFailed, EnvironmentHung
 from rayloop.core.types import EndReason, ImageSource, Message, Task, TokenPrompt, Trajectory
-from rayloop.envs import harness
+from rayloop.envs import agent_env
 from rayloop.envs.instance import Environments
 from rayloop.envs.settings import EnvironmentKind
 from rayloop.sandbox import memory
@@ -68,7 +68,7 @@ def agent(tmp_path: Path) -> Played:
             "t", (Message("user", ("What is 2 + 3?",)),), ground_truth="5", extra={"level": 3}
         )
         limits = episode_settings(
-            {"use": "rayloop.envs.harness:Harness", "with": options}, max_turns=max_turns
+            {"use": "rayloop.envs.agent_env:AgentEnv", "with": options}, max_turns=max_turns
         )
         return play_one(
             asked, lambda prompt: left.pop(0) if left else f"said {prompt.seed % 100}", limits
@@ -85,7 +85,7 @@ def assert_nothing_is_left(folder: Path) -> None:
     while left := [
         *(
             pid
-            for server in harness._fork_servers.values()
+            for server in agent_env._fork_servers.values()
             for pid in memory.tree(server._process.pid)[1:]
         ),
         *(one.pid for one in psutil.process_iter() if _lost(one) or _marked(one, folder)),
@@ -106,7 +106,7 @@ def _marked(process: psutil.Process, folder: Path) -> bool:
 def _lost(process: psutil.Process) -> bool:
     """Whether it is a fork whose parents have ended."""
     try:
-        return harness.HOST in process.cmdline() and process.ppid() == 1
+        return agent_env.HOST in process.cmdline() and process.ppid() == 1
     except psutil.Error:
         return False
 
@@ -347,7 +347,7 @@ def test_an_agent_that_shares_the_processes_ends_with_those_that_keep_it(
 
 def test_an_agent_whose_host_is_killed_ends(agent: Played, tmp_path: Path) -> None:
     def kill() -> None:
-        (server,) = [one for one in harness._fork_servers.values() if one.alive()][-1:]
+        (server,) = [one for one in agent_env._fork_servers.values() if one.alive()][-1:]
         eventually(lambda: len(memory.tree(server._process.pid)) > 3, "an agent", 60)
         os.kill(memory.children(server._process.pid)[0], 9)
 
@@ -606,9 +606,9 @@ def test_what_an_agent_writes_does_not_say_how_it_was_ended(agent: Played) -> No
     assert (made.end_reason, made.env_result) == (EndReason.ACTION_ERROR, 0.0)
 
 
-def full_server() -> tuple[harness._ForkServer, socket.socket]:
+def full_server() -> tuple[agent_env._ForkServer, socket.socket]:
     """A server whose buffer takes no further request, and its other end."""
-    server = harness._ForkServer.__new__(harness._ForkServer)
+    server = agent_env._ForkServer.__new__(agent_env._ForkServer)
     server._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server._control.setblocking(False)
     with suppress(BlockingIOError):
@@ -641,7 +641,7 @@ def test_a_request_waits_while_the_buffer_is_full() -> None:
 def test_a_buffer_that_stays_full_is_not_an_end_of_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(harness, "READY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(agent_env, "READY_TIMEOUT_S", 0.05)
     server, theirs = full_server()
     with (
         theirs,
@@ -730,7 +730,7 @@ def test_an_agent_that_cannot_be_started_says_why(
 def test_a_check_finds_an_agent_without_playing(tmp_path: Path) -> None:
     def check(run: Any) -> None:
         kind = EnvironmentKind.model_validate(
-            {"use": "rayloop.envs.harness:Harness", "with": {"run": run}}
+            {"use": "rayloop.envs.agent_env:AgentEnv", "with": {"run": run}}
         )
         task = Task("t", (Message("user", ("a",)),))
         instance = Environments(kind, {}).of(task)
@@ -789,15 +789,15 @@ def test_the_run_of_the_page_is_played_by_hand(
 
 
 class Custom:
-    """A leading environment that somebody else wrote."""
+    """An agent-driven environment that somebody else wrote."""
 
-    leads, model = True, "policy"
+    agent_driven, model = True, "policy"
     closed = 0
     does: Any = None
 
     def reset(self, task: Task) -> Any: ...
 
-    async def lead(self, task: Task, address: Any) -> Any:
+    async def run_agent(self, task: Task, address: Any) -> Any:
         if isinstance(Custom.does, Exception):
             raise Custom.does
         return Custom.does
@@ -809,13 +809,13 @@ class Custom:
 @pytest.mark.parametrize(
     ("does", "said", "bug"),
     [
-        (TypeError("a typo"), "lead raised TypeError: a typo", True),
-        (OSError("disk full"), "lead raised OSError: disk full", False),
+        (TypeError("a typo"), "run_agent raised TypeError: a typo", True),
+        (OSError("disk full"), "run_agent raised OSError: disk full", False),
         ("high", "returned 'high', which is not a finite number", True),
         (float("inf"), "returned inf, which is not a finite number", True),
     ],
 )
-def test_what_a_leading_class_breaks_is_its_own_failure_and_it_is_closed(
+def test_what_an_agent_driven_class_breaks_is_its_own_failure_and_it_is_closed(
     agent: Played, does: Any, said: str, bug: bool
 ) -> None:
     Custom.does, Custom.closed = does, 0
@@ -842,15 +842,15 @@ def test_modules_beside_the_agent_are_found_by_its_own_path(agent: Played, tmp_p
     assert agent(source, env={"PYTHONPATH": str(tmp_path / "library")}).env_result == 0.75
 
 
-def test_a_class_that_leads_without_lead_is_refused(
+def test_an_agent_driven_class_without_run_agent_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "half.py").write_text(
-        "class Half:\n    leads = True\n    def reset(self, task): ...\n", encoding="utf-8"
+        "class Half:\n    agent_driven = True\n    def reset(self, task): ...\n", encoding="utf-8"
     )
     monkeypatch.chdir(tmp_path)
     from rayloop.envs.settings import ENVIRONMENT
 
-    with pytest.raises(ConfigError, match="no method lead and no close"):
+    with pytest.raises(ConfigError, match="no method run_agent and no close"):
         ENVIRONMENT.check(EnvironmentKind(use="half.py:Half"))
     assert os.getcwd() == str(tmp_path)

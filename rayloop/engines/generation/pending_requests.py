@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 
-class Entering:
+class PendingRequests:
     """The requests that the library has and its scheduler has not, by their ids."""
 
     def __init__(self) -> None:
@@ -22,9 +22,9 @@ class Entering:
         try:
             yield
         finally:
-            self._entered(number)
+            self._mark_scheduled(number)
 
-    def noticed(
+    def tracked(
         self, send: Callable[..., Awaitable[Any]], number: Callable[[Any], str] = str
     ) -> Callable[..., Awaitable[Any]]:
         """Return ``send`` as the library must call it to give a request to its scheduler.
@@ -32,23 +32,23 @@ class Entering:
         Its first argument has the ``number``.
         """
 
-        async def noticed(first: Any, *arguments: Any, **options: Any) -> Any:
+        async def tracked(first: Any, *arguments: Any, **options: Any) -> Any:
             try:
                 return await send(first, *arguments, **options)
             finally:
                 # This holds when sending fails, too: a pause must
                 # not wait for a request that will never arrive.
-                self._entered(number(first))
+                self._mark_scheduled(number(first))
 
-        return noticed
+        return tracked
 
-    async def all_in(self) -> None:
+    async def all_scheduled(self) -> None:
         """Return when the scheduler has all of them, or their calls have ended."""
-        # The loop is over a copy, since requests that have entered leave the mapping during it.
+        # The loop is over a copy, since requests that are scheduled leave the mapping during it.
         for event in list(self._events.values()):
             await event.wait()
 
-    def _entered(self, number: str) -> None:
+    def _mark_scheduled(self, number: str) -> None:
         event = self._events.pop(number, None)
         if event is not None:
             event.set()

@@ -1,4 +1,4 @@
-"""What ends ``data prepare`` where rows name films: a library that is missing, and a disk that is
+"""What ends ``data prepare`` where rows name videos: a library that is missing, and a disk that is
 full.
 """
 
@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from rayloop.cli import main
-from rayloop.data.published.films import taken_apart
+from rayloop.data.published.video import extract_frames
 from tests.unit.data.test_published import written
 
 
@@ -42,7 +42,7 @@ def test_a_film_without_its_library_ends_the_command(
     ]
     assert main(["data", "prepare", "generic", *given]) == 2
     assert (
-        'a.mp4 is a film, which PyAV takes apart: pip install "rayloop[video]"'
+        'a.mp4 is a video, which PyAV takes apart: pip install "rayloop[video]"'
         in capsys.readouterr().err
     )
     assert not (tmp_path / "out/train.jsonl").exists()
@@ -64,4 +64,4 @@ def test_a_full_disk_is_no_failure_of_the_film(
 
     monkeypatch.setattr(Image.Image, "save", full)
     with pytest.raises(OSError, match="No space left on device"):
-        taken_apart(tmp_path / "a.mp4", tmp_path / "out", 0.0, "row")
+        extract_frames(tmp_path / "a.mp4", tmp_path / "out", 0.0, "row")
