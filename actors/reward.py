@@ -47,9 +47,11 @@ class RewardActor(Actor):
     Each (or each group) has a thread, or a coroutine when the source is asynchronous.
     """
 
-    def __init__(self, model: ModelSettings, settings: RewardSettings, trial: bool = False) -> None:
+    def __init__(
+        self, model: ModelSettings, settings: RewardSettings, dry_run: bool = False
+    ) -> None:
         self._settings = settings
-        self._trial = trial
+        self._dry_run = dry_run
         self._tokenizer = load_tokenizer(resolve(model.path, model.revision).folder)
         self._source: Any = as_source(settings.source.build(), settings.source.use, settings.per)
         self._around = around(self._source)
@@ -143,7 +145,7 @@ class RewardActor(Actor):
     def _context(self, trajectory: Trajectory, step: int) -> ScoreContext:
         texts = [self._tokenizer.decode(list(turn.token_ids)) for turn in trajectory.sampled_turns]
         transcript = self._transcript(trajectory)
-        return ScoreContext(step, texts, self._settings.timeout, transcript, self._trial)
+        return ScoreContext(step, texts, self._settings.timeout, transcript, self._dry_run)
 
     def _transcript(self, trajectory: Trajectory) -> str | None:
         if not getattr(self._source, "transcript", False):

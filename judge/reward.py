@@ -51,7 +51,7 @@ _KINDS = {
 _PATIENCE_SHARE = 0.9
 """The share of the time for scoring that may pass without a verdict."""
 _TRIAL_VERSION_TIMEOUT_S = 12.0
-"""Seconds in which a judge must describe itself during a trial, whose user waits."""
+"""Seconds in which a judge must describe itself during a dry run, whose user waits."""
 _MAX_REASON = 1024
 
 
@@ -175,7 +175,7 @@ class JudgeReward:
             task.source,
             context.timeout,
             images(task) if self._rubric.sees_images else (),
-            context.trial,
+            context.dry_run,
         )
 
     async def grade(
@@ -186,16 +186,16 @@ class JudgeReward:
         source: str,
         timeout: float,
         images: tuple[str, ...] = (),
-        trial: bool = False,
+        dry_run: bool = False,
     ) -> Outcome:
         """The outcome of one answer, within ``timeout`` seconds.
 
         It is public for rewards that combine the verdict with others. ``images``: absolute paths. A
-        ``trial`` waits for no judge. Raises RewardLost, ConfigError; after another exception the
+        ``dry_run`` waits for no judge. Raises RewardLost, ConfigError; after another exception the
         answer is excluded.
         """
         try:
-            return await self._grade(question, reference, answer, source, timeout, images, trial)
+            return await self._grade(question, reference, answer, source, timeout, images, dry_run)
         except RayloopError:
             raise
         except Exception as error:
@@ -212,7 +212,7 @@ class JudgeReward:
         source: str,
         timeout: float,
         images: tuple[str, ...],
-        trial: bool,
+        dry_run: bool,
     ) -> Outcome:
         item = JudgeItem(
             question=sanitise(question, 32_768),
@@ -228,19 +228,19 @@ class JudgeReward:
                 reason = f"{decision.rule}: {decision.reason}"
                 return self._scored(float(bool(decision.correct)), 0.0, reason)
 
-        if trial:
+        if dry_run:
             reason = await self._absence()
             if reason:
                 return Unscored(UnscoredKind.REWARD_UNAVAILABLE, reason)
         self._watch_drift()
 
         patience = timeout * _PATIENCE_SHARE
-        if trial or self.settings.on_unavailable != "wait":
+        if dry_run or self.settings.on_unavailable != "wait":
             patience = min(patience, self.settings.patience)
         result = await self._ask(item, asyncio.get_running_loop().time() + patience)
-        return self._outcome(result, trial, patience)
+        return self._outcome(result, dry_run, patience)
 
-    def _outcome(self, result: Result, trial: bool, patience: float) -> Outcome:
+    def _outcome(self, result: Result, dry_run: bool, patience: float) -> Outcome:
         """The outcome of a result of the judge, by the configured policy when it has no verdict."""
         if isinstance(result, JudgeVerdict):
             is_first_judge = result.fingerprint == self.client.fingerprints[0]
@@ -251,7 +251,7 @@ class JudgeReward:
         is_invalid = result.kind is NoVerdict.INVALID
         if is_invalid and self.settings.on_invalid == "fail":
             return Scored(0.0, {"correct": 0.0}, ("judge_invalid",))
-        if trial or is_invalid or self.settings.on_unavailable == "exclude":
+        if dry_run or is_invalid or self.settings.on_unavailable == "exclude":
             return self._exclude(result)
         policy = self.settings.on_unavailable
         raise RewardLost(

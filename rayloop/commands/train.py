@@ -91,7 +91,7 @@ def _try(arguments: argparse.Namespace) -> int:
     config = read(arguments.config, arguments.overrides)
     config = from_start(config, Path(config.output) / config.name)
     preflight(config, trains=False, reads=("train",))
-    from rayloop.cluster.stages.trial import try_row  # imports torch
+    from rayloop.cluster.stages.dry_run import try_row  # imports torch
 
     return try_row(config, arguments.row)
 

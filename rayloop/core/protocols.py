@@ -301,7 +301,7 @@ class ScoreContext:
     """The inputs of a reward besides the trajectory.
 
     ``timeout``: seconds until scoring is given up (``reward.timeout``). ``transcript``: all text
-    after the prompt, with special tokens; None unless the source asks for it. ``trial``: a user
+    after the prompt, with special tokens; None unless the source asks for it. ``dry_run``: a user
     waits for the outcome (``try``), so scoring does not wait for an absent service.
     """
 
@@ -309,7 +309,7 @@ class ScoreContext:
     texts: Sequence[str]
     timeout: float = 600.0
     transcript: str | None = None
-    trial: bool = False
+    dry_run: bool = False
 
 
 class RewardSource(Protocol):

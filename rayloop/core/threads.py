@@ -267,7 +267,7 @@ PLUMBING = (
     "rayloop/envs/instance.py",
     "rayloop/envs/worker.py",
     "actors/reward.py",
-    "cluster/stages/trial.py",
+    "cluster/stages/dry_run.py",
 )
 """Files whose frames precede the user's code in a traceback, and say nothing about it."""
 _FRAMES = re.compile(

@@ -69,7 +69,7 @@ def rewards(
     *answers: str,
     timeout: float = 10.0,
     task: Task = TASK,
-    trial: bool = False,
+    dry_run: bool = False,
     **settings: Any,
 ) -> list[Outcome]:
     """Score the answers one after the other with one reward source."""
@@ -83,7 +83,7 @@ def rewards(
                     TRAJECTORY,
                     task,
                     ScoreContext(
-                        1, [f"thinking <answer>{a}</answer><|im_end|>"], timeout, trial=trial
+                        1, [f"thinking <answer>{a}</answer><|im_end|>"], timeout, dry_run=dry_run
                     ),
                 )
                 for a in answers
@@ -101,7 +101,7 @@ def test_a_trial_waits_for_no_judge() -> None:
         )
         try:
             return await source.score(
-                TRAJECTORY, TASK, ScoreContext(1, ["<answer>crimson</answer>"], 600.0, trial=True)
+                TRAJECTORY, TASK, ScoreContext(1, ["<answer>crimson</answer>"], 600.0, dry_run=True)
             )
         finally:
             await source.client.close()
@@ -117,7 +117,7 @@ def test_a_trial_waits_for_no_judge() -> None:
 
 def test_a_trial_gives_up_on_a_judge_that_only_fails(stub: JudgeStub) -> None:
     stub.always = status(503)
-    outcome = rewards(stub.url, "crimson", timeout=600.0, trial=True, patience=0.5)[0]
+    outcome = rewards(stub.url, "crimson", timeout=600.0, dry_run=True, patience=0.5)[0]
     assert isinstance(outcome, Unscored)
     assert outcome.kind is UnscoredKind.REWARD_UNAVAILABLE
     assert "HTTP 503" in outcome.reason

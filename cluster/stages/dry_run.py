@@ -75,7 +75,7 @@ def try_row(config: RunConfig, row: int | None, show: Write = partial(print, flu
     dataset, task = _select_row(config, row, write)
     write(f"{dataset.where(task)}: task {task.id}, one of {len(dataset)} usable rows")
     with tempfile.TemporaryDirectory(prefix="try-") as folder:
-        return complete(_Trial(config, task, folder, write).run())
+        return complete(_DryRun(config, task, folder, write).run())
 
 
 def _select_row(config: RunConfig, row: int | None, write: Write) -> tuple[Dataset, Task]:
@@ -107,7 +107,7 @@ def _select_row(config: RunConfig, row: int | None, write: Write) -> tuple[Datas
 
 
 def local_engine(config: RunConfig) -> EngineChoice:
-    """The engine of the trial.
+    """The engine of the dry run.
 
     It is the configured one, or transformers in place of an engine that has separate processes and
     starts in minutes.
@@ -132,7 +132,7 @@ class _CheckingRenderer(Renderer):
         return rendered
 
 
-class _Trial:
+class _DryRun:
     """The episodes of one task, and the report about them."""
 
     def __init__(self, config: RunConfig, task: Task, folder: str, write: Write) -> None:
@@ -154,7 +154,7 @@ class _Trial:
         reward = self.config.reward
         task = self.task
         with _making(reward.source.use):
-            self.reward = RewardActor(self.config.model, reward, trial=True)
+            self.reward = RewardActor(self.config.model, reward, dry_run=True)
         self._write_preview(task)
         await self._check_environment(task)
         self.engine = await self._engine()
