@@ -111,8 +111,11 @@ async def _take(run: RestoringRun, checkpoint: Checkpoint) -> None:
 
 
 def _begin_without_checkpoint(run: RestoringRun) -> None:
-    """Return to the state before the first step. Raises CheckpointError (``Saving.anew``)."""
-    run.saving.anew(run.origin.since)
+    """Return to the state before the first step.
+
+    Raises CheckpointError (``Saving.check_may_begin``).
+    """
+    run.saving.check_may_begin(run.origin.since)
     latest = run.saving.latest()
     if latest:
         run.warn(

@@ -76,7 +76,7 @@ class Saving:
         self._beforehand = beforehand
         self._under_way: asyncio.Task[None] | None = None
 
-    def anew(self, since: int) -> None:
+    def check_may_begin(self, since: int) -> None:
         """Check that the run may begin at step 0.
 
         Raises CheckpointError when this start has saved a checkpoint, which is missing. ``since``:

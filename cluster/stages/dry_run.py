@@ -49,7 +49,7 @@ from rayloop.envs.episode import CLOSE_TIMEOUT_S, play
 from rayloop.envs.instance import Environments
 from rayloop.rollout.scheduler import requests
 from rayloop.run.config import RunConfig
-from rayloop.run.records.rollouts import RESTARTS, jsonable
+from rayloop.run.records.rollouts import NEW_CONTEXT, jsonable
 from rayloop.transports.settings import ObjectStoreTransport
 from rayloop.view.formatting import rewarded, visible
 
@@ -314,7 +314,7 @@ class _DryRun:
 
         for turn in result.turns[1:]:
             role = f"{turn.role}: " if len(result.turns) > 2 else ""
-            text = RESTARTS if turn.restart else self.renderer.shown(turn.token_ids)
+            text = NEW_CONTEXT if turn.restart else self.renderer.shown(turn.token_ids)
             self.write(_indented(role + text))
 
         outcomes = await scoring

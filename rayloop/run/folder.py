@@ -117,7 +117,7 @@ class RunFolder:
             raise StorageFailed(
                 f"{self.path} is not there, or empty, and this is a restart of the run that began"
                 f" in it: is its storage mounted (now it would be on {mount_of(self.path)})?"
-                " Nothing was begun anew. If the run had not begun, start it by hand, or submit"
+                " No new run was begun. If the run had not begun, start it by hand, or submit"
                 " its job again"
             )
 

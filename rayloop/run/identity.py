@@ -230,7 +230,7 @@ def _other_schema(schema: int) -> str:
         f"its schema is {schema or 'older than 1'} and this version of rayloop reads {_READ}."
         " Finish the run with the version that began it; or take its weights along (python -m"
         " rayloop export CHECKPOINT FOLDER, then model.path=FOLDER in a new run, whose optimizer,"
-        " step and order of tasks begin anew)"
+        " step and order of tasks start over)"
     )
 
 

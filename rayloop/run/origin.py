@@ -190,12 +190,12 @@ class Origin:
         began = CheckpointStore(self.folder, keep=1).lineages() > self.since
         if began and last_step > (checkpoint.step if checkpoint else 0):
             return NotSaved(
-                f"stopped after step {last_step}, not saved: the driver was gone; {self.again()}"
+                f"stopped after step {last_step}, not saved: the driver had died; {self.again()}"
             )
         if checkpoint is None:
             return NotSaved(
                 "stopped before anything was trained: there is nothing to save;"
-                f" {self._run(checkpoint)} to begin anew"
+                f" {self._run(checkpoint)} to start over"
             )
         return Preempted(
             f"stopped while nothing was being trained: there was nothing to save; {self.again()}"

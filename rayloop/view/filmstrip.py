@@ -25,7 +25,7 @@ from rayloop.envs.grammar.scanner import read
 from rayloop.envs.grammar.screens import Pointing
 from rayloop.envs.tools import ToolError, tool_call
 from rayloop.run.folder import RunFolder
-from rayloop.run.records.rollouts import RESTARTS
+from rayloop.run.records.rollouts import NEW_CONTEXT
 from rayloop.view.completions import MARKUP
 from rayloop.view.reader import Record, box_reader
 
@@ -152,7 +152,7 @@ class Filmstrips:
             new_images += self._add(turn["images"], folder)
             text = turn["text"]
             if not turn["sampled"]:
-                texts.append(text if text == RESTARTS else MARKUP.sub("", text).strip())
+                texts.append(text if text == NEW_CONTEXT else MARKUP.sub("", text).strip())
                 continue
             images += new_images
             acted_on, marks = self._marks(text, images)

@@ -440,8 +440,8 @@ def test_a_start_continues_from_what_it_was_given_until_it_has_saved_itself(
             None,
             1,
             (
-                "stopped before anything was trained: there is nothing to save; run again to begin"
-                " anew"
+                "stopped before anything was trained: there is nothing to save; run again to start"
+                " over"
             ),
         ),
         (
@@ -458,7 +458,7 @@ def test_a_start_continues_from_what_it_was_given_until_it_has_saved_itself(
             3,
             1,
             (
-                "stopped after step 3, not saved: the driver was gone; run again to continue from"
+                "stopped after step 3, not saved: the driver had died; run again to continue from"
                 " the beginning"
             ),
         ),

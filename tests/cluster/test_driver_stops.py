@@ -342,8 +342,8 @@ def test_a_stop_whose_save_fails_is_not_saved(
             (),
             1,
             (
-                "stopped before anything was trained: there is nothing to save; run again to begin"
-                " anew"
+                "stopped before anything was trained: there is nothing to save; run again to start"
+                " over"
             ),
         ),
         (
@@ -511,15 +511,15 @@ def test_a_run_whose_checkpoints_were_all_deleted_ends_when_its_policy_is_lost(
 def test_nor_does_a_driver_that_took_another_ones_place_begin_anew(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=1)
     saving = Saving(store, lambda event, step: None, beside=False, timeout=1)
-    saving.anew(since=0)
+    saving.check_may_begin(since=0)
     store.next_lineage()
-    saving.anew(since=0)  # the driver before it had saved nothing
+    saving.check_may_begin(since=0)  # the driver before it had saved nothing
     (store.folder / "latest").write_text("step_000020", encoding="utf-8")
     with pytest.raises(
         CheckpointError, match=r"step_000020 was saved there, and no checkpoint is left"
     ):
-        saving.anew(since=0)
-    saving.anew(since=1)  # a start that a person makes after they were deleted
+        saving.check_may_begin(since=0)
+    saving.check_may_begin(since=1)  # a start that a person makes after they were deleted
 
 
 @pytest.mark.parametrize(("where", "step"), [("beside", 2), ("update", 1)])

@@ -169,7 +169,7 @@ def test_a_signal_before_the_run_begins_leaves_nothing(
         made.nothing_left_behind()
     assert (
         "NotSaved: stopped before anything was trained: there is nothing to save; run again to"
-        " begin anew" in made.text
+        " start over" in made.text
     )
 
 

@@ -153,7 +153,7 @@ def dies_at_once(folder: RunFolder) -> None: ...
             r"stopped after step 3, not saved: .* continue from step 2 \(step_000002\)",
         ),
         (lives(1, 2, 3, saves=3), Preempted, r"continue from step 3 \(step_000003\)"),
-        (dies_at_once, NotSaved, "stopped before anything was trained: .* run again to begin anew"),
+        (dies_at_once, NotSaved, "stopped before anything was trained: .* run again to start over"),
     ],
 )
 def test_a_stop_after_a_lost_driver_is_75_only_when_all_it_did_is_saved(
@@ -384,7 +384,7 @@ def test_an_end_before_ray_starts_is_typed_and_an_event(
 
 
 @pytest.mark.parametrize(
-    ("code", "says"), [(1, "second signal; run again to continue"), (15, "to begin anew")]
+    ("code", "says"), [(1, "second signal; run again to continue"), (15, "to start over")]
 )
 def test_an_end_by_a_signal_is_an_event(tmp_path: Path, code: int, says: str) -> None:
     folder = RunFolder(tmp_path, "run")

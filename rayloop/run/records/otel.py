@@ -11,7 +11,7 @@ from typing import Any
 from rayloop.config.settings import SettingsModel
 from rayloop.core.files import utf8
 from rayloop.envs.tools import ToolError, tool_call
-from rayloop.run.records.rollouts import RESTARTS, RolloutRecord, RolloutTurn
+from rayloop.run.records.rollouts import NEW_CONTEXT, RolloutRecord, RolloutTurn
 
 SPANS_PER_REQUEST = 512
 """Spans of one request."""
@@ -119,7 +119,7 @@ class Episodes:
         messages = [("user", record.prompt)]
         turns = record.turns
         for turn, following in zip(turns, (*turns[1:], None), strict=True):
-            tokens = turn.tokens if turn.text == RESTARTS else tokens + turn.tokens
+            tokens = turn.tokens if turn.text == NEW_CONTEXT else tokens + turn.tokens
             if turn.sampled and turn.times:
                 used = {
                     "gen_ai.usage.input_tokens": tokens - turn.tokens,

@@ -13,7 +13,7 @@ from rayloop.core.types import ImageRef, TokenIds, Trajectory, Turn
 from rayloop.data.images import encoding
 from rayloop.run.records.jsonl import SCHEMA_VERSION, Fits, JsonLines, encode
 
-RESTARTS = "(a context begins anew)"
+NEW_CONTEXT = "(a new context begins)"
 MAX_CHARACTER_BYTES = 4
 """Of a character: a token may end within one."""
 
@@ -225,7 +225,7 @@ def _status(member: Member) -> str:
 
 def _turn(turn: Turn, trajectory: Trajectory, text: Callable[[TokenIds], str]) -> RolloutTurn:
     if turn.restart:
-        return RolloutTurn(turn.role, RESTARTS, False, tokens=len(turn.token_ids))
+        return RolloutTurn(turn.role, NEW_CONTEXT, False, tokens=len(turn.token_ids))
     images = _entries(turn.images, trajectory)
     content_text = text(turn.token_ids)
     logprobs = tuple(_ends(turn, content_text, text)) if turn.sampled else ()

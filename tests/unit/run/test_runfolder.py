@@ -41,7 +41,7 @@ from rayloop.run import lock
 from rayloop.run.folder import RunFolder
 from rayloop.run.lock import Holder, RunLock
 from rayloop.run.records.jsonl import JsonLines
-from rayloop.run.records.rollouts import RESTARTS, _ends, rollout_record
+from rayloop.run.records.rollouts import NEW_CONTEXT, _ends, rollout_record
 from tests.support.storage import full
 
 HOLD = """
@@ -321,7 +321,7 @@ def test_rollouts_store_texts_and_each_image_once(tmp_path: Path) -> None:
     assert (folder.rollouts.path / scored["images"][0]["file"]).read_bytes() == png
     assert (scored["prompt"], [turn["text"] for turn in scored["turns"]]) == (
         "1/2",
-        ["3 4", RESTARTS, "3 4"],
+        ["3 4", NEW_CONTEXT, "3 4"],
     )
     assert scored["turns"][1]["images"] == []
     assert [turn["logprobs"] for turn in scored["turns"]] == [
