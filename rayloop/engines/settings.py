@@ -85,12 +85,12 @@ class EngineChoice(Computes):
         """Yield the problems of an actor with ``gpus`` and episodes of up to ``room`` tokens."""
         yield from ()
 
-    def unshared(self, *gpus: float, ahead: bool) -> Iterator[str]:
+    def unshared(self, *gpus: float, synchronous: bool) -> Iterator[str]:
         """Yield why it cannot ``sleep``, with these ``num_gpus`` of both roles.
 
-        ``ahead``: groups are played while some train.
+        ``synchronous``: no group is played while some train.
         """
-        if self.sleep and ahead:
+        if self.sleep and not synchronous:
             yield (
                 "rollout.engine: one that sleeps while the policy trains plays nothing ahead; set"
                 " staleness.max_staleness to 0"

@@ -147,9 +147,7 @@ def _terms(
             "Set policy.loss.kl_coef above 0",
         )
     reference_is_policy = (
-        situation.refresh_every == 1
-        and _has_one_update(update)
-        and not algorithm.staleness.max_staleness
+        situation.refresh_every == 1 and _has_one_update(update) and algorithm.synchronous
     )
     # k1 has a gradient where the KL is 0: its mean is 0, but not that of a single sample.
     is_flat_at_zero = loss.kl_term.where == "reward" or loss.kl_term.estimator != "k1"
@@ -179,7 +177,7 @@ def _replay(loss: LossSettings, algorithm: AlgorithmSettings) -> Iterator[str]:
             "with policy.loss.correction: none no token is weighed, as with on_policy",
             "Set policy.loss.correction to decoupled or bypass",
         )
-    if _changed(algorithm.staleness, "when_late") and not algorithm.staleness.max_staleness:
+    if _changed(algorithm.staleness, "when_late") and algorithm.synchronous:
         yield _sentence(
             "algorithm.staleness.when_late",
             algorithm.staleness.when_late,

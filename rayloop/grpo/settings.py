@@ -280,6 +280,9 @@ class AlgorithmSettings(SettingsModel):
         return self.group_size * self.groups_per_step
 
     @property
-    def carry_over(self) -> bool:
-        """Whether groups that did not fit into a step compete for the next one."""
-        return self.staleness.max_staleness > 0
+    def synchronous(self) -> bool:
+        """Whether nothing is generated ahead of training (``max_staleness: 0``).
+
+        Otherwise groups that did not fit into a step compete for the next one.
+        """
+        return self.staleness.max_staleness == 0

@@ -88,7 +88,7 @@ class ReadyGroups:
             self.groups,
             self.settings.target,
             self.settings.filtering,
-            oldest_first=self.settings.carry_over,
+            oldest_first=not self.settings.synchronous,
         )
 
     def take(self, chosen: Selection, among: Collection[int]) -> None:
@@ -98,12 +98,12 @@ class ReadyGroups:
         """
         self.settle(chosen.train)
         self.groups = [group for group in self.groups if group.number not in among]
-        if self.settings.carry_over:
-            groups = [*chosen.left_over, *self.groups]
-            self.groups = sorted(groups, key=lambda group: group.number)
-        else:
+        if self.settings.synchronous:
             surplus = Status(TrajectoryState.SURPLUS, "left_over")
             self.settle(_with_status(group, surplus) for group in chosen.left_over)
+        else:
+            groups = [*chosen.left_over, *self.groups]
+            self.groups = sorted(groups, key=lambda group: group.number)
 
     def lose(self, ids: Collection[TrajectoryId]) -> None:
         """Exclude the trajectories ``ids``, whose payloads are lost."""

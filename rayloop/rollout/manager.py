@@ -102,8 +102,7 @@ class RolloutManager:
 
     def _admissible(self) -> int:
         """How many groups may start now. Without staleness, only while a step waits for them."""
-        is_synchronous = self.config.algorithm.staleness.max_staleness == 0
-        if self._stopping or (is_synchronous and not self._collecting):
+        if self._stopping or (self.config.algorithm.synchronous and not self._collecting):
             return 0
         return self.scheduler.admissible(
             ready=self.ready.survivors + self._taken,
@@ -202,10 +201,10 @@ class RolloutManager:
 
         It waits for a synchronous round, or for a group that is too old for the next step.
         """
-        staleness = self.config.algorithm.staleness
-        if staleness.max_staleness == 0:
+        algorithm = self.config.algorithm
+        if algorithm.synchronous:
             return bool(self.in_flight or (self.scheduler.one_round and self.scheduler.reissue))
-        return staleness.when_late == "wait" and self._playing.any_due(version, inherited)
+        return algorithm.staleness.when_late == "wait" and self._playing.any_due(version, inherited)
 
     def _may_train(self, must_wait: bool) -> bool:
         """Whether to train now.

@@ -186,9 +186,9 @@ class GroupScheduler:
         """
         algorithm = self.config.algorithm
         max_staleness = algorithm.staleness.max_staleness
-        if max_staleness == 0 and in_flight:
+        if algorithm.synchronous and in_flight:
             return 0
-        if max_staleness == 0 and self.one_round and self.reissue:
+        if algorithm.synchronous and self.one_round and self.reissue:
             return len(self.reissue)
         playing = in_flight * algorithm.group_size
         slots = open_slots(max_staleness, algorithm.target, ready, playing, acceptance)
@@ -196,7 +196,7 @@ class GroupScheduler:
         budget = max(0, (max_staleness + 1) * self.budget - self.issued_this_step)
         # These were counted in ``issued_this_step`` when they were first issued.
         budget += len(self.reissue)
-        if max_staleness:
+        if not algorithm.synchronous:
             # A group beyond the bound would only grow stale.
             return min(math.floor(groups), budget)
         if not slots:
@@ -298,7 +298,7 @@ class GroupScheduler:
     def state(self, in_flight: Iterable[GroupRequest]) -> dict[str, Any]:
         """The state as plain values. Groups ``in_flight`` will be issued again first."""
         requests = [astuple(request) for request in (*self.reissue, *in_flight)]
-        is_synchronous = self.config.algorithm.staleness.max_staleness == 0
+        is_synchronous = self.config.algorithm.synchronous
         return {
             "cursor": self.cursor.state(),
             "next_number": self.next_number,

@@ -225,7 +225,7 @@ class RunConfig(SettingsModel):
         """
         if placement.num_gpus or self.rollout.deterministic:
             return None
-        if self.algorithm.staleness.max_staleness > 0:
+        if not self.algorithm.synchronous:
             processes = self.policy.ranks + self.rollout.actors
         return per_process(processes)
 
@@ -269,7 +269,6 @@ def read(path: Path, overrides: list[str], over: Sequence[Path] = ()) -> RunConf
 
 def _problems(c: RunConfig) -> Any:
     a = c.algorithm
-    stale = c.algorithm.staleness.max_staleness
     yield from _advantage_problems(c)
     unmeasured = c.data.eval is None or not c.evaluation.every
     if unmeasured and c.evaluation.patience:
@@ -278,10 +277,10 @@ def _problems(c: RunConfig) -> Any:
             " data.eval and evaluation.every"
         )
 
-    if c.rollout.deterministic and stale > 0:
+    if c.rollout.deterministic and not a.synchronous:
         yield (
-            f"rollout.deterministic promises bit-equal resumption, which max_staleness: {stale}"
-            " cannot keep; set it to 0"
+            "rollout.deterministic promises bit-equal resumption, which max_staleness:"
+            f" {a.staleness.max_staleness} cannot keep; set it to 0"
         )
     if c.policy.update.mini_batches > a.groups_per_step:
         yield (
@@ -417,7 +416,9 @@ def _engine_problems(c: RunConfig) -> Any:
             f" batch, {c.engine.label} does not"
         )
     yield from c.engine.unshared(
-        c.rollout.placement.num_gpus, c.policy.placement.num_gpus, ahead=c.algorithm.carry_over
+        c.rollout.placement.num_gpus,
+        c.policy.placement.num_gpus,
+        synchronous=c.algorithm.synchronous,
     )
     yield from c.engine.problems(c.rollout.placement.num_gpus, c.longest)
 

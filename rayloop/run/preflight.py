@@ -190,10 +190,10 @@ def idle_settings(config: RunConfig) -> list[str]:
     begins_again = environment.episode.when_full == "forget" or any(
         kind.agent_driven for kind in kinds
     )
-    synchronous = not algorithm.staleness.max_staleness and algorithm.replay.kind != "corrected"
+    is_on_policy = algorithm.synchronous and algorithm.replay.kind != "corrected"
     computes_alike = isinstance(config.engine, TransformersEngineSettings) and not config.rounds
     situation = Situation(
-        exact=synchronous and computes_alike and not config.policy.engine.drops_out,
+        exact=is_on_policy and computes_alike and not config.policy.engine.drops_out,
         refresh_every=config.reference.refresh_every,
         longest=None if begins_again else environment.episode.max_tokens,
         most_entropy=math.log(
