@@ -5,7 +5,7 @@ They are torch's profiles of each actor that computes with it, and the timeline 
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from rayloop.actors.failures import brief
 from rayloop.actors.handles import Handle, submit
 from rayloop.actors.policy import PolicyRank
 from rayloop.core.deadlines import WAITS, Span, with_deadline
-from rayloop.run.config import RunConfig
 from rayloop.run.records.timeline import chrome
 
 PROFILE_TIMEOUT_S = 600.0
@@ -22,15 +21,16 @@ PROFILE_TIMEOUT_S = 600.0
 
 
 class Profiles:
-    """The profiles below a run's ``folder``, of the actors of ``services`` (cluster/services.py).
+    """The profiles of ``steps`` below a run's ``folder``.
 
-    ``warn`` is called with the reason why one failed.
+    They are of the actors of ``services`` (cluster/services.py). ``warn`` is called with the reason
+    why one failed.
     """
 
     def __init__(
-        self, config: RunConfig, folder: Path, services: Any, warn: Callable[[str], None]
+        self, steps: Collection[int], folder: Path, services: Any, warn: Callable[[str], None]
     ) -> None:
-        self._steps = config.profile.steps
+        self._steps = steps
         self._folder = folder / "profile"
         self._services = services
         self._warn = warn

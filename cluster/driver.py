@@ -92,7 +92,7 @@ class Driver:
         self.timings = Timings()
         self.ledger = Ledger()
         self.weight_sync = WeightSync(config, services, reporter)
-        self.profiles = Profiles(config, run_folder, services, self.warn)
+        self.profiles = Profiles(config.profile.steps, run_folder, services, self.warn)
         self.checkpoints = origin.store(config.checkpoint.keep, self.warn)
         self.reference = RefreshedReference(config.reference.refresh_every, run_folder)
         self.saving = Saving(

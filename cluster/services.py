@@ -58,16 +58,15 @@ def actor_name(role: str) -> str:
 
 
 async def reserve(
-    config: RunConfig, name: str, wanted: list[dict[str, float]], emit: Emit
+    name: str, wanted: list[dict[str, float]], timeout: float, emit: Emit
 ) -> PlacementGroup:
-    """Reserve all resources at once, waiting for nodes, in place of a dead driver's group.
+    """Reserve all resources at once, in place of a dead driver's group.
 
-    Raises ResourcesUnavailable.
+    Waits up to ``timeout`` seconds for nodes. Raises ResourcesUnavailable.
     """
     # Ray raises ValueError for an unknown name, which is the usual case: no driver died before.
     with suppress(ValueError):
         remove_placement_group(get_placement_group(name))
-    timeout = config.recovery.start_timeout
     lacks = _short(wanted)
     if lacks:
         emit(incidents.WaitingForResources(lacks=lacks, seconds=timeout))
@@ -153,7 +152,9 @@ class Services:
         actors = Counter(role for role, _ in demand(config, self.trains))
         self._emit(events.Starting(dict(actors)))
         name = f"rayloop {self.folder}"
-        self._group = await reserve(config, name, bundles(config, self.trains), self._emit)
+        self._group = await reserve(
+            name, bundles(config, self.trains), config.recovery.start_timeout, self._emit
+        )
         # Before the actors start, since a node may be lost while they do.
         self._watching = asyncio.create_task(self.nodes.watch())
 
@@ -163,7 +164,7 @@ class Services:
         self.pools: list[Pool[Any]] = [self.rollout, self.environment, self.reward]
         await asyncio.gather(*self._starts())
 
-        sandbox = await asyncio.to_thread(held_in, config)
+        sandbox = await asyncio.to_thread(held_in, config.environment)
         seconds = round(time.monotonic() - began, 1)
         self._emit(events.Started(seconds=seconds, threads=self._threads(), sandbox=sandbox))
 

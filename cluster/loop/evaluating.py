@@ -63,7 +63,7 @@ async def evaluate_held_out(run: EvaluatingRun, *, ending: bool) -> None:
 
     run.owes_evaluation = False
     if controls:
-        items += blind(run.config, run.rollouts.dataset, run.held_out)
+        items += blind(settings.blind, run.rollouts.dataset, run.held_out)
     run.reporter.evaluated(run.step, items, images)
     first_step = 0 if settings.first else settings.every
     run.rollouts.alarms.evaluated(first=run.step <= first_step)

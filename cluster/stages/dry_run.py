@@ -106,13 +106,12 @@ def _select_row(config: RunConfig, row: int | None, write: Write) -> tuple[Datas
     return dataset, task
 
 
-def local_engine(config: RunConfig) -> EngineChoice:
+def local_engine(engine: EngineChoice) -> EngineChoice:
     """The engine of the dry run.
 
     It is the configured one, or transformers in place of an engine that has separate processes and
     starts in minutes.
     """
-    engine = config.engine
     if engine.starts_slowly:
         return TransformersEngineSettings(dtype=engine.dtype)
     return engine
@@ -175,12 +174,12 @@ class _DryRun:
     async def _engine(self) -> RolloutActor:
         """A rollout actor that serves the start model, in this process."""
         began = time.monotonic()
-        settings = local_engine(self.config)
+        configured = self.config.engine
+        settings = local_engine(configured)
         actor = RolloutActor(self.config.model, settings, ObjectStoreTransport(), self.folder)
         if not settings.own_weights:
             start = await asyncio.to_thread(start_weights, self.config.model, settings.dtype)
             await actor.load(start.manifest, start.source)
-        configured = self.config.engine
         instead = f" (for {configured.label})" if configured.starts_slowly else ""
         seconds = time.monotonic() - began
         self.write(

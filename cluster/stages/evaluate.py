@@ -45,12 +45,13 @@ from rayloop.measure.controls import (
     summarise,
 )
 from rayloop.measure.report import table
+from rayloop.rewards.settings import RewardSettings
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, store, total
 from rayloop.run.folder import is_answer, make_folder
 from rayloop.run.held_out import Play, blind, plays, read_items
 from rayloop.run.identity import dated, pinned
-from rayloop.run.lifetime import right
+from rayloop.run.lifetime import EvaluationSettings, right
 from rayloop.run.records.events import EventLog
 from rayloop.run.records.jsonl import JsonLines
 from rayloop.run.records.rollouts import RolloutDump
@@ -95,7 +96,7 @@ def evaluate(
     recorded = read_items(items_file)
     # Before anything is played: answers of two configurations must not mix in one folder.
     _claim(out / "identity.json", identity, empty=not recorded)
-    missing = _missing(config, answers, {item.key for item in recorded})
+    missing = _missing(config.reward, answers, {item.key for item in recorded})
     print(
         f"{len(answers)} answers to play, {len(answers) - len(missing)} of them on record in {out}",
         flush=True,
@@ -114,7 +115,7 @@ def evaluate(
 
     unscored = len(keys) - len(items) + len(blinds)
     summary = {"identity": identity, "data": data, **summarise(items, unscored)}
-    summary |= _more(config, tasks, items)
+    summary |= _more(config.evaluation, tasks, items)
     _write_results(out, benchmark, config.model.path, summary, items)
 
     lines = list(table(summary))
@@ -128,7 +129,7 @@ def _blind_items(config: RunConfig, data: str, tasks: Sequence[Task]) -> list[It
     """The items of the blind prior, which answers without the image."""
     if not any(task.images for task in tasks):
         print(f"no row of {data} shows an image: --controls has no wrong image to play")
-    return blind(config, _read(config.data.train, config), tasks)
+    return blind(config.evaluation.blind, _read(config.data.train, config), tasks)
 
 
 def _write_results(
@@ -162,7 +163,7 @@ def _play_on_ray(
     parameters = 0
     if not config.engine.own_weights:
         parameters = read_shape(config.model.path, config.model.revision).parameters
-    room = store(config, parameters)
+    room = store(config.policy.engine.dtype, parameters)
     logs = out / "logs"
     make_folder(logs, "--out")
     needed_resources = total(bundles(config, trains=False))
@@ -183,13 +184,14 @@ def _newest_items(file: Path, keys: Collection[tuple[str, str, int]]) -> list[It
     return [item for key, item in newest.items() if key in keys]
 
 
-def _more(config: RunConfig, tasks: Sequence[Task], items: Sequence[Item]) -> dict[str, Any]:
+def _more(
+    settings: EvaluationSettings, tasks: Sequence[Task], items: Sequence[Item]
+) -> dict[str, Any]:
     """More results of an evaluation.
 
     Means ``by`` each column that the configuration names, ``pass_at`` k of the sampled answers, and
     how many answers are ``cut``.
     """
-    settings = config.evaluation
     means_by_column = {name: by_column(items, _column_values(tasks, name)) for name in settings.by}
     cells = {name: over_cells(rows) for name, rows in means_by_column.items() if "+" in name}
     threshold = right(settings.solved)
@@ -214,14 +216,14 @@ def _column_values(tasks: Sequence[Task], name: str) -> dict[str, str]:
 
 
 def _missing(
-    config: RunConfig, answers: Sequence[Play], recorded: Collection[tuple[str, str, int]]
+    reward: RewardSettings, answers: Sequence[Play], recorded: Collection[tuple[str, str, int]]
 ) -> list[Play]:
     """The answers that are not on record.
 
     With ``reward.per: group``, all answers of a group in which one is missing.
     """
     missing = [answer for answer in answers if _key(answer) not in recorded]
-    if config.reward.per == "trajectory":
+    if reward.per == "trajectory":
         return missing
     groups = {(answer.arm, answer.task.id) for answer in missing}
     return [answer for answer in answers if (answer.arm, answer.task.id) in groups]

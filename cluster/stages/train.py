@@ -107,7 +107,8 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
             write_whole(folder.path / STARTED_IN, str(Path.cwd()).encode())
 
         names = namespace(folder.path)
-        room = store(config, read_shape(config.model.path, config.model.revision).parameters)
+        shape = read_shape(config.model.path, config.model.revision)
+        room = store(config.policy.engine.dtype, shape.parameters)
         started = session(total(bundles(config)), address, temporary, folder.logs, names, room)
         with started, _findable(folder, names):
             _emit_start(config, folder)

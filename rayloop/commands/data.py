@@ -11,6 +11,7 @@ from pathlib import Path
 from rayloop import recipes
 from rayloop.chat.rendering import Renderer
 from rayloop.commands.arguments import add_overrides
+from rayloop.config.model import ModelSettings
 from rayloop.config.settings import Component
 from rayloop.core.failures import ConfigError, RayloopError
 from rayloop.core.files import write_whole
@@ -101,7 +102,7 @@ def validate_run(config: RunConfig) -> int:
 
     Held-out prompts may be as long as evaluations allow. Returns 0 or 1; raises as ``check``.
     """
-    length = _length(config)
+    length = _length(config.model)
     results: list[Checked] = []
     for path, run in (
         (config.data.train, config),
@@ -129,13 +130,13 @@ def validate_run(config: RunConfig) -> int:
     return 1 if leak_count or any(result.problems for result in results) else 0
 
 
-def _length(config: RunConfig) -> Length | None:
-    """A counter of the tokens of a row's prompt for the run's model.
+def _length(model: ModelSettings) -> Length | None:
+    """A counter of the tokens of a row's prompt for the model.
 
     None, with a printed reason, where its tokenizer is missing.
     """
     try:
-        renderer = Renderer(config.model)
+        renderer = Renderer(model)
     except ConfigError as error:
         print(f"token lengths are not counted: {error}")
         return None

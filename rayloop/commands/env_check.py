@@ -20,7 +20,7 @@ from rayloop.core.threads import complete
 from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset
 from rayloop.envs.instance import Environments
-from rayloop.run.config import RunConfig, read
+from rayloop.run.config import read
 from rayloop.view.formatting import visible
 
 MAX_REASON_CHARACTERS = 400
@@ -65,12 +65,13 @@ def check(arguments: argparse.Namespace) -> int:
         anywhere=config.data.anywhere,
     )
     tasks = cycle(dataset)
+    limit = config.environment.episode.step_timeout
     environments = Environments(config.environment.episode.environment, kinds)
     failures = 0
     try:
         for number in range(1, arguments.rounds + 1):
             batch = list(islice(tasks, count))
-            failures += complete(_round(f"round {number}", config, environments, batch))
+            failures += complete(_round(f"round {number}", limit, environments, batch))
     finally:
         environments.end()
     return 1 if failures else 0
@@ -92,11 +93,11 @@ class _Check:
     """Why it could not be closed."""
 
 
-async def _round(
-    name: str, config: RunConfig, environments: Environments, tasks: Sequence[Task]
-) -> int:
-    """Make, reset and close an environment for each task at once; returns the failed ones."""
-    limit = config.environment.episode.step_timeout
+async def _round(name: str, limit: float, environments: Environments, tasks: Sequence[Task]) -> int:
+    """Make, reset and close an environment for each task at once; returns the failed ones.
+
+    ``limit``: seconds for each of the three.
+    """
     all_ready = asyncio.Event()
     settled_count = 0
 

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         described = [_described(role, roles) for role in roles]
         print(json.dumps({**as_json(estimate), "memory": described}))
         return 0
-    print("\n".join(lines(config, estimate, measurement)))
+    print("\n".join(lines(estimate, measurement)))
     print("\n".join(_table(roles)) if roles else f"memory: unknown. {reason}")
     return 0
 

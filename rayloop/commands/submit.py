@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     Returns 0, or with --follow the job's exit code.
     """
     # A bad configuration is refused here, not on the cluster.
-    lasting(read(arguments.config, arguments.overrides))
+    lasting(read(arguments.config, arguments.overrides).output)
     address = arguments.address
     folder = arguments.working_dir.resolve()
     if not address.startswith(("http://", "https://")):

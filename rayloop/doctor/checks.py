@@ -16,7 +16,7 @@ from rayloop.core.threads import in_thread
 from rayloop.doctor import machine, network, software
 from rayloop.doctor.finding import Finding
 from rayloop.engines.machine import cores, open_files
-from rayloop.engines.settings import VllmEngineSettings
+from rayloop.engines.settings import FsdpSettings, VllmEngineSettings
 from rayloop.estimate.memory import of_reference
 from rayloop.estimate.shape import Shape, read_shape
 from rayloop.launch.network import this_node
@@ -93,11 +93,11 @@ def _demand(config: RunConfig | None, address: str | None) -> _Demand:
     model = shape(config)
     demand = _Demand(Path(config.output) / config.name, config.checkpoint.keep + 1)
     if model is not None:
-        demand.checkpoint = checkpoint_bytes(config, model)
+        demand.checkpoint = checkpoint_bytes(config.policy.engine, model)
     # In a cluster the roles may run on other machines.
     if address is None:
         demand.gpus = total(bundles(config)).get("GPU", 0.0)
-        demand.store = store_wanted(config, model.parameters if model else 0)
+        demand.store = store_wanted(config.policy.engine.dtype, model.parameters if model else 0)
         demand.tensors = tensor_bytes(config, model) if model else 0
     return demand
 
@@ -184,9 +184,9 @@ def shape(config: RunConfig) -> Shape | None:
         return None
 
 
-def checkpoint_bytes(config: RunConfig, model: Shape) -> int:
+def checkpoint_bytes(engine: FsdpSettings, model: Shape) -> int:
     """Bytes of one checkpoint: the trained weights and their optimizer state, in float32."""
-    return _FLOAT32_BYTES * model.trained(config.policy.engine) * _CHECKPOINT_TENSORS
+    return _FLOAT32_BYTES * model.trained(engine) * _CHECKPOINT_TENSORS
 
 
 def tensor_bytes(config: RunConfig, model: Shape) -> int:
@@ -200,7 +200,7 @@ def tensor_bytes(config: RunConfig, model: Shape) -> int:
     if not policy.placement.num_gpus or policy.engine.cpu_offload:
         # A checkpoint, the frozen weights, and the gradients, which are as large as the trained
         # weights.
-        needed += checkpoint_bytes(config, model) + _FLOAT32_BYTES * weights
+        needed += checkpoint_bytes(policy.engine, model) + _FLOAT32_BYTES * weights
     if policy.placement.num_gpus:
         # The first rank loads the complete model at the start and exports it later, and each engine
         # of vLLM gets a copy.
@@ -210,7 +210,7 @@ def tensor_bytes(config: RunConfig, model: Shape) -> int:
     if not config.rollout.placement.num_gpus and config.engine.holds_model:
         needed += config.rollout.actors * weights * _bytes_of(config.engine.dtype)
     if config.reference_kind == "actor" and not config.reference.placement.num_gpus:
-        needed += config.reference.actors * of_reference(config, model) * _FLOAT32_BYTES
+        needed += config.reference.actors * of_reference(config.reference, model) * _FLOAT32_BYTES
     return needed
 
 

@@ -22,6 +22,7 @@ from rayloop.engines.training_settings import TILED_ABOVE_TOKENS
 from rayloop.estimate.shape import Shape, read_shape
 from rayloop.launch.limits import memory_limit
 from rayloop.run.config import RunConfig
+from rayloop.run.sections import ReferenceSettings
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes of an element of each type."""
@@ -185,18 +186,17 @@ def memory(config: RunConfig, shape: Shape, lengths: Lengths) -> list[RoleMemory
     ]
     if config.reference_kind == "actor":
         reference = config.reference
-        weights = of_reference(config, shape) * _BYTES[policy.engine.dtype]
+        weights = of_reference(reference, shape) * _BYTES[policy.engine.dtype]
         parts = {"process": _TORCH_PROCESS_BYTES, "weights": weights}
         roles.append(RoleMemory("reference", reference.actors, reference.placement.num_gpus, parts))
     return roles
 
 
-def of_reference(config: RunConfig, shape: Shape) -> int:
+def of_reference(reference: ReferenceSettings, shape: Shape) -> int:
     """Parameters of one reference actor.
 
     ``reference.path`` has them, or the run's model, with this ``shape``.
     """
-    reference = config.reference
     if reference.server:
         return 0
     if reference.path:

@@ -188,10 +188,10 @@ def count(path: str) -> int | None:
     return sum(not isinstance(row, DataFailure) for _, row in rows(Path(path)))
 
 
-def lines(config: RunConfig, made: Plan, found: Measured | None) -> list[str]:
+def lines(made: Plan, found: Measured | None) -> list[str]:
     """The lines that print the plan."""
     text = [
-        f"{made.steps} steps of {made.groups} groups x {config.algorithm.group_size} ="
+        f"{made.steps} steps of {made.groups} groups x {made.target // made.groups} ="
         f" {made.target} trajectories, {counted(made.updates, 'optimizer update')} each"
     ]
     if made.rows is not None:

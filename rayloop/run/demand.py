@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from rayloop.config.model import Dtype
 from rayloop.launch.ray_variables import OBJECT_STORE_BYTES
 from rayloop.run.config import RunConfig
 from rayloop.run.sections import Placement
@@ -63,20 +64,17 @@ def total(each: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return sums
 
 
-def update_bytes(config: RunConfig, parameters: int) -> int:
-    """Bytes of one weight update in the object store, of a model with so many parameters."""
-    return parameters * (2 if config.policy.engine.dtype == "bfloat16" else 4)
-
-
-def store_wanted(config: RunConfig, parameters: int) -> int:
+def store_wanted(dtype: Dtype, parameters: int) -> int:
     """Bytes of a private cluster's object store.
 
-    They are the bytes of every run, and those of the weight updates that exist at once.
+    They are the bytes of every run, and those of the weight updates that exist at once. ``dtype``:
+    of ``policy.engine``; ``parameters``: of the model.
     """
-    return OBJECT_STORE_BYTES + int(STORED_UPDATES * update_bytes(config, parameters))
+    update = parameters * (2 if dtype == "bfloat16" else 4)
+    return OBJECT_STORE_BYTES + int(STORED_UPDATES * update)
 
 
-def store(config: RunConfig, parameters: int, shared_memory: Path = SHARED_MEMORY) -> int:
+def store(dtype: Dtype, parameters: int, shared_memory: Path = SHARED_MEMORY) -> int:
     """As ``store_wanted``, within the free shared memory.
 
     Ray writes objects that do not fit to a disk and reads them again.
@@ -84,4 +82,4 @@ def store(config: RunConfig, parameters: int, shared_memory: Path = SHARED_MEMOR
     room = OBJECT_STORE_BYTES
     if shared_memory.is_dir():
         room = int(SHARED_MEMORY_SHARE * shutil.disk_usage(shared_memory).free)
-    return max(OBJECT_STORE_BYTES, min(store_wanted(config, parameters), room))
+    return max(OBJECT_STORE_BYTES, min(store_wanted(dtype, parameters), room))

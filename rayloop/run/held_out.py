@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from rayloop.config.settings import Component
 from rayloop.core.types import Sampling, Task
 from rayloop.data.dataset import Dataset
 from rayloop.measure.controls import (
@@ -100,11 +101,11 @@ def never_evaluated(config: RunConfig) -> str:
     )
 
 
-def blind(config: RunConfig, train: Dataset, tasks: Sequence[Task]) -> list[Item]:
-    """The blind prior's items; none when the configuration names no prior."""
-    if config.evaluation.blind is None:
+def blind(component: Component | None, train: Dataset, tasks: Sequence[Task]) -> list[Item]:
+    """The items of the blind prior (``evaluation.blind``); none without one."""
+    if component is None:
         return []
-    prior: BlindPrior = config.evaluation.blind.build()
+    prior: BlindPrior = component.build()
     prior.fit(train)
     scores = [(task, prior.score(task)) for task in tasks]
     return [

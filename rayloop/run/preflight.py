@@ -20,6 +20,7 @@ from rayloop.launch.ray_variables import in_job
 from rayloop.loggers.settings import installed
 from rayloop.run.checkpoint import complete
 from rayloop.run.config import RunConfig
+from rayloop.run.sections import EnvironmentSettings
 
 MAX_BIASED_TOKENS = 1024
 """Tokens that vLLM's runner on GPUs can keep from being sampled (v1/worker/gpu/sample/logit_bias.py
@@ -35,7 +36,7 @@ def preflight(
     ``reads``: the files of ``data`` that are read.
     """
     if in_job():
-        lasting(config)
+        lasting(config.output)
     known(config.model.path, config.model.revision)
     for key, path in ((f"data.{name}", getattr(config.data, name)) for name in reads):
         if path is not None and not Path(path).is_file():
@@ -45,7 +46,7 @@ def preflight(
                 f" with {key}=FILE"
             )
     installed(config.loggers)
-    held_in(config)
+    held_in(config.environment)
     if trains:
         _trainable(config)
     bannable(
@@ -197,26 +198,28 @@ def idle_settings(config: RunConfig) -> list[str]:
         refresh_every=config.reference.refresh_every,
         longest=None if begins_again else environment.episode.max_tokens,
         most_entropy=math.log(
-            config.rollout.sampling.sampling().effective_top_k or _vocabulary(config) or math.inf
+            config.rollout.sampling.sampling().effective_top_k
+            or _vocabulary(config.model.path)
+            or math.inf
         ),
     )
     return idle(config.policy.loss, algorithm, config.policy.update, situation)
 
 
-def _vocabulary(config: RunConfig) -> int | None:
+def _vocabulary(model: str) -> int | None:
     """Tokens of the model, where its folder is here and says so."""
-    described = read_json(Path(config.model.path) / "config.json")
+    described = read_json(Path(model) / "config.json")
     size = (described.get("text_config") or described).get("vocab_size")
     return size if isinstance(size, int) and size > 0 else None
 
 
-def held_in(config: RunConfig) -> str:
+def held_in(environment: EnvironmentSettings) -> str:
     """How environments and tools confine a policy's code, by their ``preflight(settings)``.
 
     Empty when none runs any.
     """
     said = []
-    for _, part in components(config.environment):
+    for _, part in components(environment):
         check = getattr(part.resolve(), "preflight", None)
         settings = part.options()
         if check is not None and settings is not None:
@@ -242,13 +245,13 @@ def bannable(config: RunConfig, banned: int) -> None:
         )
 
 
-def lasting(config: RunConfig) -> None:
+def lasting(output: str) -> None:
     """Raises ConfigError when the run folder would be in the working directory of a job.
 
     That directory is deleted after the job.
     """
-    if not Path(config.output).is_absolute():
+    if not Path(output).is_absolute():
         raise ConfigError(
-            f"output: {config.output} is relative, and a Ray job's working directory is deleted"
+            f"output: {output} is relative, and a Ray job's working directory is deleted"
             " when it ends. Name a folder that all nodes see: output=/shared/runs"
         )

@@ -280,7 +280,7 @@ def test_checkpoints_and_memory_are_predicted_from_the_shapes(tmp_path: Path) ->
     run = config(tmp_path)
     shapes = checks.shape(run)
     assert shapes is not None
-    assert checks.checkpoint_bytes(run, shapes) == 1200 * 3 * 4
+    assert checks.checkpoint_bytes(run.policy.engine, shapes) == 1200 * 3 * 4
     assert checks.tensor_bytes(run, shapes) == 1200 * 4 * 4 + 1200 * 4, "a trainer, and an engine"
     for engine, parameters in (
         ({"train_vision": False}, 1000),

@@ -278,7 +278,7 @@ def test_what_is_scored_together_is_played_again_together(tmp_path: Path) -> Non
     missing = {}
     for per in ("trajectory", "group"):
         config = RunConfig.model_validate(settings(tmp_path, tmp_path, reward__per=per))
-        missing[per] = [(p.task.id, p.sample) for p in _missing(config, asked, done)]
+        missing[per] = [(p.task.id, p.sample) for p in _missing(config.reward, asked, done)]
     assert missing["trajectory"] == [("b", 0), ("c", 0), ("c", 1)]
     assert missing["group"] == [("b", 0), ("c", 0), ("b", 1), ("c", 1)]
 

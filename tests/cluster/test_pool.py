@@ -318,9 +318,9 @@ def test_a_reservation_too_large_gives_the_arithmetic(tmp_path: Path) -> None:
     ):
         asyncio.run(
             reserve(
-                config,
                 "too large",
                 bundles(config),
+                config.recovery.start_timeout,
                 lambda event: events.append((event.kind, event.record()["lacks"])),
             )
         )
@@ -330,10 +330,7 @@ def test_a_reservation_too_large_gives_the_arithmetic(tmp_path: Path) -> None:
 
 
 def test_a_reservation_that_others_hold_names_what_is_free(tmp_path: Path) -> None:
-    patient, hasty = (
-        RunConfig.model_validate(settings(tmp_path, tmp_path, recovery={"start_timeout": seconds}))
-        for seconds in (60.0, 1.0)
-    )
+    wanted = bundles(RunConfig.model_validate(settings(tmp_path, tmp_path)))
 
     async def free(cpus: float) -> None:
         async with asyncio.timeout(30):
@@ -341,17 +338,16 @@ def test_a_reservation_that_others_hold_names_what_is_free(tmp_path: Path) -> No
                 await asyncio.sleep(0.1)
 
     async def twice() -> None:
-        await reserve(patient, "first", bundles(patient), lambda *_, **__: None)
-        held = await reserve(
-            patient, "first", bundles(patient), lambda *_, **__: None
-        )  # in place of the one before
+        await reserve("first", wanted, 60.0, lambda *_, **__: None)
+        # In place of the one before.
+        held = await reserve("first", wanted, 60.0, lambda *_, **__: None)
         try:
             await free(1.0)
             with pytest.raises(
                 ResourcesUnavailable,
                 match=r"4 actors could not be placed within 1 s: free are 1 of 4 CPUs",
             ):
-                await reserve(hasty, "second", bundles(hasty), lambda *_, **__: None)
+                await reserve("second", wanted, 1.0, lambda *_, **__: None)
         finally:
             remove_placement_group(held)
         await free(4.0)

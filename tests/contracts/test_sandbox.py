@@ -34,8 +34,8 @@ from rayloop.core.types import Message, Task
 from rayloop.envs import programs
 from rayloop.envs.programs import ContainerSandbox, FusionSandbox, LocalSandbox, RunProgram
 from rayloop.envs.tools import ToolCalls
-from rayloop.run.config import RunConfig
 from rayloop.run.preflight import held_in
+from rayloop.run.sections import EnvironmentSettings
 from tests.envs.programs import needs
 from tests.support import fusion, podman
 from tests.support.runs import eventually
@@ -522,29 +522,17 @@ def test_settings_name_one_kind() -> None:
 
 
 def test_a_run_says_where_programs_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(**given: Any) -> RunConfig:
-        environment = {"use": "rayloop.envs.tools:ToolCalls", "with": tool(**given)}
-        parts = {
-            "model": {"path": "m"},
-            "data": {"train": "rows.jsonl"},
-            "reward": {"source": {"use": "right:right"}},
-        }
-        return RunConfig.model_validate(
-            {
-                "name": "run",
-                "steps": 1,
-                **parts,
-                "environment": {"episode": {"environment": environment}},
-            }
-        )
+    def environment(**given: Any) -> EnvironmentSettings:
+        tools = {"use": "rayloop.envs.tools:ToolCalls", "with": tool(**given)}
+        return EnvironmentSettings.model_validate({"episode": {"environment": tools}})
 
-    assert held_in(run(sandbox=of_server("http://h:8080"))) == "programs: sandbox_fusion"
+    assert held_in(environment(sandbox=of_server("http://h:8080"))) == "programs: sandbox_fusion"
     assert (
-        held_in(run(sandbox={"use": f"{HERE}:Custom"}))
+        held_in(environment(sandbox={"use": f"{HERE}:Custom"}))
         == "programs: tests.contracts.test_sandbox:Custom"
     )
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(
         ConfigError, match=r"sandbox\.kind: local runs no program here: bwrap is not installed"
     ):
-        held_in(run())
+        held_in(environment())

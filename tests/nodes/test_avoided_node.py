@@ -52,7 +52,10 @@ class Site(Services):
 
     async def begin(self) -> None:
         self._group = await reserve(
-            self.config, f"test {self.folder}", bundles(self.config, False), self._emit
+            f"test {self.folder}",
+            bundles(self.config, False),
+            self.config.recovery.start_timeout,
+            self._emit,
         )
         self._watching = asyncio.create_task(self.nodes.watch())
         self.reward = self._pool(

@@ -149,5 +149,5 @@ def place(
     patch.setattr(services, "Nodes", lambda emit: Nodes(emit, rows))
     patch.setattr(services, "reserve", reserve)
     patch.setattr(services, "remove_placement_group", lambda group: None)
-    patch.setattr(services, "held_in", lambda config: "")
+    patch.setattr(services, "held_in", lambda environment: "")
     patch.setattr(services.Services, "_options", options)

@@ -539,7 +539,7 @@ def run_faults(
         if not arguments.again:
             yield "entrypoint: without --again nobody starts the run again that the machines failed"
         config = read(ROOT / arguments.config, arguments.overrides)
-        lasting(config)
+        lasting(config.output)
     except (RayloopError, OSError) as error:
         yield f"entrypoint: {error}"
         return

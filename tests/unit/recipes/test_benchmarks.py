@@ -89,7 +89,9 @@ def test_screenspot_reads_qwens_own_boxes_and_has_a_cell_of_each_platform_and_el
     assert isinstance(outcome, Scored)
     assert (outcome.value, outcome.components["click"]) == (pytest.approx(1.0), 1.0)
     cells = _more(
-        config, tasks, [Item(RIGHT, task.id, "", 0, 1.0, {"click": 1.0}) for task in tasks]
+        config.evaluation,
+        tasks,
+        [Item(RIGHT, task.id, "", 0, 1.0, {"click": 1.0}) for task in tasks],
     )["by"]
     assert set(cells["platform+element"]) == {"web icon", "web text"}
 

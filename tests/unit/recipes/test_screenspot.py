@@ -53,7 +53,7 @@ def evaluated(name: str, published: Path, out: Path) -> tuple[dict[str, Any], li
                 dict(scored.components) | {"reward": scored.value},
             )
         )
-    summary = {**summarise(items, 0), **_more(config, tasks, items)}
+    summary = {**summarise(items, 0), **_more(config.evaluation, tasks, items)}
     return summary, table(summary)
 
 

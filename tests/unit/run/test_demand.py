@@ -7,26 +7,17 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from rayloop.launch.ray_variables import OBJECT_STORE_BYTES
-from rayloop.run.config import RunConfig
 from rayloop.run.demand import store, store_wanted
-from tests.support.runs import settings
 
 GIB = 2**30
 PARAMETERS = 3_750_000_000
 """Of Qwen2.5-VL-3B, which one step published into 512 MiB before: Ray wrote it to a disk and read
 it again.
 """
-
-
-def config(folder: Path, **changes: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        settings(folder, folder, policy__engine__dtype="bfloat16", **changes)
-    )
 
 
 @pytest.fixture
@@ -39,21 +30,20 @@ def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_the_store_has_room_for_two_weight_updates_and_a_half(
     tmp_path: Path, free: SimpleNamespace
 ) -> None:
-    assert store(config(tmp_path), PARAMETERS, tmp_path) == OBJECT_STORE_BYTES + 5 * PARAMETERS
+    assert store("bfloat16", PARAMETERS, tmp_path) == OBJECT_STORE_BYTES + 5 * PARAMETERS
 
 
 def test_float32_weights_take_twice_as_much(tmp_path: Path, free: SimpleNamespace) -> None:
-    exact = RunConfig.model_validate(settings(tmp_path, tmp_path))
-    assert store(exact, PARAMETERS, tmp_path) == OBJECT_STORE_BYTES + 10 * PARAMETERS
+    assert store("float32", PARAMETERS, tmp_path) == OBJECT_STORE_BYTES + 10 * PARAMETERS
 
 
 def test_it_takes_no_more_than_the_shared_memory_has(tmp_path: Path, free: SimpleNamespace) -> None:
     free.free = 10 * GIB
-    assert store(config(tmp_path), PARAMETERS, tmp_path) == 9 * GIB
+    assert store("bfloat16", PARAMETERS, tmp_path) == 9 * GIB
     free.free = 64 * 2**20
-    assert store(config(tmp_path), PARAMETERS, tmp_path) == OBJECT_STORE_BYTES
-    assert store(config(tmp_path), PARAMETERS, tmp_path / "none") == OBJECT_STORE_BYTES
+    assert store("bfloat16", PARAMETERS, tmp_path) == OBJECT_STORE_BYTES
+    assert store("bfloat16", PARAMETERS, tmp_path / "none") == OBJECT_STORE_BYTES
 
 
-def test_weights_that_are_not_here_need_no_room(tmp_path: Path) -> None:
-    assert store_wanted(config(tmp_path), 0) == OBJECT_STORE_BYTES
+def test_weights_that_are_not_here_need_no_room() -> None:
+    assert store_wanted("bfloat16", 0) == OBJECT_STORE_BYTES

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rayloop.estimate.memory import of_reference
 from rayloop.estimate.shape import read_shape
 from rayloop.run.config import RunConfig
 from rayloop.run.preflight import alike
+from rayloop.run.sections import ReferenceSettings
 
 MODEL = Path(__file__).parents[3] / "recipes/arc_vision/tiny"
 KL = {"loss": {"kl_coef": 1.0, "kl": "k2"}}
@@ -170,11 +172,7 @@ def test_a_teacher_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_memory_is_that_of_the_model_that_the_actors_hold() -> None:
     own = read_shape(str(MODEL))
-    assert of_reference(config(policy=KL), own) == own.parameters
-    assert of_reference(config(policy=KL, reference={"path": SERVER}), own) == 0
-    assert (
-        of_reference(
-            config(policy=KL, reference={"path": str(MODEL)}, model={"path": "other"}), own
-        )
-        == own.parameters
-    )
+    assert of_reference(ReferenceSettings(), own) == own.parameters
+    assert of_reference(ReferenceSettings(path=SERVER), own) == 0
+    other = replace(own, tensors={})
+    assert of_reference(ReferenceSettings(path=str(MODEL)), other) == own.parameters
