@@ -51,7 +51,8 @@ class ModelSettings(SettingsModel):
     revision: str | None = None
     """The commit, tag or branch of a model of the Hub; unset: main.
 
-    A run records the commit, and continues with it.
+    A run records the commit, and continues with it. Why a key: to repeat a run after its model was
+    changed on the Hub, name the commit that its folder records.
     """
     min_pixels: int = Field(784, gt=0)
     """Images below this many pixels are enlarged, for prompt, engine and trainer alike.
@@ -74,7 +75,8 @@ class ModelSettings(SettingsModel):
     """Variables of the chat template, such as ``{enable_thinking: false}``.
 
     ``strftime_now`` is the time that a template with the date in it shows (``2026-01-31``); a run
-    keeps the time of its beginning.
+    keeps the time of its beginning. Why a key: Qwen3 spends its tokens on thoughts without that
+    variable, and other families have other ones.
     """
 
     @field_validator("chat_template_kwargs")

@@ -168,10 +168,15 @@ class Component(SettingsModel):
     use: str
     """Its address: ``package.module:Name``, or a plug-in's name.
 
-    Modules are found in the current directory too.
+    Modules are found in the current directory too. Why a key: a custom part, such as a company's
+    logger or a paper's new loss, can only be named by its address.
     """
     with_: dict[str, Any] = Field(default_factory=dict, alias="with")
-    """Its own settings (docs/components.md has those of the shipped ones)."""
+    """Its own settings (docs/components.md has those of the shipped ones).
+
+    Why a key: two runs with the same component differ in them, for example in the weight that a
+    reward gives to the format.
+    """
 
     def resolve(self) -> Callable[..., Any]:
         """The class or function itself. Raises ConfigError when it does not exist or is neither."""

@@ -378,13 +378,14 @@ class OpenAiHttpEngineSettings(EngineChoice):
     """Address with the version, for example http://host:8000/v1.
 
     It must be reachable from the nodes of the rollout actors. With several servers of one model, a
-    group of episodes keeps to one; where that refuses connections, the next is asked.
+    group of episodes keeps to one; where that refuses connections, the next is asked. Why a key:
+    only the user knows where the server runs.
     """
     model: str
     """The model's name at the server, as in its /v1/models.
 
     A server that wants a key gets that of the variable ``OPENAI_API_KEY`` on the nodes of the
-    rollout actors.
+    rollout actors. Why a key: one server holds several, such as a model and its adapters.
     """
     dtype: Dtype = "bfloat16"
     """Type in which the server computes.
@@ -396,7 +397,8 @@ class OpenAiHttpEngineSettings(EngineChoice):
 
     chat: messages and images go out, text comes back, there are no log-probs; ``model.path`` must
     have a ChatML template (Qwen's). tokens: token ids go out, token ids and log-probs come back, as
-    with vLLM's server, which needs ``--logprobs-mode processed_logprobs``; text only.
+    with vLLM's server, which needs ``--logprobs-mode processed_logprobs``; text only. Why a key: a
+    hosted model can only be evaluated, with chat; training needs tokens.
     """
     update: dict[str, dict[str, Any]] = {}
     """POST requests, in order, that make the server load a model folder and forget its caches.
@@ -404,7 +406,7 @@ class OpenAiHttpEngineSettings(EngineChoice):
     Each has the path from the server's root (its own documentation has it), and the JSON to send,
     for example ``{/update_weights_from_disk: {model_path: "{folder}"}}``, where ``{folder}`` stands
     for the folder with the new weights. The server must see the run folder. Empty: it keeps its own
-    weights.
+    weights. Why a key: SGLang, vLLM and others have different calls for it.
     """
 
     @property

@@ -48,7 +48,8 @@ class OptimizerSettings(SettingsModel):
     grad_clip: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global norm.
 
-    Lower it when single steps (``actor/grad_norm``) throw the policy off.
+    Why a key: when single steps (``actor/grad_norm``) throw the policy off, and to repeat a paper:
+    Chart-RVR's supervised stage has 0.3.
     """
 
     _updates: int | None = PrivateAttr(None)
@@ -153,8 +154,9 @@ class FsdpSettings(ComputesOnCpu):
     replicas: int = Field(1, ge=1)
     """Copies of the sharded weights (HSDP), of policy.ranks / replicas ranks in a row each.
 
-    Set it to the number of nodes where the cards of one hold a copy: only sums of gradients then
-    cross the network, once an update. A rank then needs more memory.
+    Only sums of gradients then cross the network, once an update; a rank needs more memory. Why a
+    key: on several nodes with a slow network, set it to their number where the cards of one hold a
+    copy.
     """
     train_vision: bool | None = None
     """Train the vision tower too; with LoRA: adapt its layers.

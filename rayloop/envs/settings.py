@@ -35,8 +35,8 @@ class EnvironmentKind(Component):
     """Where each instance runs: ``thread`` or ``process``.
 
     In its own ``process`` a hang or crash costs only its episode; ``thread`` costs little, but a
-    hang costs the actor. Choose ``process`` for native code; shipped browsers, interpreters and
-    desktops have processes already.
+    hang costs the actor. Shipped browsers, interpreters and desktops have processes already. Why a
+    key: a game in native code that crashes now and then needs ``process``.
     """
 
     @property
@@ -95,7 +95,8 @@ class EpisodeSettings(SettingsModel):
     """What an image beyond ``max_images`` does.
 
     It ends the episode (``end``), or replaces the oldest images by words in a new context, which is
-    a separate sequence for the trainer (``forget``, for long episodes on screens).
+    a separate sequence for the trainer (``forget``). Why a key: an episode of 50 screenshots does
+    not fit into the context of a small model, which must forget the oldest to reach the end.
     """
     on_error: Literal["continue", "end"] = "continue"
     """What follows an action that the environment could not use.
@@ -123,7 +124,8 @@ class SamplingSettings(SettingsModel):
     min_tokens: int = Field(0, ge=0)
     """A turn cannot end before this many tokens.
 
-    Raise it only against empty answers: it changes the policy that is trained.
+    It changes the policy that is trained. Why a key: to measure speed, all answers get the same
+    length with it, and a model that has learned to answer nothing gets out of that.
     """
     stop: tuple[str, ...] = ()
     """A turn ends when its text contains one of these, and keeps it.
@@ -134,13 +136,15 @@ class SamplingSettings(SettingsModel):
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the fewest likeliest tokens that together have this share of the probability.
 
-    Training uses the same tokens (arXiv:2512.02556). Below 1, ``top_k`` is 128 unless set. Lower it
-    when rare tokens spoil long answers.
+    Training uses the same tokens (arXiv:2512.02556). Below 1, ``top_k`` is 128 unless set. Why a
+    key: in answers of thousands of tokens one absurd token, such as a foreign letter, spoils the
+    rest; 0.95 avoids most.
     """
     top_k: int | None = Field(None, ge=2, le=MAX_TOP_K)
     """Sample from this many likeliest tokens; training uses the same tokens.
 
-    None: from all, with ``top_p`` below 1 from 128.
+    None: from all, with ``top_p`` below 1 from 128. Why a key: a model whose card recommends 20, as
+    Qwen3's does, is trained as it will be served.
     """
 
     def sampling(self, *, greedy: bool = False) -> Sampling:

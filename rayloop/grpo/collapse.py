@@ -19,10 +19,15 @@ class Limit(SettingsModel):
     warn: float | None = Field(None, ge=0)
     """Beyond this the run emits an event and prints a line, once until the value is back.
 
-    Change it when you know the reason.
+    Why a key: once the reason is known, the same alarm in each run hides the others: a task that
+    the model nearly solves has many groups that are all right.
     """
     stop: float | None = Field(None, ge=0)
-    """Beyond this the run ends with exit code 1. Set it for unattended runs."""
+    """Beyond this the run ends with exit code 1.
+
+    Why a key: a run over the weekend on rented GPUs should end when half of its trajectories have
+    no reward.
+    """
 
     @model_validator(mode="after")
     def _order(self) -> Self:

@@ -88,7 +88,10 @@ class AdvantageChoice(Component):
     """
 
     use: str = ""
-    """A custom advantage, ``package.module:name``, in place of a ``kind``; empty for none."""
+    """A custom advantage, ``package.module:name``, in place of a ``kind``; empty for none.
+
+    Why a key: a new paper's formula can be tried without a change of this package.
+    """
     kind: (
         Literal[
             "grpo",

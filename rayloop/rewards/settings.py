@@ -91,9 +91,9 @@ class RewardSettings(SettingsModel):
     """The outcome when a grader raises, or hangs, twice on the same trajectory.
 
     exclude: leave it out as ``grader_error`` or ``timeout``; a number: that reward, flagged
-    ``grader_error`` or ``grader_timeout``, for graders that only the policy's text can break: a
-    mistake in the grader is then trained as the policy's. Episodes that end with ``tool_deadline``
-    or ``policy_failure`` get that number too, or 0.
+    ``grader_error`` or ``grader_timeout``: a mistake in the grader is then trained as the policy's.
+    Episodes that end with ``tool_deadline`` or ``policy_failure`` get that number too, or 0. Why a
+    key: a grader that runs the policy's code must not spare code that hangs it.
     """
 
     @property

@@ -97,11 +97,13 @@ class RunConfig(SettingsModel):
     loggers: LoggersSettings = ()
     """Where metrics go besides ``metrics.jsonl`` and Prometheus, such as ``loggers: [{kind:
     tensorboard}, {use: "mine:Logger"}]`` (docs/bring_your_own/metric.md). One that fails is dropped
-    with an event; the run goes on.
+    with an event; the run goes on. Why a key: each team watches its runs in one tool, W&B or
+    TensorBoard, and needs an account or a package for it.
     """
     keep_rollouts: int = Field(4, ge=0)
     """Groups per step written to ``rollouts/`` with texts and images, two completions of one of
-    them also to the terminal; 0: none. Raise it to read more of them.
+    them also to the terminal; 0: none. Why a key: to see how a
+    policy exploits its reward, raise it; where screenshots fill the disk, set 0.
     """
 
     @model_validator(mode="before")

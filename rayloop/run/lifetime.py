@@ -33,8 +33,8 @@ class CheckpointSettings(SettingsModel):
     """
     asynchronous: bool = False
     """Training goes on while a checkpoint is written, from a copy in the memory of the ranks'
-    machines, as large as the checkpoint. Turn it on where saving takes as long as steps do and that
-    memory is there (docs/reliability.md).
+    machines, as large as the checkpoint (docs/reliability.md). Why a key: on slow storage a save
+    takes as long as a step, but not every machine has the memory for the copy.
     """
     keep: int = Field(2, ge=1)
     """Complete checkpoints that stay on disk; each is the weights and the optimizer's state.
@@ -43,8 +43,8 @@ class CheckpointSettings(SettingsModel):
     """
     resume: LocalPath = "auto"
     """auto: continue from the newest complete checkpoint; never; or the folder of a checkpoint,
-    from which every start begins and plays quarantined rows again: name it once, after the repair
-    of a disk or environment.
+    from which every start begins and plays quarantined rows again. Why a key: after the repair of a
+    broken environment, name a checkpoint before the damage, once.
     """
 
     @property
@@ -191,8 +191,8 @@ class ProfileSettings(SettingsModel):
 
     steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Steps of which ``profile/step_000003/`` gets torch's profile of each policy rank, engine and
-    reference, and ``timeline.json``: what each actor did when. Name one or two to see what limits
-    the speed; they take longer themselves.
+    reference, and ``timeline.json``: what each actor did when. They take longer themselves. Why a
+    key: when steps are slow, name one or two of them on the command line to see why.
     """
 
 
@@ -201,14 +201,13 @@ class RecoverySettings(SettingsModel):
 
     replacements: int = Field(12, ge=0)
     """Times an hour that one actor may be replaced; the policy group is rebuilt half as often, a
-    driver restarted a sixth as often. Raise it on machines that are taken away often; 0 to see why
-    an actor died.
+    driver restarted a sixth as often. Why a key: spot machines that are taken away every few
+    minutes need more; 0 shows why an actor died.
     """
     health_timeout: float = Field(30.0, gt=0)
     """Seconds an actor, a policy rank or the driver may give no sign of life before it is replaced
-    (they answer while they compute); a sixth of them lies between two checks of idle actors. Raise
-    it for busy or swapping nodes, for libraries on slow storage, and when there are hundreds of
-    actors.
+    (they answer while they compute); a sixth of them lies between two checks of idle actors. Why a
+    key: a swapping node, libraries on slow storage or hundreds of actors answer later than that.
     """
     start_timeout: float = Field(300.0, gt=0)
     """Seconds for placing and starting an actor, and for storage that refuses checkpoints to come

@@ -25,16 +25,20 @@ class Placement(SettingsModel):
     num_cpus: float = Field(1.0, ge=0)
     """Cores that Ray counts as taken, and torch's threads where ``threads`` is null.
 
-    Lower it where a machine has few.
+    Why a key: on a laptop of four cores all roles start only with fractions, and a judge that runs
+    in the reward actor needs several.
     """
     num_gpus: float = Field(0.0, ge=0)
     """GPUs that are this actor's own.
 
-    A fraction shares one GPU with other roles. Set it for engines and trainer on GPUs.
+    A fraction shares one GPU with other roles. Why a key: engines and trainer compute on GPUs with
+    it, and a reward with a separate model on a part of one.
     """
     resources: dict[str, float] = {}
-    """Custom Ray resources, for example to pin environments to nodes that have a browser, or ranks
-    to one node.
+    """Custom Ray resources.
+
+    Why a key: in a mixed cluster ranks belong to the nodes with the fast cards, and environments to
+    the nodes with a browser, so each role names the resource of its nodes.
     """
 
 
@@ -43,8 +47,8 @@ class RoleSettings(SettingsModel):
 
     actors: int = Field(1, ge=1)
     """Processes of this role, many calls at once each; an engine or a reference holds the whole
-    model. Raise it when steps wait for them, when environments compute much or hang often, and to
-    generate on more GPUs or nodes.
+    model. Why a key: more are needed when steps wait for them, when environments compute much or
+    hang often, and to generate on more GPUs or nodes.
     """
     placement: Placement = Placement()
 
@@ -60,12 +64,15 @@ class ReferenceSettings(RoleSettings):
     """Null: the start model.
 
     A folder or Hub name of another model with the same tokenizer and images: a teacher, for
-    ``algorithm.advantage.kind: distill`` (on-policy distillation). Or ``http://host:port/v1``: a
-    server of vLLM that holds it, for texts sampled at temperature 1.
+    ``algorithm.advantage.kind: distill``. Or ``http://host:port/v1``: a server of vLLM that holds
+    it, for texts sampled at temperature 1. Why a key: on-policy distillation needs a teacher, which
+    is larger than the model that starts.
     """
     refresh_every: int | None = Field(None, ge=1)
-    """Steps after which the start model's copies take over the policy's weights, where the KL holds
-    back long runs; null: never.
+    """Steps after which the start model's copies take over the policy's weights; null: never.
+
+    Why a key: in runs of thousands of steps the KL to the start model ends all progress, and a new
+    reference every few hundred steps lets it go on (ProRL, arXiv:2505.24864).
     """
 
     @property
@@ -101,7 +108,8 @@ class DataSettings(SettingsModel):
     anywhere: bool = False
     """Rows may name images and videos outside of their file's folder.
 
-    Set it for rows that you trust: any file may be shown.
+    Why a key: data sets made for verl often have absolute paths of images, but rows of a stranger
+    could show any file to the policy.
     """
     reader: Annotated[Component, Role("reader", ("task",))] = Component(
         use="rayloop.data.dataset:ChatRows"
@@ -115,7 +123,8 @@ class DataSettings(SettingsModel):
 
     None: a new order in each epoch, from the seed. file: that of the file. A curriculum for the
     first epoch: ``{use: "rayloop.recipes.arc_vision.data:LargeFirst"}`` or
-    ``rayloop.run.order:BySolveRate``.
+    ``rayloop.run.order:BySolveRate``. Why a key: rows that somebody sorted from easy to hard must
+    come in that order.
     """
 
     @property
@@ -138,8 +147,8 @@ class RolloutSettings(RoleSettings):
     sampling: SamplingSettings = SamplingSettings()
     deterministic: bool = False
     """Each group is decoded as its own batch and committed in request order: a resumed run equals
-    an uninterrupted one bit for bit. For tests and for hunting differences: decoding group by group
-    is slower.
+    an uninterrupted one bit for bit. Why a key: to find the cause of a difference between two runs
+    they must be equal otherwise; group by group, decoding is slower.
     """
 
 
@@ -163,7 +172,8 @@ class EnvironmentSettings(RoleSettings):
     """How often an episode is played when its environment fails, before its trajectory is excluded.
 
     When so many episodes of one group hung, the others are not played and the task is quarantined.
-    Raise it for environments that often fail by chance.
+    Why a key: virtual machines that fail in one of five starts need more attempts; 1 shows the
+    first failure of an environment that is being repaired.
     """
     episode_timeout: float = Field(3600.0, gt=0)
     """Seconds for a whole episode, from when its actor has room for it; beyond them it hangs, and
@@ -189,6 +199,11 @@ class PolicySettings(SettingsModel):
     engine: FsdpSettings = FsdpSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     loss: Annotated[LossChoice, LOSS] = PpoLoss()
+    """What an update minimises.
+
+    Why a key: each paper has its own; mixture-of-experts models, for example, are unstable with
+    ``ppo``, and their authors use ``gspo``.
+    """
     update: UpdateSettings = UpdateSettings()
     placement: Placement = Placement()
     step_timeout: float = Field(3600.0, gt=0)

@@ -19,9 +19,10 @@ import pytest
 
 from rayloop.run.config import RunConfig
 from tests.support.runs import ROOT
-from tools.pages.config import count_fields
+from tools.pages.config import leaf_keys
 
-KEYS = 121
+KEYS = 193
+"""Paths that a user can set to a value; a class that is used at two places has its keys twice."""
 TOKENS = 434_000
 """Names, operators, numbers and strings of the product: a budget that nobody meets by writing
 denser lines.
@@ -102,7 +103,7 @@ def words(path: Path) -> int:
 
 
 def test_the_keys_of_a_run() -> None:
-    assert count_fields(RunConfig) <= KEYS
+    assert len(leaf_keys(RunConfig)) <= KEYS
 
 
 def test_the_tokens_of_the_product() -> None:

@@ -37,7 +37,7 @@ Where a component has a default, its `with` can be set without its `use`. Which 
 def page(target: str) -> str:
     """docs/config.md for the settings class ``module:Class``."""
     model = pkgutil.resolve_name(target)
-    return HEADER.format(target=target, count=count_fields(model)) + describe(model)
+    return HEADER.format(target=target, count=len(leaf_keys(model))) + describe(model)
 
 
 COMPONENTS = {
@@ -170,22 +170,30 @@ def describe(model: type[BaseModel]) -> str:
     return "\n".join(_section(current, paths) for current, paths in _used_at(model).items())
 
 
-def count_fields(model: type[BaseModel]) -> int:
-    """Number of different keys a person can set.
+def leaf_keys(model: type[BaseModel]) -> dict[str, list[str]]:
+    """Path of each key that a user can set to a value -> its texts, one for each class that has it.
 
-    A section is none, but the choice between several kinds of one is a key; the ``kind`` that each
-    of them carries is that choice. A field counts once for all paths of its class, for all classes
-    that inherit it, and, when the class that declares it is a kind, for all kinds of one choice.
+    A section is none, but where a value can stand in its place, that is a key; so is the choice
+    between several kinds (``kind``), whose text is that of the section.
     """
-    found = set[tuple[object, str]]()
-    for current, paths in _used_at(model).items():
+    keys: dict[str, list[str]] = {}
+    texts_of_sections: dict[str, str] = {}
+    for path, current in walk(model):
         for name, info in current.model_fields.items():
-            if not _tag(current, name) and len(models(info.annotation)) != 1:
-                owner = next(
-                    c for c in reversed(current.__mro__) if name in inspect.get_annotations(c)
-                )
-                found.add((paths[0] if kind_of(owner) else owner, name))
-    return len(found)
+            key = dotted((*path, info.alias or name))
+            text = info.description or ""
+            if _tag(current, name):
+                text = texts_of_sections[dotted(path).removesuffix(".*")]
+            if _takes_value(info.annotation):
+                keys.setdefault(key, []).append(text)
+            else:
+                texts_of_sections[key] = text
+    return keys
+
+
+def _takes_value(annotation: Any) -> bool:
+    """Whether a value can be set here: not only a section, and no list or mapping of sections."""
+    return any(not models(member) and not models(item(member)) for member in members(annotation))
 
 
 def _tag(model: type[BaseModel], name: str) -> bool:
@@ -195,7 +203,10 @@ def _tag(model: type[BaseModel], name: str) -> bool:
 def _used_at(model: type[BaseModel]) -> dict[type[BaseModel], list[KeyPath]]:
     used: dict[type[BaseModel], list[KeyPath]] = {}
     for path, current in walk(model):
-        used.setdefault(current, []).append(path)
+        paths = used.setdefault(current, [])
+        # A key of all kinds of a section has the same path in each.
+        if path not in paths:
+            paths.append(path)
     return used
 
 

@@ -98,7 +98,7 @@ class Coefficients:
         self._kl = kl if isinstance(kl, AdaptiveKl) else None
         self._entropy = entropy if isinstance(entropy, AdaptiveEntropy) else None
         self.kl = kl.start if isinstance(kl, AdaptiveKl) else kl
-        self._base = entropy.start if isinstance(entropy, AdaptiveEntropy) else entropy
+        self._base = 0.0 if isinstance(entropy, AdaptiveEntropy) else entropy
         self._open = self._entropy is None
 
     @property

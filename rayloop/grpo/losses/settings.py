@@ -6,12 +6,10 @@ No torch.
 import math
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, Tag, model_validator
-from pydantic.dataclasses import dataclass
+from pydantic import Field, NonNegativeFloat, PositiveFloat, Tag, model_validator
 
 from rayloop.config.settings import CUSTOM, Component, Role, SettingsModel, by_kind, takes
 
-VALUE = ConfigDict(extra="forbid", allow_inf_nan=False)
 Aggregation = (
     Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "prompt-mean"]
     | PositiveFloat
@@ -19,23 +17,30 @@ Aggregation = (
 Estimator = Literal["k1", "k2", "k3", "k3+", "low_var_kl"]
 
 
-@dataclass(frozen=True, config=VALUE)
-class KlTerm:
-    """``kl: {estimator, in, unbiased}``.
-
-    ``in: reward``: minus the coefficient times the estimate is a reward of each token, which the
-    advantages of the tokens up to it share (RLHF, arXiv:1909.08593). ``unbiased``: times
-    ``exp(logprobs - rollout_logprobs)``, so that the estimate holds for tokens that another policy
-    sampled (DeepSeek-V3.2, arXiv:2512.02556, equation 7).
-    """
+class KlTerm(SettingsModel):
+    """``kl: {estimator, in, unbiased}``."""
 
     estimator: Estimator = "k3"
-    where: Annotated[Literal["loss", "reward"], Field(alias="in")] = "loss"
+    """As ``policy.loss.kl`` itself, where the two keys beside it are set too.
+
+    Why a key: RLHF's reward (``in: reward``) needs ``k1``, which has no gradient in the loss.
+    """
+    where: Literal["loss", "reward"] = Field("loss", alias="in")
+    """Where the term is: in the loss, or in the reward (RLHF, arXiv:1909.08593).
+
+    reward: minus the coefficient times the estimate is a reward of each token, which the advantages
+    of the tokens up to it share. Why a key: a run that repeats PPO-style RLHF, or verl's
+    ``use_kl_in_reward``, has it in the reward.
+    """
     unbiased: bool = False
+    """Times ``exp(logprobs - rollout_logprobs)``: right for tokens that another policy sampled.
+
+    DeepSeek-V3.2, arXiv:2512.02556, equation 7. Why a key: true with stale trajectories, where the
+    plain estimate is that of the policy which sampled them.
+    """
 
 
-@dataclass(frozen=True, config=VALUE)
-class AdaptiveKl:
+class AdaptiveKl(SettingsModel):
     """``kl_coef: {start, target, horizon}`` (arXiv:1909.08593, equation 4).
 
     After a step of n trajectories the coefficient is multiplied by ``1 + n / horizon * error``,
@@ -43,45 +48,96 @@ class AdaptiveKl:
     """
 
     start: PositiveFloat
+    """The coefficient of the first step; those that follow depend on ``target``.
+
+    Why a key: a task whose rewards are small against the KL begins lower, or nothing is learned
+    before the coefficient has fallen.
+    """
     target: PositiveFloat
+    """The KL to the reference that the coefficient keeps up, in nats a token.
+
+    Why a key: it is what the user allows the policy to change, more for a new answer format than
+    for a style to be kept.
+    """
     horizon: PositiveFloat = 10_000.0
+    """Trajectories over which the coefficient follows; the default is the paper's.
+
+    Why a key: steps of many trajectories must raise it, or the coefficient falls to 0 at once; a
+    run of a few thousand trajectories lowers it to adapt at all.
+    """
 
 
-@dataclass(frozen=True, config=VALUE)
-class AdaptiveEntropy:
-    """``entropy_coef: {target, step, start}`` (Skywork-OR1, arXiv:2505.22312, section 4.2).
+class AdaptiveEntropy(SettingsModel):
+    """``entropy_coef: {target}`` (Skywork-OR1, arXiv:2505.22312, section 4.2).
 
-    After each step the coefficient grows by ``step`` when the entropy is below ``target`` nats a
-    token, else it falls, to 0 at least, and does not apply.
+    After each step the coefficient, 0 at first, grows by ``step`` when the entropy is below
+    ``target`` nats a token, else it falls, to 0 at least, and does not apply.
     """
 
     target: PositiveFloat
-    step: PositiveFloat = 0.005
-    start: NonNegativeFloat = 0.0
+    """The entropy below which the bonus applies, in nats a token; Skywork-OR1 has 0.2.
+
+    Why a key: entropy depends on model and task: coordinates of a click vary less than a text.
+    """
+    step: ClassVar[float] = 0.005
+    """Change of the coefficient after a step, as in the paper.
+
+    The coefficient finds its value by such steps, so another one only comes there later or sooner.
+    """
 
 
-@dataclass(frozen=True, config=VALUE)
-class Correction:
+class Correction(SettingsModel):
     """``correction: {level, action, low, high, veto, off_policy, bypass}``.
 
     A token's weight is ``exp(old_logprobs - rollout_logprobs)`` of the token, or the product
-    (sequence) or the geometric mean (geometric) of these over its trajectory. truncate: clamped to
-    [low, high]; mask: 0 outside. ``veto: [low, high]``: a trajectory with one token's weight
-    outside counts nothing. ``off_policy: delta``: neither does one with a negative advantage whose
-    tokens have become less likely by more than delta nats in the mean (DeepSeek-V3.2,
-    arXiv:2512.02556, equation 9). ``bypass``: the ratio is to the engine's log-probs, and the rule
-    only masks.
+    (sequence) or the geometric mean (geometric) of these over its trajectory.
     """
 
     level: Literal["token", "sequence", "geometric"] = "token"
-    action: Literal["truncate", "mask"] = "truncate"
-    low: Annotated[float, Field(ge=0, le=1)] = 0.0
-    high: Annotated[float, Field(ge=1, allow_inf_nan=True)] = 2.0
-    veto: tuple[float, Annotated[float, Field(allow_inf_nan=True)]] | None = None
-    off_policy: NonNegativeFloat | None = None
-    bypass: bool = False
+    """Over which log-probs a weight is taken: a token's, or all of its trajectory.
 
-    def __post_init__(self) -> None:
+    Why a key: sequence is the exact importance weight of short answers; geometric, for long ones,
+    does not explode with the length.
+    """
+    action: Literal["truncate", "mask"] = "truncate"
+    """What happens to a weight outside of [low, high]: truncate clamps it; mask makes it 0.
+
+    Why a key: IcePop and other published rules mask; with a mixture-of-experts model, tokens far
+    off are often wrong rather than rare.
+    """
+    low: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """The least weight, 1 at most; 0 bounds nothing from below.
+
+    Why a key: published rules that mask have a lower bound, such as 0.5 of IcePop.
+    """
+    high: Annotated[float, Field(ge=1, allow_inf_nan=True)] = 2.0
+    """The largest weight, 1 at least; ``.inf`` bounds nothing from above.
+
+    Why a key: IcePop masks above 5, and the product over a trajectory varies more than one token's
+    weight, so that it has a higher bound.
+    """
+    veto: tuple[float, Annotated[float, Field(allow_inf_nan=True)]] | None = None
+    """``[low, high]``: a trajectory with one token's weight outside of it counts nothing.
+
+    Why a key: an engine with a quantised cache now and then samples a token that the trainer
+    thinks impossible; ``[1.0e-4, 100]`` leaves such trajectories out.
+    """
+    off_policy: NonNegativeFloat | None = None
+    """Most nats by which a trajectory with a negative advantage may have become less likely.
+
+    In the mean of its tokens; beyond it the trajectory counts nothing (DeepSeek-V3.2,
+    arXiv:2512.02556, equation 9). Why a key: for runs with several updates a step or stale
+    trajectories, whose failures would push the policy on when it has left them already.
+    """
+    bypass: bool = False
+    """The ratio is to the engine's log-probs, and the rule only masks.
+
+    Why a key: ``correction: bypass`` has no bounds; this one does, as verl's bypass mode with
+    rejection.
+    """
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
         if self.bypass and self.action == "truncate":
             raise ValueError(
                 "bypass: true has weights of 1, which action: truncate cannot bound; set action:"
@@ -92,6 +148,7 @@ class Correction:
                 f"veto: {list(self.veto)} must hold 1, the weight without drift; [1.0e-4, 100] is"
                 " usual"
             )
+        return self
 
 
 BYPASS = Correction(action="mask", high=math.inf, bypass=True)
@@ -135,8 +192,8 @@ class LossSettings(SettingsModel):
     top_entropy_quantile: float = Field(1.0, gt=0, le=1)
     """Share of an update's tokens, those with the most entropy, that have a policy gradient.
 
-    arXiv:2506.01939 has 0.2. Below 1 each update begins with one more forward pass, which finds the
-    entropy from which tokens count.
+    Below 1 each update begins with one more forward pass, which finds the entropy from which tokens
+    count. Why a key: arXiv:2506.01939 trains on the fifth of the tokens with the most entropy: 0.2.
     """
     correction: Literal["decoupled", "bypass", "none"] | Correction = "decoupled"
     """How the gap between the sampling engine and the trainer is corrected (section 2).

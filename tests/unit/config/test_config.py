@@ -35,7 +35,7 @@ from rayloop.run.lifetime import RecoverySettings
 from rayloop.serve_apps.settings import ServeFile
 from rayloop.sft.stage import SftConfig
 from tests.support.runs import set_key, settings
-from tools.pages.config import COMPONENTS, components_page, count_fields, describe, page
+from tools.pages.config import COMPONENTS, components_page, describe, leaf_keys, page
 
 Write = Callable[..., Path]
 
@@ -532,10 +532,32 @@ def test_the_reference_describes_every_key() -> None:
     assert "| `size` | number, > 0, < 100 | `1.0` |  |" in page
     assert "| `name` | text | **required** |  |" in page
     assert "| `garden` | section or null | `null` |  |" in page
-    assert count_fields(Garden) == 2
-    assert count_fields(House) == 5 + 1 + 1 + 2 + 2, (
-        "House with the choice of a favourite, Cat, Dog, Garden, Component"
-    )
+
+
+def test_a_key_is_each_path_that_can_be_set_to_a_value() -> None:
+    assert leaf_keys(House) == {
+        "name": [""],
+        "pets.*.kind": ["", ""],
+        "pets.*.lives": ["How many are left."],
+        "pets.*.tricks": [""],
+        "favourite.kind": ["", ""],
+        "favourite.lives": ["How many are left."],
+        "favourite.tricks": [""],
+        "garden.size": [""],
+        "garden.sunny": [""],
+        "rooms": [""],
+        "stairs": [""],
+        "part.use": leaf_keys(Component)["use"],
+        "part.with": leaf_keys(Component)["with"],
+    }
+
+
+def test_a_value_in_place_of_a_section_is_a_key_too() -> None:
+    class Street(SettingsModel):
+        lamp: Literal["none"] | Garden = "none"
+        """Light."""
+
+    assert leaf_keys(Street) == {"lamp": ["Light."], "lamp.size": [""], "lamp.sunny": [""]}
 
 
 PAGES = [("config.md", "rayloop.run.config:RunConfig"), ("sft.md", "rayloop.sft.stage:SftConfig")]

@@ -1,11 +1,15 @@
-"""The keys themselves: no text names one that does not exist."""
+"""The keys themselves: each is on the page, none is without a use, no text names one that does not
+exist.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Iterator
+from typing import Any
 
+import yaml
 from pydantic import BaseModel
 
 from rayloop.config.explain import keys, walk
@@ -14,6 +18,7 @@ from rayloop.run.config import RunConfig
 from rayloop.serve_apps.settings import JudgeSettings, PolicyEndpointSettings, ServeFile
 from rayloop.sft.stage import SftConfig
 from tests.support.runs import ROOT
+from tools.pages.config import leaf_keys
 
 ROOTS: tuple[type[BaseModel], ...] = (
     RunConfig,
@@ -128,3 +133,84 @@ def test_names_are_distinguished_from_keys() -> None:
     assert (
         list(mentioned("environment.py, policy.train(), rayloop.policy.x, docs/policy.loss")) == []
     )
+
+
+def schema_paths(
+    node: dict[str, Any], definitions: dict[str, Any], path: str = ""
+) -> Iterator[str]:
+    """Path of each value below a node of a JSON schema; ``*`` stands for an element."""
+    if "$ref" in node:
+        node = definitions[node["$ref"].rpartition("/")[2]]
+    alternatives = [*node.get("anyOf", ()), *node.get("oneOf", ())]
+    if alternatives:
+        for alternative in alternatives:
+            yield from schema_paths(alternative, definitions, path)
+        return
+    for key, part in node.get("properties", {}).items():
+        yield from schema_paths(part, definitions, f"{path}.{key}".removeprefix("."))
+    if "properties" in node or node.get("type") == "null":
+        return
+    elements = [node.get("items"), node.get("additionalProperties")]
+    below = {
+        place
+        for element in elements
+        if isinstance(element, dict)
+        for place in schema_paths(element, definitions, f"{path}.*")
+    }
+    yield from below - {f"{path}.*"} or {path}
+
+
+def page_paths(page: str) -> Iterator[str]:
+    """Path of each row of the tables of docs/config.md, and of the ``kind`` in each heading."""
+    for section in page.split("\n## ")[1:]:
+        heading, _, rest = section.partition("\n")
+        places, _, kind = heading.partition(" with `kind: ")
+        sections = [f"{place}." for place in re.findall("`(.+?)`", places)] or [""]
+        keys_of_section = re.findall(r"^\| `(\w+)` \|", rest, re.MULTILINE)
+        for place in sections:
+            yield from (f"{place}{key}" for key in keys_of_section)
+            if kind:
+                yield f"{place}kind"
+
+
+def test_every_value_of_the_schema_has_a_row_on_the_page() -> None:
+    schema = RunConfig.model_json_schema()
+    paths_of_schema = set(schema_paths(schema, schema["$defs"]))
+    page = (ROOT / "docs/config.md").read_text(encoding="utf-8")
+    assert paths_of_schema - set(page_paths(page)) == set()
+    assert set(leaf_keys(RunConfig)) == paths_of_schema
+
+
+def yaml_paths(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Path of each key of a YAML document, without the places in lists."""
+    if isinstance(node, dict):
+        for key, part in node.items():
+            yield (*path, str(key))
+            yield from yaml_paths(part, (*path, str(key)))
+    elif isinstance(node, list):
+        for part in node:
+            yield from yaml_paths(part, path)
+
+
+def test_a_key_that_no_shipped_file_sets_says_who_needs_it() -> None:
+    files = [file for top in ("recipes", "deploy") for file in (ROOT / top).rglob("*.yaml")]
+    written = {
+        path[first:]
+        for file in files
+        for document in yaml.load_all(file.read_text(encoding="utf-8"), yaml.CSafeLoader)
+        for path in yaml_paths(document)
+        for first in range(len(path))
+    }
+    unset = {
+        key: texts
+        for key, texts in leaf_keys(RunConfig).items()
+        if tuple(part for part in key.split(".") if part != "*") not in written
+    }
+    reasons = {
+        (key, " ".join(text.split()).partition("Why a key: ")[2])
+        for key, texts in unset.items()
+        for text in texts
+    }
+    assert len(files) > 90
+    assert len(unset) > 50, "no key is unset: the files are not read as they are"
+    assert {key for key, reason in reasons if len(reason.split()) < 8} == set()

@@ -47,17 +47,6 @@ def spoiled(annotation: Any, bad: float) -> Iterator[Any]:
         yield from ([value] for value in spoiled(inner[0], bad))
     elif origin in (dict, Mapping) or getattr(origin, "__name__", "") == "Mapping":
         yield from ({"a": value} for value in spoiled(inner[1], bad))
-    elif (
-        isinstance(annotation, type)
-        and hasattr(annotation, "__pydantic_fields__")
-        and not issubclass(annotation, BaseModel)
-    ):
-        for (
-            name,
-            info,
-        ) in annotation.__pydantic_fields__.items():  # a dataclass in place of a number
-            if (annotation.__name__, name) not in INFINITE:
-                yield from ({name: value} for value in spoiled(info.annotation, bad))
 
 
 def classes() -> list[type[BaseModel]]:
@@ -76,6 +65,8 @@ def test_no_number_of_a_configuration_is_infinite_or_nan() -> None:
     tried, accepted = 0, []
     for model in classes():
         for key, annotation in keys(model).items():
+            if (model.__name__, key) in INFINITE:
+                continue
             for bad in (math.nan, math.inf, -math.inf):
                 for value in spoiled(annotation, bad):
                     tried += 1

@@ -208,7 +208,7 @@ def test_coefficients_adapt_over_any_steps() -> None:
     settings = PpoLoss.model_validate(
         {
             "kl_coef": {"start": 0.2, "target": 0.05, "horizon": 500},
-            "entropy_coef": {"target": 0.5, "step": 0.01},
+            "entropy_coef": {"target": 0.5},
         }
     )
     chance, made = random.Random(1), Coefficients(settings)
@@ -218,7 +218,7 @@ def test_coefficients_adapt_over_any_steps() -> None:
         made.after({"kl": steps[-1][0], "entropy": 5 * steps[-1][0]}, steps[-1][1])
         assert made.kl == pytest.approx(oracle.adaptive_kl(0.2, 0.05, 500, steps), rel=1e-12)
         assert made.entropy == pytest.approx(
-            oracle.adaptive_entropy(0.0, 0.5, 0.01, [5 * kl for kl, _ in steps]), abs=1e-15
+            oracle.adaptive_entropy(0.0, 0.5, 0.005, [5 * kl for kl, _ in steps]), abs=1e-15
         )
         again = Coefficients(settings)
         again.load(made.state())

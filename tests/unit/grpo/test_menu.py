@@ -106,7 +106,7 @@ LOSSES: dict[str, Callable[[int], Settings]] = {
     },
     "kl_coef: adaptive": lambda seed: {"kl_coef": {"start": 0.1, "target": 0.05, "horizon": 100.0}},
     "entropy_coef": lambda seed: {"entropy_coef": 0.02},
-    "entropy_coef: adaptive": lambda seed: {"entropy_coef": {"start": 0.01, "target": 1.0}},
+    "entropy_coef: adaptive": lambda seed: {"entropy_coef": {"target": 1.5}},
     "top_entropy_quantile": lambda seed: {"top_entropy_quantile": 0.4},
     "streams: rl, ref_kl, ce": lambda seed: {"aggregation": AGGREGATIONS[seed % 5], **KL},
 }
@@ -114,7 +114,7 @@ LOSSES: dict[str, Callable[[int], Settings]] = {
 
 def offered() -> set[str]:
     """What the settings offer, by the names of ``LOSSES``."""
-    assert {f.name for f in fields(Correction)} == {
+    assert set(Correction.model_fields) == {
         "level",
         "action",
         "low",
@@ -123,7 +123,7 @@ def offered() -> set[str]:
         "off_policy",
         "bypass",
     }
-    assert {f.name for f in fields(KlTerm)} == {"estimator", "where", "unbiased"}
+    assert set(KlTerm.model_fields) == {"estimator", "where", "unbiased"}
     levels, actions = (
         TypeAdapter(Correction).json_schema()["properties"][name]["enum"]
         for name in ("level", "action")
@@ -292,7 +292,7 @@ def after_some_steps(loss: PolicyLoss, given: Settings, seed: int) -> Settings:
         }
     if isinstance(rule := given.get("entropy_coef"), dict):
         applied = oracle.adaptive_entropy(
-            rule["start"], rule["target"], 0.005, [10 * measured for measured, _ in steps]
+            0.0, rule["target"], 0.005, [10 * measured for measured, _ in steps]
         )
         return given | {"entropy_coef": applied}
     return given
