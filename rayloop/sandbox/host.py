@@ -322,15 +322,14 @@ class _Server:
         self._level = level
         self._folder = ""
         self._user: bubblewrap.User | None = None
-        if level == Level.NAMESPACES and os.geteuid() == 0:
-            self._user = bubblewrap.free_user()
-
-        # This kind of socket keeps the borders of messages: one ``recv`` is one message.
-        host_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        settings = self._settings(options, server_end.fileno())
         # Not a pipe: it is not read after the start, and a full pipe would stop the server.
         with tempfile.TemporaryFile() as errors:
+            # This kind of socket keeps the borders of messages: one ``recv`` is one message.
+            host_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
+                if level == Level.NAMESPACES and os.geteuid() == 0:
+                    self._user = bubblewrap.free_user()
+                settings = self._settings(options, server_end.fileno())
                 self.process = subprocess.Popen(
                     self._command_line(settings),
                     env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import psutil
+import pytest
 
 from rayloop.sandbox import cells, frames
-from rayloop.sandbox.host import Interpreter
+from rayloop.sandbox.host import Interpreter, _Server
+from rayloop.sandbox.options import Level, Options, SandboxFailed
 
 
 @contextmanager
@@ -58,3 +62,22 @@ def test_a_call_that_ends_after_its_interpreter_was_closed_stops_no_other() -> N
         finally:
             for one in {handle, number}:
                 os.close(one)
+
+
+def test_a_server_that_gets_no_folder_leaves_no_socket_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(prefix: str) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    # Frees what other tests left to the garbage collector, which would change the number below.
+    gc.collect()
+    before = psutil.Process().num_fds()
+    failures = []
+    for _ in range(3):
+        with pytest.raises(SandboxFailed, match="No space left") as raised:
+            _Server(Level.FILTERED, Options())
+        # Its traceback holds the frame, and with it each socket that was left open.
+        failures.append(raised.value)
+    assert psutil.Process().num_fds() == before
