@@ -95,8 +95,9 @@ def _ratio(loss: LossSettings, update: UpdateSettings, situation: Situation) -> 
     if not _has_one_update(update) or (to_engine and not situation.exact):
         if isinstance(loss, ReinforceLoss) and loss.correction == "bypass":
             yield (
-                "policy.loss.correction: bypass is none here: kind: reinforce has no ratio, so that"
-                " no token is weighed. Leave it out, or take another policy.loss.kind"
+                "policy.loss.correction: bypass is the same as none here: kind: reinforce has no"
+                " ratio, and bypass weighs no token. Leave it out to have tokens weighed, or take"
+                " another policy.loss.kind"
             )
         return
     if to_engine:
