@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 from rayloop.core.failures import PolicyLost, WeightSyncError
 from rayloop.core.types import Version
+from tests.support.clusters import private_ray
 from tests.support.weight_sync import Stage, Streaming, weights
 
 pytestmark = pytest.mark.timeout(300)
@@ -28,15 +28,8 @@ GROUP = "_membership._name"
 
 @pytest.fixture(scope="module", autouse=True)
 def _cluster() -> Iterator[None]:
-    ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        object_store_memory=100 * 2**20,
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
+    with private_ray(4):
+        yield
 
 
 def test_a_receiver_killed_during_a_broadcast_is_replaced_and_the_others_are_served(

@@ -20,6 +20,7 @@ from rayloop.cluster.supervision import policy_group
 from rayloop.cluster.supervision.policy_group import PolicyGroup
 from rayloop.core.types import Version
 from rayloop.run.config import RunConfig
+from tests.support.clusters import private_ray
 from tests.support.runs import settings
 
 pytestmark = pytest.mark.timeout(180)
@@ -27,15 +28,8 @@ pytestmark = pytest.mark.timeout(180)
 
 @pytest.fixture(scope="module", autouse=True)
 def _cluster() -> Iterator[None]:
-    ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        object_store_memory=100 * 2**20,
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
+    with private_ray(4):
+        yield
 
 
 def test_answers_that_are_lost_cost_no_rebuild(

@@ -45,6 +45,7 @@ from rayloop.core.types import EndReason, Summary, Task, TrajectoryId, Version
 from rayloop.run.config import RunConfig
 from rayloop.run.identity import about, identity
 from tests.engines.training import trajectory
+from tests.support.clusters import private_ray
 from tests.support.drivers import made_driver
 from tests.support.runs import eventually, settings
 
@@ -53,15 +54,8 @@ pytestmark = pytest.mark.timeout(180)
 
 @pytest.fixture(scope="module", autouse=True)
 def _cluster() -> Iterator[None]:
-    ray.init(
-        address="local",
-        num_cpus=8,
-        include_dashboard=False,
-        object_store_memory=100 * 2**20,
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
+    with private_ray(8):
+        yield
 
 
 @ray.remote(num_cpus=0)

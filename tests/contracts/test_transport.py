@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import yaml
 
 from rayloop.config.settings import check_components
@@ -21,6 +20,7 @@ from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
 from rayloop.run.config import RunConfig, read
 from rayloop.transports.seam import WeightTransport, WeightUpdate, transport
+from tests.support.clusters import private_ray
 from tests.support.pages import write_snippets
 from tests.support.runs import settings
 from tests.support.weight_sync import Engine, Stage, weights
@@ -44,15 +44,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def _cluster() -> Iterator[None]:
-    ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        object_store_memory=100 * 2**20,
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
+    with private_ray(4):
+        yield
 
 
 def chosen(kind: str, folder: Path) -> dict[str, Any]:

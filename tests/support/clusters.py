@@ -24,6 +24,24 @@ STORE = 80 * 2**20
 """Bytes of each node's object store."""
 
 
+@contextmanager
+def private_ray(cpus: int) -> Iterator[None]:
+    """A Ray with so many CPUs in this process, which ends with the block."""
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=cpus,
+        include_dashboard=False,
+        object_store_memory=100 * 2**20,
+        log_to_driver=False,
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
 class Cluster:
     """A head without CPUs, where the driver lives, and nodes by name."""
 
