@@ -160,7 +160,7 @@ class Driver:
     async def finish(self, group: Group) -> Group:
         """Complete a group as soon as its last trajectory is scored, for the next step."""
         # ARPO replay, before the statistics; off by default.
-        group = self.rollouts.finished.replay(group, self.step)
+        group = self.rollouts.finished.replay(group)
         # The advantages are computed over the scored members.
         group = with_advantages(group, self.advantage)
         # The filters may leave the group partial, or empty.

@@ -134,7 +134,7 @@ class OneProcess:
 
     async def finish(self, group: Group) -> Group:
         """Replay, advantages and filters, as the driver applies them."""
-        group = self.rollouts.finished.replay(group, self.version.step)
+        group = self.rollouts.finished.replay(group)
         return apply_filters(with_advantages(group, self.advantage), self.filters)
 
     async def score(self, samples: int) -> float:

@@ -156,7 +156,7 @@ class World:
 
     async def finish(self, group: Group) -> Group:
         """Replay, advantages and filters, as the driver applies them."""
-        group = self.rollouts.finished.replay(group, self.version.step)
+        group = self.rollouts.finished.replay(group)
         group = with_advantages(group, build_advantage(self.config.algorithm.advantage))
         return apply_filters(group, self.filters)
 

@@ -61,13 +61,13 @@ class ReplayBuffer:
     def __len__(self) -> int:
         return sum(map(len, self._stored.values()))
 
-    def inject(self, group: Group, step: int) -> Injection:
+    def inject(self, group: Group) -> Injection:
         """Returns the group with a stored success as member 0 when all of it failed.
 
         The displaced member counts as ``surplus[replaced_by_replay]``, or as excluded. Members are
-        scored, and have neither advantage nor status. ``step`` will train on the group. The draw
-        depends on (seed, task, group) and on the stored successes. The buffer does not change:
-        ``store`` the original group once it is committed.
+        scored, and have neither advantage nor status. The draw depends on (seed, task, group) and
+        on the stored successes. The buffer does not change: ``store`` the original group once it is
+        committed.
         """
         if not self._settings.on or not self._failed(group):
             return Injection(group)

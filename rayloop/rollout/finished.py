@@ -242,12 +242,12 @@ class FinishedGroups:
         self._injected: dict[int, tuple[Group, Member | None]] = {}
         """Group number -> the group as it was played, and its displaced member."""
 
-    def replay(self, group: Group, step: int) -> Group:
+    def replay(self, group: Group) -> Group:
         """Let a stored success take a member's place (ARPO).
 
         Buffer and ledger change when the group is committed.
         """
-        injection = self.buffer.inject(group, step)
+        injection = self.buffer.inject(group)
         self._injected[group.number] = (group, injection.displaced)
         return injection.group
 

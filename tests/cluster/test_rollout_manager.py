@@ -122,7 +122,7 @@ class Loop:
         return member(request, await self._play(self, request), version)
 
     async def finish(self, group: Group) -> Group:
-        group = self.rollouts.finished.replay(group, self.version.step)
+        group = self.rollouts.finished.replay(group)
         group = with_advantages(group, build_advantage(self.config.algorithm.advantage))
         return apply_filters(group, build_filters(self.config.algorithm.filtering.filters))
 

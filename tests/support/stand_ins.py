@@ -209,7 +209,7 @@ class World:
         )
 
     async def finish(self, group: Group) -> Group:
-        group = self.rollouts.finished.replay(group, self.version.step)
+        group = self.rollouts.finished.replay(group)
         group = with_advantages(group, build_advantage(self.config.algorithm.advantage))
         return apply_filters(group, build_filters(self.config.algorithm.filtering.filters))
 

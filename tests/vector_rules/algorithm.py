@@ -220,7 +220,7 @@ def _replayed(entry: Entry, file: Sequence[Entry], rules: ReplayRules) -> dict[s
     names |= {
         member.summary.id: f"{entry.need('step')}_{i}" for i, member in enumerate(group.members)
     }
-    batch = [names[member.summary.id] for member in buffer.inject(group, step=0).group.members]
+    batch = [names[member.summary.id] for member in buffer.inject(group).group.members]
     buffer.store(group)
     expected_first = entry.expected["batch_after"][0]
     if batch[0] in before and expected_first in before:

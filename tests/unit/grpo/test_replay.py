@@ -24,7 +24,7 @@ def buffer_with_success(
 
 
 def test_a_failed_group_gets_one_stored_success_before_the_statistics() -> None:
-    injection = buffer_with_success().inject(make_group(1, [0.0] * 8), step=1)
+    injection = buffer_with_success().inject(make_group(1, [0.0] * 8))
     first = injection.group.members[0]
     assert (first.summary.id, first.replayed, first.status) == (TrajectoryId(0, 1), True, None)
     assert injection.group.replay_of == TrajectoryId(0, 1)
@@ -38,7 +38,7 @@ def test_a_failed_group_gets_one_stored_success_before_the_statistics() -> None:
 
 
 def test_a_displaced_member_without_a_reward_counts_as_its_own_failure() -> None:
-    injection = buffer_with_success().inject(make_group(1, [None, 0.0, 0.0]), step=1)
+    injection = buffer_with_success().inject(make_group(1, [None, 0.0, 0.0]))
     assert injection.group.members[0].replayed
     assert injection.displaced is not None
     assert injection.displaced.status == Status(TrajectoryState.EXCLUDED, "reward_unavailable")
@@ -52,7 +52,7 @@ def test_other_groups_and_other_tasks_are_left_alone() -> None:
         make_group(3, [0.0, 0.0], task_id="other"),
         make_group(4, [None, None]),
     ):
-        injection = buffer.inject(group, step=1)
+        injection = buffer.inject(group)
         assert (injection.group, injection.displaced) == (group, None)
 
 
@@ -61,34 +61,34 @@ def test_results_are_compared_as_they_are_written() -> None:
     fractions they would not.
     """
     buffer = buffer_with_success()
-    assert buffer.inject(make_group(1, [0.05, 0.15]), step=1).displaced is None
+    assert buffer.inject(make_group(1, [0.05, 0.15])).displaced is None
     assert (
         buffer_with_success(rules=ReplayRules(max_std=0.2))
-        .inject(make_group(1, [0.1, 0.3]), step=1)
+        .inject(make_group(1, [0.1, 0.3]))
         .displaced
         is None
     )
-    assert buffer.inject(make_group(1, [0.05, 0.14]), step=1).displaced is not None
+    assert buffer.inject(make_group(1, [0.05, 0.14])).displaced is not None
 
 
 def test_off_by_default() -> None:
     buffer = buffer_with_success(ReplaySettings())
     group = make_group(1, [0.0, 0.0])
-    assert buffer.inject(group, step=1).group == group
+    assert buffer.inject(group).group == group
     assert len(buffer) == 0
 
 
 def test_the_environments_result_decides_not_the_reward() -> None:
     buffer = buffer_with_success()
     rewarded_failure = make_group(1, [0.9, 0.9], env_result=0.0)
-    assert buffer.inject(rewarded_failure, step=1).displaced is not None
+    assert buffer.inject(rewarded_failure).displaced is not None
     assert len(buffer) == 1
 
 
 def test_the_displaced_member_is_stored_when_it_was_a_small_success() -> None:
     buffer = buffer_with_success()
     group = make_group(1, [0.15] * 4)
-    assert buffer.inject(group, step=1).displaced is not None
+    assert buffer.inject(group).displaced is not None
     buffer.store(group)
     stored = [str(member.summary.id) for member in buffer.state()["task"]]
     assert stored == ["0/1", "1/0", "1/1", "1/2", "1/3"]
@@ -107,8 +107,8 @@ def test_a_resumed_run_draws_the_same() -> None:
     resumed = ReplayBuffer(ON, seed=7)
     resumed.restore(pickle.loads(pickle.dumps(buffer.state())))
     failed = [make_group(number, [0.0, 0.0]) for number in range(1, 30)]
-    drawn = [buffer.inject(group, step=1).group.replay_of for group in failed]
-    assert drawn == [resumed.inject(group, step=1).group.replay_of for group in failed]
+    drawn = [buffer.inject(group).group.replay_of for group in failed]
+    assert drawn == [resumed.inject(group).group.replay_of for group in failed]
     assert len(set(drawn)) > 4
 
 

@@ -182,5 +182,5 @@ def test_arpos_stored_success_is_replayed_and_its_clip_holds(tmp_path: Path) -> 
     success = make_member(TrajectoryId(0, 0), Scored(1.0), "task")
     buffer.store(Group(0, Task("task", ()), (success,)))
     failed = make_group(1, [0.0] * config.algorithm.group_size, "task")
-    assert buffer.inject(failed, 1).group.members[0].replayed
+    assert buffer.inject(failed).group.members[0].replayed
     assert config.policy.update.mini_batches == 2
