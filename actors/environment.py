@@ -35,7 +35,7 @@ from rayloop.core.failures import (
 )
 from rayloop.core.threads import hanging
 from rayloop.core.types import RolloutRequest, Summary, Trajectory
-from rayloop.envs.episode import FirstPrompts, play, summarize
+from rayloop.envs.episode import FirstPrompts, run_episode, summarize
 from rayloop.envs.instance import Environments
 from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
 
@@ -153,7 +153,7 @@ class EnvironmentActor(Actor):
             async with self._room:
                 engine.begins()
                 began = time.monotonic()
-                playing = play(
+                playing = run_episode(
                     request,
                     environment,
                     self._renderer,

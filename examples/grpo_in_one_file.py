@@ -98,7 +98,7 @@ class OneFile:
             4 * GROUPS * GROUP_SIZE, 1 / FILTERING.max_generation_batches
         )
         self.trajectories: dict[TrajectoryId, Trajectory] = {}
-        self.step = self.updates = self.played = 0
+        self.step = self.updates = self.group_number = 0
 
     def steps(self) -> Iterator[tuple[float, float]]:
         """Train without end.
@@ -132,15 +132,17 @@ class OneFile:
             wanted = math.ceil((target - survivors) / (GROUP_SIZE * self.acceptance.value))
             for _ in range(min(wanted, budget - len(groups))):
                 groups.append(
-                    apply_filters(with_advantages(self.play(), self.advantage), self.filters)
+                    apply_filters(
+                        with_advantages(self.rollout_group(), self.advantage), self.filters
+                    )
                 )
                 self.acceptance.observe(len(groups[-1].kept), GROUP_SIZE)
             survivors = sum(len(group.kept) for group in groups)
         return groups
 
-    def play(self) -> Group:
+    def rollout_group(self) -> Group:
         """Sample a group of answers to the next task, as one batch, and score them."""
-        index, self.played = self.cursor.next(), self.played + 1
+        index, self.group_number = self.cursor.next(), self.group_number + 1
         task, visit = self.dataset[index], self.cursor.visits(index)
         shown, sampling = self.renderer.prompt(task.messages), self.renderer.sampling(SAMPLING)
         images = {image.ref.sha256: image.data for image in shown.images if image.data is not None}
@@ -165,7 +167,7 @@ class OneFile:
         for sample, seed in enumerate(seeds):
             (token_ids, logprobs, finish, token_mask), id = (
                 answers[seed],
-                TrajectoryId(self.played, sample),
+                TrajectoryId(self.group_number, sample),
             )
             turns = (
                 prompt,
@@ -181,7 +183,7 @@ class OneFile:
                 Member(summarize(trajectory, task, 0.0, self.renderer.image_token), outcome)
             )
             self.trajectories[id] = trajectory
-        return Group(self.played, task, tuple(members))
+        return Group(self.group_number, task, tuple(members))
 
     def train(self, groups: Sequence[Group]) -> list[float]:
         """One optimizer update per mini-batch. Returns their losses."""

@@ -36,7 +36,7 @@ from rayloop.core.types import (
     TrajectoryId,
 )
 from rayloop.data.dataset import Dataset
-from rayloop.envs.episode import play
+from rayloop.envs.episode import run_episode
 from rayloop.envs.grammar.actions import Actions, Click
 from rayloop.envs.grammar.scanner import read
 from rayloop.envs.instance import Environments, Instance
@@ -122,7 +122,7 @@ async def rollout(config: RunConfig, task_id: str, visit: int) -> tuple[str, lis
             return await actor.engine.generate(prompt, sampling)
 
         async def member(request: RolloutRequest, film: Filmed) -> Trajectory:
-            return await play(request, film, renderer, episode, generate)
+            return await run_episode(request, film, renderer, episode, generate)
 
         ids = [TrajectoryId(1, sample) for sample in range(config.algorithm.group_size)]
         asked = requests(config, task, ids, visit)

@@ -35,7 +35,7 @@ from rayloop.core.types import (
 )
 from rayloop.data.dataset import Dataset
 from rayloop.engines.training.fsdp import FsdpEngine
-from rayloop.envs.episode import FirstPrompts, play, summarize
+from rayloop.envs.episode import FirstPrompts, run_episode, summarize
 from rayloop.envs.instance import Environments
 from rayloop.grpo.advantage import build_advantage, with_advantages
 from rayloop.grpo.filters import build_filters
@@ -117,7 +117,7 @@ class OneProcess:
                 self.environments.of(request.task),
                 self.config.environment.episode,
             )
-            return await play(
+            return await run_episode(
                 request, environment, self.renderer, settings, self.sampler.engine.generate, prompts
             )
 

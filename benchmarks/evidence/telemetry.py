@@ -13,7 +13,7 @@ from rayloop.core.failures import ConfigError
 from rayloop.core.files import write_whole
 from rayloop.recipes.arc_vision.boxes import confidence
 from rayloop.recipes.arc_vision.data import box
-from rayloop.recipes.arc_vision.reward import ArcVisionReward, Played, arc_vision, inside
+from rayloop.recipes.arc_vision.reward import ArcVisionReward, EpisodeTexts, arc_vision, inside
 from rayloop.rewards.saved import texts_of
 from rayloop.run.folder import RunFolder
 from rayloop.run.records.jsonl import SCHEMA_VERSION, JsonLines, encode
@@ -115,7 +115,7 @@ def _lines(record: Mapping[str, Any], where: str) -> Iterator[tuple[str, dict[st
     if not texts:
         return
     truth = box(record["truth"], where)
-    found = arc_vision(Played(texts), truth, settings).components
+    found = arc_vision(EpisodeTexts(texts), truth, settings).components
     calls = [
         call.lower() for tag in settings.call_tags for text in texts for call in inside(tag, text)
     ]

@@ -45,7 +45,7 @@ from rayloop.core.types import (
 from rayloop.data.dataset import TRUTHS, Dataset
 from rayloop.data.validation import first_intact
 from rayloop.engines.settings import EngineChoice, TransformersEngineSettings
-from rayloop.envs.episode import CLOSE_TIMEOUT_S, play
+from rayloop.envs.episode import CLOSE_TIMEOUT_S, run_episode
 from rayloop.envs.instance import Environments
 from rayloop.rollout.scheduler import requests
 from rayloop.run.config import RunConfig
@@ -210,7 +210,7 @@ class _DryRun:
         async with asyncio.timeout(self.config.environment.episode_timeout):
             # A copy, as through Ray: episodes do not see each other's changes to their task.
             request = copy.deepcopy(request)
-            return await play(
+            return await run_episode(
                 request,
                 self.environments.of(request.task),
                 self.renderer,

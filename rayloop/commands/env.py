@@ -33,8 +33,8 @@ from rayloop.core.types import (
 )
 from rayloop.data.dataset import Dataset
 from rayloop.data.images import decode, png, probe
-from rayloop.envs.catalog import FAMILIES, family, playable
-from rayloop.envs.episode import play
+from rayloop.envs.catalog import FAMILIES, family, named_environment
+from rayloop.envs.episode import run_episode
 from rayloop.envs.instance import Environments, Instance
 from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
 from rayloop.run.config import RunConfig, read
@@ -135,7 +135,7 @@ def _play(arguments: argparse.Namespace) -> int:
             " has keys to set"
         )
     else:
-        environments, kind, task = playable(arguments.name, arguments.seed)
+        environments, kind, task = named_environment(arguments.name, arguments.seed)
         example = environments.example
         turn = environments.turn
     terminal_colours = None if arguments.pictures else colours(os.environ, sys.stdout.isatty())
@@ -370,7 +370,7 @@ async def _episode_of_run(
     turns = _TypedTurns(task, renderer, ask, pictures, record)
     request = RolloutRequest(task, TrajectoryId(0, 0), 0, 0, config.rollout.sampling.sampling())
     try:
-        trajectory = await play(
+        trajectory = await run_episode(
             request, environments.of(task), renderer, config.environment.episode, turns.generate
         )
     except EpisodeLeft as error:

@@ -30,7 +30,7 @@ class Family:
     task: Callable[[str, int], Task]
     turn: Callable[[str], str]
 
-    def play(self, name: str, seed: int) -> tuple[EnvironmentKind, Task]:
+    def environment_and_task(self, name: str, seed: int) -> tuple[EnvironmentKind, Task]:
         """Return the environment of a task, and the task. ``name`` is one of ``names``."""
         kind = EnvironmentKind.model_validate({"use": self.use, "with": dict(self.settings)})
         return kind, self.task(name, seed)
@@ -142,7 +142,7 @@ def family(name: str) -> Family:
         raise ConfigError(f"{name}: {error}") from error
 
 
-def playable(written: str, seed: int) -> tuple[Family, EnvironmentKind, Task]:
+def named_environment(written: str, seed: int) -> tuple[Family, EnvironmentKind, Task]:
     """Return the environment and the task of ``family:name``. Raises ConfigError."""
     word, _, name = written.partition(":")
     environments = family(word)
@@ -154,7 +154,7 @@ def playable(written: str, seed: int) -> tuple[Family, EnvironmentKind, Task]:
             examples += " ..."
         suggestion = nearest(name, environments.names)
         raise ConfigError(f"{word} has no {name!r}; there is {examples}{suggestion}")
-    return environments, *environments.play(name, seed)
+    return environments, *environments.environment_and_task(name, seed)
 
 
 def screen_turn(typed: str) -> str:

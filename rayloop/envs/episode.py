@@ -116,7 +116,7 @@ def _ended(error: PolicyFailure, request: RolloutRequest) -> EndReason:
     return EndReason.POLICY_FAILURE
 
 
-async def play(
+async def run_episode(
     request: RolloutRequest,
     environment: Instance,
     renderer: Renderer,

@@ -27,7 +27,7 @@ It has a text, a list of texts (one per turn), messages (the assistant's count),
 run's ``rollouts`` (the sampled ones count).
 """
 
-PLAYED = Trajectory(TrajectoryId(0, 0), 0, "", 0, (), Sampling(), EndReason.DONE)
+EMPTY_TRAJECTORY = Trajectory(TrajectoryId(0, 0), 0, "", 0, (), Sampling(), EndReason.DONE)
 """The trajectory of a saved completion, whose tokens are unknown."""
 
 
@@ -42,7 +42,7 @@ class Saved:
     texts: tuple[str, ...]
     task: Task
     row: Mapping[str, Any]
-    trajectory: Trajectory = PLAYED
+    trajectory: Trajectory = EMPTY_TRAJECTORY
     step: int = 0
 
 
@@ -124,7 +124,7 @@ def truth_of(row: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
     return row[name]
 
 
-def played(row: Mapping[str, Any], results: Sequence[str] = ("env_result",)) -> Trajectory:
+def trajectory_of(row: Mapping[str, Any], results: Sequence[str] = ("env_result",)) -> Trajectory:
     """An episode without tokens.
 
     The environment's result is in the first of the columns ``results`` that the row has; a run's
@@ -141,9 +141,9 @@ def played(row: Mapping[str, Any], results: Sequence[str] = ("env_result",)) -> 
             ) from error
     turns: Any = row.get("turns")
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
-        return replace(PLAYED, env_result=result)
+        return replace(EMPTY_TRAJECTORY, env_result=result)
     prompt = Turn("prompt", (), _images(row))
-    return replace(PLAYED, env_result=result, turns=(prompt, *map(_turn, turns)))
+    return replace(EMPTY_TRAJECTORY, env_result=result, turns=(prompt, *map(_turn, turns)))
 
 
 def _turn(turn: Mapping[str, Any]) -> Turn:

@@ -117,7 +117,7 @@ class ArcVisionReward:
         texts = context.texts
         if self.transcript and context.transcript is not None:
             texts = [_SPECIAL_TOKEN.sub("", context.transcript)]
-        episode = Played(
+        episode = EpisodeTexts(
             texts,
             _executed(trajectory, texts),
             size_of(trajectory, task, settings),
@@ -129,7 +129,7 @@ class ArcVisionReward:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class EpisodeTexts:
     """An episode: the texts of its sampled turns, and what is known about them.
 
     ``executed``: whether each turn's call was executed (None: unknown, all count). ``size``: the
@@ -143,7 +143,7 @@ class Played:
 
 
 def arc_vision(
-    played: Played,
+    episode: EpisodeTexts,
     truth: Box,
     settings: ArcVisionSettings,
     weights: ArcVisionWeights | None = None,
@@ -154,11 +154,11 @@ def arc_vision(
         "original": original_reward,
         "library": library_reward,
     }
-    return rewards[settings.variant](played, truth, settings, weights or settings.weights)
+    return rewards[settings.variant](episode, truth, settings, weights or settings.weights)
 
 
 def corrected_reward(
-    played: Played,
+    episode: EpisodeTexts,
     truth: Box,
     settings: ArcVisionSettings,
     weights: ArcVisionWeights,
@@ -167,14 +167,14 @@ def corrected_reward(
 
     It counts executed calls (a turn's last one) and reads the last turn's answer.
     """
-    text = played.texts[-1]
-    calls_by_turn = _calls_by_turn(played.texts, settings.call_tags)
+    text = episode.texts[-1]
+    calls_by_turn = _calls_by_turn(episode.texts, settings.call_tags)
     written = list(chain.from_iterable(calls_by_turn))
     calls = written
-    if played.executed is not None:
-        turns = zip(calls_by_turn, played.executed, strict=True)
+    if episode.executed is not None:
+        turns = zip(calls_by_turn, episode.executed, strict=True)
         calls = [turn[-1] for turn, executed in turns if executed and turn]
-    answer, flag = answered(text, played.size)
+    answer, flag = answered(text, episode.size)
     reading = Reading(
         truth=truth,
         small=covered(truth) < settings.small_area,
@@ -184,7 +184,7 @@ def corrected_reward(
         closer=("zoom", "crop") if settings.closer is None else settings.closer,
         answer=answer,
         flag=flag,
-        step=played.step,
+        step=episode.step,
     )
     components = base_components(reading, settings)
     certainty = confidence(text)
@@ -202,7 +202,7 @@ def corrected_reward(
 
 
 def original_reward(
-    played: Played,
+    episode: EpisodeTexts,
     truth: Box,
     settings: ArcVisionSettings,
     weights: ArcVisionWeights,
@@ -211,9 +211,9 @@ def original_reward(
 
     It counts written calls, and reads an answer anywhere in the episode, tools included.
     """
-    text = "\n".join(played.texts)
+    text = "\n".join(episode.texts)
     small = covered(truth) < settings.small_area
-    reading = _published_reading(played, text, trained_box(text), truth, small, settings)
+    reading = _published_reading(episode, text, trained_box(text), truth, small, settings)
     components = published_components(reading, settings)
 
     if reading.written and not looks_like_box(text):
@@ -229,7 +229,7 @@ def original_reward(
 
 
 def library_reward(
-    played: Played,
+    episode: EpisodeTexts,
     truth: Box,
     settings: ArcVisionSettings,
     weights: ArcVisionWeights,
@@ -239,9 +239,9 @@ def library_reward(
     It reads as ``original_reward`` does, with the library's parser and sizes. Calls without an
     answer have no rule, and calls beyond ``max_tools`` cost r_tool instead of r_gate.
     """
-    text = "\n".join(played.texts)
+    text = "\n".join(episode.texts)
     small = library_small(truth, settings.small_area)
-    reading = _published_reading(played, text, library_box(text), truth, small, settings)
+    reading = _published_reading(episode, text, library_box(text), truth, small, settings)
     components = published_components(reading, settings)
 
     overlap = components["iou"]
@@ -256,7 +256,7 @@ def library_reward(
 
 
 def _published_reading(
-    played: Played,
+    episode: EpisodeTexts,
     text: str,
     answer: Box | None,
     truth: Box,
@@ -264,7 +264,7 @@ def _published_reading(
     settings: ArcVisionSettings,
 ) -> Reading:
     """What both published functions read: each written call counts, and only zooms look closer."""
-    written = list(chain.from_iterable(_calls_by_turn(played.texts, settings.call_tags)))
+    written = list(chain.from_iterable(_calls_by_turn(episode.texts, settings.call_tags)))
     return Reading(
         truth=truth,
         small=small,
@@ -274,7 +274,7 @@ def _published_reading(
         closer=("zoom",) if settings.closer is None else settings.closer,
         answer=answer,
         flag="unparsable",
-        step=played.step,
+        step=episode.step,
     )
 
 

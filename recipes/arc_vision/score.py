@@ -7,7 +7,7 @@ from rayloop.core.types import Task
 from rayloop.data.rows import parsed
 from rayloop.recipes.arc_vision.boxes import answered
 from rayloop.recipes.arc_vision.reward import ORIGINALS, ArcVisionReward, size_of
-from rayloop.rewards.saved import OfflineScoring, Saved, name_of, played, texts_of, truth_of
+from rayloop.rewards.saved import OfflineScoring, Saved, name_of, texts_of, trajectory_of, truth_of
 
 TRUTHS = ("ground_truth", "bbox", "truth", "gold", "label")
 """Columns of the true box."""
@@ -19,7 +19,7 @@ def read(row: Mapping[str, Any], where: str) -> Saved:
     Raises DataFailure.
     """
     task = Task(name_of(row, where), (), parsed(truth_of(row, TRUTHS, where)), extra=row)
-    return Saved(texts_of(row, where), task, row, played(row), int(row.get("step") or 0))
+    return Saved(texts_of(row, where), task, row, trajectory_of(row), int(row.get("step") or 0))
 
 
 def answer(saved: Saved, variant: str) -> str | None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rayloop.core.types import Task
-from rayloop.rewards.saved import OfflineScoring, Saved, name_of, played, texts_of
+from rayloop.rewards.saved import OfflineScoring, Saved, name_of, texts_of, trajectory_of
 
 RESULTS = ("env_result", "eval_result", "result", "success")
 """Columns of the environment's result."""
@@ -18,7 +18,7 @@ def read(row: Mapping[str, Any], where: str) -> Saved:
     components: Any = row.get("components")
     columns = {**components, **row} if isinstance(components, Mapping) else row
     task = Task(name_of(row, where), ())
-    return Saved(texts_of(row, where), task, row, played(columns, RESULTS))
+    return Saved(texts_of(row, where), task, row, trajectory_of(columns, RESULTS))
 
 
 def answer(saved: Saved, variant: str) -> str | None:

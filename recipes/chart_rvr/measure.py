@@ -36,7 +36,7 @@ from rayloop.recipes.chart_rvr.rewards.reading import (
 )
 from rayloop.recipes.chart_rvr.rewards.tables import shares
 from rayloop.recipes.chart_rvr.rewards.variants import true_table, type_reward
-from rayloop.rewards.saved import PLAYED
+from rayloop.rewards.saved import EMPTY_TRAJECTORY
 
 EXACT_KINDS = ("Fact Checking", "Multi Choice")
 """ChartQAPro's types of question whose answers must be met exactly."""
@@ -285,7 +285,9 @@ async def _all(reward: Any, pairs: Sequence[tuple[str, Task]]) -> list[Outcome]:
     """The reward's outcomes of completions, in their order."""
 
     async def score(text: str, task: Task) -> Outcome:
-        outcome: Outcome | Awaitable[Outcome] = reward.score(PLAYED, task, ScoreContext(0, [text]))
+        outcome: Outcome | Awaitable[Outcome] = reward.score(
+            EMPTY_TRAJECTORY, task, ScoreContext(0, [text])
+        )
         return await outcome if isinstance(outcome, Awaitable) else outcome
 
     return await asyncio.gather(*(score(text, task) for text, task in pairs))

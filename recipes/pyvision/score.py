@@ -6,7 +6,7 @@ from typing import Any
 from rayloop.core.types import Message, Task
 from rayloop.judge.rules.plain import extract
 from rayloop.recipes.pyvision import original
-from rayloop.rewards.saved import OfflineScoring, Saved, name_of, played, texts_of, truth_of
+from rayloop.rewards.saved import OfflineScoring, Saved, name_of, texts_of, trajectory_of, truth_of
 
 TRUTHS = ("ground_truth", "answer", "truth", "gold", "label")
 """Columns of the true answer."""
@@ -26,7 +26,7 @@ def read(row: Mapping[str, Any], where: str) -> Saved:
     messages = (Message("user", (question,)),) if isinstance(question, str) else ()
     source = str(row.get("data_source") or row.get("source") or row.get("kind") or "")
     task = Task(name_of(row, where), messages, truth_of(row, TRUTHS, where), source, row)
-    return Saved(texts_of(row, where), task, row, played(row, CALLS))
+    return Saved(texts_of(row, where), task, row, trajectory_of(row, CALLS))
 
 
 def answer(saved: Saved, variant: str) -> str | None:

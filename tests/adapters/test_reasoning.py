@@ -24,7 +24,7 @@ from rayloop.run.folder import RunFolder
 
 pytestmark = pytest.mark.adapters
 pytest.importorskip("reasoning_gym", reason="make test-adapters installs reasoning-gym")
-PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
+EMPTY_TRAJECTORY = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
 
 
 def reader(shots: int = 0) -> ReasoningGymRows:
@@ -38,7 +38,7 @@ def one(name: str, config: str = "{}") -> Task:
 
 def score(text: str, task: Task) -> tuple[float, float, tuple[str, ...]]:
     source = ReasoningGymScore(ReasoningGymScore.Settings(whole=True))
-    found = source.score(PLAYED, task, ScoreContext(0, ("earlier", text)))
+    found = source.score(EMPTY_TRAJECTORY, task, ScoreContext(0, ("earlier", text)))
     assert isinstance(found, Scored)
     return found.value, found.components["exact"], found.flags
 

@@ -16,14 +16,15 @@ from rayloop import recipes
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import ImageRef, Task, Trajectory, Turn
-from rayloop.rewards.saved import PLAYED
+from rayloop.rewards.saved import EMPTY_TRAJECTORY
 from rayloop.run.config import RunConfig, read
 from tests.support.runs import ROOT
 
 SHOWN = ImageRef("", 1920, 1080, (1, 1092 // 14, 1932 // 14), 0)
 """A screenshot that the model was shown as 1932 x 1092."""
 LOOKED = replace(
-    PLAYED, turns=(Turn("prompt", (), (SHOWN,)), Turn("assistant", (), (), (), executed=None))
+    EMPTY_TRAJECTORY,
+    turns=(Turn("prompt", (), (SHOWN,)), Turn("assistant", (), (), (), executed=None)),
 )
 BOX, PIXELS, THOUSANDTHS = "0.25, 0.25, 0.5, 0.5", "483, 273, 966, 546", "250, 250, 500, 500"
 BOXES = tuple(

@@ -26,7 +26,7 @@ from rayloop.core.types import (
     TrajectoryId,
 )
 from rayloop.engines.settings import ModelSettings
-from rayloop.envs.episode import play
+from rayloop.envs.episode import run_episode
 from rayloop.envs.image_tools import ImageTools
 from rayloop.envs.instance import InThread
 from rayloop.envs.settings import EpisodeSettings
@@ -88,7 +88,7 @@ def played(served: Served, number: int, **settings: object) -> tuple[Trajectory,
     chosen = EpisodeSettings.model_validate({"max_turns": TURNS, **settings})
     owned = InThread("Looking", lambda: Looking(tools))
     renderer = Renderer(ModelSettings(path=str(served.folder)))
-    return served.run(play(asked, owned, renderer, chosen, recording.generate)), recording
+    return served.run(run_episode(asked, owned, renderer, chosen, recording.generate)), recording
 
 
 def test_three_turns_with_images_are_trained_as_they_were_sampled(served: Served) -> None:

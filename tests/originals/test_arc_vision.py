@@ -26,7 +26,7 @@ from rayloop.core.types import Task
 from rayloop.recipes.arc_vision.data import PROMPTS
 from rayloop.recipes.arc_vision.original import Simulated
 from rayloop.recipes.arc_vision.reward import ArcVisionReward
-from rayloop.rewards.saved import PLAYED
+from rayloop.rewards.saved import EMPTY_TRAJECTORY
 from tests.support.originals import module, needs_originals, source
 
 FILE = Path(__file__).parents[1] / "data/originals/arc_vision.json"
@@ -184,7 +184,7 @@ def calls(rng: random.Random) -> list[tuple[str, dict[str, Any]]]:
 
 def ours(variant: str, text: str, truth: list[float]) -> Scored:
     reward = ArcVisionReward(ArcVisionReward.Settings.model_validate({"variant": variant}))
-    scored = reward.score(PLAYED, Task("t", (), truth), ScoreContext(0, [text]))
+    scored = reward.score(EMPTY_TRAJECTORY, Task("t", (), truth), ScoreContext(0, [text]))
     assert isinstance(scored, Scored)
     return scored
 

@@ -25,7 +25,7 @@ from rayloop.envs.grammar.arpo import Broken, acts, parsed
 from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings
 from rayloop.recipes.arpo.prepare import ORIGINAL
 from rayloop.recipes.arpo.reward import ArpoReward
-from rayloop.rewards.saved import PLAYED
+from rayloop.rewards.saved import EMPTY_TRAJECTORY
 from tests.support.originals import module, needs_originals, source
 
 REPOSITORY = "dvlab-research/ARPO"
@@ -284,7 +284,7 @@ def test_random_turns_are_read_as_arpo_reads_them() -> None:
     different = []
     for text in turns(0, CASES):
         theirs = original.turn(text)
-        scored = reward.score(PLAYED, Task("t", ()), ScoreContext(0, [text]))
+        scored = reward.score(EMPTY_TRAJECTORY, Task("t", ()), ScoreContext(0, [text]))
         if ours(text) != theirs or scored.components["format"] != theirs[0]:  # type: ignore[union-attr]
             different.append((text, theirs, ours(text)))
         with contextlib.suppress(Broken):

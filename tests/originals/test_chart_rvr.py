@@ -33,7 +33,7 @@ from rayloop.recipes.chart_rvr.checkout import SHA256, Checkout
 from rayloop.recipes.chart_rvr.rewards.original import exact_match, relaxed_accuracy
 from rayloop.recipes.chart_rvr.rewards.reading import PUBLISHED
 from rayloop.recipes.chart_rvr.rewards.reward import ChartReward
-from rayloop.rewards.saved import PLAYED
+from rayloop.rewards.saved import EMPTY_TRAJECTORY
 from tests.support.originals import module, needs_originals, source
 
 FILE = Path(__file__).parents[1] / "data/originals/chart_rvr.json"
@@ -321,7 +321,7 @@ def ours(case: Case, variant: str) -> dict[str, list[float]]:
     contexts = [ScoreContext(0, [text]) for text in case.texts]
 
     async def scored() -> Any:
-        return await reward.score_group([PLAYED] * len(contexts), case.task(), contexts)  # type: ignore[misc]
+        return await reward.score_group([EMPTY_TRAJECTORY] * len(contexts), case.task(), contexts)  # type: ignore[misc]
 
     outcomes = asyncio.run(scored())
     return {name: [one.components[name] for one in outcomes] for name in PUBLISHED.values()}

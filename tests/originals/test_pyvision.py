@@ -30,7 +30,7 @@ from rayloop.recipes.pyvision.data import QuestionRows, published_text
 from rayloop.recipes.pyvision.deepeyes import DeepEyesReward
 from rayloop.recipes.pyvision.reward import PyVisionReward
 from rayloop.recipes.pyvision.toolbox import VisualToolBoxV2
-from rayloop.rewards.saved import PLAYED
+from rayloop.rewards.saved import EMPTY_TRAJECTORY
 from tests.support.originals import module, needs_originals, source
 
 PYVISION, DEEPEYES = "agents-x-project/PyVision-RL", "Visual-Agent/DeepEyes"
@@ -183,7 +183,7 @@ def ours(function: str) -> Callable[[Case], Any]:
         name = case.source if function in PUBLISHED else "thinklite_eureka" if math else "deepeyes"
         truth = case.truth if function in PUBLISHED else str(case.truth)
         task = Task("t", (Message("user", ("Q?",)),), truth, name)
-        played = replace(PLAYED, env_result=float(case.calls))
+        played = replace(EMPTY_TRAJECTORY, env_result=float(case.calls))
         found = reward.score(played, task, ScoreContext(0, [case.text], transcript=case.text))
         outcome = runner.run(found) if asyncio.iscoroutine(found) else found
         assert isinstance(outcome, Scored)

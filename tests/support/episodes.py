@@ -26,7 +26,7 @@ from rayloop.core.types import (
     Trajectory,
     TrajectoryId,
 )
-from rayloop.envs.episode import play, summarize
+from rayloop.envs.episode import run_episode, summarize
 from rayloop.envs.instance import InThread
 from rayloop.envs.settings import EpisodeSettings
 from rayloop.run.folder import RunFolder
@@ -61,7 +61,7 @@ def played(
     request = RolloutRequest(task, TrajectoryId(1, sample), 0, 7, Sampling(max_tokens=400))
     settings = EpisodeSettings.model_validate({"max_turns": len(said), "max_tokens": 8000})
     owned = InThread("environment", environment)
-    return asyncio.run(play(request, owned, of, settings, engine.generate))
+    return asyncio.run(run_episode(request, owned, of, settings, engine.generate))
 
 
 def recorded(

@@ -27,7 +27,7 @@ from rayloop.core.types import (
     TrajectoryId,
     Version,
 )
-from rayloop.envs.episode import play
+from rayloop.envs.episode import run_episode
 from rayloop.envs.instance import Environments
 from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
 from rayloop.rewards.settings import RewardSettings
@@ -67,7 +67,7 @@ async def episode(
         return Completion(tokens, (-0.5,) * len(tokens), FinishReason.END_TOKEN, Version(0, 1))
 
     request = RolloutRequest(task, TrajectoryId(0, number), 0, 5, sampling)
-    return await play(request, environments.of(task), RENDERER, settings, generate)
+    return await run_episode(request, environments.of(task), RENDERER, settings, generate)
 
 
 def play_one(

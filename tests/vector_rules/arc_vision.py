@@ -20,7 +20,7 @@ from tests.vector_rules.entries import Entry, Rule, Unknown
 
 TRAINED = ArcVisionReward.Settings(variant="original")
 LIBRARY = ArcVisionReward.Settings(variant="library")
-PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
+EMPTY_TRAJECTORY = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
 
 # Rules --------------------------------------------------------------------------------------------
 
@@ -30,7 +30,7 @@ def _score(entry: Entry, settings: ArcVisionReward.Settings) -> Any:
     task = Task("t", (), ground_truth=entry.need("ground_truth"))
     try:
         scored = ArcVisionReward(settings).score(
-            PLAYED, task, ScoreContext(0, [entry.need("response")])
+            EMPTY_TRAJECTORY, task, ScoreContext(0, [entry.need("response")])
         )
     except DataFailure as error:
         return {"raises": str(error)}

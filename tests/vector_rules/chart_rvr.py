@@ -26,7 +26,7 @@ from rayloop.recipes.chart_rvr.rewards.reading import PUBLISHED
 from rayloop.recipes.chart_rvr.rewards.reward import ChartReward
 from tests.vector_rules.entries import Entry, Rule, Unknown
 
-PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
+EMPTY_TRAJECTORY = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
 WORDS = {"use": "rayloop.recipes.chart_rvr.rewards.embedders:WordEmbedder"}
 ABOUT = (
     "note",
@@ -52,11 +52,14 @@ def _scored(
     reward = ChartReward(ChartReward.Settings(variant=variant, **{"weights": weights} | settings))
     tasks = [Task("t", (), row.get("label"), extra=row) for row in rows]
     if len(texts) > 1:
-        trajectories, contexts = [PLAYED] * len(texts), [ScoreContext(0, [text]) for text in texts]
+        trajectories, contexts = (
+            [EMPTY_TRAJECTORY] * len(texts),
+            [ScoreContext(0, [text]) for text in texts],
+        )
         assert all(task.extra == tasks[0].extra for task in tasks), "a group has one task"
         found: Any = reward.score_group(trajectories, tasks[0], contexts)
     else:
-        found = reward.score(PLAYED, tasks[0], ScoreContext(0, texts))
+        found = reward.score(EMPTY_TRAJECTORY, tasks[0], ScoreContext(0, texts))
     if inspect.isawaitable(found):
         found = asyncio.run(_awaited(found))
     outcomes = [found] if isinstance(found, Scored) else list(found)

@@ -18,7 +18,7 @@ from rayloop.core.failures import ConfigError, EnvironmentFailed
 from rayloop.core.protocols import Observation
 from rayloop.core.types import Message, Task
 from rayloop.envs import catalog
-from rayloop.envs.catalog import FAMILIES, family, playable
+from rayloop.envs.catalog import FAMILIES, family, named_environment
 
 ROOT = Path(__file__).parents[3]
 
@@ -129,12 +129,12 @@ def test_a_family_whose_packages_are_missing_is_reported(
     with pytest.raises(ConfigError, match="gone: No module named 'no_such_package'"):
         family("gone")
     with pytest.raises(ConfigError, match="no environments are called 'scripted'; there are gone"):
-        playable("scripted:three-turns", 0)
+        named_environment("scripted:three-turns", 0)
 
 
 def test_a_wrong_name_is_answered_with_the_right_ones() -> None:
     with pytest.raises(ConfigError, match="scripted has no 'three'; there is three-turns"):
-        playable("scripted:three", 0)
+        named_environment("scripted:three", 0)
 
 
 @pytest.mark.parametrize("word", FAMILIES)
@@ -143,8 +143,8 @@ def test_equal_seeds_give_equal_tasks(word: str) -> None:
         pytest.importorskip("miniwob", reason="its pages come with the extra browser")
     found = family(word)
     name = next(iter(found.names))
-    assert found.play(name, 3) == found.play(name, 3)
-    assert found.play(name, 3)[1].id != found.play(name, 4)[1].id
+    assert found.environment_and_task(name, 3) == found.environment_and_task(name, 3)
+    assert found.environment_and_task(name, 3)[1].id != found.environment_and_task(name, 4)[1].id
 
 
 def checked(

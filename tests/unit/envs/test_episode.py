@@ -45,7 +45,7 @@ from rayloop.core.types import (
     TrajectoryId,
     Version,
 )
-from rayloop.envs.episode import play, summarize
+from rayloop.envs.episode import run_episode, summarize
 from rayloop.envs.image_tools import ImageTools
 from rayloop.envs.instance import InThread
 from rayloop.envs.scripted import ScriptedTool
@@ -92,7 +92,9 @@ def run(
     defaults = {"max_turns": 4, "max_tokens": 500, "step_timeout": 5.0}
     chosen = EpisodeSettings.model_validate({**defaults, **settings})
     owned = InThread(type(environment).__name__, lambda: environment)
-    return asyncio.run(play(asked or request(), owned, renderer, chosen, engine.generate)), engine
+    return asyncio.run(
+        run_episode(asked or request(), owned, renderer, chosen, engine.generate)
+    ), engine
 
 
 TOOL = {
@@ -253,7 +255,9 @@ def test_only_an_answer_that_more_room_for_a_turn_would_help_counts_as_cut(
     """A turn has 16 tokens; ``eval --retries`` plays what is cut again with twice as many."""
     made, asked = engine(renderer, [("a b c d e f g h", LENGTH)]), request()
     settings = EpisodeSettings.model_validate({"max_tokens": 500, **limits})
-    played = asyncio.run(play(asked, InThread("T", scripted), renderer, settings, made.generate))
+    played = asyncio.run(
+        run_episode(asked, InThread("T", scripted), renderer, settings, made.generate)
+    )
     summary = summarize(played, TASK, 0.0, renderer.image_token)
     item = _item(Play("right", TASK, asked.sampling), Member(summary, Scored(0.0)), ())
     assert (played.end_reason, item.cut, summary.cut) == (reason, cut, True)
@@ -660,7 +664,9 @@ def test_a_cancelled_episode_closes_its_environment(renderer: Renderer) -> None:
         await asyncio.sleep(60)
 
     async def cancel() -> None:
-        task = asyncio.create_task(play(request(), owned, renderer, EpisodeSettings(), never))
+        task = asyncio.create_task(
+            run_episode(request(), owned, renderer, EpisodeSettings(), never)
+        )
         await asyncio.sleep(0.2)
         task.cancel()
         await asyncio.wait({task})

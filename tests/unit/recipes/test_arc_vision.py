@@ -28,14 +28,14 @@ from rayloop.core.types import (
     Turn,
 )
 from rayloop.recipes.arc_vision.data import Box, GroundingRows
-from rayloop.recipes.arc_vision.reward import ArcVisionReward, IoUReward, Played
+from rayloop.recipes.arc_vision.reward import ArcVisionReward, EpisodeTexts, IoUReward
 from rayloop.recipes.arc_vision.reward import arc_vision as formula
 from rayloop.recipes.arc_vision.settings import ArcVisionWeights
 from rayloop.run.config import RunConfig
 
 ROOT = Path(__file__).parents[3]
 DEFAULTS = ArcVisionReward.Settings()
-PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
+EMPTY_TRAJECTORY = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
 
 SMALL: Box = (0.1, 0.1, 0.2, 0.2)
 EDGE: Box = (0.0, 0.3, 0.4, 0.7)
@@ -49,7 +49,7 @@ CROP = '<tool_call>{"name": "crop", "arguments": {"box": [0.0, 0.0, 0.5, 0.5]}}<
 def arc_vision(
     texts: list[str], truth: Box, settings: ArcVisionReward.Settings, **played: Any
 ) -> Scored:
-    return formula(Played(texts, **played), truth, settings)
+    return formula(EpisodeTexts(texts, **played), truth, settings)
 
 
 def said(box: Box) -> str:
@@ -188,11 +188,16 @@ def test_a_variant_of_the_originals_takes_any_four_numbers_for_the_true_box(vari
     reward = ArcVisionReward(ArcVisionReward.Settings.model_validate({"variant": variant}))
     for truth in ([0.5, 0.5, 0.5, 0.5], [576, 324, 1344, 756]):
         assert isinstance(
-            reward.score(PLAYED, Task("t", (), ground_truth=truth), ScoreContext(0, ["x"])), Scored
+            reward.score(
+                EMPTY_TRAJECTORY, Task("t", (), ground_truth=truth), ScoreContext(0, ["x"])
+            ),
+            Scored,
         )
     for truth in (None, [0.1, 0.2, 0.3], "abcd"):
         with pytest.raises(DataFailure, match="four numbers"):
-            reward.score(PLAYED, Task("t", (), ground_truth=truth), ScoreContext(0, ["x"]))
+            reward.score(
+                EMPTY_TRAJECTORY, Task("t", (), ground_truth=truth), ScoreContext(0, ["x"])
+            )
 
 
 def test_the_originals_read_the_whole_episode_and_never_pay_what_is_no_number() -> None:
@@ -247,8 +252,8 @@ def test_the_reward_stays_in_its_reachable_range(parts: list[str], truth: Box) -
 def test_both_rewards_measure_the_same_box() -> None:
     task = Task("t", (), ground_truth=list(LARGE))
     context = ScoreContext(0, [half(LARGE)])
-    simple = IoUReward().score(PLAYED, task, context)
-    full = ArcVisionReward(DEFAULTS).score(PLAYED, task, context)
+    simple = IoUReward().score(EMPTY_TRAJECTORY, task, context)
+    full = ArcVisionReward(DEFAULTS).score(EMPTY_TRAJECTORY, task, context)
     assert isinstance(simple, Scored)
     assert isinstance(full, Scored)
     assert simple.components == {name: full.components[name] for name in simple.components}
@@ -261,7 +266,9 @@ def test_a_broken_ground_truth_blames_the_data(
     reward: IoUReward | ArcVisionReward, truth: Any
 ) -> None:
     with pytest.raises(DataFailure, match="ground truth of task t"):
-        reward.score(PLAYED, Task("t", (), ground_truth=truth), ScoreContext(0, [said(LARGE)]))
+        reward.score(
+            EMPTY_TRAJECTORY, Task("t", (), ground_truth=truth), ScoreContext(0, [said(LARGE)])
+        )
 
 
 # What ``corrected`` mends -------------------------------------------------------------------------
@@ -293,7 +300,7 @@ def test_pixels_and_qwens_notation_are_read_with_the_size_of_the_image(
 def episode(*turns: Turn) -> Trajectory:
     """After a prompt with an image of 1000 x 500 pixels, which the model was shown as 560 x 280."""
     shown = Turn("prompt", (1,), (ImageRef("a", 1000, 500, (1, 20, 40), 200),))
-    return replace(PLAYED, turns=(shown, *turns))
+    return replace(EMPTY_TRAJECTORY, turns=(shown, *turns))
 
 
 def turn(executed: bool | None) -> Turn:
@@ -317,7 +324,7 @@ def test_what_pixels_are_is_a_setting(pixels: str, text: str) -> None:
 
 def test_of_a_saved_completion_the_row_says_the_size() -> None:
     task = Task("t", (), LARGE, extra={"image_size": [1280, 720]})
-    scored = ArcVisionReward(DEFAULTS).score(PLAYED, task, ScoreContext(0, [QWEN]))
+    scored = ArcVisionReward(DEFAULTS).score(EMPTY_TRAJECTORY, task, ScoreContext(0, [QWEN]))
     assert isinstance(scored, Scored)
     assert scored.components["iou"] == pytest.approx(1)
 
@@ -401,14 +408,16 @@ def test_a_row_may_have_weights_of_its_own() -> None:
         ArcVisionReward.Settings(variant="original"),
     ):
         scored = ArcVisionReward(settings).score(
-            PLAYED, Task("t", (), SMALL, extra=row), ScoreContext(0, [said(SMALL)])
+            EMPTY_TRAJECTORY, Task("t", (), SMALL, extra=row), ScoreContext(0, [said(SMALL)])
         )
         assert isinstance(scored, Scored)
         values.append(scored.value)
     assert values == pytest.approx([1.0, 0.6, 0.6])
     with pytest.raises(DataFailure, match="reward_weights"):
         ArcVisionReward(DEFAULTS).score(
-            PLAYED, Task("t", (), SMALL, extra={"reward_weights": 3}), ScoreContext(0, ["x"])
+            EMPTY_TRAJECTORY,
+            Task("t", (), SMALL, extra={"reward_weights": 3}),
+            ScoreContext(0, ["x"]),
         )
 
 
@@ -455,12 +464,12 @@ def test_what_the_preset_teaches_is_carried_out_and_paid(tmp_path: Path) -> None
     assert environment.step(said(SMALL)).done
 
     reward = config.reward.source.build()
-    answered = reward.score(PLAYED, task, ScoreContext(0, [call, said(SMALL)]))
+    answered = reward.score(EMPTY_TRAJECTORY, task, ScoreContext(0, [call, said(SMALL)]))
     assert answered.value == pytest.approx(0.72)
-    assert reward.score(PLAYED, task, ScoreContext(0, [call, call])).value == 0.0
-    assert reward.score(PLAYED, task, ScoreContext(0, [ZOOM + said(SMALL)])).value == pytest.approx(
-        0.6
-    )
+    assert reward.score(EMPTY_TRAJECTORY, task, ScoreContext(0, [call, call])).value == 0.0
+    assert reward.score(
+        EMPTY_TRAJECTORY, task, ScoreContext(0, [ZOOM + said(SMALL)])
+    ).value == pytest.approx(0.6)
 
 
 @pytest.mark.parametrize(
@@ -476,11 +485,11 @@ def test_what_the_preset_teaches_is_carried_out_and_paid(tmp_path: Path) -> None
 def test_a_benchmark_reads_the_boxes_that_training_pays(pixels: str, text: str, iou: float) -> None:
     reward = IoUReward(IoUReward.Settings.model_validate({"pixels": pixels}))
     task = Task("t", (), [0.2, 0.2, 0.4, 0.4], extra={"image_size": [100, 100]})
-    scored = reward.score(PLAYED, task, ScoreContext(0, [text]))
+    scored = reward.score(EMPTY_TRAJECTORY, task, ScoreContext(0, [text]))
     assert isinstance(scored, Scored)
     assert scored.value == pytest.approx(iou)
     nobody_says = reward.score(
-        PLAYED,
+        EMPTY_TRAJECTORY,
         Task("t", (), [0.2, 0.2, 0.4, 0.4]),
         ScoreContext(0, ['{"bbox_2d": [20, 20, 40, 40]}']),
     )

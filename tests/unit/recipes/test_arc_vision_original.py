@@ -18,7 +18,7 @@ from rayloop.core.types import ImageSource, Task
 from rayloop.recipes.arc_vision.data import PROMPTS, GroundingRows
 from rayloop.recipes.arc_vision.reward import ArcVisionReward
 from rayloop.recipes.arc_vision.tools import UNSURE, ArcVisionTools, described
-from rayloop.rewards.saved import PLAYED
+from rayloop.rewards.saved import EMPTY_TRAJECTORY
 from rayloop.run.config import read
 from tests.originals.test_arc_vision import FILE, differing, played
 from tests.support.runs import ROOT
@@ -215,7 +215,7 @@ def test_the_originals_read_the_results_of_tools_too() -> None:
     )
     for transcript, iou in ((whole, 1.0), (None, 0.0)):
         scored = reward.score(
-            PLAYED,
+            EMPTY_TRAJECTORY,
             Task("t", (), [0.1, 0.1, 0.2, 0.2]),
             ScoreContext(0, [said], transcript=transcript),
         )
@@ -242,7 +242,7 @@ def test_quickstart_original_asks_as_the_shipped_model_was_trained() -> None:
     )
     task = Task("t", (), [0.0125, 0.6571, 0.3066, 0.7571])
     outcome = theirs.reward.source.build().score(
-        PLAYED, task, ScoreContext(0, ["<bbox>[0.00,0.58,0.40,0.82]</bbox>"])
+        EMPTY_TRAJECTORY, task, ScoreContext(0, ["<bbox>[0.00,0.58,0.40,0.82]</bbox>"])
     )
     assert isinstance(outcome, Scored)
     assert outcome.value == pytest.approx(0.153812, abs=1e-6)

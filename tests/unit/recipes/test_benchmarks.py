@@ -28,7 +28,7 @@ from rayloop.run.config import read
 from tests.support.pictures import picture
 from tests.support.runs import ROOT
 
-PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
+EMPTY_TRAJECTORY = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
 QUICKSTART = ROOT / "recipes/arc_vision/quickstart.yaml"
 
 
@@ -84,7 +84,7 @@ def test_screenspot_reads_qwens_own_boxes_and_has_a_cell_of_each_platform_and_el
         Task("b", (), [0, 0, 1, 1], extra=kinds | {"element": "text"}),
     ]
     outcome = config.reward.source.build().score(
-        PLAYED, tasks[0], ScoreContext(0, ['{"bbox_2d": [20, 20, 40, 40], "label": "x"}'])
+        EMPTY_TRAJECTORY, tasks[0], ScoreContext(0, ['{"bbox_2d": [20, 20, 40, 40], "label": "x"}'])
     )
     assert isinstance(outcome, Scored)
     assert (outcome.value, outcome.components["click"]) == (pytest.approx(1.0), 1.0)
@@ -194,7 +194,9 @@ def test_a_judge_decides_where_no_option_is_found() -> None:
         ("<answer>A</answer>", 0.0),
         ("<answer>B</answer>", 1.0),
     ):
-        outcome = reward.score(PLAYED, Task("t", (), "B", extra=extra), ScoreContext(0, [said]))
+        outcome = reward.score(
+            EMPTY_TRAJECTORY, Task("t", (), "B", extra=extra), ScoreContext(0, [said])
+        )
         assert isinstance(outcome, Scored)
         assert (outcome.value, outcome.components["accuracy"]) == (accuracy, accuracy)
 
@@ -247,7 +249,9 @@ def test_the_right_option_is_found_by_letter_or_words(
     extra: dict[str, Any] = {
         "question": "Which colour?\nA. red\nB. blue\nC. green\nAnswer with the option's letter."
     }
-    outcome = OptionReward().score(PLAYED, Task("t", (), "B", extra=extra), ScoreContext(0, [said]))
+    outcome = OptionReward().score(
+        EMPTY_TRAJECTORY, Task("t", (), "B", extra=extra), ScoreContext(0, [said])
+    )
     assert isinstance(outcome, Scored)
     assert (outcome.value, outcome.components) == (
         accuracy,

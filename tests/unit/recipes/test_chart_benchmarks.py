@@ -21,7 +21,7 @@ from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset
-from rayloop.recipes.chart_rvr.measure import PLAYED, anls, chartqapro, distance
+from rayloop.recipes.chart_rvr.measure import EMPTY_TRAJECTORY, anls, chartqapro, distance
 from rayloop.run.config import RunConfig, read
 
 RECIPE = Path(__file__).parents[3] / "recipes/chart_rvr"
@@ -162,13 +162,13 @@ def test_prepared_rows_are_read_and_paid_by_the_rule(name: str, tmp_path: Path) 
     assert ("yes/no" in question) == (name in ("chartfc", "chartbench"))
     measure = config.reward.source.build()
     right, wrong = (
-        measure.score(PLAYED, task, ScoreContext(0, [f"<answer>\n{said}\n</answer>"]))
+        measure.score(EMPTY_TRAJECTORY, task, ScoreContext(0, [f"<answer>\n{said}\n</answer>"]))
         for said in (row["label"], "other")
     )
     assert isinstance(right, Scored)
     assert right.components == {"accuracy": 1.0, "relaxed": 1.0, "exact": 1.0}
     assert (right.value, wrong.value) == (1.0, 0.0)
-    near = measure.score(PLAYED, task, ScoreContext(0, ["2011"])).value
+    near = measure.score(EMPTY_TRAJECTORY, task, ScoreContext(0, ["2011"])).value
     assert near == 0.0, (
         "2011 is near 2010 for the relaxed rule only, and ChartQAPro's flag says that it is a year"
     )
@@ -197,7 +197,7 @@ def test_rows_with_a_teachers_chain_show_how_the_type_and_the_table_are_read(
             f"<think>\n<type>{kind}</type>\n<table>{shown}</table>\n<step-1>:"
             " so\n</think>\n<answer>\n10\n</answer>"
         )
-        scored = measure.score(PLAYED, task, ScoreContext(0, [text]))
+        scored = measure.score(EMPTY_TRAJECTORY, task, ScoreContext(0, [text]))
         assert isinstance(scored, Scored)
         assert scored.value == scored.components["accuracy"] == 1.0, "they are shown and not paid"
         return {
@@ -261,11 +261,14 @@ def test_the_published_layout_becomes_questions(name: str, tmp_path: Path) -> No
     for task in tasks:
         assert (
             measure.score(
-                PLAYED, task, ScoreContext(0, [f"<answer>{task.ground_truth}</answer>"])
+                EMPTY_TRAJECTORY, task, ScoreContext(0, [f"<answer>{task.ground_truth}</answer>"])
             ).value
             == 1.0
         )
-        assert measure.score(PLAYED, task, ScoreContext(0, ["<answer>2011</answer>"])).value == 0.0
+        assert (
+            measure.score(EMPTY_TRAJECTORY, task, ScoreContext(0, ["<answer>2011</answer>"])).value
+            == 0.0
+        )
 
 
 def test_a_conversation_is_asked_with_what_was_said_before(tmp_path: Path) -> None:
@@ -337,7 +340,7 @@ def test_the_rule_of_chartbench(said: str, true: str, right: bool, tmp_path: Pat
     row = {"id": "1", "image": "a.png"} | ROWS["chartbench"] | {"label": true}
     task = config.data.reader.build().task(row, "rows:1", tmp_path)
     scored = config.reward.source.build().score(
-        PLAYED, task, ScoreContext(0, [f"<answer>{said}</answer>"])
+        EMPTY_TRAJECTORY, task, ScoreContext(0, [f"<answer>{said}</answer>"])
     )
     assert scored.components["accuracy"] == float(right)
 
@@ -351,7 +354,8 @@ def test_its_rule_as_chart_rvr_has_it_counts_all_within_a_hundred_per_cent(tmp_p
         update={"with_": {"rule": "chartqapro_published"}}
     ).build()
     paid = [
-        published.score(PLAYED, task, ScoreContext(0, [said])).value for said in ("4000", "4021")
+        published.score(EMPTY_TRAJECTORY, task, ScoreContext(0, [said])).value
+        for said in ("4000", "4021")
     ]
     assert paid == [1.0, 0.0]
 

@@ -27,7 +27,7 @@ from rayloop.run.config import read
 from tools.makers.drawn_charts import HEIGHT, KINDS, MADE, WIDTH, chart, figure, main
 
 RECIPE = Path(__file__).parents[3] / "recipes/chart_rvr"
-PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
+EMPTY_TRAJECTORY = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_the_supervised_answers_earn_the_whole_reward(folder: Path) -> None:
     reward = ChartReward(ChartReward.Settings(weights={"process": 0}, embedder=words))
     for task in dataset(folder, "train"):
         outcome = reward.score(
-            PLAYED, task, ScoreContext(0, [ChartAnswers().answer(task, random.Random(0))])
+            EMPTY_TRAJECTORY, task, ScoreContext(0, [ChartAnswers().answer(task, random.Random(0))])
         )
         assert isinstance(outcome, Scored)
         full = {

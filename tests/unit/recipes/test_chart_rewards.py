@@ -32,7 +32,7 @@ from rayloop.recipes.chart_rvr.rewards.reward import ChartReward
 
 DATA = Path(__file__).parents[2] / "data" / "chart_rvr"
 VECTORS: list[dict[str, Any]] = json.loads((DATA / "vectors.json").read_text(encoding="utf-8"))
-PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
+EMPTY_TRAJECTORY = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
 WORDS = {"use": "rayloop.recipes.chart_rvr.rewards.embedders:WordEmbedder"}
 TABLE = {"columns": ["Year", "Sales"], "rows": [["2019", "10"], ["2020", "20"]]}
 GOOD = (
@@ -68,7 +68,7 @@ def test_the_mended_rewards_and_the_papers_are_what_was_worked_out_by_hand(numbe
     task = Task("t", (), vector["label"], extra=vector)
     outcome = scored(
         reward(variant=vector["variant"]).score(
-            PLAYED, task, ScoreContext(0, [vector["completion"]])
+            EMPTY_TRAJECTORY, task, ScoreContext(0, [vector["completion"]])
         )
     )
     found = {name: outcome.components[name] for name in vector["expected"]}
@@ -87,7 +87,9 @@ def test_the_value_is_the_weighted_sum_of_the_seven() -> None:
     }
     task = row(chart_type="bar", table=TABLE, reasoning=process_text(GOOD))
     outcome = scored(
-        reward(weights=weights, embedder=WORDS).score(PLAYED, task, ScoreContext(0, [GOOD]))
+        reward(weights=weights, embedder=WORDS).score(
+            EMPTY_TRAJECTORY, task, ScoreContext(0, [GOOD])
+        )
     )
     assert outcome.components["process"] == pytest.approx(1.0)
     assert outcome.value == pytest.approx(2 + 10 + 0.5 * 2 + 2 + 4 * 2.25 + 3)
@@ -98,13 +100,17 @@ def test_samples_of_a_batch_do_not_touch_each_other_but_in_the_original() -> Non
     broken = GOOD.replace(json.dumps(TABLE), '{"columns": [')
     for variant, second in (("original", 1.75), ("fork", 1.75), ("corrected", 0.0), ("paper", 0.0)):
         group = reward(variant=variant).score_group(
-            [PLAYED] * 2, row(table=TABLE), [ScoreContext(0, [text]) for text in (GOOD, broken)]
+            [EMPTY_TRAJECTORY] * 2,
+            row(table=TABLE),
+            [ScoreContext(0, [text]) for text in (GOOD, broken)],
         )
         assert isinstance(group, Sequence)
         assert scored(group[1]).components["table"] == second
         assert ("stale_table" in scored(group[1]).flags) == (variant in ("original", "fork"))
         alone = scored(
-            reward(variant=variant).score(PLAYED, row(table=TABLE), ScoreContext(0, [broken]))
+            reward(variant=variant).score(
+                EMPTY_TRAJECTORY, row(table=TABLE), ScoreContext(0, [broken])
+            )
         )
         assert alone.components["table"] == 0.0
         assert "unparsable_table" in alone.flags
@@ -114,7 +120,7 @@ def test_a_true_table_is_left_as_it_is() -> None:
     table = {"columns": ["b", "A"], "rows": [["2", "1"], ["1", "2"]]}
     task = row(table=json.loads(json.dumps(table)))
     for variant in ("original", "fork", "corrected", "paper"):
-        scored(reward(variant=variant).score(PLAYED, task, ScoreContext(0, [GOOD])))
+        scored(reward(variant=variant).score(EMPTY_TRAJECTORY, task, ScoreContext(0, [GOOD])))
     assert task.extra["table"] == table
 
 
@@ -122,7 +128,7 @@ def test_what_made_the_original_raise_pays_nothing_and_is_flagged() -> None:
     longer = GOOD.replace('["2020", "20"]', '["2020", "20"], ["2021", "30"]')
     outcome = scored(
         reward(variant="original", embedder=WORDS).score(
-            PLAYED, row(table=TABLE), ScoreContext(0, [longer])
+            EMPTY_TRAJECTORY, row(table=TABLE), ScoreContext(0, [longer])
         )
     )
     assert outcome.components["table"] == 0.75
@@ -142,12 +148,14 @@ def test_what_made_the_original_raise_pays_nothing_and_is_flagged() -> None:
 def test_a_row_that_cannot_be_scored_is_bad_data(columns: dict[str, Any], why: str) -> None:
     for variant in ("corrected", "paper"):
         with pytest.raises(DataFailure, match=why):
-            reward(variant=variant).score(PLAYED, row(**columns), ScoreContext(0, [GOOD]))
+            reward(variant=variant).score(EMPTY_TRAJECTORY, row(**columns), ScoreContext(0, [GOOD]))
 
 
 def test_answers_that_are_missing_or_cut_off_are_flagged() -> None:
     def flags(text: str) -> tuple[str, ...]:
-        return scored(reward().score(PLAYED, row(table=TABLE), ScoreContext(0, [text]))).flags
+        return scored(
+            reward().score(EMPTY_TRAJECTORY, row(table=TABLE), ScoreContext(0, [text]))
+        ).flags
 
     assert flags(GOOD) == ()
     assert flags(GOOD.removesuffix("</answer>")) == ("unclosed_answer",)
@@ -169,7 +177,9 @@ def test_the_papers_process_compares_steps_one_by_one_and_the_rest() -> None:
     def process(reasoning: str) -> float:
         task = row(reasoning=reasoning)
         return scored(
-            reward(variant="paper", embedder=WORDS).score(PLAYED, task, ScoreContext(0, [GOOD]))
+            reward(variant="paper", embedder=WORDS).score(
+                EMPTY_TRAJECTORY, task, ScoreContext(0, [GOOD])
+            )
         ).components["process"]
 
     assert process("<step-1>: read data <step-2>: 20-10=10") == pytest.approx(2.0)
@@ -188,7 +198,8 @@ def test_a_process_reward_without_embedder_is_refused_with_what_to_do() -> None:
     ):
         ChartReward.Settings()
     assert (
-        "process" not in scored(reward().score(PLAYED, row(), ScoreContext(0, [GOOD]))).components
+        "process"
+        not in scored(reward().score(EMPTY_TRAJECTORY, row(), ScoreContext(0, [GOOD]))).components
     )
 
 
@@ -238,7 +249,7 @@ def test_an_empty_text_is_embedded_where_the_original_does(monkeypatch: pytest.M
         ScoreContext(0, ["<think><table></table></think>"]),
     )
     paid = {
-        v: scored(reward(variant=v, embedder=WORDS).score(PLAYED, task, silent))
+        v: scored(reward(variant=v, embedder=WORDS).score(EMPTY_TRAJECTORY, task, silent))
         for v in ("original", "fork", "corrected")
     }
     assert {variant: one.components["process"] for variant, one in paid.items()} == {
@@ -307,7 +318,9 @@ def test_a_server_with_the_openai_interface_is_asked_over_http(
             "with": {"url": url, "model": "mini", "api_key_env": "EMBEDDING_KEY"},
         }
         task = row(table=TABLE, reasoning=process_text(GOOD))
-        outcome = scored(reward(embedder=use).score(PLAYED, task, ScoreContext(0, [GOOD])))
+        outcome = scored(
+            reward(embedder=use).score(EMPTY_TRAJECTORY, task, ScoreContext(0, [GOOD]))
+        )
         assert outcome.components["process"] == pytest.approx(1.0)
         assert Server.asked[0] | {"input": None} == {
             "path": "/v1/embeddings",

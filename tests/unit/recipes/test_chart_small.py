@@ -22,7 +22,7 @@ from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset
 from rayloop.recipes.chart_rvr.data import ChartRows
-from rayloop.recipes.chart_rvr.measure import PLAYED, BlindChart
+from rayloop.recipes.chart_rvr.measure import EMPTY_TRAJECTORY, BlindChart
 from rayloop.recipes.chart_rvr.prepare import (
     CHART_SIDE_PIXELS,
     COLOURS,
@@ -100,7 +100,7 @@ def reward() -> Any:
 
 
 def paid(task: Task, text: str) -> Scored:
-    found = asyncio.run(reward().score(PLAYED, task, ScoreContext(0, [text])))
+    found = asyncio.run(reward().score(EMPTY_TRAJECTORY, task, ScoreContext(0, [text])))
     assert isinstance(found, Scored)
     return found
 
@@ -183,7 +183,7 @@ def test_a_group_is_paid_where_no_event_loop_runs(rows: list[Task]) -> None:
     source: ChartReward = reward()
     text = HastyAnswers(HastyAnswers.Settings()).answer(rows[0], random.Random(0))
     found = source.score_group(
-        [PLAYED] * 2, rows[0], [ScoreContext(0, [text]), ScoreContext(0, ["nothing"])]
+        [EMPTY_TRAJECTORY] * 2, rows[0], [ScoreContext(0, [text]), ScoreContext(0, ["nothing"])]
     )
 
     async def awaited() -> Any:

@@ -24,7 +24,7 @@ from rayloop.envs.image_tools import ImageTools
 from rayloop.envs.interpreter import text
 from rayloop.recipes.pyvision.data import Published, QuestionRows, answered, published_text
 from rayloop.recipes.pyvision.toolbox import VisualToolBoxV2
-from rayloop.rewards.saved import PLAYED
+from rayloop.rewards.saved import EMPTY_TRAJECTORY
 from rayloop.run.config import RunConfig, read
 from tests.support.pictures import picture
 from tests.support.runs import ROOT
@@ -125,7 +125,9 @@ def test_rows_of_the_benchmarks_are_judged_as_the_originals(
         "kind": kind,
     }
     asked = config.data.reader.build().task(row, "rows:1", page)
-    outcome = config.reward.source.build().score(PLAYED, asked, ScoreContext(0, [answered(letter)]))
+    outcome = config.reward.source.build().score(
+        EMPTY_TRAJECTORY, asked, ScoreContext(0, [answered(letter)])
+    )
     assert isinstance(outcome, Scored)
     assert (outcome.value, outcome.flags) == (value, ())
 

@@ -28,7 +28,7 @@ from tests.support.storage import full
 
 ROOT = Path(__file__).parents[3]
 GROUNDING = Path(__file__).parents[2] / "data" / "grounding"
-PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
+EMPTY_TRAJECTORY = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
 
 
 def grounding(split: str, **settings: Any) -> Dataset:
@@ -91,7 +91,7 @@ TRUTH: Box = (0.2, 0.2, 0.6, 0.6)
 def graded(text: str) -> Outcome:
     task = Task("t", (), ground_truth=TRUTH)
     return IoUReward().score(
-        PLAYED, task, ScoreContext(0, ["<bbox>[0.2,0.2,0.6,0.6]</bbox>", text])
+        EMPTY_TRAJECTORY, task, ScoreContext(0, ["<bbox>[0.2,0.2,0.6,0.6]</bbox>", text])
     )
 
 
@@ -173,7 +173,7 @@ def test_overlap_is_symmetric_bounded_and_one_for_equals(a: Box, b: Box) -> None
 
 def sorted_digits(text: str) -> Outcome:
     task = Task("t", (), ground_truth=[1, 2, 3, 3])
-    return SortReward().score(PLAYED, task, ScoreContext(0, [text]))
+    return SortReward().score(EMPTY_TRAJECTORY, task, ScoreContext(0, [text]))
 
 
 @pytest.mark.parametrize(

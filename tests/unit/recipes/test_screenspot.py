@@ -21,7 +21,7 @@ from rayloop.data.published.prepare import prepare
 from rayloop.data.published.source import ColumnMap
 from rayloop.measure.controls import RIGHT, Item, summarise
 from rayloop.measure.report import table
-from rayloop.rewards.saved import PLAYED
+from rayloop.rewards.saved import EMPTY_TRAJECTORY
 from rayloop.run.config import read
 from tests.support.runs import ROOT
 
@@ -41,7 +41,9 @@ def evaluated(name: str, published: Path, out: Path) -> tuple[dict[str, Any], li
     source, items = config.reward.source.build(), []
     for index, task in enumerate(tasks):
         answer = task.ground_truth if index % 2 == 0 else (0.9, 0.9, 1.0, 1.0)
-        scored = source.score(PLAYED, task, ScoreContext(0, [f"<bbox>{list(answer)}</bbox>"]))
+        scored = source.score(
+            EMPTY_TRAJECTORY, task, ScoreContext(0, [f"<bbox>{list(answer)}</bbox>"])
+        )
         assert isinstance(scored, Scored)
         items.append(
             Item(

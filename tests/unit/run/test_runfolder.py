@@ -36,7 +36,7 @@ from rayloop.core.types import (
     Turn,
     Version,
 )
-from rayloop.rewards.saved import played
+from rayloop.rewards.saved import trajectory_of
 from rayloop.run import lock
 from rayloop.run.folder import RunFolder
 from rayloop.run.lock import Holder, RunLock
@@ -336,7 +336,7 @@ def test_rollouts_store_texts_and_each_image_once(tmp_path: Path) -> None:
     )
     assert (
         [turn["reward"] for turn in scored["turns"]]
-        == [turn.reward for turn in played(scored).turns[1:]]
+        == [turn.reward for turn in trajectory_of(scored).turns[1:]]
         == [0.25, 0.0, 0.25]
     )
     assert (scored["group"], scored["sample"], scored["step"], scored["versions"]) == (
