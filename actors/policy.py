@@ -111,7 +111,7 @@ class _Share:
     seconds: float = 0.0
 
 
-def _with_own_reference(update: Sequence[Assignment]) -> list[Assignment]:
+def _keyed_by_payload(update: Sequence[Assignment]) -> list[Assignment]:
     """The assignments of an update, with the payload as the key of the reference's log-probs."""
     return [replace(assignment, ref_logprobs=assignment.payload) for assignment in update]
 
@@ -251,12 +251,12 @@ class PolicyRank(Actor):
         """
         began = time.perf_counter()
         assigned = list(chain.from_iterable(updates))
-        references: list[Ref[Any]] = []
+        refs: list[Ref[Any]] = []
         for assignment in assigned:
-            references.append(assignment.payload)
+            refs.append(assignment.payload)
             if assignment.ref_logprobs is not None:
-                references.append(assignment.ref_logprobs)
-        values, lost = fetch(references)
+                refs.append(assignment.ref_logprobs)
+        values, lost = fetch(refs)
         self._share = _Share(updates, values, time.perf_counter() - began)
         return [
             assignment.id
@@ -276,17 +276,17 @@ class PolicyRank(Actor):
         self._share = _Share()
 
         updates = share.updates
-        references = share.values
+        ref_logprobs = share.values
         if self.settings.adapter_reference:
-            references = self._adapter_reference(share)
-            updates = list(map(_with_own_reference, updates))
+            ref_logprobs = self._adapter_reference(share)
+            updates = list(map(_keyed_by_payload, updates))
 
         def item(assignment: Assignment) -> TrainItem:
             credit = assignment.credit
             return TrainItem(
                 share.values[assignment.payload],
                 credit.advantage,
-                references.get(assignment.ref_logprobs),
+                ref_logprobs.get(assignment.ref_logprobs),
                 assignment.on_policy,
                 assignment.lag,
                 credit.turns,

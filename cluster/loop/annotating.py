@@ -29,8 +29,8 @@ async def annotated(
     payloads = [member.payload for member in members if member.payload is not None]
     # Absolute, since an actor may have another working directory.
     path = None if folder is None else str(folder.resolve())
-    reference = pool.within(step_timeout * STEP_TIMEOUT_SHARE, CALL_ATTEMPTS)
-    lost_positions, arrays = await reference.split(
+    annotators = pool.within(step_timeout * STEP_TIMEOUT_SHARE, CALL_ATTEMPTS)
+    lost_positions, arrays = await annotators.split(
         1 + len(indices), ReferenceActor.annotate, payloads, path
     )
 

@@ -138,10 +138,10 @@ class RolloutCalls:
         WAITS.played(heads, environments.name(lease), rollout.name(engine))
 
         # An episode that was played has a payload.
-        references = cast(Sequence[Ref[Trajectory]], payloads)
+        refs = cast(Sequence[Ref[Trajectory]], payloads)
         results = [
-            head if isinstance(head, Failure) else (head, reference)
-            for head, reference in zip(heads, references, strict=True)
+            head if isinstance(head, Failure) else (head, ref)
+            for head, ref in zip(heads, refs, strict=True)
         ]
         return Attempted(lease, engine, results)
 

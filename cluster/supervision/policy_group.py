@@ -216,20 +216,20 @@ class PolicyGroup:
         # A copy, since a rebuild may replace the ranks while they are awaited.
         ranks = list(self.ranks)
         # Before anything is awaited: every rank gets collective calls in one order.
-        references = [submit_call() for submit_call in submits]
+        refs = [submit_call() for submit_call in submits]
 
-        async def answer_of(rank: int, reference: Ref[R]) -> R:
+        async def answer_of(rank: int, ref: Ref[R]) -> R:
             what = f"{method} of policy rank {rank}"
             starts = deadline is not None
 
-            def answer(reference: Ref[R]) -> Awaitable[R]:
-                return with_deadline(timeout, reference, what, ranks[rank], starts=starts)
+            def answer(ref: Ref[R]) -> Awaitable[R]:
+                return with_deadline(timeout, ref, what, ranks[rank], starts=starts)
 
             try:
                 if again or method in LOCAL:
-                    first = partial(answer, reference)
+                    first = partial(answer, ref)
                     return await self._reached(what, first, lambda: answer(submits[rank]()))
-                return await answer(reference)
+                return await answer(ref)
             except Exception as error:
                 # After a rebuild, late errors of the former
                 # ranks must not blame the new ranks' nodes.
@@ -237,10 +237,7 @@ class PolicyGroup:
                     self._blame(rank)
                 raise
 
-        calls = [
-            asyncio.ensure_future(answer_of(rank, reference))
-            for rank, reference in enumerate(references)
-        ]
+        calls = [asyncio.ensure_future(answer_of(rank, ref)) for rank, ref in enumerate(refs)]
         try:
             return await asyncio.gather(*calls)
         except Exception as error:

@@ -387,14 +387,14 @@ def _segment_items(item: TrainItem, number: int, segments: Sequence[Trajectory])
         return [dataclasses.replace(item, trajectory=segments[0], part_of=number)]
     lengths = [_turn_lengths(segment) for segment in segments]
     ends = np.cumsum([sum(turns) for turns in lengths])
-    references: Sequence[Any] = [None] * len(segments)
+    ref_logprobs_of: Sequence[Any] = [None] * len(segments)
     if item.ref_logprobs is not None:
         if len(item.ref_logprobs) != ends[-1]:
             raise ValueError(
                 f"trajectory {item.trajectory.id}: {len(item.ref_logprobs)} reference log-probs for"
                 f" {ends[-1]} sampled tokens"
             )
-        references = np.split(np.asarray(item.ref_logprobs), ends[:-1])
+        ref_logprobs_of = np.split(np.asarray(item.ref_logprobs), ends[:-1])
     turn_count = sum(map(len, lengths))
     if item.turns and len(item.turns) != turn_count:
         raise ValueError(
@@ -413,5 +413,5 @@ def _segment_items(item: TrainItem, number: int, segments: Sequence[Trajectory])
             part_of=number,
             trajectory_tokens=int(ends[-1]),
         )
-        for segment, ref_logprobs, credit in zip(segments, references, credits, strict=True)
+        for segment, ref_logprobs, credit in zip(segments, ref_logprobs_of, credits, strict=True)
     ]
