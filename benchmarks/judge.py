@@ -34,11 +34,11 @@ from rayloop.judge.rubric import load_rubrics
 from rayloop.serve_apps.judge.openai_model import OpenAIModel
 from rayloop.serve_apps.settings import OpenAIBackendSettings
 
-BATCH = 16
+BATCH_ITEMS = 16
 """Items of one request."""
-START = 120.0
+START_TIMEOUT_S = 120.0
 """Seconds that a process may take to start."""
-PATIENCE = 600.0
+ANSWER_TIMEOUT_S = 600.0
 
 
 class Stub:
@@ -164,8 +164,14 @@ async def _single_calls(stub: str, calls: int, number: int) -> dict[str, float]:
             bodies = [JudgeRequest(items=(item,)).model_dump(mode="json") for item in items]
             post = partial(http.post, "/v1/judge")
             bare += await _times(lambda n, bodies=bodies, post=post: post(json=bodies[n]), part)  # type: ignore[misc]
-            ours += await _times(lambda n, items=items: client.judge(items[n], PATIENCE), part)  # type: ignore[misc]
-            known += await _times(lambda n, items=items: client.judge(items[n], PATIENCE), part)  # type: ignore[misc]
+            ours += await _times(
+                lambda n, items=items: client.judge(items[n], ANSWER_TIMEOUT_S),  # type: ignore[misc]
+                part,
+            )
+            known += await _times(
+                lambda n, items=items: client.judge(items[n], ANSWER_TIMEOUT_S),  # type: ignore[misc]
+                part,
+            )
     await client.close()
     return {"httpx_ms": median(bare), "client_ms": median(ours), "cache_hit_ms": median(known)}
 
@@ -182,13 +188,13 @@ async def _throughput(
     """Items per second in requests of BATCH items, enough at once to fill the model: the backend
     itself, and through Serve.
     """
-    flight: int = max(1, 2 * a.model_slots // BATCH)
+    flight: int = max(1, 2 * a.model_slots // BATCH_ITEMS)
     headers = {"Authorization": f"Bearer {key.read_text(encoding='utf-8').strip()}"}
 
     async def measure(send: Callable[[Sequence[JudgeItem]], Awaitable[Any]], kind: str) -> float:
         batches = iter(
             [
-                [_item(BATCH * n + i, f"{kind} {number}") for i in range(BATCH)]
+                [_item(BATCH_ITEMS * n + i, f"{kind} {number}") for i in range(BATCH_ITEMS)]
                 for n in range(4 * flight)
             ]
         )
@@ -200,11 +206,11 @@ async def _throughput(
         began = time.perf_counter()
         await asyncio.gather(*(worker() for _ in range(flight)))
         seconds = time.perf_counter() - began
-        return 4 * flight * BATCH / seconds
+        return 4 * flight * BATCH_ITEMS / seconds
 
     model = OpenAIModel(_model(stub))
     async with httpx.AsyncClient(
-        base_url=judge, trust_env=False, timeout=PATIENCE, headers=headers
+        base_url=judge, trust_env=False, timeout=ANSWER_TIMEOUT_S, headers=headers
     ) as http:
 
         async def post(items: Sequence[JudgeItem]) -> None:
@@ -235,7 +241,7 @@ async def _trajectories(
     client = JudgeClient(ClientSettings(url=judge, key_file=str(key)))
     items = [_item(n % a.distinct, f"run {number}") for n in range(a.trajectories)]
     began = time.perf_counter()
-    await asyncio.gather(*(client.judge(item, PATIENCE) for item in items))
+    await asyncio.gather(*(client.judge(item, ANSWER_TIMEOUT_S) for item in items))
     whole = time.perf_counter() - began
     await client.close()
     return {"trajectories_s": whole, "distinct_s": distinct}
@@ -292,11 +298,12 @@ def _served(folder: Path, stub: str) -> Iterator[tuple[str, Path]]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     with subprocess.Popen(command, stdout=sys.stderr, env=environment) as process:
         try:
-            end = time.monotonic() + START
+            end = time.monotonic() + START_TIMEOUT_S
             while not announced.exists():
                 if process.poll() is not None or time.monotonic() > end:
                     raise BenchFailed(
-                        f"no judge within {START:g} s (exit code {process.poll()}); see above"
+                        f"no judge within {START_TIMEOUT_S:g} s (exit code {process.poll()}); see"
+                        " above"
                     )
                 time.sleep(0.1)
             yield json.loads(announced.read_text(encoding="utf-8"))["url"], folder / "judge.key"
@@ -305,14 +312,16 @@ def _served(folder: Path, stub: str) -> Iterator[tuple[str, Path]]:
 
 
 def _until_answered(url: str, process: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + START
+    end = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < end and process.poll() is None:
         try:
             httpx.post(url, json={"items": []}, trust_env=False)
             return
         except httpx.TransportError:
             time.sleep(0.05)
-    raise BenchFailed(f"{url} did not answer within {START:g} s (exit code {process.poll()})")
+    raise BenchFailed(
+        f"{url} did not answer within {START_TIMEOUT_S:g} s (exit code {process.poll()})"
+    )
 
 
 def main(seconds: str, slots: str) -> None:

@@ -27,7 +27,7 @@ from rayloop.run.config import RunConfig
 MODEL = Path(recipe).parent / "tiny"
 GROUP, STEP = 8, 64
 """Members of a group, and trajectories of an asynchronous step."""
-TARGET = 0.9
+TARGET_REWARD = 0.9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +82,7 @@ def _latency(arguments: argparse.Namespace) -> int:
     found_steps = {
         "mean_step_s": round(step, 3),
         "allowed_slots": round(allowed, 1),
-        "target": TARGET,
+        "target": TARGET_REWARD,
     }
     print(json.dumps({**shape, **found_steps, "busy_of_allowed": found, "machine": machine()}))
     return 0

@@ -21,10 +21,10 @@ from typing import Any
 
 import psutil
 
-from benchmarks.processes import EVERY, Tree
+from benchmarks.processes import CHECK_EVERY_S, Tree
 from rayloop.core.failures import RayloopError
 
-MEMORY_EVERY = 1.0
+MEMORY_CHECK_EVERY_S = 1.0
 """Seconds between two looks at the memory of all processes."""
 
 
@@ -67,7 +67,7 @@ def measured(command: Sequence[str]) -> dict[str, Any]:
         tree = Tree(run.pid)
         while run.poll() is None:
             tree.look()
-            time.sleep(EVERY)
+            time.sleep(CHECK_EVERY_S)
         said.seek(0)
         blamed.seek(0)
         if run.returncode:
@@ -130,7 +130,7 @@ class PeakMemory:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._ended.wait(MEMORY_EVERY):
+        while not self._ended.wait(MEMORY_CHECK_EVERY_S):
             rss, pss = tree_memory(psutil.Process())
             self.rss, self.pss = max(self.rss, rss), max(self.pss, pss)
 

@@ -28,7 +28,7 @@ from benchmarks.measure import BenchFailed, machine, rollup
 from rayloop.config.settings import load
 from rayloop.run.records.jsonl import JsonLines
 
-EVERY = 0.2
+CHECK_EVERY_S = 0.2
 """Seconds between two looks at the run."""
 
 
@@ -78,7 +78,7 @@ def _watch(
     store: dict[int, float] = {}
     done = 0
     while process.poll() is None:
-        time.sleep(EVERY)
+        time.sleep(CHECK_EVERY_S)
         step = sum(1 for _ in JsonLines(metrics)) if metrics.exists() else 0
         if step == done:
             continue

@@ -24,17 +24,19 @@ from rayloop.run.config import RunConfig
 
 MODEL = Path(recipe).parent / "tiny"
 """Its tokenizer and template are used, and its way to cut images."""
-WARM = 1
+WARM_UP_STEPS = 1
 """Steps that are left out at the beginning."""
-GROUP = 8
-STORE = 6 << 30
+GROUP_SIZE = 8
+OBJECT_STORE_BYTES = 6 << 30
 """Bytes of the object store: the payloads of two steps of 64 episodes, each with 15 screenshots,
 and what is on its way.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--episodes", type=int, default=64, help=f"at once, in groups of {GROUP}")
+    parser.add_argument(
+        "--episodes", type=int, default=64, help=f"at once, in groups of {GROUP_SIZE}"
+    )
     parser.add_argument(
         "--turns", type=int, default=15, help="of an episode, with a screenshot each"
     )
@@ -52,7 +54,11 @@ def _multi_turn(arguments: argparse.Namespace) -> int:
     with private_cluster() as temporary, tempfile.TemporaryDirectory(dir=temporary) as folder:
         from rayloop.cluster.session import start  # imports ray, which reads the environment
 
-        start(folder, store=STORE, num_cpus=4 + arguments.engines + arguments.environments)
+        start(
+            folder,
+            store=OBJECT_STORE_BYTES,
+            num_cpus=4 + arguments.engines + arguments.environments,
+        )
         found = _measured(_config(arguments, Path(temporary)), Path(temporary))
     shape = {
         name: getattr(arguments, name)
@@ -80,7 +86,9 @@ def _measured(config: RunConfig, folder: Path) -> dict[str, Any]:
         "never",
     )
     try:
-        found: dict[str, Any] = ray.get(submit(driver, ScreensActor.measure, WARM), timeout=1200)
+        found: dict[str, Any] = ray.get(
+            submit(driver, ScreensActor.measure, WARM_UP_STEPS), timeout=1200
+        )
     finally:
         ray.shutdown()
     return found
@@ -94,12 +102,12 @@ def _config(arguments: argparse.Namespace, folder: Path) -> RunConfig:
     config = {
         "name": "multi_turn",
         "output": folder.as_posix(),
-        "steps": WARM + arguments.steps,
+        "steps": WARM_UP_STEPS + arguments.steps,
         "model": {"path": str(MODEL)},
         "data": {"train": str(folder / "rows.jsonl")},
         "algorithm": {
-            "group_size": GROUP,
-            "groups_per_step": arguments.episodes // GROUP,
+            "group_size": GROUP_SIZE,
+            "groups_per_step": arguments.episodes // GROUP_SIZE,
             "filtering": {"filters": []},
         },
         "environment": {

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-EVERY = 0.25
+CHECK_EVERY_S = 0.25
 """Seconds between two looks."""
 TICK = 1 / os.sysconf("SC_CLK_TCK")
 DAEMONS = {

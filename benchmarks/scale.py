@@ -34,12 +34,12 @@ LATENCIES = Path(__file__).with_name("latencies.json")
 cut at 6 times the mean.
 """
 IN_FLIGHT = (1, 8, 64, 256, 1024, 2048)
-ENGINES = (8, 64, 512)
-SLOTS = 16
+ENGINE_COUNTS = (8, 64, 512)
+SEQUENCES_PER_ENGINE = 16
 """Sequences that an engine of ``engines`` decodes at once."""
-BATCH = 512
+STEP_TRAJECTORIES = 512
 """Trajectories of a step of ``async``, as many as all its engines decode at once."""
-WARM = 2
+WARM_UP_STEPS = 2
 """Steps that are left out at the beginning."""
 
 
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engines",
         type=int,
         nargs="*",
-        default=ENGINES,
+        default=ENGINE_COUNTS,
         help="engines: numbers of rollout engines",
     )
     parser.add_argument(
@@ -102,7 +102,7 @@ def _cost(arguments: argparse.Namespace, latencies: Sequence[float]) -> dict[str
     for count in arguments.in_flight:
         group = min(8, max(1, count // 4))
         groups = max(1, count // 4 // group)
-        steps = WARM + max(4, -(-arguments.trajectories // (group * groups)))
+        steps = WARM_UP_STEPS + max(4, -(-arguments.trajectories // (group * groups)))
         load = Load(
             4,
             count,
@@ -120,17 +120,28 @@ def _cost(arguments: argparse.Namespace, latencies: Sequence[float]) -> dict[str
 
 
 def _engines(arguments: argparse.Namespace, latencies: Sequence[float]) -> dict[str, Any]:
-    """Engines of ``SLOTS`` sequences, all taken; a step trains as many episodes as are in flight.
+    """Engines of ``SEQUENCES_PER_ENGINE`` sequences, all taken; a step trains as many episodes as
+    are in flight.
 
     ``engines_at_most``: with so many engines that are never idle the driver's one core is full, at
     this CPU time of a trajectory.
     """
     found = []
     for count in arguments.engines:
-        flight = count * SLOTS
-        load = Load(count, SLOTS, 8, flight // 8, 1, WARM + 2, arguments.episode, 1.0, 0.0)
+        flight = count * SEQUENCES_PER_ENGINE
+        load = Load(
+            count,
+            SEQUENCES_PER_ENGINE,
+            8,
+            flight // 8,
+            1,
+            WARM_UP_STEPS + 2,
+            arguments.episode,
+            1.0,
+            0.0,
+        )
         run = _run(load, latencies)
-        full = 1000 * arguments.episode / (SLOTS * run["cpu_ms_per_trajectory"])
+        full = 1000 * arguments.episode / (SEQUENCES_PER_ENGINE * run["cpu_ms_per_trajectory"])
         found.append({"engines": count, "in_flight": flight, **run, "engines_at_most": int(full)})
         print(json.dumps(found[-1]), file=sys.stderr, flush=True)
     return {"episode_s": arguments.episode, "engines": found}
@@ -143,16 +154,19 @@ def _async(arguments: argparse.Namespace, latencies: Sequence[float]) -> dict[st
         ("synchronous", 0, arguments.steps),
         ("asynchronous", arguments.staleness, 2 * arguments.steps),
     ):
-        load = Load(64, 8, 8, 64, staleness, WARM + steps, arguments.latency, 0.1, 0.0)
+        load = Load(64, 8, 8, 64, staleness, WARM_UP_STEPS + steps, arguments.latency, 0.1, 0.0)
         found[name] = _run(load, latencies)
         print(json.dumps(found[name]), file=sys.stderr, flush=True)
     drawn = random.Random(0)
     slowest = (
-        mean(max(drawn.choices(latencies, k=BATCH)) for _ in range(2_000))
+        mean(max(drawn.choices(latencies, k=STEP_TRAJECTORIES)) for _ in range(2_000))
         / mean(latencies)
         * arguments.latency
     )
-    bounds = {"synchronous": BATCH / (slowest + 0.1), "asynchronous": BATCH / arguments.latency}
+    bounds = {
+        "synchronous": STEP_TRAJECTORIES / (slowest + 0.1),
+        "asynchronous": STEP_TRAJECTORIES / arguments.latency,
+    }
     speeds = {name: found[name]["trained_per_s"] for name in bounds}
     gain, bound = (
         speeds["asynchronous"] / speeds["synchronous"],
@@ -178,7 +192,9 @@ def _run(load: Load, latencies: Sequence[float]) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         driver = simulated_driver(_config(load, Path(folder)), folder, load, latencies)
-        found: dict[str, Any] = ray.get(submit(driver, SimulatedActor.measure, WARM), timeout=3600)
+        found: dict[str, Any] = ray.get(
+            submit(driver, SimulatedActor.measure, WARM_UP_STEPS), timeout=3600
+        )
         ray.kill(driver)
     return found
 

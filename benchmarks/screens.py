@@ -49,18 +49,20 @@ from rayloop.core.types import (
 )
 from rayloop.run.records.step_metrics import Collected
 
-WIDTH = 640
+SCREEN_WIDTH_PIXELS = 640
 """Pixels of a screen from left to right."""
 
 
 def screen(size: int, seed: int | None = None) -> bytes:
     """A PNG of about ``size`` bytes: noise, stored as it is. Without a seed no two are alike."""
-    height = max(1, size // (3 * WIDTH))
+    height = max(1, size // (3 * SCREEN_WIDTH_PIXELS))
     rows: npt.NDArray[np.uint8] = np.zeros(
-        (height, 1 + 3 * WIDTH), np.uint8
+        (height, 1 + 3 * SCREEN_WIDTH_PIXELS), np.uint8
     )  # in front of each row its filter: none
-    rows[:, 1:] = np.random.default_rng(seed).integers(0, 256, (height, 3 * WIDTH), np.uint8)
-    header = struct.pack(">IIBBBBB", WIDTH, height, 8, 2, 0, 0, 0)
+    rows[:, 1:] = np.random.default_rng(seed).integers(
+        0, 256, (height, 3 * SCREEN_WIDTH_PIXELS), np.uint8
+    )
+    header = struct.pack(">IIBBBBB", SCREEN_WIDTH_PIXELS, height, 8, 2, 0, 0, 0)
     parts = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 0)), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(map(_chunk, *zip(*parts, strict=True)))
 

@@ -1,9 +1,9 @@
 """``bench start``: a run as a user starts it, until its first step is trained: seconds, and CPU
 seconds of every process.
 
-The run is a process of its own; all its descendants are looked at every ``EVERY`` seconds in /proc,
-so that what a process used counts also after its end (but for its last moment), with any parent.
-Linux only.
+The run is a process of its own; all its descendants are looked at every ``CHECK_EVERY_S`` seconds
+in /proc, so that what a process used counts also after its end (but for its last moment), with any
+parent. Linux only.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import BenchFailed, machine
-from benchmarks.processes import EVERY, Tree
+from benchmarks.processes import CHECK_EVERY_S, Tree
 from benchmarks.step import Shape, add_shape, prepare
 from rayloop.core.failures import ConfigError
 from rayloop.run.records.jsonl import JsonLines
 
-LIMIT = 600.0
+FIRST_STEP_TIMEOUT_S = 600.0
 """Seconds after which a run without a first step is given up."""
 PARTS = {
     "start": "Ray is up",
@@ -84,18 +84,18 @@ def measure(config: Path, overrides: Sequence[str], output: Path) -> dict[str, A
         tree = Tree(run.pid)
         try:
             while not (records := list(JsonLines(folder / "metrics.jsonl"))):
-                if run.poll() is not None or time.time() > began + LIMIT:
+                if run.poll() is not None or time.time() > began + FIRST_STEP_TIMEOUT_S:
                     said.seek(0)
                     raise BenchFailed(
                         f"{' '.join(command)} had no first step:\n{said.read()[-2000:]}"
                     )
                 tree.look()
-                time.sleep(EVERY)
+                time.sleep(CHECK_EVERY_S)
             tree.look()
         finally:
             with suppress(ProcessLookupError):
                 run.send_signal(signal.SIGTERM)  # it saves, and ends its cluster
-            run.wait(LIMIT)
+            run.wait(FIRST_STEP_TIMEOUT_S)
     ends = until(list(JsonLines(folder / "events.jsonl")), records[0]["time"])
     return {"wall_s": _lengths(ends, began), "cpu_s": tree.parts(began, ends)}
 

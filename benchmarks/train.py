@@ -39,9 +39,9 @@ from rayloop.core.types import (
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.grpo.losses.settings import PpoLoss
 
-SIDE = 2048
+MATRIX_SIDE = 2048
 """Of the square matrices on CPU; GPUs need larger ones to reach their ceiling."""
-TEXT = 63
+FIRST_TEXT_ID = 63
 """Lower token ids may be special ones."""
 
 
@@ -248,7 +248,10 @@ def train_item(
     """A random answer of so many tokens to the prompt; every one has an advantage."""
     import numpy as np
 
-    rng, text = np.random.default_rng(number), [token for token in prompt if token > TEXT] or [TEXT]
+    rng, text = (
+        np.random.default_rng(number),
+        [token for token in prompt if token > FIRST_TEXT_ID] or [FIRST_TEXT_ID],
+    )
     sampled = tuple(rng.choice(text, answer).tolist())
     rollout_logprobs = tuple(rng.normal(-6, 0.5, answer).tolist())
     turns = (
@@ -285,7 +288,7 @@ def flops(
     return prompts * linear(prompt) + sequences * (linear(prompt + answer) - linear(prompt) + head)
 
 
-def ceiling(dtype: str, side: int = SIDE) -> float:
+def ceiling(dtype: str, side: int = MATRIX_SIDE) -> float:
     """FLOP/s of square matrix products of ``side`` rows (4 times as many on a GPU), the best of
     three.
     """

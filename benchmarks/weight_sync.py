@@ -31,7 +31,7 @@ from rayloop.launch.ray_variables import private_cluster
 from rayloop.transports.seam import WeightUpdate, transport
 from rayloop.transports.settings import TransportSettings
 
-DEADLINE = 600.0
+DEADLINE_S = 600.0
 TRANSPORTS = ("object_store", "collective")
 
 
@@ -204,7 +204,7 @@ def _plain(ends: _Pair) -> Callable[[int], None]:
     import ray
 
     def way(number: int) -> None:
-        ray.get(ends.receiving.copy.remote(ends.sending.plain.remote()), timeout=DEADLINE)
+        ray.get(ends.receiving.copy.remote(ends.sending.plain.remote()), timeout=DEADLINE_S)
 
     return way
 
@@ -217,7 +217,7 @@ def _way(kind: str, arguments: argparse.Namespace, folder: str) -> Callable[[int
     runner = asyncio.Runner()
 
     async def update(version: Version) -> None:
-        async with asyncio.timeout(DEADLINE):
+        async with asyncio.timeout(DEADLINE_S):
             await chosen.deliver(ends, ends, version)
             await ends.copied()
 

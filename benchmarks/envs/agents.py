@@ -38,7 +38,7 @@ from rayloop.envs.settings import EpisodeSettings
 from rayloop.recipes.arc_vision import __file__ as recipe
 
 MODEL = Path(recipe).parent / "loose"
-ANSWER = 64
+ANSWER_TOKENS = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +64,7 @@ def _agents(arguments: argparse.Namespace) -> int:
 
 async def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
     renderer, endpoint = Renderer(ModelSettings(path=str(arguments.model))), Endpoint()
-    tokens = (renderer.encode("The sum of these numbers is 42. ") * ANSWER)[:ANSWER]
+    tokens = (renderer.encode("The sum of these numbers is 42. ") * ANSWER_TOKENS)[:ANSWER_TOKENS]
     settings = EpisodeSettings(max_turns=arguments.turns * arguments.episodes, max_tokens=1 << 20)
 
     async def generate(prompt: TokenPrompt, sampling: Sampling) -> Completion:

@@ -36,9 +36,9 @@ PAGES = (
     "grid-coordinate",
     "identify-shape",
 )
-STEPS = 5
+MAX_STEPS = 5
 """Of an episode, at most."""
-TIMEOUT = 60.0
+CALL_TIMEOUT_S = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,21 +117,21 @@ class _Player:
         clicks = random.Random(f"{number}-{seed}")
         environment = self._environments.of(task)
         try:
-            await environment.make(TIMEOUT)
-            await environment.call("reset", task, timeout=TIMEOUT)
-            for _ in range(STEPS):
+            await environment.make(CALL_TIMEOUT_S)
+            await environment.call("reset", task, timeout=CALL_TIMEOUT_S)
+            for _ in range(MAX_STEPS):
                 at = f"({clicks.randrange(168)},{clicks.randrange(53, 224)})"
                 began = time.monotonic()
                 result = await environment.call(
-                    "step", f"Action: click(start_box='{at}')", timeout=TIMEOUT
+                    "step", f"Action: click(start_box='{at}')", timeout=CALL_TIMEOUT_S
                 )
                 self.took.append(time.monotonic() - began)
                 if result.done:
                     break
-            await environment.call("evaluate", timeout=TIMEOUT)
+            await environment.call("evaluate", timeout=CALL_TIMEOUT_S)
             self.episodes += 1
         finally:
-            await environment.close(TIMEOUT)
+            await environment.close(CALL_TIMEOUT_S)
 
 
 async def _look(tree: Tree) -> None:

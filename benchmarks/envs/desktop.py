@@ -23,7 +23,7 @@ from rayloop.core.failures import ConfigError
 from rayloop.envs.desktop.session import Desktop, DesktopLimits, missing
 
 NOTES = "Documents/notes.txt"
-SHOTS = 5
+SHOTS_PER_DESKTOP = 5
 """Of each desktop."""
 
 
@@ -65,7 +65,7 @@ def _measured(desktops: list[Desktop], count: int, idle: float) -> dict[str, flo
     windows = [_seconds(lambda one=one: one.launch(["mousepad", NOTES])) for one in desktops]  # type: ignore[misc]
     for one in desktops:
         one.screenshot(settle=2)
-    shots = [_seconds(one.screenshot) for one in desktops for _ in range(SHOTS)]
+    shots = [_seconds(one.screenshot) for one in desktops for _ in range(SHOTS_PER_DESKTOP)]
     clicks = [_seconds(lambda one=one: one.ask("click", x=600, y=400)) for one in desktops]  # type: ignore[misc]
     time.sleep(1)
     tree = Tree(os.getpid())

@@ -14,7 +14,7 @@ import numpy as np
 from rayloop.core.groups import Group, Member, Scored
 
 Record = dict[str, Any]
-PLACES = 4
+DECIMAL_PLACES = 4
 """Decimals that are kept."""
 AXES = ("updates", "tokens", "seconds")
 T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -82,12 +82,14 @@ class Curve:
         """
         tokens = [0, *np.cumsum(steps["tokens"]).astype(int).tolist()]
         seconds = [0.0, *np.cumsum(steps["seconds"]).round(3).tolist()]
-        habits = {name: round(fmean(values[:compared]), PLACES) for name, values in steps.items()}
+        habits = {
+            name: round(fmean(values[:compared]), DECIMAL_PLACES) for name, values in steps.items()
+        }
         return cls(
             [*range(0, len(scores) * every, every)],
             tokens[::every],
             seconds[::every],
-            [round(score, PLACES) for score in scores],
+            [round(score, DECIMAL_PLACES) for score in scores],
             habits,
         )
 
@@ -107,10 +109,12 @@ def compared(curves: Mapping[str, Mapping[str, Curve]]) -> Record:
     for arm, by_seed in curves.items():
         found[arm] = {
             "habits": {
-                name: round(fmean(curve.habits[name] for curve in by_seed.values()), PLACES)
+                name: round(fmean(curve.habits[name] for curve in by_seed.values()), DECIMAL_PLACES)
                 for name in HABITS
             },
-            "score": round(fmean(curve.at("updates", steps) for curve in by_seed.values()), PLACES),
+            "score": round(
+                fmean(curve.at("updates", steps) for curve in by_seed.values()), DECIMAL_PLACES
+            ),
         }
         if by_seed is not first:
             pairs = [(curve, first[seed]) for seed, curve in by_seed.items() if seed in first]

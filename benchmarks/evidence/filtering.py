@@ -17,7 +17,7 @@ is the softmax of a linear map that begins as a poor copy of the hidden one; Ada
 GRPO gradient. Steps of 16 x 8, half of 512 tasks held out. Of its two learning rates the smaller
 limits what a step learns by itself, at the larger the noise of the gradient does. All answers have
 100 tokens. Seconds are those of a virtual clock: an episode lasts one on average (``World``), a
-full batch is trained in ``TRAINING``, of which answers with advantage 0 take nothing.
+full batch is trained in ``TRAINING_MEANS``, of which answers with advantage 0 take nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import numpy as np
 
 from benchmarks.evidence.costs import HEAD, Curve, Steps, broken, compared, noted, rows
 from benchmarks.evidence.runs import write
-from benchmarks.evidence.staleness import GROUP, GROUPS, TASKS, TRAINING, World
+from benchmarks.evidence.staleness import GROUP, GROUPS, TASKS, TRAINING_MEANS, World
 from benchmarks.virtual_time import VirtualLoop
 from rayloop.config.settings import load
 from rayloop.core.deadlines import background
@@ -81,10 +81,10 @@ ARMS = {
 """A step is refilled until it is full."""
 STARTS: dict[str, float] = {}
 """Held-out scores before the first step."""
-HALF = 0.5
+RIGHT_OVERLAP = 0.5
 """The intersection over union from which a box counts as right."""
 FEATURES, ANSWERS, EVERY = 16, 8, 5
-BROKEN = ANSWERS
+BROKEN_ANSWER = ANSWERS
 """The malformed answer: one in twelve at first."""
 
 
@@ -152,14 +152,14 @@ class Exact:
 
 class HalfOverlap:
     """1 when the answered box and the true one have an intersection over union of at least
-    ``HALF``, else 0.
+    ``RIGHT_OVERLAP``, else 0.
     """
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
         """The reward of IoUReward as right or wrong."""
         found = IoUReward().score(trajectory, task, context)
         return (
-            Scored(float(found.value >= HALF), {}, found.flags)
+            Scored(float(found.value >= RIGHT_OVERLAP), {}, found.flags)
             if isinstance(found, Scored)
             else found
         )
@@ -196,8 +196,8 @@ class Learning(World):
         self.rate, drawn = rate, np.random.default_rng(seed)
         self.features = np.hstack([drawn.normal(size=(TASKS, FEATURES)), np.ones((TASKS, 1))])
         hidden = drawn.normal(size=(FEATURES + 1, ANSWERS + 1))
-        hidden[-1], hidden[:, BROKEN] = 0, 0
-        self.right = (self.features @ hidden[:, :BROKEN]).argmax(axis=1)
+        hidden[-1], hidden[:, BROKEN_ANSWER] = 0, 0
+        self.right = (self.features @ hidden[:, :BROKEN_ANSWER]).argmax(axis=1)
         self.weights = 0.3 * hidden + 0.3 * drawn.normal(size=hidden.shape)
         self.first, self.second = np.zeros_like(hidden), np.zeros_like(hidden)
         self.held_out = np.arange(1, TASKS, 2)
@@ -222,7 +222,9 @@ class Learning(World):
         answer = int(np.random.default_rng(request.seed).choice(ANSWERS + 1, p=self.chances(task)))
         self.said[request.id.group, request.id.sample] = answer
         return Scored(
-            float(answer == self.right[task]), {}, ("unparsable",) if answer == BROKEN else ()
+            float(answer == self.right[task]),
+            {},
+            ("unparsable",) if answer == BROKEN_ANSWER else (),
         )
 
     @staticmethod
@@ -260,7 +262,9 @@ class Learning(World):
                 trained = [member for group in collected.groups for member in group.kept]
                 norm = self.update(collected.groups, step)
                 await asyncio.sleep(
-                    TRAINING * sum(member.advantage != 0 for member in trained) / (GROUPS * GROUP)
+                    TRAINING_MEANS
+                    * sum(member.advantage != 0 for member in trained)
+                    / (GROUPS * GROUP)
                 )
                 self.rollouts.ready.settle_trained(collected.groups)
                 self.version = Version(1, step)

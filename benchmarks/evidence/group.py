@@ -52,7 +52,7 @@ TITLE = (
     "One task, eight members of a group. A column is an episode, a row a turn, a red circle a"
     " click."
 )
-THOUSAND = 1000
+COORDINATE_RANGE = 1000
 """The policy writes points in thousandths of the screen."""
 
 
@@ -84,7 +84,9 @@ class Filmed:
             turn = read(args[0])
             first = turn.actions[0] if isinstance(turn, Actions) else None
             self.clicks.append(
-                (first.at.x / THOUSAND, first.at.y / THOUSAND) if isinstance(first, Click) else None
+                (first.at.x / COORDINATE_RANGE, first.at.y / COORDINATE_RANGE)
+                if isinstance(first, Click)
+                else None
             )
             self._keep(answer.observation)
         return answer

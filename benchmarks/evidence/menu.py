@@ -43,7 +43,7 @@ from rayloop.recipes.arc_vision.data import GroundingRows
 
 RESULT = Path(__file__).with_suffix(".json")
 STEPS, SEEDS = 10, 3
-PLACES = 6
+DECIMAL_PLACES = 6
 """Decimals that are kept. The table rounds means of them to three."""
 PPO = {"clip_high": 0.28}
 ENTRIES: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
@@ -221,7 +221,7 @@ def run(name: str, seed: int) -> dict[str, float]:
         "bounded": fmean(r["actor/capped"] for r in one.reports),
     }
     return {
-        **{column: round(value, PLACES) for column, value in means.items()},
+        **{column: round(value, DECIMAL_PLACES) for column, value in means.items()},
         "seconds": round(time.perf_counter() - began, 1),
         "cpu_seconds": round(time.process_time() - cpu, 1),
     }

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.evidence.experiments import SUPERVISED, Experiment
 from benchmarks.measure import BenchFailed, machine
-from benchmarks.processes import EVERY, Tree
+from benchmarks.processes import CHECK_EVERY_S, Tree
 from rayloop.config.settings import load
 from rayloop.measure.controls import RIGHT, SAMPLED, Item, gains, means, summarise
 from rayloop.run.config import RunConfig
@@ -24,7 +24,7 @@ from rayloop.run.held_out import read_items
 from tools.makers.random_clicks import play
 
 RUNS = Path("runs/evidence")
-PLACES = 4
+DECIMAL_PLACES = 4
 """Decimals that are kept."""
 KINDS = {SAMPLED: "sampled", RIGHT: "greedy"}
 Record = dict[str, Any]
@@ -63,7 +63,7 @@ def timed(*arguments: object) -> Record:
     tree = Tree(run.pid)
     while run.poll() is None:
         tree.look()
-        time.sleep(EVERY)
+        time.sleep(CHECK_EVERY_S)
     if run.returncode:
         raise BenchFailed(f"{' '.join(command)} ended with {run.returncode}; its output is above")
     return {"wall_s": round(time.monotonic() - began, 1), "cpu_s": round(tree.seconds)}
@@ -123,7 +123,7 @@ def recorded(experiment: Experiment, run: RunFolder) -> Record:
         "first_step_s": round(records[0]["time"] - events[0]["time"], 1),
         "median_step_s": round(seconds[len(seconds) // 2], 2),
         "training": {
-            name: [round(record.get(name, 0.0), PLACES) for record in records]
+            name: [round(record.get(name, 0.0), DECIMAL_PLACES) for record in records]
             for name in experiment.curves.values()
         },
         "held_out": held_out,
@@ -172,10 +172,10 @@ def only(items: Iterable[Item], arm: str) -> list[Item]:
 
 
 def rounded(value: Any) -> Any:
-    """``value`` with its floats rounded to PLACES, tuples as lists, as JSON has them."""
+    """``value`` with its floats rounded to DECIMAL_PLACES, tuples as lists, as JSON has them."""
     match value:
         case float():
-            return round(value, PLACES)
+            return round(value, DECIMAL_PLACES)
         case dict():
             return {name: rounded(each) for name, each in value.items()}
         case tuple() | list():

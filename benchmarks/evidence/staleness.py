@@ -45,9 +45,9 @@ RESULT, PICTURE = (
 TASKS, GROUP, GROUPS, SLOTS = 512, 8, 16, 128
 SIGMA, CUT, LONG = 0.8, 6.0, 2.0
 """Spread of the logarithm; the longest and what counts as a long episode, in means."""
-TRAINING = 0.3
+TRAINING_MEANS = 0.3
 """Means that a step of the trainer and its weight update take."""
-WARM = 10
+WARM_UP_STEPS = 10
 """Steps that are left out at the beginning."""
 BOUNDS, SHARED = (1, 2, 4, 8), (0.0, 0.7)
 
@@ -161,22 +161,22 @@ class World:
         return apply_filters(group, self.filters)
 
     async def run(self, steps: int) -> dict[str, Any]:
-        """What the steps after the first ``WARM`` took, trained and lost."""
+        """What the steps after the first ``WARM_UP_STEPS`` took, trained and lost."""
         taken: list[tuple[int, list[int]]] = []
         lags: list[int] = []
         clock = asyncio.get_running_loop().time
         began = 0.0
         async with background(self.rollouts.run(self, self.finish)):
             for step in range(steps):
-                began = clock() if step == WARM else began
+                began = clock() if step == WARM_UP_STEPS else began
                 groups = (await self.rollouts.collect(self.version, {})).groups
-                await asyncio.sleep(TRAINING)
+                await asyncio.sleep(TRAINING_MEANS)
                 self.rollouts.ready.settle_trained(groups)
                 self.ledger.check()
                 taken += [
                     (group.number, [m.summary.id.sample for m in group.kept]) for group in groups
                 ]
-                if step >= WARM:
+                if step >= WARM_UP_STEPS:
                     lags += [
                         self.version.step - m.summary.first_version.step
                         for g in groups
@@ -186,7 +186,7 @@ class World:
                 self.rollouts.synced(self.version)
             ended = clock()
         return {
-            "steps_per_mean": round((steps - WARM) / (ended - began), 3),
+            "steps_per_mean": round((steps - WARM_UP_STEPS) / (ended - began), 3),
             "lag": round(mean(lags), 2),
             **self._statuses(dict(taken)),
         }
@@ -196,7 +196,9 @@ class World:
         first that is not final.
         """
         live = [*self.rollouts.in_flight, *(group.number for group in self.rollouts.ready.groups)]
-        window = range(WARM * GROUPS, min(live, default=self.rollouts.scheduler.next_number + 1))
+        window = range(
+            WARM_UP_STEPS * GROUPS, min(live, default=self.rollouts.scheduler.next_number + 1)
+        )
         issued = [length for number in window for length in self.lengths[number]]
         taken = [
             self.lengths[number][sample] for number in window for sample in trained.get(number, ())

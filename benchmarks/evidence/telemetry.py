@@ -75,7 +75,7 @@ Other calls are counted without a name.
 UNSURE = ("unclear", "difficult", "hard to see", "not sure")
 """Words of reasoning about a box that needs a closer look."""
 PERFORMANCE = ((0.8, "excellent"), (0.5, "good"), (0.1, "poor"), (-1.0, "failed"))
-SNIPPET = 200
+SNIPPET_CHARACTERS = 200
 """Characters of the reasoning beside a contradiction."""
 
 
@@ -152,7 +152,8 @@ def _lines(record: Mapping[str, Any], where: str) -> Iterator[tuple[str, dict[st
         "confidence": confidence(texts[-1]),
         "contradictions": odd,
         "contradiction_count": sum(odd.values()),
-        "reasoning_snippet": reasoning[:SNIPPET] + "..." * (len(reasoning) > SNIPPET),
+        "reasoning_snippet": reasoning[:SNIPPET_CHARACTERS]
+        + "..." * (len(reasoning) > SNIPPET_CHARACTERS),
     }
     for name, fields in FIELDS.items():
         if name != "contradictions" or any(odd.values()):

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 CONTEXT = multiprocessing.get_context("spawn")
-GRACE = 15.0
+GRACE_S = 15.0
 """Seconds that processes have to end by themselves after SIGTERM."""
 
 
@@ -37,8 +37,8 @@ def completed(
 
 
 def end_all(leader: int) -> None:
-    """End a process, those below it and those of its session: SIGTERM, and SIGKILL after ``GRACE``
-    seconds.
+    """End a process, those below it and those of its session: SIGTERM, and SIGKILL after
+    ``GRACE_S`` seconds.
     """
     found: dict[int, psutil.Process] = {}
     with suppress(psutil.NoSuchProcess):
@@ -51,7 +51,7 @@ def end_all(leader: int) -> None:
     for process in found.values():
         with suppress(psutil.NoSuchProcess):
             process.terminate()
-    _, alive = psutil.wait_procs(found.values(), GRACE)
+    _, alive = psutil.wait_procs(found.values(), GRACE_S)
     for process in alive:
         with suppress(psutil.NoSuchProcess):
             process.kill()

@@ -16,15 +16,15 @@ from benchmarks.gpu import models
 from benchmarks.gpu.children import Child
 from benchmarks.gpu.result import Found, Place, Skipped
 
-LIMIT = 500.0
+ENGINE_TIMEOUT_S = 500.0
 """Seconds for one engine."""
 
 
 def extensions(place: Place) -> Found:
     """Each shared library of vLLM, loaded into a process of its own that has torch."""
     for file in sorted(_folder().glob("*.so")):
-        yield file.name, Child(load, str(file)).answer(LIMIT)
-    yield "import vllm", Child(versions).answer(LIMIT)
+        yield file.name, Child(load, str(file)).answer(ENGINE_TIMEOUT_S)
+    yield "import vllm", Child(versions).answer(ENGINE_TIMEOUT_S)
 
 
 def start(place: Place) -> Found:
@@ -35,10 +35,13 @@ def start(place: Place) -> Found:
     """
     _folder()
     folder = str(models.vlm(place))
-    yield "eager", Child(engine, folder, place.tiny, {"enforce_eager": True}, {}).answer(LIMIT)
+    yield (
+        "eager",
+        Child(engine, folder, place.tiny, {"enforce_eager": True}, {}).answer(ENGINE_TIMEOUT_S),
+    )
     if not place.tiny:
-        yield "compiled, first", Child(engine, folder, False, {}, {}).answer(LIMIT)
-        yield "compiled, again", Child(engine, folder, False, {}, {}).answer(LIMIT)
+        yield "compiled, first", Child(engine, folder, False, {}, {}).answer(ENGINE_TIMEOUT_S)
+        yield "compiled, again", Child(engine, folder, False, {}, {}).answer(ENGINE_TIMEOUT_S)
 
 
 def sampler(place: Place) -> Found:
@@ -48,7 +51,7 @@ def sampler(place: Place) -> Found:
     _folder()
     folder = str(models.text(place))
     for name, flashinfer in (("PyTorch's", "0"), ("FlashInfer's", "1")):
-        yield name, Child(sampled, folder, place.tiny, flashinfer).answer(LIMIT)
+        yield name, Child(sampled, folder, place.tiny, flashinfer).answer(ENGINE_TIMEOUT_S)
 
 
 def _folder() -> Path:

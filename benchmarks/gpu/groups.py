@@ -11,9 +11,9 @@ from benchmarks.gpu.children import CONTEXT, Child
 from benchmarks.gpu.result import Found, Place
 
 Backend = Literal["gloo", "nccl"]
-TIMEOUT = 10.0
+MEMBER_TIMEOUT_S = 10.0
 """Seconds that a member waits, as in a broadcast of weights."""
-LIMIT = 90.0
+HANGING_AFTER_S = 90.0
 """Seconds after which a member that still waits counts as hanging."""
 
 
@@ -26,12 +26,12 @@ def probe(place: Place) -> Found:
     gpu = torch.cuda.is_available()
     backend: Backend = "nccl" if gpu else "gloo"
     mib = 8 if place.tiny else 1024
-    timeout = 30.0 if place.tiny else TIMEOUT  # a busy CPU starts the second process late
+    timeout = 30.0 if place.tiny else MEMBER_TIMEOUT_S  # a busy CPU starts the second process late
     yield "backend", backend
-    yield "a group of one", Child(alone, backend, timeout, mib).answer(LIMIT)
+    yield "a group of one", Child(alone, backend, timeout, mib).answer(HANGING_AFTER_S)
     yield (
         "the second of two never comes",
-        Child(in_vain, backend, 1.0 if place.tiny else TIMEOUT).answer(LIMIT),
+        Child(in_vain, backend, 1.0 if place.tiny else MEMBER_TIMEOUT_S).answer(HANGING_AFTER_S),
     )
     yield "two members", _two(backend, timeout, mib, dies=False)
     yield "the second member dies before the broadcast", _two(backend, timeout, mib, dies=True)
@@ -96,7 +96,7 @@ def second(backend: Backend, timeout: float, mib: int, other: Any, dies: bool) -
 
     from rayloop.transports.process_group import Membership
 
-    if not other.poll(LIMIT):
+    if not other.poll(HANGING_AFTER_S):
         raise TimeoutError("the first member did not say where it is")
     if backend == "nccl":
         torch.cuda.set_device(torch.cuda.device_count() - 1)
@@ -116,4 +116,4 @@ def _two(backend: Backend, timeout: float, mib: int, dies: bool) -> dict[str, An
         "first": Child(first, backend, timeout, mib, here),
         "second": Child(second, backend, timeout, mib, there, dies),
     }
-    return {name: member.answer(LIMIT) for name, member in members.items()}
+    return {name: member.answer(HANGING_AFTER_S) for name, member in members.items()}

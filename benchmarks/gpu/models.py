@@ -34,7 +34,8 @@ VLM_3B: dict[str, Any] = {
     "init": 0.02,
     "rope_theta": 1e6,
 }
-"""Qwen2.5-VL-3B's, but for ``WORDS`` tokens, and full attention in every second layer of the tower.
+"""Qwen2.5-VL-3B's, but for ``EXTRA_TOKENS`` tokens, and full attention in every second layer of the
+tower.
 """
 TEXT_7B: dict[str, Any] = {
     "hidden": 3584,
@@ -47,7 +48,7 @@ TEXT_7B: dict[str, Any] = {
     "init": 0.02,
     "rope_theta": 1e6,
 }
-"""Qwen2.5-7B's, but for 12 of its 28 layers and ``WORDS`` tokens."""
+"""Qwen2.5-7B's, but for 12 of its 28 layers and ``EXTRA_TOKENS`` tokens."""
 TINY: dict[str, Any] = {
     "hidden": 64,
     "layers": 2,
@@ -59,9 +60,9 @@ TINY: dict[str, Any] = {
     "vision_heads": 2,
     "vision_intermediate": 96,
 }
-WORDS = 151_000
+EXTRA_TOKENS = 151_000
 """Tokens beside a trained thousand, so that the head is as large as Qwen2.5's."""
-SIDE = 28
+TOKEN_SIDE_PIXELS = 28
 """Pixels of one image token's side."""
 
 
@@ -80,7 +81,7 @@ def _made(place: Place, name: str, sizes: Mapping[str, Any], vision: bool) -> Pa
     if not (folder / "tokenizer.json").exists():  # it is written last
         from rayloop.engines.tiny_vlm import write_tiny_vlm
 
-        words = () if place.tiny else [f"<w{number}>" for number in range(WORDS)]
+        words = () if place.tiny else [f"<w{number}>" for number in range(EXTRA_TOKENS)]
         write_tiny_vlm(
             folder, texts(800), vision=vision, extra_tokens=words, **(TINY if place.tiny else sizes)
         )
@@ -123,7 +124,11 @@ def _picture(rng: Any, side: int) -> tuple[ImageRef, bytes]:
     from PIL import Image
 
     file = io.BytesIO()
-    Image.fromarray(rng.integers(0, 256, (side * SIDE, side * SIDE, 3), np.uint8)).save(file, "PNG")
+    Image.fromarray(
+        rng.integers(0, 256, (side * TOKEN_SIDE_PIXELS, side * TOKEN_SIDE_PIXELS, 3), np.uint8)
+    ).save(file, "PNG")
     model = ModelSettings(path="")
-    geometry = ImageGeometry(SIDE // 2, 2, model.min_pixels, model.max_pixels)
-    return image_ref(file.getvalue(), side * SIDE, side * SIDE, geometry), file.getvalue()
+    geometry = ImageGeometry(TOKEN_SIDE_PIXELS // 2, 2, model.min_pixels, model.max_pixels)
+    return image_ref(
+        file.getvalue(), side * TOKEN_SIDE_PIXELS, side * TOKEN_SIDE_PIXELS, geometry
+    ), file.getvalue()

@@ -18,7 +18,7 @@ from benchmarks.measure import BenchFailed
 from rayloop.run.folder import RunFolder
 
 CONFIG = "recipes/arc_vision/quickstart.yaml"
-LIMIT = 840.0
+RUN_TIMEOUT_S = 840.0
 """Seconds for one run."""
 SHORT = [
     "steps=3",
@@ -91,7 +91,7 @@ def run(place: Place, name: str, kind: str, model: Path | None) -> dict[str, Any
             "name=probe",
         ]
         done = completed(
-            command, LIMIT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command, RUN_TIMEOUT_S, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         found = recorded(RunFolder.at(Path(output) / "probe"))
     if done.returncode:

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.gpu import models
 from benchmarks.gpu.children import Child, completed
-from benchmarks.gpu.engine import LIMIT, engine
+from benchmarks.gpu.engine import ENGINE_TIMEOUT_S, engine
 from benchmarks.gpu.result import Found, Place, Skipped
 
 ROOT = Path(__file__).parents[2]
@@ -27,11 +27,11 @@ TRAINER = [
 ]
 """Not the tests of several ranks, which need as many GPUs."""
 VLLM = ["-m", "vllm", "tests/contracts/test_engine.py", "tests/engines/test_vllm_engine.py"]
-HELD = 0.2
+HELD_SHARE = 0.2
 """Share of the GPU that another process holds while an engine starts."""
 
 
-TESTS_LIMIT = 850.0
+TESTS_TIMEOUT_S = 850.0
 """Seconds for one run of tests; a test that hangs is ended by pytest after 300."""
 
 
@@ -57,14 +57,17 @@ def graphs(place: Place) -> Found:
         raise Skipped("no GPU")
     yield "compiled", tests(VLLM, {"RAYLOOP_TEST_VLLM": "{}"})
     yield "the first model runner", tests(VLLM, {"VLLM_USE_V2_MODEL_RUNNER": "0"})
-    holder = Child(hold, HELD)
+    holder = Child(hold, HELD_SHARE)
     try:
         found = Child(
             engine, str(models.vlm(place)), place.tiny, {"enforce_eager": True}, {}
-        ).answer(LIMIT)
+        ).answer(ENGINE_TIMEOUT_S)
     finally:
         holder.end()
-    yield f"an engine with kv_cache_memory_bytes while another process holds {HELD:.0%}", found
+    yield (
+        f"an engine with kv_cache_memory_bytes while another process holds {HELD_SHARE:.0%}",
+        found,
+    )
 
 
 def tests(arguments: Sequence[str], variables: Mapping[str, str]) -> dict[str, Any]:
@@ -82,10 +85,14 @@ def tests(arguments: Sequence[str], variables: Mapping[str, str]) -> dict[str, A
         ]
         try:
             done = completed(
-                command, TESTS_LIMIT, cwd=ROOT, env={**os.environ, **variables}, stdout=sys.stderr
+                command,
+                TESTS_TIMEOUT_S,
+                cwd=ROOT,
+                env={**os.environ, **variables},
+                stdout=sys.stderr,
             )
         except subprocess.TimeoutExpired:
-            return {"error": f"not done after {TESTS_LIMIT:g} s"}
+            return {"error": f"not done after {TESTS_TIMEOUT_S:g} s"}
         if not report.exists():
             raise Skipped(
                 f"pytest ended with {done.returncode} and left no report: its output says why"
@@ -128,5 +135,5 @@ def hold(share: float) -> None:
         dtype=torch.uint8,
         device="cuda",
     )
-    time.sleep(2 * LIMIT)
+    time.sleep(2 * ENGINE_TIMEOUT_S)
     del kept

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu import models
 from benchmarks.gpu.result import Found, Place, attempt
-from benchmarks.train import SIDE, ceiling, flops
+from benchmarks.train import MATRIX_SIDE, ceiling, flops
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import Version
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rayloop.engines.training.fsdp import FsdpEngine
 
 DTYPE = "bfloat16"
-ROUNDS = 3
+MEASURED_UPDATES = 3
 """Updates of which the median counts; another one before them warms up."""
 WAITS = (
     "cudaStreamSynchronize",
@@ -53,7 +53,7 @@ def probe(place: Place) -> Found:
         else models.batch(folder, 16, 8, 512, 512, 16)
     )
     side = (
-        256 if place.tiny else SIDE
+        256 if place.tiny else MATRIX_SIDE
     )  # a CPU without bfloat16 needs 20 s for one product of 2,048 rows
     most = ceiling(DTYPE, side)
     yield "ceiling_tflops", most / 1e12
@@ -117,7 +117,7 @@ def _update(
     peak memory.
     """
     with _trainer(folder, tokens, checkpointing) as trainer:
-        seconds = [_timed(lambda: trainer.train([items])) for _ in range(ROUNDS + 1)]
+        seconds = [_timed(lambda: trainer.train([items])) for _ in range(MEASURED_UPDATES + 1)]
         update = median(seconds[1:])
         return {
             "seconds": [round(one, 3) for one in seconds],

@@ -24,7 +24,7 @@ from rayloop.sandbox.host import Interpreter, Sandbox
 from rayloop.sandbox.options import Level, Options
 
 FIGURE = "plt.imshow(image_clue_0.crop((100, 100, 900, 700))); plt.title('x'); plt.show()"
-_DEADLINE = 120.0
+_DEADLINE_S = 120.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,8 +61,8 @@ def _alone(sandbox: Sandbox, rounds: int = 40) -> dict[str, float]:
         began = time.perf_counter()
         one = sandbox.interpreter()
         ready.append(time.perf_counter() - began)
-        first.append(_seconds(lambda one=one: one.run("print(1)", _DEADLINE)))  # type: ignore[misc]
-        later += [_seconds(lambda one=one: one.run("print(1)", _DEADLINE)) for _ in range(10)]  # type: ignore[misc]
+        first.append(_seconds(lambda one=one: one.run("print(1)", _DEADLINE_S)))  # type: ignore[misc]
+        later += [_seconds(lambda one=one: one.run("print(1)", _DEADLINE_S)) for _ in range(10)]  # type: ignore[misc]
         one.close()
     return {**_spread("ready", ready), **_spread("first_print", first), **_spread("print", later)}
 
@@ -84,12 +84,12 @@ def _together(sandbox: Sandbox, episodes: int) -> dict[str, float]:
 
         result: dict[str, float] = {"spawn_all_s": round(spawned, 2)}
         prints = [
-            took for _ in range(10) for took in each(lambda one: one.run("print(1)", _DEADLINE))
+            took for _ in range(10) for took in each(lambda one: one.run("print(1)", _DEADLINE_S))
         ]
         result |= _spread("print_together", prints) | {"idle_mib": _memory(sandbox)}
-        each(lambda one: one.images({"image_clue_0": encoded.getvalue()}, _DEADLINE))
+        each(lambda one: one.images({"image_clue_0": encoded.getvalue()}, _DEADLINE_S))
         result |= {"with_image_mib": _memory(sandbox)}
-        result |= _spread("figure_together", each(lambda one: one.run(FIGURE, _DEADLINE)))
+        result |= _spread("figure_together", each(lambda one: one.run(FIGURE, _DEADLINE_S)))
         result |= {"with_figure_mib": _memory(sandbox)}
         for one in all_of_them:
             one.close()

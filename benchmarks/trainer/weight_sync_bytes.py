@@ -20,9 +20,9 @@ SPEEDS = {"nvlink": 100e9, "ib": 40e9, "pcie": 25e9, "host": 5e9}
 """Bytes per second: NVLink as broadcasts see it, InfiniBand, host to GPU of each GPU, a core that
 copies or sums.
 """
-GPUS = 8
+GPUS_PER_NODE = 8
 """Of a node."""
-NODES = (1, 4)
+NODE_COUNTS = (1, 4)
 TOWER = {"depth": 32, "hidden_size": 1280, "num_heads": 16}
 MODELS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "7B": (
@@ -94,7 +94,7 @@ def object_store(size: int, nodes: int, per_engine: int) -> Iterator[Hop]:
     """Weights are copied to the host, into the store, into a memory file of each node, and to the
     GPUs.
     """
-    engines = nodes * GPUS // per_engine
+    engines = nodes * GPUS_PER_NODE // per_engine
     yield Hop("sender: GPU to host", "pcie", size, size)
     yield Hop("sender: checksums", "host", size, size)
     yield Hop("sender: into the object store", "host", size, size)
@@ -104,7 +104,7 @@ def object_store(size: int, nodes: int, per_engine: int) -> Iterator[Hop]:
 
 def collective_before(size: int, nodes: int, per_engine: int) -> Iterator[Hop]:
     """NCCL between the policy and the rollout actors, with the host's memory at both ends."""
-    engines = nodes * GPUS // per_engine
+    engines = nodes * GPUS_PER_NODE // per_engine
     yield Hop("sender: GPU to host", "pcie", size, size)
     yield Hop("sender: checksums", "host", size, size)
     yield Hop("sender: into the object store", "host", size, size)
@@ -118,7 +118,10 @@ def collective_before(size: int, nodes: int, per_engine: int) -> Iterator[Hop]:
 def stream(size: int, nodes: int, per_engine: int) -> Iterator[Hop]:
     """NCCL between the policy and the engines' workers."""
     yield Hop(
-        "broadcast to the workers", "ib" if nodes > 1 else "nvlink", nodes * GPUS * size, size
+        "broadcast to the workers",
+        "ib" if nodes > 1 else "nvlink",
+        nodes * GPUS_PER_NODE * size,
+        size,
     )
     yield Hop("sender: GPU to host", "pcie", size, size, "beside")
     yield Hop("sender: into the object store", "host", size, size, "after")
@@ -130,7 +133,7 @@ def _network(size: int, nodes: int) -> Iterator[Hop]:
 
 
 def _loaded(size: int, nodes: int, engines: int) -> Iterator[Hop]:
-    workers = nodes * GPUS
+    workers = nodes * GPUS_PER_NODE
     yield Hop("actors: checksums", "host", engines * size, size)
     yield Hop("actors: into a memory file", "host", nodes * size, size)
     yield Hop("workers: checksums", "host", workers * size, size)
@@ -148,7 +151,7 @@ def rows() -> Iterator[dict[str, Any]]:
     """One for each model, number of nodes and way."""
     for model, (per_engine, *_) in MODELS.items():
         size, cut = sizes(model)
-        for nodes in NODES:
+        for nodes in NODE_COUNTS:
             for name, way in WAYS.items():
                 hops = list(way(size, nodes, per_engine))
                 waited = sum(hop.seconds for hop in hops if not hop.when)
@@ -159,7 +162,7 @@ def rows() -> Iterator[dict[str, Any]]:
                     "buckets": len(cut),
                     "largest_bucket_gb": round(max(cut) / 1e9, 2),
                     "nodes": nodes,
-                    "engines": nodes * GPUS // per_engine,
+                    "engines": nodes * GPUS_PER_NODE // per_engine,
                     "gpus_per_engine": per_engine,
                     "way": name,
                     "seconds_until_engines_go_on": round(max(waited, beside), 2),

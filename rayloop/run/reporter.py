@@ -32,15 +32,15 @@ Open = Callable[[AnySettings, str, Mapping[str, Any], RunFolder], Logger]
 
 
 class Updates:
-    """The newest ``KEPT`` reports for a console that polls.
+    """The newest ``KEPT_REPORTS`` reports for a console that polls.
 
     A report is ("event", record), ("step", metrics) or ("samples", completions).
     """
 
-    KEPT = 1000
+    KEPT_REPORTS = 1000
 
     def __init__(self) -> None:
-        self._newest: deque[tuple[str, dict[str, Any]]] = deque(maxlen=self.KEPT)
+        self._newest: deque[tuple[str, dict[str, Any]]] = deque(maxlen=self.KEPT_REPORTS)
         self.total = 0
 
     def append(self, update: tuple[str, dict[str, Any]]) -> None:

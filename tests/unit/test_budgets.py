@@ -271,14 +271,30 @@ def is_number(value: ast.expr, numbers: set[str]) -> bool:
 
 
 def number_constants(source: str) -> dict[str, str]:
-    """Each constant of a module that is a number -> the text below it, else ""."""
-    body = ast.parse(source).body
+    """Each constant of a module or class that is a number -> the text below it, else ""."""
+    tree = ast.parse(source)
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return {
+        name: text_below
+        for body in (tree.body, *(node.body for node in classes if not is_enumeration(node)))
+        for name, text_below in number_constants_of(body).items()
+    }
+
+
+def is_enumeration(node: ast.ClassDef) -> bool:
+    """Whether its numbers are values of an enumeration, which name what they are together."""
+    return any("Enum" in ast.unparse(base) for base in node.bases)
+
+
+def number_constants_of(body: list[ast.stmt]) -> dict[str, str]:
     texts: dict[str, str] = {}
     for node, following in pairwise([*body, ast.Pass()]):
         if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
             continue
         target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-        if not isinstance(target, ast.Name) or not is_number(node.value, set(texts)):
+        if not isinstance(target, ast.Name) or not target.id.isupper():
+            continue
+        if not is_number(node.value, set(texts)):
             continue
         has_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
         texts[target.id] = str(following.value.value) if has_text else ""
@@ -302,7 +318,7 @@ def naming_fault(name: str, text: str) -> str | None:
 def test_a_number_says_its_object_and_its_unit_in_its_name() -> None:
     constants = {
         (str(path), name): text_below
-        for path in product()
+        for path in (*product(), *tracked("benchmarks/**.py", "tools/**.py"))
         if str(path) not in NUMBERS_OF_THE_KERNEL
         for name, text_below in number_constants(text(path)).items()
     }
@@ -326,6 +342,7 @@ def test_a_number_says_its_object_and_its_unit_in_its_name() -> None:
         ('STALL_REPORT_AFTER_S = 5.0\n"""Seconds until a stall is reported."""', None),
         ("STEP_TIMEOUT_SHARE = 1 / 6", None),
         ("MIB = 1 << 20", None),
+        ("class Reports:\n    KEPT = 1000", "one word cannot say object and unit"),
     ],
 )
 def test_a_name_without_object_or_unit_is_refused(source: str, fault: str | None) -> None:

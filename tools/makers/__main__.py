@@ -7,11 +7,11 @@ written beside the model as ``NAME.json``.
 
 arc_vision: a Qwen2.5-VL of 2.6 M parameters learns boxes on MiniWoB++ pages (``rendered_pages.py``)
 from random weights. ``tiny`` is the first snapshot whose reward is above that of every control by
-more than ``MARGIN``, with its whole interval: a policy that is sure of its answers samples the same
-one eight times, and GRPO learns from differences. ``loose`` is ``tiny`` after more steps on boxes
-that are too large: it finds elements, but not their size, which minutes of GRPO teach. arpo:
-``recipes/arc_vision/tiny`` gets one token for each coordinate, which starts as a copy of the token
-of that fraction, and learns the action grammar from hasty clicks (``browser_clicks.py``).
+more than ``OVERLAP_MARGIN``, with its whole interval: a policy that is sure of its answers samples
+the same one eight times, and GRPO learns from differences. ``loose`` is ``tiny`` after more steps
+on boxes that are too large: it finds elements, but not their size, which minutes of GRPO teach.
+arpo: ``recipes/arc_vision/tiny`` gets one token for each coordinate, which starts as a copy of the
+token of that fraction, and learns the action grammar from hasty clicks (``browser_clicks.py``).
 chart_rvr: a model of 0.7 M parameters learns small charts, then from an annotator who makes
 mistakes (``hasty_charts.py``). pyvision: a model learns to look at images with code
 (``code_demonstrations.py``), then to guess most of the time.
@@ -36,7 +36,7 @@ HERE, RECIPES, MODELS, DATA = (
 )
 PAGES, CLICKS, CHARTS, SCENES = 8000, 7700, 8000, 600
 """Rows that each model learns from; none is a row of another split."""
-MARGIN = 0.05
+OVERLAP_MARGIN = 0.05
 
 
 def main() -> int:
@@ -68,7 +68,7 @@ def arc_vision(out: Path) -> int:
     ):
         summary = measured(learn, snapshot, snapshot / "eval", "--controls")
         print(f"{snapshot.name}: " + json.dumps(summary["arms"]), flush=True)
-        if min(by["reward"][1] for by in summary["differences"].values()) > MARGIN:
+        if min(by["reward"][1] for by in summary["differences"].values()) > OVERLAP_MARGIN:
             write(snapshot, out / "tiny", summary)
             rayloop("sft", HERE / "arc_vision/loosen.yaml", f"model.path={out / 'tiny'}")
             loose = MODELS / "miniwob-loose"

@@ -29,7 +29,7 @@ WARM_PAGES = (*PAGES, "click-color", "click-widget")
 """The pages for which ``targets.js`` has a rule."""
 HASTE, TURNS, PAGES_AT_ONCE = 1.6, 4, 8
 TARGETS = Path(__file__).parent / "arpo/targets.js"
-STEP = 10
+COORDINATE_STEP = 10
 """Thousandths of the screen between two coordinates that the tiny model can write: each is one
 token.
 """
@@ -104,7 +104,7 @@ def hasty(box: Box, size: tuple[int, int], haste: float, rng: random.Random) -> 
 
 
 def _rounded(fraction: float) -> int:
-    return STEP * round(min(max(fraction, 0.0), 1.0) * 1000 / STEP)
+    return COORDINATE_STEP * round(min(max(fraction, 0.0), 1.0) * 1000 / COORDINATE_STEP)
 
 
 class DemonstratedClicks:
@@ -116,8 +116,8 @@ class DemonstratedClicks:
     tokens = (
         "Action: click(start_box='",
         "')",
-        *(f"({x}," for x in range(0, 1001, STEP)),
-        *(f"{y})" for y in range(0, 1001, STEP)),
+        *(f"({x}," for x in range(0, 1001, COORDINATE_STEP)),
+        *(f"{y})" for y in range(0, 1001, COORDINATE_STEP)),
     )
 
     def answer(self, task: Task, rng: random.Random) -> str:
@@ -127,7 +127,7 @@ class DemonstratedClicks:
 
 def beginnings() -> dict[str, str]:
     """Each new token -> the token of ``recipes/arc_vision/tiny`` whose weights it starts with."""
-    known = [f"{n / 1000:.2f}" for n in range(0, 1001, STEP)]
+    known = [f"{n / 1000:.2f}" for n in range(0, 1001, COORDINATE_STEP)]
     return dict(
         zip(DemonstratedClicks.tokens, ("<bbox>[", "]</bbox>", *known, *known), strict=True)
     )

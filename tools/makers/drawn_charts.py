@@ -17,7 +17,7 @@ KINDS = ("bar", "line", "pie", "stacked bar", "scatterplot", "area")
 """As the prompt calls them."""
 WIDTH, HEIGHT = 560, 448
 """Pixels: 320 patches of 28 x 28, the size that Chart-RVR trains at, so nothing is resized."""
-DPI = 100
+DOTS_PER_INCH = 100
 _SUBJECTS = (
     ("Sales", "million dollars"),
     ("Visitors", "thousands"),
@@ -208,7 +208,11 @@ def figure(about: Chart) -> Any:
     """
     from matplotlib.figure import Figure
 
-    drawn = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI, layout="constrained")
+    drawn = Figure(
+        figsize=(WIDTH / DOTS_PER_INCH, HEIGHT / DOTS_PER_INCH),
+        dpi=DOTS_PER_INCH,
+        layout="constrained",
+    )
     axes = drawn.subplots()
     axes.set_title(about.title)
     _DRAWN[about.kind](axes, about)
@@ -222,7 +226,7 @@ def figure(about: Chart) -> Any:
 
 def save(about: Chart, path: Path) -> None:
     """As PNG without the date or the release of matplotlib in it."""
-    figure(about).savefig(path, format="png", dpi=DPI, metadata={"Software": None})
+    figure(about).savefig(path, format="png", dpi=DOTS_PER_INCH, metadata={"Software": None})
 
 
 def _bar(axes: Any, about: Chart) -> None:

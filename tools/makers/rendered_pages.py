@@ -47,8 +47,11 @@ WIDTH, HEIGHT, COLOURS = 160, 210, 64
 SHIPPED = Path(__file__).parents[2] / "recipes/arc_vision/pages"
 WEIGHTS = {"task": 0.6, "tool": 0.3, "gate": 0.1}
 _VIEWPORT = {"width": 500, "height": 320}  # wider than the page: a dialog must not scroll it
-_AWAY = (490, 310)  # where the mouse rests during a screenshot, so that nothing is drawn as hovered
-_SMALLEST = 4
+_AWAY_POINT = (
+    490,
+    310,
+)  # where the mouse rests during a screenshot, so that nothing is drawn as hovered
+_MIN_SIDE_PIXELS = 4
 _BROWSER_OPTIONS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -202,12 +205,12 @@ def render(page: str, rows: Mapping[str, int], browser: str) -> RenderedPages:
 
 def _episode(tab: Any, page: str, seed: str) -> tuple[PageRow | None, str]:
     """The row of a seed, or None and why there is none."""
-    tab.mouse.move(*_AWAY)
+    tab.mouse.move(*_AWAY_POINT)
     episode = tab.evaluate("([page, seed]) => rayloopEpisode(page, seed)", [page, seed])
     if len(episode["boxes"]) != 1:
         return None, "not one target"
     x1, y1, x2, y2 = episode["boxes"][0]
-    if min(x1, y1) < 0 or x2 > WIDTH or y2 > HEIGHT or min(x2 - x1, y2 - y1) < _SMALLEST:
+    if min(x1, y1) < 0 or x2 > WIDTH or y2 > HEIGHT or min(x2 - x1, y2 - y1) < _MIN_SIDE_PIXELS:
         return None, "outside or tiny"
     shot = tab.screenshot(
         clip={"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT}, animations="disabled"
@@ -355,7 +358,7 @@ def _different_pixels(a: bytes, b: bytes) -> int:
     )
 
 
-SHOWN = 20
+SHOWN_DIFFERENCES = 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -410,10 +413,14 @@ def compared(out: Path, split: str) -> str:
     different = list(differences(ours, theirs))
     if not different:
         return f"equal to the {len(theirs)} shipped rows"
-    more = f"\n  and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
+    more = (
+        f"\n  and {len(different) - SHOWN_DIFFERENCES} more"
+        if len(different) > SHOWN_DIFFERENCES
+        else ""
+    )
     return (
         f"{len(different)} differences from the shipped rows:\n  "
-        + "\n  ".join(different[:SHOWN])
+        + "\n  ".join(different[:SHOWN_DIFFERENCES])
         + more
     )
 

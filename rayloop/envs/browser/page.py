@@ -47,7 +47,7 @@ class PageEnvironment(ScreenEnvironment):
     OVER = "false"
     """A JavaScript expression: after it is true no further action of a turn is carried out."""
 
-    SETTLE = 0.0
+    SETTLE_S = 0.0
     """Seconds between a turn's actions and the screenshot, which itself takes two frames."""
     TREE = "body"
     """A CSS selector of the element whose accessibility tree is shown."""
@@ -106,7 +106,7 @@ class PageEnvironment(ScreenEnvironment):
         self._sound = False
         try:
             # The deadlines of the page come first.
-            pauses = self.SETTLE + sum(map(pause, on_page))
+            pauses = self.SETTLE_S + sum(map(pause, on_page))
             timeout = 2 * self._settings.browser.action_timeout + pauses
             screen, tree = self._host.run(self._act(self._tab, on_page), timeout)
         except NotHere:
@@ -171,7 +171,7 @@ class PageEnvironment(ScreenEnvironment):
             raise EnvironmentFailed(f"the page could not be started: {error}") from error
 
     async def _act(self, tab: Tab, actions: Sequence[Action]) -> tuple[Screen, str]:
-        return await tab.act(actions, self.STATE, self.OVER, self.SETTLE), await self._tree(tab)
+        return await tab.act(actions, self.STATE, self.OVER, self.SETTLE_S), await self._tree(tab)
 
     async def _tree(self, tab: Tab) -> str:
         if "tree" not in self._settings.observe:

@@ -56,7 +56,7 @@ class WebPage(PageEnvironment):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._web = settings
-        self.SETTLE = settings.settle
+        self.SETTLE_S = settings.settle
         self.size = Size(settings.width, settings.height, settings.width, settings.height)
         self._url = ""
         self._check = ""

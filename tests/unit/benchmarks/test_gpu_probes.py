@@ -45,7 +45,7 @@ def test_a_process_ends_with_all_that_it_started(
     """A child, one in a session of its own, one whose parent has gone, and a process that ignores
     SIGTERM.
     """
-    monkeypatch.setattr(children, "GRACE", 0.3)
+    monkeypatch.setattr(children, "GRACE_S", 0.3)
     reported = tmp_path / "pids"
     with subprocess.Popen(
         [sys.executable, "-c", HANGS, str(reported)], start_new_session=True

@@ -21,7 +21,13 @@ from rayloop.recipes.arpo.prepare import PAGES, ROWS, main, rows
 from rayloop.recipes.arpo.reward import ArpoReward
 from rayloop.run.config import RunConfig
 from rayloop.sft.stage import SftConfig
-from tools.makers.browser_clicks import STEP, WARM_PAGES, DemonstratedClicks, beginnings, hasty
+from tools.makers.browser_clicks import (
+    COORDINATE_STEP,
+    WARM_PAGES,
+    DemonstratedClicks,
+    beginnings,
+    hasty,
+)
 
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "recipes/arpo"
@@ -138,7 +144,7 @@ def test_a_hasty_click_is_around_its_target_and_can_be_written() -> None:
     clicks = [hasty((40, 100, 80, 142), (160, 210), 2.0, rng).at for _ in range(500)]
     inside = [at for at in clicks if 250 <= at.x <= 500 and 476 <= at.y <= 676]
     assert 0.2 < len(inside) / len(clicks) < 0.35  # a quarter of twice the sides
-    assert all(at.x % STEP == at.y % STEP == 0 for at in clicks)
+    assert all(at.x % COORDINATE_STEP == at.y % COORDINATE_STEP == 0 for at in clicks)
     assert hasty((300, 400, 320, 430), (160, 210), 1.0, rng) == Click(Point(1000, 1000))
 
 

@@ -241,7 +241,7 @@ def test_a_resumed_run_ends_with_its_gain_over_the_first_evaluation_of_an_earlie
 
 def test_updates_hold_a_window_and_number_what_is_gone() -> None:
     updates = Updates()
-    kept = [("step", {"step": number}) for number in range(Updates.KEPT + 5)]
+    kept = [("step", {"step": number}) for number in range(Updates.KEPT_REPORTS + 5)]
     assert updates.since(0) == (0, [])
     for update in kept:
         updates.append(update)
