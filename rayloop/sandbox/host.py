@@ -491,7 +491,10 @@ def fonts_folder() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     folder = Path(process.stdout.strip().splitlines()[-1])
+    # Where matplotlib may not write, its cache is a temporary folder that ended with the process.
+    if not list(folder.glob("fontlist-*.json")):
+        return None
     suffixes = {path.suffix for path in folder.iterdir()}
-    if not list(folder.glob("fontlist-*.json")) or suffixes - {".json", ".lock"}:
+    if suffixes - {".json", ".lock"}:
         return None
     return os.fspath(folder)

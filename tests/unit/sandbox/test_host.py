@@ -11,13 +11,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 from rayloop.sandbox import cells, frames
-from rayloop.sandbox.host import Interpreter, _Server
+from rayloop.sandbox.host import Interpreter, _Server, fonts_folder
 from rayloop.sandbox.options import Level, Options, SandboxFailed
 
 
@@ -81,3 +82,15 @@ def test_a_server_that_gets_no_folder_leaves_no_socket_open(
         # Its traceback holds the frame, and with it each socket that was left open.
         failures.append(raised.value)
     assert psutil.Process().num_fds() == before
+
+
+def test_fonts_of_a_folder_that_cannot_be_written_are_not_shared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path / "file"))
+    fonts_folder.cache_clear()
+    try:
+        assert fonts_folder() is None
+    finally:
+        fonts_folder.cache_clear()
