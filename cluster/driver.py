@@ -266,8 +266,8 @@ class Driver:
         that the ranks got.
         """
         try:
-            collected = await self.rollouts.collect(self.version, self.inherited, self.hold)
-            # The ranks got these advantages in ``hold``;
+            collected = await self.rollouts.collect(self.version, self.inherited, self.fetch_batch)
+            # The ranks got these advantages in ``fetch_batch``;
             # records and metrics must show the same numbers.
             return replace(collected, groups=over_step(collected.groups, self.advantage))
         except GenerationBudgetSpent as error:
@@ -289,7 +289,7 @@ class Driver:
         sentences = filter(None, [collapse, *examples])
         return type(error)(" ".join([str(error), *sentences]))
 
-    async def hold(self, groups: tuple[Group, ...]) -> set[TrajectoryId]:
+    async def fetch_batch(self, groups: tuple[Group, ...]) -> set[TrajectoryId]:
         """Let each rank fetch its share, before any rank waits for another.
 
         Returns the lost trajectories.

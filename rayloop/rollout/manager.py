@@ -24,7 +24,7 @@ from rayloop.run.order import Reports
 from rayloop.run.records.step_metrics import Collected
 
 Finish = Callable[[Group], Awaitable[Group]]
-Hold = Callable[[tuple[Group, ...]], Awaitable[Collection[TrajectoryId]]]
+FetchBatch = Callable[[tuple[Group, ...]], Awaitable[Collection[TrajectoryId]]]
 
 
 async def _nothing_lost(groups: tuple[Group, ...]) -> Collection[TrajectoryId]:
@@ -142,12 +142,15 @@ class RolloutManager:
                 commit.set_result(None)
 
     async def collect(
-        self, version: Version, inherited: Mapping[int, int], hold: Hold = _nothing_lost
+        self,
+        version: Version,
+        inherited: Mapping[int, int],
+        fetch_batch: FetchBatch = _nothing_lost,
     ) -> Collected:
         """Wait until the step's target is ready, or its budget is spent; rank and cut.
 
-        ``version`` is the version that will train. ``hold`` keeps the payloads, and returns the
-        lost trajectories, which are excluded and replaced. Raises GenerationBudgetSpent,
+        ``version`` is the version that will train. ``fetch_batch`` keeps the payloads, and returns
+        the lost trajectories, which are excluded and replaced. Raises GenerationBudgetSpent,
         ConfigError (no task is left), Stalled, Preempted.
         """
         self._collecting = True
@@ -161,9 +164,9 @@ class RolloutManager:
                     await self._change()
                     continue
                 selection = self.ready.select()
-                # Groups may become ready while ``hold`` waits; this step must not touch them.
+                # Groups may become ready during ``fetch_batch``; this step must not touch them.
                 numbers = {group.number for group in self.ready.groups}
-                lost_ids = await hold(selection.train)
+                lost_ids = await fetch_batch(selection.train)
                 if not lost_ids:
                     break
                 self.lose(lost_ids)

@@ -188,10 +188,10 @@ def test_the_ranks_tell_what_is_lost_before_they_train(
         stage.driver.services.policy = policy
         stage.lose()
         began = time.monotonic()
-        lost = await stage.driver.hold(stage.groups)
+        lost = await stage.driver.fetch_batch(stage.groups)
         assert time.monotonic() - began < c.policy.step_timeout
         stage.rollouts.lose(lost)
-        assert await stage.driver.hold(tuple(stage.rollouts.ready.groups)) == set()
+        assert await stage.driver.fetch_batch(tuple(stage.rollouts.ready.groups)) == set()
         return lost, (await policy.all(PolicyRank.train))[0][0]
 
     try:

@@ -39,7 +39,7 @@ from rayloop.data.dataset import Dataset
 from rayloop.grpo.advantage import build_advantage, with_advantages
 from rayloop.grpo.filters import build_filters
 from rayloop.grpo.selection import apply_filters
-from rayloop.rollout.manager import Hold, RolloutManager
+from rayloop.rollout.manager import FetchBatch, RolloutManager
 from rayloop.rollout.scheduler import GroupRequest, GroupRollout
 from rayloop.run.config import RunConfig
 from rayloop.run.order import training_rows
@@ -126,7 +126,7 @@ class Loop:
         group = with_advantages(group, build_advantage(self.config.algorithm.advantage))
         return apply_filters(group, build_filters(self.config.algorithm.filtering.filters))
 
-    async def collect(self, hold: Hold | None = None) -> tuple[Group, ...]:
+    async def collect(self, hold: FetchBatch | None = None) -> tuple[Group, ...]:
         collected = await self.rollouts.collect(self.version, {}, *filter(None, [hold]))
         return collected.groups
 

@@ -55,9 +55,6 @@ from rayloop.run.reporter import Reporter
 from tests.support.plain import saved_and_read
 from tests.support.runs import ROOT, settings
 
-OLDER = READABLE_SCHEMA_VERSIONS[:-1]
-"""Schemas of which a checkpoint is in ``tests/data``."""
-
 ID = TrajectoryId(7, 3)
 SUMMARY = Summary(
     ID,
@@ -449,7 +446,7 @@ def without_later_fields(trajectory: Trajectory) -> Trajectory:
     return dataclasses.replace(trajectory, turns=turns, sampling=sampling, order=())
 
 
-@pytest.mark.parametrize("schema", OLDER)
+@pytest.mark.parametrize("schema", READABLE_SCHEMA_VERSIONS)
 def test_what_was_saved_once_is_read_for_ever(schema: int, tmp_path: Path) -> None:
     """The files were written by the code that made this schema.
 
