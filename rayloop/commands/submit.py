@@ -146,7 +146,7 @@ def pack(folder: Path, package: Path) -> Path:
             f" {', '.join(map(str, refused[:5]))}",
             flush=True,
         )
-    with zipfile.ZipFile(package, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+    with zipfile.ZipFile(package, "w") as archive:
         for file in files:
             # A fixed time stamp: Ray recognises a package that it has by its hash.
             entry = zipfile.ZipInfo(str(file))
@@ -156,9 +156,8 @@ def pack(folder: Path, package: Path) -> Path:
             )
     size = package.stat().st_size
     if size > MAX_PACKAGE_BYTES:
-        sizes = {file: (folder / file).stat().st_size for file in files}
-        largest = sorted(files, key=sizes.__getitem__, reverse=True)[:5]
-        names = ", ".join(f"{file} ({sizes[file] / 2**20:.0f} MiB)" for file in largest)
+        largest = sorted(archive.infolist(), key=lambda entry: -entry.file_size)[:5]
+        names = ", ".join(f"{entry.filename} ({entry.file_size >> 20} MiB)" for entry in largest)
         raise ConfigError(
             f"{folder.resolve()}: packed it has {size / 2**20:.0f} MiB,"
             f" {MAX_PACKAGE_BYTES / 2**20:.0f} are allowed. The largest files: {names}. Data and"

@@ -23,6 +23,8 @@ BLOCK_BYTES = 2**16
 HUB_TIMEOUT_S = 3.0
 """Seconds within which the Hub must answer which commit a name stands for; it is asked once."""
 HUB_NAME = re.compile(r"(?!.*\.\.)\w[\w.-]*/\w[\w.-]*")
+RECIPE_MODEL = re.compile(r"(?:.*/)?recipes/(\w+)/tiny/?")
+"""The folder of a recipe's model, which a wheel does not have."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
 """The files of peft's adapters, which are not a model."""
@@ -204,9 +206,11 @@ def resolve(
                 f" {key}=OUT"
             )
         return Resolved(Path(path))
-    if not HUB_NAME.fullmatch(path):
+    # Where a folder has the owner's name, the name is a mistyped path.
+    if Path(path).parent.is_dir() or not HUB_NAME.fullmatch(path):
         raise ConfigError(
-            f"{key}: {path} is neither a folder here nor a name on the Hub (owner/name)"
+            f"{key}: {path} is neither a folder here nor a name on the Hub (owner/name)."
+            f" {_origin(path)}"
         )
     commit, reason = _commit(path, revision)
     cached = _cached(path, commit or revision)
@@ -220,6 +224,16 @@ def resolve(
             f" --local-dir FOLDER, then {key}=FOLDER"
         )
     return Resolved(_downloaded(path, commit, weights, key), commit)
+
+
+def _origin(path: str) -> str:
+    recipe = RECIPE_MODEL.fullmatch(path)
+    if recipe is None:
+        return "`python -m rayloop sft` makes a policy"
+    return (
+        "Only the quickstart's model is installed: a checkout of rayloop has this one,"
+        f" and `python -m tools.makers {recipe[1]}` makes it there"
+    )
 
 
 def _commit(path: str, revision: str | None) -> tuple[str | None, str]:

@@ -13,7 +13,7 @@ from rayloop.chat.tokenizer import load_tokenizer, read_json
 from rayloop.config.settings import components
 from rayloop.core.failures import ConfigError
 from rayloop.core.model_families import learned_positions, positions, unsupported
-from rayloop.core.model_files import HUB_NAME, resolve
+from rayloop.core.model_files import resolve
 from rayloop.engines.settings import TransformersEngineSettings, VllmEngineSettings
 from rayloop.grpo.idle import Situation, idle
 from rayloop.launch.ray_variables import in_job
@@ -80,11 +80,6 @@ def known(model: str, revision: str | None, key: str = "model.path") -> None:
 
     It is a folder, or one of the Hub that can be downloaded.
     """
-    if not Path(model).is_dir() and (Path(model).parent.is_dir() or not HUB_NAME.fullmatch(model)):
-        raise ConfigError(
-            f"{key}: {model} is not a folder. Make a model with `python -m rayloop sft`, or name a"
-            " folder in Hugging Face layout or a model of the Hub (owner/name)"
-        )
     described = read_json(resolve(model, revision, key=key).folder / "config.json")
     text = described.get("text_config") or described
     kind = described.get("model_type", "")

@@ -50,7 +50,10 @@ def test_a_configuration_whose_files_are_there_passes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": {"path": "/nowhere/model"}}, r"model\.path: /nowhere/model is not a folder"),
+        (
+            {"model": {"path": "/nowhere/model"}},
+            r"model\.path: /nowhere/model is neither a folder here .* sft` makes a policy",
+        ),
         (
             {"data": {"train": "/nowhere/rows.jsonl"}},
             r"data\.train: /nowhere/rows\.jsonl is not a file",

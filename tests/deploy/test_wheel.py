@@ -20,6 +20,12 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = {"judge", "recipes", "actors", "cluster", "serve_apps"}
 """Beside ``rayloop`` in the repository, below it where it is installed."""
 PIP = [sys.executable, "-m", "pip"]
+MODEL = "recipes/arc_vision/loose"
+"""The quickstart's, and the only one in the wheel."""
+LEFT_OUT = "recipes/*/tiny/*"
+"""The other recipes' models: they are in the checkout."""
+BYTES = 10_500_000
+"""Of the wheel: the model and the pages of the quickstart are 8.3 MB of it."""
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -117,7 +123,8 @@ def run(installed: Path, at: Path, *command: str | Path) -> str:
 def test_a_wheel_has_one_package_with_all_files_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"rayloop"}
-    beside = {f"rayloop/{name}" for name in tracked() if name.split("/")[0] in FOLDERS}
+    shipped = [name for name in tracked() if not Path(name).match(LEFT_OUT)]
+    beside = {f"rayloop/{name}" for name in shipped if name.split("/")[0] in FOLDERS}
     inside = {
         name for name in tracked() if name.startswith("rayloop/") and not (ROOT / name).is_dir()
     }
@@ -125,6 +132,36 @@ def test_a_wheel_has_one_package_with_all_files_and_nothing_else(wheel: Path) ->
     assert not [name for name in names if name.startswith("rayloop/benchmarks/")], (
         "measurements stay in the checkout"
     )
+
+
+def test_a_wheel_is_small_and_has_the_model_of_the_quickstart(wheel: Path) -> None:
+    assert f"path: {MODEL}," in (ROOT / "recipes/arc_vision/quickstart.yaml").read_text("utf-8")
+    assert wheel.stat().st_size < BYTES
+    packed = contents(wheel)
+    for file in (ROOT / MODEL).iterdir():
+        assert packed[f"rayloop/{MODEL}/{file.name}"] == file.read_bytes()
+    weights = [name for name in packed if name.endswith(".safetensors")]
+    assert weights == [f"rayloop/{MODEL}/model.safetensors"]
+
+
+@pytest.mark.parametrize("recipe", ["arpo", "chart_rvr", "pyvision"])
+def test_a_recipe_without_its_model_says_what_makes_it(
+    installed: Path, tmp_path: Path, recipe: str
+) -> None:
+    """From the folder of the packages, where the recipe's paths begin."""
+    config = f"recipes/{recipe}/quickstart.yaml"
+    output = f"output={tmp_path}"
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "rayloop", "train", config, output],
+        cwd=installed / "rayloop",
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"rayloop: ConfigError: model.path: recipes/{recipe}/tiny is neither")
+    assert line.endswith(f"`python -m tools.makers {recipe}` makes it there")
 
 
 def test_a_checkout_without_links_runs_every_command(without_links: Path) -> None:

@@ -246,6 +246,24 @@ def test_what_is_neither_a_folder_nor_a_name_is_refused(hub: Path, path: str) ->
         resolve(path)
 
 
+def test_a_name_below_a_folder_that_exists_is_a_mistyped_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("models").mkdir()
+    with pytest.raises(ConfigError, match="models/mine is neither a folder here"):
+        resolve("models/mine")
+
+
+@pytest.mark.parametrize("folder", ["", "/site-packages/rayloop/"])
+def test_a_recipe_s_model_that_is_not_installed_is_named_with_its_maker(folder: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        resolve(f"{folder}recipes/nothing/tiny")
+    assert "a checkout of rayloop has this one" in str(refused.value)
+    assert "`python -m tools.makers nothing` makes it there" in str(refused.value)
+    assert "sft" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     "content", [b"[]", b"3", b'{"a": 3}', b'{"a": {"dtype": "F32"}}', b'{"a": {"shape": 3}}']
 )

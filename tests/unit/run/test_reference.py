@@ -166,7 +166,7 @@ def test_another_cut_of_images_is_refused(tmp_path: Path, key: str) -> None:
 
 
 def test_a_teacher_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^reference\.path: .*nowhere is not a folder"):
+    with pytest.raises(ConfigError, match=r"^reference\.path: .*nowhere is neither a folder here"):
         check(tmp_path / "nowhere")
 
 
