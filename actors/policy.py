@@ -378,13 +378,10 @@ class PolicyRank(Actor):
             save_model(source, temporary, tensors, limits=model)
             temporary.rename(folder)
 
-    def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the transport's sender.
-
-        The caller is the transport's half in the driver
-        (``rayloop.transports.seam.WeightExporter``).
-        """
-        return getattr(self.sender, method)(*args, **kwargs)
+    def invite(self, engines: tuple[int, ...], failures: int) -> Any:
+        """Let the sender of the first rank ``invite`` these engines."""
+        assert self.sender is not None
+        return self.sender.invite(engines, failures)
 
     def parameter_groups(self) -> list[str]:
         """The names that ``perturb`` takes: the parameter groups that a weight sync sends."""

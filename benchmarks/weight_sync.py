@@ -86,8 +86,8 @@ class Sending(_End):
         update = self.sender.sent() if self.copied else self.sender.pack(version, self.tensors)
         return update.manifest, update.source
 
-    def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.sender, method)(*args, **kwargs)
+    def invite(self, engines: tuple[int, ...], failures: int) -> Any:
+        return self.sender.invite(engines, failures)
 
 
 class Receiving(_End):
@@ -126,8 +126,8 @@ class _Pair:
         manifest, source = self.sending.export.options(num_returns=2).remote(version)
         return WeightUpdate(await manifest, source)
 
-    async def ask(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return await self.sending.ask.remote(method.__name__, *args, **kwargs)
+    async def invite(self, engines: tuple[int, ...], failures: int) -> Any:
+        return await self.sending.invite.remote(engines, failures)
 
     def keep(self, update: WeightUpdate[Any]) -> None:
         self.kept[:] = [update]

@@ -38,7 +38,7 @@ LOCAL = ("node", "host", "fetch", "finish_save")
 """Calls that a rank may run twice: it answers them without the other ranks.
 
 All other calls are numbered (``PolicyRank.numbered``), except for the calls by which the ranks
-meet, and the calls of the transport's sender.
+meet, and ``invite``.
 """
 RETRY_AFTER_S = 2.0
 """Seconds until a rank that could not be reached is asked again."""
@@ -368,15 +368,12 @@ class PolicyGroup:
             submit(rank, PolicyRank.forget, number)
         return WeightUpdate(manifest, sources[0])
 
-    async def ask(
-        self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> R:
-        """Call a method of the transport's sender, which lives in the first rank."""
+    async def invite(self, engines: tuple[int, ...], failures: int) -> Any:
+        """Let the transport's sender, which lives in the first rank, ``invite`` these engines."""
         calls = [
-            partial(submit, rank, PolicyRank.ask, method.__name__, *args, **kwargs)
-            for rank in self.ranks[:1]
+            partial(submit, rank, PolicyRank.invite, engines, failures) for rank in self.ranks[:1]
         ]
-        answers = await self._answers(method.__name__, calls)
+        answers = await self._answers("invite", calls)
         return answers[0]
 
     async def save(self, folder: str) -> Checksums:

@@ -139,7 +139,7 @@ class Collective(WeightTransport[Arrays | BroadcastGroup]):
             await asyncio.wait({self._copy})
             with suppress(PolicyLost, asyncio.CancelledError):
                 self._copy.result()
-        meeting = await policy.ask(BroadcastSender.invite, rollouts.members, self._failures)
+        meeting = await policy.invite(rollouts.members, self._failures)
         sending = asyncio.ensure_future(policy.send(version, meeting))
         # It exports once the sending has ended: the sender then has the copy, also of a failed
         # broadcast.

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from rayloop.config.settings import Component
 from rayloop.core.failures import ConfigError
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
 Source = TypeVar("Source")
 """The data that receivers get with the manifest: bytes, a path, handles.
 
@@ -62,12 +60,10 @@ class WeightExporter(Protocol):
         Raises PolicyLost, BroadcastFailed.
         """
 
-    def ask(
-        self, method: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs
-    ) -> Awaitable[T]:
-        """Call a method of the sender in the first rank: ``ask(MySender.method, ...)``.
+    async def invite(self, engines: tuple[int, ...], failures: int) -> Any:
+        """Let the sender ``invite`` these engines; returns the meeting for ``send``.
 
-        Raises the errors of the method, PolicyLost.
+        Raises PolicyLost.
         """
 
 
@@ -98,10 +94,7 @@ class Rollouts(Protocol):
 
 
 class Sender(ABC, Generic[Source]):
-    """The part of a transport in the policy's first rank.
-
-    The driver calls further methods of it through ``WeightExporter.ask``.
-    """
+    """The part of a transport in the policy's first rank."""
 
     @abstractmethod
     def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightUpdate[Source]:
@@ -109,6 +102,13 @@ class Sender(ABC, Generic[Source]):
 
         The driver owns the returned value. Raises WeightSyncError.
         """
+
+    def invite(self, engines: tuple[int, ...], failures: int) -> Any:
+        """Where the engines with these serial numbers get the weights of the next ``send``.
+
+        ``failures``: the broadcasts that failed so far.
+        """
+        raise NotImplementedError
 
     def send(self, version: Version, weights: Iterable[tuple[str, Tensor]], meeting: Any) -> None:
         """Send the weights for ``WeightExporter.send``.

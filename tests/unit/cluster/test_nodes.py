@@ -13,7 +13,6 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, ActorUnschedulableError
 
 from benchmarks.virtual_time import live
-from rayloop.actors.policy import PolicyRank
 from rayloop.cluster.supervision import nodes as module
 from rayloop.cluster.supervision.nodes import Nodes
 from rayloop.cluster.supervision.policy_group import PolicyGroup
@@ -308,7 +307,7 @@ def test_a_save_that_ends_after_its_ranks_were_taken_away_is_a_lost_policy(
             await saving
         assert group.blamed == ()
         with pytest.raises(PolicyLost):
-            await group.ask(PolicyRank.host)
+            await group.invite((), 0)
 
     live(test())
 
