@@ -28,7 +28,6 @@ from rayloop.cluster.loop.saving import SavedStep, Saving, capture
 from rayloop.cluster.loop.weight_sync import WeightSync
 from rayloop.cluster.services import TrainingServices
 from rayloop.cluster.supervision.attempts import EpisodeRunner
-from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.cluster.supervision.watchdog import watch, watch_liveness
 from rayloop.core import incidents
 from rayloop.core.deadlines import Timings, background, decisive, timed, until_stopped
@@ -40,6 +39,7 @@ from rayloop.grpo.advantage import build_advantage, over_step, with_advantages
 from rayloop.grpo.filters import build_filters
 from rayloop.grpo.selection import apply_filters
 from rayloop.rollout.finished import without
+from rayloop.rollout.history import FailureHistory
 from rayloop.rollout.manager import RolloutManager
 from rayloop.rollout.plain import with_present_keys
 from rayloop.run.checkpoint import NOTHING

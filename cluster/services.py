@@ -30,7 +30,7 @@ from rayloop.actors.reward import RewardActor
 from rayloop.actors.rollout import RolloutActor
 from rayloop.cluster.supervision.nodes import Nodes
 from rayloop.cluster.supervision.policy_group import PolicyGroup
-from rayloop.cluster.supervision.pool import Pool
+from rayloop.cluster.supervision.pool import Calls, Pool
 from rayloop.cluster.supervision.worker import Pooled
 from rayloop.core import events, incidents
 from rayloop.core.deadlines import with_deadline
@@ -333,7 +333,7 @@ class TrainingServices(Services):
         self.policy = PolicyGroup(config.policy, spawn, config.recovery, self.nodes)
 
         def sleep_engines(level: Level) -> Awaitable[Any]:
-            engines = self.rollout.within(config.sync_timeout)
+            engines = Calls(self.rollout, config.sync_timeout)
             return engines.everywhere(RolloutActor.sleep, level)
 
         # With LoRA a sync sends adapters alone, so the engines keep the base weights asleep:
@@ -345,7 +345,7 @@ class TrainingServices(Services):
             level,
             SleepCalls(
                 sleep_engines,
-                lambda: self.rollout.within(config.sync_timeout).everywhere(RolloutActor.wake_up),
+                lambda: Calls(self.rollout, config.sync_timeout).everywhere(RolloutActor.wake_up),
                 lambda: self.policy.all(PolicyRank.sleep),
                 lambda: self.policy.all(PolicyRank.wake_up),
             ),

@@ -5,6 +5,7 @@ completions. ``datasets/`` has maps of published data sets for ``data prepare``,
 configurations for ``eval --benchmark``.
 """
 
+import argparse
 import json
 import pkgutil
 from collections.abc import Iterable, Mapping
@@ -47,6 +48,15 @@ def _files(kind: str) -> dict[str, Path]:
         paths += Path(folder).glob(f"*/{kind}/*.yaml")
     paths.sort(key=lambda path: (path.stem, path))
     return {path.stem: path for path in paths}
+
+
+def preparer(name: str, description: str | None) -> argparse.ArgumentParser:
+    """The parser of ``data prepare NAME``, with its option ``--out``."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m rayloop data prepare {name}", description=description
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder to write into")
+    return parser
 
 
 def write_rows(out: Path, split: str, rows: Iterable[Mapping[str, Any]]) -> Path:

@@ -17,7 +17,6 @@ from benchmarks.evidence.costs import Curve, Steps, noted
 from rayloop.actors.reward import RewardActor
 from rayloop.actors.rollout import RolloutActor
 from rayloop.chat.rendering import Renderer
-from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.core.deadlines import background
 from rayloop.core.events import Event
 from rayloop.core.failures import DataFailure
@@ -40,6 +39,7 @@ from rayloop.envs.instance import Environments
 from rayloop.grpo.advantage import build_advantage, with_advantages
 from rayloop.grpo.filters import build_filters
 from rayloop.grpo.selection import apply_filters
+from rayloop.rollout.history import FailureHistory
 from rayloop.rollout.manager import RolloutManager
 from rayloop.run.config import RunConfig
 from rayloop.run.order import training_rows

@@ -24,7 +24,6 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.virtual_time import VirtualLoop
-from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.core.deadlines import background
 from rayloop.core.events import Event
 from rayloop.core.failures import DataFailure
@@ -34,6 +33,7 @@ from rayloop.core.types import EndReason, RolloutRequest, Summary, Version, deri
 from rayloop.grpo.advantage import build_advantage, with_advantages
 from rayloop.grpo.filters import build_filters
 from rayloop.grpo.selection import apply_filters
+from rayloop.rollout.history import FailureHistory
 from rayloop.rollout.manager import RolloutManager
 from rayloop.run.config import RunConfig
 from rayloop.run.order import training_rows

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rayloop.actors.reference import ReferenceActor
-from rayloop.cluster.supervision.pool import CALL_ATTEMPTS, Pool
+from rayloop.cluster.supervision.pool import CALL_ATTEMPTS, Calls, Pool
 from rayloop.core.groups import Group
 from rayloop.core.types import TrajectoryId
 
@@ -29,7 +29,7 @@ async def annotated(
     payloads = [member.payload for member in members if member.payload is not None]
     # Absolute, since an actor may have another working directory.
     path = None if folder is None else str(folder.resolve())
-    annotators = pool.within(step_timeout * STEP_TIMEOUT_SHARE, CALL_ATTEMPTS)
+    annotators = Calls(pool, step_timeout * STEP_TIMEOUT_SHARE, CALL_ATTEMPTS)
     lost_positions, arrays = await annotators.split(
         1 + len(indices), ReferenceActor.annotate, payloads, path
     )

@@ -19,6 +19,7 @@ from rayloop.actors.rollout import RolloutActor
 from rayloop.cluster.services import TrainingServices
 from rayloop.cluster.supervision.attempts import EpisodeRunner
 from rayloop.cluster.supervision.policy_group import MIN_LOADING_TIMEOUT_S
+from rayloop.cluster.supervision.pool import Calls
 from rayloop.core import events, incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.failures import (
@@ -157,7 +158,7 @@ class WeightSync:
         spares = is_current and self._spares and timeout < longest
         now = asyncio.get_running_loop().time
         began = now()
-        engines = self.services.rollout.within(timeout, spares=spares)
+        engines = Calls(self.services.rollout, timeout, spares=spares)
         # Before the calls: an engine then drops an older load whose source arrives late.
         self._order += 1
         await engines.everywhere(RolloutActor.load, update.manifest, update.source, self._order)

@@ -8,21 +8,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, TypeVar
 
 from rayloop.actors.handles import Handle
-from rayloop.actors.lease import Lease, LeasesEngines
-from rayloop.cluster.supervision.calls import (
-    Attempted,
-    Avoid,
-    Played,
-    Pools,
-    RewardCalls,
-    RolloutCalls,
-)
-from rayloop.cluster.supervision.history import FailureHistory
-from rayloop.cluster.supervision.pool import Pool
+from rayloop.actors.lease import LeasesEngines
+from rayloop.cluster.supervision.calls import Pools, RewardCalls, RolloutCalls
 from rayloop.core import incidents
+from rayloop.core.deadlines import WAITS
 from rayloop.core.events import Emit
 from rayloop.core.failures import Cause, Diverged, Failure, Scope
 from rayloop.core.groups import Group, Member, Outcome, Scored, Unscored
@@ -36,39 +27,38 @@ from rayloop.core.types import (
     derive,
 )
 from rayloop.measure.controls import RIGHT, Item
+from rayloop.rollout.history import FailureHistory
 from rayloop.rollout.scheduler import ConcurrencyLimit
+from rayloop.rollout.verdict import Call, Context, Next, Played, Record, Settle, verdict
 from rayloop.run.config import RunConfig
 from rayloop.run.held_out import Play
 from rayloop.run.lifetime import EPISODES, below
 from rayloop.run.records.rollouts import RolloutRecord, jsonable
 
-T = TypeVar("T")
 Begins = Callable[[RolloutRequest], None]
 BadData = Callable[[Task, str, str], None]
 """Gets a task, the file at fault and the reason."""
 EVALUATION_EPISODES_AT_ONCE = 128
 """Episodes of an evaluation that are played at once."""
-FREE_ATTEMPTS = 10
-"""Attempts of an episode that are not charged to it: another episode ended its actor."""
-NEVER = Failure(Cause.LOST, Scope.BYSTANDER, retryable=True, why="never played")
+
+
+def _ignore(request: RolloutRequest) -> None:
+    """Nothing counts the beginnings of the episode."""
 
 
 @dataclass
 class _Episode:
-    """An episode until it is ``over``: it was played, or its last ``failure`` stands.
+    """An episode until it is ``over``: it was played, or its last failure stands.
 
-    ``attempt``: the number of the next attempt; ``paid``: the attempts charged to the episode;
-    ``doubted``: the actors that found its data bad, and their failures.
+    ``begins`` is called before each attempt; ``report`` gets its data when that is bad.
     """
 
     request: RolloutRequest
-    failure: Failure = NEVER
+    begins: Begins
+    report: BadData
     played: Played | None = None
     over: bool = False
-    attempt: int = 0
-    paid: int = 0
-    avoid: Avoid = field(default_factory=Avoid)
-    doubted: list[tuple[Lease[Any], Failure]] = field(default_factory=list)
+    record: Record = field(default_factory=Record)
 
     def no_summary(self) -> Summary:
         """The summary of an episode that was not played."""
@@ -76,7 +66,7 @@ class _Episode:
         no_version = Version(0, 0)
         return Summary(
             self.request.id,
-            max(self.attempt - 1, 0),
+            max(self.record.attempts - 1, 0),
             task.id,
             task.source,
             EndReason.ENVIRONMENT_FAILURE,
@@ -134,7 +124,7 @@ class EpisodeRunner:
         self,
         asked: Sequence[RolloutRequest],
         step: int,
-        begins: Begins = lambda request: None,
+        begins: Begins = _ignore,
         bad_data: BadData | None = None,
     ) -> list[Member]:
         """Play and score episodes of one task for step ``step``.
@@ -142,26 +132,20 @@ class EpisodeRunner:
         Each call's episodes are scored at once, or all together at the end (``reward.per: group``).
         ``begins`` is called before each attempt; ``bad_data`` replaces ``on_bad_data``.
         """
-        parts = [asked] if self.config.reward.per == "group" else self._parts(asked)
-        members_by_part = await asyncio.gather(
-            *(self._play(part, step, begins, bad_data) for part in parts)
-        )
+        report = bad_data or self._bad_data
+        episodes = [_Episode(request, begins, report) for request in asked]
+        parts = [episodes] if self.config.reward.per == "group" else self._parts(episodes)
+        members_by_part = await asyncio.gather(*(self._play(part, step) for part in parts))
         return list(chain.from_iterable(members_by_part))
 
-    async def _play(
-        self,
-        requests: Sequence[RolloutRequest],
-        step: int,
-        begins: Begins,
-        bad_data: BadData | None,
-    ) -> list[Member]:
-        self.playing += len(requests)
+    async def _play(self, episodes: Sequence[_Episode], step: int) -> list[Member]:
+        self.playing += len(episodes)
         try:
-            episodes = await self._until_over(requests, begins, bad_data)
+            await self._until_over(episodes)
             payloads = [episode.played[1] for episode in episodes if episode.played]
             scores: Sequence[Outcome] = ()
             if payloads:
-                scores = await self.rewards.score(payloads, requests[0].task, step)
+                scores = await self.rewards.score(payloads, episodes[0].request.task, step)
             remaining_scores = iter(scores)
 
             members = []
@@ -170,30 +154,28 @@ class EpisodeRunner:
                     summary, payload = episode.played
                     members.append(Member(summary, next(remaining_scores), payload))
                 else:
-                    outcome = Unscored.of(episode.failure)
+                    outcome = Unscored.of(episode.record.failure)
                     members.append(Member(episode.no_summary(), outcome))
             return members
         finally:
-            self.playing -= len(requests)
+            self.playing -= len(episodes)
 
-    def _parts(self, episodes: Sequence[T]) -> list[Sequence[T]]:
+    def _parts(self, episodes: Sequence[_Episode]) -> list[Sequence[_Episode]]:
         """The episodes of each call."""
         size = self.config.environment.episodes_at_once or len(episodes)
         return [episodes[begin : begin + size] for begin in range(0, len(episodes), size)]
 
     async def episodes(self, asked: Sequence[RolloutRequest]) -> list[Failure | Played]:
         """The results of episodes of one group, which are not scored."""
-        episodes = await self._until_over(asked, lambda request: None, None)
-        return [episode.played or episode.failure for episode in episodes]
+        episodes = [_Episode(request, _ignore, self._bad_data) for request in asked]
+        await self._until_over(episodes)
+        return [episode.played or episode.record.failure for episode in episodes]
 
-    async def _until_over(
-        self, requests: Sequence[RolloutRequest], begins: Begins, bad_data: BadData | None
-    ) -> list[_Episode]:
+    async def _until_over(self, episodes: Sequence[_Episode]) -> None:
         """Play episodes of one group, again on other actors while infrastructure fails."""
-        episodes = [_Episode(request) for request in requests]
 
         async def play_in_one_call(part: Sequence[_Episode]) -> None:
-            lost = await self._attempt(part, begins, bad_data)
+            lost = await self._attempt(part)
             unfinished = [episode for episode in part if not episode.over]
             if lost:
                 # One of them may have ended their actor, and must not end the others again.
@@ -204,14 +186,11 @@ class EpisodeRunner:
 
         async def play_by_itself(episode: _Episode) -> None:
             while not episode.over:
-                await self._attempt([episode], begins, bad_data)
+                await self._attempt([episode])
 
         await asyncio.gather(*map(play_in_one_call, self._parts(episodes)))
-        return episodes
 
-    async def _attempt(
-        self, episodes: Sequence[_Episode], begins: Begins, bad_data: BadData | None
-    ) -> bool:
+    async def _attempt(self, episodes: Sequence[_Episode]) -> bool:
         """Play these episodes once more, in one call.
 
         Returns whether they were lost with their actor.
@@ -220,100 +199,67 @@ class EpisodeRunner:
         # and each further one costs a whole timeout.
         reason = self.history.hangs(episodes[0].request.id.group)
         if reason:
+            failure = Failure(Cause.HUNG, Scope.EPISODE, retryable=False, why=reason)
             for episode in episodes:
-                episode.failure = Failure(Cause.HUNG, Scope.EPISODE, retryable=False, why=reason)
+                episode.record = episode.record._replace(failure=failure)
                 episode.over = True
             return False
-        self.reissued += sum(episode.attempt > 0 for episode in episodes)
+        self.reissued += sum(episode.record.attempts > 0 for episode in episodes)
 
         # The lease is taken inside: an episode that waits for room holds no actor.
         async with self.admission.room(len(episodes)):
             for episode in episodes:
                 # Only here: the weights that begin an episode are those served when it is admitted.
-                begins(episode.request)
-            requests = [replace(episode.request, attempt=episode.attempt) for episode in episodes]
-            answer = await self.calls.play(requests, episodes[0].avoid)
+                episode.begins(episode.request)
+            requests = [
+                replace(episode.request, attempt=episode.record.attempts) for episode in episodes
+            ]
+            call = await self.calls.play(requests, episodes[0].record)
+            # Nothing is awaited until the verdict is carried out: its facts stay true.
+            self._carry_out(call, episodes)
+        return call.loss is not None and call.loss.failure.of_actor
 
-        for episode, result in zip(episodes, answer.results, strict=True):
-            episode.attempt += 1
-            if isinstance(result, Failure):
-                shared = answer.lost and len(episodes) > 1
-                self._decide(episode, result, answer, shared, bad_data or self._bad_data)
-                continue
-            # Another actor played the task that these actors could not read.
-            # The pool itself counts the misses of engines.
-            for lease, failure in episode.doubted:
-                if failure.of_actor:
-                    self.calls.environment_failed(episode.request, lease, failure)
+    def _carry_out(self, call: Call, episodes: Sequence[_Episode]) -> None:
+        """Do what the verdict on a call says. Raises Diverged."""
+        pool = self.services.environment
+        worker = call.environment.worker
+        context = Context(
+            self.config.environment.attempts,
+            [episode.record for episode in episodes],
+            pool,
+            self.services.rollout,
+            self.history.processes,
+            self.history.successes,
+        )
+        result = verdict(call, context)
+        pool.release(worker, well=result.well, count=len(episodes))
+        for replacement in result.replacements:
+            pool.lost(*replacement)
+        for settle in result.episodes:
+            self._settle(episodes[settle.episode], settle, call)
+
+    def _settle(self, episode: _Episode, settle: Settle, call: Call) -> None:
+        number, well, next_step, episode.record, charges = settle
+        self.calls.release_engine(call.requests[number], well)
+        result = call.results[number]
+        episode.over = next_step is not Next.AGAIN
+        if not isinstance(result, Failure):
+            self.history.succeeded(call.environment.worker)
             episode.played = result
-            episode.over = True
-        return answer.lost
+            name = self.services.environment.name(call.environment)
+            WAITS.played(result[:1], name, self.services.rollout.name(call.engine))
+        elif next_step is Next.END_RUN:
+            raise Diverged(result.why)
+        elif next_step is Next.BAD_DATA:
+            episode.report(episode.request.task, result.path, result.why)
+        elif next_step is not Next.TOO_LONG:
+            attempt = episode.record.attempts - 1
+            self._emit(incidents.EpisodeFailed(str(episode.request.id), attempt, why=result.why))
 
-    def _decide(
-        self, episode: _Episode, failure: Failure, answer: Attempted, shared: bool, report: BadData
-    ) -> None:
-        """Decide whether an episode is played again.
-
-        An attempt is not charged when another episode ended the actor, or may have (``shared``).
-        The same bug on a second actor is not tried a third time. Data is bad when ``_confirmed``.
-        Raises Diverged.
-        """
-        if failure.cause is Cause.DIVERGED:
-            raise Diverged(failure.why)
-
-        previous = episode.failure
-        episode.failure = failure
-        is_bad_data = failure.cause is Cause.BAD_DATA
-        if is_bad_data:
-            actor = answer.environment if failure.of_actor else answer.engine
-            episode.doubted.append((actor, failure))
-            if self._confirmed(episode.doubted):
-                report(episode.request.task, failure.path, failure.why)
-                episode.over = True
-                return
-            # The second opinion must come from another engine, too.
-            episode.avoid.engines.add(answer.engine.slot)
-        elif failure.cause is Cause.OVER_LONG:
-            episode.over = True
-            return
-
-        self._emit(
-            incidents.EpisodeFailed(str(episode.request.id), episode.attempt - 1, why=failure.why)
-        )
-        episode.avoid.environments.add(answer.environment.slot)
-        # Bad data is charged in any case, so that a task which is never confirmed ends.
-        caused_by_others = shared or failure.scope is Scope.BYSTANDER
-        if is_bad_data or not caused_by_others:
-            episode.paid += 1
-
-        attempts = self.config.environment.attempts
-        # Two actors have to agree about bad data, even where one attempt is allowed.
-        charged_attempts = max(attempts, 2) if is_bad_data else attempts
-        same_bug_again = not failure.retryable and failure.why == previous.why
-        episode.over = (
-            episode.paid >= charged_attempts
-            or same_bug_again
-            or episode.attempt >= attempts + FREE_ATTEMPTS
-        )
-
-    def _confirmed(self, doubted: Sequence[tuple[Lease[Any], Failure]]) -> bool:
-        """Whether two actors found the data bad.
-
-        They must be on two nodes if there are two. In a pool of one, one actor is enough.
-        """
-        nodes: set[str] = set()
-        for _, failure in doubted:
-            nodes |= self._pool_of(failure).homes
-        if len(nodes) > 1:
-            return len({lease.node for lease, _ in doubted}) > 1
-
-        actors = {(failure.of_actor, lease.slot) for lease, failure in doubted}
-        _, last_failure = doubted[-1]
-        return len(actors) >= min(2, self._pool_of(last_failure).size)
-
-    def _pool_of(self, failure: Failure) -> Pool[Any]:
-        """The pool of the actor that failed."""
-        return self.services.environment if failure.of_actor else self.services.rollout
+        request = episode.request
+        for seat, failure in charges:
+            place = self.services.environment.place(seat)
+            self.history.failed(request.id.group, request.task.id, seat.worker, place, failure)
 
 
 async def play(

@@ -2,15 +2,15 @@
 
 They decide on which actor and engine an episode is played, and for how long, and return the result
 of each episode. A call that fails as a whole becomes a ``Failure`` of each of its episodes.
-attempts.py decides what is done about it.
+verdict.py decides what is done about it.
 """
 
 import asyncio
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from dataclasses import replace
+from typing import Protocol, cast
 
 import ray
 
@@ -20,21 +20,20 @@ from rayloop.actors.handles import Handle, resolved, submit_split
 from rayloop.actors.lease import Lease, LeasesEngines
 from rayloop.actors.reward import RewardActor
 from rayloop.actors.rollout import RolloutActor
-from rayloop.cluster.supervision.history import FailureHistory
-from rayloop.cluster.supervision.pool import CALL_ATTEMPTS, Pool
+from rayloop.cluster.supervision.pool import CALL_ATTEMPTS, Calls, Pool
 from rayloop.core import incidents
-from rayloop.core.deadlines import WAITS, with_deadline
+from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Emit
-from rayloop.core.failures import Cause, Failure, Scope, WorkerLost
+from rayloop.core.failures import Failure, WorkerLost
 from rayloop.core.groups import Group, Outcome, Unscored, UnscoredKind
-from rayloop.core.types import Ref, RolloutRequest, Summary, Task, Trajectory
+from rayloop.core.types import Ref, RolloutRequest, Task, Trajectory
 from rayloop.envs.episode import CLOSE_TIMEOUT_S
 from rayloop.rewards.settings import RewardSettings
+from rayloop.rollout.history import FailureHistory
+from rayloop.rollout.verdict import Call, Loss, Record
 from rayloop.run.records.rollouts import RolloutRecord
 from rayloop.run.sections import EnvironmentSettings
 
-Played = tuple[Summary, Ref[Trajectory]]
-"""An episode that was played, and its payload, which the driver owns and does not open."""
 MARGIN = CLOSE_TIMEOUT_S + 30.0
 """Seconds that a call may take beyond ``environment.episode_timeout``.
 
@@ -49,27 +48,6 @@ class Pools(Protocol):
     environment: Pool[EnvironmentActor]
     rollout: Pool[RolloutActor]
     reward: Pool[RewardActor]
-
-
-@dataclass
-class Avoid:
-    """Slots on which an episode failed: it is played on other nodes, or at least in other slots."""
-
-    environments: set[int] = field(default_factory=set)
-    engines: set[int] = field(default_factory=set)
-
-
-@dataclass(frozen=True)
-class Attempted:
-    """Where episodes were played, and the result of each.
-
-    ``lost``: their actor ended, and one of them may be the reason.
-    """
-
-    environment: Lease[EnvironmentActor]
-    engine: Lease[RolloutActor]
-    results: list[Failure | Played]
-    lost: bool = False
 
 
 class RolloutCalls:
@@ -91,7 +69,7 @@ class RolloutCalls:
         self._history = history
         self._engines: dict[str, int] = {}
 
-    async def play(self, requests: Sequence[RolloutRequest], avoid: Avoid) -> Attempted:
+    async def play(self, requests: Sequence[RolloutRequest], avoid: Record) -> Call:
         """Play episodes of a group in one call.
 
         If possible, the environment actor and the engine are not in ``avoid``.
@@ -104,21 +82,29 @@ class RolloutCalls:
 
         try:
             engine = await rollout.lease(str(group), avoid.engines, count)
+            # Before the call: an episode may lose its engine and ask for another one at once.
+            self._engines.update((_key(request), engine.worker) for request in requests)
+            return await self._answered(Call(requests, lease, engine), lease, engine)
         except BaseException:
-            # A cancellation while waiting for an engine must
-            # give the environment's lease back as well.
             environments.release(lease.worker, count=count)
+            for request in requests:
+                # A cancellation may come while it waits for an engine.
+                if _key(request) in self._engines:
+                    self.release_engine(request)
             raise
 
-        # Before the call: an episode may lose its engine and ask for another one at once.
-        self._engines.update((_key(request), engine.worker) for request in requests)
-        self._history.begins(group, lease.worker)
+    async def _answered(
+        self, call: Call, lease: Lease[EnvironmentActor], engine: Lease[RolloutActor]
+    ) -> Call:
+        """The call with its results. Raises the errors that are no loss."""
+        environments = self._services.environment
+        requests = call.requests
+        count = len(requests)
+        self._history.begins(requests[0].id.group, lease.worker)
         deadline = self._deadline(lease)
         answer, *payloads = submit_split(
             lease.handle, 1 + count, EnvironmentActor.play, requests, engine, self._driver
         )
-
-        heads: Sequence[Summary | Failure] = ()
         try:
             what = f"{_named(requests)} of task {requests[0].task.id} on {environments.name(lease)}"
             heads = await with_deadline(deadline, answer, what, lease.handle)
@@ -129,13 +115,14 @@ class RolloutCalls:
         except Exception as error:
             if not is_lost(error):
                 raise
-            failure = self._lost(requests[0], lease, error)
-            return Attempted(lease, engine, [failure] * count, lost=failure.of_actor)
-        finally:
-            self._release(requests, lease, heads)
-
-        self._record(requests, lease, heads)
-        WAITS.played(heads, environments.name(lease), rollout.name(engine))
+            loss = Loss(
+                str(error),
+                brief(error),
+                is_spent(error),
+                isinstance(error, WorkerLost),
+                lease.worker in environments.ended,
+            )
+            return call._replace(results=[loss.failure] * count, loss=loss)
 
         # An episode that was played has a payload.
         refs = cast(Sequence[Ref[Trajectory]], payloads)
@@ -143,7 +130,7 @@ class RolloutCalls:
             head if isinstance(head, Failure) else (head, ref)
             for head, ref in zip(heads, refs, strict=True)
         ]
-        return Attempted(lease, engine, results)
+        return call._replace(results=results)
 
     def _deadline(self, lease: Lease[EnvironmentActor]) -> float:
         """Seconds for a call whose episodes may first wait for room.
@@ -159,93 +146,10 @@ class RolloutCalls:
         earlier_rounds = math.ceil(worker.leases / at_once) - 1
         return earlier_rounds * (timeout + CLOSE_TIMEOUT_S) + timeout + MARGIN
 
-    def _release(
-        self,
-        requests: Sequence[RolloutRequest],
-        lease: Lease[Any],
-        heads: Sequence[Summary | Failure],
-    ) -> None:
-        """End the leases of a call.
-
-        A call that went well in part went well for its environment actor. Its engine is judged by
-        each episode.
-        """
-        outcomes = [_went_well(head) for head in heads] or [(None, None)] * len(requests)
-        actor_outcomes = {actor_well for actor_well, _ in outcomes}
-        well: bool | None = None
-        if True in actor_outcomes:
-            well = True
-        elif False in actor_outcomes:
-            well = False
-        self._services.environment.release(lease.worker, well=well, count=len(requests))
-
-        engine_outcomes = [
-            (request, engine_well)
-            for request, (_, engine_well) in zip(requests, outcomes, strict=True)
-        ]
-        # Successes last: an engine that served one of these episodes must not end with a miss.
-        engine_outcomes.sort(key=lambda outcome: outcome[1] is True)
-        for request, engine_well in engine_outcomes:
-            engine = self._engines.pop(_key(request))
-            self._services.rollout.release(engine, str(request.id.group), engine_well)
-
-    def _record(
-        self,
-        requests: Sequence[RolloutRequest],
-        lease: Lease[Any],
-        heads: Sequence[Summary | Failure],
-    ) -> None:
-        """Count the failures and successes of an environment actor.
-
-        Failures first: an actor on which some of a group went well is not sick. ``EpisodeRunner``
-        counts bad data.
-        """
-        for request, head in zip(requests, heads, strict=True):
-            if isinstance(head, Failure) and head.of_actor and head.cause is not Cause.BAD_DATA:
-                self.environment_failed(request, lease, head)
-        for head in heads:
-            if not isinstance(head, Failure):
-                self._history.succeeded(lease.worker)
-
-    def _lost(self, request: RolloutRequest, lease: Lease[Any], error: Exception) -> Failure:
-        """The failure of episodes whose actor was lost.
-
-        One of them is the reason, or another call is (``Scope.BYSTANDER``).
-        """
-        pool = self._services.environment
-        reason = f"the environment actor was lost: {brief(error)}"
-
-        # Retired first, so that the next test takes these episodes for bystanders.
-        if is_spent(error):
-            pool.retire(lease.worker, brief(error))
-        if lease.worker in pool.ended:
-            return Failure(Cause.LOST, Scope.BYSTANDER, retryable=True, why=reason)
-        hung = isinstance(error, WorkerLost)
-        failure = Failure(
-            Cause.HUNG if hung else Cause.LOST,
-            Scope.PROCESS if hung else Scope.EPISODE,
-            retryable=True,
-            why=reason,
-        )
-        # In this order: the first call may retire the actor
-        # without a charge, and the second does nothing then.
-        self.environment_failed(request, lease, failure)
-        pool.lost(lease.worker, error)
-        return failure
-
-    def environment_failed(
-        self, request: RolloutRequest, lease: Lease[Any], failure: Failure
-    ) -> None:
-        """Count a failure of an environment actor, and replace the actor if needed.
-
-        It is replaced when its process holds a call that hangs, or when the actor is to blame.
-        """
-        pool = self._services.environment
-        sick = self._history.failed(
-            request.id.group, request.task.id, lease.worker, pool.place(lease), failure
-        )
-        if failure.scope is Scope.PROCESS or sick:
-            pool.retire(lease.worker, sick or failure.why, charged=bool(sick))
+    def release_engine(self, request: RolloutRequest, well: bool | None = None) -> None:
+        """End the lease of an episode's engine. ``well``: whether it did its work, if known."""
+        engine = self._engines.pop(_key(request))
+        self._services.rollout.release(engine, str(request.id.group), well)
 
     async def replace_engine(self, episode: str, lost: int, why: str) -> Lease[RolloutActor]:
         """Lease another engine for an episode, and take engine ``lost`` out of service.
@@ -289,20 +193,13 @@ class RewardCalls:
         except WorkerLost as error:
             return [Unscored(UnscoredKind.REWARD_UNAVAILABLE, str(error))] * len(payloads)
 
-        unavailable = [
-            number
-            for number, outcome in enumerate(outcomes)
-            if _is(outcome, UnscoredKind.REWARD_UNAVAILABLE)
-        ]
-        if not unavailable or self._services.reward.size == 1:
+        if not _unable(outcomes) or self._services.reward.size == 1:
             return outcomes
-        retried = unavailable
-        if self._settings.per == "group":
-            retried = [
-                number
-                for number, outcome in enumerate(outcomes)
-                if not _is(outcome, UnscoredKind.PAYLOAD_LOST)
-            ]
+        retried = []
+        for number, outcome in enumerate(outcomes):
+            in_group = self._settings.per == "group" and not _is(outcome, UnscoredKind.PAYLOAD_LOST)
+            if in_group or _is(outcome, UnscoredKind.REWARD_UNAVAILABLE):
+                retried.append(number)
         # If the second call is lost, the first outcomes stand.
         with suppress(WorkerLost):
             retried_payloads = [payloads[number] for number in retried]
@@ -321,7 +218,7 @@ class RewardCalls:
         """
         # A reward actor asks its grader twice at most; ten seconds are for the way there and back.
         timeout = 2 * self._settings.timeout + 10
-        calls = self._services.reward.within(timeout, CALL_ATTEMPTS, _unable, slots)
+        calls = Calls(self._services.reward, timeout, CALL_ATTEMPTS, _unable, slots)
         try:
             return await calls.call(RewardActor.score, task, step, *map(resolved, payloads))
         except Exception as error:
@@ -340,7 +237,7 @@ class RewardCalls:
         payloads = [resolved(member.payload) for member in members if member.payload]
         bare_group = replace(group, members=tuple(member.bare() for member in members))
         try:
-            reward = self._services.reward.within(self._settings.timeout, CALL_ATTEMPTS)
+            reward = Calls(self._services.reward, self._settings.timeout, CALL_ATTEMPTS)
             return await reward.call(RewardActor.describe, bare_group, *payloads)
         except Exception as error:
             if not isinstance(error, WorkerLost) and not object_lost(error):
@@ -358,20 +255,6 @@ def _named(requests: Sequence[RolloutRequest]) -> str:
     first = _key(requests[0])
     last = _key(requests[-1])
     return f"episode {first}" if len(requests) == 1 else f"episodes {first} to {last}"
-
-
-def _went_well(head: Summary | Failure) -> tuple[bool | None, bool | None]:
-    """Whether an episode shows that its environment actor, and its engine, work.
-
-    None where it shows nothing.
-    """
-    if not isinstance(head, Failure):
-        return True, True
-    if head.of_actor:
-        return False, None
-    if head.cause is Cause.BAD_DATA:
-        return None, False
-    return None, None
 
 
 def _unable(outcomes: Sequence[Outcome]) -> bool:

@@ -20,7 +20,7 @@ from rayloop.actors.policy import LogprobGap, PolicyRank
 from rayloop.cluster.supervision.nodes import Nodes
 from rayloop.core.deadlines import until_stopped, with_deadline
 from rayloop.core.failures import CheckpointError, ConfigError, PolicyLost, Preempted, WorkerLost
-from rayloop.core.files import Checksum, appears
+from rayloop.core.files import appears
 from rayloop.core.groups import Group
 from rayloop.core.protocols import Checksums
 from rayloop.core.types import Ref, Trajectory, TrajectoryId, Version
@@ -439,10 +439,7 @@ def _collective_failure(method: str, error: Exception, ranks: int) -> BaseExcept
 
 
 def _merged(parts: Sequence[Checksums]) -> Checksums:
-    merged: dict[str, Checksum] = {}
-    for checksums in parts:
-        merged.update(checksums)
-    return merged
+    return dict(chain.from_iterable(checksums.items() for checksums in parts))
 
 
 async def _all_appear(files: Sequence[Path]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import ray
@@ -26,6 +26,7 @@ from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Emit
 from rayloop.core.failures import AnswerLate, WorkerLost, WorkerStartFailed
 from rayloop.core.types import Ref
+from rayloop.rollout.verdict import Seat
 from rayloop.run.lifetime import RecoverySettings
 
 A = TypeVar("A", bound=Pooled)
@@ -198,14 +199,14 @@ class Pool(Generic[A]):
         """The nodes of its slots; of a slot that waits for a replacement, the last one."""
         return set(self._homes.values())
 
-    def place(self, lease: Lease[A]) -> int | str:
+    def place(self, lease: Seat) -> int | str:
         """The place to which failures of a lease are counted.
 
         The node when the pool is on several nodes, else the slot.
         """
         return lease.node if len(self.homes) > 1 else lease.slot
 
-    def name(self, lease: Lease[A]) -> str:
+    def name(self, lease: Seat) -> str:
         """The role and slot of the leased worker."""
         worker = self.workers.get(lease.worker)
         return f"{self.role} {worker.slot if worker else '(replaced)'}"
@@ -227,19 +228,15 @@ class Pool(Generic[A]):
         if worker.affinities[affinity] <= 0:
             del worker.affinities[affinity]
 
-    def lost(self, serial: int, why: object) -> None:
+    def lost(
+        self, serial: int, why: object, charged: bool = True, spares_others: bool = False
+    ) -> None:
         """Replace a lost or sick worker in the background. Idempotent.
 
-        It costs one of ``recovery.replacements``.
+        ``charged``: it costs one of ``recovery.replacements``; ``spares_others``: it is ``ended``.
         """
-        self._end(serial, why, charged=True)
-
-    def retire(self, serial: int, why: object, charged: bool = False) -> None:
-        """Replace a worker that holds a call that hangs, or fails at every task.
-
-        It costs a replacement only when ``charged``.
-        """
-        self.ended.add(serial)
+        if spares_others:
+            self.ended.add(serial)
         self._end(serial, why, charged)
 
     def _evict(self, node: str, why: str) -> list[int]:
@@ -328,22 +325,6 @@ class Pool(Generic[A]):
             return None
         return worker
 
-    def within(
-        self,
-        deadline: float,
-        attempts: int = 1,
-        unable: Callable[[Any], bool] | None = None,
-        avoid: set[int] | None = None,
-        spares: bool = False,
-    ) -> Calls[A]:
-        """Calls of ``attempts`` of ``deadline`` seconds each.
-
-        ``avoid``: slots whose workers are not called; the slots of workers that were lost or unable
-        are added. ``unable``: whether an answer shows that something around the worker failed.
-        ``spares``: ``everywhere`` raises AnswerLate for late workers, and does not replace them.
-        """
-        return Calls(self, deadline, attempts, unable, set() if avoid is None else avoid, spares)
-
     async def check(self) -> list[Any]:
         """The health of every worker. Workers that do not answer are replaced.
 
@@ -401,16 +382,21 @@ class Pool(Generic[A]):
         self.workers.clear()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Calls(Generic[A]):
-    """Calls of a pool's workers with the options of ``Pool.within``."""
+    """Calls of a pool's workers, of ``attempts`` of ``deadline`` seconds each.
+
+    ``avoid``: slots whose workers are not called; the slots of workers that were lost or unable are
+    added. ``unable``: whether an answer shows that something around the worker failed. ``spares``:
+    ``everywhere`` raises AnswerLate for late workers, and does not replace them.
+    """
 
     pool: Pool[A]
     deadline: float
-    attempts: int
-    unable: Callable[[Any], bool] | None
-    avoid: set[int]
-    spares: bool
+    attempts: int = 1
+    unable: Callable[[Any], bool] | None = None
+    avoid: set[int] = field(default_factory=set)
+    spares: bool = False
 
     async def call(
         self,
@@ -486,7 +472,7 @@ class Calls(Generic[A]):
                 self.avoid.add(lease.slot)
                 # An actor that asks to be replaced costs nothing of the budget.
                 if is_spent(caught):
-                    pool.retire(lease.worker, brief(caught))
+                    pool.lost(lease.worker, brief(caught), charged=False, spares_others=True)
                 else:
                     pool.lost(lease.worker, caught)
             finally:

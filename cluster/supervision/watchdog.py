@@ -173,7 +173,7 @@ def _write_stacks(file: Path, stacks: str) -> str:
     return f"{file.parent.name}/{file.name}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Stalled:
     """The waits for one actor.
 

@@ -129,11 +129,8 @@ class NotSaved(RayloopError):
     """
 
 
-class DataFailure(RayloopError):
-    """A task that always fails: missing or corrupt image, image bomb, malformed row.
-
-    ``path`` names the file (and row).
-    """
+class FileFailure(RayloopError):
+    """The failure of a file, ``path``."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(path, reason)
@@ -142,6 +139,13 @@ class DataFailure(RayloopError):
 
     def __str__(self) -> str:
         return f"{self.path}: {self.reason}"
+
+
+class DataFailure(FileFailure):
+    """A task that always fails: missing or corrupt image, image bomb, malformed row.
+
+    ``path`` names the file (and row).
+    """
 
 
 class ImageRefused(DataFailure):
@@ -360,16 +364,8 @@ class Diverged(RayloopError):
     """
 
 
-class Damaged(CheckpointError):
+class Damaged(FileFailure, CheckpointError):
     """A file of a checkpoint, ``path``, is missing, or differs from the bytes that were written."""
-
-    def __init__(self, path: str, reason: str) -> None:
-        super().__init__(path, reason)
-        self.path = path
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.reason}"
 
 
 class Blame(StrEnum):

@@ -6,7 +6,7 @@ They also give the acceptance rate and the failures of tasks.
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from rayloop.core.groups import Group, Member, Status, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.ledger import Ledger
@@ -16,6 +16,7 @@ from rayloop.grpo.replay import ReplayBuffer
 from rayloop.grpo.selection import Selection, select
 from rayloop.grpo.settings import AlgorithmSettings
 from rayloop.grpo.staleness import AcceptanceRate, expired
+from rayloop.rollout.history import FailureHistory
 from rayloop.rollout.plain import (
     Store,
     group_from_plain,
@@ -196,25 +197,6 @@ def _with_status(group: Group, status: Status) -> Group:
     )
 
 
-class Quarantine(Protocol):
-    """The number of groups in which each task failed (cluster/supervision/history.py)."""
-
-    def ended(self, group: int, task: str, failed: bool) -> str:
-        """Count a group that ended, ``failed`` for some of its members.
-
-        Returns why to quarantine its task, or "".
-        """
-
-    def clear(self) -> None:
-        """Forget all failures."""
-
-    def state(self) -> dict[str, int]:
-        """The state as plain values for the checkpoint."""
-
-    def restore(self, groups_failed: Mapping[str, int]) -> None:
-        """Take over the values that ``state`` returned."""
-
-
 class FinishedGroups:
     """The groups that ended since the last step, as they were after the filters.
 
@@ -227,7 +209,7 @@ class FinishedGroups:
         ledger: Ledger,
         ready: ReadyGroups,
         alarms: Alarms,
-        blame: Quarantine,
+        blame: FailureHistory,
     ) -> None:
         self.ledger = ledger
         self.ready = ready

@@ -16,7 +16,8 @@ from rayloop.core.types import Task, TrajectoryId, Version
 from rayloop.data.dataset import Dataset
 from rayloop.grpo.alarms import Alarms
 from rayloop.grpo.selection import enough
-from rayloop.rollout.finished import FinishedGroups, Quarantine, ReadyGroups
+from rayloop.rollout.finished import FinishedGroups, ReadyGroups
+from rayloop.rollout.history import FailureHistory
 from rayloop.rollout.plain import Store, with_present_keys
 from rayloop.rollout.scheduler import GroupRequest, GroupRollout, GroupScheduler, Player
 from rayloop.run.config import RunConfig
@@ -43,7 +44,7 @@ class RolloutManager:
         ledger: Ledger,
         dataset: Dataset,
         reporter: Reports,
-        blame: Quarantine,
+        blame: FailureHistory,
     ) -> None:
         self.config = config
         self.ledger = ledger

@@ -47,7 +47,7 @@ Store = Callable[[Any], Any]
 """A function that keeps a value (a trajectory, or log-probs) and returns its reference."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HeldValue:
     """A placeholder in a state for a value in the object store.
 

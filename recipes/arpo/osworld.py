@@ -5,7 +5,6 @@ rayloop data prepare osworld --out DIR --from evaluation_examples``. It was test
 folder.
 """
 
-import argparse
 import json
 import random
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from typing import Any
 from rayloop.core.failures import ConfigError
 from rayloop.envs.grammar.screens import UI_TARS_OR_FAIL
 from rayloop.envs.osworld.environment import rows
-from rayloop.recipes import write_rows
+from rayloop.recipes import preparer, write_rows
 from rayloop.recipes.arpo.prepare import ORIGINAL, Prompt
 
 PROMPTS = {"ui-tars": UI_TARS_OR_FAIL, "original": ORIGINAL}
@@ -28,10 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns exit code 0; raises ConfigError for a list or a task that is missing.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m rayloop data prepare osworld", description=__doc__
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder to write into")
+    parser = preparer("osworld", __doc__)
     parser.add_argument(
         "--from", dest="folder", type=Path, required=True, help="OSWorld's evaluation_examples"
     )

@@ -3,13 +3,12 @@
 ``python -m rayloop data prepare arpo --out DIR`` makes train.jsonl and val.jsonl.
 """
 
-import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rayloop.envs.grammar.screens import INSTRUCTION, UI_TARS
-from rayloop.recipes import write_rows
+from rayloop.recipes import preparer, write_rows
 
 PAGES = (
     "click-button",
@@ -66,10 +65,7 @@ Explanations do not help a tiny model.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the files. Returns exit code 0; raises RayloopError."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rayloop data prepare arpo", description=__doc__
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder to write into")
+    parser = preparer("arpo", __doc__)
     parser.add_argument(
         "--prompt",
         choices=PROMPTS,

@@ -3,14 +3,13 @@
 ``data prepare desktop --out DIR`` makes train.jsonl and val.jsonl (every fourth task).
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from rayloop.core.failures import ConfigError
 from rayloop.envs.desktop.tasks import PROMPT, SHIPPED, rows
 from rayloop.envs.grammar.screens import UI_TARS
-from rayloop.recipes import write_rows
+from rayloop.recipes import preparer, write_rows
 
 PROMPTS = {"bare": PROMPT, "ui-tars": UI_TARS}
 HELD_OUT = 4
@@ -22,10 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns exit code 0; raises ConfigError for a file of tasks that cannot be used.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m rayloop data prepare desktop", description=__doc__
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder to write into")
+    parser = preparer("desktop", __doc__)
     parser.add_argument(
         "--tasks",
         type=Path,

@@ -3,20 +3,15 @@
 ``python -m rayloop data prepare digits --out DIR`` makes train.jsonl and eval.jsonl in DIR.
 """
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
-from rayloop.recipes import write_rows
+from rayloop.recipes import preparer, write_rows
 from rayloop.recipes.digits.data import rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write both files. Returns exit code 0."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rayloop data prepare digits", description=__doc__
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder to write into")
+    parser = preparer("digits", __doc__)
     parser.add_argument("--train", type=int, default=2000, help="training rows")
     parser.add_argument(
         "--eval", type=int, default=200, help="evaluation rows, none of which is a training row"

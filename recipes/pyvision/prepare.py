@@ -4,7 +4,6 @@
 in DIR.
 """
 
-import argparse
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from rayloop.core.types import derive
-from rayloop.recipes import write_rows
+from rayloop.recipes import preparer, write_rows
 
 PAGE_SIDE_PIXELS = 896
 """Pixels of the page's side."""
@@ -123,10 +122,7 @@ FIRST = {"train": 0, "val": 100_000, "test": 200_000, "demos": 300_000}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the splits. Returns exit code 0; raises RayloopError."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rayloop data prepare pyvision", description=__doc__
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder to write into")
+    parser = preparer("pyvision", __doc__)
     options = parser.parse_args(arguments)
     for split, count in ROWS.items():
         write_rows(options.out, split, drawn(options.out, split, count))

@@ -3,16 +3,14 @@
 ``python -m rayloop data prepare reasoning --out DIR`` makes train.jsonl and eval.jsonl in DIR.
 """
 
-import argparse
 import json
 import random
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rayloop.core.failures import ConfigError
 from rayloop.envs.adapters.packages import needs
-from rayloop.recipes import write_rows
+from rayloop.recipes import preparer, write_rows
 
 TASKS = (
     'word_sorting:{"min_words": 2, "max_words": 2, "min_word_length": 3, "max_word_length": 4}',
@@ -25,10 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns exit code 0. Raises ConfigError for a task that the package does not make.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m rayloop data prepare reasoning", description=__doc__
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder to write into")
+    parser = preparer("reasoning", __doc__)
     parser.add_argument(
         "--tasks",
         nargs="+",

@@ -13,11 +13,11 @@ import pytest
 
 from rayloop.cluster.loop.weight_sync import WeightSync
 from rayloop.cluster.supervision.attempts import play
-from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.core.failures import EnvironmentFailed
 from rayloop.core.groups import Group
 from rayloop.core.types import RolloutRequest, Sampling, Task
 from rayloop.measure.controls import RIGHT, Item
+from rayloop.rollout.history import FailureHistory
 from rayloop.run.held_out import Play
 from rayloop.run.sections import EnvironmentSettings
 from tests.support.stand_ins import (

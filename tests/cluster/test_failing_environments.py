@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.cluster.supervision.pool import Pool
 from rayloop.core.failures import (
     Cause,
@@ -24,6 +23,7 @@ from rayloop.core.failures import (
 )
 from rayloop.core.groups import Scored, Unscored, UnscoredKind
 from rayloop.core.types import RolloutRequest
+from rayloop.rollout.history import FailureHistory
 from rayloop.run.lifetime import RecoverySettings
 from rayloop.run.sections import EnvironmentSettings
 from tests.support.stand_ins import BAD, Behave, Handle, Houses, Make, World, broken, failed, hangs

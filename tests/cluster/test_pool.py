@@ -23,7 +23,7 @@ from rayloop.actors.base import Actor
 from rayloop.actors.failures import cause
 from rayloop.actors.handles import create, submit
 from rayloop.cluster.services import reserve
-from rayloop.cluster.supervision.pool import Pool
+from rayloop.cluster.supervision.pool import Calls, Pool
 from rayloop.core.events import Event
 from rayloop.core.failures import (
     ConfigError,
@@ -170,12 +170,12 @@ def test_a_dead_worker_is_replaced_and_admitted_before_it_serves() -> None:
 
     async def test(pool: Pool[Worker]) -> None:
         pid = await pid_of(pool, 1)
-        working = asyncio.create_task(pool.within(20, attempts=2).call(Worker.work, 0.5))
+        working = asyncio.create_task(Calls(pool, 20, attempts=2).call(Worker.work, 0.5))
         await asyncio.sleep(0.1)
         os.kill(pid, signal.SIGKILL)
         assert await working != pid, "the call was made again elsewhere"
         assert list(pool.workers) == [2]
-        assert await pool.within(5).call(Worker.version) == 7
+        assert await Calls(pool, 5).call(Worker.version) == 7
 
     fixture.run(test)
     [lost], [back] = fixture.named("worker_lost"), fixture.named("worker_replaced")
@@ -217,7 +217,7 @@ def test_an_error_of_the_work_is_no_loss_of_the_worker() -> None:
 
     async def test(pool: Pool[Worker]) -> None:
         with pytest.raises(ValueError, match="the work is wrong"):
-            await pool.within(5, attempts=3).call(Worker.fail)
+            await Calls(pool, 5, attempts=3).call(Worker.fail)
         assert pool.workers[1].leases == 0
 
     fixture.run(test)
@@ -233,7 +233,7 @@ def test_a_stopped_worker_outlives_its_deadline_and_is_killed(notice: str) -> No
         process.suspend()
         began = time.monotonic()
         if notice == "call":
-            assert await pool.within(1.0, attempts=2).call(Worker.work) != process.pid
+            assert await Calls(pool, 1.0, attempts=2).call(Worker.work) != process.pid
         else:
             await pool.check()
             await fixture.back()
@@ -254,7 +254,7 @@ def test_a_call_gives_up_after_its_attempts() -> None:
                 r"tester\.work failed 2 times, last: work of tester 0 did not answer within 0\.3 s"
             ),
         ):
-            await pool.within(0.3, attempts=2).call(Worker.work, 30.0)
+            await Calls(pool, 0.3, attempts=2).call(Worker.work, 30.0)
 
     Fixture(1).run(test)
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from benchmarks.virtual_time import VirtualLoop
-from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.core.deadlines import background
 from rayloop.core.events import Event
 from rayloop.core.failures import (
@@ -39,6 +38,7 @@ from rayloop.data.dataset import Dataset
 from rayloop.grpo.advantage import build_advantage, with_advantages
 from rayloop.grpo.filters import build_filters
 from rayloop.grpo.selection import apply_filters
+from rayloop.rollout.history import FailureHistory
 from rayloop.rollout.manager import FetchBatch, RolloutManager
 from rayloop.rollout.scheduler import GroupRequest, GroupRollout
 from rayloop.run.config import RunConfig

@@ -26,7 +26,6 @@ from rayloop.actors.rollout import RolloutActor
 from rayloop.cluster.loop.loggers import open_logger
 from rayloop.cluster.loop.weight_sync import WeightSync
 from rayloop.cluster.supervision.attempts import EpisodeRunner
-from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.cluster.supervision.policy_group import PolicyGroup
 from rayloop.cluster.supervision.pool import Pool
 from rayloop.core.failures import DataFailure, LogprobMismatch, WeightSyncError
@@ -35,6 +34,7 @@ from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
 from rayloop.engines.models.saving import save_model
 from rayloop.engines.training import collator
 from rayloop.rollout.colocation import Colocation
+from rayloop.rollout.history import FailureHistory
 from rayloop.rollout.manager import RolloutManager
 from rayloop.run.config import RunConfig
 from rayloop.run.order import training_rows

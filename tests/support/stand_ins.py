@@ -17,7 +17,6 @@ import ray
 from ray.exceptions import ActorDiedError
 
 from rayloop.cluster.supervision.attempts import EpisodeRunner
-from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.cluster.supervision.pool import Pool
 from rayloop.core.deadlines import background
 from rayloop.core.events import Event
@@ -29,6 +28,7 @@ from rayloop.grpo.advantage import build_advantage, with_advantages
 from rayloop.grpo.filters import build_filters
 from rayloop.grpo.selection import apply_filters
 from rayloop.rollout.colocation import Colocation
+from rayloop.rollout.history import FailureHistory
 from rayloop.rollout.manager import RolloutManager
 from rayloop.run.config import RunConfig
 from rayloop.run.order import training_rows

@@ -25,7 +25,7 @@ from rayloop.actors.reference import ReferenceActor
 from rayloop.actors.reward import RewardActor
 from rayloop.actors.rollout import RolloutActor
 from rayloop.cluster.supervision.policy_group import PolicyGroup
-from rayloop.cluster.supervision.pool import Pool
+from rayloop.cluster.supervision.pool import Calls, Pool
 from rayloop.core.groups import Outcome
 from rayloop.core.types import Ref
 from rayloop.core.types import Task, Trajectory, Version
@@ -63,7 +63,7 @@ def mypy(tmp_path: Path, *lines: str) -> str:
 
 @pytest.mark.slow
 def test_the_type_checker_refuses_wrong_calls(tmp_path: Path) -> None:
-    pool = "await pool.within(deadline=5.0, attempts=2)"
+    pool = "await Calls(pool, deadline=5.0, attempts=2)"
     said = mypy(
         tmp_path,
         f"{pool}.call(RewardActor.score, task, 3, resolved(payload))",

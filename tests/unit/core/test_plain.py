@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.core.events import Event
 from rayloop.core.failures import CheckpointError, DataFailure
 from rayloop.core.groups import (
@@ -44,6 +43,7 @@ from rayloop.core.types import (
     Version,
 )
 from rayloop.rollout import plain
+from rayloop.rollout.history import FailureHistory
 from rayloop.rollout.manager import RolloutManager
 from rayloop.rollout.scheduler import GroupRequest
 from rayloop.run.checkpoint import STRUCTURE, TENSORS, Checkpoint
@@ -270,7 +270,7 @@ OF_THE_PROCESS = {
         "collapse",
     },
     "Collapse": {"_settings", "_last", "_watched"},
-    "FailureHistory": {"_settings", "_successes", "_groups", "_services"},
+    "FailureHistory": {"_settings", "successes", "_groups", "processes"},
     "ReplayBuffer": {"_settings", "_rules", "_seed"},
     "AcceptanceRate": {"_memory", "_floor"},
     "TaskCursor": {"_count", "_seed", "_shuffle", "_tiers"},

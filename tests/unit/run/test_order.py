@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.core.failures import CheckpointError, ConfigError
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import Task
 from rayloop.data.cursor import TaskCursor
 from rayloop.recipes.arc_vision.data import LargeFirst
+from rayloop.rollout.history import FailureHistory
 from rayloop.rollout.manager import RolloutManager
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder

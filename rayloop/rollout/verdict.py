@@ -1,0 +1,345 @@
+"""The verdict on failures: what is done about episodes, actors and tasks, in which order.
+
+Pure functions: they only read what they are given. ``FailureHistory`` collects the facts, and
+``EpisodeRunner`` (cluster/supervision/attempts.py) carries the actions out.
+"""
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import chain
+from typing import NamedTuple, Protocol
+
+from rayloop.core.failures import Cause, Failure, Scope
+from rayloop.core.types import Ref, RolloutRequest, Summary, Trajectory
+
+FREE_ATTEMPTS = 10
+"""Attempts of an episode that are not charged to it: another episode ended its actor."""
+TASK_FAILURES = 2
+"""Groups in a row: one may be chance, and each further one costs a group."""
+ACTOR_FAILURES = 3
+"""Different tasks in a row: two are common among bad rows, three on one actor alone are not."""
+NEVER = Failure(Cause.LOST, Scope.BYSTANDER, retryable=True, why="never played")
+Played = tuple[Summary, Ref[Trajectory]]
+"""An episode that was played, and its payload, which the driver owns and does not open."""
+
+
+class Seat(Protocol):
+    """A leased worker: its serial number, its slot and its node."""
+
+    @property
+    def worker(self) -> int: ...  # noqa: D102
+
+    @property
+    def slot(self) -> int: ...  # noqa: D102
+
+    @property
+    def node(self) -> str: ...  # noqa: D102
+
+
+Doubt = tuple[Seat, Failure]
+"""A failure and the actor on which it happened."""
+
+
+class Record(NamedTuple):
+    """The attempts of an episode that have ended.
+
+    ``charged``: how many of them count against the limit; ``doubts``: the actors that found its
+    data bad, and their failures; ``environments``, ``engines``: slots on which it failed, to avoid.
+    """
+
+    attempts: int = 0
+    charged: int = 0
+    failure: Failure = NEVER
+    doubts: tuple[Doubt, ...] = ()
+    environments: frozenset[int] = frozenset()
+    engines: frozenset[int] = frozenset()
+
+
+class Loss(NamedTuple):
+    """The error of a call that was lost with its environment actor.
+
+    ``is_spent``: the actor asked to be replaced; ``has_ended``: it was ended before, because of
+    another call.
+    """
+
+    text: str
+    first_line: str
+    is_spent: bool
+    is_hung: bool
+    has_ended: bool
+
+    @property
+    def failure(self) -> Failure:
+        """The failure of each episode of the call."""
+        scope = Scope.PROCESS if self.is_hung else Scope.EPISODE
+        if self.is_spent or self.has_ended:
+            scope = Scope.BYSTANDER
+        cause = Cause.HUNG if scope is Scope.PROCESS else Cause.LOST
+        reason = f"the environment actor was lost: {self.first_line}"
+        return Failure(cause, scope, retryable=True, why=reason)
+
+
+class Staff(Protocol):
+    """A pool: the number of its actors, and their nodes."""
+
+    size: int
+
+    @property
+    def homes(self) -> AbstractSet[str]: ...  # noqa: D102
+
+
+@dataclass
+class ActorProcess:
+    """An actor's process.
+
+    ``began``: the number of the run's successes when it began; ``served``: whether an episode went
+    well on it; ``failing``: the tasks that failed on it since.
+    """
+
+    began: int
+    served: bool = False
+    failing: set[str] = field(default_factory=set)
+
+
+@dataclass
+class GroupFailures:
+    """The failures of a group that is being played.
+
+    ``began``: the number of successes at its start; ``hung``: a place per hung episode.
+    """
+
+    began: int
+    places: set[int | str] = field(default_factory=set)
+    workers: set[int] = field(default_factory=set)
+    hung: list[int | str] = field(default_factory=list)
+
+
+class Call(NamedTuple):
+    """A call of episodes of one group, which has ended; ``results`` has one value per episode.
+
+    ``loss``: it was lost with its environment actor.
+    """
+
+    requests: Sequence[RolloutRequest]
+    environment: Seat
+    engine: Seat
+    results: Sequence[Failure | Played] = ()
+    loss: Loss | None = None
+
+
+class Context(NamedTuple):
+    """What is known beside a call, and is only read.
+
+    ``limit``: ``environment.attempts``; ``records``: its episodes before the call; ``processes``:
+    by serial number of an environment actor; ``successes``: the number of all before the call.
+    """
+
+    limit: int
+    records: Sequence[Record]
+    environments: Staff
+    engines: Staff
+    processes: Mapping[int, ActorProcess]
+    successes: int
+
+
+class Replace(NamedTuple):
+    """Replace an environment actor.
+
+    ``charged``: it costs one of ``recovery.replacements``; ``spares_others``: other calls that are
+    lost with the actor are not to blame.
+    """
+
+    worker: int
+    why: str
+    charged: bool
+    spares_others: bool = True
+
+
+class Next(StrEnum):
+    """What becomes of an episode."""
+
+    PLAYED = "played"
+    AGAIN = "again"
+    """It is played again, on other nodes or at least in other slots."""
+    GIVEN_UP = "given up"
+    BAD_DATA = "bad data"
+    """It is excluded, and its data reported."""
+    TOO_LONG = "too long"
+    """It is excluded: its prompt exceeds the limit on any actor."""
+    END_RUN = "end run"
+
+
+class Settle(NamedTuple):
+    """The end of an episode's attempt.
+
+    ``well``: whether its engine did its work, None if unknown; ``record`` includes the attempt;
+    ``charges``: failures that now count against the task and an environment actor.
+    """
+
+    episode: int
+    well: bool | None
+    next: Next
+    record: Record
+    charges: Sequence[Doubt] = ()
+
+
+class Verdict(NamedTuple):
+    """What follows from a call; its parts are carried out in their order.
+
+    ``well``: whether the environment actor did its work, None if unknown; ``replacements``: of
+    environment actors, of which the first of an actor stands.
+    """
+
+    well: bool | None
+    replacements: Sequence[Replace]
+    episodes: Sequence[Settle]
+
+
+def verdict(call: Call, context: Context) -> Verdict:
+    """What follows from a call."""
+    failures = [result for result in call.results if isinstance(result, Failure)]
+    well = None
+    if len(failures) < len(call.results):
+        # A call that went well in part went well for its environment actor.
+        well = True
+    elif call.loss is None and any(failure.of_actor for failure in failures):
+        # A lost actor is replaced instead.
+        well = False
+    episodes = [
+        _settled(number, result, call, context) for number, result in enumerate(call.results)
+    ]
+    # Successes last: an actor on which some of a group went well is not sick, and an engine that
+    # served one of these episodes must not end with a miss.
+    episodes.sort(key=lambda episode: episode.next is Next.PLAYED)
+    return Verdict(well, _replacements(call, episodes, context), episodes)
+
+
+def _replacements(call: Call, episodes: Sequence[Settle], context: Context) -> list[Replace]:
+    """The environment actors that are replaced."""
+    replacements = []
+    for seat, failure in chain.from_iterable(episode.charges for episode in episodes):
+        process = context.processes[seat.worker]
+        tasks = {call.requests[0].task.id} | process.failing
+        others_went_well = context.successes > process.began
+        if seat is not call.environment:
+            # The success of this call counts, too, and ended the row of its own actor.
+            others_went_well = seat.worker != call.environment.worker
+        if failure.scope is Scope.PROCESS:
+            # It holds a call that hangs, and is not to blame.
+            replacements.append(Replace(seat.worker, failure.why, charged=False))
+        # Without a success anywhere since it began, the environment is broken, and not this actor.
+        elif others_went_well and len(tasks) >= ACTOR_FAILURES:
+            reason = f"episodes of {len(tasks)} different tasks failed on it one after the other"
+            why = f"{reason}, last: {failure.why}"
+            replacements.append(Replace(seat.worker, why, charged=True))
+    loss = call.loss
+    if loss is not None and not loss.has_ended:
+        why = loss.first_line if loss.is_spent else loss.text
+        charged = not loss.is_spent
+        replacements.append(Replace(call.environment.worker, why, charged, loss.is_spent))
+    return replacements
+
+
+def _settled(number: int, failure: Failure | Played, call: Call, context: Context) -> Settle:
+    """What becomes of an episode."""
+    record = context.records[number]
+    if not isinstance(failure, Failure):
+        # Actors that could not read the data with which another one played the episode now. The
+        # pool itself counts the misses of engines.
+        doubts_of_actors = [doubt for doubt in record.doubts if doubt[1].of_actor]
+        return Settle(number, True, Next.PLAYED, record, doubts_of_actors)
+
+    attempts = record.attempts + 1
+    limit = context.limit
+    doubts = record.doubts
+    engines = record.engines
+    well = None
+    is_bad_data = failure.cause is Cause.BAD_DATA
+    if is_bad_data:
+        seat = call.environment
+        if not failure.of_actor:
+            seat = call.engine
+            well = False
+        doubts = (*doubts, (seat, failure))
+        # The second opinion must come from another engine, too.
+        engines |= {call.engine.slot}
+        # Two actors have to agree about bad data, even where one attempt is allowed.
+        limit = max(limit, 2)
+    # Another episode ended the actor, or may have.
+    is_shared = call.loss is not None and len(call.results) > 1
+    by_others = is_shared or failure.scope is Scope.BYSTANDER
+    # Bad data is charged in any case, so that a task which is never confirmed ends.
+    charged = record.charged + (is_bad_data or not by_others)
+    # The same bug on a second actor is not tried a third time.
+    same_bug_again = not failure.retryable and failure.why == record.failure.why
+
+    next_step = Next.AGAIN
+    if failure.cause is Cause.DIVERGED:
+        next_step = Next.END_RUN
+    elif failure.cause is Cause.OVER_LONG:
+        next_step = Next.TOO_LONG
+    elif is_bad_data and _confirmed(doubts, context):
+        next_step = Next.BAD_DATA
+    elif charged >= limit or same_bug_again or attempts >= context.limit + FREE_ATTEMPTS:
+        next_step = Next.GIVEN_UP
+    environments = record.environments | {call.environment.slot}
+    after = Record(attempts, charged, failure, doubts, environments, engines)
+    # Bad data counts against its actor when another one has played the episode. The loss of a call
+    # is one failure, however many episodes were lost.
+    counts = failure.of_actor and not is_bad_data and (call.loss is None or number == 0)
+    charges = [(call.environment, failure)] if counts else []
+    return Settle(number, well, next_step, after, charges)
+
+
+def _confirmed(doubts: Sequence[Doubt], context: Context) -> bool:
+    """Whether two actors found the data bad.
+
+    They must be on two nodes if there are two. In a pool of one, one actor is enough.
+    """
+    pools = [context.environments if doubt.of_actor else context.engines for _, doubt in doubts]
+    nodes = set[str]().union(*(pool.homes for pool in pools))
+    if len(nodes) > 1:
+        return len({seat.node for seat, _ in doubts}) > 1
+    actors = {(failure.of_actor, seat.slot) for seat, failure in doubts}
+    return len(actors) >= min(2, pools[-1].size)
+
+
+def blames_task(
+    task: str,
+    failures: GroupFailures,
+    processes: Mapping[int, ActorProcess],
+    others_went_well: bool,
+    actors: int,
+) -> bool:
+    """Whether the task is to blame for the failures of its group.
+
+    ``others_went_well``: episodes of other tasks, during the group; ``actors``: those of the pool.
+    """
+    # At one place alone something may be missing.
+    if len(failures.places) < min(2, actors):
+        return False
+    if others_went_well:
+        return True
+    # Otherwise the environment is broken, unless its actors serve other tasks.
+    group_processes = [processes[worker] for worker in failures.workers]
+    return all(process.served and process.failing <= {task} for process in group_processes)
+
+
+def quarantine_reason(hung: Sequence[int | str], groups_failed: int, limit: int) -> str:
+    """Why a task is quarantined that was blamed for so many groups in a row, or ""."""
+    reason = too_many_hung(hung, limit)
+    if not reason and groups_failed >= TASK_FAILURES:
+        return f"its environment failed in {groups_failed} groups"
+    return reason
+
+
+def too_many_hung(hung: Sequence[int | str], limit: int) -> str:
+    """Why no further episode of a group should be played, or "".
+
+    The reason is that too many of them hung, in more than one place.
+    """
+    if len(hung) < max(limit, 2) or len(set(hung)) < 2:
+        return ""
+    return f"{len(hung)} episodes of its group hung"
