@@ -11,7 +11,7 @@ from rayloop.grpo.settings import UpdateSettings
 from rayloop.grpo.staleness import lag
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Assignment:
     """One trajectory to train on. ``payload`` and ``ref_logprobs`` are object references."""
 

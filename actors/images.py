@@ -32,7 +32,7 @@ ARRIVAL_TIMEOUT_S = 2.0
 """Seconds that a request waits for an image that another one carries."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MissingImages:
     """The answer to a request with images that the engine lacks: their hashes."""
 

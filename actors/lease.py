@@ -22,7 +22,7 @@ MIN_GATHERING_S = 0.5
 A_co = TypeVar("A_co", covariant=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Lease(Generic[A_co]):
     """The right to use one worker.
 
@@ -126,7 +126,7 @@ class FirstTurn:
             task.add_done_callback(self._sent.discard)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _AskedTurn:
     """The first turn of one episode."""
 

@@ -30,7 +30,7 @@ from rayloop.transports.seam import Sender
 from rayloop.transports.settings import TransportSettings
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Invitation:
     """The address where the ranks meet, and the ``secret`` that only they know."""
 
@@ -39,7 +39,7 @@ class Invitation:
     secret: str = field(repr=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LogprobGap:
     """The difference of the sampling engine's log-probs and the trainer's.
 
@@ -80,7 +80,7 @@ class LogprobGap:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankSettings:
     """The settings of all ranks.
 
@@ -99,7 +99,7 @@ class RankSettings:
     adapters_alone: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Share:
     """A rank's share of a step.
 

@@ -43,7 +43,7 @@ class Gate(SettingsModel):
     """The share of items that may have no verdict."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Score:
     """Figures over ``count`` items with a verdict; NaN for a share of no items.
 
@@ -159,7 +159,7 @@ def failures(figures: Score, gate: Gate) -> list[str]:
     return [text for passed, text in checks if not passed]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Opinions:
     """The verdicts of the rules and of the model on one item."""
 

@@ -33,7 +33,7 @@ _DIGEST_CHARACTERS = 16
 _MAX_REASON = 1024
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reply:
     """A model's whole reply.
 

@@ -170,7 +170,7 @@ class InvalidVerdict(ValueError):
     """A reply without a verdict. The message gives the reason, with the reply's beginning."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Judgement:
     """A verdict as the model gave it.
 

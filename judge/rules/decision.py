@@ -74,7 +74,7 @@ RULES_VERSION = 3
 """Part of the judge's fingerprint. Raise it with every change of a decision."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Decision:
     """A decision about an answer.
 

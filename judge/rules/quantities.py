@@ -32,7 +32,7 @@ _DECIMAL_OR_THOUSANDS = re.compile(r"[-+]?[1-9][0-9]{0,2}\.[0-9]{3}")
 _MAX_CHARACTERS = 100
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Quantity:
     """``value`` in ``unit`` ("" for none), exactly as written.
 

@@ -35,7 +35,7 @@ They are for an answer whose start would become one token with the end of the as
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rendered:
     """Expanded token ids, and the images of their image tokens in order."""
 

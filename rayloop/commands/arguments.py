@@ -19,6 +19,13 @@ def add_run(parser: argparse.ArgumentParser, example: str) -> None:
     add_overrides(parser, f"values to change, for example {example}")
 
 
+def add_run_folder(
+    parser: argparse.ArgumentParser, help: str = "folder of the run, <output>/<name>"
+) -> None:
+    """Add the folder of one run."""
+    parser.add_argument("run_folder", type=Path, metavar="RUN_DIR", help=help)
+
+
 def add_overrides(parser: argparse.ArgumentParser, help: str) -> None:
     """Add any number of ``key=value``; with the default, argparse does not call them required."""
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help)

@@ -17,7 +17,7 @@ from statistics import fmean
 from rich.console import Console
 from rich.table import Table
 
-from rayloop.commands.arguments import reachable
+from rayloop.commands.arguments import add_run_folder, reachable
 from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError
 from rayloop.core.files import write_whole
@@ -48,12 +48,7 @@ FIGURES = (
 
 def add_console(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``console``."""
-    parser.add_argument(
-        "run_folder",
-        type=Path,
-        metavar="RUN_DIR",
-        help="folder of the run, <output>/<name>; it may be live",
-    )
+    add_run_folder(parser, "folder of the run, <output>/<name>; it may be live")
     parser.add_argument(
         "--host",
         default="127.0.0.1",
@@ -159,9 +154,7 @@ def serve_beside(folder: RunFolder) -> None:
 
 def add_watch(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``watch``."""
-    parser.add_argument(
-        "run_folder", type=Path, metavar="RUN_DIR", help="folder of the run, <output>/<name>"
-    )
+    add_run_folder(parser)
     parser.set_defaults(run=_watch)
 
 

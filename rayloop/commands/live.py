@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rayloop.commands.arguments import live_cluster
+from rayloop.commands.arguments import add_run_folder, live_cluster
 from rayloop.core.failures import ConfigError
 from rayloop.run.folder import RunFolder
 from rayloop.run.lock import Holder
@@ -30,9 +30,7 @@ TAIL_BYTES = 2**20
 
 def add_status(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``status``."""
-    parser.add_argument(
-        "run_folder", type=Path, metavar="RUN_DIR", help="folder of the run, <output>/<name>"
-    )
+    add_run_folder(parser)
     parser.add_argument(
         "--json", action="store_true", help="the same as one JSON object, for programs"
     )
@@ -49,9 +47,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
 def add_logs(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``logs``."""
-    parser.add_argument(
-        "run_folder", type=Path, metavar="RUN_DIR", help="folder of the run, <output>/<name>"
-    )
+    add_run_folder(parser)
     parser.add_argument(
         "--role",
         help="only these actors: driver, rollout, environment, reward, reference or policy",
@@ -101,9 +97,7 @@ def _stored_logs(folder: RunFolder, role: str | None, lines: int) -> Iterator[tu
 
 def add_stacks(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``stacks``."""
-    parser.add_argument(
-        "run_folder", type=Path, metavar="RUN_DIR", help="folder of the live run, <output>/<name>"
-    )
+    add_run_folder(parser, "folder of the live run, <output>/<name>")
     parser.add_argument(
         "--role",
         help="only these actors: driver, rollout, environment, reward, reference or policy",

@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from rayloop.commands.arguments import add_cluster, add_overrides, add_run, cluster
+from rayloop.commands.arguments import add_cluster, add_overrides, add_run, add_run_folder, cluster
 from rayloop.config.settings import NotImported, check_components, dump, load, without_foreign_code
 from rayloop.core.failures import ConfigError
 from rayloop.launch.restarts import supervised
@@ -145,9 +145,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 def add_report(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``report``, which writes a run as one HTML file."""
-    parser.add_argument(
-        "run_folder", type=Path, metavar="RUN_DIR", help="folder of the run, <output>/<name>"
-    )
+    add_run_folder(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: RUN_DIR/report.html")
     parser.add_argument(
         "--groups",

@@ -91,7 +91,7 @@ _FILE_AT_FAULT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ImageGeometry:
     """How a model cuts images into patches, image tokens and tiles."""
 

@@ -6,7 +6,7 @@ from typing import Literal
 Level = Literal["ok", "warning", "error"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Finding:
     """One result of a check.
 

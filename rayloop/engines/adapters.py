@@ -22,7 +22,7 @@ MERGED_TOLERANCE = 1e-3
 _SIZES = re.compile(r"size mismatch for (\S+): .*?Size\(\[([\d, ]+)\]\).*?Size\(\[([\d, ]+)\]\)")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MergedModel:
     """A model with its adapters merged in; ``base`` is the folder of the model without them.
 

@@ -468,7 +468,7 @@ GenerationSettings = Annotated[
 """An engine of your own is named by where it is: ``{use: package.module:Class, with: {...}}``."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EnginePlace:
     """The place of an engine on its machine: folders and names."""
 

@@ -14,7 +14,7 @@ FORGOTTEN = "(this image is no longer shown)"
 """Stands where an image was."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Exchange:
     """A turn of the policy, and the observation that followed."""
 

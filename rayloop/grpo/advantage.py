@@ -33,7 +33,7 @@ class Advantage(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Advantages:
     """The advantages of a group: ``values`` in the order of the rewards.
 

@@ -75,7 +75,7 @@ class AlarmSettings(CollapseSettings):
     """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Finished:
     """The facts about a finished trajectory that alarms need."""
 

@@ -30,7 +30,7 @@ from rayloop.core.types import (
 from rayloop.grpo.losses.surrogates import Elsewhere
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TrainSample:
     """A trajectory, or one of its sequences, as tensors.
 
@@ -110,7 +110,7 @@ Reading them from a GPU would wait for all work that is queued there.
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Batch:
     """A micro-batch: S trajectories packed into one row of T tokens without padding.
 

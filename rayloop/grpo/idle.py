@@ -28,7 +28,7 @@ CLIPS = ("clip_low", "clip_high", "dual_clip")
 SECOND_UPDATE = "Set policy.update.mini_batches to 2 or more"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Situation:
     """The facts outside the algorithm's settings on which their effect depends."""
 

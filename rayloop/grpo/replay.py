@@ -18,7 +18,7 @@ from rayloop.grpo.settings import ReplaySettings
 REPLACED = Status(TrajectoryState.SURPLUS, "replaced_by_replay")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ReplayRules:
     """Which trajectories are stored, and which groups get one; the defaults are ARPO's.
 
@@ -36,7 +36,7 @@ class ReplayRules:
     """... and their mean below this."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Injection:
     """The group, and the fresh member that a stored success replaced, if any; its status is set."""
 

@@ -34,7 +34,7 @@ def apply_filters(group: Group, filters: Sequence[Filter]) -> Group:
     return group.map(members)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Selection:
     """The groups of a step, and those for which it has no room; both in request order."""
 

@@ -19,7 +19,7 @@ NO_LIMIT_BYTES = 2**60
 MIB = 2**20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MemoryLimit:
     """A limit of ``most`` bytes, of which ``used`` are taken (None: unknown).
 

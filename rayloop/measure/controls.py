@@ -91,7 +91,7 @@ def _with_images(task: Task, images: list[ImageSource]) -> Task:
     return replace(task, messages=tuple(messages))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Item:
     """One answer of an evaluation, the ``sample``-th of its task and arm.
 
@@ -171,7 +171,7 @@ def over_cells(rows: Table) -> dict[str, float]:
     return {name: fmean(means) for name, means in cells.items()}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pair:
     """A score of the ``tasks`` common to two evaluations, with its means.
 

@@ -31,7 +31,7 @@ EMPTY_TRAJECTORY = Trajectory(TrajectoryId(0, 0), 0, "", 0, (), Sampling(), EndR
 """The trajectory of a saved completion, whose tokens are unknown."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Saved:
     """One saved completion.
 
@@ -46,7 +46,7 @@ class Saved:
     step: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OfflineScoring:
     """The rewards of a recipe that can be computed without a run.
 

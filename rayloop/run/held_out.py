@@ -32,7 +32,7 @@ from rayloop.run.records.jsonl import JsonLines
 from rayloop.run.records.rollouts import jsonable
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Play:
     """One answer to ask for."""
 

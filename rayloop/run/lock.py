@@ -44,7 +44,7 @@ LOOK_INTERVAL_S = 1.0
 NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Holder:
     """A process, such that no other process is ever equal to it.
 
@@ -105,7 +105,7 @@ class Holder:
         return f"process {self.pid} on {self.host}{', in another container' if apart else ''}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Fence:
     """Keeps a holder that was replaced from writing.
 

@@ -65,7 +65,7 @@ def from_start(config: C, run: Path) -> C:
     return config
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Place:
     """The place of a live run.
 

@@ -42,7 +42,7 @@ _MESSAGE_BYTES = 1 << 16
 """The largest message on the control socket."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CodeResult:
     """What a call of an interpreter returned.
 

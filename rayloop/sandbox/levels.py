@@ -31,7 +31,7 @@ ATTACKS: Mapping[str, str] = {
 _ATTACK_TIMEOUT_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reached:
     """The strongest level that works here.
 

@@ -29,7 +29,7 @@ class Level(enum.StrEnum):
         return list(Level).index(self)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Options:
     """The resources of each interpreter.
 

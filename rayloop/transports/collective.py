@@ -94,7 +94,7 @@ def views(bucket: Tensor, records: Mapping[str, TensorRecord]) -> dict[str, Tens
     return tensors
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BroadcastGroup:
     """The address of a process group.
 

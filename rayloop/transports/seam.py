@@ -32,7 +32,7 @@ Only the transport reads it.
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WeightUpdate(Generic[Source]):
     """One version of the weights, ready to be loaded.
 

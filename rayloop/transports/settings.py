@@ -9,7 +9,7 @@ from pydantic import PrivateAttr, Tag
 from rayloop.config.settings import CUSTOM, Component, SettingsModel, by_kind
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Placed:
     """The GPUs of each policy rank and of each rollout actor."""
 

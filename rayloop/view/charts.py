@@ -80,7 +80,7 @@ def _has_one_value(points: Points) -> bool:
     return len(points) > 1 and len({value for _, value in points}) == 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Axis:
     """An axis from ``begin`` to ``end``, in the values that it shows."""
 
@@ -97,7 +97,7 @@ class _Axis:
         return round(start + share * (stop - start), 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Axes:
     steps: _Axis
     values: _Axis

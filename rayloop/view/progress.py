@@ -32,7 +32,7 @@ PHASE_WORDS = {
 """Name of a timing -> word of its phase, for the phases that a plain line may show."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Column:
     """A column of the table, which shows it from its first value on.
 

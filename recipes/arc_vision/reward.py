@@ -128,7 +128,7 @@ class ArcVisionReward:
         return arc_vision(episode, truth, settings, weights)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EpisodeTexts:
     """An episode: the texts of its sampled turns, and what is known about them.
 
@@ -197,8 +197,7 @@ def corrected_reward(
     tool = tool_term(reading, overlap, settings)
     penalties = all_penalties(reading, overlap, settings)
     terms = reward_terms(reading, overlap, tool, penalties, settings)
-    value = weighted_sum(terms, weights)
-    return scored(value, components | terms, penalties, reading, settings)
+    return scored(weighted_sum(terms, weights), components | terms, penalties, reading, settings)
 
 
 def original_reward(
@@ -251,8 +250,7 @@ def library_reward(
         tool -= settings.penalties.excessive * excess
     penalties = look_penalties(reading, overlap, settings)
     terms = reward_terms(reading, overlap, tool, penalties, settings)
-    value = weighted_sum(terms, weights)
-    return scored(value, components | terms, penalties, reading, settings)
+    return scored(weighted_sum(terms, weights), components | terms, penalties, reading, settings)
 
 
 def _published_reading(

@@ -13,7 +13,7 @@ _EMPTY_BOX_AREA = 0.01
 """The area of a true box without one; only the published variants score such boxes."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reading:
     """What a variant reads from an episode and its true box.
 

@@ -38,7 +38,7 @@ INK_COLOUR = (120, 120, 120)
 COLUMNS = ("Colour", "Value")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Chart:
     """A chart with its question and answer.
 

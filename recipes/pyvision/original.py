@@ -124,7 +124,7 @@ def step_reward(turn: str, ran: bool, per_call: float) -> float:
     return 0.0 if interpreter.code(turn) is None else per_call
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeepEyes:
     """An answer as DeepEyes' reward reads it.
 

@@ -48,7 +48,7 @@ COLOURED_DOT_PIXELS = 6
 """Pixels of the side of a dot whose colour is asked for."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Scene:
     """``box``: left, top, right and bottom of the dots on the card in question, in pixels."""
 

@@ -34,7 +34,7 @@ RIGHT = Scored(1.0)
 UNDECIDED = Scored(0.0, flags=("undecided",))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Asked:
     """An answer with the judge's arguments.
 

@@ -19,7 +19,7 @@ from rayloop.core.traces import Trace
 from rayloop.core.types import Completion, ImageSource, PromptImage, Sampling, TokenIds, Turn
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Conversation:
     """A conversation up to a prompt or an answer.
 

@@ -24,7 +24,7 @@ from rayloop.engines.generation.sampler import Sampler, StopStrings, packed, uni
 from rayloop.engines.models import Vision, image_features, positions, tensor_cache
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Prompt:
     """A prompt as tensors: ``token_ids`` [T], ``positions`` [R, T], ``grids`` [n, 3], and images.
 
@@ -38,7 +38,7 @@ class Prompt:
     images: tuple[Tensor, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DecodeRequest:
     """One sequence to decode.
 

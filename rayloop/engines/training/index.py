@@ -32,7 +32,7 @@ _PIECE_FILE = re.compile(r"rank_\d+\.bin|__\d+_\d+\.distcp")
 """Names of the files that hold pieces."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Piece:
     """A rectangle of a tensor, which begins at ``at`` and has the ``shape``, and its bytes' place.
 
@@ -47,7 +47,7 @@ class Piece:
     crc32: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorEntry:
     """Type, shape and pieces of a tensor."""
 

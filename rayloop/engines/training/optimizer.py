@@ -48,7 +48,7 @@ def learning_rate(settings: OptimizerSettings, update: int) -> float:
     return settings.lr * height
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OptimizerStep:
     """Result of one step of the optimizer.
 

@@ -184,7 +184,7 @@ def from_first(load: Callable[[bool], M], mesh: DeviceMesh) -> M:
     return model
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Place:
     """A parameter's first name, if it has several, and its shape."""
 

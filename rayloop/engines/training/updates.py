@@ -15,7 +15,7 @@ from rayloop.grpo.losses.policy import STREAMS, Denominator, PerToken, token_wei
 from rayloop.grpo.losses.settings import LossSettings
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Update:
     """Result of one optimizer update on this rank; ``loss`` is the rank's part of the sum.
 

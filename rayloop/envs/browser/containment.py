@@ -89,7 +89,7 @@ LEVELS: tuple[Containment, ...] = ("none", "chromium", "namespaces")
 """The levels, weakest first."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Confinement:
     """The level of a browser.
 

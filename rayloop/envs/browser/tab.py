@@ -112,7 +112,7 @@ class PageTooLarge(Exception):
     """The page was ended for the memory that it filled."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Screen:
     """What a page shows.
 
@@ -123,7 +123,7 @@ class Screen:
     value: Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Size:
     """The size of screen and view in pixels.
 

@@ -123,7 +123,7 @@ class DesktopSpoiled(Exception):
     """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HomeEntry:
     """A file, a folder or something else in a home.
 

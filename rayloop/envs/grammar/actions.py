@@ -9,7 +9,7 @@ from typing import Literal
 Direction = Literal["up", "down", "left", "right"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Point:
     """A place on the screen, counted from the left and from the top."""
 
@@ -17,7 +17,7 @@ class Point:
     y: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Click:
     """``times`` clicks of a button."""
 
@@ -26,21 +26,21 @@ class Click:
     times: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Hover:
     """The pointer goes there and stays."""
 
     at: Point
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LongPress:
     """A finger that stays down, on a touch screen."""
 
     at: Point
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Drag:
     """The left button goes down at ``start`` and up at ``end``."""
 
@@ -48,7 +48,7 @@ class Drag:
     end: Point
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Scroll:
     """The wheel turns at ``at``, or where the pointer is when that is None."""
 
@@ -56,7 +56,7 @@ class Scroll:
     at: Point | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Hotkey:
     """Keys that go down in this order and up in the other; one key is a key press.
 
@@ -66,7 +66,7 @@ class Hotkey:
     keys: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HoldKey:
     """A key goes down (``down``), or up."""
 
@@ -74,7 +74,7 @@ class HoldKey:
     down: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Type:
     """A text is typed where the focus is.
 
@@ -84,7 +84,7 @@ class Type:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sleep:
     """Wait for the screen to change.
 
@@ -92,14 +92,14 @@ class Sleep:
     """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Finish:
     """The policy is done, with an answer where the task asks for one."""
 
     answer: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CallUser:
     """The policy gives up.
 
@@ -109,14 +109,14 @@ class CallUser:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OpenApp:
     """Start a program by its name, on a phone."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PhoneButton:
     """Press the home or the back button of a phone."""
 
@@ -140,7 +140,7 @@ Action = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Actions:
     """One turn of the policy: its thought, and at least one action.
 
@@ -151,7 +151,7 @@ class Actions:
     actions: tuple[Action, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Mistake:
     """Why a text is not a turn.
 

@@ -58,7 +58,7 @@ class Broken(Exception):
     """ARPO's parser raises here; the message is the name of its error."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Parsed:
     """One call: its name, its inputs, and the code that ARPO would run for it.
 
@@ -75,7 +75,7 @@ def resized(height: int, width: int) -> tuple[int, int]:
     return smart_resize(height, width, 28, 3136, 2_116_800)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ScreenSize:
     """Width and height of the picture that the model's pixels refer to, and of the screen.
 
@@ -329,7 +329,7 @@ def _actions(code: str, screen: ScreenSize) -> tuple[Action, ...]:
         return ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Line:
     """A call of pyautogui or time in the code."""
 

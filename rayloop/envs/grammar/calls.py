@@ -95,7 +95,7 @@ def keys(written: str) -> tuple[str, ...] | None:
     return tuple(names) or None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Argument:
     """An argument of a call: ``names``: any of them; ``field``: the action's name for it."""
 
@@ -105,7 +105,7 @@ class Argument:
     required: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CallSignature:
     """A call's arguments; ``make`` gets them by their ``field``, and returns its actions."""
 

@@ -12,7 +12,7 @@ from rayloop.grpo.losses.settings import Correction
 from rayloop.grpo.losses.surrogates import RATIO_BOUND, LossInputs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Weights:
     """The importance weights of tokens, and where the rule changed them."""
 

@@ -22,7 +22,7 @@ SUMS = (
 MAXIMA = ("ratio", "mismatch")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LossMetrics:
     """The metrics of a set of tokens: all-reduce ``sums`` with SUM and ``maxima`` with MAX.
 

@@ -25,7 +25,7 @@ STREAMS = ("rl", "ref_kl", "ce")
 """The losses of a token: policy gradient, KL to the reference, minus the log-prob (supervised)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PerToken:
     """Losses of tokens with gradient, not yet weighted by stream and aggregation."""
 
@@ -41,7 +41,7 @@ class PerToken:
         return self.rl if self.ref_kl is None else self.rl + self.ref_kl
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Denominator:
     """Loss tokens, trajectories (``sequences``) and groups (``prompts``) of an optimizer update.
 

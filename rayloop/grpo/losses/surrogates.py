@@ -39,7 +39,7 @@ def importance(logprobs: Tensor, other: Tensor) -> Tensor:
     return torch.exp(log_ratio(logprobs, other, -RATIO_BOUND, RATIO_BOUND))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LossInputs:
     """The values [N] from which a surrogate computes the losses of tokens.
 
@@ -75,7 +75,7 @@ class LossInputs:
         return totals[self.segment]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Elsewhere:
     """Constants [G] of the tokens that a micro-batch lacks.
 
@@ -134,7 +134,7 @@ class Elsewhere:
         return complete, order.argsort()[: len(segment)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LossOutputs:
     """The losses of tokens, ``loss`` [N] with gradient.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Metric:
     """``unit`` "1" is a plain number or a fraction."""
 

@@ -18,7 +18,7 @@ MAX_CHARACTER_BYTES = 4
 """Of a character: a token may end within one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RolloutTurn:
     """A turn after the prompt, as text.
 
@@ -38,7 +38,7 @@ class RolloutTurn:
     times: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RolloutRecord:
     """One line of a rollout file.
 

@@ -22,7 +22,7 @@ Count = Callable[[str], int]
 """Tokens of a text."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Parts:
     """The contents of the tags, stripped; None without the opening tag.
 
@@ -134,7 +134,7 @@ def parsed_table(text: str | None) -> Any:
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Table:
     """Headers, and rows of cells. Rows of a policy's table may be of any length."""
 
@@ -196,7 +196,7 @@ Pair = tuple[str, str]
 """A text of the policy, and the true text to compare with."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChartSample:
     """A raw completion with its number of sampled tokens, and the row's truth; None where unknown.
 
@@ -226,7 +226,7 @@ class ChartSample:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Paid:
     """Components of one sample without the process reward; ``flags`` name its faults."""
 
@@ -234,7 +234,7 @@ class Paid:
     flags: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Process:
     """The ``pairs`` of texts that the process reward embeds.
 

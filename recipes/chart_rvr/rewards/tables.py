@@ -23,7 +23,7 @@ Longer ones are compared as they are.
 _CACHE_ENTRIES = 65_536
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Number:
     """A number exactly as it is written: ``value`` in ``unit`` ("" for none).
 
