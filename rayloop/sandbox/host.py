@@ -329,9 +329,8 @@ class _Server:
             try:
                 if level == Level.NAMESPACES and os.geteuid() == 0:
                     self._user = bubblewrap.free_user()
-                settings = self._settings(options, server_end.fileno())
                 self.process = subprocess.Popen(
-                    self._command_line(settings),
+                    self._command_line(self._settings(options, server_end.fileno())),
                     env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
                     pass_fds=(server_end.fileno(),),
                     stdin=subprocess.DEVNULL,

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from rayloop.config.explain import keys, walk
+from rayloop.config.explain import walk
 from rayloop.config.yaml_source import dotted
 from rayloop.core.failures import ConfigError
 from rayloop.run.config import RunConfig, read
@@ -77,14 +77,10 @@ def test_it_is_refused_before_anything_starts(tmp_path: Path) -> None:
 def seconds() -> set[str]:
     """The keys of a run that are seconds by their description."""
     return {
-        dotted((*path, key))
+        dotted((*path, name))
         for path, model in walk(RunConfig)
-        for key in keys(model)
-        if (model.model_fields.get(key) or model.model_fields[f"{key}_"]).annotation is float
-        and re.match(
-            r"Seconds\b",
-            (model.model_fields.get(key) or model.model_fields[f"{key}_"]).description or "",
-        )
+        for name, info in model.model_fields.items()
+        if info.annotation is float and re.match(r"Seconds\b", info.description or "")
     }
 
 
