@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,11 @@ class _Share:
     updates: Sequence[Sequence[Assignment]] = ()
     values: Mapping[Any, Any] = field(default_factory=dict)
     seconds: float = 0.0
+
+
+def _keyed_by_payload(update: Sequence[Assignment]) -> list[Assignment]:
+    """The assignments of an update, with the payload as the key of the reference's log-probs."""
+    return [replace(assignment, ref_logprobs=assignment.payload) for assignment in update]
 
 
 class PolicyRank(Actor):
@@ -270,17 +275,18 @@ class PolicyRank(Actor):
         share = self._share
         self._share = _Share()
 
-        is_reference = self.settings.adapter_reference
-        ref_logprobs = self._adapter_reference(share) if is_reference else share.values
+        updates = share.updates
+        ref_logprobs = share.values
+        if self.settings.adapter_reference:
+            ref_logprobs = self._adapter_reference(share)
+            updates = list(map(_keyed_by_payload, updates))
 
         def item(assignment: Assignment) -> TrainItem:
             credit = assignment.credit
-            # The model is its own reference without the adapter, and has no actor's log-probs.
-            key = assignment.payload if is_reference else assignment.ref_logprobs
             return TrainItem(
                 share.values[assignment.payload],
                 credit.advantage,
-                ref_logprobs.get(key),
+                ref_logprobs.get(assignment.ref_logprobs),
                 assignment.on_policy,
                 assignment.lag,
                 credit.turns,
@@ -288,7 +294,7 @@ class PolicyRank(Actor):
                 assignment.group_tokens,
             )
 
-        items_by_update = [list(map(item, update)) for update in share.updates]
+        items_by_update = [list(map(item, update)) for update in updates]
         report = self.engine.train(items_by_update)
         return {**report, "timing_s/fetch": share.seconds}, self.engine.gaps
 

@@ -30,9 +30,9 @@ from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
-from rayloop.estimate.shape import read_shape
+from rayloop.engines.shape import ModelSource
 from rayloop.launch.ray_variables import private_cluster
-from rayloop.run.config import RunConfig
+from rayloop.run.config import Prepared, RunConfig
 from rayloop.run.records.jsonl import JsonLines
 
 PEER = Path(__file__).parent / "peers" / "trl_step.py"
@@ -146,7 +146,7 @@ def step(shape: Shape, engine: str, overrides: Sequence[str], temporary: str) ->
     folder.mkdir()
     config = load(prepare(shape, engine, folder), overrides, RunConfig)
     with PeakMemory() as memory:
-        train(config, None, temporary)
+        train(Prepared.of(config), None, temporary)
     return _result(shape, folder / config.name, began, memory)
 
 
@@ -265,7 +265,7 @@ def _result(shape: Shape, run: Path, began: float, memory: PeakMemory) -> dict[s
 
 def _parameters(model: Path) -> int:
     """Parameters in the folder's safetensors files; a tied head is not among them."""
-    return read_shape(str(model)).parameters
+    return ModelSource(str(model)).shape.parameters
 
 
 def _compare(arguments: argparse.Namespace) -> int:

@@ -43,7 +43,7 @@ from rayloop.rollout.history import FailureHistory
 from rayloop.rollout.manager import RolloutManager
 from rayloop.rollout.plain import with_present_keys
 from rayloop.run.checkpoint import NOTHING
-from rayloop.run.config import RunConfig
+from rayloop.run.config import Prepared, RunConfig
 from rayloop.run.held_out import never_evaluated, on_training_rows
 from rayloop.run.identity import about
 from rayloop.run.order import held_out_rows, training_rows
@@ -464,7 +464,7 @@ def _doubtful_settings(config: RunConfig) -> list[str]:
     warnings = (
         on_training_rows(config),
         never_evaluated(config),
-        beyond_positions(config),
+        beyond_positions(Prepared.of(config)),
         *idle_settings(config),
     )
     return [warning for warning in warnings if warning]

@@ -80,15 +80,7 @@ def try_row(config: RunConfig, row: int | None, show: Write = partial(print, flu
 
 def _select_row(config: RunConfig, row: int | None, write: Write) -> tuple[Dataset, Task]:
     failures: list[DataFailure] = []
-    dataset = Dataset(
-        config.data.train,
-        config.data.reader.build(),
-        False,
-        failures.append,
-        config.environment.kinds,
-        anywhere=config.data.anywhere,
-    )
-
+    dataset = config.data.rows(config.data.train, failures.append, config.environment.kinds)
     for failure in failures[:SHOWN_FAILURES]:
         write(f"left out: {failure}")
     more = len(failures[SHOWN_FAILURES:])

@@ -29,11 +29,9 @@ from rayloop.core.events import Event
 from rayloop.core.failures import ConfigError, RayloopError
 from rayloop.core.files import needed, write_whole
 from rayloop.core.groups import Member
-from rayloop.core.model_files import resolve
 from rayloop.core.types import Task
 from rayloop.data.cursor import evenly
 from rayloop.data.dataset import Dataset
-from rayloop.estimate.shape import read_shape
 from rayloop.grpo.alarms import grader_error
 from rayloop.measure.controls import (
     RIGHT,
@@ -46,11 +44,11 @@ from rayloop.measure.controls import (
 )
 from rayloop.measure.report import table
 from rayloop.rewards.settings import RewardSettings
-from rayloop.run.config import RunConfig
+from rayloop.run.config import Prepared, RunConfig
 from rayloop.run.demand import bundles, store, total
 from rayloop.run.folder import is_answer, make_folder
 from rayloop.run.held_out import Play, blind, plays, read_items
-from rayloop.run.identity import dated, pinned
+from rayloop.run.identity import begun
 from rayloop.run.lifetime import EvaluationSettings, right
 from rayloop.run.records.events import EventLog
 from rayloop.run.records.jsonl import JsonLines
@@ -66,7 +64,7 @@ class NothingScored(RayloopError):
 
 
 def evaluate(
-    config: RunConfig,
+    prepared: Prepared,
     data: str,
     out: Path,
     *,
@@ -77,21 +75,22 @@ def evaluate(
     retries: int = 0,
     benchmark: str = "",
 ) -> int:
-    """Evaluate ``config.model`` on the rows of ``data`` into ``out``, continuing from its results.
+    """Evaluate the run's model on the rows of ``data`` into ``out``, continuing from its results.
 
     Answers that were cut are played again, up to ``retries`` times, with twice the tokens. Returns
     0, or 1 when some have no score. Raises ConfigError when ``out`` has another evaluation.
     """
+    config = prepared.config
     tasks = evenly(list(_read(data, config)), config.evaluation.limit)
     answers = plays(config, tasks, controls=controls, samples=samples)
     blinds = _blind_items(config, data, tasks) if controls else []
-    config = pinned(config)
     make_folder(out, "--out")
     # After the folder is made: it keeps the date that the
     # chat template shows, for a continued evaluation.
-    config = config.model_copy(update={"model": dated(config.model, out)})
+    prepared = begun(prepared, out)
+    config = prepared.config
 
-    identity = _evaluation_identity(config, data, retries)
+    identity = _evaluation_identity(prepared, data, retries)
     items_file = out / "items.jsonl"
     recorded = read_items(items_file)
     # Before anything is played: answers of two configurations must not mix in one folder.
@@ -103,7 +102,7 @@ def evaluate(
     )
     reason = ""
     if missing:
-        reason = _play_on_ray(config, out, missing, retries, address, temporary)
+        reason = _play_on_ray(prepared, out, missing, retries, address, temporary)
 
     keys = {_key(answer) for answer in answers}
     items = _newest_items(items_file, keys) + blinds
@@ -142,9 +141,16 @@ def _write_results(
     _write_json(out / "results.json", results)
 
 
-def _evaluation_identity(config: RunConfig, data: str, retries: int) -> dict[str, str]:
-    """The configuration, weights and rows of an evaluation; its folder has one identity."""
-    weights = config.engine.own_weights or weights_hash(config.model.path, config.model.revision)
+def _evaluation_identity(prepared: Prepared, data: str, retries: int) -> dict[str, str]:
+    """The configuration, weights and rows of an evaluation; its folder has one identity.
+
+    The weights of a model of the Hub are its commit.
+    """
+    config = prepared.config
+    weights = config.engine.own_weights
+    if not weights:
+        files = prepared.model.files
+        weights = files.commit or _sha256(files.weights)
     identity = {"config": config_hash(config), "weights": weights, "data": _sha256([Path(data)])}
     if retries:
         identity["retries"] = str(retries)
@@ -152,7 +158,7 @@ def _evaluation_identity(config: RunConfig, data: str, retries: int) -> dict[str
 
 
 def _play_on_ray(
-    config: RunConfig,
+    prepared: Prepared,
     out: Path,
     missing: list[Play],
     retries: int,
@@ -160,9 +166,10 @@ def _play_on_ray(
     temporary: str | None,
 ) -> str:
     """Play ``missing`` in a cluster, and return as ``Evaluator.main`` does."""
+    config = prepared.config
     parameters = 0
     if not config.engine.own_weights:
-        parameters = read_shape(config.model.path, config.model.revision).parameters
+        parameters = prepared.model.shape.parameters
     room = store(config.policy.engine.dtype, parameters)
     logs = out / "logs"
     make_folder(logs, "--out")
@@ -349,12 +356,6 @@ def config_hash(config: RunConfig) -> str:
     return hashlib.sha256(dump(config).encode()).hexdigest()[:16]
 
 
-def weights_hash(path: str, revision: str | None = None) -> str:
-    """16 hex digits over a local model folder's weights, or the commit of a model of the Hub."""
-    model = resolve(path, revision)
-    return model.commit or _sha256(model.weights)
-
-
 def _sha256(files: list[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
@@ -367,14 +368,8 @@ def _sha256(files: list[Path]) -> str:
 
 
 def _read(path: str, config: RunConfig) -> Dataset:
-    return Dataset(
-        path,
-        config.data.reader.build(),
-        False,
-        partial(print, "left out:", flush=True),
-        config.environment.kinds,
-        anywhere=config.data.anywhere,
-    )
+    leave_out = partial(print, "left out:", flush=True)
+    return config.data.rows(path, leave_out, config.environment.kinds)
 
 
 def _claim(file: Path, identity: dict[str, str], *, empty: bool) -> None:

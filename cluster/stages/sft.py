@@ -29,9 +29,9 @@ from rayloop.core.types import Task, derive
 from rayloop.data.cursor import TaskCursor
 from rayloop.data.dataset import Dataset
 from rayloop.engines.machine import grow_segments, per_process
+from rayloop.engines.shape import ModelSource
 from rayloop.engines.training_settings import COLLECTIVE_TIMEOUT_S
 from rayloop.estimate.memory import fitted
-from rayloop.estimate.shape import read_shape
 from rayloop.grpo.losses.settings import ReinforceLoss
 from rayloop.run.folder import make_folder
 from rayloop.run.identity import dated
@@ -113,10 +113,10 @@ def _fit(config: SftConfig) -> None:
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(config.start_timeout)
 
     make_tiny(config)
-    model = dated(config.model, local_path(config.output) / RUN)
+    source = ModelSource(config.model.path, config.model.revision)
+    model = dated(config.model, source.files.folder, local_path(config.output) / RUN, {})
     has_gpus = config.placement.num_gpus > 0
-    shape = read_shape(config.model.path, config.model.revision)
-    engine = fitted(config.engine, shape, config.workers, has_gpus)
+    engine = fitted(config.engine, source.shape, config.workers, has_gpus)
     trainer = _torch_trainer(config.model_copy(update={"model": model, "engine": engine}))
     try:
         failure = trainer.fit().return_value
@@ -245,13 +245,7 @@ class Rank:
         self.engine.close()
 
     def _read(self, path: str) -> Dataset:
-        return Dataset(
-            path,
-            self.config.data.reader.build(),
-            False,
-            lambda row: self._say(f"left out: {row}"),
-            anywhere=self.config.data.anywhere,
-        )
+        return self.config.data.rows(path, lambda row: self._say(f"left out: {row}"))
 
     def _snapshot(self, step: int) -> Path:
         return self.output / f"step_{step}"

@@ -43,12 +43,11 @@ from rayloop.core.files import needed, write_whole
 from rayloop.core.ledger import Ledger
 from rayloop.core.signals import STOP, handling, leave_terminal
 from rayloop.estimate.memory import with_micro_batch
-from rayloop.estimate.shape import read_shape
 from rayloop.launch.restarts import Budget, is_restart
-from rayloop.run.config import RunConfig
+from rayloop.run.config import Prepared, RunConfig
 from rayloop.run.demand import bundles, store, total
 from rayloop.run.folder import RunFolder, make_folder
-from rayloop.run.identity import ResumeRefused, dated, identity, pinned
+from rayloop.run.identity import ResumeRefused, begun, identity
 from rayloop.run.identity import check as check_fit
 from rayloop.run.origin import Origin
 from rayloop.run.place import STARTED_IN, findable, namespace
@@ -69,11 +68,12 @@ class DriverLost(RayloopError):
     exit_code = START_AGAIN_EXIT_CODE
 
 
-def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
+def train(prepared: Prepared, address: str | None, temporary: str | None) -> int:
     """Run to the end, in the cluster at ``address`` or in a private one in ``temporary``.
 
     Returns 0; raises RayloopError.
     """
+    config = prepared.config
     folder = RunFolder(config.output, config.name)
     # Before the folder is made, which would hide that its storage is missing.
     if is_restart():
@@ -82,10 +82,8 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
 
     origin = Origin.of(folder.checkpoints.resolve(), config.checkpoint.resume)
     checkpoint = origin.find()
-    config = with_micro_batch(pinned(config, checkpoint))
-    earlier_model = checkpoint.about.get("config", {}).get("model") if checkpoint else None
-    model = dated(config.model, folder.path, earlier_model)
-    config = config.model_copy(update={"model": model})
+    prepared = with_micro_batch(begun(prepared, folder.path, checkpoint))
+    config = prepared.config
 
     with (
         # Signals first, so that one unwinds everything below. ``_recorded`` comes last: it writes
@@ -95,7 +93,7 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
         _shown(config, folder, address) as progress,
         _recorded(folder, origin),
     ):
-        hashes = identity(config)
+        hashes = identity(prepared)
         checkpoint = origin.find()
         if checkpoint is None:
             folder.write_config(dump(config))
@@ -107,8 +105,7 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
             write_whole(folder.path / STARTED_IN, str(Path.cwd()).encode())
 
         names = namespace(folder.path)
-        shape = read_shape(config.model.path, config.model.revision)
-        room = store(config.policy.engine.dtype, shape.parameters)
+        room = store(config.policy.engine.dtype, prepared.model.shape.parameters)
         started = session(total(bundles(config)), address, temporary, folder.logs, names, room)
         with started, _findable(folder, names):
             _emit_start(config, folder)

@@ -235,7 +235,8 @@ class RewardCalls:
         # Ray resolves a reference only where it is an argument
         # itself; nested ones would travel unresolved.
         payloads = [resolved(member.payload) for member in members if member.payload]
-        bare_group = replace(group, members=tuple(member.bare() for member in members))
+        bare_members = tuple(replace(member, payload=None, ref_logprobs=None) for member in members)
+        bare_group = replace(group, members=bare_members)
         try:
             reward = Calls(self._services.reward, self._settings.timeout, CALL_ATTEMPTS)
             return await reward.call(RewardActor.describe, bare_group, *payloads)

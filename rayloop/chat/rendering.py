@@ -47,12 +47,18 @@ class Renderer:
     """A renderer for one model folder, for many threads; equal texts and images are handled once.
 
     ``end_tokens`` end a turn, the template's own first; ``banned_tokens`` must not be sampled
-    (vision tokens, ids without text); ``image_token`` is None for a text-only model. Raises
-    ConfigError for a missing file or a template whose turns have no end.
+    (vision tokens, ids without text); ``image_token`` is None for a text-only model. ``folder``:
+    of the model, where its place is known. Raises ConfigError for a missing file or a template
+    whose turns have no end.
     """
 
-    def __init__(self, model: ModelSettings, max_image_pixels: int = MAX_PIXELS) -> None:
-        folder = resolve(model.path, model.revision).folder
+    def __init__(
+        self,
+        model: ModelSettings,
+        max_image_pixels: int = MAX_PIXELS,
+        folder: Path | None = None,
+    ) -> None:
+        folder = folder or resolve(model.path, model.revision).folder
         self._template = load_chat_template(folder, model.chat_template_kwargs)
         self._encoder = Encoder(folder)
         self._tokenizer = self._encoder.tokenizer

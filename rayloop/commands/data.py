@@ -11,14 +11,13 @@ from pathlib import Path
 from rayloop import recipes
 from rayloop.chat.rendering import Renderer
 from rayloop.commands.arguments import add_overrides
-from rayloop.config.model import ModelSettings
 from rayloop.config.settings import Component
 from rayloop.core.failures import ConfigError, RayloopError
 from rayloop.core.files import write_whole
 from rayloop.data.published import prepare
 from rayloop.data.validation import Checked, Length, check, leaks
 from rayloop.measure.controls import solved_tasks
-from rayloop.run.config import RunConfig, read
+from rayloop.run.config import Prepared, RunConfig, read
 from rayloop.run.held_out import read_items
 from rayloop.run.lifetime import right
 from rayloop.run.preflight import beyond_positions
@@ -102,7 +101,8 @@ def validate_run(config: RunConfig) -> int:
 
     Held-out prompts may be as long as evaluations allow. Returns 0 or 1; raises as ``check``.
     """
-    length = _length(config.model)
+    prepared = Prepared.of(config)
+    length = _length(prepared)
     results: list[Checked] = []
     for path, run in (
         (config.data.train, config),
@@ -124,19 +124,19 @@ def validate_run(config: RunConfig) -> int:
             )
         )
     leak_count = leaks(*results) if len(results) == 2 else 0
-    warning = "" if length is None else beyond_positions(config)
+    warning = "" if length is None else beyond_positions(prepared)
     if warning:
         print(f"warning: {warning}")
     return 1 if leak_count or any(result.problems for result in results) else 0
 
 
-def _length(model: ModelSettings) -> Length | None:
-    """A counter of the tokens of a row's prompt for the model.
+def _length(prepared: Prepared) -> Length | None:
+    """A counter of the tokens of a row's prompt for the run's model.
 
     None, with a printed reason, where its tokenizer is missing.
     """
     try:
-        renderer = Renderer(model)
+        renderer = Renderer(prepared.config.model, folder=prepared.model.files.folder)
     except ConfigError as error:
         print(f"token lengths are not counted: {error}")
         return None

@@ -31,7 +31,6 @@ from rayloop.core.types import (
     Turn,
     Version,
 )
-from rayloop.data.dataset import Dataset
 from rayloop.data.images import decode, png, probe
 from rayloop.envs.catalog import FAMILIES, family, named_environment
 from rayloop.envs.episode import run_episode
@@ -194,14 +193,7 @@ def _of_run(config: RunConfig, row: int | str) -> tuple[EnvironmentKind, Task]:
     Raises ConfigError.
     """
     kinds = config.environment.kinds
-    dataset = Dataset(
-        config.data.train,
-        config.data.reader.build(),
-        False,
-        lambda failure: None,
-        kinds,
-        anywhere=config.data.anywhere,
-    )
+    dataset = config.data.rows(config.data.train, lambda failure: None, kinds)
     if isinstance(row, str):
         matches = [task for task in dataset if task.id == row]
         if not matches:

@@ -18,7 +18,6 @@ from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.protocols import Observation
 from rayloop.core.threads import complete
 from rayloop.core.types import Task
-from rayloop.data.dataset import Dataset
 from rayloop.envs.instance import Environments
 from rayloop.run.config import read
 from rayloop.view.formatting import visible
@@ -56,15 +55,7 @@ def check(arguments: argparse.Namespace) -> int:
     if min(count, arguments.rounds) < 1:
         raise ConfigError("--count and --rounds: expected a number above 0")
     kinds = config.environment.kinds
-    dataset = Dataset(
-        config.data.train,
-        config.data.reader.build(),
-        False,
-        _print_left_out,
-        kinds,
-        anywhere=config.data.anywhere,
-    )
-    tasks = cycle(dataset)
+    tasks = cycle(config.data.rows(config.data.train, _print_left_out, kinds))
     limit = config.environment.episode.step_timeout
     environments = Environments(config.environment.episode.environment, kinds)
     failures = 0

@@ -13,8 +13,7 @@ from rayloop.commands.arguments import add_run
 from rayloop.core.failures import ConfigError, counted
 from rayloop.estimate.memory import RoleMemory, card, memory, on_card, with_micro_batch
 from rayloop.estimate.run import as_json, has_steps, lengths, lines, measured, plan
-from rayloop.estimate.shape import read_shape
-from rayloop.run.config import read
+from rayloop.run.config import Prepared, read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the estimate. Returns 0; raises ConfigError."""
-    config = read(arguments.config, arguments.overrides)
+    prepared = Prepared.of(read(arguments.config, arguments.overrides))
+    config = prepared.config
     run_folder = Path(config.output) / config.name
     folder = arguments.run_folder or (run_folder if has_steps(run_folder) else None)
     measurement = measured(folder) if folder else None
@@ -41,8 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     roles: list[RoleMemory] = []
     reason = ""
     try:
-        shape = read_shape(config.model.path, config.model.revision)
-        roles = memory(with_micro_batch(config), shape, lengths(config, estimate))
+        shape = prepared.model.shape
+        roles = memory(with_micro_batch(prepared).config, shape, lengths(config, estimate))
     except ConfigError as error:
         reason = str(error)
     except KeyError as error:

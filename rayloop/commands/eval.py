@@ -8,7 +8,7 @@ from rayloop.chat.template import CLOCK
 from rayloop.commands.arguments import add_cluster, add_run, cluster
 from rayloop.config.model import ModelSettings
 from rayloop.core.failures import ConfigError
-from rayloop.run.config import RunConfig, read
+from rayloop.run.config import Prepared, RunConfig, read
 from rayloop.run.folder import RunFolder
 from rayloop.run.preflight import preflight
 
@@ -119,12 +119,12 @@ def run(arguments: argparse.Namespace) -> int:
         eval_data = config.data.model_copy(update={"eval": data})
         eval_config = config.model_copy(update={"data": eval_data})
         files = ("train", "eval") if arguments.controls else ("eval",)
-        preflight(eval_config, trains=False, reads=files)
+        prepared = preflight(eval_config, trains=False, reads=files)
         # It imports ray, which reads the environment.
         from rayloop.cluster.stages.evaluate import evaluate
 
         return evaluate(
-            config,
+            Prepared(config, prepared.model),
             data,
             out,
             controls=arguments.controls,

@@ -50,14 +50,14 @@ def _train(arguments: argparse.Namespace) -> int:
         config = read(arguments.config, arguments.overrides)
         # The run may have begun in another folder, to which its relative paths refer.
         config = from_start(config, Path(config.output) / config.name)
-        preflight(config)
+        prepared = preflight(config)
         if arguments.console:
             from rayloop.commands.console import serve_beside
 
             serve_beside(RunFolder(config.output, config.name))
         from rayloop.cluster.stages.train import train  # imports ray, which reads the environment
 
-        return train(config, address, temporary)
+        return train(prepared, address, temporary)
 
 
 def _print_config(arguments: argparse.Namespace) -> int:

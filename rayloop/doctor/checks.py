@@ -17,11 +17,11 @@ from rayloop.doctor import machine, network, software
 from rayloop.doctor.finding import Finding
 from rayloop.engines.machine import cores, open_files
 from rayloop.engines.settings import FsdpSettings, VllmEngineSettings
+from rayloop.engines.shape import Shape
 from rayloop.estimate.memory import of_reference
-from rayloop.estimate.shape import Shape, read_shape
 from rayloop.launch.network import this_node
 from rayloop.launch.ray_variables import OBJECT_STORE_BYTES
-from rayloop.run.config import RunConfig
+from rayloop.run.config import Prepared, RunConfig
 from rayloop.run.demand import SHARED_MEMORY, bundles, store_wanted, total
 from rayloop.run.preflight import beyond_positions, idle_settings, preflight
 
@@ -47,12 +47,13 @@ def checks(
     tested = software.fitting_set()
     packages = (software.pins(tested), software.supported_packages())
     running_python = ".".join(map(str, sys.version_info[:3]))
-    demand = _demand(config, address)
+    prepared = Prepared.of(config) if config else None
+    demand = _demand(prepared, address)
     # In the order in which they would stop a run: its start, its cluster, its folders, its memory.
     return {
         "python": partial(software.python, running_python, *software.python_versions()),
         "packages": partial(software.packages, *packages, file=tested),
-        "configuration": partial(configuration, config),
+        "configuration": partial(configuration, prepared),
         "ray address": partial(network.ray_address, address),
         "token": partial(network.token, environment, token_file, Path.home()),
         "proxies": partial(network.proxies, environment, _internal_hosts(node, address)),
@@ -87,10 +88,12 @@ class _Demand:
     """Bytes of main memory for tensors."""
 
 
-def _demand(config: RunConfig | None, address: str | None) -> _Demand:
-    if config is None:
+def _demand(prepared: Prepared | None, address: str | None) -> _Demand:
+    if prepared is None:
         return _Demand()
-    model = shape(config)
+    config = prepared.config
+    # ``configuration`` reports why the shape is not known.
+    model = prepared.model.known_shape
     demand = _Demand(Path(config.output) / config.name, config.checkpoint.keep + 1)
     if model is not None:
         demand.checkpoint = checkpoint_bytes(config.policy.engine, model)
@@ -154,13 +157,14 @@ def text(findings_by_check: Mapping[str, list[Finding]]) -> str:
     return "\n".join([*lines, "", f"{errors}, {warnings}"])
 
 
-def configuration(config: RunConfig | None) -> list[Finding]:
+def configuration(prepared: Prepared | None) -> list[Finding]:
     """The files and packages that CONFIG names: error when one is missing."""
-    if config is None:
+    if prepared is None:
         return [Finding("ok", "no CONFIG given")]
+    config = prepared.config
     try:
-        preflight(config)
-        positions = beyond_positions(config)
+        preflight(config, model=prepared.model)
+        positions = beyond_positions(prepared)
     except ConfigError as error:
         state, _, remedy = str(error).partition(". ")
         return [Finding("error", state, remedy or "correct the file")]
@@ -169,19 +173,11 @@ def configuration(config: RunConfig | None) -> list[Finding]:
         state, _, remedy = message.partition(". ")
         findings.append(Finding("warning", state, remedy))
     if config.policy.engine.lora is not None:
-        model = shape(config)
+        model = prepared.model.known_shape
         if model is not None and experts(model.config):
             remedy = "leave policy.engine.lora out to train them"
             findings.append(Finding("warning", f"policy.engine.lora: {UNADAPTED}", remedy))
     return findings
-
-
-def shape(config: RunConfig) -> Shape | None:
-    """The shape of the run's model; None when it is unknown, which ``configuration`` reports."""
-    try:
-        return read_shape(config.model.path, config.model.revision)
-    except ConfigError:
-        return None
 
 
 def checkpoint_bytes(engine: FsdpSettings, model: Shape) -> int:

@@ -10,7 +10,6 @@ from typing import Any
 
 import psutil
 
-from rayloop.core.failures import ConfigError
 from rayloop.engines.settings import (
     MICRO_BATCH_TOKENS,
     PICTURES_GIB,
@@ -18,10 +17,10 @@ from rayloop.engines.settings import (
     TransformersEngineSettings,
     VllmEngineSettings,
 )
+from rayloop.engines.shape import ModelSource, Shape
 from rayloop.engines.training_settings import TILED_ABOVE_TOKENS
-from rayloop.estimate.shape import Shape, read_shape
 from rayloop.launch.limits import memory_limit
-from rayloop.run.config import RunConfig
+from rayloop.run.config import Prepared, RunConfig
 from rayloop.run.sections import ReferenceSettings
 
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -200,7 +199,7 @@ def of_reference(reference: ReferenceSettings, shape: Shape) -> int:
     if reference.server:
         return 0
     if reference.path:
-        return read_shape(reference.path, None, "reference.path").parameters
+        return ModelSource(reference.path, key="reference.path").shape.parameters
     return shape.parameters
 
 
@@ -290,18 +289,19 @@ def fitted(
     return engine.model_copy(update={"micro_batch_tokens": tokens})
 
 
-def with_micro_batch(config: RunConfig) -> RunConfig:
+def with_micro_batch(prepared: Prepared) -> Prepared:
     """The run with micro-batches that are ``fitted`` to this machine.
 
     It is unchanged for a model of unknown size.
     """
-    policy = config.policy
-    try:
-        shape = read_shape(config.model.path, config.model.revision)
-    except ConfigError:
-        return config
+    policy = prepared.config.policy
+    shape = prepared.model.known_shape
+    if shape is None:
+        return prepared
     engine = fitted(policy.engine, shape, policy.ranks, policy.placement.num_gpus > 0)
-    return config.model_copy(update={"policy": policy.model_copy(update={"engine": engine})})
+    policy = policy.model_copy(update={"engine": engine})
+    config = prepared.config.model_copy(update={"policy": policy})
+    return Prepared(config, prepared.model)
 
 
 def activations(

@@ -338,7 +338,10 @@ def by_segment(
     segments = [trajectory.segments for trajectory in trajectories]
     # All segments go in one call: scoring is collective, and packs short ones together.
     scores = iter(score(list(itertools.chain(*segments))))
-    return [np.concatenate(list(itertools.islice(scores, len(parts)))) for parts in segments]
+    arrays: list[npt.NDArray[np.float32]] = []
+    for parts in segments:
+        arrays.append(np.concatenate([next(scores) for _ in parts]))
+    return arrays
 
 
 TurnGaps = tuple[tuple[float, float] | None, ...]

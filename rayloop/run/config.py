@@ -6,7 +6,7 @@ It is assembled from the settings classes that each part owns, and checked acros
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -20,6 +20,7 @@ from rayloop.engines.settings import (
     OptimizerSettings,
     TransformersEngineSettings,
 )
+from rayloop.engines.shape import ModelSource
 from rayloop.grpo.alarms import AlarmSettings
 from rayloop.grpo.losses.settings import AdaptiveKl
 from rayloop.grpo.settings import AlgorithmSettings
@@ -251,6 +252,18 @@ class RunConfig(SettingsModel):
         docs/algorithm.md, section 10.
         """
         return 0.1 if self.rounds else 1e-3
+
+
+class Prepared(NamedTuple):
+    """A run's configuration and its model, as a command passes them on."""
+
+    config: RunConfig
+    model: ModelSource
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """The run with its model, of which nothing has been looked up."""
+        return cls(config, ModelSource(config.model.path, config.model.revision))
 
 
 _IN_EVALUATION = " in evaluations (evaluation.over)"

@@ -13,10 +13,10 @@ from rayloop.chat.template import CLOCK, template_source
 from rayloop.config.model import ModelSettings
 from rayloop.core.failures import ConfigError
 from rayloop.core.files import needed, write_whole
-from rayloop.core.model_files import hashed, resolve
-from rayloop.data.dataset import Dataset
+from rayloop.core.model_files import hashed
+from rayloop.engines.shape import ModelSource
 from rayloop.run.checkpoint import Checkpoint
-from rayloop.run.config import RunConfig
+from rayloop.run.config import Prepared, RunConfig
 
 CHECKPOINT_SCHEMA_VERSION = 4
 """Schema version of the checkpoints that are written: of the marker's keys and the files' contents.
@@ -65,39 +65,37 @@ class ResumeRefused(ConfigError):
     """
 
 
-def pinned(config: RunConfig, checkpoint: Checkpoint | None = None) -> RunConfig:
-    """The same with the Hub's commit of now, or of the run to continue, as revision.
+def begun(prepared: Prepared, folder: Path, checkpoint: Checkpoint | None = None) -> Prepared:
+    """The same with what a run in ``folder`` keeps from its beginning.
 
-    Raises ConfigError.
+    These are the Hub's commit, of now or of the run to continue, as revision, and the time of the
+    chat template (``dated``). Raises ConfigError, StorageFailed.
     """
-    model = config.model
-    revision = model.revision
-    if not revision and checkpoint is not None:
-        previous = checkpoint.about.get("config", {}).get("model", {})
-        if previous.get("path") == model.path:
-            revision = previous.get("revision")
-    commit = resolve(model.path, revision).commit
-    if not commit:
-        return config
-    return config.model_copy(update={"model": model.model_copy(update={"revision": commit})})
+    config = prepared.config
+    model = prepared.model
+    then = checkpoint.about.get("config", {}).get("model", {}) if checkpoint else {}
+    if not model.revision and then.get("revision") and then.get("path") == model.path:
+        model = ModelSource(model.path, then["revision"])
+    commit = model.files.commit
+    settings = config.model.model_copy(update={"revision": commit}) if commit else config.model
+    settings = dated(settings, model.files.folder, folder, then)
+    return Prepared(config.model_copy(update={"model": settings}), model)
 
 
 def dated(
-    model: ModelSettings, folder: Path, then: Mapping[str, Any] | None = None
+    model: ModelSettings, source: Path, folder: Path, then: Mapping[str, Any]
 ) -> ModelSettings:
     """The same with the time that the chat template shows, if it shows any.
 
-    It is that of the model ``then`` (as plain data), else of an earlier start in ``folder``, else
-    of now, which ``folder`` keeps. So the members of a group, an evaluation and a resumed run get
-    the same prompt. Raises ConfigError, StorageFailed.
+    ``source``: the model's folder. The time is that of the model ``then`` (as plain data), else of
+    an earlier start in ``folder``, else of now, which ``folder`` keeps. So the members of a group,
+    an evaluation and a resumed run get the same prompt. Raises ConfigError, StorageFailed.
     """
     variables = model.chat_template_kwargs
     file = folder / TEMPLATE_TIME
-    if CLOCK in variables or CLOCK not in template_source(
-        resolve(model.path, model.revision).folder
-    ):
+    if CLOCK in variables or CLOCK not in template_source(source):
         return model
-    time = ((then or {}).get("chat_template_kwargs") or {}).get(CLOCK)
+    time = (then.get("chat_template_kwargs") or {}).get(CLOCK)
     with needed(file):
         if time is None and file.is_file():
             time = file.read_text(encoding="utf-8").strip()
@@ -108,17 +106,17 @@ def dated(
     return model.model_copy(update={"chat_template_kwargs": {**variables, CLOCK: time}})
 
 
-def identity(config: RunConfig) -> dict[str, str]:
+def identity(prepared: Prepared) -> dict[str, str]:
     """Hashes of the files to which the configuration only points.
 
     They are the model's files by what they decide, its weights, and the training rows.
     """
-    model = resolve(config.model.path, config.model.revision)
+    model = prepared.model.files
     hashes = {
         name: hashed([model.folder / file for file in files]) for name, files in FILES.items()
     }
     hashes["weights"] = f"commit {model.commit}" if model.commit else hashed(model.weights)
-    return {**hashes, "data.train": hashed([Path(config.data.train)])}
+    return {**hashes, "data.train": hashed([Path(prepared.config.data.train)])}
 
 
 def about(config: RunConfig, hashes: Mapping[str, str], tasks: int) -> dict[str, Any]:
@@ -180,15 +178,7 @@ def _misfit(then: Mapping[str, Any], config: RunConfig, hashes: Mapping[str, str
     for key in {**old, **new}:
         if old.get(key) != new.get(key) and _fixed(key):
             return f"{key} was {old.get(key)} and is {new.get(key)}. Set it back"
-    tasks = len(
-        Dataset(
-            config.data.train,
-            config.data.reader.build(),
-            False,
-            lambda failure: None,
-            anywhere=config.data.anywhere,
-        )
-    )
+    tasks = len(config.data.rows(config.data.train, lambda failure: None))
     if tasks != then["tasks"]:  # also of the same file: another reader may leave out other rows
         return (
             f"data.train had {then['tasks']} usable rows and has {tasks}, which are visited in"

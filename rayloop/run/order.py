@@ -56,14 +56,7 @@ def _read(path: str, config: RunConfig, reporter: Reports) -> Dataset:
         left_out.append(failure)
         reporter.bad_row(failure)
 
-    dataset = Dataset(
-        path,
-        config.data.reader.build(),
-        False,
-        leave_out,
-        config.environment.kinds,
-        anywhere=config.data.anywhere,
-    )
+    dataset = config.data.rows(path, leave_out, config.environment.kinds)
     if len(left_out) > SHOWN_ROWS:
         total = len(left_out) + len(dataset)
         why = (

@@ -13,13 +13,13 @@ from rayloop.chat.tokenizer import load_tokenizer, read_json
 from rayloop.config.settings import components
 from rayloop.core.failures import ConfigError
 from rayloop.core.model_families import learned_positions, positions, unsupported
-from rayloop.core.model_files import resolve
 from rayloop.engines.settings import TransformersEngineSettings, VllmEngineSettings
+from rayloop.engines.shape import ModelSource
 from rayloop.grpo.idle import Situation, idle
 from rayloop.launch.ray_variables import in_job
 from rayloop.loggers.settings import installed
 from rayloop.run.checkpoint import complete
-from rayloop.run.config import RunConfig
+from rayloop.run.config import Prepared, RunConfig
 from rayloop.run.sections import EnvironmentSettings
 
 MAX_BIASED_TOKENS = 1024
@@ -29,15 +29,21 @@ of 0.28 and 0.32).
 
 
 def preflight(
-    config: RunConfig, *, trains: bool = True, reads: Sequence[str] = ("train", "eval")
-) -> None:
-    """Raises ConfigError that names the key, what is not there, and what to do.
+    config: RunConfig,
+    *,
+    trains: bool = True,
+    reads: Sequence[str] = ("train", "eval"),
+    model: ModelSource | None = None,
+) -> Prepared:
+    """The run with its model.
 
-    ``reads``: the files of ``data`` that are read.
+    ``reads``: the files of ``data`` that are read; ``model``: the model, where another check has
+    looked it up. Raises ConfigError that names the key, what is not there, and what to do.
     """
+    prepared = Prepared(config, model) if model else Prepared.of(config)
     if in_job():
         lasting(config.output)
-    known(config.model.path, config.model.revision)
+    known(prepared.model)
     for key, path in ((f"data.{name}", getattr(config.data, name)) for name in reads):
         if path is not None and not Path(path).is_file():
             raise ConfigError(
@@ -48,15 +54,17 @@ def preflight(
     installed(config.loggers)
     held_in(config.environment)
     if trains:
-        _trainable(config)
-    bannable(
-        config, len(Renderer(config.model).banned_tokens)
-    )  # raises for tokenizer and chat template
-    beyond_positions(config)
+        _trainable(prepared)
+    # Raises for tokenizer and chat template.
+    renderer = Renderer(config.model, folder=prepared.model.files.folder)
+    bannable(config, len(renderer.banned_tokens))
+    beyond_positions(prepared)
+    return prepared
 
 
-def _trainable(config: RunConfig) -> None:
-    alike(config)
+def _trainable(prepared: Prepared) -> None:
+    config = prepared.config
+    alike(prepared)
     reason = config.engine.untrainable()
     if reason:
         raise ConfigError(reason)
@@ -75,28 +83,29 @@ def _trainable(config: RunConfig) -> None:
         )
 
 
-def known(model: str, revision: str | None, key: str = "model.path") -> None:
+def known(model: ModelSource) -> None:
     """Raises ConfigError unless the model exists and can be trained.
 
     It is a folder, or one of the Hub that can be downloaded.
     """
-    described = read_json(resolve(model, revision, key=key).folder / "config.json")
+    described = read_json(model.files.folder / "config.json")
     text = described.get("text_config") or described
     kind = described.get("model_type", "")
     is_quantised = "quantization_config" in described
     reason = unsupported(kind, "vision_config" in described, text, is_quantised)
     if reason:
-        raise ConfigError(f"{key}: {model}: {reason}")
+        raise ConfigError(f"{model.key}: {model.path}: {reason}")
 
 
-def beyond_positions(config: RunConfig) -> str:
+def beyond_positions(prepared: Prepared) -> str:
     """A warning when episodes may be longer than the model has positions.
 
     "" when they cannot be, or the model does not say how many it has. Raises ConfigError where
     positions are looked up in a table, which has no rows beyond its end.
     """
-    folder = resolve(config.model.path, config.model.revision)
-    described = read_json(folder.folder / "config.json")
+    config = prepared.config
+    files = prepared.model.files
+    described = read_json(files.folder / "config.json")
     limit = positions(described.get("text_config") or described)
     longest = max(_longest(config), _longest(config.in_evaluation) if config.data.eval else 0)
     if limit is None or longest <= limit:
@@ -106,7 +115,7 @@ def beyond_positions(config: RunConfig) -> str:
         f" episode may have {longest} tokens. Set environment.episode.max_tokens, and"
         " max_prompt_tokens below it, to what the model can read"
     )
-    if folder.whole and learned_positions(folder.stored()):
+    if files.whole and learned_positions(files.stored()):
         raise ConfigError(warning)
     return warning
 
@@ -118,22 +127,20 @@ def _longest(config: RunConfig) -> int:
     return one_turn if episode.max_turns == 1 else episode.max_tokens
 
 
-def alike(config: RunConfig) -> None:
+def alike(prepared: Prepared) -> None:
     """Raises ConfigError unless the model of ``reference.path`` has the policy's tokens and images.
 
     Actors compare those of a server.
     """
-    path = config.reference.path
-    model = config.model
-    if path is None or config.reference.server:
+    path = prepared.config.reference.path
+    if path is None or prepared.config.reference.server:
         return
-    known(path, None, "reference.path")
-    policy_folder, reference_folder = (
-        resolve(*each).folder for each in ((model.path, model.revision), (path, None))
-    )
+    model = prepared.model
+    reference = ModelSource(path, key="reference.path")
+    known(reference)
     for what, read in {"tokenizer": _tokens, "cut of images": _cut}.items():
-        mine = read(policy_folder)
-        other = read(reference_folder)
+        mine = read(model.files.folder)
+        other = read(reference.files.folder)
         keys = sorted({*mine, *other})
         first = next((item for item in keys if mine.get(item) != other.get(item)), None)
         if first is not None:

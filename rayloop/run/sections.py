@@ -1,10 +1,13 @@
 """The sections of a run's configuration that belong to its roles, and to data and weights."""
 
+from collections.abc import Callable, Collection
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from rayloop.config.settings import Component, LocalPath, Role, SettingsModel
+from rayloop.core.failures import DataFailure
+from rayloop.data.dataset import Dataset
 from rayloop.engines.settings import (
     FsdpSettings,
     GenerationSettings,
@@ -131,6 +134,15 @@ class DataSettings(SettingsModel):
     def shuffle(self) -> bool:
         """Whether each epoch has an order of its own."""
         return self.order != "file"
+
+    def rows(
+        self, path: str, leave_out: Callable[[DataFailure], None], kinds: Collection[str] = ()
+    ) -> Dataset:
+        """The rows of the file ``path``, without the bad ones, which ``leave_out`` gets.
+
+        ``kinds``: of ``environment``, which rows may name. Raises as ``Dataset``.
+        """
+        return Dataset(path, self.reader.build(), False, leave_out, kinds, anywhere=self.anywhere)
 
 
 ENGINE = ("generate", "leave", "pause", "resume", "load", "health")

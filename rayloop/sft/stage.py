@@ -31,7 +31,6 @@ from rayloop.core.types import (
     Turn,
     Version,
 )
-from rayloop.data.dataset import Dataset
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.run.sections import DataSettings, Placement
 from rayloop.sft.answers import ANSWERS, built, checked
@@ -208,13 +207,7 @@ def make_tiny(config: SftConfig) -> None:
         return
     from rayloop.engines.tiny_vlm import write_tiny_vlm
 
-    dataset = Dataset(
-        config.data.train,
-        config.data.reader.build(),
-        False,
-        lambda failure: None,
-        anywhere=config.data.anywhere,
-    )
+    dataset = config.data.rows(config.data.train, lambda failure: None)
     answers = built(config.answers)
     rng = random.Random(config.seed)
     texts: list[str] = []

@@ -40,7 +40,7 @@ from rayloop.core.failures import (
 from rayloop.core.types import Version
 from rayloop.rollout.colocation import Colocation
 from rayloop.run.checkpoint import Checkpoint, CheckpointStore
-from rayloop.run.config import RunConfig
+from rayloop.run.config import Prepared, RunConfig
 from rayloop.run.identity import about, identity
 from tests.support.drivers import made_driver
 from tests.support.local import LocalActor
@@ -102,7 +102,9 @@ class Stage:
         policy = PolicyGroup(self.config.policy, lambda rank: None)
         policy.ranks = [LocalActor(self.rank)]
         self.rank._called = 0  # each driver counts its calls from 1
-        driver = made_driver(self.config, folder, resume, identity(self.config), Services(policy))
+        driver = made_driver(
+            self.config, folder, resume, identity(Prepared.of(self.config)), Services(policy)
+        )
         driver.player = SimpleNamespace()  # type: ignore[assignment]
         return driver
 

@@ -35,7 +35,7 @@ from rayloop.core.types import (
     Version,
 )
 from rayloop.measure.controls import BLIND, OTHER, RIGHT, SAME, SAMPLED, Item
-from rayloop.run.config import RunConfig
+from rayloop.run.config import Prepared, RunConfig
 from rayloop.run.held_out import Play, read_items
 from rayloop.run.records.jsonl import JsonLines
 from tests.engines.prompts import engine, image, prompt, vision_tokens
@@ -230,7 +230,7 @@ def test_an_evaluation_of_which_nothing_can_be_scored_ends_with_the_reason(
             NothingScored, match=r"none of \d+ answers has a score.*The first: t1: over_long_prompt"
         ):
             run_evaluation(
-                one,
+                Prepared.of(one),
                 config.data.train,
                 tmp_path / "out",
                 controls=True,
@@ -261,7 +261,7 @@ def test_a_full_disk_leaves_the_files_of_the_former_evaluation_whole(
 
     def evaluated() -> None:
         run_evaluation(
-            config,
+            Prepared.of(config),
             config.data.train,
             tmp_path / "out",
             controls=False,

@@ -42,7 +42,7 @@ from rayloop.core.groups import (
     UnscoredKind,
 )
 from rayloop.core.types import EndReason, Summary, Task, TrajectoryId, Version
-from rayloop.run.config import RunConfig
+from rayloop.run.config import Prepared, RunConfig
 from rayloop.run.identity import about, identity
 from tests.engines.training import trajectory
 from tests.support.clusters import private_ray
@@ -300,7 +300,7 @@ def test_what_a_run_without_a_reference_left_ready_is_annotated_when_it_goes_on_
     tmp_path: Path, digits_model: Path
 ) -> None:
     before = Stage(tmp_path, digits_model, set())
-    hashes = identity(before.config)
+    hashes = identity(Prepared.of(before.config))
     store = before.driver.checkpoints
     asked: list[int] = []
 

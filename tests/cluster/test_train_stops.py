@@ -35,7 +35,7 @@ from rayloop.core.failures import (
 )
 from rayloop.launch.restarts import RESTARTED
 from rayloop.run.checkpoint import CheckpointStore
-from rayloop.run.config import RunConfig
+from rayloop.run.config import Prepared, RunConfig
 from rayloop.run.folder import RunFolder
 from rayloop.run.identity import ResumeRefused
 from rayloop.run.lifetime import RecoverySettings
@@ -371,12 +371,11 @@ def test_an_end_before_ray_starts_is_typed_and_an_event(
         raise error
 
     monkeypatch.setattr(train, "identity", fails)
-    monkeypatch.setattr(
-        train, "dated", lambda model, *_: model
-    )  # the folder holds no chat template
+    # The folder holds no chat template.
+    monkeypatch.setattr(train, "begun", lambda prepared, *_: prepared)
     config = RunConfig.model_validate(settings(tmp_path, tmp_path))
     with pytest.raises(RayloopError):
-        train.train(config, None, None)
+        train.train(Prepared.of(config), None, None)
     found = RunFolder(config.output, config.name).events
     assert [(record["event"], record["error"]) for record in found] == [
         ("failed", name) for name in reported
@@ -405,7 +404,7 @@ def test_an_output_that_cannot_be_made_is_refused_before_anything_begins(tmp_pat
     with pytest.raises(
         ConfigError, match="taken/run cannot be made or written to: Not a directory"
     ):
-        train.train(config, None, None)
+        train.train(Prepared.of(config), None, None)
 
 
 def test_a_restart_without_the_run_s_folder_begins_nothing(
@@ -414,5 +413,5 @@ def test_a_restart_without_the_run_s_folder_begins_nothing(
     monkeypatch.setenv(RESTARTED, "1")
     config = RunConfig.model_validate(settings(tmp_path, tmp_path, output=str(tmp_path / "mount")))
     with pytest.raises(StorageFailed, match="is its storage mounted"):
-        train.train(config, None, None)
+        train.train(Prepared.of(config), None, None)
     assert not (tmp_path / "mount").exists()

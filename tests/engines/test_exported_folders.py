@@ -22,8 +22,8 @@ from rayloop.engines.generation.sglang import names
 from rayloop.engines.models import load_model
 from rayloop.engines.models.saving import save_model
 from rayloop.engines.settings import ModelSettings
+from rayloop.engines.shape import ModelSource
 from rayloop.engines.tiny_vlm import write_tiny_vlm
-from rayloop.estimate.shape import read_shape
 from tests.support.models import TEXTS
 
 IDS = torch.arange(10)[None] + 20
@@ -62,7 +62,7 @@ def add_leftover(folder: Path) -> None:
 def test_what_the_index_does_not_name_is_not_the_models(sharded: Path, tmp_path: Path) -> None:
     want, shape, known = (
         loaded(sharded).state_dict(),
-        read_shape(str(sharded)),
+        ModelSource(str(sharded)).shape,
         names(sharded, tied=False),
     )
     add_leftover(sharded)
@@ -70,7 +70,7 @@ def test_what_the_index_does_not_name_is_not_the_models(sharded: Path, tmp_path:
     got = loaded(tmp_path / "out").state_dict()
     assert got.keys() == want.keys()
     assert all(torch.equal(got[name], want[name]) for name in want)
-    assert (read_shape(str(sharded)), names(sharded, tied=False)) == (shape, known)
+    assert (ModelSource(str(sharded)).shape, names(sharded, tied=False)) == (shape, known)
 
 
 def change_index(folder: Path, **places: str) -> None:

@@ -14,8 +14,8 @@ from rayloop.core.types import Version
 from rayloop.doctor.checks import configuration
 from rayloop.engines.models import hf_state, load_model
 from rayloop.engines.settings import FsdpSettings, LoraSettings, ModelSettings
-from rayloop.estimate.shape import read_shape
-from rayloop.run.config import RunConfig
+from rayloop.engines.shape import ModelSource
+from rayloop.run.config import Prepared, RunConfig
 from tests.engines.training import engine, trajectory
 from tests.support.model_families import write
 from tests.support.runs import settings
@@ -46,7 +46,7 @@ def test_the_experts_keep_their_weights_and_the_log_says_so(
         "o_proj",
     }
     assert caplog.text.count(UNADAPTED) == 1
-    found = read_shape(str(mixture)).trained(FsdpSettings(lora=SOME))
+    found = ModelSource(str(mixture)).shape.trained(FsdpSettings(lora=SOME))
     assert f"training {found} of" in caplog.text, "the estimate counts no adapters of experts"
 
 
@@ -55,7 +55,9 @@ def test_doctor_warns_of_them(mixture: Path, tmp_path: Path) -> None:
         settings(tmp_path, mixture, policy__engine__lora={"rank": 4})
     )
     assert f"policy.engine.lora: {UNADAPTED}" in [
-        one.found for one in configuration(adapted) if one.level == "warning"
+        one.found for one in configuration(Prepared.of(adapted)) if one.level == "warning"
     ]
     whole = RunConfig.model_validate(settings(tmp_path, mixture))
-    assert not [one for one in configuration(whole) if "policy.engine.lora" in one.found]
+    assert not [
+        one for one in configuration(Prepared.of(whole)) if "policy.engine.lora" in one.found
+    ]

@@ -22,6 +22,7 @@ from rayloop.engines.models import (
     positions,
 )
 from rayloop.engines.settings import ModelSettings
+from rayloop.engines.shape import ModelSource
 from rayloop.run.preflight import known
 from tests.engines.prompts import image, prompt
 
@@ -104,7 +105,7 @@ def test_quantised_weights_are_refused(tiny_text: Path, tmp_path: Path) -> None:
         "format": "int-quantized",
     }
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    for refuse in (lambda: load_model(settings(folder)), lambda: known(str(folder), None)):
+    for refuse in (lambda: load_model(settings(folder)), lambda: known(ModelSource(str(folder)))):
         with pytest.raises(ConfigError, match="its weights are quantised"):
             refuse()
 

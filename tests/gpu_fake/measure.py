@@ -32,9 +32,9 @@ from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl  # noqa: E402, F4
 
 from rayloop.engines import attention, models  # noqa: E402
 from rayloop.engines.settings import ModelSettings, OptimizerSettings  # noqa: E402
+from rayloop.engines.shape import Shape  # noqa: E402
 from rayloop.engines.training import beforehand, collator, fsdp, lora, sharding, updates  # noqa: E402
 from rayloop.estimate.memory import GIB, memory  # noqa: E402
-from rayloop.estimate.shape import Shape  # noqa: E402
 from rayloop.run.config import RunConfig  # noqa: E402
 from tests.gpu_fake.models import Row, run_of, write_model  # noqa: E402
 from tests.gpu_fake.watch import Watch  # noqa: E402

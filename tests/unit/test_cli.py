@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from rayloop.cli import COMMANDS, main, parsed, parser
 from rayloop.commands.eval import evaluation_folder
 from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError
-from rayloop.estimate.shape import read_shape
-from rayloop.run.config import RunConfig
+from rayloop.engines.shape import ModelSource
+from rayloop.run.config import Prepared, RunConfig
 from rayloop.run.preflight import preflight
 
 ROOT = Path(__file__).parents[2]
@@ -62,10 +62,13 @@ def test_a_checkpoint_of_a_run_with_a_revision_is_measured(
 ) -> None:
     """Its folder has no revisions."""
     seen: list[RunConfig] = []
-    monkeypatch.setattr(
-        "rayloop.commands.eval.preflight", lambda config, trains, reads: seen.append(config)
-    )
-    monkeypatch.setattr("rayloop.cluster.stages.evaluate.evaluate", lambda config, *_, **__: 0)
+
+    def preflight(config: RunConfig, trains: bool, reads: Sequence[str]) -> Prepared:
+        seen.append(config)
+        return Prepared.of(config)
+
+    monkeypatch.setattr("rayloop.commands.eval.preflight", preflight)
+    monkeypatch.setattr("rayloop.cluster.stages.evaluate.evaluate", lambda prepared, *_, **__: 0)
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}", encoding="utf-8")
     (tmp_path / "run.yaml").write_text(
@@ -229,7 +232,7 @@ def test_a_model_whose_configuration_is_damaged_is_refused_before_anything_start
     shutil.copytree(text_folder, folder)
     (folder / "config.json").write_text(content, encoding="utf-8")
     config = RunConfig.model_validate({**RUN, "model": {"path": str(folder)}})
-    for asked in (lambda: preflight(config), lambda: read_shape(str(folder))):
+    for asked in (lambda: preflight(config), lambda: ModelSource(str(folder)).shape):
         with pytest.raises(ConfigError, match=r"config\.json"):
             asked()
 

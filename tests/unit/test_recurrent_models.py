@@ -12,6 +12,7 @@ import pytest
 
 from rayloop.core.failures import ConfigError
 from rayloop.core.model_families import unsupported
+from rayloop.engines.shape import ModelSource
 from rayloop.run.preflight import known
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -35,7 +36,7 @@ def test_layers_that_carry_a_state_are_refused(kind: str, tmp_path: Path) -> Non
     with pytest.raises(
         ConfigError, match=f"model.path: .*{kind} has layers of .* Use a model whose layers"
     ):
-        known(str(configured(tmp_path, kind, REFUSED[kind])), None)
+        known(ModelSource(str(configured(tmp_path, kind, REFUSED[kind]))))
 
 
 @pytest.mark.parametrize(

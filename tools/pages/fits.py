@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rayloop.engines.shape import Shape
 from rayloop.estimate.memory import (
     CARDS,
     CUDA_CONTEXT_GIB,
@@ -19,7 +20,6 @@ from rayloop.estimate.memory import (
     on_card,
 )
 from rayloop.estimate.run import lengths, plan
-from rayloop.estimate.shape import Shape
 from rayloop.run.config import read
 
 _TOWER = {

@@ -194,6 +194,7 @@ class _Refusals:
         session = self._find(bearer(scope))
         if session is None:
             return await self._app(scope, receive, send)
+        opened_session = session
         status = 200
 
         async def watched(message: Message) -> None:
@@ -201,7 +202,9 @@ class _Refusals:
             if message["type"] == "http.response.start":
                 status = message["status"]
             elif status >= 400 and message.get("body"):
-                session.refused = f"{status} {message['body'].decode(errors='replace')[:500]}"
+                opened_session.refused = (
+                    f"{status} {message['body'].decode(errors='replace')[:500]}"
+                )
             await send(message)
 
         await self._app(scope, receive, watched)

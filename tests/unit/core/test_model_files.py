@@ -16,9 +16,9 @@ from safetensors.numpy import save_file
 from rayloop.core import model_files
 from rayloop.core.failures import ConfigError
 from rayloop.core.model_files import resolve
-from rayloop.estimate.shape import read_shape
-from rayloop.run.config import RunConfig
-from rayloop.run.identity import identity, pinned
+from rayloop.engines.shape import ModelSource
+from rayloop.run.config import Prepared, RunConfig
+from rayloop.run.identity import begun, identity
 from tests.support.runs import settings
 
 ROOT = Path(__file__).parents[3]
@@ -92,7 +92,7 @@ def test_without_a_network_the_cached_commit_is_taken(hub: Path) -> None:
     assert resolve(NAME, weights=True).folder == hub
     assert resolve(NAME, "main").commit == COMMIT
     assert resolve(NAME, COMMIT, weights=True).identity() == {"commit": COMMIT}
-    assert read_shape(NAME).parameters == 6
+    assert ModelSource(NAME).shape.parameters == 6
 
 
 def test_a_snapshot_lacks_what_its_index_names(hub: Path) -> None:
@@ -116,20 +116,20 @@ def test_a_snapshot_lacks_what_its_index_names(hub: Path) -> None:
         resolve(NAME, weights=True, key=key)
     weights(hub, "two.safetensors", b=(3,))
     assert resolve(NAME, weights=True).folder == hub
-    assert read_shape(NAME).parameters == 5
+    assert ModelSource(NAME).shape.parameters == 5
 
 
 def test_weights_that_are_there_a_second_time_are_not_counted(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     weights(tmp_path, "consolidated.safetensors", b=(9,))
     weights(tmp_path, a=(2,))
-    assert read_shape(str(tmp_path)).parameters == 2
+    assert ModelSource(str(tmp_path)).shape.parameters == 2
     index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     weights(tmp_path, "model-1-of-2.safetensors", a=(2,))
     assert not resolve(str(tmp_path)).whole
     weights(tmp_path, "model-2-of-2.safetensors", b=(3,))
-    assert read_shape(str(tmp_path)).parameters == 5
+    assert ModelSource(str(tmp_path)).shape.parameters == 5
 
 
 def test_the_identity_does_not_change_with_a_download(
@@ -147,17 +147,20 @@ def test_a_run_goes_on_with_the_commit_that_it_began_with(
     """Its identity is the same before and after the weights are there, and when main has moved
     since.
     """
+    (hub / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
     (tmp_path / "rows.jsonl").write_text("", encoding="utf-8")
     values = settings(tmp_path, tmp_path)
     values["model"] = {"path": NAME}
     values["data"]["train"] = str(tmp_path / "rows.jsonl")
-    began = pinned(RunConfig.model_validate(values))
+    prepared = Prepared.of(RunConfig.model_validate(values))
+    began = begun(prepared, tmp_path)
     before = identity(began)
-    assert (began.model.revision, before["weights"]) == (COMMIT, f"commit {COMMIT}")
+    assert (began.config.model.revision, before["weights"]) == (COMMIT, f"commit {COMMIT}")
     weights(hub, a=(1,))
     asked = answering(monkeypatch, OTHER)
-    about = {"config": began.model_dump(mode="json", by_alias=True)}
-    again = pinned(RunConfig.model_validate(values), SimpleNamespace(about=about))  # type: ignore[arg-type]
+    about = {"config": began.config.model_dump(mode="json", by_alias=True)}
+    prepared = Prepared.of(RunConfig.model_validate(values))
+    again = begun(prepared, tmp_path, SimpleNamespace(about=about))  # type: ignore[arg-type]
     assert (identity(again), asked) == (before, [])
 
 
@@ -205,7 +208,7 @@ def test_a_snapshot_with_a_configuration_alone_is_completed(
 
 
 def test_nobody_else_asks_the_hub_for_a_model() -> None:
-    """Every place that needs a model's files has them from ``resolve``; ``read_shape`` asks for
+    """Every place that needs a model's files has them from ``resolve``; ``ModelSource`` asks for
     headers of a commit.
     """
     asks = re.compile(r"\b(snapshot_download|hf_hub_download|HfApi|get_safetensors_metadata)\b")
@@ -218,7 +221,7 @@ def test_nobody_else_asks_the_hub_for_a_model() -> None:
     }
     assert found == {
         "rayloop/core/model_files.py",
-        "rayloop/estimate/shape.py",
+        "rayloop/engines/shape.py",
         "rayloop/data/published/source.py",
     }
 

@@ -14,6 +14,7 @@ from rayloop.cli import main
 from rayloop.core.failures import ConfigError
 from rayloop.engines.generation.vllm_process import common_arguments
 from rayloop.engines.settings import FsdpSettings, VllmEngineSettings
+from rayloop.engines.shape import ModelSource, Shape
 from rayloop.estimate.memory import (
     HOST,
     Lengths,
@@ -24,8 +25,7 @@ from rayloop.estimate.memory import (
     with_micro_batch,
 )
 from rayloop.estimate.run import duration, measured, plan
-from rayloop.estimate.shape import Shape, read_shape
-from rayloop.run.config import RunConfig, read
+from rayloop.run.config import Prepared, RunConfig, read
 from tests.support.runs import ROOT
 
 PRESETS = ROOT / "recipes/chart_rvr/presets"
@@ -85,7 +85,7 @@ def qwen3b() -> Shape:
 
 def test_charts_fit_one_card_of_40_gb_together() -> None:
     """Trainer and engine, at the guide's lengths, with a fifth left free."""
-    config = with_micro_batch(read(PRESETS / "one_gpu.yaml", []))
+    config = with_micro_batch(Prepared.of(read(PRESETS / "one_gpu.yaml", []))).config
     roles = [role for role in memory(config, qwen3b(), Lengths(850, 768, 320)) if role.gpus]
     assert [role.gpus for role in roles] == [0.5, 0.5]
     assert (
@@ -187,7 +187,7 @@ def test_activations_are_those_that_were_measured() -> None:
     Training took 571 MB more than the finished model, of which gradients, moments and logits are 46
     MB; autograd kept 468 MB, weights of 15 MB among them.
     """
-    config, shape = run_of(), read_shape(str(ROOT / "recipes/arc_vision/tiny"))
+    config, shape = run_of(), ModelSource(str(ROOT / "recipes/arc_vision/tiny")).shape
     tokens, images = 4258, 16 * 48
     found = activations(config.policy.engine, False, shape, tokens, 240 * 90, images)
     assert found == pytest.approx(571e6 - 46e6, rel=0.05)
@@ -449,10 +449,11 @@ def test_every_recipe_has_an_estimate_and_fits_cards_of_80_gb(
         config = read(ROOT / name, [])
     except ConfigError:
         pytest.skip("not a run's file")
-    monkeypatch.setattr(
-        "rayloop.commands.estimate.read_shape",
-        lambda path, _: qwen3b() if "3B" in path or "2B" in path else qwen7b(),
-    )
+
+    def shape(model: ModelSource) -> Shape:
+        return qwen3b() if "3B" in model.path or "2B" in model.path else qwen7b()
+
+    monkeypatch.setattr(ModelSource, "shape", property(shape))
     assert main(["estimate", name]) == 0
     said = capsys.readouterr().out
     assert said.count("fits a card of") == (config.policy.placement.num_gpus > 0) + (
@@ -465,7 +466,7 @@ def test_every_recipe_has_an_estimate_and_fits_cards_of_80_gb(
 def test_two_ranks_are_too_few_for_arpos_episodes(
     fresh_clone: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("rayloop.commands.estimate.read_shape", lambda *_: qwen7b())
+    monkeypatch.setattr(ModelSource, "shape", property(lambda model: qwen7b()))
     assert (
         main(
             [
@@ -491,15 +492,15 @@ def test_a_file_that_holds_no_tensors_is_refused(tmp_path: Path) -> None:
         ConfigError,
         match=r"model\.safetensors is not a safetensors file; is it a pointer of git-lfs",
     ):
-        read_shape(str(tmp_path))
+        _ = ModelSource(str(tmp_path)).shape
 
 
 def test_the_shipped_model_is_read_from_its_headers(tmp_path: Path) -> None:
-    shape = read_shape(str(ROOT / "recipes/arc_vision/tiny"))
+    shape = ModelSource(str(ROOT / "recipes/arc_vision/tiny")).shape
     assert 2_000_000 < shape.parameters < 3_500_000
     assert 0 < shape.vision_parameters < shape.parameters
     with pytest.raises(ConfigError, match=r"has no config\.json"):
-        read_shape(str(tmp_path))
+        _ = ModelSource(str(tmp_path)).shape
 
 
 def steps_of(folder: Path, *seconds: float) -> Path:

@@ -20,7 +20,7 @@ from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.types import Task
 from rayloop.recipes.digits.data import DigitRows
 from rayloop.run.checkpoint import MARKER, Checkpoint, CheckpointStore
-from rayloop.run.config import RunConfig
+from rayloop.run.config import Prepared, RunConfig
 from rayloop.run.export import recorded
 from rayloop.run.identity import TEMPLATE_TIME, about, changes, check, dated, identity
 from tests.support.runs import ROOT, set_key, settings
@@ -60,7 +60,7 @@ class Run:
 
     @property
     def hashes(self) -> dict[str, str]:
-        return identity(self.config)
+        return identity(Prepared.of(self.config))
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -307,7 +307,7 @@ def test_edited_rows_of_the_same_number_are_reported(made: Run) -> None:
 def test_a_model_that_is_nowhere_has_no_identity(made: Run) -> None:
     made.values["model"]["path"] = "nobody/nothing"
     with pytest.raises(ConfigError):
-        identity(made.config)
+        identity(Prepared.of(made.config))
 
 
 def test_a_run_folder_of_another_version_is_refused_with_key_and_file(made: Run) -> None:
@@ -327,14 +327,14 @@ def test_a_date_in_the_prompts_is_that_of_the_runs_beginning(tmp_path: Path) -> 
     the template shows none.
     """
     run = Run(tmp_path / "a")
-    assert dated(run.config.model, run.folder) == run.config.model
+    assert dated(run.config.model, run.model, run.folder, {}) == run.config.model
     template = run.model / "chat_template.jinja"
     template.write_text(
         "{{ strftime_now('%d %b %Y') }}" + template.read_text(encoding="utf-8"), encoding="utf-8"
     )
-    began = dated(run.config.model, run.folder).chat_template_kwargs["strftime_now"]
+    began = dated(run.config.model, run.model, run.folder, {}).chat_template_kwargs["strftime_now"]
     (run.folder / TEMPLATE_TIME).write_text("2026-01-31T23:59:00\n", encoding="utf-8")
-    again = dated(run.config.model, run.folder)
+    again = dated(run.config.model, run.model, run.folder, {})
     assert (began == "2026-01-31T23:59:00", again.chat_template_kwargs) == (
         False,
         {"strftime_now": "2026-01-31T23:59:00"},
@@ -342,14 +342,14 @@ def test_a_date_in_the_prompts_is_that_of_the_runs_beginning(tmp_path: Path) -> 
     then = {"chat_template_kwargs": {"strftime_now": "2025-12-24"}}
     other = tmp_path / "b"
     other.mkdir()
-    assert dated(run.config.model, other, then).chat_template_kwargs == {
+    assert dated(run.config.model, run.model, other, then).chat_template_kwargs == {
         "strftime_now": "2025-12-24"
     }
     assert (other / TEMPLATE_TIME).read_text(encoding="utf-8") == "2025-12-24\n"
     chosen = run.config.model.model_copy(
         update={"chat_template_kwargs": {"strftime_now": "2024-02-29"}}
     )
-    assert dated(chosen, run.folder) == chosen
+    assert dated(chosen, run.model, run.folder, {}) == chosen
 
 
 def test_the_templates_variables_do_not_change_within_a_run(tmp_path: Path) -> None:

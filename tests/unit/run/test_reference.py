@@ -14,9 +14,9 @@ import pytest
 from pydantic import ValidationError
 
 from rayloop.core.failures import ConfigError
+from rayloop.engines.shape import ModelSource
 from rayloop.estimate.memory import of_reference
-from rayloop.estimate.shape import read_shape
-from rayloop.run.config import RunConfig
+from rayloop.run.config import Prepared, RunConfig
 from rayloop.run.preflight import alike
 from rayloop.run.sections import ReferenceSettings
 
@@ -116,7 +116,7 @@ def changed(file: Path, change: Any) -> None:
 
 
 def check(path: Path | str) -> None:
-    alike(config(policy=KL, reference={"path": str(path)}))
+    alike(Prepared.of(config(policy=KL, reference={"path": str(path)})))
 
 
 def test_a_copy_of_the_model_is_alike_and_a_server_is_asked_by_the_actors(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_teacher_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_memory_is_that_of_the_model_that_the_actors_hold() -> None:
-    own = read_shape(str(MODEL))
+    own = ModelSource(str(MODEL)).shape
     assert of_reference(ReferenceSettings(), own) == own.parameters
     assert of_reference(ReferenceSettings(path=SERVER), own) == 0
     other = replace(own, tensors={})

@@ -12,7 +12,7 @@ import yaml
 
 from rayloop.core.failures import ConfigError
 from rayloop.core.model_files import resolve
-from rayloop.estimate.shape import read_shape
+from rayloop.engines.shape import ModelSource
 from rayloop.run import export
 from rayloop.run.checkpoint import Checkpoint
 from rayloop.run.config import read
@@ -100,9 +100,9 @@ def test_a_model_s_configuration_that_is_no_object_is_one_line(
     tmp_path: Path, content: str
 ) -> None:
     (tmp_path / "config.json").write_text(content, encoding="utf-8")
-    for reads in (known, read_shape):
+    for reads in (known, lambda model: model.shape):
         with pytest.raises(
             ConfigError, match=r"config\.json (cannot be read as JSON|holds a)"
         ) as why:
-            reads(str(tmp_path), None)
+            reads(ModelSource(str(tmp_path)))
         assert len(str(why.value).splitlines()) == 1

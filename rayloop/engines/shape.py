@@ -6,12 +6,13 @@ No weights are loaded.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from rayloop.chat.tokenizer import read_json
 from rayloop.core.failures import ConfigError
 from rayloop.core.model_families import VISION
-from rayloop.core.model_files import resolve
+from rayloop.core.model_files import Resolved, resolve
 from rayloop.engines.settings import FsdpSettings, LoraSettings
 
 
@@ -105,31 +106,61 @@ def _is_text_layer(name: str) -> bool:
     return ".layers." in name and not _is_vision(name)
 
 
-def read_shape(model: str, revision: str | None = None, key: str = "model.path") -> Shape:
-    """The shape of a model in a local folder, or on the Hub.
+@dataclass(frozen=True)
+class ModelSource:
+    """A model by its path. Its files and its shape are looked up once, when they are first needed.
 
-    Only the headers of weights on the Hub are downloaded. Raises ConfigError that names
-    ``key``.
+    ``key``: the key of the path in the configuration, which errors name.
     """
-    files = resolve(model, revision, key=key)
-    if not (files.folder / "config.json").is_file():
-        raise ConfigError(f"{key}: {model} has no config.json")
-    config = read_json(files.folder / "config.json")
-    if files.whole:
-        return _shape({name: tensor.shape for name, tensor in files.stored().items()}, config)
-    if files.commit is None:
-        raise ConfigError(
-            f"{key}: {model} has no *.safetensors, or lacks some that its index names"
-        )
-    try:
-        return _shape(_tensors_on_hub(model, files.commit), config)
-    # No network, no such model, no permission: the library's errors are many, and change.
-    except Exception as error:
-        raise ConfigError(
-            f"{key}: {model} is not in the cache, and the Hub did not say how large it is"
-            f" ({type(error).__name__}). On a machine that reaches it: hf download {model}"
-            f" --local-dir FOLDER, then {key}=FOLDER"
-        ) from error
+
+    path: str
+    revision: str | None = None
+    key: str = "model.path"
+
+    @cached_property
+    def files(self) -> Resolved:
+        """The model's files on this machine. Raises ConfigError."""
+        return resolve(self.path, self.revision, key=self.key)
+
+    @cached_property
+    def shape(self) -> Shape:
+        """The model's shape. Raises ConfigError.
+
+        Only the headers of weights on the Hub are downloaded.
+        """
+        file = self.files.folder / "config.json"
+        if not file.is_file():
+            raise ConfigError(f"{self.key}: {self.path} has no config.json")
+        config = read_json(file)
+        text = config.get("text_config") or config
+        return Shape(self._tensors(), text, config.get("vision_config") or {})
+
+    @property
+    def known_shape(self) -> Shape | None:
+        """The shape; None when it cannot be read."""
+        try:
+            return self.shape
+        except ConfigError:
+            return None
+
+    def _tensors(self) -> dict[str, tuple[int, ...]]:
+        """The sizes of the tensors by name."""
+        files = self.files
+        if files.whole:
+            return {name: tensor.shape for name, tensor in files.stored().items()}
+        if files.commit is None:
+            raise ConfigError(
+                f"{self.key}: {self.path} has no *.safetensors, or lacks some that its index names"
+            )
+        try:
+            return _tensors_on_hub(self.path, files.commit)
+        # No network, no such model, no permission: the library's errors are many, and change.
+        except Exception as error:
+            raise ConfigError(
+                f"{self.key}: {self.path} is not in the cache, and the Hub did not say how large it"
+                f" is ({type(error).__name__}). On a machine that reaches it: hf download"
+                f" {self.path} --local-dir FOLDER, then {self.key}=FOLDER"
+            ) from error
 
 
 def _tensors_on_hub(model: str, commit: str) -> dict[str, tuple[int, ...]]:
@@ -142,7 +173,3 @@ def _tensors_on_hub(model: str, commit: str) -> dict[str, tuple[int, ...]]:
         for name, tensor in file.tensors.items():
             tensors[name] = tuple(tensor.shape)
     return tensors
-
-
-def _shape(tensors: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Shape:
-    return Shape(tensors, config.get("text_config") or config, config.get("vision_config") or {})
