@@ -309,7 +309,7 @@ def _actions(text: str, screen: Mapping[str, Any], width: int, height: int) -> S
 
 def _mark(action: Action) -> Record | None:
     """The action's label with its point, or its two points; None for an action without a place."""
-    values = [getattr(action, field.name) for field in fields(action)]
+    values = [getattr(action, field.name) for field in fields(action) if field.name != "unit"]
     points = [value for value in values if isinstance(value, Point)]
     if not points:
         return None

@@ -28,7 +28,17 @@ from rayloop.core.types import ImageSource, Message, Task
 from rayloop.envs.desktop.environment import DesktopTasks
 from rayloop.envs.desktop.session import Desktop, DesktopLimits, DesktopLost, missing
 from rayloop.envs.desktop.tasks import SHIPPED, task_file
-from rayloop.envs.grammar.actions import Actions, Click, Hotkey, Point
+from rayloop.envs.grammar.actions import (
+    Action,
+    Actions,
+    Click,
+    Drag,
+    Hotkey,
+    MouseButton,
+    Point,
+    Scroll,
+    Type,
+)
 from rayloop.envs.grammar.screens import Pointing
 from tests.envs.desktop_solutions import SOLUTIONS, key, typed
 from tests.support.runs import eventually
@@ -145,6 +155,30 @@ def test_what_the_policy_does_wrong_is_an_error_it_can_read() -> None:
         assert environment.evaluate() == 0.0
     with pytest.raises(DataFailure, match="no task of"):
         environment.reset(Task("t", (Message("user", ("x",)),), extra={"desktop": "no-such"}))
+
+
+def test_actions_that_are_made_of_others_have_their_effect() -> None:
+    settled: tuple[Action, ...] = (
+        Click(Point(400, 300)),
+        Type("x", clear=True),
+        Hotkey(("ctrl", "s")),
+    )
+    with episode("delete-word") as environment:
+        for action in (
+            Drag(Point(400, 300), Point(500, 300), path=(Point(450, 350),)),
+            Drag(None, Point(400, 300)),
+            MouseButton(True),
+            MouseButton(False),
+            Click(times=3),
+            Click(button="middle"),
+            Click(button="back"),
+            Scroll("down", Point(400, 300), 300, "pixels"),
+        ):
+            assert environment._carry_out([action]).error is None
+        assert environment._desktop is not None
+        assert environment._carry_out(settled).error is None
+        home = environment._desktop.home()
+        assert b"x" in {entry.content.strip() for entry in home.values() if entry.content}
 
 
 def test_coordinates_are_those_that_the_model_sees() -> None:

@@ -22,6 +22,7 @@ from rayloop.core.failures import DataFailure
 from rayloop.core.protocols import Observation
 from rayloop.core.types import Message, Task
 from rayloop.engines.tiny_vlm import write_tiny_vlm
+from rayloop.envs.grammar.actions import GoBack
 from tests.envs.programs import needs
 from tests.unit.conftest import SMALL, SMALL_VISION, TEXTS
 from tests.unit.envs.test_episode import END, request, run
@@ -145,6 +146,8 @@ def test_a_text_that_is_no_action_is_answered_with_the_reason() -> None:
             assert not result.done
             assert result.observation is not None
             assert result.error in str(result.observation.messages[0].parts)
+        with pytest.raises(ValueError, match="stays on its page"):
+            environment._carry_out([GoBack()])
         assert environment.step("Action: finished(content='')").done
         assert environment.evaluate() == 0
 

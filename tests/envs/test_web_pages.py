@@ -18,6 +18,20 @@ from PIL import Image
 
 from rayloop.core.protocols import Observation
 from rayloop.core.types import ImageSource
+from rayloop.envs.grammar.actions import (
+    Action,
+    Click,
+    Drag,
+    GoBack,
+    HoldKey,
+    OpenUrl,
+    PhoneButton,
+    Point,
+    Scroll,
+    SelectOption,
+    Swipe,
+    Type,
+)
 from tests.envs.pages import CLICK, FORM, LISTENING, button, host, visiting, write
 from tests.envs.programs import needs
 
@@ -39,6 +53,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         good=button("window.done = true"),
         link=button("location = 'good.html'"),
         late=button("setTimeout(() => window.done = true, 100)"),
+        fields=(
+            "<body style='margin:0'><input id=name value=old style='width:200px;height:40px'>"
+            "<select id=size><option>Small<option>Large</select><div style='height:3000px'>"
+        ),
     )
 
 
@@ -102,6 +120,60 @@ def test_each_action_arrives(folder: Path) -> None:
             "Enter",
         ]
         assert does("wait()") == []
+
+
+def test_actions_that_are_made_of_others_arrive(folder: Path) -> None:
+    with visiting(folder, "listening.html", "0", width=224, height=224) as (environment, _):
+
+        def does(*actions: Action) -> list[list[Any]]:
+            environment._carry_out(actions)
+            return happened(environment)
+
+        at = Point(50, 60)
+        assert ["click", "", 50, 60, 0] in does(Click(at))
+        assert does(Click(at, "middle"))[0] == ["mousedown", "", 50, 60, 1]
+        assert [kind for kind, *_ in does(Click(at, times=3))].count("click") == 3
+        shifted = does(Click(at, keys=("shift",)))
+        assert (shifted[0][:2], shifted[-1][:2]) == (["keydown", "Shift"], ["keyup", "Shift"])
+        path = does(Drag(at, Point(100, 110), path=(Point(70, 60),)))
+        assert (path[0], path[1]) == (
+            ["mousedown", "", 50, 60, 0],
+            ["mouseup", "", 100, 110, 0],
+        )
+        assert does(Drag(None, at))[0] == ["mousedown", "", 100, 110, 0]
+        assert [kind for kind, *_ in does(HoldKey("a", seconds=0.1))] == ["keydown", "keyup"]
+        for impossible in (Click(at, "back"), PhoneButton("recent")):
+            with pytest.raises(ValueError, match="in a browser"):
+                does(impossible)
+
+
+def test_fields_lists_wheels_and_addresses_of_a_page(folder: Path) -> None:
+    with visiting(folder, "fields.html", "0", width=308, height=224) as (environment, _):
+
+        def after(expression: str, *actions: Action) -> Any:
+            environment._carry_out(actions)
+            assert environment._tab is not None
+            return host(environment).run(environment._tab.evaluate(expression), 10)
+
+        field, options = Point(50, 20), Point(220, 20)
+        name = "document.getElementById('name').value"
+        assert after(name, Click(field), Type("new", clear=True)) == "new"
+        assert after(name, Type("", clear=True)) == ""
+        size = "document.getElementById('size').value"
+        assert after(size, SelectOption(options, "Large")) == "Large"
+        with pytest.raises(ValueError, match="no list with 'Huge'"):
+            after(size, SelectOption(options, "Huge"))
+        assert after("scrollY", Scroll("down", Point(50, 150), 3)) == 300
+        assert after("scrollY", Scroll("up", None, 0.5, "fraction")) == 188
+        assert after("scrollY", Swipe(Point(50, 150), Point(50, 50))) == 288
+        for address in ("http://elsewhere/", "none.html", "file:///etc/passwd"):
+            with pytest.raises(ValueError, match="cannot be opened here"):
+                after("0", OpenUrl(address))
+        assert after("location.pathname", OpenUrl("pages/good.html")) == "/good.html"
+        assert after("location.pathname", GoBack()) == "/fields.html"
+        with pytest.raises(ValueError, match="no page to go back to"):
+            after("0", GoBack())
+        assert after("location.pathname") == "/fields.html"
 
 
 @pytest.mark.parametrize(

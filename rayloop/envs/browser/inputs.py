@@ -11,14 +11,15 @@ from rayloop.envs.grammar.actions import (
     Hotkey,
     Hover,
     LongPress,
+    MouseButton,
     Point,
     Scroll,
+    SelectOption,
     Sleep,
     Type,
 )
+from rayloop.envs.grammar.basic import NOTCH_PIXELS, notches
 
-SCROLL_PIXELS = 100
-"""Pixels of a ``scroll``."""
 WAIT_S = 1.0
 """Seconds of a ``wait``."""
 LONG_PRESS_S = 0.8
@@ -51,12 +52,19 @@ KEYS = {
 
 A character is its own name.
 """
-_WHEEL = {
-    "up": (0, -SCROLL_PIXELS),
-    "down": (0, SCROLL_PIXELS),
-    "left": (-SCROLL_PIXELS, 0),
-    "right": (SCROLL_PIXELS, 0),
-}
+_WHEEL = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
+_SELECT = """([x, y, value]) => {
+    const list = document.elementFromPoint(x, y)?.closest("select")
+    const option = [...(list?.options ?? [])].find(one => one.text.trim() === value.trim())
+    if (!option) return false
+    list.value = option.value
+    for (const kind of ["input", "change"]) list.dispatchEvent(new Event(kind, {bubbles: true}))
+    return true
+}"""
+"""Whether the list at a place has such an item, which is then chosen.
+
+The items of an open list are no part of a page's screenshot.
+"""
 
 
 class NotHere(ValueError):
@@ -65,53 +73,71 @@ class NotHere(ValueError):
 
 def pause(action: Action) -> float:
     """Return the seconds that the action waits on purpose."""
-    return {Sleep: WAIT_S, LongPress: LONG_PRESS_S}.get(type(action), 0.0)
+    match action:
+        case Sleep(seconds):
+            return WAIT_S if seconds is None else seconds
+        case LongPress(_, seconds):
+            return LONG_PRESS_S if seconds is None else seconds
+    return 0.0
 
 
 class Inputs:
     """Playwright's mouse and keyboard of one page."""
 
-    def __init__(self, page: Any) -> None:
+    def __init__(self, page: Any, height: int) -> None:
+        self._page = page
         self._mouse = page.mouse
         self._keyboard = page.keyboard
+        self._height = height
         self._at = Point(0, 0)
+        self._button_down = False
 
     async def perform(self, action: Action) -> None:
-        """Carry out an action; returns when the page has handled it. Raises NotHere."""
+        """Carry out a basic action; returns when the page has handled it. Raises NotHere."""
         match action:
-            case Click(at, button, times):
+            case Click(Point() as at, "left" | "right" | "middle" as button, times):
                 self._at = at
                 await self._mouse.click(at.x, at.y, button=button, click_count=times)
-            case Hover(at):
+            case Hover(Point() as at):
                 await self.move(at)
-            case LongPress(at):
+            case LongPress(Point() as at):
                 self._at = at
-                await self._mouse.click(at.x, at.y, delay=1000 * LONG_PRESS_S)
-            case Drag(start, end):
+                await self._mouse.click(at.x, at.y, delay=1000 * pause(action))
+            case Drag(Point() as start, end):
                 await self._drag(start, end)
             case Scroll(direction, at):
-                if at is not None and at != self._at:
+                if isinstance(at, Point) and at != self._at:
                     await self.move(at)
-                await self._mouse.wheel(*_WHEEL[direction])
+                pixels = NOTCH_PIXELS * (notches(action, self._height) or 1)
+                right, down = _WHEEL[direction]
+                await self._mouse.wheel(right * pixels, down * pixels)
+            case MouseButton(down):
+                self._button_down = down
+                press_or_release = self._mouse.down if down else self._mouse.up
+                await press_or_release()
+            case SelectOption(Point(x, y), value):
+                if not await self._page.evaluate(_SELECT, [x, y, value]):
+                    raise NotHere(f"there is no list with {value!r} at this place")
             case Hotkey(keys):
                 for key in keys:
                     await self._keyboard.down(_name(key))
                 for key in reversed(keys):
                     await self._keyboard.up(_name(key))
             case HoldKey(key, down):
-                press_or_release = self._keyboard.down if down else self._keyboard.up
-                await press_or_release(_name(key))
+                press_or_release_key = self._keyboard.down if down else self._keyboard.up
+                await press_or_release_key(_name(key))
             case Type(text):
                 await self._keyboard.type(text)
             case Sleep():
-                await asyncio.sleep(WAIT_S)
+                await asyncio.sleep(pause(action))
             case _:
                 raise NotHere(f"there is no {type(action).__name__} in a browser")
 
     async def move(self, at: Point) -> None:
-        """Put the pointer at a place."""
+        """Put the pointer at a place; in several moves while the button is down."""
         self._at = at
-        await self._mouse.move(at.x, at.y)
+        steps = DRAG_STEPS if self._button_down else 1
+        await self._mouse.move(at.x, at.y, steps=steps)
 
     async def _drag(self, start: Point, end: Point) -> None:
         await self.move(start)

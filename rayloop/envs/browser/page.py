@@ -17,7 +17,7 @@ from rayloop.envs.browser.containment import BrowserSettings, available
 from rayloop.envs.browser.host import Host, host_of
 from rayloop.envs.browser.inputs import NotHere, pause
 from rayloop.envs.browser.tab import Files, PageHangs, PageTooLarge, Screen, Size, Tab
-from rayloop.envs.grammar.actions import Action, CallUser, Finish
+from rayloop.envs.grammar.actions import Action, CallUser, Finish, GoBack, OpenUrl
 from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings
 
 MAX_TREE_CHARACTERS = 20_000
@@ -47,6 +47,8 @@ class PageEnvironment(ScreenEnvironment):
     OVER = "false"
     """A JavaScript expression: after it is true no further action of a turn is carried out."""
 
+    NAVIGATES = False
+    """Whether a policy may go back and to other pages."""
     SETTLE_S = 0.0
     """Seconds between a turn's actions and the screenshot, which itself takes two frames."""
     TREE = "body"
@@ -95,10 +97,14 @@ class PageEnvironment(ScreenEnvironment):
         memory.
         """
         on_page: list[Action] = []
+        ends = False
         for action in actions:
             if isinstance(action, Finish | CallUser):
+                ends = True
                 break
-            on_page.append(self._settings.pointing.on(action, self.size.width, self.size.height))
+            if isinstance(action, GoBack | OpenUrl) and not self.NAVIGATES:
+                raise NotHere("this episode stays on its page")
+            on_page += self.basic(action)
         assert self._tab is not None
         assert self._host is not None
 
@@ -118,7 +124,7 @@ class PageEnvironment(ScreenEnvironment):
         self._sound = True
         return StepResult(
             self._shown(*self._parts(screen, tree)),
-            done=is_over or len(on_page) < len(actions),
+            done=is_over or ends,
             info={"refused": dict(self._tab.refused)},
         )
 

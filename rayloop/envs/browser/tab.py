@@ -21,8 +21,8 @@ from urllib.parse import unquote, urljoin, urlsplit
 from rayloop.core.failures import EnvironmentFailed
 from rayloop.envs.browser.chromium import CLOSE_TIMEOUT_S, Chromium
 from rayloop.envs.browser.containment import BrowserSettings
-from rayloop.envs.browser.inputs import Inputs, pause
-from rayloop.envs.grammar.actions import Action, Point
+from rayloop.envs.browser.inputs import Inputs, NotHere, pause
+from rayloop.envs.grammar.actions import Action, GoBack, OpenUrl, Point
 
 CACHED_FILES = 512
 """Files kept in memory, the last ones used."""
@@ -162,7 +162,7 @@ class Tab:
         self._requests = 0
         self._answers = 0
         self._crashed = asyncio.Event()
-        self._inputs = Inputs(page)
+        self._inputs = Inputs(page, size.height)
         self._tasks: set[asyncio.Task[None]] = set()
         self._questions: set[asyncio.Future[Any]] = set()
 
@@ -192,7 +192,7 @@ class Tab:
 
         async def run() -> Screen:
             for index, action in enumerate(actions):
-                await self._inputs.perform(action)
+                await self._perform(action)
                 if index + 1 < len(actions) and await self._evaluate(over):
                     break
             if settle:
@@ -202,6 +202,22 @@ class Tab:
 
         pauses = settle + sum(map(pause, actions))
         return await self._in_time(self._settings.action_timeout + pauses, run(), "the actions")
+
+    async def _perform(self, action: Action) -> None:
+        match action:
+            case OpenUrl(url):
+                address = urljoin(self._page.url, url if "://" in url else f"http://{url}")
+                has_file = self._files.serves(address) and self._files.find(address) is not None
+                if not has_file and not self._files.passes(address):
+                    raise NotHere(f"{url} cannot be opened here")
+                await self._page.goto(address, wait_until="load")
+            case GoBack():
+                await self._page.go_back(wait_until="load")
+                if self._page.url == "about:blank":
+                    await self._page.go_forward(wait_until="load")
+                    raise NotHere("there is no page to go back to")
+            case _:
+                await self._inputs.perform(action)
 
     async def look(self, expression: str) -> Screen:
         """Return the screen and the expression's value. Raises as ``act`` does."""

@@ -25,6 +25,8 @@ class WebPage(PageEnvironment):
     ``?.``); where it throws later it is 0.
     """
 
+    NAVIGATES = True
+
     class Settings(PageSettings):
         """Which pages may be loaded, and how large the screen is."""
 

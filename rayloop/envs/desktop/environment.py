@@ -29,10 +29,13 @@ from rayloop.envs.grammar.actions import (
     HoldKey,
     Hotkey,
     Hover,
+    MouseButton,
+    Point,
     Scroll,
     Sleep,
     Type,
 )
+from rayloop.envs.grammar.basic import notches
 from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings
 from rayloop.sandbox import bubblewrap
 
@@ -138,7 +141,8 @@ class DesktopTasks(ScreenEnvironment):
                 if isinstance(action, Finish | CallUser):
                     return StepResult(self._shown(self._look(0)), done=True)
                 try:
-                    self._act(action)
+                    for part in self.basic(action):
+                        self._act(part)
                 except ValueError as error:
                     screens = [self._look(0)] if number else []
                     return self._refused(str(error), *screens)
@@ -171,21 +175,26 @@ class DesktopTasks(ScreenEnvironment):
             self._desktop.close()
 
     def _act(self, action: Action) -> None:
-        """Raises ValueError for an action that a desktop cannot do, for the policy; DesktopLost."""
+        """Carry out a basic action.
+
+        Raises ValueError for one that a desktop cannot do, for the policy; DesktopLost.
+        """
         assert self._desktop is not None
         ask = self._desktop.ask
-        limits = self._settings.limits
-        match self._settings.pointing.on(action, limits.width, limits.height):
-            case Click(at, button, times):
-                ask("click", x=int(at.x), y=int(at.y), button=button, count=times)
-            case Hover(at):
-                ask("move", x=int(at.x), y=int(at.y))
-            case Drag(start, end):
-                ask("drag", x=int(start.x), y=int(start.y), to_x=int(end.x), to_y=int(end.y))
+        match action:
+            case Click(Point(x, y), button, times):
+                ask("click", x=int(x), y=int(y), button=button, count=times)
+            case Hover(Point(x, y)):
+                ask("move", x=int(x), y=int(y))
+            case Drag(Point(x, y), end):
+                ask("drag", x=int(x), y=int(y), to_x=int(end.x), to_y=int(end.y))
             case Scroll(direction, at):
-                if at is not None:
+                if isinstance(at, Point):
                     ask("move", x=int(at.x), y=int(at.y))
-                ask("scroll", direction=direction, ticks=SCROLL_TICKS)
+                ticks = notches(action, self._settings.limits.height) or SCROLL_TICKS
+                ask("scroll", direction=direction, ticks=round(ticks))
+            case MouseButton(down):
+                ask("button", down=down)
             case Hotkey(keys):
                 ask("press", keys=list(keys))
             case HoldKey(key, down):
@@ -197,12 +206,10 @@ class DesktopTasks(ScreenEnvironment):
                         f" {len(text)}"
                     )
                 self._desktop.type(text, self._settings.type_delay, CHARACTER_TIMEOUT_S)
-            case Sleep():
-                time.sleep(self._settings.wait)
+            case Sleep(seconds):
+                time.sleep(self._settings.wait if seconds is None else seconds)
             case other:
-                raise ValueError(
-                    f"a desktop has no {type(other).__name__}: it is an action of touch screens"
-                )
+                raise ValueError(f"a desktop has no {type(other).__name__}")
 
     def _look(self, react: float) -> ImageSource:
         assert self._desktop is not None

@@ -1,12 +1,13 @@
-"""Actions on a screen, as data.
+"""Actions on a screen, as data: what the policies of all action languages may ask for.
 
 Points are in the model's unit until ``Pointing.on`` (``screens.py``) makes them pixels.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Direction = Literal["up", "down", "left", "right"]
+Button = Literal["left", "right", "middle", "back", "forward"]
 
 
 @dataclass(frozen=True)
@@ -18,42 +19,89 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Click:
-    """``times`` clicks of a button."""
+class Mark:
+    """The number or the letter of an element, where a screen shows its elements with marks."""
 
-    at: Point
-    button: Literal["left", "right"] = "left"
+    name: str
+
+
+Place = Point | Mark
+
+
+@dataclass(frozen=True)
+class Click:
+    """``times`` clicks of a button, at a place or where the pointer is.
+
+    ``keys`` are down meanwhile, here and in other actions.
+    """
+
+    at: Place | None = None
+    button: Button = "left"
     times: int = 1
+    keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Hover:
     """The pointer goes there and stays."""
 
-    at: Point
+    at: Place
+    keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class LongPress:
-    """A finger that stays down, on a touch screen."""
+    """A finger that stays down, on a touch screen; ``seconds`` None: as long as is usual."""
 
-    at: Point
+    at: Place
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class Drag:
-    """The left button goes down at ``start`` and up at ``end``."""
+    """The left button goes down at ``start``, moves along ``path``, and up at ``end``.
 
-    start: Point
+    ``start`` None: it begins where the pointer is.
+    """
+
+    start: Point | None
     end: Point
+    path: tuple[Point, ...] = ()
+    keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Swipe:
+    """A finger goes from ``start`` to ``end``, or ``amount`` of the screen in a direction.
+
+    What is below comes into view when it goes up.
+    """
+
+    start: Point | None = None
+    end: Point | None = None
+    direction: Direction | None = None
+    amount: float | None = None
 
 
 @dataclass(frozen=True)
 class Scroll:
-    """The wheel turns at ``at``, or where the pointer is when that is None."""
+    """The wheel turns at ``at``, or where the pointer is when that is None.
+
+    ``amount`` None: as far as is usual. ``fraction`` is of the screen's height.
+    """
 
     direction: Direction
-    at: Point | None = None
+    at: Place | None = None
+    amount: float | None = None
+    unit: Literal["notches", "pixels", "fraction"] = "notches"
+    keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MouseButton:
+    """The left button goes down (``down``), or up, where the pointer is."""
+
+    down: bool
 
 
 @dataclass(frozen=True)
@@ -68,35 +116,75 @@ class Hotkey:
 
 @dataclass(frozen=True)
 class HoldKey:
-    """A key goes down (``down``), or up."""
+    """A key goes down (``down``), or up; with ``seconds`` it goes down, and up after them."""
 
     key: str
     down: bool = True
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class Type:
-    """A text is typed where the focus is.
+    """A text is typed where the focus is; ``clear``: in place of what is there.
 
     A new line in it is the Enter key; the grammar's "submit" is one at the end.
     """
 
     text: str
+    clear: bool = False
+
+
+@dataclass(frozen=True)
+class SelectOption:
+    """An item of a page's list is chosen, by its text."""
+
+    at: Place
+    value: str
 
 
 @dataclass(frozen=True)
 class Sleep:
     """Wait for the screen to change.
 
-    UI-TARS means five seconds; each environment has a setting for it.
+    UI-TARS means five seconds; each environment has a setting for it, without ``seconds``.
     """
+
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Screenshot:
+    """Nothing happens: a screen follows each turn anyway."""
+
+
+@dataclass(frozen=True)
+class GoBack:
+    """A browser goes back to the page before."""
+
+
+@dataclass(frozen=True)
+class OpenUrl:
+    """A browser loads a page."""
+
+    url: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer for the user, after which the episode goes on."""
+
+    text: str
 
 
 @dataclass(frozen=True)
 class Finish:
-    """The policy is done, with an answer where the task asks for one."""
+    """The policy is done, with an answer where the task asks for one.
+
+    ``success`` False: it says that the task cannot be done.
+    """
 
     answer: str = ""
+    success: bool = True
 
 
 @dataclass(frozen=True)
@@ -118,9 +206,20 @@ class OpenApp:
 
 @dataclass(frozen=True)
 class PhoneButton:
-    """Press the home or the back button of a phone."""
+    """Press a button of a phone."""
 
-    name: Literal["home", "back"]
+    name: Literal["home", "back", "menu", "recent"]
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """A call of a language that no screen here carries out, such as one for a browser's tabs.
+
+    ``arguments``: names and values, as JSON has them.
+    """
+
+    name: str
+    arguments: tuple[tuple[str, Any], ...] = ()
 
 
 Action = (
@@ -128,15 +227,23 @@ Action = (
     | Hover
     | LongPress
     | Drag
+    | Swipe
     | Scroll
+    | MouseButton
     | Hotkey
     | HoldKey
     | Type
+    | SelectOption
     | Sleep
+    | Screenshot
+    | GoBack
+    | OpenUrl
+    | Answer
     | Finish
     | CallUser
     | OpenApp
     | PhoneButton
+    | Unsupported
 )
 
 
@@ -144,11 +251,13 @@ Action = (
 class Actions:
     """One turn of the policy: its thought, and at least one action.
 
-    The actions are in the order in which they are carried out.
+    The actions are in the order in which they are carried out. ``summary`` says in a sentence what
+    they do, in languages that have one.
     """
 
     thought: str
     actions: tuple[Action, ...]
+    summary: str = ""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from rayloop.core.types import ImageSource, Message, Task
 from rayloop.data.resizing import smart_resize
 from rayloop.envs.grammar.actions import Action, Mistake, Point, Sleep
 from rayloop.envs.grammar.arpo import Broken, ScreenSize, acts
+from rayloop.envs.grammar.basic import BasicActions
 from rayloop.envs.grammar.scanner import read
 
 INSTRUCTION = "{instruction}"
@@ -93,7 +94,10 @@ def _with_points(action: Action, convert: Callable[[Point], Point]) -> Action:
     values: dict[str, Any] = {}
     for field in dataclasses.fields(action):
         value = getattr(action, field.name)
-        values[field.name] = convert(value) if isinstance(value, Point) else value
+        if field.name == "path":
+            values[field.name] = tuple(map(convert, value))
+        else:
+            values[field.name] = convert(value) if isinstance(value, Point) else value
     kind: Callable[..., Action] = type(action)
     return kind(**values)
 
@@ -136,6 +140,7 @@ class ScreenEnvironment:
     def __init__(self, settings: ScreenSettings) -> None:
         self._screen = settings
         self._action_count = 0
+        self._basic: BasicActions | None = None
 
     def step(self, text: str) -> StepResult:
         """Carry out a turn.
@@ -156,6 +161,18 @@ class ScreenEnvironment:
             return self._carry_out(turn.actions)
         except ValueError as error:
             return self._refused(str(error))
+
+    def basic(self, action: Action) -> tuple[Action, ...]:
+        """Return the basic actions that an action stands for, with points in pixels.
+
+        Raises ValueError, in words for the policy, for what no screen can do.
+        """
+        width, height = self.screen_size()
+        pointing = self._screen.pointing
+        if self._basic is None:
+            columns, rows = pointing.size(width, height)
+            self._basic = BasicActions(columns, rows)
+        return tuple(pointing.on(part, width, height) for part in self._basic.of(action))
 
     def _original(self, text: str) -> StepResult:
         """Carry out a turn as ARPO reads it.
@@ -205,6 +222,7 @@ class ScreenEnvironment:
         ``instruction`` replaces ``{instruction}``.
         """
         self._action_count = 0
+        self._basic = None
         *earlier, last = with_instruction(task, instruction)
         if self._screen.variant == "original":
             return Observation((*earlier, last, Message(self._screen.role, screen)))

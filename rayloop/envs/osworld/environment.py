@@ -26,10 +26,13 @@ from rayloop.envs.grammar.actions import (
     HoldKey,
     Hotkey,
     Hover,
+    MouseButton,
+    Point,
     Scroll,
     Sleep,
     Type,
 )
+from rayloop.envs.grammar.basic import notches
 from rayloop.envs.grammar.screens import UI_TARS_OR_FAIL, ScreenEnvironment, with_instruction
 from rayloop.envs.osworld.machines import (
     Machine,
@@ -148,7 +151,7 @@ class OSWorld(ScreenEnvironment):
         """
         screen = b""
         # All actions are written first: one that a desktop cannot do leaves the others undone.
-        lines = [self._line(action) for action in actions]
+        lines = list(chain.from_iterable(map(self._lines, actions)))
         for line in lines:
             header, screen = self._ask(
                 "step", self._settings.step_timeout, action=line, pause=self._settings.pause
@@ -208,15 +211,14 @@ class OSWorld(ScreenEnvironment):
             self._broken = True
             raise
 
-    def _line(self, action: Action) -> str:
-        """Return what OSWorld runs for an action. Raises ValueError."""
-        if isinstance(action, Finish):
-            return "DONE"
-        if isinstance(action, CallUser):
+    def _lines(self, action: Action) -> list[str]:
+        """Return what OSWorld runs for an action, one or more. Raises ValueError."""
+        if isinstance(action, Finish) and action.success:
+            return ["DONE"]
+        if isinstance(action, Finish | CallUser):
             # The right answer to a task that cannot be done.
-            return "FAIL"
-        settings = self._settings
-        return code(settings.pointing.on(action, settings.width, settings.height))
+            return ["FAIL"]
+        return [code(part, self._settings.height) for part in self.basic(action)]
 
 
 def _task_of(task: Task, tasks: str) -> Mapping[str, Any]:
@@ -264,38 +266,41 @@ makes ``>`` of it.
 """
 
 
-def code(action: Action) -> str:
-    """Return the Python that a machine runs for an action.
+def code(action: Action, height: int = 1080) -> str:
+    """Return the Python that a machine with a screen of ``height`` pixels runs for a basic action.
 
     The policy's text is in it only as a quoted text. Raises ValueError.
     """
     match action:
-        case Click(at, button, times):
+        case Click(Point() as at, "left" | "right" | "middle" as button, times):
             return _calls(
                 f"click({int(at.x)}, {int(at.y)}, clicks={int(times)}, interval=0.05,"
                 f" button={button!r})"
             )
-        case Hover(at):
+        case Hover(Point() as at):
             return _calls(f"moveTo({int(at.x)}, {int(at.y)})")
-        case Drag(start, end):
+        case Drag(Point() as start, end):
             return _calls(
                 f"moveTo({int(start.x)}, {int(start.y)})",
                 f"dragTo({int(end.x)}, {int(end.y)}, duration=1.0)",
             )
         case Scroll(direction, at):
-            moves = [] if at is None else [f"moveTo({int(at.x)}, {int(at.y)})"]
+            moves = [f"moveTo({int(at.x)}, {int(at.y)})"] if isinstance(at, Point) else []
             wheel = "scroll" if direction in ("up", "down") else "hscroll"
-            ticks = SCROLL_TICKS if direction in ("up", "right") else -SCROLL_TICKS
-            return _calls(*moves, f"{wheel}({ticks})")
+            ticks = round(notches(action, height) or SCROLL_TICKS)
+            sign = "" if direction in ("up", "right") else "-"
+            return _calls(*moves, f"{wheel}({sign}{ticks})")
+        case MouseButton(down):
+            return _calls("mouseDown()" if down else "mouseUp()")
         case Hotkey(keys):
             return _calls(_hotkey(*keys))
         case HoldKey(key, down):
             return _hold(key, down)
         case Type(text):
             return _type(text)
-        case Sleep():
-            return "WAIT"
-    raise ValueError(f"a desktop has no {type(action).__name__}: it is an action of touch screens")
+        case Sleep(seconds):
+            return "WAIT" if seconds is None else f"import time; time.sleep({seconds!r})"
+    raise ValueError(f"a desktop has no {type(action).__name__}")
 
 
 def _pyautogui_keys(key: str) -> tuple[str, ...]:

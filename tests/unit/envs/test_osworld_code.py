@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 
 from rayloop.envs.grammar import calls
-from rayloop.envs.grammar.actions import HoldKey, Hotkey, Type
+from rayloop.envs.grammar.actions import (
+    Click,
+    HoldKey,
+    Hotkey,
+    MouseButton,
+    Point,
+    Scroll,
+    Sleep,
+    Type,
+)
 from rayloop.envs.osworld.environment import code
 
 
@@ -62,3 +71,18 @@ def test_no_key_of_the_grammar_reaches_pyautogui_under_a_name_that_it_gets_wrong
 def test_a_held_key_comes_up_in_the_reverse_order() -> None:
     assert presses(code(HoldKey("<", True))) == [("keyDown", ["shift"]), ("keyDown", [","])]
     assert presses(code(HoldKey("<", False))) == [("keyUp", [","]), ("keyUp", ["shift"])]
+
+
+def test_amounts_buttons_and_seconds_reach_the_machine() -> None:
+    at = Point(3, 4)
+    assert code(Click(at, "middle", 3)).endswith(
+        "click(3, 4, clicks=3, interval=0.05, button='middle')"
+    )
+    assert code(Scroll("down", at, 2)).endswith("moveTo(3, 4); pyautogui.scroll(-2)")
+    assert code(Scroll("right", at, 540, "pixels")).endswith("pyautogui.hscroll(5)")
+    assert code(Scroll("up", at, 0.5, "fraction"), 800).endswith("pyautogui.scroll(4)")
+    assert code(MouseButton(True)).endswith("mouseDown()")
+    assert code(Sleep()) == "WAIT"
+    assert code(Sleep(2.0)) == "import time; time.sleep(2.0)"
+    with pytest.raises(ValueError, match="no Click"):
+        code(Click(at, "back"))

@@ -28,7 +28,7 @@ from rayloop.sandbox.frames import Channel, Header, arguments
 
 START_TIMEOUT_S = 10.0
 """Seconds for the X server, and again for the window manager."""
-BUTTONS = {"left": 1, "middle": 2, "right": 3}
+BUTTONS = {"left": 1, "middle": 2, "right": 3, "back": 8, "forward": 9}
 WHEEL = {"up": 4, "down": 5, "left": 6, "right": 7}
 GRAB_EVERY_S = 0.05
 """Seconds between two looks at the screen."""
@@ -140,6 +140,11 @@ class Desk:
         for _ in range(count):
             self._button(BUTTONS[button], True)
             self._button(BUTTONS[button], False)
+        self._display.sync()
+
+    def do_button(self, down: bool) -> None:
+        """Press the left button where the pointer is, or release it."""
+        self._button(BUTTONS["left"], down)
         self._display.sync()
 
     def do_drag(self, x: int, y: int, to_x: int, to_y: int) -> None:

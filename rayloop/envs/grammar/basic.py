@@ -1,0 +1,139 @@
+"""Actions made of simpler ones, which every screen can carry out."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rayloop.envs.grammar.actions import (
+    Action,
+    Answer,
+    Click,
+    Direction,
+    Drag,
+    HoldKey,
+    Hotkey,
+    Hover,
+    LongPress,
+    Mark,
+    MouseButton,
+    Point,
+    Screenshot,
+    Scroll,
+    Sleep,
+    Swipe,
+    Type,
+    Unsupported,
+)
+
+MAX_PAUSE_S = 10.0
+"""Seconds of a wait, of a key or of a finger that stays down; a longer one is cut."""
+MAX_NOTCHES = 50.0
+"""Notches of a scroll; a longer one is cut."""
+NOTCH_PIXELS = 100.0
+"""Pixels that a page moves for a notch of the wheel."""
+SWIPE_AMOUNT = 0.5
+"""The part of the screen that a finger goes when a swipe has only a direction."""
+_OPPOSITE: dict[Direction, Direction] = {
+    "up": "down",
+    "down": "up",
+    "left": "right",
+    "right": "left",
+}
+
+
+def notches(scroll: Scroll, height: int) -> float | None:
+    """Return how far the wheel turns on a screen of ``height`` pixels, at least one notch.
+
+    None: as far as is usual.
+    """
+    if scroll.amount is None:
+        return None
+    pixels_per_unit = {"notches": NOTCH_PIXELS, "pixels": 1.0, "fraction": float(height)}
+    count = scroll.amount * pixels_per_unit[scroll.unit] / NOTCH_PIXELS
+    return min(max(count, 1.0), MAX_NOTCHES)
+
+
+@dataclass
+class BasicActions:
+    """Makes basic actions of a turn's; ``pointer`` is where the pointer was left.
+
+    ``columns`` and ``rows`` are the size of the screen in the unit of the points. The results are
+    Click, Hover and Drag with places, LongPress, Scroll, MouseButton, Hotkey, HoldKey, Type,
+    SelectOption, Sleep and what only some screens have; keys that are down meanwhile are actions.
+    """
+
+    columns: float
+    rows: float
+    pointer: Point | None = None
+
+    def of(self, action: Action) -> tuple[Action, ...]:
+        """Return the actions that one stands for. Raises ValueError in words for the policy."""
+        if isinstance(action, Unsupported):
+            raise ValueError(f"this screen has no {action.name}")
+        if isinstance(getattr(action, "at", None), Mark):
+            raise ValueError("the elements of this screen have no marks: give a point")
+        results = self._parts(action)
+        for result in results:
+            place = getattr(result, "end", getattr(result, "at", None))
+            if isinstance(place, Point):
+                self.pointer = place
+        return results
+
+    def _parts(self, action: Action) -> tuple[Action, ...]:
+        match action:
+            case Screenshot() | Answer():
+                return ()
+            case Swipe():
+                return (self._scrolled(action),)
+            case Drag(start, end, path) if path:
+                moves = map(Hover, (*path, end))
+                first = Hover(start or self._pointer())
+                inner = (first, MouseButton(True), *moves, MouseButton(False))
+                return _holding(action.keys, *inner)
+            case Drag(None, _):
+                return _holding(action.keys, replace(action, start=self._pointer(), keys=()))
+            case Click(None):
+                return _holding(action.keys, replace(action, at=self._pointer(), keys=()))
+            case Click() | Hover() | Drag() | Scroll():
+                return _holding(action.keys, replace(action, keys=()))
+            case HoldKey(key, _, seconds) if seconds is not None:
+                return HoldKey(key), Sleep(_limited(seconds)), HoldKey(key, down=False)
+            case Sleep(seconds) | LongPress(_, seconds) if seconds is not None:
+                return (replace(action, seconds=_limited(seconds)),)
+            case Type(text, True):
+                # An empty text is a field that is emptied.
+                last: Action = Type(text) if text else Hotkey(("delete",))
+                return Hotkey(("ctrl", "a")), last
+        return (action,)
+
+    def _pointer(self) -> Point:
+        if self.pointer is None:
+            raise ValueError("the pointer was not moved yet: give a place")
+        return self.pointer
+
+    def _scrolled(self, swipe: Swipe) -> Scroll:
+        """Return the turn of a wheel that moves the content as the finger would."""
+        start = swipe.start or Point(self.columns / 2, self.rows / 2)
+        if swipe.end is None:
+            direction = swipe.direction
+            amount = SWIPE_AMOUNT if swipe.amount is None else swipe.amount
+        else:
+            across = (swipe.end.x - start.x) / self.columns
+            down = (swipe.end.y - start.y) / self.rows
+            direction = "down" if down > 0 else "up"
+            if abs(across) > abs(down):
+                direction = "right" if across > 0 else "left"
+            amount = max(abs(across), abs(down))
+        if direction is None:
+            raise ValueError("a swipe needs a direction, or where it ends")
+        return Scroll(_OPPOSITE[direction], start, amount, "fraction")
+
+
+def _limited(seconds: float) -> float:
+    return min(max(seconds, 0.0), MAX_PAUSE_S)
+
+
+def _holding(keys: tuple[str, ...], *inner: Any) -> tuple[Action, ...]:
+    """Return actions during which keys are down."""
+    presses = (HoldKey(key) for key in keys)
+    releases = (HoldKey(key, down=False) for key in reversed(keys))
+    return *presses, *inner, *releases

@@ -1,0 +1,93 @@
+"""Actions that are made of simpler ones, and what no screen can do."""
+
+from __future__ import annotations
+
+import pytest
+
+from rayloop.envs.grammar.actions import (
+    Action,
+    Answer,
+    Click,
+    Drag,
+    HoldKey,
+    Hotkey,
+    Hover,
+    Mark,
+    MouseButton,
+    Point,
+    Screenshot,
+    Scroll,
+    Sleep,
+    Swipe,
+    Type,
+    Unsupported,
+)
+from rayloop.envs.grammar.basic import MAX_NOTCHES, MAX_PAUSE_S, BasicActions, notches
+
+A, B, C = Point(10, 20), Point(30, 40), Point(50, 60)
+PARTS: dict[Action, tuple[Action, ...]] = {
+    Click(A): (Click(A),),
+    Click(A, keys=("ctrl", "shift")): (
+        HoldKey("ctrl"),
+        HoldKey("shift"),
+        Click(A),
+        HoldKey("shift", down=False),
+        HoldKey("ctrl", down=False),
+    ),
+    Drag(A, C, path=(B,)): (
+        Hover(A),
+        MouseButton(True),
+        Hover(B),
+        Hover(C),
+        MouseButton(False),
+    ),
+    HoldKey("shift", seconds=2): (HoldKey("shift"), Sleep(2), HoldKey("shift", down=False)),
+    HoldKey("shift"): (HoldKey("shift"),),
+    Type("new", clear=True): (Hotkey(("ctrl", "a")), Type("new")),
+    Type("", clear=True): (Hotkey(("ctrl", "a")), Hotkey(("delete",))),
+    Type("new"): (Type("new"),),
+    Sleep(): (Sleep(),),
+    Sleep(1e9): (Sleep(MAX_PAUSE_S),),
+    Screenshot(): (),
+    Answer("42"): (),
+    Swipe(Point(500, 800), Point(500, 300)): (Scroll("down", Point(500, 800), 0.5, "fraction"),),
+    Swipe(Point(100, 500), Point(900, 400)): (Scroll("left", Point(100, 500), 0.8, "fraction"),),
+    Swipe(direction="up"): (Scroll("down", Point(500, 500), 0.5, "fraction"),),
+}
+
+
+@pytest.mark.parametrize("action", PARTS, ids=str)
+def test_an_action_is_made_of_basic_ones(action: Action) -> None:
+    assert BasicActions(1000, 1000).of(action) == PARTS[action]
+
+
+def test_what_has_no_place_happens_where_the_pointer_is() -> None:
+    basic = BasicActions(1000, 1000)
+    with pytest.raises(ValueError, match="give a place"):
+        basic.of(Click())
+    basic.of(Hover(A))
+    assert basic.of(Click(times=2)) == (Click(A, times=2),)
+    assert basic.of(Drag(None, B)) == (Drag(A, B),)
+    assert basic.of(Click()) == (Click(B),)
+
+
+@pytest.mark.parametrize(
+    ("action", "reason"),
+    [
+        (Click(Mark("4")), "have no marks"),
+        (Unsupported("new_tab"), "this screen has no new_tab"),
+        (Swipe(), "a swipe needs a direction"),
+    ],
+)
+def test_what_no_screen_can_do_is_said(action: Action, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        BasicActions(1000, 1000).of(action)
+
+
+def test_how_far_a_wheel_turns() -> None:
+    assert notches(Scroll("up"), 800) is None
+    assert notches(Scroll("up", amount=3), 800) == 3
+    assert notches(Scroll("up", amount=300, unit="pixels"), 800) == 3
+    assert notches(Scroll("up", amount=0.5, unit="fraction"), 800) == 4
+    assert notches(Scroll("up", amount=5, unit="pixels"), 800) == 1
+    assert notches(Scroll("up", amount=1e300), 800) == MAX_NOTCHES
