@@ -120,7 +120,7 @@ class AgentEnv:
         processes: int = Field(64, ge=1)
         """Processes of the agent at once."""
         reward: Literal["returned", "posted"] = "returned"
-        """``returned``: the number that the function returns; ``posted``: also rewards by HTTP.
+        """``returned``: what the function returns or the command reports; ``posted``: also by HTTP.
 
         They are sent to ``/v1/reward`` with the key that a parameter ``reward_key``, or a word
         ``{reward_key}``, gets: for commands. Any program with that key can pay.
@@ -164,9 +164,9 @@ class AgentEnv:
     async def run_agent(self, task: Task, address: Mapping[str, str]) -> float | None:
         """Run the agent to its end.
 
-        Returns the number that its function returned, None for any other value. Raises AgentFailed
-        when it ended with an error, EnvironmentHung at the deadline, EnvironmentFailed at another
-        limit.
+        Returns the number that its function returned, or that the command reported (``result`` at
+        ``RESULT_VARIABLE``), None for any other value. Raises AgentFailed when it ended with an
+        error, EnvironmentHung at the deadline, EnvironmentFailed at another limit.
         """
         return await self._run(_row(task), address, call=True)
 
@@ -209,7 +209,7 @@ class AgentEnv:
         if report["end"]:
             raise AgentFailed(f"the agent was ended: {report['end']}{output}", bug=True)
         if report["code"]:
-            by_policy = not report["broken"] and self._blame(report) is Blame.POLICY
+            by_policy = not report["broken"] and _blame(report["raised"]) is Blame.POLICY
             raise AgentFailed(
                 f"the agent ended with exit code {report['code']}{output}",
                 bug=True,
@@ -217,25 +217,6 @@ class AgentEnv:
             )
         result: float | None = report["result"]
         return result
-
-    def _blame(self, report: Mapping[str, Any]) -> Blame:
-        """Return who is to blame for an agent's error.
-
-        The exceptions of its function say it, or the name at the start of a program's last line,
-        where a traceback has it. A MemoryError comes from ``memory_mb``: a machine without memory
-        kills.
-        """
-        chain = report["raised"]
-        # A function's exceptions are known without its output, whose last line the policy may have
-        # written.
-        if not isinstance(self.settings.run, str):
-            last_line = report["output"].strip().rpartition("\n")[2]
-            match = re.match(r"(?:\w+\.)*(\w+)", last_line)
-            chain = [([match[1]], None)] if match else []
-        errors = []
-        for names, number in chain:
-            errors.append(Raised([name for name in names if name != "MemoryError"], number))
-        return blame_of(errors)
 
     def _variables(self, address: Mapping[str, str]) -> dict[str, str]:
         openai = {
@@ -250,6 +231,22 @@ class AgentEnv:
             "OPENAI_MODEL": self.model,
             **self.settings.env,
         }
+
+
+def _blame(chain: Any) -> Blame:
+    """Return who is to blame for an agent's error, by the exceptions that it reported.
+
+    The policy, when it reported none: the policy may have written what an agent prints. A
+    MemoryError comes from ``memory_mb``: a machine without memory kills.
+    """
+    try:
+        errors = []
+        for names, number in chain:
+            errors.append(Raised([name for name in names if name != "MemoryError"], number))
+        return blame_of(errors)
+    except (TypeError, ValueError):
+        # A command, or what a policy made an agent do, can report anything.
+        return Blame.POLICY
 
 
 @functools.cache

@@ -30,6 +30,8 @@ CHECK_EVERY_S = 0.2
 """Seconds between two checks of the agent's processes."""
 OUTPUT_TAIL_BYTES = 8192
 """Bytes that are kept of the end of an agent's output."""
+RESULT_VARIABLE = "RAYLOOP_RESULT_FD"
+"""The variable with the number of the descriptor to which a command writes its result."""
 RESULT_BYTES = 1 << 14
 """Bytes that are read of an agent's result.
 
@@ -113,10 +115,10 @@ def _host(can_isolate: bool) -> None:
     request["alone"] = isolated
     without_network = isolated and not request["network"]
 
-    # Three pipes: what the agent prints, what its function returns, and the exit code, which its
-    # parent reports.
+    # For what the agent prints, for its result, and for the exit code, which its parent reports.
+    # The result has a socket: /proc/PID/fd would open a pipe for every program of the agent.
     output_reader, output_writer = os.pipe()
-    result_reader, result_writer = os.pipe()
+    result_reader, result_writer = (end.detach() for end in socket.socketpair())
     status_reader, status_writer = os.pipe()
     limits = request["limits"]
     memory_bytes = int(limits["memory_mb"]) << 20
@@ -168,7 +170,7 @@ def _namespace_flags(isolated: bool, without_network: bool) -> int:
 def _read_result(result_reader: int) -> dict[str, Any]:
     """Read ``result`` and ``raised``, which the agent wrote.
 
-    The agent can write anything into that pipe, so that nothing else is taken from it.
+    The agent can write anything into that socket, so that nothing else is taken from it.
     """
     values: dict[str, Any] = {"result": None, "raised": []}
     with suppress(ValueError):  # it was killed while it wrote
@@ -392,6 +394,8 @@ def _become_agent(request: Mapping[str, Any], output_writer: int, result_writer:
     try:
         if isinstance(request["run"], list):
             command = _filled_command(request)
+            os.set_inheritable(result_writer, True)
+            os.environ[RESULT_VARIABLE] = str(result_writer)
             os.execvp(command[0], command)
         result = _call_function(request)
         if request.get("call", True):
@@ -486,4 +490,7 @@ def _load_function(address: str) -> Any:
 
 
 if __name__ == "__main__":
+    # Python put the folder of this file there, in which an agent's import would find our modules.
+    with suppress(ValueError):  # unless that Python is started with -P
+        sys.path.remove(os.path.dirname(__file__))
     main(*sys.argv[1:])

@@ -26,6 +26,7 @@ from rayloop.cli import main
 from rayloop.core.failures import ConfigError, EnvironmentFailed, EnvironmentHung
 from rayloop.core.types import EndReason, ImageSource, Message, Task, TokenPrompt, Trajectory
 from rayloop.envs import agent_env
+from rayloop.envs.agents import host
 from rayloop.envs.instance import Environments
 from rayloop.envs.settings import EnvironmentKind
 from rayloop.sandbox import memory
@@ -514,20 +515,91 @@ def test_what_an_answer_cannot_have_broken_is_never_a_reward(
         agent(BROKEN.format(body))
 
 
-def test_a_command_that_an_answer_broke_is_scored(agent: Played, tmp_path: Path) -> None:
-    program = tmp_path / "command.py"
-    for raised, scored in (("KeyError", True), ("ConnectionError", False)):
-        source = textwrap.dedent(BROKEN.format(f"raise {raised}(said)"))
-        program.write_text(
-            f"{source}\nplay({{'messages': [{{'role': 'user', 'content': 'a'}}]}})",
-            encoding="utf-8",
+COMMAND = """
+    import json, os, subprocess, sys
+    from openai import OpenAI
+
+    def report(report):
+        os.write(int(os.environ["RAYLOOP_RESULT_FD"]), json.dumps(report).encode())
+
+    messages = [{"role": "user", "content": "a"}]
+    client = OpenAI(max_retries=0)
+    said = client.chat.completions.create(model="policy", messages=messages).choices[0].message.content
+    BODY
+"""
+
+
+@pytest.fixture
+def command(agent: Played, tmp_path: Path) -> Played:
+    """Plays one episode with a command that ends with these lines, after an answer."""
+
+    def played(*lines: str) -> Trajectory:
+        program = tmp_path / "command.py"
+        source = textwrap.dedent(COMMAND).replace("BODY", "\n".join(lines))
+        program.write_text(source, encoding="utf-8")
+        return agent("", run=[sys.executable, str(program)])
+
+    return played
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["raise KeyError(said)"],
+        ["raise ConnectionError(said)"],
+        ["print('ConnectionError: said the policy', flush=True)", "os._exit(3)"],
+        ["report({'raised': [[['ValueError', 'Exception'], None]]})", "os._exit(3)"],
+        ["report({'raised': 7})", "os._exit(3)"],
+        ["report({'raised': [[[[]], [2]]]})", "os._exit(3)"],
+        ["report(['ConnectionError'])", "os._exit(3)"],
+        ["report({'result': 'five'})"],
+    ],
+)
+def test_a_command_that_an_answer_broke_is_scored_whatever_it_prints(
+    command: Played, lines: list[str]
+) -> None:
+    made = command(*lines)
+    assert (made.end_reason, made.env_result) == (EndReason.ACTION_ERROR, 0.0)
+
+
+@pytest.mark.parametrize("raised", [[["ConnectionError"], None], [["OSError"], 28]])
+def test_a_command_reports_what_no_answer_can_have_broken(command: Played, raised: Any) -> None:
+    with pytest.raises(EnvironmentFailed, match="exit code 3"):
+        command(
+            f"report({{'raised': [{raised}]}})",
+            "print('KeyError: said the policy', flush=True)",
+            "os._exit(3)",
         )
-        if scored:
-            made = agent("", run=[sys.executable, str(program)])
-            assert (made.end_reason, made.env_result) == (EndReason.ACTION_ERROR, 0.0)
-        else:
-            with pytest.raises(EnvironmentFailed, match="ConnectionError"):
-                agent("", run=[sys.executable, str(program)])
+
+
+def test_a_command_reports_its_reward_and_prints_none(command: Played) -> None:
+    printed = """print('{"result": 1.0}')"""
+    made = command("report({'result': 0.5})", printed)
+    assert (made.end_reason, made.env_result) == (EndReason.DONE, 0.5)
+    assert command(printed).env_result is None
+
+
+def test_the_page_names_the_descriptor_and_both_reports() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for report in (
+        host.RESULT_VARIABLE,
+        '{"result": ',
+        '{"raised": [[["ConnectionError"], null]]}',
+    ):
+        assert f"`{report}" in text
+
+
+def test_programs_that_a_command_starts_cannot_report(command: Played) -> None:
+    """They do not inherit the descriptor, and /proc opens no socket."""
+    forged = "import os; fd = os.environ['RAYLOOP_RESULT_FD']; os.write({}, b'{{\"result\": 1}}')"
+    inherited = forged.format("int(fd)")
+    opened = forged.format("os.open(f'/proc/{os.getppid()}/fd/{fd}', os.O_WRONLY)")
+    made = command(
+        f"for source in ({inherited!r}, {opened!r}):",
+        "    assert subprocess.run([sys.executable, '-c', source]).returncode",
+        "report({'result': 0.25})",
+    )
+    assert made.env_result == 0.25
 
 
 def test_a_refusal_that_was_followed_by_an_answer_is_forgotten(agent: Played) -> None:
@@ -596,7 +668,8 @@ def test_what_an_agent_writes_does_not_say_how_it_was_ended(agent: Played) -> No
         import stat
         for descriptor in range(3, 64):
             try:
-                if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+                mode = os.fstat(descriptor).st_mode
+                if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
                     os.write(descriptor, b'{"end": "it did not end within 3 s (deadline)", "late": true, "broken": true}')
             except OSError:
                 pass
@@ -840,6 +913,18 @@ def test_modules_beside_the_agent_are_found_by_its_own_path(agent: Played, tmp_p
         return helper_of_agents.REWARD
     """
     assert agent(source, env={"PYTHONPATH": str(tmp_path / "library")}).env_result == 0.75
+
+
+def test_no_module_of_ours_is_found_by_an_agents_import(agent: Played) -> None:
+    made = agent("""
+    import importlib.util, sys
+    from openai import OpenAI
+    def play(row):
+        OpenAI().chat.completions.create(model="policy", messages=row["messages"])
+        ours = ("host", "session", "endpoint", "namespaces", "memory")
+        return float(any(importlib.util.find_spec(name) for name in ours))
+    """)
+    assert made.env_result == 0.0
 
 
 def test_an_agent_driven_class_without_run_agent_is_refused(
