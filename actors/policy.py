@@ -384,10 +384,10 @@ class PolicyRank(Actor):
             save_model(source, temporary, tensors, limits=model)
             temporary.rename(folder)
 
-    def invite(self, engines: tuple[int, ...], failures: int) -> Any:
+    def invite(self, engines: tuple[int, ...], failures: int, timeout: float) -> Any:
         """Let the sender of the first rank ``invite`` these engines."""
         assert self.sender is not None
-        return self.sender.invite(engines, failures)
+        return self.sender.invite(engines, failures, timeout)
 
     def parameter_groups(self) -> list[str]:
         """The names that ``perturb`` takes: the parameter groups that a weight sync sends."""

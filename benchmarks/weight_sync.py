@@ -86,8 +86,8 @@ class Sending(_End):
         update = self.sender.sent() if self.copied else self.sender.pack(version, self.tensors)
         return update.manifest, update.source
 
-    def invite(self, engines: tuple[int, ...], failures: int) -> Any:
-        return self.sender.invite(engines, failures)
+    def invite(self, engines: tuple[int, ...], failures: int, timeout: float) -> Any:
+        return self.sender.invite(engines, failures, timeout)
 
 
 class Receiving(_End):
@@ -117,6 +117,7 @@ class _Pair:
     sending: Any
     receiving: Any
     members = (0,)
+    patience = 600.0
     kept: list[WeightUpdate[Any]] = field(default_factory=list)
 
     async def send(self, version: Version, meeting: Any) -> None:
@@ -126,8 +127,8 @@ class _Pair:
         manifest, source = self.sending.export.options(num_returns=2).remote(version)
         return WeightUpdate(await manifest, source)
 
-    async def invite(self, engines: tuple[int, ...], failures: int) -> Any:
-        return await self.sending.invite.remote(engines, failures)
+    async def invite(self, engines: tuple[int, ...], failures: int, timeout: float) -> Any:
+        return await self.sending.invite.remote(engines, failures, timeout)
 
     def keep(self, update: WeightUpdate[Any]) -> None:
         self.kept[:] = [update]

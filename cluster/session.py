@@ -165,7 +165,7 @@ def metrics_ports() -> list[str]:
     """The addresses (host:port) at which the cluster's nodes serve metrics."""
     return [
         f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
-        for node in ray.nodes()
+        for node in node_rows()
         if node["Alive"]
     ]
 
@@ -213,26 +213,40 @@ def ask_head(seconds: float) -> None:
             raise ConnectionError(f"{host}:{port}: {reason}") from error
 
 
-def node_lives(seconds: float) -> bool:
-    """Whether Ray's head counts the node of this process as alive.
+def node_rows(seconds: float = 5.0) -> list[dict[str, Any]]:
+    """Every node of the cluster, with these keys of ``ray.nodes``.
 
-    Raises what Ray does when the head does not answer within ``seconds``.
+    ``ray.nodes``, and all else that asks Ray's state, aborts the process (SIGABRT) when a head that
+    was started again answers. Raises what Ray does when no head answers within ``seconds``.
     """
     from ray._private.worker import global_worker
     from ray.core.generated.gcs_pb2 import GcsNodeInfo
 
+    return [
+        {
+            "NodeID": node_id.hex(),
+            "Alive": node.state == GcsNodeInfo.ALIVE,
+            "NodeManagerHostname": node.node_manager_hostname,
+            "NodeManagerAddress": node.node_manager_address,
+            "NodeManagerPort": node.node_manager_port,
+            "MetricsExportPort": node.metrics_export_port,
+        }
+        for node_id, node in global_worker.gcs_client.get_all_node_info(timeout=seconds).items()
+    ]
+
+
+def node_lives(seconds: float) -> bool:
+    """Whether Ray's head counts the node of this process as alive. Raises as ``node_rows``."""
     here = ray.get_runtime_context().get_node_id()
-    # ``ray.nodes()`` aborts this process (SIGABRT) when a head that was started again answers.
-    nodes = global_worker.gcs_client.get_all_node_info(timeout=seconds)
-    states = {node_id.hex(): node.state for node_id, node in nodes.items()}
-    return states.get(here) != GcsNodeInfo.DEAD
+    return not any(node["NodeID"] == here and not node["Alive"] for node in node_rows(seconds))
 
 
 def room() -> dict[str, dict[str, float]]:
-    """The free resources of each node, by Ray's id of it."""
-    from ray._private.state import available_resources_per_node
+    """The free resources of each node, by Ray's id of it. Raises as ``node_rows``."""
+    from ray._private.worker import global_worker
 
-    return dict(available_resources_per_node())
+    usage = global_worker.gcs_client.get_all_resource_usage(timeout=5.0).resource_usage_data
+    return {node.node_id.hex(): dict(node.resources_available) for node in usage.batch}
 
 
 def _keep_logs(folder: Path, logs: Path) -> None:

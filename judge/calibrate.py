@@ -280,16 +280,18 @@ def _report(opinions: Opinions) -> dict[str, str]:
     }
 
 
+@dataclass
 class DriftWatch:
     """Repeats the drift subset during training and compares it with its first result.
 
     One check is one small batch.
     """
 
-    def __init__(self, client: JudgeClient, tolerance: float, patience: float) -> None:
-        self.client = client
-        self.tolerance = tolerance
-        self.patience = patience
+    client: JudgeClient
+    tolerance: float
+    patience: float
+
+    def __post_init__(self) -> None:
         self.items = drift_subset(calibration())
         self.first: dict[str, VerdictKind] = {}
 

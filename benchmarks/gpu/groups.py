@@ -44,8 +44,9 @@ def alone(backend: Backend, timeout: float, mib: int) -> dict[str, float]:
     from rayloop.transports.process_group import Membership
 
     began = time.perf_counter()
-    member = Membership(backend, timeout)
-    member.join("127.0.0.1", member.serve("127.0.0.1"), "alone", 1)
+    member = Membership(backend)
+    port = member.serve("127.0.0.1", timeout)
+    member.join("127.0.0.1", port, "alone", 1, timeout)
     made = time.perf_counter()
     member.broadcast(torch.zeros(mib << 20, dtype=torch.uint8, device=member.device))
     return {"made_s": round(made - began, 3), "broadcast_s": round(time.perf_counter() - made, 3)}
@@ -55,8 +56,9 @@ def in_vain(backend: Backend, timeout: float) -> None:
     """Wait for a second member: raises what a policy's first rank would see."""
     from rayloop.transports.process_group import Membership
 
-    member = Membership(backend, timeout)
-    member.join("127.0.0.1", member.serve("127.0.0.1"), "in vain", 2)
+    member = Membership(backend)
+    port = member.serve("127.0.0.1", timeout)
+    member.join("127.0.0.1", port, "in vain", 2, timeout)
 
 
 def first(backend: Backend, timeout: float, mib: int, other: Any) -> dict[str, float]:
@@ -68,10 +70,10 @@ def first(backend: Backend, timeout: float, mib: int, other: Any) -> dict[str, f
 
     from rayloop.transports.process_group import Membership
 
-    member = Membership(backend, timeout)
-    port = member.serve("127.0.0.1")
+    member = Membership(backend)
+    port = member.serve("127.0.0.1", timeout)
     other.send(port)
-    member.join("127.0.0.1", port, "two", 2)
+    member.join("127.0.0.1", port, "two", 2, timeout)
     time.sleep(min(2.0, timeout / 2))  # time to die for the other
     seconds = []
     for _ in range(2):
@@ -100,8 +102,8 @@ def second(backend: Backend, timeout: float, mib: int, other: Any, dies: bool) -
         raise TimeoutError("the first member did not say where it is")
     if backend == "nccl":
         torch.cuda.set_device(torch.cuda.device_count() - 1)
-    member = Membership(backend, timeout)
-    member.join("127.0.0.1", other.recv(), "two", 2)
+    member = Membership(backend)
+    member.join("127.0.0.1", other.recv(), "two", 2, timeout)
     if dies:
         os.abort()
     for _ in range(2):

@@ -5,7 +5,6 @@ docs/algorithm.md, sections 10 and 11.
 
 import asyncio
 import random
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -21,7 +20,7 @@ from rayloop.cluster.supervision.attempts import EpisodeRunner
 from rayloop.cluster.supervision.policy_group import MIN_LOADING_TIMEOUT_S
 from rayloop.cluster.supervision.pool import Calls
 from rayloop.core import events, incidents
-from rayloop.core.deadlines import with_deadline
+from rayloop.core.deadlines import Patience, with_deadline
 from rayloop.core.failures import (
     AnswerLate,
     DataFailure,
@@ -56,12 +55,10 @@ SELF_TEST_TOKENS = 32
 """Maximum tokens of an answer of the self-test, whose first tokens show whether weights arrived."""
 ARRIVED_SHARE = 1 / 3
 """The share of the change by which engines and trainer may differ when weights have arrived."""
-MEASURED_LOADS = 5
-"""The latest loads whose durations decide how long the next load may take."""
-LOAD_FACTOR = 20.0
-"""A load may take this many times as long as the longest of the latest loads."""
 MIN_LOAD_TIMEOUT_S = 60.0
 """Seconds that a load may take in any case."""
+MIN_BROADCAST_TIMEOUT_S = 120.0
+"""Seconds that a load of a broadcast may take in any case."""
 
 
 class WeightSync:
@@ -80,7 +77,8 @@ class WeightSync:
         self.making = asyncio.Lock()
         """Held from the beginning of an update until its weights are synced."""
         self._unplayable: set[str] = set()
-        self._loads: deque[float] = deque(maxlen=MEASURED_LOADS)
+        self._loads = Patience(config.sync_timeout, MIN_LOAD_TIMEOUT_S)
+        self._broadcasts = Patience(config.sync_timeout, MIN_BROADCAST_TIMEOUT_S)
         self._spares = True
         self._order = 0
 
@@ -124,20 +122,15 @@ class WeightSync:
         finally:
             self._spares = True
 
-    def _patience(self) -> float:
-        """Seconds for a load: a multiple of the longest of the latest loads.
-
-        At most a sixth of ``policy.step_timeout``.
-        """
-        longest = self.config.sync_timeout
-        if not self._loads:
-            return longest
-        return min(longest, max(MIN_LOAD_TIMEOUT_S, LOAD_FACTOR * max(self._loads)))
-
     @property
     def members(self) -> tuple[int, ...]:
         """Serial numbers of the engines in service."""
         return tuple(self.services.rollout.workers)
+
+    @property
+    def patience(self) -> float:
+        """Seconds that the next load of a broadcast may take."""
+        return self._broadcasts.seconds
 
     def keep(self, update: WeightUpdate[Any]) -> None:
         """New engines load this update from now on."""
@@ -150,12 +143,13 @@ class WeightSync:
 
         Raises the first failure, when all loads have ended. Raises AnswerLate when the load of an
         update that engines keep, which can be exported again, takes much longer than earlier loads.
+        An engine that takes as long for a broadcast is replaced: the others have given up by then.
         """
         await self.services.colocation.to_rollout()
         is_current = update is self._current
-        longest = self.config.sync_timeout
-        timeout = self._patience() if is_current else longest
-        spares = is_current and self._spares and timeout < longest
+        patience = self._loads if is_current else self._broadcasts
+        timeout = patience.seconds
+        spares = is_current and self._spares and timeout < patience.longest
         now = asyncio.get_running_loop().time
         began = now()
         engines = Calls(self.services.rollout, timeout, spares=spares)
@@ -164,8 +158,8 @@ class WeightSync:
         await engines.everywhere(RolloutActor.load, update.manifest, update.source, self._order)
         seconds = now() - began
         # After the timeout, an engine was replaced.
-        if is_current and seconds < timeout:
-            self._loads.append(seconds)
+        if seconds < timeout:
+            patience.durations.append(seconds)
 
     def fell_back(self, version: Version, error: Exception) -> None:
         """Emit that the transport's fast path failed; a slower one follows."""
@@ -176,7 +170,7 @@ class WeightSync:
 
         Waits for other weights when these are lost.
         """
-        timeout = self._patience()
+        timeout = self._loads.seconds
         loaded: WeightUpdate[Any] | None = None
         while self._current is not None and self._current is not loaded:
             # A newer update may have been kept during this

@@ -20,7 +20,7 @@ from ray.exceptions import ActorDiedError, RayError
 from rayloop.actors.base import Actor
 from rayloop.actors.handles import Handle, submit
 from rayloop.cluster.driver_actor import DriverActor
-from rayloop.cluster.session import actor_table, logs_folder
+from rayloop.cluster.session import actor_table, logs_folder, node_rows
 from rayloop.core.failures import ConfigError, InfrastructureFailure, MachineFailed
 from rayloop.core.threads import complete
 from rayloop.run.place import Place
@@ -98,7 +98,7 @@ def _actors(place: Place) -> list[LiveActor]:
         raise ConfigError(
             f"the run has no actors at {place.address}: it has just begun, or just ended"
         )
-    hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
+    hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in node_rows()}
     actors = []
     for entry in alive:
         host = hosts.get(entry["Address"]["NodeID"], "an unknown node")

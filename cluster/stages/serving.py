@@ -27,7 +27,7 @@ from ray.serve.schema import ProxyStatus
 
 from rayloop.actors.handles import Handle, submit
 from rayloop.cluster.driver_actor import DriverActor
-from rayloop.cluster.session import serve_details, session
+from rayloop.cluster.session import node_rows, serve_details, session
 from rayloop.core.failures import ConfigError, DeadlineExceeded, InfrastructureFailure
 from rayloop.core.files import write_whole
 from rayloop.core.signals import STOP, handling
@@ -288,7 +288,7 @@ def url(host: str, port: int) -> str:
         ]
         hosts = {
             node["NodeID"]: node["NodeManagerAddress"]
-            for node in ray.nodes()
+            for node in node_rows()
             if node["NodeID"] in healthy
         }
         if hosts:

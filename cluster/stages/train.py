@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
@@ -180,28 +181,22 @@ def _emit_start(config: RunConfig, folder: RunFolder) -> None:
     folder.events.emit(events.Start(config_hash(config), versions))
 
 
+@dataclass
 class DriverAttempts:
     """Creates the driver and follows it.
 
     When it dies, another driver continues from the newest checkpoint of this start.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        folder: RunFolder,
-        origin: Origin,
-        hashes: dict[str, str],
-        progress: Progress,
-        head: HeadWatch,
-    ) -> None:
-        self.config = config
-        self.folder = folder
-        self.origin = origin
-        self.hashes = hashes
-        self.progress = progress
-        self.head = head
-        self._budget = Budget(config.recovery.driver_restarts)
+    config: RunConfig
+    folder: RunFolder
+    origin: Origin
+    hashes: dict[str, str]
+    progress: Progress
+    head: HeadWatch
+
+    def __post_init__(self) -> None:
+        self._budget = Budget(self.config.recovery.driver_restarts)
 
     def run(self, check: Check) -> dict[str, Any]:
         """Return the result of the driver that reaches the end.

@@ -9,11 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import ray
-
 from rayloop.actors.base import Actor
 from rayloop.actors.handles import Handle, submit
-from rayloop.cluster.session import room
+from rayloop.cluster.session import node_rows, room
 from rayloop.core import incidents
 from rayloop.core.deadlines import bounded, with_deadline
 from rayloop.core.events import Emit
@@ -48,9 +46,9 @@ A pool returns its workers' serial numbers; the policy group, whose ranks have n
 
 
 class Nodes:
-    """Where the actors of a run are. ``rows``: ``ray.nodes``."""
+    """Where the actors of a run are. ``rows``: ``node_rows``."""
 
-    def __init__(self, emit: Emit, rows: Callable[[], list[dict[str, Any]]] = ray.nodes) -> None:
+    def __init__(self, emit: Emit, rows: Callable[[], list[dict[str, Any]]] = node_rows) -> None:
         self._emit = emit
         self._read = rows
         self._roles_by_node: dict[str, Counter[str]] = {}
@@ -120,7 +118,7 @@ class Nodes:
         async with self._looking:
             timeout_error = WorkerLost("the head does not answer")
             try:
-                # ``ray.nodes`` blocks for as long as the head is silent.
+                # It blocks while the head is silent.
                 rows = await bounded(ANSWER_TIMEOUT_S, asyncio.to_thread(self._read), timeout_error)
             except Exception as error:
                 # Without a head the next call fails.

@@ -368,10 +368,11 @@ class PolicyGroup:
             submit(rank, PolicyRank.forget, number)
         return WeightUpdate(manifest, sources[0])
 
-    async def invite(self, engines: tuple[int, ...], failures: int) -> Any:
+    async def invite(self, engines: tuple[int, ...], failures: int, timeout: float) -> Any:
         """Let the transport's sender, which lives in the first rank, ``invite`` these engines."""
         calls = [
-            partial(submit, rank, PolicyRank.invite, engines, failures) for rank in self.ranks[:1]
+            partial(submit, rank, PolicyRank.invite, engines, failures, timeout)
+            for rank in self.ranks[:1]
         ]
         answers = await self._answers("invite", calls)
         return answers[0]

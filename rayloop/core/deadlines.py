@@ -6,6 +6,7 @@ Background tasks cannot fail silently.
 import asyncio
 import functools
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -91,6 +92,31 @@ class Waits:
 
 
 WAITS = Waits()
+
+
+MEASURED_CALLS = 5
+"""The latest durations of a call that decide how long the next one may take."""
+CALL_FACTOR = 20.0
+"""A call may take this many times as long as the longest of the latest calls."""
+
+
+@dataclass
+class Patience:
+    """How long a call may take that is repeated: a multiple of the longest of the latest calls.
+
+    At most ``longest`` seconds, which the first call has, and at least ``shortest``.
+    ``durations``: in seconds, of calls that ended within their limit.
+    """
+
+    longest: float
+    shortest: float
+    durations: deque[float] = field(default_factory=lambda: deque(maxlen=MEASURED_CALLS))
+
+    @property
+    def seconds(self) -> float:
+        """The limit of the next call."""
+        slowest = max(self.durations, default=self.longest)
+        return min(self.longest, max(self.shortest, CALL_FACTOR * slowest))
 
 
 async def bounded(seconds: float, awaitable: Awaitable[T], late: Exception) -> T:

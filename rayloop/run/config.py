@@ -189,7 +189,7 @@ class RunConfig(SettingsModel):
     def sync_timeout(self) -> float:
         """Seconds for an engine to take over synced weights.
 
-        Each wait within a broadcast has a fifth of them.
+        Each wait within a broadcast has a fifth of them at most.
         """
         return self.policy.step_timeout / 6
 

@@ -12,7 +12,7 @@ import pickle
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from rayloop.core.failures import BroadcastFailed, PolicyLost
@@ -98,13 +98,15 @@ def views(bucket: Tensor, records: Mapping[str, TensorRecord]) -> dict[str, Tens
 class BroadcastGroup:
     """The address of a process group.
 
-    Its ``size`` members meet at ``host:port``, by the ``name``, which only they know.
+    Its ``size`` members meet at ``host:port``, by the ``name``, which only they know. They wait
+    for each other ``timeout`` seconds at most, for the meeting and for each bucket.
     """
 
     host: str
     port: int
     name: str = field(repr=False)
     size: int
+    timeout: float
 
 
 class Collective(WeightTransport[Arrays | BroadcastGroup]):
@@ -139,7 +141,9 @@ class Collective(WeightTransport[Arrays | BroadcastGroup]):
             await asyncio.wait({self._copy})
             with suppress(PolicyLost, asyncio.CancelledError):
                 self._copy.result()
-        meeting = await policy.invite(rollouts.members, self._failures)
+        # Members that wait in vain give up before they are replaced.
+        timeout = min(rollouts.patience / 2, self.settings.timeout)
+        meeting = await policy.invite(rollouts.members, self._failures, timeout)
         sending = asyncio.ensure_future(policy.send(version, meeting))
         # It exports once the sending has ended: the sender then has the copy, also of a failed
         # broadcast.
@@ -158,7 +162,9 @@ class Collective(WeightTransport[Arrays | BroadcastGroup]):
             self._failures += 1
             rollouts.fell_back(version, error)
             # shield: a cancelled delivery must leave the copy to the engines that wait for it.
-            await rollouts.load(await asyncio.shield(self._copy))
+            copy = await asyncio.shield(self._copy)
+            rollouts.keep(copy)
+            await rollouts.load(copy)
 
 
 async def _export_after(
@@ -181,7 +187,7 @@ class BroadcastSender(Sender[Arrays | BroadcastGroup]):
 
         self._settings = settings
         self._host = host
-        self._membership = Membership(settings.backend, settings.timeout)
+        self._membership = Membership(settings.backend)
         self._meeting: BroadcastGroup | None = None
         self._invited: tuple[tuple[int, ...], int] | None = None
         self._copy_stream: torch.cuda.Stream | None = None
@@ -194,18 +200,21 @@ class BroadcastSender(Sender[Arrays | BroadcastGroup]):
         packed = ArraySender().pack(version, tensors)
         return WeightUpdate(packed.manifest, packed.source)
 
-    def invite(self, engines: tuple[int, ...], failures: int) -> BroadcastGroup:
+    def invite(self, engines: tuple[int, ...], failures: int, timeout: float) -> BroadcastGroup:
         """Return the group for this rank and the engines with these serial numbers.
 
         It is the existing group unless the engines or the number of failed broadcasts have changed.
+        Its members wait ``timeout`` seconds, but those of a new group as long as the settings say:
+        they have yet to meet and to connect.
         """
         if self._meeting is None or self._invited != (engines, failures):
             self._invited = (engines, failures)
             size = 1 + len(engines) * max(1, self._settings.workers)
-            port = self._membership.serve(self._host)
+            timeout = self._settings.timeout
+            port = self._membership.serve(self._host, timeout)
             # Each group has a random name: a late member of an earlier one cannot join this one.
-            self._meeting = BroadcastGroup(self._host, port, secrets.token_hex(16), size)
-        return self._meeting
+            self._meeting = BroadcastGroup(self._host, port, secrets.token_hex(16), size, timeout)
+        return replace(self._meeting, timeout=timeout)
 
     def send(
         self, version: Version, weights: Iterable[tuple[str, Tensor]], meeting: BroadcastGroup
@@ -233,7 +242,7 @@ class BroadcastSender(Sender[Arrays | BroadcastGroup]):
                 self._leave()
 
         try:
-            attempt(membership.join, meeting.host, meeting.port, meeting.name, meeting.size)
+            attempt(membership.join, *astuple(meeting))
             for bucket, tensors in buckets(weights, self._settings.bucket_bytes, membership.device):
                 bucket_records = manifest(version, tensors).tensors
                 copy = self._host_copy(bucket)
@@ -321,7 +330,7 @@ class BroadcastReceiver(Receiver[Arrays | BroadcastGroup]):
         from rayloop.transports.process_group import Membership
 
         self._settings = settings
-        self._membership = Membership(settings.backend, settings.timeout)
+        self._membership = Membership(settings.backend)
         self._records: dict[str, TensorRecord] = {}
 
     async def take(
@@ -360,7 +369,7 @@ class BroadcastReceiver(Receiver[Arrays | BroadcastGroup]):
         faults: list[str] = []
         self._records = {}
         try:
-            self._membership.join(meeting.host, meeting.port, meeting.name, meeting.size)
+            self._membership.join(*astuple(meeting))
             while True:
                 message = self._receive_bucket()
                 if message is None:

@@ -33,33 +33,34 @@ class Membership:
     """This process's membership in a group whose first member broadcasts.
 
     ``join`` leaves the previous group. A member that notices a failure leaves; its closed
-    connections fail the broadcasts of the others. No wait exceeds ``timeout`` seconds.
+    connections fail the broadcasts of the others.
     """
 
-    def __init__(self, backend: Literal["gloo", "nccl"], timeout: float) -> None:
+    def __init__(self, backend: Literal["gloo", "nccl"]) -> None:
         self._backend = backend
-        self._timeout = timedelta(seconds=timeout)
         self.device = torch.device("cuda" if backend == "nccl" else "cpu")
         """Device of the tensors to broadcast."""
         self._served_meeting: Meeting | None = None
         self._group: dist.Backend | None = None
         self._name: str | None = None
 
-    def serve(self, host: str) -> int:
+    def serve(self, host: str, timeout: float) -> int:
         """Open a meeting of members at ``host``, in place of an earlier one.
 
-        Returns its port. Raises OSError and RuntimeError.
+        No wait of it exceeds ``timeout`` seconds. Returns its port. Raises OSError and
+        RuntimeError.
         """
-        self._served_meeting = Meeting(host, 0, self._timeout.total_seconds(), first=True)
+        self._served_meeting = Meeting(host, 0, timeout, first=True)
         return self._served_meeting.port
 
-    def join(self, host: str, port: int, name: str, size: int) -> None:
+    def join(self, host: str, port: int, name: str, size: int, timeout: float) -> None:
         """Become one of ``size`` members of the group ``name``, which is secret.
 
-        The process that called ``serve`` is rank 0. Raises RuntimeError when the others do not join
-        in time, or the group is full. All members wait for each other here: NCCL's constructor has
-        no deadline.
+        From now on no wait exceeds ``timeout`` seconds. The process that called ``serve`` is rank
+        0. Raises RuntimeError when the others do not join in time, or the group is full. All
+        members wait for each other here: NCCL's constructor has no deadline.
         """
+        self._timeout = timedelta(seconds=timeout)
         if self._group is not None and name == self._name:
             return
 
@@ -68,7 +69,7 @@ class Membership:
         self.leave()
         meeting = self._served_meeting
         if meeting is None:
-            meeting = Meeting(host, port, self._timeout.total_seconds(), first=False)
+            meeting = Meeting(host, port, timeout, first=False)
         rank, store = meeting.join(name, size)
         constructor = _nccl if self._backend == "nccl" else dist.ProcessGroupGloo
         self._group = constructor(store, rank, size, self._timeout)
@@ -80,7 +81,11 @@ class Membership:
         Raises RuntimeError when a member has left or is late.
         """
         assert self._group is not None
-        self._group.broadcast(buffer, 0).wait(self._timeout)
+        options = dist.BroadcastOptions()
+        # After a wait alone, gloo's thread would go on until the limit of the group's constructor,
+        # and ``leave`` with it.
+        options.timeout = self._timeout
+        self._group.broadcast([buffer], options).wait(self._timeout)
 
     def leave(self) -> None:
         """Close the connections to the other members."""

@@ -60,7 +60,7 @@ class WeightExporter(Protocol):
         Raises PolicyLost, BroadcastFailed.
         """
 
-    async def invite(self, engines: tuple[int, ...], failures: int) -> Any:
+    async def invite(self, engines: tuple[int, ...], failures: int, timeout: float) -> Any:
         """Let the sender ``invite`` these engines; returns the meeting for ``send``.
 
         Raises PolicyLost.
@@ -74,6 +74,10 @@ class Rollouts(Protocol):
     def members(self) -> tuple[int, ...]:
         """The serial numbers of the engines, which are never used twice."""
 
+    @property
+    def patience(self) -> float:
+        """The limit in seconds of the next ``load`` of an update that is not of ``keep``."""
+
     def keep(self, update: WeightUpdate[Any]) -> None:
         """Let engines that start from now on load this update.
 
@@ -83,10 +87,10 @@ class Rollouts(Protocol):
     async def load(self, update: WeightUpdate[Any]) -> None:
         """Load the update into every engine, within a sixth of ``policy.step_timeout``.
 
-        An engine that is lost during the load is replaced. Raises the first failure
-        (WeightSyncError, BroadcastFailed) after all have ended. The update of ``keep`` is bounded
-        by the last loads; after AnswerLate, which must not be caught, ``deliver`` is called once
-        more.
+        It has less time when the last loads of this kind were much faster. An engine that is lost
+        or late is replaced. Raises the first failure (WeightSyncError, BroadcastFailed) after all
+        have ended. For the update of ``keep``, AnswerLate is raised instead, which must not be
+        caught: ``deliver`` is then called once more.
         """
 
     def fell_back(self, version: Version, error: Exception) -> None:
@@ -103,10 +107,11 @@ class Sender(ABC, Generic[Source]):
         The driver owns the returned value. Raises WeightSyncError.
         """
 
-    def invite(self, engines: tuple[int, ...], failures: int) -> Any:
+    def invite(self, engines: tuple[int, ...], failures: int, timeout: float) -> Any:
         """Where the engines with these serial numbers get the weights of the next ``send``.
 
-        ``failures``: the broadcasts that failed so far.
+        ``failures``: the broadcasts that failed so far; ``timeout``: the most seconds of a wait in
+        a group that has met.
         """
         raise NotImplementedError
 
@@ -155,6 +160,7 @@ class Receiver(ABC, Generic[Source]):
             await engine.load(manifest, tensors)
 
 
+@dataclass
 class WeightTransport(ABC, Generic[Source]):
     """A way of the weights from the policy to the engines.
 
@@ -162,9 +168,8 @@ class WeightTransport(ABC, Generic[Source]):
     that all of them see.
     """
 
-    def __init__(self, settings: Any, folder: str) -> None:
-        self.settings = settings
-        self.folder = folder
+    settings: Any
+    folder: str
 
     @abstractmethod
     def sender(self, host: str) -> Sender[Source]:

@@ -57,10 +57,10 @@ class BroadcastTransport(TransportChoice):
     trips.
     """
     share: ClassVar[float] = 0.2
-    """The share of the time for a weight sync that a member waits for the others.
+    """The share of the time for a weight sync that a member waits for the others, at most.
 
     It waits for the meeting and for each bucket; then the broadcast fails and the object store's
-    copy is loaded.
+    copy is loaded. Waits are shorter when the last broadcasts were fast (``Rollouts.patience``).
     """
 
     _timeout: float = PrivateAttr(120.0)
@@ -68,7 +68,7 @@ class BroadcastTransport(TransportChoice):
 
     @property
     def timeout(self) -> float:
-        """Seconds of each such wait."""
+        """The most seconds of such a wait."""
         return self._timeout
 
     @property

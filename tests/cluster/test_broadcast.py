@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from rayloop.cluster.loop import weight_sync
 from rayloop.core.failures import PolicyLost, WeightSyncError
 from rayloop.core.types import Version
 from tests.support.clusters import private_ray
@@ -172,6 +173,27 @@ def test_the_driver_calls_each_rollout_actor_once_with_nothing_larger_than_a_han
         await stage.sync_weights(2)
         assert [call for call in calls if call[0] != "health"] == [("load", 2)] * 2
         assert max(sizes) < 500 < sum(tensor.nbytes for tensor in weights(Version(0, 1)).values())
+
+    stage.run(play)
+
+
+def test_a_receiver_that_hangs_is_replaced_after_a_multiple_of_the_last_broadcasts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_sync, "MIN_BROADCAST_TIMEOUT_S", 6.0)
+    stage = Stage(tmp_path, 2, COLLECTIVE, timeout=300.0)
+
+    async def play() -> None:
+        await stage.sync_weights(1)
+        await stage.sync_weights(2)
+        os.kill(await stage.pool.workers[2].handle.health.remote(), signal.SIGSTOP)
+        began = time.monotonic()
+        await stage.sync_weights(3)
+        print(f"{time.monotonic() - began:.1f} s until the others have the weights")
+        assert time.monotonic() - began < 30.0, "not the 60 s of a wait, nor the 300 of a load"
+        [failed], [lost] = stage.named("broadcast_failed"), stage.named("worker_lost")
+        assert (failed["version"], lost["worker"]) == ("0.3", 2)
+        assert (await stage.seen())[0] == [1, 2, 3]
 
     stage.run(play)
 

@@ -59,10 +59,11 @@ class Hall:
         present: Sequence[int] | None = None,
         weights: Iterator[tuple[str, Tensor]] | None = None,
         seed: int = 0,
+        timeout: float = SETTINGS.timeout,
     ) -> list[Any]:
         """What the sender (None) and each present receiver (tensors) returned or raised."""
         version = Version(0, seed)
-        meeting = self.sender.invite(tuple(invited), self.failures)
+        meeting = self.sender.invite(tuple(invited), self.failures, timeout)
         with ThreadPoolExecutor() as threads:
             sending = threads.submit(
                 self.sender.send, version, weights or tensors(seed).items(), meeting
@@ -268,13 +269,13 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, dict[str, str | Non
 def test_a_communicator_of_nccl_is_made_when_all_have_come_and_raises_instead_of_ending_processes(
     nccl: list[tuple[int, dict[str, str | None]]],
 ) -> None:
-    first, second = Membership("nccl", 5.0), Membership("nccl", 5.0)
-    port = first.serve("127.0.0.1")
+    first, second = Membership("nccl"), Membership("nccl")
+    port = first.serve("127.0.0.1", 5.0)
     with ThreadPoolExecutor() as threads:
-        joining = threads.submit(first.join, "127.0.0.1", port, "both", 2)
+        joining = threads.submit(first.join, "127.0.0.1", port, "both", 2, 5.0)
         time.sleep(0.2)
         assert not nccl, "nothing that cannot be interrupted begins before the second has come"
-        second.join("127.0.0.1", port, "both", 2)
+        second.join("127.0.0.1", port, "both", 2, 5.0)
         joining.result()
     assert sorted(rank for rank, _ in nccl) == [0, 1]
     assert [seen for _, seen in nccl] == [RAISING, RAISING]
@@ -285,16 +286,34 @@ def test_a_communicator_of_nccl_is_made_when_all_have_come_and_raises_instead_of
 def test_who_waits_in_vain_for_a_member_of_nccl_fails_within_the_timeout(
     nccl: list[tuple[int, dict[str, str | None]]],
 ) -> None:
-    first, second = Membership("nccl", 0.5), Membership("nccl", 0.5)
-    port = first.serve("127.0.0.1")
+    first, second = Membership("nccl"), Membership("nccl")
+    port = first.serve("127.0.0.1", 0.5)
     began = time.monotonic()
     with ThreadPoolExecutor() as threads:
-        joining = threads.submit(first.join, "127.0.0.1", port, "three", 3)
+        joining = threads.submit(first.join, "127.0.0.1", port, "three", 3, 0.5)
         with pytest.raises(RuntimeError):
-            second.join("127.0.0.1", port, "three", 3)
+            second.join("127.0.0.1", port, "three", 3, 0.5)
         with pytest.raises(
             RuntimeError, match=r"1 of 2 receivers came to the meeting within 0\.5 s"
         ):
             joining.result()
     assert time.monotonic() - began < 3
     assert not nccl
+
+
+def test_a_wait_lasts_as_long_as_the_invitation_says_and_leaving_no_longer() -> None:
+    hall = Hall()
+    assert differing(hall.sync_weights([1])[1]) == []
+    began = time.monotonic()
+    failed, *_ = hall.sync_weights([1], present=[], timeout=0.2)
+    hall.sender._membership.leave()
+    assert isinstance(failed, BroadcastFailed)
+    assert time.monotonic() - began < 0.8, "not the 1 s of the group's constructor"
+
+
+def test_the_members_of_a_new_group_wait_as_long_as_the_settings_say() -> None:
+    hall = Hall()
+    assert hall.sender.invite((1,), 0, 0.2).timeout == SETTINGS.timeout
+    assert hall.sender.invite((1,), 0, 0.2).timeout == 0.2
+    assert hall.sender.invite((1, 2), 0, 0.2).timeout == SETTINGS.timeout
+    assert hall.sender.invite((1, 2), 1, 0.2).timeout == SETTINGS.timeout

@@ -114,7 +114,7 @@ def test_what_a_stranger_can_see_gives_him_no_place_and_no_weights() -> None:
     """
     settings = CollectiveTransport().within(10.0)
     sender = BroadcastSender(settings, "127.0.0.1")
-    group = sender.invite((1, 2), 0)
+    group = sender.invite((1, 2), 0, settings.timeout)
     assert group.name not in repr(group)
     tensors = {"model.secret": torch.ones(3)}
     with ThreadPoolExecutor() as threads:
@@ -128,13 +128,9 @@ def test_what_a_stranger_can_see_gives_him_no_place_and_no_weights() -> None:
         for guess in {
             part for key in keys(store) for part in (key, key.split("/")[0], key.strip("/"))
         }:
-            theirs = BroadcastGroup("127.0.0.1", group.port, guess[:64], 3)
+            theirs = BroadcastGroup("127.0.0.1", group.port, guess[:64], 3, 0.4)
             with pytest.raises(BroadcastFailed):
-                dict(
-                    BroadcastReceiver(CollectiveTransport().within(2.0)).stream(
-                        Version(0, 1), theirs
-                    )
-                )
+                dict(BroadcastReceiver(settings).stream(Version(0, 1), theirs))
         for failed in (sending, first):
             with pytest.raises(BroadcastFailed):
                 failed.result()

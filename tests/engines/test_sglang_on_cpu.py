@@ -62,7 +62,8 @@ class Policy:
     ) -> list[Any]:
         """What the sender, the engine and the others returned or raised."""
         self.buckets_sent = 0
-        meeting = self.sender.invite(tuple(range(1 + len(self.others))), self.failures)
+        limit = self.sender._settings.timeout
+        meeting = self.sender.invite(tuple(range(1 + len(self.others))), self.failures, limit)
         with ThreadPoolExecutor() as threads:
             going: list[Future[Any]] = [
                 threads.submit(self.sender.send, version, weights, meeting),

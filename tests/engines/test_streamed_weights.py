@@ -68,7 +68,8 @@ class Policy:
     ) -> list[Any]:
         """What the sender, the engine and the others returned or raised."""
         self.buckets_sent = 0
-        meeting = self.sender.invite(tuple(range(len(self.receivers))), self.failures)
+        limit = self.sender._settings.timeout
+        meeting = self.sender.invite(tuple(range(len(self.receivers))), self.failures, limit)
         first, *others = self.receivers
         ends = await asyncio.gather(
             asyncio.to_thread(self.sender.send, version, weights, meeting),

@@ -143,6 +143,10 @@ def _host(can_isolate: bool) -> None:
         report = _watch(keeper, output_reader, limits, isolated, group)
         # A cgroup can be removed only after its processes have ended.
         _kill_descendants()
+        # Now that nothing can write any more, the rest of the output has an end.
+        with open(output_reader, "rb") as rest:
+            tail = (report["output"] + rest.read())[-OUTPUT_TAIL_BYTES:]
+        report["output"] = tail.decode(errors="replace")
         report["end"] = report["end"] or _killed_at_its_limit(limits, group)
         machine_was_short = memory.machine_was_short(group, kills_at_start)
 
@@ -282,7 +286,7 @@ def _watch(
     """Return when the agent has ended, or must end.
 
     ``end`` says why it must, "" when it ended by itself; ``late`` says whether it passed its
-    deadline.
+    deadline; ``output`` is the end of what was read of its output.
     """
     exited = os.pidfd_open(keeper)
     client = 0
@@ -307,15 +311,7 @@ def _watch(
             end = _late(limits) if late else _passed_limit(limits, keeper, isolated, group)
             next_check = time.monotonic() + CHECK_EVERY_S
         if end or exited in ready:
-            break
-
-    # The agent may have written something between the last read and its end.
-    while output in descriptors and select.select([output], [], [], 0)[0]:
-        chunk = os.read(output, CHUNK_BYTES)
-        if not chunk:
-            break
-        tail = (tail + chunk)[-OUTPUT_TAIL_BYTES:]
-    return {"end": end, "late": late, "output": tail.decode(errors="replace")}
+            return {"end": end, "late": late, "output": tail}
 
 
 def _late(limits: Mapping[str, float]) -> str:

@@ -7,6 +7,7 @@ a point too. A backslash escapes as in Python (``ESCAPES``); a quote within an a
 is a letter.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 from rayloop.envs.grammar.actions import Action, Actions, Mistake, Point
@@ -45,15 +46,12 @@ def read(text: str) -> Actions | Mistake:
     try:
         return Actions(thought, _Scanner(text, start + len(MARK)).actions())
     except _Stop as stop:
-        quotation = text[stop.position : stop.position + QUOTED_CHARACTERS]
-        return Mistake(stop.reason, stop.position, quotation)
+        reason, position = stop.args
+        return Mistake(reason, position, text[position : position + QUOTED_CHARACTERS])
 
 
 class _Stop(Exception):
-    def __init__(self, reason: str, position: int) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.position = position
+    """No actions follow. It has the reason, and where the text stops."""
 
 
 def _mark(text: str) -> int | None:
@@ -71,12 +69,12 @@ def _mark(text: str) -> int | None:
     return last if last >= 0 else None
 
 
+@dataclass
 class _Scanner:
     """Walks through ``text`` from ``at``."""
 
-    def __init__(self, text: str, at: int) -> None:
-        self.text = text
-        self.at = at
+    text: str
+    at: int
 
     def actions(self) -> tuple[Action, ...]:
         actions: list[Action] = []

@@ -123,7 +123,16 @@ def test_a_node_lives_until_the_head_says_that_it_is_dead(
 
     def nodes(timeout: float) -> dict[bytes, SimpleNamespace]:
         limits.append(timeout)
-        return {node: SimpleNamespace(state=state) for node, state in states.items()}
+        return {
+            node: SimpleNamespace(
+                state=state,
+                node_manager_hostname="host",
+                node_manager_address="10.0.0.1",
+                node_manager_port=1,
+                metrics_export_port=2,
+            )
+            for node, state in states.items()
+        }
 
     context = SimpleNamespace(get_node_id=lambda: b"own".hex())
     monkeypatch.setattr(session, "ray", SimpleNamespace(get_runtime_context=lambda: context))

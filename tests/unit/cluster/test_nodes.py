@@ -307,7 +307,7 @@ def test_a_save_that_ends_after_its_ranks_were_taken_away_is_a_lost_policy(
             await saving
         assert group.blamed == ()
         with pytest.raises(PolicyLost):
-            await group.invite((), 0)
+            await group.invite((), 0, 9.0)
 
     live(test())
 

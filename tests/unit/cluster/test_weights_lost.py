@@ -16,9 +16,10 @@ from ray import exceptions
 
 from benchmarks.virtual_time import live
 from rayloop.actors.rollout import RolloutActor
+from rayloop.cluster.loop import weight_sync
 from rayloop.cluster.loop.loggers import open_logger
 from rayloop.cluster.loop.weight_sync import WeightSync
-from rayloop.core.failures import AnswerLate, PolicyLost
+from rayloop.core.failures import AnswerLate, BroadcastFailed, PolicyLost
 from rayloop.core.types import Version
 from rayloop.rollout.colocation import Colocation
 from rayloop.run.config import RunConfig
@@ -126,6 +127,14 @@ class Stage:
 @pytest.fixture
 def stage(tmp_path: Path) -> Stage:
     return Stage(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doubles of a pool answer calls themselves."""
+    monkeypatch.setattr(
+        weight_sync, "Calls", lambda pool, deadline, spares: pool.within(deadline, spares)
+    )
 
 
 def act(play: Any) -> None:
@@ -268,6 +277,79 @@ def test_a_new_engine_whose_first_load_stands_still_gets_a_new_reference(
 
     assert live(play()) == pytest.approx(60.1 if had else 660.1, abs=0.2)
     assert (engine.had, stage.reported("weights_lost")) == (had, 1)
+
+
+class Ranks:
+    """A policy whose broadcasts take 0.1 s, unless ``stands_still``: then a wait fails it."""
+
+    stands_still = False
+    invited = 0
+
+    async def invite(self, members: Any, failures: int, timeout: float = 120.0) -> float:
+        """How long the members of the group wait: 120 s for the first meeting."""
+        self.invited += 1
+        return 120.0 if self.invited == 1 else timeout
+
+    async def send(self, version: Version, meeting: float) -> None:
+        await asyncio.sleep(meeting if self.stands_still else 0.1)
+        if self.stands_still:
+            raise BroadcastFailed("the link is down")
+
+    async def export(self, version: Version) -> WeightUpdate[str]:
+        return WeightUpdate(SimpleNamespace(version=version), "copy")  # type: ignore[arg-type]
+
+
+class Members(Slow):
+    """Engines that receive broadcasts, and load the copy of one that fails. ``silent``: one of
+    them hangs.
+    """
+
+    silent = False
+    workers = (0,)
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+    async def everywhere(self, method: Any, manifest: Any, source: Any, order: int) -> None:
+        self.seconds = [0.1]
+        if source != "copy" and self.ranks.stands_still:
+            self.seconds = [HOUR if self.silent else source]
+        await super().everywhere(method, manifest, source, order)
+        if self.seconds == [] and source != "copy" and self.ranks.stands_still and not self.silent:
+            raise BroadcastFailed("the link is down")
+
+
+@pytest.mark.parametrize(("silent", "seconds"), [(False, 60.1), (True, 120.1)])
+def test_a_broadcast_that_stands_still_is_bounded_by_the_last_ones(
+    tmp_path: Path, silent: bool, seconds: float
+) -> None:
+    """Not by 120 s for each wait, and 600 s until an engine that hangs is replaced."""
+    config = RunConfig.model_validate(
+        settings(tmp_path, Path("/models/any"), weight_sync__transport={"kind": "collective"})
+    )
+    reporter = Reporter(config, tmp_path, open_logger)
+    ranks = Ranks()
+    members = Members(ranks)
+    members.silent = silent
+    services: Any = SimpleNamespace(
+        policy=ranks, rollout=members, weights=str(tmp_path), colocation=Colocation()
+    )
+    sync = WeightSync(config, services, reporter)
+
+    async def play() -> float:
+        for step in range(3):
+            await sync.send(Version(1, step))
+        ranks.stands_still = True
+        began = asyncio.get_running_loop().time()
+        await sync.send(Version(1, 3))
+        return asyncio.get_running_loop().time() - began
+
+    assert live(play()) == pytest.approx(seconds)
+    assert len(members.blamed) == silent
+    failed = [record for _, record in reporter.updates if record["event"] == "broadcast_failed"]
+    assert [record["version"] for record in failed] == ["1.3"]
+    assert members.had[-1] == "copy"
 
 
 def test_an_update_that_comes_after_a_later_one_is_left_out() -> None:
