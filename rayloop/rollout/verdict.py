@@ -340,6 +340,6 @@ def too_many_hung(hung: Sequence[int | str], limit: int) -> str:
 
     The reason is that too many of them hung, in more than one place.
     """
-    if len(hung) < max(limit, 2) or len(set(hung)) < 2:
+    if len(hung) < limit or len(set(hung)) < 2:
         return ""
     return f"{len(hung)} episodes of its group hung"
