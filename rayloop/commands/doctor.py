@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rayloop.commands.arguments import add_overrides
 from rayloop.core.threads import complete
 from rayloop.doctor.checks import checks, examine, text
 from rayloop.run.config import read
@@ -16,9 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``doctor``."""
     config = "YAML file of a run, for its disk, memory, GPUs and files"
     parser.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help=config)
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="values to change in CONFIG"
-    )
+    add_overrides(parser, "values to change in CONFIG")
     parser.add_argument(
         "--address", help="Ray cluster or dashboard to look at (default: RAY_ADDRESS)"
     )

@@ -38,13 +38,7 @@ def add_judge(parser: argparse.ArgumentParser) -> None:
         default=CONFIGS / "judge_cpu.yaml",
         help="default: the rules, on a CPU",
     )
-    serve.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="key=value",
-        help="for example http_options.port=8001",
-    )
+    add_overrides(serve, "for example http_options.port=8001")
     serve.add_argument(
         "--announce",
         type=Path,

@@ -7,6 +7,7 @@ import argparse
 import shlex
 from pathlib import Path
 
+from rayloop.commands.arguments import add_overrides
 from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError
 from rayloop.launch.slurm import (
@@ -50,9 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             action.add_argument(
                 "config", nargs="?", type=Path, help="YAML file of a run to train on the cluster"
             )
-            action.add_argument(
-                "overrides", nargs="*", default=[], metavar="key=value", help="overrides of the run"
-            )
+            add_overrides(action, "overrides of the run")
         if run is _down:
             action.add_argument(
                 "--grace",

@@ -13,11 +13,12 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.request import getproxies
 
+from rayloop.commands.arguments import add_run
 from rayloop.core.failures import ConfigError, RayloopError
 from rayloop.core.threads import complete
 from rayloop.launch.ray_variables import authentication, joined_cluster, past_proxies
@@ -34,6 +35,8 @@ DATA_FOLDERS = ("runs", "checkpoints", "wandb", "node_modules", "build", "dist")
 
 Hidden folders, environments and caches are left out, too.
 """
+WEIGHTS_AND_ROWS = (".safetensors", ".parquet")
+"""Suffixes of files that are sent only where the configuration names them, or their folder."""
 MAX_PACKAGE_BYTES = 200 * 2**20
 """The most bytes of the package. Ray itself refuses 500 MiB, with an error that does not say so."""
 CONTACT_TIMEOUT_S = 60.0
@@ -47,14 +50,7 @@ class SubmissionFailed(RayloopError):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``submit``."""
-    parser.add_argument("config", type=Path, help="YAML file of the run, inside this folder")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="key=value",
-        help="for example output=/shared/runs steps=200",
-    )
+    add_run(parser, "output=/shared/runs steps=200")
     parser.add_argument(
         "--address", required=True, metavar="http://HEAD:8265", help="the cluster's dashboard"
     )
@@ -82,7 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     Returns 0, or with --follow the job's exit code.
     """
     # A bad configuration is refused here, not on the cluster.
-    lasting(read(arguments.config, arguments.overrides).output)
+    config = read(arguments.config, arguments.overrides)
+    lasting(config.output)
     address = arguments.address
     folder = arguments.working_dir.resolve()
     if not address.startswith(("http://", "https://")):
@@ -91,8 +88,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"{arguments.config} is not below {folder}, the folder that is sent. See --working-dir"
         )
-    config = arguments.config.resolve().relative_to(folder)
-    command = shlex.join(["python", "-m", "rayloop", "train", str(config), *arguments.overrides])
+    file = str(arguments.config.resolve().relative_to(folder))
+    command = shlex.join(["python", "-m", "rayloop", "train", file, *arguments.overrides])
+    paths = (config.model.path, config.reference.path, config.data.train, config.data.eval)
+    # An absolute path is storage that the nodes see, and what is not here may be on the Hub.
+    named = [
+        path for path in paths if path and not Path(path).is_absolute() and (folder / path).exists()
+    ]
     with (
         joined_cluster(address, arguments.token_file, arguments.insecure),
         tempfile.TemporaryDirectory() as temporary,
@@ -100,9 +102,10 @@ def run(arguments: argparse.Namespace) -> int:
         from ray.exceptions import AuthenticationError
         from ray.job_submission import JobSubmissionClient
 
-        package = pack(folder, Path(temporary) / "package.zip")
+        package = pack(folder, Path(temporary) / "package.zip", named)
         file_count = len(zipfile.ZipFile(package).namelist())
         print(f"package: {file_count} files, {package.stat().st_size / 2**20:.1f} MiB")
+        print(f"  weights and rows: {', '.join(named) or 'none'}")
         try:
             client = JobSubmissionClient(address)
             job = client.submit_job(entrypoint=command, runtime_env={"working_dir": str(package)})
@@ -132,28 +135,36 @@ def job_command(variables: Mapping[str, str], address: str, action: str, *words:
     return " ".join([*prefix, shlex.join(["ray", "job", action, "--address", address, *words])])
 
 
-def pack(folder: Path, package: Path) -> Path:
+def pack(folder: Path, package: Path, named: Sequence[str] = ()) -> Path:
     """A zip of all files that git does not ignore; without git, of all but data and caches.
 
-    Keys, and links that lead elsewhere, are not sent. Raises ConfigError above MAX_PACKAGE_BYTES.
+    Keys, links that lead elsewhere, and weights and rows outside the ``named`` paths are not sent.
+    Raises ConfigError above MAX_PACKAGE_BYTES, and where a named path's weights or rows stay here.
     """
     candidates = [file for file in _files(folder) if not _is_data(file)]
-    files = [file for file in candidates if _may_be_sent(folder, file)]
-    if len(files) < len(candidates):
-        refused = [file for file in candidates if file not in files]
+    refused = [file for file in candidates if not _may_be_sent(folder, file, named)]
+    files = sorted({*candidates} - {*refused})
+    if refused:
         print(
-            "not sent, since they are keys or links that lead elsewhere:"
-            f" {', '.join(map(str, refused[:5]))}",
+            "not sent, since they are keys, links that lead elsewhere, or weights and rows that the"
+            f" configuration does not name: {', '.join(map(str, refused[:5]))}",
             flush=True,
         )
+    sent = {folder / file for file in files}
+    for path in named:
+        here = folder / path
+        weights_or_rows = filter(Path.is_file, (here, *here.rglob("*.safetensors")))
+        if not sent.issuperset(weights_or_rows):
+            raise ConfigError(
+                f"{path} would not be sent: git ignores it, its folder is for data, or it lies"
+                " elsewhere. Copy it to storage that the nodes see, and name its absolute path"
+            )
     with zipfile.ZipFile(package, "w") as archive:
         for file in files:
             # A fixed time stamp: Ray recognises a package that it has by its hash.
             entry = zipfile.ZipInfo(str(file))
             entry.external_attr = ((folder / file).stat().st_mode & 0o777) << 16
-            archive.writestr(
-                entry, (folder / file).read_bytes(), zipfile.ZIP_DEFLATED, compresslevel=1
-            )
+            archive.writestr(entry, (folder / file).read_bytes(), zipfile.ZIP_DEFLATED)
     size = package.stat().st_size
     if size > MAX_PACKAGE_BYTES:
         largest = sorted(archive.infolist(), key=lambda entry: -entry.file_size)[:5]
@@ -166,10 +177,11 @@ def pack(folder: Path, package: Path) -> Path:
     return package
 
 
-def _may_be_sent(folder: Path, file: Path) -> bool:
-    """Whether a file is neither a key nor a link that leads out of the folder."""
+def _may_be_sent(folder: Path, file: Path, named: Sequence[str]) -> bool:
+    """Whether a file is neither a key, nor outside the folder, nor weights or rows without name."""
     is_inside = (folder / file).resolve().is_relative_to(folder.resolve())
-    return is_inside and file.suffix not in KEY_SUFFIXES
+    is_used = file.suffix not in WEIGHTS_AND_ROWS or any(map(file.is_relative_to, named))
+    return is_inside and is_used and file.suffix not in KEY_SUFFIXES
 
 
 def _files(folder: Path) -> list[Path]:
@@ -203,14 +215,11 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _is_data(file: Path) -> bool:
-    return any(map(_is_data_folder, file.parts))
-
-
-def _is_data_folder(name: str) -> bool:
-    return (
+    return any(
         name in DATA_FOLDERS
         or name.startswith((".", "__pycache__", "venv"))
         or name.endswith(".egg-info")
+        for name in file.parts
     )
 
 

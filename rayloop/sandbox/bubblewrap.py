@@ -297,13 +297,23 @@ def refused(uid: int | None = None, proc: Proc = "fresh") -> str:
     It is tried once per process, in some 10 ms.
     """
     try:
-        line = command(["/usr/bin/true"], uid=uid, proc=proc)
+        return trial(command(["/usr/bin/true"], uid=uid, proc=proc))
+    except OSError as error:
+        return str(error)
+
+
+def trial(line: Sequence[str]) -> str:
+    """Why a command fails within ten seconds, in its own words; empty when it does not.
+
+    Raises OSError when it cannot be started.
+    """
+    try:
         process = subprocess.run(line, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired as error:
         return str(error)
     if process.returncode == 0:
         return ""
-    return process.stderr.strip() or f"bwrap ended with {process.returncode}"
+    return process.stderr.strip() or f"{line[0]} ended with {process.returncode}"
 
 
 def refused_here() -> str:

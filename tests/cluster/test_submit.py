@@ -17,9 +17,12 @@ import psutil
 import pytest
 import yaml
 
+from rayloop.cli import main
 from rayloop.commands.submit import job_command, pack
 from rayloop.core.failures import ConfigError
 from rayloop.launch.ray_variables import authentication, joined_cluster, without_proxy
+from rayloop.run.config import read
+from rayloop.run.preflight import preflight
 from tests.support.heads import Head, checkout, cluster_command, head
 from tests.support.runs import ROOT, eventually, settings, tagged
 
@@ -110,6 +113,78 @@ def test_what_the_package_finds_beside_itself_is_sent_once(versioned: bool, tmp_
         cwd=tmp_path,
         check=True,
     )
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A clone of this repository."""
+    folder = tmp_path / "clone"
+    command = ["git", "clone", "-q", "--depth=1", f"file://{ROOT}", str(folder)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("this is no checkout of git")
+    return folder
+
+
+def test_the_repository_is_sent_without_weights_and_small(clone: Path) -> None:
+    package = pack(clone, clone.parent / "package.zip")
+    names = zipfile.ZipFile(package).namelist()
+    assert package.stat().st_size <= 4 * 2**20
+    assert not [name for name in names if name.endswith((".safetensors", ".parquet"))]
+    assert not [name for name in names if name.startswith("rayloop/recipes/")]
+    assert {"rayloop/cli.py", "actors/policy.py", "recipes/arpo/tiny/config.json"} <= {*names}
+
+
+def test_a_job_has_the_weights_and_the_rows_of_its_own_configuration(
+    clone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The client stands for a head: it unpacks the package."""
+    job = clone.parent / "job"
+
+    class Client:
+        def __init__(self, address: str) -> None: ...
+
+        def submit_job(self, entrypoint: str, runtime_env: dict[str, str]) -> str:
+            zipfile.ZipFile(runtime_env["working_dir"]).extractall(job)
+            return "raysubmit_1"
+
+    monkeypatch.setattr("ray.job_submission.JobSubmissionClient", Client)
+    monkeypatch.chdir(clone)
+    recipe = "recipes/arc_vision"
+    configuration = f"{recipe}/quickstart.yaml"
+    overrides = ["output=/shared/runs", f"data.eval=./{recipe}/pages/val.parquet"]
+    address = ["--address", "http://127.0.0.1:1", "--insecure"]
+    assert main(["submit", configuration, *overrides, *address]) == 0
+
+    said = capsys.readouterr().out
+    weights = {path.parent for path in job.rglob("*.safetensors")}
+    rows = {path.name for path in job.rglob("*.parquet")}
+    assert f"weights and rows: {recipe}/loose, {recipe}/pages/train.parquet, ./{recipe}" in said
+    assert "weights and rows that the configuration does not name" in said
+    assert weights == {job / recipe / "loose"}
+    assert rows == {"train.parquet", "val.parquet"}
+    monkeypatch.chdir(job)
+    preflight(read(Path(configuration), overrides))
+
+
+@pytest.mark.parametrize("ignored", ["*.safetensors", "mine/", "rows.parquet"])
+def test_weights_and_rows_that_would_stay_here_are_refused(tmp_path: Path, ignored: str) -> None:
+    folder = tmp_path / "checkout"
+    files(folder, "mine/config.json", "mine/model.safetensors", "rows.parquet")
+    subprocess.run(["git", "init", "-q", str(folder)], check=True)
+    named = ["mine", "rows.parquet"]
+    package = tmp_path / "package.zip"
+    pack(folder, package, named)
+    assert {"mine/model.safetensors", "rows.parquet"} <= {*zipfile.ZipFile(package).namelist()}
+
+    (folder / ".gitignore").write_text(f"{ignored}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="would not be sent: git ignores it"):
+        pack(folder, package, named)
+
+
+def test_weights_beside_the_folder_are_refused(tmp_path: Path) -> None:
+    files(tmp_path, "checkout/a.py", "models/model.safetensors")
+    with pytest.raises(ConfigError, match=r"\.\./models would not be sent: .* it lies elsewhere"):
+        pack(tmp_path / "checkout", tmp_path / "package.zip", ["../models"])
 
 
 @pytest.mark.parametrize("insecure", [False, True])

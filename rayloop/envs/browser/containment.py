@@ -8,7 +8,6 @@ import functools
 import os
 import shlex
 import shutil
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -217,11 +216,6 @@ def _own_sandbox_refused(inside: bool) -> str:
         with borrowed() as uid:
             if inside:
                 command = bubblewrap.command(command, uid=uid)
-            result = subprocess.run(
-                command, capture_output=True, text=True, timeout=10, check=False
-            )
-    except (OSError, subprocess.TimeoutExpired) as error:
+            return bubblewrap.trial(command)
+    except OSError as error:
         return str(error)
-    if result.returncode == 0:
-        return ""
-    return result.stderr.strip() or f"unshare ended with {result.returncode}"
