@@ -36,7 +36,7 @@ from rayloop.recipes.chart_rvr.rewards.reading import (
 )
 from rayloop.recipes.chart_rvr.rewards.tables import shares
 from rayloop.recipes.chart_rvr.rewards.variants import true_table, type_reward
-from rayloop.rewards.saved import EMPTY_TRAJECTORY
+from rayloop.rewards.saved import EMPTY_TRAJECTORY, Saved
 
 EXACT_KINDS = ("Fact Checking", "Multi Choice")
 """ChartQAPro's types of question whose answers must be met exactly."""
@@ -113,11 +113,25 @@ def chartbench(said: str, true: str) -> float:
     30 and 30% are right for ``30.0%``. Source: relaxed_correctness in stat_all_metric.py of
     IDEA-FinAI/ChartBench, which takes 0.3 for it too, as the relaxed rule does.
     """
-    number = as_number(said.strip().removesuffix(".").rstrip("%"))
-    truth = as_number(true.strip().removesuffix(".").rstrip("%"))
+    number, truth = (as_number(text.strip().removesuffix(".").rstrip("%")) for text in (said, true))
     if number is None or truth is None:
         return 0.0
     return _within_5_percent(number, truth)
+
+
+def accuracy_plus(saved: Iterable[Saved]) -> list[bool]:
+    """Acc+ (arXiv:2312.15915): for each pair of assertions whether both are judged right.
+
+    One of them is right (label Yes), one wrong (No). ``data prepare chartbench`` names its rows
+    ``PAIR-LABEL``. A pair of which one answer is missing does not count. An answer without "yes"
+    says no, as in accuracy_plus in stat_all_metric.py of IDEA-FinAI/ChartBench.
+    """
+    pairs = defaultdict[str, dict[str, bool]](dict)
+    for entry in saved:
+        pair, _, label = entry.task.id.rpartition("-")
+        said = evaluated_answer(entry.texts[-1])
+        pairs[pair][label] = ("yes" in said.lower()) == (label == "Yes")
+    return [all(judged.values()) for judged in pairs.values() if judged.keys() == {"Yes", "No"}]
 
 
 def _within_5_percent(number: float, truth: float) -> float:

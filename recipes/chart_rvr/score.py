@@ -5,6 +5,7 @@ from typing import Any
 
 from rayloop.core.types import Task
 from rayloop.data.rows import parsed
+from rayloop.recipes.chart_rvr.measure import accuracy_plus
 from rayloop.recipes.chart_rvr.rewards.original import (
     evaluated_answer,
     exact_match,
@@ -49,7 +50,13 @@ def answer(saved: Saved, variant: str) -> str | None:
 
 
 def notes(saved: Sequence[Saved], variant: str) -> list[str]:
-    """Compares with the file's own extracted answers, and reports their published accuracy."""
+    """Acc+ of ChartBench's pairs, and a comparison with the file's own extracted answers.
+
+    The published accuracy of the extracted answers is reported too.
+    """
+    both_right = accuracy_plus(saved)
+    if both_right:
+        return [f"Acc+ {sum(both_right) / len(both_right):.4f} over {len(both_right)} pairs"]
     rows = [entry for entry in saved if isinstance(entry.row.get(EXTRACTED), str)]
     if not rows:
         return []

@@ -21,7 +21,15 @@ from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset
-from rayloop.recipes.chart_rvr.measure import EMPTY_TRAJECTORY, anls, chartqapro, distance
+from rayloop.recipes.chart_rvr.measure import (
+    EMPTY_TRAJECTORY,
+    accuracy_plus,
+    anls,
+    chartqapro,
+    distance,
+)
+from rayloop.recipes.chart_rvr.score import notes
+from rayloop.rewards.saved import Saved
 from rayloop.run.config import RunConfig, read
 
 RECIPE = Path(__file__).parents[3] / "recipes/chart_rvr"
@@ -63,6 +71,7 @@ PRO = {
     "Year": ["NO", "YES"],
 }
 BENCH = {
+    "id": 1000,
     "image": "./data/a.png",
     "type": {"chart": "radar", "task": "CR", "QA": "Acc+"},
     "conversation": [
@@ -257,6 +266,8 @@ def test_the_published_layout_becomes_questions(name: str, tmp_path: Path) -> No
     assert sorted(found) == sorted(
         (asked, said, source or name) for asked, said, source in expected
     )
+    if name == "chartbench":
+        assert sorted(task.id for task in tasks) == ["1000-No", "1000-Yes"]
     measure = config.reward.source.build()
     for task in tasks:
         assert (
@@ -343,6 +354,31 @@ def test_the_rule_of_chartbench(said: str, true: str, right: bool, tmp_path: Pat
         EMPTY_TRAJECTORY, task, ScoreContext(0, [f"<answer>{said}</answer>"])
     )
     assert scored.components["accuracy"] == float(right)
+
+
+@pytest.mark.parametrize(
+    ("answers", "both_right"),
+    [
+        ({"7-Yes": "Yes", "7-No": "no"}, [True]),
+        ({"7-Yes": "yes.", "7-No": "Yes"}, [False]),
+        ({"7-Yes": "no", "7-No": "no"}, [False]),
+        ({"7-Yes": "no", "7-No": "yes"}, [False]),
+        ({"7-Yes": "It is: Yes", "7-No": "unknown"}, [True]),
+        ({"7-Yes": "yes", "8-No": "no", "9-30.0%": "30"}, []),
+        ({"7-Yes": "yes", "8-Yes": "yes", "7-No": "no", "8-No": "yes"}, [True, False]),
+        ({"val-1": "yes", "val-2": "no"}, []),
+    ],
+)
+def test_a_pair_of_assertions_counts_when_both_are_judged_right(
+    answers: dict[str, str], both_right: list[bool]
+) -> None:
+    saved = [
+        Saved((f"<answer>{said}</answer>",), Task(name, (), ""), {})
+        for name, said in answers.items()
+    ]
+    assert accuracy_plus(saved) == both_right
+    line = f"Acc+ {sum(both_right) / max(1, len(both_right)):.4f} over {len(both_right)} pairs"
+    assert notes(saved, "corrected") == ([line] if both_right else [])
 
 
 def test_its_rule_as_chart_rvr_has_it_counts_all_within_a_hundred_per_cent(tmp_path: Path) -> None:
