@@ -101,13 +101,13 @@ class EnvironmentActor(Actor):
             waits.append((f"{in_environment} are in their environment", None))
         return waits
 
-    async def play(
+    async def run_episodes(
         self,
         requests: Sequence[RolloutRequest],
         lease: Lease[Engine],
         driver: Handle[LeasesEngines],
     ) -> tuple[list[Summary | Failure], *tuple[Trajectory | None, ...]]:
-        """Play n episodes of a group at once, on one engine.
+        """Run n episodes of a group at once, on one engine.
 
         Call it with ``num_returns`` 1 + n: it returns their results, then their payloads. A failure
         has no payload. Takes an episode's timeout and ``CLOSE_TIMEOUT_S`` at most, and as long
@@ -153,7 +153,7 @@ class EnvironmentActor(Actor):
             async with self._room:
                 engine.begins()
                 began = time.monotonic()
-                playing = run_episode(
+                running = run_episode(
                     request,
                     environment,
                     self._renderer,
@@ -161,7 +161,7 @@ class EnvironmentActor(Actor):
                     engine.generate,
                     prompts,
                 )
-                trajectory = await bounded(self._timeout, playing, timeout_error)
+                trajectory = await bounded(self._timeout, running, timeout_error)
                 seconds = time.monotonic() - began
             summary = summarize(trajectory, request.task, seconds, self._renderer.image_token)
             return replace(summary, sent=engine.sent), trajectory

@@ -180,7 +180,7 @@ class GuiDriver(Driver):
         self.marks: list[tuple[float, float, int]] = []
 
     async def verify(self) -> None:
-        self.player.admission.limit = self.environments
+        self.runner.admission.limit = self.environments
         await self.mark()
 
     async def observe(self) -> None: ...

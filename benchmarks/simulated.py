@@ -57,7 +57,7 @@ class World(Actor):
     async def load(self, manifest: Manifest, source: Any, order: int = 0) -> None:
         self._version = manifest.version
 
-    async def play(
+    async def run_episodes(
         self, requests: Sequence[RolloutRequest], lease: Lease[Any], driver: Handle[Any]
     ) -> tuple[list[Summary], *tuple[None, ...]]:
         summaries = await asyncio.gather(*(self._episode(request, lease) for request in requests))

@@ -104,7 +104,7 @@ class Driver:
             stopping=self.stopping,
         )
 
-        # The player counts failures in the history, and the manager reads it when a group ends.
+        # The runner counts failures in the history, and the manager reads it when a group ends.
         self.history = FailureHistory(config.environment)
         tasks = training_rows(config, reporter)
         self.rollouts = RolloutManager(config, self.ledger, tasks, reporter, self.history)
@@ -114,7 +114,7 @@ class Driver:
             self.warn(reason)
 
         self.held_out = held_out_rows(config, reporter)
-        self.player = EpisodeRunner(
+        self.runner = EpisodeRunner(
             config, services, handle, reporter.event, self.rollouts.quarantine, self.history
         )
         # A rebuilt policy that has no checkpoint starts from this state again.
@@ -236,13 +236,13 @@ class Driver:
         """Run the log-prob check and the weight sync's self-test, before the first step."""
         self.timings.phase = "verify"
         probes = self.rollouts.scheduler.probe_tasks()
-        verifying = self.weight_sync.verify(self.version, probes, self.player)
+        verifying = self.weight_sync.verify(self.version, probes, self.runner)
         await until_stopped(self.stopping, verifying)
 
     async def produce(self) -> None:
         """Start groups as the staleness bound admits them."""
         try:
-            await self.rollouts.run(self.player, self.finish)
+            await self.rollouts.run(self.runner, self.finish)
         except BaseExceptionGroup as errors:
             error = decisive(errors)
             if isinstance(error, GraderBroken):
@@ -256,7 +256,7 @@ class Driver:
             for pool in self.services.pools:
                 health = await pool.check()
                 if pool is self.services.rollout:
-                    self.player.admission.observe(health)
+                    self.runner.admission.observe(health)
 
     @timed("gen")
     async def collect(self) -> Collected:
@@ -361,8 +361,8 @@ class Driver:
 
         counts = self.ledger.counts()
         seconds = self.timings.take()
-        player_metrics = self.player.metrics()
-        metrics = self.reporter.step(self.step, report, collected, counts, seconds, player_metrics)
+        runner_metrics = self.runner.metrics()
+        metrics = self.reporter.step(self.step, report, collected, counts, seconds, runner_metrics)
         self.rollouts.alarms.recorded(metrics)
         if records:
             self.reporter.updates.append(("samples", completions(records)))
@@ -378,7 +378,7 @@ class Driver:
         Steps that train on nothing fresh cannot see drift.
         """
         tasks = self.rollouts.scheduler.probe_tasks()
-        observing = self.weight_sync.observe(tasks, self.player, self.step)
+        observing = self.weight_sync.observe(tasks, self.runner, self.step)
         # The step is still recorded and saved after a stop.
         with suppress(Preempted):
             self.rollouts.alarms.compared(await until_stopped(self.stopping, observing))
@@ -388,7 +388,7 @@ class Driver:
 
         A reward actor, which has the tokenizer, opens the payloads.
         """
-        records, images = await described(self.player, groups)
+        records, images = await described(self.runner, groups)
         if records and self.config.keep_rollouts:
             self.reporter.rollouts(step, records, images)
         return records

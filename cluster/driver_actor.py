@@ -84,7 +84,7 @@ class DriverActor(Actor):
         Environment actors call it.
         """
         assert self.driver is not None
-        return await self.driver.player.calls.replace_engine(episode, lost, why)
+        return await self.driver.runner.calls.replace_engine(episode, lost, why)
 
     async def about(self) -> RunConfig:
         """The run's configuration, for `policy serve`."""
@@ -131,10 +131,10 @@ def progress(driver: Driver) -> tuple[int, int] | None:
         case "start":
             return driver.services.up, driver.services.wanted
         case "testing":
-            return driver.player.evaluation
+            return driver.runner.evaluation
         case "gen":
             rollouts = driver.rollouts
             groups = len(rollouts.in_flight) + len(rollouts.finished.groups)
             trajectories = groups * driver.config.algorithm.group_size
-            return max(trajectories - driver.player.playing, 0), trajectories
+            return max(trajectories - driver.runner.running, 0), trajectories
     return None

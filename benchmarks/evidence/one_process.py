@@ -106,7 +106,7 @@ class OneProcess:
         """Raise the failure: all rows are good."""
         raise failure
 
-    async def play(
+    async def rollout_group(
         self, asked: Sequence[RolloutRequest], step: int, begins: Callable[[RolloutRequest], None]
     ) -> list[Member]:
         """Play the requests, which are of one task, and score them."""
@@ -159,7 +159,7 @@ class OneProcess:
             )
             for id in ids
         ]
-        return await self.play(asked, 0, lambda request: None)
+        return await self.rollout_group(asked, 0, lambda request: None)
 
     async def sync(self) -> None:
         """Give the engine the trainer's weights, as ``version``."""

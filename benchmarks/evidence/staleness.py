@@ -104,7 +104,7 @@ class World:
         """Raise the failure: all rows are good."""
         raise failure
 
-    async def play(
+    async def rollout_group(
         self, asked: Sequence[RolloutRequest], step: int, begins: Callable[[RolloutRequest], None]
     ) -> list[Member]:
         """Play the requests, each in a slot."""

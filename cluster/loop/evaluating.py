@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Protocol
 
-from rayloop.cluster.supervision.attempts import EpisodeRunner, play
+from rayloop.cluster.supervision.attempts import EpisodeRunner, evaluate_answers
 from rayloop.core import incidents
 from rayloop.core.deadlines import until_stopped
 from rayloop.core.failures import Preempted
@@ -12,7 +12,7 @@ from rayloop.core.types import Task
 from rayloop.measure.controls import Item
 from rayloop.rollout.manager import RolloutManager
 from rayloop.run.config import RunConfig
-from rayloop.run.held_out import blind, plays
+from rayloop.run.held_out import answer_requests, blind
 from rayloop.run.reporter import Reporter
 
 
@@ -25,7 +25,7 @@ class EvaluatingRun(Protocol):
     config: RunConfig
     reporter: Reporter
     rollouts: RolloutManager
-    player: EpisodeRunner
+    runner: EpisodeRunner
     held_out: list[Task]
     stopping: asyncio.Event
     step: int
@@ -44,18 +44,18 @@ async def evaluate_held_out(run: EvaluatingRun, *, ending: bool) -> None:
     settings = run.config.evaluation
     is_first_or_last = run.done or ending or run.step == 0
     controls = settings.controls and is_first_or_last
-    answers = plays(run.config, run.held_out, controls=controls, samples=settings.samples)
+    answers = answer_requests(run.config, run.held_out, controls=controls, samples=settings.samples)
     images: dict[str, bytes] = {}
 
     def keep_images(item: Item, images_by_hash: Mapping[str, bytes]) -> None:
         images.update(images_by_hash)
 
     report = run.rollouts.alarms.held_out
-    playing = play(answers, run.config, run.player, run.step, keep_images, report)
+    evaluating = evaluate_answers(answers, run.config, run.runner, run.step, keep_images, report)
 
     run.owes_evaluation = True
     try:
-        items = await until_stopped(run.stopping, playing)
+        items = await until_stopped(run.stopping, evaluating)
     except Preempted:
         # ``owes_evaluation`` stays set: the run that continues begins with this evaluation.
         run.reporter.event(incidents.EvaluationStopped())

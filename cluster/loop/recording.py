@@ -28,10 +28,10 @@ def sampled_groups(collected: Collected, count: int) -> list[Group]:
 
 
 async def described(
-    player: EpisodeRunner, groups: Sequence[Group]
+    runner: EpisodeRunner, groups: Sequence[Group]
 ) -> tuple[list[RolloutRecord], dict[str, bytes]]:
     """The records of the groups' rollouts, and their images by hash."""
-    descriptions = await asyncio.gather(*(player.rewards.describe(group) for group in groups))
+    descriptions = await asyncio.gather(*(runner.rewards.describe(group) for group in groups))
     records: list[RolloutRecord] = []
     images: dict[str, bytes] = {}
     for group_records, group_images in descriptions:

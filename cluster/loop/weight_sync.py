@@ -76,7 +76,7 @@ class WeightSync:
         self._lost = asyncio.Event()
         self.making = asyncio.Lock()
         """Held from the beginning of an update until its weights are synced."""
-        self._unplayable: set[str] = set()
+        self._unusable: set[str] = set()
         self._loads = Patience(config.sync_timeout, MIN_LOAD_TIMEOUT_S)
         self._broadcasts = Patience(config.sync_timeout, MIN_BROADCAST_TIMEOUT_S)
         self._spares = True
@@ -235,16 +235,16 @@ class WeightSync:
                 if self._lost.is_set():
                     await self.send(version())
 
-    async def verify(self, version: Version, tasks: Sequence[Task], player: EpisodeRunner) -> None:
+    async def verify(self, version: Version, tasks: Sequence[Task], runner: EpisodeRunner) -> None:
         """Check log-probs at step 0, then the self-test, on ``tasks``.
 
         Raises LogprobMismatch or WeightSyncError, or warns.
         """
-        self._unplayable.clear()
+        self._unusable.clear()
         try:
-            await self._logprob_check(tasks, player)
+            await self._logprob_check(tasks, runner)
             if self.config.weight_sync.logprob_check != "stop":
-                await self._self_test(version, tasks, player)
+                await self._self_test(version, tasks, runner)
         except (LogprobMismatch, WeightSyncError) as error:
             if self.config.weight_sync.logprob_check != "warn":
                 raise
@@ -252,8 +252,8 @@ class WeightSync:
             # A self-test that ended early left changed weights in the engines.
             await self.send(version)
 
-    async def _logprob_check(self, tasks: Sequence[Task], player: EpisodeRunner) -> None:
-        self._probes = await self._probe(tasks, player, LOGPROB_CHECK)
+    async def _logprob_check(self, tasks: Sequence[Task], runner: EpisodeRunner) -> None:
+        self._probes = await self._probe(tasks, runner, LOGPROB_CHECK)
         gap = await self._compare(self._probes, swap_images=True)
         self._unchanged = gap
         self.reporter.event(events.LogprobCheck(**gap.report(), tolerance=self.config.tolerance))
@@ -273,7 +273,7 @@ class WeightSync:
             )
 
     async def observe(
-        self, tasks: Sequence[Task], player: EpisodeRunner, step: int
+        self, tasks: Sequence[Task], runner: EpisodeRunner, step: int
     ) -> float | None:
         """Mean |log-prob difference| in nats between engines and trainer.
 
@@ -289,7 +289,7 @@ class WeightSync:
             requests.append(_probe_request(task, number, seed, sampling))
 
         results = await asyncio.gather(
-            *(self._episode("drift", request, player) for request in requests)
+            *(self._episode("drift", request, runner) for request in requests)
         )
         payloads = [result for result in results if not isinstance(result, Unscored)]
         try:
@@ -307,13 +307,13 @@ class WeightSync:
         async with self.services.colocation.ranks_between():
             return await self.services.policy.compare(payloads, swap_images=swap_images)
 
-    async def _episode(self, purpose: str, request: RolloutRequest, player: EpisodeRunner) -> Any:
+    async def _episode(self, purpose: str, request: RolloutRequest, runner: EpisodeRunner) -> Any:
         """The payload of a fresh episode; with an event, the reason why there is none."""
         try:
-            [result] = await player.episodes([request])
+            [result] = await runner.run_episodes([request])
         finally:
             # Probes use their negative numbers again, and failures of one would count for the next.
-            player.history.forget(request.id.group)
+            runner.history.forget(request.id.group)
         if isinstance(result, Failure):
             self.reporter.event(incidents.ProbeFailed(purpose, request.task.id, why=result.why))
             return Unscored.of(result)
@@ -321,7 +321,7 @@ class WeightSync:
         return payload
 
     async def _self_test(
-        self, version: Version, tasks: Sequence[Task], player: EpisodeRunner
+        self, version: Version, tasks: Sequence[Task], runner: EpisodeRunner
     ) -> None:
         """Sync visibly changed weights, one parameter group at a time; the engines must follow.
 
@@ -340,7 +340,7 @@ class WeightSync:
                 await self.services.policy.all(PolicyRank.perturb, group)
                 await self.send(test_version)
                 moved, probes = await asyncio.gather(
-                    self._compare(self._probes), self._probe(tasks, player, group)
+                    self._compare(self._probes), self._probe(tasks, runner, group)
                 )
                 follows = await self._compare(probes)
             finally:
@@ -376,7 +376,7 @@ class WeightSync:
                 f" ({allowed:.0e} is allowed): this part did not arrive"
             )
 
-    async def _probe(self, tasks: Sequence[Task], player: EpisodeRunner, purpose: str) -> list[Any]:
+    async def _probe(self, tasks: Sequence[Task], runner: EpisodeRunner, purpose: str) -> list[Any]:
         """Payloads of fresh episodes on the first ``PROBE_TASKS`` tasks that can be played.
 
         Fewer after ``MAX_FAILED_TASKS`` failures. A task that fails is not tried again, since it
@@ -386,12 +386,12 @@ class WeightSync:
         payloads: list[Any] = []
         failures: list[Unscored] = []
         sampling = self._probe_sampling(purpose)
-        playable = (
-            (number, task) for number, task in enumerate(tasks) if task.id not in self._unplayable
+        usable = (
+            (number, task) for number, task in enumerate(tasks) if task.id not in self._unusable
         )
         while True:
             count = min(PROBE_TASKS - len(payloads), MAX_FAILED_TASKS - len(failures))
-            batch = list(islice(playable, count))
+            batch = list(islice(usable, count))
             if not batch:
                 break
             requests = []
@@ -399,12 +399,12 @@ class WeightSync:
                 seed = derive(self.config.seed, "probe", purpose, task.id)
                 requests.append(_probe_request(task, number, seed, sampling))
             results = await asyncio.gather(
-                *(self._episode(purpose, request, player) for request in requests)
+                *(self._episode(purpose, request, runner) for request in requests)
             )
             for (_, task), result in zip(batch, results, strict=True):
                 if isinstance(result, Unscored):
                     failures.append(result)
-                    self._unplayable.add(task.id)
+                    self._unusable.add(task.id)
                 else:
                     payloads.append(result)
 

@@ -21,7 +21,7 @@ from rayloop.actors.lease import Lease
 from rayloop.actors.rollout import RolloutActor, start_weights
 from rayloop.cluster.services import Services
 from rayloop.cluster.session import session
-from rayloop.cluster.supervision.attempts import EpisodeRunner, play
+from rayloop.cluster.supervision.attempts import EpisodeRunner, evaluate_answers
 from rayloop.config.settings import dump
 from rayloop.core import incidents
 from rayloop.core.deadlines import with_deadline
@@ -47,7 +47,7 @@ from rayloop.rewards.settings import RewardSettings
 from rayloop.run.config import Prepared, RunConfig
 from rayloop.run.demand import bundles, store, total
 from rayloop.run.folder import is_answer, make_folder
-from rayloop.run.held_out import Play, blind, plays, read_items
+from rayloop.run.held_out import AnswerRequest, answer_requests, blind, read_items
 from rayloop.run.identity import begun
 from rayloop.run.lifetime import EvaluationSettings, right
 from rayloop.run.records.events import EventLog
@@ -82,7 +82,7 @@ def evaluate(
     """
     config = prepared.config
     tasks = evenly(list(_read(data, config)), config.evaluation.limit)
-    answers = plays(config, tasks, controls=controls, samples=samples)
+    answers = answer_requests(config, tasks, controls=controls, samples=samples)
     blinds = _blind_items(config, data, tasks) if controls else []
     make_folder(out, "--out")
     # After the folder is made: it keeps the date that the
@@ -102,7 +102,7 @@ def evaluate(
     )
     reason = ""
     if missing:
-        reason = _play_on_ray(prepared, out, missing, retries, address, temporary)
+        reason = _evaluate_on_ray(prepared, out, missing, retries, address, temporary)
 
     keys = {_key(answer) for answer in answers}
     items = _newest_items(items_file, keys) + blinds
@@ -157,10 +157,10 @@ def _evaluation_identity(prepared: Prepared, data: str, retries: int) -> dict[st
     return identity
 
 
-def _play_on_ray(
+def _evaluate_on_ray(
     prepared: Prepared,
     out: Path,
-    missing: list[Play],
+    missing: list[AnswerRequest],
     retries: int,
     address: str | None,
     temporary: str | None,
@@ -175,10 +175,10 @@ def _play_on_ray(
     make_folder(logs, "--out")
     needed_resources = total(bundles(config, trains=False))
     with session(needed_resources, address, temporary, logs, store=room):
-        return _play(config, out, missing, retries)
+        return _evaluate(config, out, missing, retries)
 
 
-def _key(answer: Play) -> tuple[str, str, int]:
+def _key(answer: AnswerRequest) -> tuple[str, str, int]:
     return answer.arm, answer.task.id, answer.sample
 
 
@@ -223,8 +223,10 @@ def _column_values(tasks: Sequence[Task], name: str) -> dict[str, str]:
 
 
 def _missing(
-    reward: RewardSettings, answers: Sequence[Play], recorded: Collection[tuple[str, str, int]]
-) -> list[Play]:
+    reward: RewardSettings,
+    answers: Sequence[AnswerRequest],
+    recorded: Collection[tuple[str, str, int]],
+) -> list[AnswerRequest]:
     """The answers that are not on record.
 
     With ``reward.per: group``, all answers of a group in which one is missing.
@@ -236,7 +238,7 @@ def _missing(
     return [answer for answer in answers if (answer.arm, answer.task.id) in groups]
 
 
-def _play(config: RunConfig, out: Path, missing: list[Play], retries: int) -> str:
+def _evaluate(config: RunConfig, out: Path, missing: list[AnswerRequest], retries: int) -> str:
     # It waits most of the time, so it takes no CPU away from the actors that it owns.
     options = {"num_cpus": 0, "max_concurrency": EVALUATION_COROUTINES}
     actor = create(Evaluator, options, config, str(out.resolve()))
@@ -267,13 +269,13 @@ class Evaluator(Actor):
         self.trace = ""
         self.retries = 0
 
-    async def main(self, missing: Sequence[Play], retries: int = 0) -> str:
+    async def main(self, missing: Sequence[AnswerRequest], retries: int = 0) -> str:
         """Play the ``missing`` answers.
 
         Returns why the first item without a score has none; "" when all have one.
         """
         services = Services(self.config, str(self.out), self._emit)
-        self.player = EpisodeRunner(
+        self.runner = EpisodeRunner(
             self.config, services, ray.get_runtime_context().current_actor, self._emit
         )
         try:
@@ -291,10 +293,12 @@ class Evaluator(Actor):
             services.stop()
         return self.why
 
-    async def _all(self, missing: Sequence[Play], retries: int) -> None:
+    async def _all(self, missing: Sequence[AnswerRequest], retries: int) -> None:
         """Play ``missing``, then up to ``retries`` times the cut answers with twice the tokens."""
         for self.retries in reversed(range(retries + 1)):
-            items = await play(missing, self.config, self.player, 0, self._keep, self._report)
+            items = await evaluate_answers(
+                missing, self.config, self.runner, 0, self._keep, self._report
+            )
             missing = [
                 _with_twice_the_tokens(answer)
                 for answer, item in zip(missing, items, strict=True)
@@ -308,7 +312,7 @@ class Evaluator(Actor):
 
         Environment actors call it.
         """
-        return await self.player.calls.replace_engine(episode, lost, why)
+        return await self.runner.calls.replace_engine(episode, lost, why)
 
     async def _admit(self, engine: Handle[RolloutActor]) -> None:
         if self.weights is None:
@@ -344,7 +348,7 @@ class Evaluator(Actor):
         self.events.emit(event)
 
 
-def _with_twice_the_tokens(answer: Play) -> Play:
+def _with_twice_the_tokens(answer: AnswerRequest) -> AnswerRequest:
     sampling = replace(answer.sampling, max_tokens=2 * answer.sampling.max_tokens)
     return replace(answer, sampling=sampling)
 

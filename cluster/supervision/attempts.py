@@ -29,9 +29,9 @@ from rayloop.core.types import (
 from rayloop.measure.controls import RIGHT, Item
 from rayloop.rollout.history import FailureHistory
 from rayloop.rollout.scheduler import ConcurrencyLimit
-from rayloop.rollout.verdict import Call, Context, Next, Played, Record, Settle, verdict
+from rayloop.rollout.verdict import Call, Context, EpisodeResult, Next, Record, Settle, verdict
 from rayloop.run.config import RunConfig
-from rayloop.run.held_out import Play
+from rayloop.run.held_out import AnswerRequest
 from rayloop.run.lifetime import EPISODES, below
 from rayloop.run.records.rollouts import RolloutRecord, jsonable
 
@@ -56,7 +56,7 @@ class _Episode:
     request: RolloutRequest
     begins: Begins
     report: BadData
-    played: Played | None = None
+    result: EpisodeResult | None = None
     over: bool = False
     record: Record = field(default_factory=Record)
 
@@ -82,10 +82,10 @@ class _Episode:
 
 
 class EpisodeRunner:
-    """``play`` always returns members: scored, or unscored with the reason.
+    """``rollout_group`` always returns members: scored, or unscored with the reason.
 
-    It raises only what must end the run. ``playing``: episodes given to ``play`` that are not over.
-    ``evaluation``: answers played and asked for, during an evaluation.
+    It raises only what must end the run. ``running``: episodes given to ``rollout_group`` that are
+    not over. ``evaluation``: answers played and asked for, during an evaluation.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class EpisodeRunner:
         self.config = config
         self.services = services
         self.reissued = 0
-        self.playing = 0
+        self.running = 0
         self.evaluation: tuple[int, int] | None = None
         self.admission = ConcurrencyLimit()
         self._emit = emit
@@ -120,7 +120,7 @@ class EpisodeRunner:
         """
         self._emit(incidents.BadData(task.id, path, why=reason))
 
-    async def play(
+    async def rollout_group(
         self,
         asked: Sequence[RolloutRequest],
         step: int,
@@ -135,14 +135,14 @@ class EpisodeRunner:
         report = bad_data or self._bad_data
         episodes = [_Episode(request, begins, report) for request in asked]
         parts = [episodes] if self.config.reward.per == "group" else self._parts(episodes)
-        members_by_part = await asyncio.gather(*(self._play(part, step) for part in parts))
+        members_by_part = await asyncio.gather(*(self._rollout_part(part, step) for part in parts))
         return list(chain.from_iterable(members_by_part))
 
-    async def _play(self, episodes: Sequence[_Episode], step: int) -> list[Member]:
-        self.playing += len(episodes)
+    async def _rollout_part(self, episodes: Sequence[_Episode], step: int) -> list[Member]:
+        self.running += len(episodes)
         try:
             await self._until_over(episodes)
-            payloads = [episode.played[1] for episode in episodes if episode.played]
+            payloads = [episode.result[1] for episode in episodes if episode.result]
             scores: Sequence[Outcome] = ()
             if payloads:
                 scores = await self.rewards.score(payloads, episodes[0].request.task, step)
@@ -150,45 +150,45 @@ class EpisodeRunner:
 
             members = []
             for episode in episodes:
-                if episode.played:
-                    summary, payload = episode.played
+                if episode.result:
+                    summary, payload = episode.result
                     members.append(Member(summary, next(remaining_scores), payload))
                 else:
                     outcome = Unscored.of(episode.record.failure)
                     members.append(Member(episode.no_summary(), outcome))
             return members
         finally:
-            self.playing -= len(episodes)
+            self.running -= len(episodes)
 
     def _parts(self, episodes: Sequence[_Episode]) -> list[Sequence[_Episode]]:
         """The episodes of each call."""
         size = self.config.environment.episodes_at_once or len(episodes)
         return [episodes[begin : begin + size] for begin in range(0, len(episodes), size)]
 
-    async def episodes(self, asked: Sequence[RolloutRequest]) -> list[Failure | Played]:
+    async def run_episodes(self, asked: Sequence[RolloutRequest]) -> list[Failure | EpisodeResult]:
         """The results of episodes of one group, which are not scored."""
         episodes = [_Episode(request, _ignore, self._bad_data) for request in asked]
         await self._until_over(episodes)
-        return [episode.played or episode.record.failure for episode in episodes]
+        return [episode.result or episode.record.failure for episode in episodes]
 
     async def _until_over(self, episodes: Sequence[_Episode]) -> None:
         """Play episodes of one group, again on other actors while infrastructure fails."""
 
-        async def play_in_one_call(part: Sequence[_Episode]) -> None:
+        async def run_in_one_call(part: Sequence[_Episode]) -> None:
             lost = await self._attempt(part)
             unfinished = [episode for episode in part if not episode.over]
             if lost:
                 # One of them may have ended their actor, and must not end the others again.
                 for episode in unfinished:
-                    await play_by_itself(episode)
+                    await run_by_itself(episode)
             else:
-                await asyncio.gather(*map(play_by_itself, unfinished))
+                await asyncio.gather(*map(run_by_itself, unfinished))
 
-        async def play_by_itself(episode: _Episode) -> None:
+        async def run_by_itself(episode: _Episode) -> None:
             while not episode.over:
                 await self._attempt([episode])
 
-        await asyncio.gather(*map(play_in_one_call, self._parts(episodes)))
+        await asyncio.gather(*map(run_in_one_call, self._parts(episodes)))
 
     async def _attempt(self, episodes: Sequence[_Episode]) -> bool:
         """Play these episodes once more, in one call.
@@ -214,7 +214,7 @@ class EpisodeRunner:
             requests = [
                 replace(episode.request, attempt=episode.record.attempts) for episode in episodes
             ]
-            call = await self.calls.play(requests, episodes[0].record)
+            call = await self.calls.run_episodes(requests, episodes[0].record)
             # Nothing is awaited until the verdict is carried out: its facts stay true.
             self._carry_out(call, episodes)
         return call.loss is not None and call.loss.failure.of_actor
@@ -245,9 +245,9 @@ class EpisodeRunner:
         episode.over = next_step is not Next.AGAIN
         if not isinstance(result, Failure):
             self.history.succeeded(call.environment.worker)
-            episode.played = result
+            episode.result = result
             name = self.services.environment.name(call.environment)
-            WAITS.played(result[:1], name, self.services.rollout.name(call.engine))
+            WAITS.record_episodes(result[:1], name, self.services.rollout.name(call.engine))
         elif next_step is Next.END_RUN:
             raise Diverged(result.why)
         elif next_step is Next.BAD_DATA:
@@ -262,10 +262,10 @@ class EpisodeRunner:
             self.history.failed(request.id.group, request.task.id, seat.worker, place, failure)
 
 
-async def play(
-    asked: Sequence[Play],
+async def evaluate_answers(
+    asked: Sequence[AnswerRequest],
     config: RunConfig,
-    player: EpisodeRunner,
+    runner: EpisodeRunner,
     step: int,
     keep: Callable[[Item, dict[str, bytes]], None],
     report: Callable[[Member], None],
@@ -282,7 +282,7 @@ async def play(
     gate = ConcurrencyLimit(EVALUATION_EPISODES_AT_ONCE)
     items: dict[int, Item] = {}
 
-    async def play_group(indices: Sequence[int]) -> None:
+    async def answer_group(indices: Sequence[int]) -> None:
         # Training counts its groups from 1, and the history knows a group by its number.
         group = -1 - indices[0]
         requests = [
@@ -291,30 +291,30 @@ async def play(
         ]
         async with gate.room(len(indices)):
             try:
-                members = await player.play(requests, step, bad_data=player.emit_bad_data)
+                members = await runner.rollout_group(requests, step, bad_data=runner.emit_bad_data)
             finally:
-                player.history.forget(group)
+                runner.history.forget(group)
 
         for member in members:
             report(member)
 
         task = asked[indices[0]].task
-        records, images = await player.rewards.describe(Group(group, task, tuple(members)))
+        records, images = await runner.rewards.describe(Group(group, task, tuple(members)))
         for sample, (index, member) in enumerate(zip(indices, members, strict=True)):
             sample_records = [record for record in records if record.sample == sample]
             items[index] = _item(asked[index], member, sample_records)
             keep(items[index], images)
-        player.evaluation = len(items), len(asked)
+        runner.evaluation = len(items), len(asked)
 
-    player.evaluation = 0, len(asked)
+    runner.evaluation = 0, len(asked)
     try:
-        await asyncio.gather(*map(play_group, indices_by_group.values()))
+        await asyncio.gather(*map(answer_group, indices_by_group.values()))
     finally:
-        player.evaluation = None
+        runner.evaluation = None
     return [items[index] for index in range(len(asked))]
 
 
-def _request(config: RunConfig, answer: Play, id: TrajectoryId) -> RolloutRequest:
+def _request(config: RunConfig, answer: AnswerRequest, id: TrajectoryId) -> RolloutRequest:
     # The seed of sample 0 does not depend on its number.
     sample = [answer.sample] if answer.sample else []
     seed = derive(config.seed, "evaluation", answer.task.id, *sample)
@@ -322,7 +322,7 @@ def _request(config: RunConfig, answer: Play, id: TrajectoryId) -> RolloutReques
     return RolloutRequest(answer.task, id, 0, seed, answer.sampling, episode=episode)
 
 
-def _item(answer: Play, member: Member, records: Sequence[RolloutRecord]) -> Item:
+def _item(answer: AnswerRequest, member: Member, records: Sequence[RolloutRecord]) -> Item:
     """The item of an answer that was played."""
     outcome = member.outcome
     scored = outcome if isinstance(outcome, Scored) else None

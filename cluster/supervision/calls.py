@@ -51,7 +51,7 @@ class Pools(Protocol):
 
 
 class RolloutCalls:
-    """Calls that play episodes. Leases count episodes in both pools, until their call has ended.
+    """Calls that run episodes. Leases count episodes in both pools, until their call has ended.
 
     ``settings``: how long an episode may take, and how many an actor plays at once.
     """
@@ -69,8 +69,8 @@ class RolloutCalls:
         self._history = history
         self._engines: dict[str, int] = {}
 
-    async def play(self, requests: Sequence[RolloutRequest], avoid: Record) -> Call:
-        """Play episodes of a group in one call.
+    async def run_episodes(self, requests: Sequence[RolloutRequest], avoid: Record) -> Call:
+        """Run episodes of a group in one call.
 
         If possible, the environment actor and the engine are not in ``avoid``.
         """
@@ -103,7 +103,7 @@ class RolloutCalls:
         self._history.begins(requests[0].id.group, lease.worker)
         deadline = self._deadline(lease)
         answer, *payloads = submit_split(
-            lease.handle, 1 + count, EnvironmentActor.play, requests, engine, self._driver
+            lease.handle, 1 + count, EnvironmentActor.run_episodes, requests, engine, self._driver
         )
         try:
             what = f"{_named(requests)} of task {requests[0].task.id} on {environments.name(lease)}"

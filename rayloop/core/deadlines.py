@@ -67,7 +67,7 @@ class Waits:
             now = time.time()
             self.spans.append(Span(track, name, now - (time.monotonic() - since), now))
 
-    def played(self, episodes: Sequence[object], environment: str, engine: str) -> None:
+    def record_episodes(self, episodes: Sequence[object], environment: str, engine: str) -> None:
         """Record the spans of the episodes that have a summary."""
         if self.spans is None:
             return

@@ -19,7 +19,7 @@ from rayloop.grpo.selection import enough
 from rayloop.rollout.finished import FinishedGroups, ReadyGroups
 from rayloop.rollout.history import FailureHistory
 from rayloop.rollout.plain import Store, with_present_keys
-from rayloop.rollout.scheduler import GroupRequest, GroupRollout, GroupScheduler, Player
+from rayloop.rollout.scheduler import GroupRequest, GroupRollout, GroupRunner, GroupScheduler
 from rayloop.run.config import RunConfig
 from rayloop.run.order import Reports
 from rayloop.run.records.step_metrics import Collected
@@ -62,7 +62,7 @@ class RolloutManager:
         )
         self.finished = FinishedGroups(config, ledger, self.ready, self.alarms, blame)
         self.in_flight: dict[int, GroupRequest] = {}
-        self._playing = GroupRollout(config, self._notify)
+        self._group_rollout = GroupRollout(config, self._notify)
         self._taken = 0
         """Trajectories that a step has taken and that are not known to be trained.
 
@@ -73,7 +73,7 @@ class RolloutManager:
         self._change_waiters: list[asyncio.Future[None]] = []
         self._last_commit: asyncio.Future[None] | None = None
 
-    async def run(self, player: Player, finish: Finish) -> None:
+    async def run(self, runner: GroupRunner, finish: Finish) -> None:
         """Start groups without end, as many as are admitted.
 
         Groups in flight in an earlier call are lost, and are issued again.
@@ -82,7 +82,7 @@ class RolloutManager:
         if self.in_flight:
             self.ledger.reissue_live()
         self.in_flight.clear()
-        self._playing.clear()
+        self._group_rollout.clear()
         self._last_commit = None
 
         async with asyncio.TaskGroup() as group:
@@ -96,7 +96,7 @@ class RolloutManager:
                     self.in_flight[request.number] = request
                     commit: asyncio.Future[None] = asyncio.get_running_loop().create_future()
                     group.create_task(
-                        self._produce(request, player, finish, self._last_commit, commit)
+                        self._produce(request, runner, finish, self._last_commit, commit)
                     )
                     self._last_commit = commit
                 await self._change()
@@ -114,18 +114,20 @@ class RolloutManager:
     async def _produce(
         self,
         request: GroupRequest,
-        player: Player,
+        runner: GroupRunner,
         finish: Finish,
         previous_commit: asyncio.Future[None] | None,
         commit: asyncio.Future[None],
     ) -> None:
-        """Play and finish one group, then resolve ``commit``.
+        """Roll out and finish one group, then resolve ``commit``.
 
         In deterministic mode groups are committed in request order: each waits for
         ``previous_commit``.
         """
         try:
-            group = await self._playing.play(request, self.dataset[request.index], player)
+            group = await self._group_rollout.rollout_group(
+                request, self.dataset[request.index], runner
+            )
             if previous_commit is not None and self.config.rollout.deterministic:
                 # A cancelled group must not cancel the future of the previous group.
                 await asyncio.shield(previous_commit)
@@ -134,7 +136,7 @@ class RolloutManager:
             if quarantine_reason:
                 self.quarantine(group.task, "", quarantine_reason)
             # Both before the waiters wake up: how many groups may start depends on them.
-            self._playing.forget(request.number)
+            self._group_rollout.forget(request.number)
             del self.in_flight[request.number]
             self._notify()
         finally:
@@ -196,7 +198,7 @@ class RolloutManager:
 
         The groups of the last step are trained, and no longer count against the staleness bound.
         """
-        self._playing.version = version
+        self._group_rollout.version = version
         self._taken = 0
         self._notify()
 
@@ -208,7 +210,9 @@ class RolloutManager:
         algorithm = self.config.algorithm
         if algorithm.synchronous:
             return bool(self.in_flight or (self.scheduler.one_round and self.scheduler.reissue))
-        return algorithm.staleness.when_late == "wait" and self._playing.any_due(version, inherited)
+        return algorithm.staleness.when_late == "wait" and self._group_rollout.any_due(
+            version, inherited
+        )
 
     def _may_train(self, must_wait: bool) -> bool:
         """Whether to train now.

@@ -43,13 +43,13 @@ class GroupRequest:
         return [TrajectoryId(self.number, sample) for sample in range(size)]
 
 
-class Player(Protocol):
-    """A player that plays and scores groups, also when actors die.
+class GroupRunner(Protocol):
+    """Rolls out and scores groups, also when actors die.
 
     It is in cluster/supervision/attempts.py.
     """
 
-    async def play(
+    async def rollout_group(
         self, asked: Sequence[RolloutRequest], step: int, begins: Callable[[RolloutRequest], None]
     ) -> list[Member]:
         """The members of a group for ``step``.
@@ -75,7 +75,7 @@ def requests(
 
 
 class GroupRollout:
-    """A player of groups for the version that the engines serve.
+    """The rollouts of groups with the version that the engines serve.
 
     ``changed`` is called when an episode begins once more. Until an episode ends, its first version
     is assumed to be the one served when it was admitted to the engines: that or an older one.
@@ -90,12 +90,12 @@ class GroupRollout:
         self._episodes: Counter[Version] = Counter()
         """Version -> number of episodes in flight that it began."""
 
-    async def play(self, request: GroupRequest, task: Task, player: Player) -> Group:
-        """All members of a group, which counts as being played until ``forget``."""
+    async def rollout_group(self, request: GroupRequest, task: Task, runner: GroupRunner) -> Group:
+        """All members of a group, which counts as in flight until ``forget``."""
         ids = request.ids(self.config.algorithm.group_size)
         episodes = requests(self.config, task, ids, request.visit)
         self._first_versions[request.number] = {}
-        members = await player.play(episodes, self.version.step, self._begins)
+        members = await runner.rollout_group(episodes, self.version.step, self._begins)
         for member in members:
             is_scored = isinstance(member.outcome, Scored)
             self._set(member.summary.id, member.summary.first_version if is_scored else None)

@@ -21,7 +21,7 @@ TASK_FAILURES = 2
 ACTOR_FAILURES = 3
 """Different tasks in a row: two are common among bad rows, three on one actor alone are not."""
 NEVER = Failure(Cause.LOST, Scope.BYSTANDER, retryable=True, why="never played")
-Played = tuple[Summary, Ref[Trajectory]]
+EpisodeResult = tuple[Summary, Ref[Trajectory]]
 """An episode that was played, and its payload, which the driver owns and does not open."""
 
 
@@ -125,7 +125,7 @@ class Call(NamedTuple):
     requests: Sequence[RolloutRequest]
     environment: Seat
     engine: Seat
-    results: Sequence[Failure | Played] = ()
+    results: Sequence[Failure | EpisodeResult] = ()
     loss: Loss | None = None
 
 
@@ -242,7 +242,7 @@ def _replacements(call: Call, episodes: Sequence[Settle], context: Context) -> l
     return replacements
 
 
-def _settled(number: int, failure: Failure | Played, call: Call, context: Context) -> Settle:
+def _settled(number: int, failure: Failure | EpisodeResult, call: Call, context: Context) -> Settle:
     """What becomes of an episode."""
     record = context.records[number]
     if not isinstance(failure, Failure):

@@ -33,7 +33,7 @@ from rayloop.run.records.rollouts import jsonable
 
 
 @dataclass(frozen=True)
-class Play:
+class AnswerRequest:
     """One answer to ask for."""
 
     arm: str
@@ -42,7 +42,9 @@ class Play:
     sample: int = 0
 
 
-def plays(config: RunConfig, tasks: Sequence[Task], *, controls: bool, samples: int) -> list[Play]:
+def answer_requests(
+    config: RunConfig, tasks: Sequence[Task], *, controls: bool, samples: int
+) -> list[AnswerRequest]:
     """An answer per task with the right image, and the further ones that are asked for.
 
     With ``controls`` there are also answers with swapped images, and ``samples`` sampled answers
@@ -58,10 +60,14 @@ def plays(config: RunConfig, tasks: Sequence[Task], *, controls: bool, samples: 
             SAME: swapped(tasks, config.seed, same=True),
             OTHER: swapped(tasks, config.seed, same=False),
         }
-    requests = [Play(arm, task, sampling) for arm, members in arms.items() for task in members]
+    requests = [
+        AnswerRequest(arm, task, sampling) for arm, members in arms.items() for task in members
+    ]
     arm, first, drawn = (SAMPLED, 0, settings.sampling()) if greedy else (RIGHT, 1, sampling)
     return requests + [
-        Play(arm, task, drawn, sample) for sample in range(first, samples) for task in tasks
+        AnswerRequest(arm, task, drawn, sample)
+        for sample in range(first, samples)
+        for task in tasks
     ]
 
 

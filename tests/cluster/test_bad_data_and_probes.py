@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from rayloop.cluster.loop.weight_sync import WeightSync
-from rayloop.cluster.supervision.attempts import play
+from rayloop.cluster.supervision.attempts import evaluate_answers
 from rayloop.core.failures import EnvironmentFailed
 from rayloop.core.groups import Group
 from rayloop.core.types import RolloutRequest, Sampling, Task
 from rayloop.measure.controls import RIGHT, Item
 from rayloop.rollout.history import FailureHistory
-from rayloop.run.held_out import Play
+from rayloop.run.held_out import AnswerRequest
 from rayloop.run.sections import EnvironmentSettings
 from tests.support.stand_ins import (
     BAD,
@@ -216,10 +216,10 @@ def test_an_item_that_hung_in_one_evaluation_is_played_in_the_next(world: Make) 
     async def evaluations() -> list[list[Item]]:
         player = await made.player()
         player.rewards.describe = no_records  # type: ignore[assignment]
-        asked = [Play(RIGHT, task, Sampling()) for task in list(made.rollouts.dataset)[:5]]
+        asked = [AnswerRequest(RIGHT, task, Sampling()) for task in list(made.rollouts.dataset)[:5]]
         keep = lambda item, images: kept.append(item)  # noqa: E731
         return [
-            await play(asked, made.config, player, step, keep, lambda member: None)
+            await evaluate_answers(asked, made.config, player, step, keep, lambda member: None)
             for step in (0, 1)
         ]
 
@@ -249,8 +249,8 @@ def test_a_broken_held_out_row_says_nothing_about_the_training_task_of_its_id(wo
     async def evaluated() -> list[Item]:
         player = await made.player()
         player.rewards.describe = no_records  # type: ignore[assignment]
-        asked = [Play(RIGHT, Task(BAD, ()), Sampling())]
-        return await play(
+        asked = [AnswerRequest(RIGHT, Task(BAD, ()), Sampling())]
+        return await evaluate_answers(
             asked, made.config, player, 0, lambda item, images: None, lambda member: None
         )
 

@@ -35,7 +35,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
         )
     )
     driver = made_driver(config, tmp_path, "never")
-    driver.player = SimpleNamespace(metrics=dict)  # type: ignore[assignment]
+    driver.runner = SimpleNamespace(metrics=dict)  # type: ignore[assignment]
     driver.steps, driver.looked = [], []  # type: ignore[attr-defined]
 
     async def observe(tasks: Any, player: Any, step: int) -> float:

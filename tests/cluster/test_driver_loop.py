@@ -119,7 +119,7 @@ def test_the_evaluation_before_the_first_step_can_be_left_out(
         played.append(step)
         return [Item(RIGHT, "t", "", reward=0.5)]
 
-    monkeypatch.setattr("rayloop.cluster.loop.evaluating.play", play)
+    monkeypatch.setattr("rayloop.cluster.loop.evaluating.evaluate_answers", play)
     config = settings(tmp_path, tmp_path, steps=3)
     config["data"]["eval"] = config["data"]["train"]
     config["evaluation"] = {"every": 2, "first": first}

@@ -105,7 +105,7 @@ class Stage:
         driver = made_driver(
             self.config, folder, resume, identity(Prepared.of(self.config)), Services(policy)
         )
-        driver.player = SimpleNamespace()  # type: ignore[assignment]
+        driver.runner = SimpleNamespace()  # type: ignore[assignment]
         return driver
 
     def saved(self, folder: Path, *steps: int) -> CheckpointStore:

@@ -85,7 +85,9 @@ def test_a_hang_costs_its_episode_and_the_actors_end_leaves_nothing(
     engine = ray.remote(Engine).options(num_cpus=0.5).remote()
 
     def play(task: str) -> Any:
-        return player.play.options(num_returns=2).remote([request(task)], Lease(0, engine), None)[0]
+        return player.run_episodes.options(num_returns=2).remote(
+            [request(task)], Lease(0, engine), None
+        )[0]
 
     sick = play("sick")
     well = ray.get([play("well") for _ in range(3)], timeout=60)

@@ -36,7 +36,7 @@ from rayloop.core.types import (
 )
 from rayloop.measure.controls import BLIND, OTHER, RIGHT, SAME, SAMPLED, Item
 from rayloop.run.config import Prepared, RunConfig
-from rayloop.run.held_out import Play, read_items
+from rayloop.run.held_out import AnswerRequest, read_items
 from rayloop.run.records.jsonl import JsonLines
 from tests.engines.prompts import engine, image, prompt, vision_tokens
 from tests.support.runs import ROOT, finished, settings
@@ -220,7 +220,7 @@ def test_an_evaluation_of_which_nothing_can_be_scored_ends_with_the_reason(
         settings(tmp_path, digits_model, environment={"episode": {"max_prompt_tokens": 2}})
     )
     monkeypatch.setattr(
-        "rayloop.cluster.stages.evaluate._play",
+        "rayloop.cluster.stages.evaluate._evaluate",
         lambda *_: "t1: over_long_prompt: the prompt has 9 tokens",
     )
     monkeypatch.setattr("rayloop.cluster.stages.evaluate.session", lambda *_, **__: nullcontext())
@@ -252,7 +252,7 @@ def test_a_full_disk_leaves_the_files_of_the_former_evaluation_whole(
 ) -> None:
     config = RunConfig.model_validate(settings(tmp_path, digits_model))
 
-    def play(config: RunConfig, out: Path, missing: list[Play], retries: int) -> str:
+    def play(config: RunConfig, out: Path, missing: list[AnswerRequest], retries: int) -> str:
         items = JsonLines(out / "items.jsonl")
         for one in missing:
             items.append(asdict(Item(one.arm, one.task.id, "", one.sample, reward=1.0)))
@@ -270,7 +270,7 @@ def test_a_full_disk_leaves_the_files_of_the_former_evaluation_whole(
             temporary=None,
         )
 
-    monkeypatch.setattr("rayloop.cluster.stages.evaluate._play", play)
+    monkeypatch.setattr("rayloop.cluster.stages.evaluate._evaluate", play)
     monkeypatch.setattr("rayloop.cluster.stages.evaluate.session", lambda *_, **__: nullcontext())
     evaluated()
     file = tmp_path / "out" / name
@@ -308,10 +308,10 @@ def test_answers_that_were_cut_are_played_again_with_twice_the_room(
             keep(items[-1], {})
         return items
 
-    monkeypatch.setattr("rayloop.cluster.stages.evaluate.play", play)
+    monkeypatch.setattr("rayloop.cluster.stages.evaluate.evaluate_answers", play)
     evaluator = Evaluator(RunConfig.model_validate(settings(tmp_path, digits_model)), str(tmp_path))
-    evaluator.player = None  # type: ignore[assignment]
-    missing = [Play(RIGHT, Task(name, ()), Sampling(0.0, max_tokens=8)) for name in needs]
+    evaluator.runner = None  # type: ignore[assignment]
+    missing = [AnswerRequest(RIGHT, Task(name, ()), Sampling(0.0, max_tokens=8)) for name in needs]
     asyncio.run(evaluator._all(missing, 2))
     assert asked == [
         ("short", 8),

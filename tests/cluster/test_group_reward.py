@@ -20,7 +20,7 @@ import yaml
 
 from rayloop.cli import main
 from rayloop.cluster.stages.evaluate import _missing
-from rayloop.cluster.supervision.attempts import EVALUATION_EPISODES_AT_ONCE, play
+from rayloop.cluster.supervision.attempts import EVALUATION_EPISODES_AT_ONCE, evaluate_answers
 from rayloop.core.groups import Group, Member, Scored, Unscored, UnscoredKind
 from rayloop.core.types import (
     EndReason,
@@ -33,7 +33,7 @@ from rayloop.core.types import (
 )
 from rayloop.measure.controls import RIGHT, SAMPLED, Item
 from rayloop.run.config import RunConfig
-from rayloop.run.held_out import Play, read_items
+from rayloop.run.held_out import AnswerRequest, read_items
 from rayloop.run.records.rollouts import RolloutRecord, RolloutTurn
 from tests.support.runs import ROOT, finished, settings
 from tests.support.stand_ins import Behave, Handle, Make, World, failed
@@ -167,7 +167,7 @@ class Player:
         )
         return Member(summary, Scored(float(of)))
 
-    async def play(
+    async def rollout_group(
         self, asked: Sequence[RolloutRequest], step: int, bad_data: Any = None
     ) -> list[Member]:
         self.together.append([request.task.id for request in asked])
@@ -179,8 +179,10 @@ class Player:
 
 def evaluated(folder: Path, per: str) -> tuple[Player, list[Item], list[TrajectoryId]]:
     config = RunConfig.model_validate(settings(folder, folder, reward__per=per))
-    asked = [Play(RIGHT, task, Sampling()) for task in TASKS]
-    asked += [Play(SAMPLED, task, Sampling(), sample) for sample in range(2) for task in TASKS]
+    asked = [AnswerRequest(RIGHT, task, Sampling()) for task in TASKS]
+    asked += [
+        AnswerRequest(SAMPLED, task, Sampling(), sample) for sample in range(2) for task in TASKS
+    ]
     player, heard, kept = Player(), list[TrajectoryId](), list[Item]()
 
     def keep(item: Item, images: dict[str, bytes]) -> None:
@@ -188,7 +190,9 @@ def evaluated(folder: Path, per: str) -> tuple[Player, list[Item], list[Trajecto
 
     runner: Any = player
     items = asyncio.run(
-        play(asked, config, runner, 0, keep, lambda member: heard.append(member.summary.id))
+        evaluate_answers(
+            asked, config, runner, 0, keep, lambda member: heard.append(member.summary.id)
+        )
     )
     assert [(i.arm, i.task, i.sample) for i in items] == [
         (p.arm, p.task.id, p.sample) for p in asked
@@ -223,14 +227,14 @@ class Describing(Player):
         self.described: list[list[TrajectoryId]] = []
         self.playing = self.most = 0
 
-    async def play(
+    async def rollout_group(
         self, asked: Sequence[RolloutRequest], step: int, bad_data: Any = None
     ) -> list[Member]:
         self.playing += len(asked)
         self.most = max(self.most, self.playing)
         await asyncio.sleep(0.01)
         self.playing -= len(asked)
-        return await super().play(asked, step, bad_data)
+        return await super().rollout_group(asked, step, bad_data)
 
     async def describe(self, group: Group) -> tuple[list[Any], dict[str, bytes]]:
         ids = [member.summary.id for member in group.members]
@@ -249,15 +253,17 @@ class Describing(Player):
 def test_records_are_made_by_group_and_each_item_has_its_own(tmp_path: Path) -> None:
     config = RunConfig.model_validate(settings(tmp_path, tmp_path))
     tasks = [Task(f"t{number}", ()) for number in range(60)]
-    asked = [Play(RIGHT, task, Sampling()) for task in tasks]
-    asked += [Play(SAMPLED, task, Sampling(), sample) for sample in range(4) for task in tasks]
+    asked = [AnswerRequest(RIGHT, task, Sampling()) for task in tasks]
+    asked += [
+        AnswerRequest(SAMPLED, task, Sampling(), sample) for sample in range(4) for task in tasks
+    ]
     player, kept = Describing(), dict[tuple[str, str, int], dict[str, bytes]]()
 
     def keep(item: Item, images: dict[str, bytes]) -> None:
         kept[item.key] = images
 
     runner: Any = player
-    items = asyncio.run(play(asked, config, runner, 0, keep, lambda member: None))
+    items = asyncio.run(evaluate_answers(asked, config, runner, 0, keep, lambda member: None))
     assert Counter(map(len, player.described)) == {1: 60, 4: 60}
     assert all(len({id.group for id in ids}) == 1 for ids in player.described)
     assert {item.key: item.text for item in items} == {
@@ -273,7 +279,9 @@ def test_records_are_made_by_group_and_each_item_has_its_own(tmp_path: Path) -> 
 
 
 def test_what_is_scored_together_is_played_again_together(tmp_path: Path) -> None:
-    asked = [Play(SAMPLED, task, Sampling(), sample) for sample in range(2) for task in TASKS]
+    asked = [
+        AnswerRequest(SAMPLED, task, Sampling(), sample) for sample in range(2) for task in TASKS
+    ]
     done = {(SAMPLED, "a", 0), (SAMPLED, "a", 1), (SAMPLED, "b", 1)}
     missing = {}
     for per in ("trajectory", "group"):

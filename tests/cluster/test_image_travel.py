@@ -101,7 +101,7 @@ def played(folder: Path, limit: int) -> Played:
         nobody = cast(Any, None)
         try:
             halves = await asyncio.gather(
-                *(players[i].play(asked[i::2], lease, nobody) for i in range(2))
+                *(players[i].run_episodes(asked[i::2], lease, nobody) for i in range(2))
             )
             return [
                 one

@@ -108,7 +108,7 @@ class Loop:
         self.collecting = False
         self._play = play
 
-    async def play(
+    async def rollout_group(
         self, asked: Sequence[RolloutRequest], step: int, begins: Callable[[RolloutRequest], None]
     ) -> list[Member]:
         return await asyncio.gather(*(self._episode(request, begins) for request in asked))
@@ -339,7 +339,7 @@ def test_a_group_counts_from_when_it_was_let_into_the_engines_for_the_last_time(
     admitted, failed, ended = (asyncio.Event() for _ in range(3))
 
     class EpisodeRunner:
-        async def play(
+        async def rollout_group(
             self,
             asked: Sequence[RolloutRequest],
             step: int,
@@ -364,7 +364,9 @@ def test_a_group_counts_from_when_it_was_let_into_the_engines_for_the_last_time(
     async def test() -> None:
         task = Dataset(config.data.train, config.data.reader.build(), True, print)[0]
         playing.version = Version(1, 0)
-        group = asyncio.create_task(playing.play(GroupRequest(1, 0, 1), task, EpisodeRunner()))  # type: ignore[arg-type]
+        group = asyncio.create_task(
+            playing.rollout_group(GroupRequest(1, 0, 1), task, EpisodeRunner())
+        )  # type: ignore[arg-type]
         await asyncio.sleep(0)
         assert due() == []
         for version, event, expected in ((2, admitted, [3]), (3, failed, [4]), (5, ended, [5])):

@@ -60,7 +60,7 @@ class RolloutManager:
 def failed(folder: Path, keep: int, **fields: Any) -> str:
     config = RunConfig.model_validate(settings(folder, folder, keep_rollouts=keep))
     driver = made_driver(config, folder)
-    driver.rollouts, driver.player = RolloutManager(), EpisodeRunner(**fields)  # type: ignore[assignment]
+    driver.rollouts, driver.runner = RolloutManager(), EpisodeRunner(**fields)  # type: ignore[assignment]
     driver.services = SimpleNamespace(pools=[])  # type: ignore[assignment]
     with pytest.raises(GenerationBudgetSpent) as error:
         asyncio.run(driver.collect())
@@ -80,7 +80,7 @@ def test_a_broken_grader_is_reported_with_an_answer_that_broke_it(tmp_path: Path
     (tmp_path / "rollouts").mkdir()
     config = RunConfig.model_validate(settings(tmp_path, tmp_path, keep_rollouts=4))
     driver = made_driver(config, tmp_path)
-    driver.rollouts, driver.player = (
+    driver.rollouts, driver.runner = (
         Broken(),
         EpisodeRunner(reward=None, unscored="grader_error", flags=()),
     )  # type: ignore[assignment]
@@ -133,18 +133,18 @@ def test_a_policy_that_collapsed_ends_with_an_alarm_a_reason_and_an_evaluation(
         played.append(step)
         return []
 
-    monkeypatch.setattr("rayloop.cluster.loop.evaluating.play", play)
+    monkeypatch.setattr("rayloop.cluster.loop.evaluating.evaluate_answers", play)
     values = settings(tmp_path, tmp_path, keep_rollouts=0, steps=20)
     values["data"]["eval"] = values["data"]["train"]
     values["evaluation"] = {"every": 3}
     monkeypatch.setattr(
         "rayloop.cluster.driver.held_out_rows", lambda *_: [SimpleNamespace(id="t", source="")]
     )
-    monkeypatch.setattr("rayloop.cluster.loop.evaluating.plays", lambda *_, **__: [])
+    monkeypatch.setattr("rayloop.cluster.loop.evaluating.answer_requests", lambda *_, **__: [])
     (tmp_path / "evaluations").mkdir()
     driver = made_driver(RunConfig.model_validate(values), tmp_path)
     rollouts = RolloutManager()
-    driver.rollouts, driver.player, driver.step = rollouts, EpisodeRunner(), step  # type: ignore[assignment]
+    driver.rollouts, driver.runner, driver.step = rollouts, EpisodeRunner(), step  # type: ignore[assignment]
     driver.services = SimpleNamespace(pools=[])  # type: ignore[assignment]
     for entropy in [2.2] * MEAN_STEPS + [1.5, 1.0, 0.5, 0.2, 0.05]:
         rollouts.alarms.recorded({ENTROPY: entropy})
@@ -163,7 +163,7 @@ def test_trained_and_dropped_groups_are_recorded_in_turn(tmp_path: Path) -> None
     driver: Any = made_driver(
         RunConfig.model_validate(settings(tmp_path, tmp_path, keep_rollouts=5)), tmp_path
     )
-    driver.rollouts, driver.player = RolloutManager(), SimpleNamespace(metrics=dict)
+    driver.rollouts, driver.runner = RolloutManager(), SimpleNamespace(metrics=dict)
     driver.rollouts.alarms = SimpleNamespace(
         step=lambda _: None, unseen=False, recorded=lambda _: None
     )

@@ -97,7 +97,7 @@ class Stage:
             FailureHistory(c.environment),
         )
         self.tasks = rollouts.scheduler.probe_tasks()
-        self.player = EpisodeRunner(
+        self.runner = EpisodeRunner(
             c, self.services, None, self.reporter.event, rollouts.quarantine
         )
 
@@ -116,7 +116,7 @@ class Stage:
 
     async def sync_and_verify(self) -> None:
         await self.weight_sync.send(START)
-        await self.weight_sync.verify(START, self.tasks, self.player)
+        await self.weight_sync.verify(START, self.tasks, self.runner)
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [
@@ -410,7 +410,7 @@ def test_a_warning_lets_the_run_go_on_with_the_weights_of_the_start(
 async def observe(stage: Stage) -> None:
     stage.tasks = stage.tasks[:3]
     await stage.weight_sync.send(START)
-    stage.found = await stage.weight_sync.observe(stage.tasks, stage.player, 10)
+    stage.found = await stage.weight_sync.observe(stage.tasks, stage.runner, 10)
 
 
 @pytest.mark.parametrize(
@@ -440,4 +440,4 @@ def test_episodes_that_cannot_be_played_tell_nothing_and_end_nothing(
     assert stage.found is None
     assert [event["purpose"] for event in stage.events("probe_failed")] == ["drift"] * 3
     assert len(stage.events("drift_unknown")) == 1
-    assert stage.player.history._groups == {}
+    assert stage.runner.history._groups == {}

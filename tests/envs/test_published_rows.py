@@ -86,7 +86,7 @@ def played(config: RunConfig, rows: Path, first: str) -> dict[str, tuple[Policy,
         policy = Policy(config, first)
         asked = RolloutRequest(task, TrajectoryId(number, 0), 0, 0, Sampling(max_tokens=256))
         lease: Any = Lease(1, policy)
-        results, trajectory = asyncio.run(actor.play([asked], lease, None))  # type: ignore[arg-type]
+        results, trajectory = asyncio.run(actor.run_episodes([asked], lease, None))  # type: ignore[arg-type]
         assert trajectory is not None, results
         found[task.extra["question"]] = policy, trajectory
     return found

@@ -261,7 +261,9 @@ class Actor:
 
     # Environments ---------------------------------------------------------------------------------
 
-    async def do_play(self, requests: Sequence[RolloutRequest], lease: Any, driver: Any) -> Any:
+    async def do_run_episodes(
+        self, requests: Sequence[RolloutRequest], lease: Any, driver: Any
+    ) -> Any:
         self.cluster.calls.append((self.slot, [request.id.sample for request in requests]))
         played = await asyncio.gather(
             *(self._episode(request, lease, driver) for request in requests)

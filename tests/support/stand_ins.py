@@ -1,5 +1,5 @@
-"""A run without Ray: the real Production, Player and Pools over actors that are plain objects of
-this process.
+"""A run without Ray: the real rollout manager, runner and pools over actors that are plain objects
+of this process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.support.runs import settings
 
 
 class Handle:
-    """An actor: ``play`` and ``score`` as the player calls them.
+    """An actor: ``run_episodes`` and ``score`` as the runner calls them.
 
     ``dead`` is set by ``ray.kill``; calls under way then fail.
     """
@@ -45,12 +45,16 @@ class Handle:
         self.world, self.slot, self.dead = world, slot, asyncio.Event()
         self.played: list[str] = []
         self.calls: list[list[int]] = []
-        """The samples that each call of ``play`` was asked for."""
+        """The samples that each call of ``run_episodes`` was asked for."""
         self.health = SimpleNamespace(remote=lambda: asyncio.sleep(0))
-        self.play = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._play))
+        self.run_episodes = SimpleNamespace(
+            options=lambda num_returns: SimpleNamespace(remote=self._run_episodes)
+        )
         self.score = SimpleNamespace(remote=self._score)
 
-    def _play(self, requests: Sequence[RolloutRequest], lease: Any, driver: Any) -> tuple[Any, ...]:
+    def _run_episodes(
+        self, requests: Sequence[RolloutRequest], lease: Any, driver: Any
+    ) -> tuple[Any, ...]:
         self.calls.append([request.id.sample for request in requests])
         for request in requests:
             self.played.append(request.task.id)

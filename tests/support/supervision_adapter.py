@@ -124,7 +124,7 @@ def driver(
 
 async def lease_engine(driver: Any, episode: str, lost: int, why: str) -> Any:
     """What the driver's actor does when an environment actor lost an engine."""
-    return await driver.player.calls.replace_engine(episode, lost, why)
+    return await driver.runner.calls.replace_engine(episode, lost, why)
 
 
 def quarantined(driver: Any) -> set[str]:

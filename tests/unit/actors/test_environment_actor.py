@@ -158,7 +158,7 @@ def group(
     engine: Engine,
     driver: Driver | None = None,
 ) -> tuple[list[Summary | Failure], *tuple[Trajectory | None, ...]]:
-    played = asyncio.run(player.play(asked, Lease(7, engine), driver or Driver()))
+    played = asyncio.run(player.run_episodes(asked, Lease(7, engine), driver or Driver()))
     assert player.health() == 0
     return played
 
@@ -341,7 +341,7 @@ def test_many_episodes_run_at_once(text_folder: Path) -> None:
     async def all_of_them() -> int:
         lease = Lease(7, Engine(wait))
         asked = [request(sample=sample) for sample in range(10)]
-        calls = [asyncio.create_task(player.play(asked, lease, Driver())) for _ in range(2)]
+        calls = [asyncio.create_task(player.run_episodes(asked, lease, Driver())) for _ in range(2)]
         await asyncio.sleep(0.3)
         running = player.health()
         assert player.awaits() == [("20 generate on rollout 0", lease.handle)]
@@ -667,10 +667,10 @@ def test_a_broken_environment_of_its_own_process_costs_its_episode_only(
     async def all_of_them() -> tuple[Played, list[Summary | Failure]]:
         slow, quick = Lease(7, Engine(wait)), Lease(8, Engine())
         neighbours = asyncio.create_task(
-            player.play([request(sample=n) for n in range(2)], slow, Driver())
+            player.run_episodes([request(sample=n) for n in range(2)], slow, Driver())
         )
         await asyncio.sleep(0.1)
-        [summary], trajectory = await player.play([named("sick", 3)], quick, Driver())
+        [summary], trajectory = await player.run_episodes([named("sick", 3)], quick, Driver())
         assert not neighbours.done()
         gate.set()
         return (summary, trajectory), (await neighbours)[0]

@@ -129,7 +129,7 @@ def requests(
 async def played(
     made: EnvironmentActor, asked: list[RolloutRequest], engine: Engine
 ) -> list[Summary | Failure]:
-    results, *_ = await made.play(asked, Lease(1, engine), None)  # type: ignore[arg-type]
+    results, *_ = await made.run_episodes(asked, Lease(1, engine), None)  # type: ignore[arg-type]
     return list(results)
 
 

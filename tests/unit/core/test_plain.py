@@ -241,7 +241,7 @@ OF_THE_PROCESS = {
         "ready",
         "finished",
         "_reporter",
-        "_playing",
+        "_group_rollout",
         "_taken",
         "_collecting",
         "_stopping",

@@ -35,7 +35,7 @@ from rayloop.recipes.arc_vision.data import GroundingRows
 from rayloop.recipes.chart_rvr.data import ChartRows
 from rayloop.recipes.pyvision.data import QuestionRows
 from rayloop.run.config import read
-from rayloop.run.held_out import plays
+from rayloop.run.held_out import answer_requests
 from tests.support.pages import write_snippets
 from tests.support.runs import ROOT
 
@@ -860,5 +860,5 @@ def test_rows_that_were_never_solved_are_left_out(
     played = read(Path(config), asked[0][13:])
     assert [
         (play.arm, play.sample)
-        for play in plays(played, [Task("os/1", (), None)], controls=False, samples=2)
+        for play in answer_requests(played, [Task("os/1", (), None)], controls=False, samples=2)
     ] == [("right", 0), ("right", 1)], "as many answers as were asked for"

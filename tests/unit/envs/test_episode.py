@@ -53,7 +53,7 @@ from rayloop.envs.settings import EpisodeSettings
 from rayloop.envs.single_turn import SingleTurn
 from rayloop.envs.tools import _Checked
 from rayloop.rewards.environment_result import EnvironmentResult
-from rayloop.run.held_out import Play
+from rayloop.run.held_out import AnswerRequest
 from tests.support.pictures import picture
 from tests.support.scripted_engine import Said, ScriptedEngine
 
@@ -259,7 +259,7 @@ def test_only_an_answer_that_more_room_for_a_turn_would_help_counts_as_cut(
         run_episode(asked, InThread("T", scripted), renderer, settings, made.generate)
     )
     summary = summarize(played, TASK, 0.0, renderer.image_token)
-    item = _item(Play("right", TASK, asked.sampling), Member(summary, Scored(0.0)), ())
+    item = _item(AnswerRequest("right", TASK, asked.sampling), Member(summary, Scored(0.0)), ())
     assert (played.end_reason, item.cut, summary.cut) == (reason, cut, True)
 
 

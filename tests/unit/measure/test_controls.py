@@ -27,7 +27,7 @@ from rayloop.measure.intervals import MIN_ITEMS, interval, paired_interval
 from rayloop.measure.report import table, verdict
 from rayloop.recipes.arc_vision.boxes import BlindBox
 from rayloop.run.config import RunConfig
-from rayloop.run.held_out import gain, metrics, plays
+from rayloop.run.held_out import answer_requests, gain, metrics
 from rayloop.run.records.metrics import validate
 from tests.support.runs import ROOT
 
@@ -313,7 +313,7 @@ def test_samples_are_asked_for_besides_the_greedy_answer(
         RunConfig,
     )
     found: dict[str, list[tuple[int, float]]] = {}
-    for play in plays(config, TASKS[:1], controls=False, samples=samples):
+    for play in answer_requests(config, TASKS[:1], controls=False, samples=samples):
         found.setdefault(play.arm, []).append((play.sample, play.sampling.temperature))
     assert found == asked
 

@@ -12,7 +12,7 @@ from rayloop.core.failures import ConfigError
 from rayloop.core.types import Message, Task, TrajectoryId
 from rayloop.estimate.run import plan
 from rayloop.run.config import RunConfig, read
-from rayloop.run.held_out import plays
+from rayloop.run.held_out import answer_requests
 from tests.support.runs import settings
 
 OVER = {
@@ -31,7 +31,7 @@ def config(folder: Path, **evaluation: object) -> RunConfig:
 
 def test_an_evaluation_is_played_with_its_own_values(tmp_path: Path) -> None:
     made = config(tmp_path, over=OVER)
-    (asked,) = plays(made, TASKS, controls=False, samples=1)
+    (asked,) = answer_requests(made, TASKS, controls=False, samples=1)
     assert asked.sampling.temperature == 0.5
     request = _request(made, asked, TrajectoryId(-1, 0))
     assert request.episode == {"max_turns": 30, "max_tokens": 9000}

@@ -362,7 +362,7 @@ def test_what_is_being_done_is_reported_with_how_far_it_is() -> None:
     driver = SimpleNamespace(
         timings=SimpleNamespace(phase="start"),
         services=SimpleNamespace(up=2, wanted=5),
-        player=SimpleNamespace(playing=11, evaluation=None),
+        runner=SimpleNamespace(running=11, evaluation=None),
         rollouts=SimpleNamespace(
             in_flight={1: "group", 2: "group"}, finished=SimpleNamespace(groups=["group"])
         ),
@@ -377,7 +377,7 @@ def test_what_is_being_done_is_reported_with_how_far_it_is() -> None:
     assert now() == "generating 37/48"
     driver.timings.phase = "testing"
     assert now() == "evaluating"
-    driver.player.evaluation = 3, 200
+    driver.runner.evaluation = 3, 200
     assert now() == "evaluating 3/200"
     driver.timings.phase = "update_actor"
     assert now() == "training"
