@@ -94,7 +94,7 @@ async def watch(
         file = folder / f"stall-{number}.txt"
         path = _write_stacks(file, await _stacks(waiting[:REPORTED_WAITS]))
         emit(incidents.StalledEvent(phase(), round(quiet, 1), awaited=awaited, stacks=path))
-        report_after = 2 * report_after
+        report_after *= 2
 
 
 async def watch_liveness(emit: Emit, patience: float = math.inf) -> None:

@@ -129,13 +129,12 @@ class NotSaved(RayloopError):
     """
 
 
+@dataclass(eq=False)
 class FileFailure(RayloopError):
     """The failure of a file, ``path``."""
 
-    def __init__(self, path: str, reason: str) -> None:
-        super().__init__(path, reason)
-        self.path = path
-        self.reason = reason
+    path: str
+    reason: str
 
     def __str__(self) -> str:
         return f"{self.path}: {self.reason}"
@@ -152,16 +151,15 @@ class ImageRefused(DataFailure):
     """An intact image with more pixels than the limit, or an extreme aspect ratio."""
 
 
+@dataclass(eq=False)
 class OverLongPrompt(RayloopError):
     """The rendered prompt exceeds the token limit.
 
     It is excluded with its size, never truncated.
     """
 
-    def __init__(self, tokens: int, limit: int) -> None:
-        super().__init__(tokens, limit)
-        self.tokens = tokens
-        self.limit = limit
+    tokens: int
+    limit: int
 
     def __str__(self) -> str:
         return f"the prompt has {self.tokens} tokens, the limit is {self.limit}"

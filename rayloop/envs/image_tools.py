@@ -175,7 +175,7 @@ class Album:
         if not -360 <= angle <= 360:
             raise ToolError(f"angle {angle} must be from -360 to 360")
         source = self._image(image)
-        angle = angle % 360
+        angle %= 360
         if angle in _RIGHT_ANGLES:
             return self._shown(source.transpose(_RIGHT_ANGLES[int(angle)]))
         # The pixels of the picture turned by 45 degrees, with its corners.

@@ -13,6 +13,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
@@ -43,16 +44,15 @@ class Malformed(ConnectionError):
     """The bytes are not a message, are too many, or are the answer to another call."""
 
 
+@dataclass(eq=False)
 class Refused(Exception):
     """The other side answered that it could not.
 
     ``kind`` is the class name of its exception, ``why`` its text.
     """
 
-    def __init__(self, kind: str, why: str) -> None:
-        super().__init__(kind, why)
-        self.kind = kind
-        self.why = why
+    kind: str
+    why: str
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.why}"

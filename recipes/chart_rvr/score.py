@@ -69,11 +69,11 @@ def notes(saved: Sequence[Saved], variant: str) -> list[str]:
         f"{EXTRACTED} as published: relaxed {relaxed:.4f}, exact {exact:.4f}",
         f"answers equal to {EXTRACTED}: {same} of {len(rows)} ({100 * same / len(rows):.2f} %)",
     ]
-    for entry in differing[:SHOWN_ANSWERS]:
-        lines.append(
-            f"  {entry.task.id}: read {answer(entry, variant)!r:.60}, {EXTRACTED}"
-            f" {entry.row[EXTRACTED]!r:.60}"
-        )
+    lines += [
+        f"  {entry.task.id}: read {answer(entry, variant)!r:.60}, {EXTRACTED}"
+        f" {entry.row[EXTRACTED]!r:.60}"
+        for entry in differing[:SHOWN_ANSWERS]
+    ]
     if len(differing) > SHOWN_ANSWERS:
         lines.append(f"  and {len(differing) - SHOWN_ANSWERS} more")
     return lines

@@ -257,7 +257,7 @@ def _ends(turn: Turn, whole: str, text: Callable[[TokenIds], str]) -> list[tuple
             not piece.endswith("\ufffd") or len(pending) > MAX_CHARACTER_BYTES
         ):
             pending = []
-            end = end + len(piece)
+            end += len(piece)
         ends.append((end, round(logprob, 3)))
     return ends if end == len(whole) else []
 
