@@ -103,9 +103,10 @@ def run(arguments: argparse.Namespace) -> int:
         from ray.job_submission import JobSubmissionClient
 
         package = pack(folder, Path(temporary) / "package.zip", named)
-        file_count = len(zipfile.ZipFile(package).namelist())
-        print(f"package: {file_count} files, {package.stat().st_size / 2**20:.1f} MiB")
-        print(f"  weights and rows: {', '.join(named) or 'none'}")
+        print(
+            f"package: {package.stat().st_size / 2**20:.1f} MiB; weights and rows:"
+            f" {', '.join(named) or 'none'}"
+        )
         try:
             client = JobSubmissionClient(address)
             job = client.submit_job(entrypoint=command, runtime_env={"working_dir": str(package)})
@@ -246,9 +247,9 @@ def follow(client: JobSubmissionClient, job: str) -> int:
         except KeyboardInterrupt:
             print(f"\njob {job} goes on", file=sys.stderr)
             return 0
-        if info.driver_exit_code is not None and info.status.is_terminal():
-            return int(info.driver_exit_code)
         if info.status.is_terminal():
+            if info.driver_exit_code is not None:
+                return int(info.driver_exit_code)
             reason = (info.message or "no message").splitlines()[0]
             print(
                 f"rayloop: the job ended without an exit code: {info.status} ({reason})",

@@ -150,12 +150,13 @@ def means(items: Iterable[Item]) -> dict[str, Interval]:
 def by_column(items: Sequence[Item], values: Mapping[str, str]) -> Table:
     """The right image's scores by the values of a column; ``values``: id of a task -> value."""
     groups: dict[str, list[Item]] = defaultdict(list)
-    for item in _of_arm(items, RIGHT):
+    for item in of_arm(items, RIGHT):
         groups[values.get(item.task, "")].append(item)
     return {value: means(groups[value]) for value in sorted(groups)}
 
 
-def _of_arm(items: Iterable[Item], arm: str) -> list[Item]:
+def of_arm(items: Iterable[Item], arm: str) -> list[Item]:
+    """The items of one arm."""
     return [item for item in items if item.arm == arm]
 
 
@@ -213,8 +214,8 @@ def gains(after: Iterable[Item], before: Iterable[Item]) -> dict[str, Interval]:
 
 def against_controls(items: Sequence[Item]) -> Table:
     """Control arm -> score -> right image minus that arm."""
-    right = _of_arm(items, RIGHT)
-    differences = {arm: gains(right, _of_arm(items, arm)) for arm in CONTROLS}
+    right = of_arm(items, RIGHT)
+    differences = {arm: gains(right, of_arm(items, arm)) for arm in CONTROLS}
     return {arm: by_score for arm, by_score in differences.items() if by_score}
 
 
@@ -243,10 +244,10 @@ def by_source(items: Sequence[Item], before: Sequence[Item] = ()) -> dict[str, d
     result: dict[str, dict[str, Any]] = {}
     for source in sorted({item.source for item in shows_images}):
         items_now = [item for item in items if item.source == source]
-        right = [item for item in _of_arm(items_now, RIGHT) if item.reward is not None]
+        right = [item for item in of_arm(items_now, RIGHT) if item.reward is not None]
         if not right:
             continue
-        right_before = [item for item in _of_arm(before, RIGHT) if item.source == source]
+        right_before = [item for item in of_arm(before, RIGHT) if item.source == source]
         differences = against_controls(items_now)
         texts = Counter(item.text for item in right)
         result[source] = {
@@ -271,8 +272,8 @@ def summarise(items: Sequence[Item], unscored: int, before: Sequence[Item] = ())
     arms = dict.fromkeys(item.arm for item in items)
     sources = by_source(items, before) if differences else {}
     return {
-        "items": len(_of_arm(items, RIGHT)),
-        "arms": {arm: means(_of_arm(items, arm)) for arm in arms},
+        "items": len(of_arm(items, RIGHT)),
+        "arms": {arm: means(of_arm(items, arm)) for arm in arms},
         "sources": by_column(items, {item.task: item.source for item in items}),
         "differences": differences,
         "by_source": sources,

@@ -22,6 +22,7 @@ from rayloop.measure.controls import (
     SAMPLED,
     BlindPrior,
     Item,
+    of_arm,
     pairs,
     swapped,
 )
@@ -134,8 +135,8 @@ def metrics(items: Sequence[Item], table: dict[str, Any]) -> dict[str, float]:
     val_sampled/... of its sampled answers, and val/control/<arm>/... Answers without a score are
     left out of the means and counted in val/unscored.
     """
-    right = _of(items, RIGHT)
-    drawn = _of(items, SAMPLED)
+    right = of_arm(items, RIGHT)
+    drawn = of_arm(items, SAMPLED)
     names = _curve("val", right, table.get(RIGHT, {}))
     for source in sorted({item.source for item in right} - {""}):
         rewards = [
@@ -175,13 +176,9 @@ def gain(
     An arm without common tasks is left out.
     """
     arms = {"sampled": SAMPLED, "greedy": RIGHT} if greedy else {"sampled": RIGHT}
-    pairs_by_arm = {
-        name: pairs(_of(after, arm), _of(before, arm)).get("reward") for name, arm in arms.items()
-    }
-    return {
-        name: dataclasses.asdict(pair) for name, pair in pairs_by_arm.items() if pair is not None
-    }
-
-
-def _of(items: Sequence[Item], arm: str) -> list[Item]:
-    return [item for item in items if item.arm == arm]
+    result = {}
+    for name, arm in arms.items():
+        pair = pairs(of_arm(after, arm), of_arm(before, arm)).get("reward")
+        if pair is not None:
+            result[name] = dataclasses.asdict(pair)
+    return result

@@ -158,7 +158,9 @@ def test_a_job_has_the_weights_and_the_rows_of_its_own_configuration(
     said = capsys.readouterr().out
     weights = {path.parent for path in job.rglob("*.safetensors")}
     rows = {path.name for path in job.rglob("*.parquet")}
-    assert f"weights and rows: {recipe}/loose, {recipe}/pages/train.parquet, ./{recipe}" in said
+    assert (
+        f"MiB; weights and rows: {recipe}/loose, {recipe}/pages/train.parquet, ./{recipe}" in said
+    )
     assert "weights and rows that the configuration does not name" in said
     assert weights == {job / recipe / "loose"}
     assert rows == {"train.parquet", "val.parquet"}
