@@ -85,6 +85,8 @@ async def reserve(
                 f"the run needs {lacks}, after {timeout:g} s. Lower the roles' actors or placement,"
                 " join more nodes, or raise recovery.start_timeout"
             ) from None
+        # Both abort the process when a head that was started again answers (``node_rows``). The run
+        # has not begun here, and such a head ends it in any case.
         free = ray.available_resources()
         present = ray.cluster_resources()
         rest = ", ".join(

@@ -12,6 +12,7 @@ from rayloop.cluster import session
 from rayloop.cluster.supervision import watchdog
 from rayloop.cluster.supervision.watchdog import HEAD_LOST_AFTER_S, HeadDead, HeadWatch, NodeDead
 from rayloop.core.failures import START_AGAIN_EXIT_CODE
+from tests.support.runs import ROOT
 
 
 class Stage:
@@ -140,3 +141,10 @@ def test_a_node_lives_until_the_head_says_that_it_is_dead(
     monkeypatch.setattr("ray._private.worker.global_worker.gcs_client", client, raising=False)
     assert session.node_lives(2.5) is lives
     assert limits == [2.5]
+
+
+@pytest.mark.parametrize("call", ["ray.nodes(", "= ray.nodes", "available_resources_per_node"])
+def test_nothing_asks_for_nodes_in_a_way_that_aborts_its_process(call: str) -> None:
+    folders = ("actors", "cluster", "judge", "rayloop", "recipes", "serve_apps")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    assert [str(file) for file in files if call in file.read_text(encoding="utf-8")] == []
