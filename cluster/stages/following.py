@@ -42,7 +42,7 @@ def follow(
 ) -> dict[str, Any]:
     """Show the driver's reports until it ends.
 
-    Returns its result; raises its error, RunTaken, RayGone, WorkerLost when its process gives no
+    Returns its result; raises its error, RunTaken, RayDead, WorkerLost when its process gives no
     sign of life for ``health_timeout`` seconds or its loop for ``stall_timeout``, and NotSaved when
     it has not ended at the time ``until`` (``time.monotonic``).
     """

@@ -202,7 +202,7 @@ class DriverAttempts:
         """Return the result of the driver that reaches the end.
 
         ``check`` raises ``Origin.stopped`` when a SIGTERM came while there was no driver. Raises
-        RayGone when Ray has ended.
+        RayDead when Ray has ended.
         """
         for restarts in count():
             driver = self._create()
@@ -263,7 +263,7 @@ class DriverAttempts:
     ) -> float:
         """Seconds until another driver may be created.
 
-        Raises RayGone, NotSaved after a stop was asked for, and DriverLost.
+        Raises RayDead, NotSaved after a stop was asked for, and DriverLost.
         """
         try:
             # A lost driver may be the first sign of a lost

@@ -309,13 +309,13 @@ class HeadWatch:
         return True
 
     def decide(self) -> None:
-        """Wait until it is known whether the head lives. Raises RayGone."""
+        """Wait until it is known whether the head lives. Raises RayDead."""
         while not self.death and not self.look():
             time.sleep(HEAD_CHECK_INTERVAL_S / 4)
         self.check()
 
     def check(self) -> None:
-        """Raises RayGone when Ray has ended here."""
+        """Raises RayDead when Ray has ended here."""
         if self.death is not None:
             raise self.death
 

@@ -316,7 +316,7 @@ STREAMS = Streams()
 class FlatTrajectory:
     """A trajectory as arrays of length T.
 
-    token_ids int64; loss_mask bool, True = sampled by the policy; behaviour_logprobs float32, 0
+    token_ids int64; loss_mask bool, True = sampled by the policy; rollout_logprobs float32, 0
     where not sampled; turn_position int32, index within the sampled turn, -1 elsewhere.
     ``token_mask`` belongs to the sampled tokens; None when some turn has none.
     """
@@ -411,7 +411,7 @@ class Trajectory:
             np.zeros(total, np.bool_),
             np.zeros(total, np.float32),
             np.full(total, -1, np.int32),
-            TokenMask.joined(part for part in parts if part) if parts and all(parts) else None,
+            TokenMask.joined(filter(None, parts)) if parts and all(parts) else None,
         )
         start = 0
         for turn in self.turns:

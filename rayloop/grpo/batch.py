@@ -274,7 +274,8 @@ def _check_token_mask(trajectory: Trajectory, flat: FlatTrajectory) -> None:
     limits = (
         f"trajectory {trajectory.id}: top_p is {sampling.top_p} and top_k {sampling.top_k}, and"
     )
-    rows = np.zeros((0, 0), np.int32) if flat.token_mask is None else flat.token_mask.padded()
+    mask = flat.token_mask
+    rows = np.zeros((0, 0), np.int32) if mask is None else mask.padded()
     if len(rows) != len(tokens):
         raise ValueError(
             f"{limits} its engine returned {len(rows)} sets of kept tokens for {len(tokens)}"

@@ -169,8 +169,8 @@ class Origin:
 
     def _run(self, found: Checkpoint | None) -> str:
         is_own = found is not None and found.lineage > self.since
-        resumes_automatically = self.resume == "auto" or (self.resume != "never" and not is_own)
-        return "run again" if resumes_automatically else "run again with checkpoint.resume=auto"
+        is_automatic = self.resume == "auto" or (self.resume != "never" and not is_own)
+        return "run again" if is_automatic else "run again with checkpoint.resume=auto"
 
     def stopped(self, last_step: Callable[[], int]) -> RayloopError:
         """The error of a run that stops while nothing can be saved.

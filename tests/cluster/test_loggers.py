@@ -359,8 +359,8 @@ with private_cluster() as temporary:
         def log(self):
             from rayloop.cluster.loop.loggers import Prometheus
             from rayloop.run.folder import RunFolder
-            from rayloop.view.health import Vitals
-            self.logger = Prometheus("tested", Vitals(RunFolder.at(tempfile.mkdtemp()), {}))
+            from rayloop.view.health import RunHealth
+            self.logger = Prometheus("tested", RunHealth(RunFolder.at(tempfile.mkdtemp()), {}))
             self.logger.log(7, {"step": 7.0, "reward/mean": 0.5, "reward/digits/mean": 0.25, "actor/loss": float("nan"),
                                 "ledger/filtered[all_wrong]": 3.0})
             return "torch" in sys.modules

@@ -640,7 +640,7 @@ def test_an_agent_that_an_answer_breaks_is_scored(style: str, tmp_path: Path) ->
     good = [hostile.call("add", {"a": 2, "b": 4}), "It is 5"]
     texts = [*good, *added[::7], *hostile.texts(8)[::11]]
     paid = played(Case("rayloop.envs.agent_env:AgentEnv"), options, texts)
-    print(summary(f"Harness, {style}", texts, paid))
+    print(summary(f"AgentEnv, {style}", texts, paid))
     assert paid[0] == Paid(EndReason.DONE, 5.0), "it plays where nothing breaks it"
     broken = [one.value for one in paid if one.end is EndReason.ACTION_ERROR]
     assert broken, "some of them do break it"

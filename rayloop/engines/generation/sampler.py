@@ -227,9 +227,9 @@ def packed(sampling: Sampling, rows: Sequence[npt.NDArray[np.int64]]) -> TokenMa
 
     None when ``sampling`` removes none.
     """
-    return (
-        None if sampling.effective_top_k is None else TokenMask.of([row[row >= 0] for row in rows])
-    )
+    if sampling.effective_top_k is None:
+        return None
+    return TokenMask.of([row[row >= 0] for row in rows])
 
 
 def _table(tokens: Sequence[Sequence[int]], vocabulary: int) -> Tensor:
