@@ -143,10 +143,7 @@ def _host(can_isolate: bool) -> None:
         report = _watch(keeper, output_reader, limits, isolated, group)
         # A cgroup can be removed only after its processes have ended.
         _kill_descendants()
-        # Now that nothing can write any more, the rest of the output has an end.
-        with open(output_reader, "rb") as rest:
-            tail = (report["output"] + rest.read())[-OUTPUT_TAIL_BYTES:]
-        report["output"] = tail.decode(errors="replace")
+        report["output"] = _output_tail(report["output"], output_reader)
         report["end"] = report["end"] or _killed_at_its_limit(limits, group)
         machine_was_short = memory.machine_was_short(group, kills_at_start)
 
@@ -160,6 +157,13 @@ def _host(can_isolate: bool) -> None:
     report |= _read_result(result_reader)
     with suppress(OSError):
         os.write(1, json.dumps({**report, "alone": isolated}).encode() + b"\n")
+
+
+def _output_tail(output: bytes, output_reader: int) -> str:
+    """The last bytes of the output. Nothing can write any more, so the rest of it has an end."""
+    with open(output_reader, "rb") as rest:
+        tail = (output + rest.read())[-OUTPUT_TAIL_BYTES:]
+    return tail.decode(errors="replace")
 
 
 def _namespace_flags(isolated: bool, without_network: bool) -> int:
