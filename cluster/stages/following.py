@@ -31,27 +31,8 @@ LIVENESS_TIMEOUT_S = 5.0
 """Seconds in which the thread for questions of a silent driver must show that its process runs."""
 
 
-def follow(
-    driver: Handle[DriverActor],
-    progress: Progress,
-    recovery: RecoverySettings,
-    until: Callable[[], float],
-    origin: Origin,
-    folder: RunFolder,
-    head: HeadWatch,
-) -> dict[str, Any]:
-    """Show the driver's reports until it ends.
-
-    Returns its result; raises its error, RunTaken, RayDead, WorkerLost when its process gives no
-    sign of life for ``health_timeout`` seconds or its loop for ``stall_timeout``, and NotSaved when
-    it has not ended at the time ``until`` (``time.monotonic``).
-    """
-    following = _Following(driver, progress, recovery, until, origin, folder, head)
-    return following.follow()
-
-
 @dataclass
-class _Following:
+class Following:
     """Shows the reports of a driver until it ends.
 
     ``until`` returns the time (``time.monotonic``) at which it must have ended.
@@ -72,7 +53,12 @@ class _Following:
     _questions: int = 0
 
     def follow(self) -> dict[str, Any]:
-        """Return the driver's result, or raise as the function ``follow``."""
+        """Return the driver's result.
+
+        Raises its error, RunTaken, RayDead, WorkerLost when its process gives no sign of life for
+        ``health_timeout`` seconds or its loop for ``stall_timeout``, and NotSaved when it has not
+        ended at the time ``until()``.
+        """
         running = submit(self.driver, DriverActor.main)
         while True:
             self.folder.lock.check()

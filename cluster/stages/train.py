@@ -28,7 +28,7 @@ from rayloop.cluster.driver_actor import DriverActor
 from rayloop.cluster.services import actor_name
 from rayloop.cluster.session import metrics_ports, session
 from rayloop.cluster.stages.evaluate import config_hash
-from rayloop.cluster.stages.following import follow
+from rayloop.cluster.stages.following import Following
 from rayloop.cluster.supervision.watchdog import HeadWatch, RayDead, watched
 from rayloop.config.settings import dump
 from rayloop.core import events, incidents
@@ -212,7 +212,7 @@ class DriverAttempts:
                 with _stop_on_signal(driver, self.progress, self.config.preemption.grace) as until:
                     # A signal may have arrived before its handler was in place.
                     check()
-                    return follow(
+                    following = Following(
                         driver,
                         self.progress,
                         self.config.recovery,
@@ -221,6 +221,7 @@ class DriverAttempts:
                         self.folder,
                         self.head,
                     )
+                    return following.follow()
             except RayDead as error:
                 raise _without_ray(error, until, self.origin) from None
             except RayTaskError as error:

@@ -84,7 +84,7 @@ class Stage:
         )
         return SimpleNamespace(stop=SimpleNamespace(remote=lambda: None))
 
-    def follow(self, *_: Any) -> dict[str, Any]:
+    def follow(self) -> dict[str, Any]:
         if len(self.reported) > len(self.lives):
             return {}
         self.lives[len(self.reported) - 1](self.folder)
@@ -103,7 +103,7 @@ class Stage:
         monkeypatch.setattr(train, "ray", here)
         monkeypatch.setattr(train, "create", self.create)
         monkeypatch.setattr(train, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
-        monkeypatch.setattr(train, "follow", self.follow)
+        monkeypatch.setattr(train, "Following", lambda *_: SimpleNamespace(follow=self.follow))
         origin = Origin.of(self.folder.checkpoints, resume)
         progress: Any = SimpleNamespace(note=self.note)
         ended = lambda: origin.stopped(self.folder.last_step)  # noqa: E731
@@ -218,9 +218,9 @@ def test_a_driver_that_dies_while_it_is_looked_at_is_asked_no_more(
     quiet: Any = SimpleNamespace(check=lambda: None, doing=lambda _: None)
     driver: Any = Driver()
     folder: Any = SimpleNamespace(lock=quiet)
-    assert following.follow(
+    assert following.Following(
         driver, quiet, RecoverySettings(), train._never, quiet, folder, quiet
-    ) == {"main": "ended"}
+    ).follow() == {"main": "ended"}
 
 
 def test_a_driver_that_answers_nothing_is_reported_soon_and_given_up_at_last(
@@ -240,9 +240,9 @@ def test_a_driver_that_answers_nothing_is_reported_soon_and_given_up_at_last(
     quiet: Any = SimpleNamespace(check=lambda: None, doing=lambda _: None, note=notes.append)
     folder: Any = SimpleNamespace(lock=quiet, events=EventLog(tmp_path / "events.jsonl"))
     with pytest.raises(WorkerLost, match=r"the driver has not answered for \d s"):
-        following.follow(
+        following.Following(
             quiet, quiet, RecoverySettings(stall_timeout=1.0), train._never, quiet, folder, quiet
-        )
+        ).follow()
     first, *others = list(folder.events)
     assert (first["event"], first["seconds"] < 0.9) == ("driver_silent", True)
     assert len(others) < 3, "each is reported after twice that silence"
@@ -282,9 +282,9 @@ class Asked:
         monkeypatch.setattr(following, "ray", SimpleNamespace(get=self.get, wait=self.wait))
         quiet: Any = SimpleNamespace(check=lambda: None, doing=lambda _: None, note=lambda _: None)
         run: Any = SimpleNamespace(lock=quiet, events=EventLog(folder / "events.jsonl"))
-        return following.follow(
+        return following.Following(
             quiet, quiet, RecoverySettings(**recovery), train._never, quiet, run, quiet
-        )
+        ).follow()
 
 
 def test_a_driver_whose_process_is_frozen_is_lost_after_health_timeout(
