@@ -95,14 +95,12 @@ class Ledger:
         """Count a stored trajectory that was injected into a group; it has no state here."""
         self._replayed += 1
 
-    def reissue_live(self, *, ready: bool = False) -> tuple[TrajectoryId, ...]:
-        """Forget the ids in flight (and the ``ready`` ones) after a restore, and return them.
+    def reissue_live(self) -> tuple[TrajectoryId, ...]:
+        """Forget the ids in flight after a restore, and return them.
 
         ``issue`` accepts them again.
         """
-        forgotten = [
-            id for id, state in self._live.items() if ready or state == TrajectoryState.IN_FLIGHT
-        ]
+        forgotten = [id for id, state in self._live.items() if state == TrajectoryState.IN_FLIGHT]
         for id in forgotten:
             del self._live[id]
         self._reissuable.update(forgotten)

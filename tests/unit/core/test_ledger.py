@@ -128,7 +128,6 @@ def test_a_restored_ledger_issues_what_was_in_flight_again() -> None:
     assert ledger.counts()["issued"] == 4
     with pytest.raises(LedgerError, match="issued before"):
         ledger.issue([TrajectoryId(0, 3)])
-    assert ledger.reissue_live(ready=True) == tuple(ids(0)[1:])
 
 
 def test_a_ledger_that_does_not_balance_is_refused() -> None:
