@@ -27,10 +27,10 @@ from rayloop.run.folder import RunFolder
 from rayloop.run.place import own_copy
 from rayloop.serve_apps.settings import LOOPBACK, HttpOptions
 from rayloop.view.charts import HELD_OUT
-from rayloop.view.formatting import gained, number, sampled, visible
+from rayloop.view.formatting import number, sampled, visible
 from rayloop.view.pictures import overlaid
 from rayloop.view.progress import ESTIMATE_STEPS, Progress
-from rayloop.view.reader import Tail, by_step, series
+from rayloop.view.reader import Tail, by_step, gains, series
 from rayloop.view.status import state, status
 from rayloop.web import with_token
 
@@ -232,11 +232,10 @@ def _figures(folder: RunFolder) -> dict[str, str]:
         values = [value for _, value in lines.get(name, ()) if value is not None]
         if values:
             figures[name] = number(fmean(values))
-    held_out = series(by_step(events, "evaluated").values())
+    held_out = series(by_step(events, "evaluated"))
     for name in HELD_OUT:
         points = held_out.get(name)
         if points:
             figures[name] = f"{number(points[0][1])} -> {number(points[-1][1])}"
-    gains = chain.from_iterable(map(gained, by_step(events, "gain").values()))
-    figures["gain"] = "\n".join(gains)
+    figures["gain"] = "\n".join(gains(events))
     return figures

@@ -28,9 +28,18 @@ from rayloop.run.folder import RunFolder
 from rayloop.run.records.jsonl import SCHEMA_VERSION, encode
 from rayloop.view.charts import charts, drawn, is_constant
 from rayloop.view.filmstrip import Filmstrips
-from rayloop.view.formatting import gained, number
+from rayloop.view.formatting import number
 from rayloop.view.health import RunHealth
-from rayloop.view.reader import ENDS, Record, by_step, compared, evenly, rollout_groups, series
+from rayloop.view.reader import (
+    ENDS,
+    Record,
+    by_step,
+    compared,
+    evenly,
+    gains,
+    rollout_groups,
+    series,
+)
 
 PAGES = jinja2.PackageLoader("rayloop.view", "pages")
 COMPARED_TASKS = 4
@@ -105,11 +114,8 @@ def content(folder: RunFolder, groups: int) -> Record:
     times = [record["time"] for record in (*events, *metrics)]
     health = RunHealth(folder, {})
     health.update()
-    evaluations = list(by_step(events, "evaluated").values())
-    controls = list(by_step(events, "controls").values())
-    gains: list[str] = []
-    for event in by_step(events, "gain").values():
-        gains += gained(event)
+    evaluations = by_step(events, "evaluated")
+    controls = by_step(events, "controls")
     all_charts = charts(metrics, evaluations)
     constant_lines = chain.from_iterable(c["lines"] for c in all_charts if is_constant(c))
     recorded = list(rollout_groups(folder))
@@ -128,7 +134,7 @@ def content(folder: RunFolder, groups: int) -> Record:
         "ledger": ledger(health.end, metrics),
         "evaluations": evaluations,
         "held_out": held_out_scores(evaluations),
-        "gains": gains,
+        "gains": gains(events),
         "controls": controls,
         "verdict": verdict(controls[-1]) if controls else "",
         "incidents": [event for event in events if event["event"] not in ROUTINE],

@@ -12,8 +12,8 @@ from rich.color import Color, ColorSystem
 from rich.style import Style
 
 from rayloop.run.folder import RunFolder
-from rayloop.view.formatting import gained, sampled
-from rayloop.view.reader import by_step, series
+from rayloop.view.formatting import sampled
+from rayloop.view.reader import by_step, gains, series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,15 +49,12 @@ def curves(folder: RunFolder) -> Figure:
     sampling = (config.get("rollout") or {}).get("sampling") or {}
     temperature = sampling.get("temperature", 1.0)
     greedy = (config.get("evaluation") or {}).get("greedy", True)
-    title = [folder.path.name]
-    for event in by_step(folder.events, "gain").values():
-        title += gained(event)
-    figure, axes = _axes(title)
+    figure, axes = _axes([folder.path.name, *gains(folder.events)])
     training = series(folder.metrics).get("reward/mean", [])
     if training:
         label = f"training ({sampled(temperature)})"
         axes.plot(*_numbers(training), "-", color="0.6", linewidth=1, label=label)
-    evaluations = series(by_step(folder.events, "evaluated").values())
+    evaluations = series(by_step(folder.events, "evaluated"))
     _plot_held_out(axes, evaluations, "val_sampled", temperature)
     _plot_held_out(axes, evaluations, "val", 0.0 if greedy else temperature)
     if axes.lines:
@@ -88,7 +85,7 @@ def overlaid(folders: Sequence[RunFolder]) -> Figure:
     for place, folder in enumerate(folders):
         color = f"C{place}"
         training = series(folder.metrics).get("reward/mean", [])
-        evaluations = series(by_step(folder.events, "evaluated").values())
+        evaluations = series(by_step(folder.events, "evaluated"))
         held_out = evaluations.get("val_sampled/reward/mean")
         if not held_out:
             held_out = evaluations.get("val/reward/mean", [])

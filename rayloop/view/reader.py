@@ -6,6 +6,7 @@ It needs neither Ray, nor torch, nor the model.
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 from rayloop.config.settings import Component
@@ -13,6 +14,7 @@ from rayloop.core.protocols import BoxReader
 from rayloop.measure.controls import RIGHT
 from rayloop.run.folder import RunFolder
 from rayloop.run.records.jsonl import JsonLines
+from rayloop.view.formatting import gained
 
 Record = dict[str, Any]
 T = TypeVar("T")
@@ -54,15 +56,20 @@ def box_reader(config: Mapping[str, Any]) -> BoxReader | None:
     return Component.model_validate(component).build() if component else None
 
 
-def by_step(events: Iterable[Record], name: str) -> dict[int, Record]:
-    """Step -> the event called ``name``, without the ones that a later restore superseded."""
+def by_step(events: Iterable[Record], name: str) -> list[Record]:
+    """The event called ``name`` of each step, without the ones that a later restore superseded."""
     matches: dict[int, Record] = {}
     for event in events:
         if event["event"] == "begin":
             matches = {step: record for step, record in matches.items() if step <= event["step"]}
         elif event["event"] == name:
             matches[event["step"]] = event
-    return matches
+    return list(matches.values())
+
+
+def gains(events: Iterable[Record]) -> list[str]:
+    """The sentences on the change of the held-out reward, in the order of the steps."""
+    return list(chain.from_iterable(map(gained, by_step(events, "gain"))))
 
 
 def series(records: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, float | None]]]:

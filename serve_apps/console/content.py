@@ -26,11 +26,11 @@ from rayloop.run.place import own_copy
 from rayloop.serve_apps.console.judge_status import calibrated, judge_now
 from rayloop.view.charts import charts, drawn, is_constant
 from rayloop.view.filmstrip import MAX_PIXELS, Filmstrips, shrunk
-from rayloop.view.formatting import describe, gained
+from rayloop.view.formatting import describe
 from rayloop.view.index import EpisodeIndex
 from rayloop.view.page import ROUTINE, held_out, held_out_scores, ledger
 from rayloop.view.progress import remaining
-from rayloop.view.reader import Record, Tail, answers, by_step, evenly, members
+from rayloop.view.reader import Record, Tail, answers, by_step, evenly, gains, members
 from rayloop.view.status import state, status
 
 TABLE_ROWS = 50
@@ -118,10 +118,7 @@ class Console:
             seconds_left = remaining(metrics[-_NEWEST_STEPS:], run_status["steps"] or 0)
         incidents = [event for event in newest_first if event["event"] not in ROUTINE]
         alarms = [event for event in newest_first if event["event"] in _URGENT_EVENTS]
-        gains: list[str] = []
-        for gain in by_step(events, "gain").values():
-            gains += gained(gain)
-        controls = list(by_step(events, "controls").values())
+        controls = by_step(events, "controls")
         return {
             "state": state(run_status),
             "status": run_status,
@@ -131,13 +128,13 @@ class Console:
             "newest": metrics[: -_NEWEST_STEPS - 1 : -1],
             "incidents": incidents[:_MAX_INCIDENTS],
             "alarms": alarms[:_MAX_ALARMS],
-            "gains": gains,
+            "gains": gains(events),
             "verdict": verdict(controls[-1]) if controls else "",
         }
 
     def curves(self, query: Query, most: int | None = None) -> Record:
         """Every chart, or the first ones."""
-        evaluations = list(by_step(self.event_log.records(), "evaluated").values())
+        evaluations = by_step(self.event_log.records(), "evaluated")
         changing = [
             chart for chart in charts(self.metrics.records(), evaluations) if not is_constant(chart)
         ]
@@ -235,12 +232,12 @@ class Console:
         if steps and set(choice.values()) <= set(steps):
             pairs = answers(self.folder, *choice.values())
         pairs.sort(key=_gain)
-        evaluations = list(by_step(events, "evaluated").values())
+        evaluations = by_step(events, "evaluated")
         newest_first = evenly(evaluations[::-1], _MAX_EVALUATIONS)
         return {
             "evaluations": newest_first[::-1],
             "held_out": held_out_scores(evaluations),
-            "controls": list(by_step(events, "controls").values()),
+            "controls": by_step(events, "controls"),
             "steps_evaluated": steps,
             "asked": {name: str(step) for name, step in choice.items()},
             "rows": pairs[start : start + TABLE_ROWS],
