@@ -2,12 +2,12 @@
 
 import argparse
 import os
-import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from rayloop.core.failures import ConfigError
+from rayloop.launch.network import unreachable
 from rayloop.launch.ray_variables import joined_cluster, private_cluster
 from rayloop.run.folder import RunFolder
 from rayloop.run.place import Place, read_place
@@ -102,8 +102,5 @@ def reachable(address: str, what: str, why: str = "the run has ended, or was kil
     Ray itself would try for half a minute.
     """
     host, _, port = address.rpartition(":")
-    if not (host and port.isdigit()):
-        return
-    with suppress(OSError), socket.create_connection((host, int(port)), timeout=5):
-        return
-    raise ConfigError(f"{what}: no Ray cluster answers at {address}; {why}")
+    if host and port.isdigit() and unreachable(host, int(port)):
+        raise ConfigError(f"{what}: no Ray cluster answers at {address}; {why}")

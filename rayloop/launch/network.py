@@ -88,12 +88,13 @@ def port_range(text: str) -> tuple[int, int]:
     return int(low), int(high)
 
 
-def kernels(file: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> str:
+def kernels() -> str:
     """LOW-HIGH: the range from which the kernel picks a port when none is named.
 
     gloo, NCCL and their stores name none.
     """
-    return "-".join(file.read_text(encoding="utf-8").split())
+    text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8")
+    return "-".join(text.split())
 
 
 @contextmanager
