@@ -1,7 +1,8 @@
 """The driver: GRPO with partial dynamic filtering over actors.
 
-It moves references and decisions, never tensors. ``Driver.run`` and ``Driver.finish`` are the
-algorithm; the methods that they call follow in the order of the calls.
+It moves references and decisions, never tensors. ``Driver.run`` and ``Driver.finish``, which
+``produce`` has called for each group, are the algorithm; the methods that they call follow in the
+order of the calls.
 """
 
 import asyncio
@@ -81,12 +82,14 @@ class Driver:
 
         self.step = 0
         self.version = Version(0, 0)
+        # Earlier lineage -> the step of the checkpoint at which the run left it (``is_stale``).
         self.inherited: dict[int, int] = {}
+        # The next three are explained where cluster/loop uses them (``EndingRun`` and others).
         self.owes_evaluation = False
+        self.policy_lost = False
+        self.restored_step = 0
         self.stopping = asyncio.Event()
-        self.lost = False
         self.updating = False
-        self.begun = 0
 
         run_folder = reporter.folder.path
         self.timings = Timings()
@@ -133,16 +136,19 @@ class Driver:
         # the engines need the restored weights first.
         await self.sync_weights()
         await self.verify()
-        resync = self.weight_sync.remake(lambda: self.version)
-        # A producer that dies cancels ``collect``, which would otherwise wait forever.
-        async with background(self.produce(), self.supervise(), resync):
+        resend = self.weight_sync.resend_lost(lambda: self.version)
+        # Episodes are played and scored in ``produce``, and each group gets its advantages and
+        # filters in ``finish``. A producer that dies cancels ``collect``, which would otherwise
+        # wait forever.
+        async with background(self.produce(), self.supervise(), resend):
             await self.evaluate()
             while not self.done:
                 async with self.profiles.step(self.step + 1):
+                    # The ranks fetch their shares of the batch in ``collect`` (``fetch_batch``).
                     collected = await self.collect()
-                    # ``remake`` sends under the current version; during
-                    # an update it would send new weights as old ones.
-                    async with self.weight_sync.making:
+                    # ``resend_lost`` sends under the current version;
+                    # during an update it would send new weights as old ones.
+                    async with self.weight_sync.update_lock:
                         report = await self.train(collected.groups)
                         self.step += 1
                         await self.sync_weights()
@@ -158,14 +164,17 @@ class Driver:
                 del collected
 
     async def finish(self, group: Group) -> Group:
-        """Complete a group as soon as its last trajectory is scored, for the next step."""
+        """Complete a group whose last trajectory has been scored or has failed.
+
+        A step may take the group afterwards, unless the filters leave nothing of it.
+        """
         # ARPO replay, before the statistics; off by default.
         group = self.rollouts.finished.replay(group)
         # The advantages are computed over the scored members.
         group = with_advantages(group, self.advantage)
         # The filters may leave the group partial, or empty.
         group = apply_filters(group, self.filters)
-        # Without a KL term this does nothing. Training does not wait for it.
+        # Without a KL term this does nothing. The steps that run meanwhile train other groups.
         return await self.annotate(group)
 
     async def main(self) -> dict[str, Any]:
@@ -225,7 +234,7 @@ class Driver:
         self.updating = False
         # A checkpoint contains the reference of its step,
         # so a restored step is not refreshed twice.
-        if self.step > self.begun:
+        if self.step > self.restored_step:
             await self.reference.refresh(self.services.policy, self.version)
         # ``collect`` raises it again; the step is still recorded and saved.
         with suppress(Preempted):
@@ -267,8 +276,8 @@ class Driver:
         """
         try:
             collected = await self.rollouts.collect(self.version, self.inherited, self.fetch_batch)
-            # The ranks got these advantages in ``fetch_batch``;
-            # records and metrics must show the same numbers.
+            # ``fetch_batch`` gave the ranks these advantages, and returned only
+            # what was lost; records and metrics must show the same numbers.
             return replace(collected, groups=over_step(collected.groups, self.advantage))
         except GenerationBudgetSpent as error:
             end = await self.unusable(error)
@@ -323,16 +332,19 @@ class Driver:
         return group
 
     @timed("update_actor")
-    async def train(self, groups: tuple[Group, ...]) -> Mapping[str, float]:
-        """Train one step on the shares that the ranks have fetched."""
+    async def train(self, fetched_groups: tuple[Group, ...]) -> Mapping[str, float]:
+        """Train one step on the shares that the ranks have fetched.
+
+        The ranks get nothing here: ``fetched_groups`` are for the ledger and the reporter.
+        """
         # Until the sync the weights belong to no complete step, and ``ended`` does not save them.
         self.updating = True
         await self.services.colocation.to_policy()
         results = await self.services.policy.all(PolicyRank.train)
-        self.rollouts.ready.settle_trained(groups)
+        self.rollouts.ready.settle_trained(fetched_groups)
         # Before the weights of this step are synced or recorded.
         self.origin.check()
-        self.reporter.trained(self.step + 1, groups)
+        self.reporter.trained(self.step + 1, fetched_groups)
         gaps: dict[TrajectoryId, Any] = {}
         for _, gaps_of_rank in results:
             gaps |= gaps_of_rank

@@ -45,7 +45,8 @@ Weights or counts cannot be trusted, or another process has the run.
 class EndingRun(Protocol):
     """The driver at its end.
 
-    ``begun``: the step that was restored. ``lost``: a rank died, and no step was restored since.
+    ``restored_step``: the step of the last restore. ``policy_lost``: a rank died, and no step was
+    restored since.
     """
 
     config: RunConfig
@@ -56,8 +57,8 @@ class EndingRun(Protocol):
     stopping: asyncio.Event
     step: int
     version: Version
-    begun: int
-    lost: bool
+    restored_step: int
+    policy_lost: bool
     updating: bool
 
     async def checkpoint(self, last: bool = False) -> None:
@@ -82,7 +83,7 @@ async def ended(run: EndingRun, error: Exception) -> RayloopError:
         return _recorded(run, run.origin.stopped(run.reporter.folder.last_step), error)
     # Before the version is that of the restored step, a checkpoint would have the version 0.0 and
     # replace the one it came from.
-    saves = restored and (stopped or run.step > run.begun)
+    saves = restored and (stopped or run.step > run.restored_step)
     reason = await _save(run, end) if saves else ""
 
     # The disk decides: an asynchronous save may have written this step before the end began.
@@ -133,7 +134,7 @@ async def _save(run: EndingRun, end: RayloopError) -> str:
 
 def _unfit(run: EndingRun, end: RayloopError) -> str:
     """Why the step cannot be saved, or ""."""
-    if run.lost:
+    if run.policy_lost:
         return "the policy was lost, and its replacement had not been restored"
     if run.updating:
         return "its update had begun and did not end"

@@ -14,13 +14,13 @@ from rayloop.run.reporter import Reporter
 class RebuildingRun(Protocol):
     """The parts of the driver that a rebuild uses.
 
-    ``lost``: a rank died, and no step was restored since.
+    ``policy_lost``: a rank died, and no step was restored since.
     """
 
     services: TrainingServices
     reporter: Reporter
     stopping: asyncio.Event
-    lost: bool
+    policy_lost: bool
 
     async def run(self) -> None:
         """Train from the newest checkpoint to the last step."""
@@ -31,12 +31,12 @@ async def run_and_rebuild(run: RebuildingRun) -> None:
     policy = run.services.policy
     while True:
         try:
-            if run.lost:
+            if run.policy_lost:
                 await _rebuild(run)
             return await policy.while_alive(run.run())
         except PolicyLost as error:
             run.reporter.event(incidents.PolicyLostEvent(str(error), policy.blamed))
-            run.lost = True
+            run.policy_lost = True
             # The wait for the budget may last as long as
             # ``recovery.start_timeout``; a stop ends it.
             await until_stopped(run.stopping, policy.afford(error))

@@ -24,8 +24,8 @@ from rayloop.run.reporter import Reporter
 class RestoringRun(Protocol):
     """The parts of the driver that a restore uses.
 
-    ``initial``: the state before the first step. ``begun``: the step that was restored. ``lost``: a
-    rank died, and no step was restored since.
+    ``initial``: the state before the first step. ``restored_step``: the step of the last restore.
+    ``policy_lost``: a rank died, and no step was restored since.
     """
 
     config: RunConfig
@@ -40,8 +40,8 @@ class RestoringRun(Protocol):
     initial: dict[str, Any]
     step: int
     version: Version
-    begun: int
-    lost: bool
+    restored_step: int
+    policy_lost: bool
     updating: bool
 
     @property
@@ -83,8 +83,8 @@ async def restore(run: RestoringRun) -> None:
         run.reporter.already_done(run.step)
 
     run.version = Version(lineage, run.step)
-    run.begun = run.step
-    run.lost = False
+    run.restored_step = run.step
+    run.policy_lost = False
     run.updating = False
 
     # A named older checkpoint does not count as saved:

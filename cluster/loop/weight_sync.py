@@ -74,7 +74,7 @@ class WeightSync:
         self._current: WeightUpdate[Any] | None = None
         self._available = asyncio.Event()
         self._lost = asyncio.Event()
-        self.making = asyncio.Lock()
+        self.update_lock = asyncio.Lock()
         """Held from the beginning of an update until its weights are synced."""
         self._unusable: set[str] = set()
         self._loads = Patience(config.sync_timeout, MIN_LOAD_TIMEOUT_S)
@@ -141,9 +141,9 @@ class WeightSync:
     async def load(self, update: WeightUpdate[Any]) -> None:
         """Load an update into every engine in service.
 
-        Raises the first failure, when all loads have ended. Raises AnswerLate when the load of an
-        update that engines keep, which can be exported again, takes much longer than earlier loads.
-        An engine that takes as long for a broadcast is replaced: the others have given up by then.
+        Raises the first failure, when all loads have ended. An engine is late when it takes much
+        longer than earlier loads. Raises AnswerLate then for the update of ``keep``, which can be
+        exported again. For a broadcast the late engine is replaced: the others have given up.
         """
         await self.services.colocation.to_rollout()
         is_current = update is self._current
@@ -188,7 +188,7 @@ class WeightSync:
                     timeout = self.config.sync_timeout
                 # Otherwise newer weights were kept during the load, and the loop loads them.
                 if loaded is self._current:
-                    await self._wait_for_remake(loaded, error)
+                    await self._wait_for_resend(loaded, error)
 
     async def _load_into(
         self, engine: Handle[RolloutActor], update: WeightUpdate[Any], timeout: float
@@ -199,38 +199,38 @@ class WeightSync:
             # shield one deadline would cancel it for all.
             copy = asyncio.shield(update.source)
             update = await with_deadline(
-                self._remake_timeout(), copy, "the copy of weights that are sent"
+                self._resend_timeout(), copy, "the copy of weights that are sent"
             )
         answer = submit(engine, RolloutActor.load, update.manifest, update.source, self._order)
         await with_deadline(timeout, answer, "load of a new rollout engine", engine)
 
-    async def _wait_for_remake(self, update: WeightUpdate[Any], error: Exception) -> None:
-        """Report an update that was lost, and wait until ``remake`` has made another one."""
+    async def _wait_for_resend(self, update: WeightUpdate[Any], error: Exception) -> None:
+        """Report an update that was lost, and wait until ``resend_lost`` has made another."""
         self._available.clear()
         self._lost.set()
         version = str(update.manifest.version)
         self.reporter.event(incidents.WeightsLost(version, why=brief(error)))
         await with_deadline(
-            self._remake_timeout(),
+            self._resend_timeout(),
             self._available.wait(),
             "weights in place of those that were lost",
         )
 
-    def _remake_timeout(self) -> float:
+    def _resend_timeout(self) -> float:
         """Seconds in which the ranks can start and sync their weights."""
         return (
             max(self.config.recovery.start_timeout, MIN_LOADING_TIMEOUT_S)
             + self.config.sync_timeout
         )
 
-    async def remake(self, version: Callable[[], Version]) -> None:
-        """Sync weights again that were lost with their node, while the run continues.
+    async def resend_lost(self, version: Callable[[], Version]) -> None:
+        """Send weights again that were lost with their node, while the run continues.
 
         Raises PolicyLost when the ranks were on that node.
         """
         while True:
             await self._lost.wait()
-            async with self.making:
+            async with self.update_lock:
                 # The update that held the lock may have replaced the lost weights already.
                 if self._lost.is_set():
                     await self.send(version())

@@ -59,10 +59,10 @@ class Driving:
     folder: Path
     trouble: Exception | None = None
     hangs: bool = False
-    lost: bool = False
+    policy_lost: bool = False
     updating: bool = False
     step: int = STEP
-    begun: int = OLDER
+    restored_step: int = OLDER
     version: Version = field(default_factory=lambda: Version(1, STEP))
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     ledger: Ledger = field(default_factory=Ledger)
@@ -118,7 +118,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 FAULTS: dict[str, dict[str, Any]] = {
     "none": {},
-    "a rank is dead": {"lost": True},
+    "a rank is dead": {"policy_lost": True},
     "an update broke off": {"updating": True},
     "the disk is full": {"trouble": CheckpointError("no space left")},
     "the disk is gone": {"trouble": OSError(5, "Input/output error")},
@@ -321,7 +321,7 @@ def test_nothing_is_saved_before_the_restored_version_is_known(
         config,
         tmp_path / "run",
         step=46,
-        begun=0,
+        restored_step=0,
         version=Version(0, 0),
         trouble=AssertionError("it was saved"),
     )
@@ -332,7 +332,7 @@ def test_nothing_is_saved_before_the_restored_version_is_known(
 def test_an_error_before_anything_was_trained_has_no_note(
     config: RunConfig, tmp_path: Path
 ) -> None:
-    run = Driving(config, tmp_path / "run", step=0, begun=0)
+    run = Driving(config, tmp_path / "run", step=0, restored_step=0)
     assert not hasattr(run.ends(ConfigError("a key")), "__notes__")
 
 

@@ -111,8 +111,8 @@ class Stage:
         return sum(record["event"] == kind for _, record in self.reporter.updates)
 
     @asynccontextmanager
-    async def remaking(self) -> AsyncIterator[asyncio.Task[None]]:
-        task = asyncio.create_task(self.weight_sync.remake(lambda: NOW))
+    async def resending(self) -> AsyncIterator[asyncio.Task[None]]:
+        task = asyncio.create_task(self.weight_sync.resend_lost(lambda: NOW))
         try:
             yield task
         finally:
@@ -149,7 +149,7 @@ def test_a_policy_that_lives_publishes_again_and_all_who_wait_are_admitted(stage
     async def play() -> None:
         await stage.weight_sync.send(NOW)
         engines = [Engine(stage.lost) for _ in range(3)]
-        async with stage.remaking():
+        async with stage.resending():
             await asyncio.gather(*(stage.admit(engine) for engine in engines))
         assert [engine.had for engine in engines] == [["second"]] * 3
         assert stage.serving.had == ["first", "second"], "once for all of them"
@@ -162,7 +162,7 @@ def test_while_an_update_is_under_way_the_next_weights_are_waited_for(stage: Sta
     async def play() -> None:
         await stage.weight_sync.send(NOW)
         engine = Engine(stage.lost)
-        async with stage.remaking(), stage.weight_sync.making:
+        async with stage.resending(), stage.weight_sync.update_lock:
             admitted = stage.admit(engine)
             await asyncio.sleep(0.05)
             assert not admitted.done()
@@ -182,9 +182,9 @@ def test_a_policy_that_went_with_them_is_lost_and_who_waits_is_admitted_after_it
         await stage.weight_sync.send(NOW)
         engine, stage.alive = Engine(stage.lost), False
         admitted = stage.admit(engine)
-        async with stage.remaking() as remaking:
+        async with stage.resending() as resending:
             with pytest.raises(PolicyLost, match="rank 0 died"):
-                await remaking
+                await resending
         assert not admitted.done()
         stage.alive = True
         await stage.weight_sync.send(Version(2, 4))
@@ -269,7 +269,7 @@ def test_a_new_engine_whose_first_load_stands_still_gets_a_new_reference(
     async def play() -> float:
         now = asyncio.get_running_loop().time
         await stage.weight_sync.send(NOW)
-        async with stage.remaking():
+        async with stage.resending():
             began = now()
             with nullcontext() if had else pytest.raises(AnswerLate):
                 await stage.admit(engine)
