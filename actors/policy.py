@@ -364,7 +364,7 @@ class PolicyRank(Actor):
             update = self.sender and self.sender.sent()
         else:
             tensors = self.engine.export(version, adapters=self._alone)
-            update = self.sender and self.sender.pack(version, tensors)
+            update = self.sender and self.sender.serialize(version, tensors)
         if not update:
             return None, None
         return update.manifest, update.source

@@ -40,13 +40,13 @@ def scratch() -> str:
 def start_weights(model: ModelSettings, dtype: Dtype) -> WeightUpdate[Arrays]:
     """The weights of ``model.path`` as version 0.0, for engines without a trainer.
 
-    They are packed as ``ObjectStoreTransport`` sends them.
+    They are serialized as ``ObjectStoreTransport`` sends them.
     """
     from rayloop.engines.models import hf_state, load_model
     from rayloop.transports.manifest import DTYPES
 
     loaded = load_model(model, dtype=DTYPES[dtype])
-    return ArraySender().pack(Version(0, 0), hf_state(loaded))
+    return ArraySender().serialize(Version(0, 0), hf_state(loaded))
 
 
 class RolloutActor(Actor):

@@ -83,7 +83,7 @@ class Sending(_End):
         self.copied = True
 
     def export(self, version: Version) -> tuple[Manifest, Any]:
-        update = self.sender.sent() if self.copied else self.sender.pack(version, self.tensors)
+        update = self.sender.sent() if self.copied else self.sender.serialize(version, self.tensors)
         return update.manifest, update.source
 
     def invite(self, engines: tuple[int, ...], failures: int, timeout: float) -> Any:
@@ -104,7 +104,7 @@ class Receiving(_End):
             tensor.view(torch.uint8).copy_(torch.from_numpy(arrays[name]))
 
     def load(self, manifest: Manifest, source: Any) -> None:
-        for name, tensor in self.receiver.unpack(manifest, source).items():
+        for name, tensor in self.receiver.deserialize(manifest, source).items():
             self.tensors[name].copy_(tensor)
 
 

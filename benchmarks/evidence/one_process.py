@@ -163,7 +163,7 @@ class OneProcess:
 
     async def sync(self) -> None:
         """Give the engine the trainer's weights, as ``version``."""
-        update = ArraySender().pack(self.version, self.trainer.export(self.version))
+        update = ArraySender().serialize(self.version, self.trainer.export(self.version))
         await self.sampler.load(update.manifest, update.source)
         self.rollouts.synced(self.version)
 

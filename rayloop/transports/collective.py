@@ -193,12 +193,12 @@ class BroadcastSender(Sender[Arrays | BroadcastGroup]):
         self._copy_stream: torch.cuda.Stream | None = None
         self._sent: WeightUpdate[Arrays | BroadcastGroup] | None = None
 
-    def pack(
+    def serialize(
         self, version: Version, tensors: Mapping[str, Tensor]
     ) -> WeightUpdate[Arrays | BroadcastGroup]:
-        """Same as ``ArraySender.pack``."""
-        packed = ArraySender().pack(version, tensors)
-        return WeightUpdate(packed.manifest, packed.source)
+        """Same as ``ArraySender.serialize``."""
+        update = ArraySender().serialize(version, tensors)
+        return WeightUpdate(update.manifest, update.source)
 
     def invite(self, engines: tuple[int, ...], failures: int, timeout: float) -> BroadcastGroup:
         """Return the group for this rank and the engines with these serial numbers.
@@ -348,15 +348,17 @@ class BroadcastReceiver(Receiver[Arrays | BroadcastGroup]):
             invitation = pickle.dumps((self._settings, source))
             async with paused(engine):
                 return await streaming_engine.receive(manifest.version, invitation)
-        tensors = await asyncio.to_thread(self.unpack, manifest, source)
+        tensors = await asyncio.to_thread(self.deserialize, manifest, source)
         async with paused(engine):
             await engine.load(Manifest(manifest.version, self._records), tensors)
 
-    def unpack(self, manifest: Manifest, source: Arrays | BroadcastGroup) -> Mapping[str, Tensor]:
+    def deserialize(
+        self, manifest: Manifest, source: Arrays | BroadcastGroup
+    ) -> Mapping[str, Tensor]:
         """The verified CPU tensors. Raises WeightSyncError, BroadcastFailed."""
         if isinstance(source, BroadcastGroup):
             return {name: tensor.cpu() for name, tensor in self.stream(manifest.version, source)}
-        return ArrayReceiver().unpack(manifest, source)
+        return ArrayReceiver().deserialize(manifest, source)
 
     def stream(self, version: Version, meeting: BroadcastGroup) -> Iterator[tuple[str, Tensor]]:
         """Yield the verified tensors on the group's device as they come.

@@ -21,10 +21,10 @@ Arrays = Mapping[str, npt.NDArray[np.uint8]]
 
 
 class ArraySender(Sender[Arrays]):
-    """A sender that packs the tensors as byte arrays."""
+    """A sender that serializes the tensors as byte arrays."""
 
-    def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightUpdate[Arrays]:
-        """Pack the tensors.
+    def serialize(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightUpdate[Arrays]:
+        """Serialize the tensors.
 
         On CPU the arrays share memory with ``tensors``: return them from the actor before the next
         update.
@@ -40,7 +40,7 @@ class ArraySender(Sender[Arrays]):
 class ArrayReceiver(Receiver[Arrays]):
     """A receiver that views the byte arrays as tensors."""
 
-    def unpack(self, manifest: Manifest, source: Arrays) -> Mapping[str, Tensor]:
+    def deserialize(self, manifest: Manifest, source: Arrays) -> Mapping[str, Tensor]:
         """The verified CPU tensors, in the store's memory. Raises WeightSyncError."""
         import torch
 

@@ -48,10 +48,10 @@ class WeightExporter(Protocol):
     """The policy's part of ``deliver``."""
 
     async def export(self, version: Version) -> WeightUpdate[Any]:
-        """Gather the weights and ``pack`` them with the sender.
+        """Return the update of ``version``, for which all ranks gather the weights.
 
-        After ``send`` of this version, return the copy that the sender has ``sent``. Raises
-        PolicyLost.
+        The sender makes it by ``serialize``. After ``send`` of this version nothing is gathered
+        again: the sender returns the copy that it has ``sent``. Raises PolicyLost.
         """
 
     async def send(self, version: Version, meeting: Any) -> None:
@@ -76,7 +76,7 @@ class Rollouts(Protocol):
 
     @property
     def patience(self) -> float:
-        """The limit in seconds of the next ``load`` of an update that is not of ``keep``."""
+        """The limit in seconds of the next ``load`` of a broadcast, which ``keep`` does not get."""
 
     def keep(self, update: WeightUpdate[Any]) -> None:
         """Let engines that start from now on load this update.
@@ -85,12 +85,13 @@ class Rollouts(Protocol):
         """
 
     async def load(self, update: WeightUpdate[Any]) -> None:
-        """Load the update into every engine, within a sixth of ``policy.step_timeout``.
+        """Load the update into every engine.
 
-        It has less time when the last loads of this kind were much faster. An engine that is lost
-        or late is replaced. Raises the first failure (WeightSyncError, BroadcastFailed) after all
-        have ended. For the update of ``keep``, AnswerLate is raised instead, which must not be
-        caught: ``deliver`` is then called once more.
+        It has a sixth of the seconds of the key ``policy.step_timeout``, and less when the last
+        loads of this kind were much faster. An engine that is lost or late is replaced. Raises the
+        first failure (WeightSyncError, BroadcastFailed) after all have ended. When an engine is
+        late for the update of ``keep``, AnswerLate is raised instead, which must not be caught:
+        ``deliver`` is then called once more.
         """
 
     def fell_back(self, version: Version, error: Exception) -> None:
@@ -101,8 +102,8 @@ class Sender(ABC, Generic[Source]):
     """The part of a transport in the policy's first rank."""
 
     @abstractmethod
-    def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightUpdate[Source]:
-        """Pack all weights; ``tensors`` are whole, on any device.
+    def serialize(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightUpdate[Source]:
+        """Return all weights as an update; ``tensors`` are whole, on any device.
 
         The driver owns the returned value. Raises WeightSyncError.
         """
@@ -142,20 +143,20 @@ class Receiver(ABC, Generic[Source]):
     """The part of a transport in every rollout actor."""
 
     @abstractmethod
-    def unpack(self, manifest: Manifest, source: Source) -> Mapping[str, Tensor]:
+    def deserialize(self, manifest: Manifest, source: Source) -> Mapping[str, Tensor]:
         """Return the verified tensors, which are only read.
 
         It runs in a thread. Raises WeightSyncError.
         """
 
     async def take(self, engine: GenerationEngine, manifest: Manifest, source: Source) -> None:
-        """Unpack, pause the engine, load, and resume it in any case.
+        """Deserialize, pause the engine, load, and resume it in any case.
 
         Raises WeightSyncError. A transport that gives the weights to an engine's own processes
-        overrides this, and unpacks nothing.
+        overrides this, and deserializes nothing.
         """
-        # It unpacks before the pause, so that the engine decodes during that time.
-        tensors = await asyncio.to_thread(self.unpack, manifest, source)
+        # Before the pause, so that the engine decodes during that time.
+        tensors = await asyncio.to_thread(self.deserialize, manifest, source)
         async with paused(engine):
             await engine.load(manifest, tensors)
 

@@ -73,7 +73,7 @@ def test_every_engine_has_every_version_and_one_that_comes_later_the_current_one
         await on.sync_weights(1)
         await on.sync_weights(2)
         assert await on.seen() == [[1, 2], [1, 2]]
-        await on.pool.workers[2].handle.die_in_the_next_load.remote("unpack")
+        await on.pool.workers[2].handle.die_in_the_next_load.remote("deserialize")
         await on.sync_weights(3)
         [lost] = on.named("worker_lost")
         assert lost["worker"] == 2
@@ -113,7 +113,9 @@ def halves(kind: str, folder: Path) -> tuple[WeightUpdate[Any], Any]:
     config = RunConfig.model_validate(settings(folder, folder))
     weight_sync = type(config.weight_sync).model_validate({"transport": chosen(kind, folder)})
     made = transport(weight_sync.transport, folder)
-    return made.sender("127.0.0.1").pack(Version(0, 1), weights(Version(0, 1))), made.receiver()
+    return made.sender("127.0.0.1").serialize(
+        Version(0, 1), weights(Version(0, 1))
+    ), made.receiver()
 
 
 def test_the_engine_goes_on_whatever_happens(kind: str, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ class Hall:
             )
             receiving = [
                 threads.submit(
-                    self.receivers.setdefault(serial, BroadcastReceiver(SETTINGS)).unpack,
+                    self.receivers.setdefault(serial, BroadcastReceiver(SETTINGS)).deserialize,
                     Manifest(version, {}),
                     meeting,
                 )
@@ -237,7 +237,9 @@ def test_the_copy_is_made_once_also_when_the_broadcast_fails() -> None:
     assert isinstance(hall.sync_weights([1, 2], present=[1])[0], BroadcastFailed)
     update = hall.sender.sent()
     assert update.manifest == manifest(Version(0, 0), tensors())
-    assert not differing(dict(BroadcastReceiver(SETTINGS).unpack(update.manifest, update.source)))
+    assert not differing(
+        dict(BroadcastReceiver(SETTINGS).deserialize(update.manifest, update.source))
+    )
 
 
 def test_what_cannot_be_gathered_ends_the_broadcast_at_once() -> None:

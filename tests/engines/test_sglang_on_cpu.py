@@ -69,7 +69,7 @@ class Policy:
                 threads.submit(self.sender.send, version, weights, meeting),
                 self.engine.call("take", version, meeting, *running),
                 *(
-                    threads.submit(other.unpack, Manifest(version, {}), meeting)
+                    threads.submit(other.deserialize, Manifest(version, {}), meeting)
                     for other in self.others
                 ),
             ]
@@ -188,7 +188,7 @@ def test_what_fails_midway_is_named_serves_nothing_and_leaves_nothing(
     with pytest.raises(WorkerLost, match="no weights"):
         policy.engine.call("generate", (prompt(policy.folder, "What"), GREEDY)).result(20)
     if how == "broken":
-        update = ArraySender().pack(NEXT, other)
+        update = ArraySender().serialize(NEXT, other)
         policy.engine.call("load", update.manifest, update.source).result(60)
     else:
         assert policy.stream(other.items()) == [None, []]
@@ -221,6 +221,9 @@ def test_an_engine_whose_process_is_killed_is_lost_and_the_others_have_the_copy(
         assert isinstance(sent, BroadcastFailed)
         assert isinstance(other, BroadcastFailed)
         update = policy.sender.sent()
-        assert policy.others[0].unpack(update.manifest, update.source).keys() == policy.start.keys()
+        assert (
+            policy.others[0].deserialize(update.manifest, update.source).keys()
+            == policy.start.keys()
+        )
     finally:
         policy.engine.close()

@@ -74,7 +74,10 @@ class Policy:
         ends = await asyncio.gather(
             asyncio.to_thread(self.sender.send, version, weights, meeting),
             first.take(engine, Manifest(version, {}), meeting),
-            *(asyncio.to_thread(other.unpack, Manifest(version, {}), meeting) for other in others),
+            *(
+                asyncio.to_thread(other.deserialize, Manifest(version, {}), meeting)
+                for other in others
+            ),
             return_exceptions=True,
         )
         self.failures += any(isinstance(end, BroadcastFailed) for end in ends)
@@ -109,7 +112,7 @@ def test_the_answers_are_those_of_the_weights_that_were_sent(
 ) -> None:
     """No bytes of them pass through the process of the rollout actor, and none through a file."""
     for owner, name in (
-        (policy.receivers[0], "unpack"),
+        (policy.receivers[0], "deserialize"),
         (policy.receivers[0], "_receive_bucket"),
         (vllm, "written"),
     ):
@@ -238,7 +241,8 @@ def test_a_worker_that_is_killed_ends_its_engine_and_the_others_have_the_copy(
             assert isinstance(other, BroadcastFailed)
         update = policy.sender.sent()
         assert (
-            policy.receivers[1].unpack(update.manifest, update.source).keys() == served.start.keys()
+            policy.receivers[1].deserialize(update.manifest, update.source).keys()
+            == served.start.keys()
         )
     finally:
         served.close()

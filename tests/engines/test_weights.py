@@ -98,15 +98,15 @@ def test_verify_names_every_fault() -> None:
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 def test_object_store_reads_read_only_arrays_and_finds_damage() -> None:
-    packed, receiver = ArraySender().pack(VERSION, tensors()), ArrayReceiver()
+    packed, receiver = ArraySender().serialize(VERSION, tensors()), ArrayReceiver()
     described, source = packed.manifest, packed.source
     frozen = {name: array.copy() for name, array in source.items()}
     for array in frozen.values():
         array.setflags(write=False)
-    assert torch.equal(receiver.unpack(described, frozen)["a.weight"], tensors()["a.weight"])
+    assert torch.equal(receiver.deserialize(described, frozen)["a.weight"], tensors()["a.weight"])
     with pytest.raises(WeightSyncError, match=r"a\.weight: 59 of 60 bytes"):
-        receiver.unpack(described, {**source, "a.weight": source["a.weight"][:-1]})
+        receiver.deserialize(described, {**source, "a.weight": source["a.weight"][:-1]})
     damaged = source["b.weight"].copy()
     damaged[5] ^= np.uint8(128)
     with pytest.raises(WeightSyncError, match=r"b\.weight: corrupt"):
-        receiver.unpack(described, {**source, "b.weight": damaged})
+        receiver.deserialize(described, {**source, "b.weight": damaged})
