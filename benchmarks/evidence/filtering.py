@@ -269,7 +269,7 @@ class Learning(World):
                 self.rollouts.ready.settle_trained(collected.groups)
                 self.version = Version(1, step)
                 self.rollouts.synced(self.version)
-                noted(spent, collected.finished, trained, norm, clock() - began)
+                noted(spent, collected.ended_groups, trained, norm, clock() - began)
                 if step % EVERY == 0:
                     scores.append(self.success())
         self.rollouts.close()

@@ -191,7 +191,7 @@ class OneProcess:
                 seconds = time.process_time() - began
                 noted(
                     self.steps,
-                    collected.finished,
+                    collected.ended_groups,
                     members,
                     metrics.get("actor/grad_norm", 0.0),
                     seconds,

@@ -18,7 +18,7 @@ def sampled_groups(collected: Collected, count: int) -> list[Group]:
     """The first ``count`` groups of a step by number, trained and dropped ones in turn."""
     trained = sorted(collected.groups, key=attrgetter("number"))
     trained_numbers = {group.number for group in trained}
-    finished = sorted(collected.finished, key=attrgetter("number"))
+    finished = sorted(collected.ended_groups, key=attrgetter("number"))
     dropped = [group for group in finished if group.number not in trained_numbers]
 
     sample: list[Group] = []

@@ -27,7 +27,7 @@ from rayloop.core.types import (
     Trajectory,
     TrajectoryId,
 )
-from rayloop.grpo.losses.surrogates import Elsewhere
+from rayloop.grpo.losses.surrogates import TokensElsewhere
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class TrainSample:
     # [N] float32, 1 for the tokens of top_entropy_quantile, else 0; None: all
     chosen: Tensor | None = None
     # The tokens of the trajectory's other sequences, where the loss needs them.
-    elsewhere: Elsewhere | None = None
+    elsewhere: TokensElsewhere | None = None
     on_policy: bool = (
         False  # treat the policy that sampled it as the old one (no correction weight)
     )
@@ -73,7 +73,7 @@ class TrainSample:
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the first sampled one; all, if none was sampled."""
+        """Tokens before the first sampled one: 0 after a shared prompt, all if none was sampled."""
         return int(self.predict[0]) + 1 if self.predict.numel() else self.length
 
     @property
@@ -114,8 +114,8 @@ Reading them from a GPU would wait for all work that is queued there.
 class Batch:
     """A micro-batch: S trajectories packed into one row of T tokens without padding.
 
-    P patches of n distinct images. A trajectory lacks its prompt where the last trajectory with a
-    prompt before it has the same one.
+    P patches of n distinct images. A prompt that several trajectories in a row share is in the row
+    once, before the first of them.
     """
 
     token_ids: Tensor  # [1, T] int64
@@ -139,7 +139,7 @@ class Batch:
     group_tokens: Tensor  # [N] int64
     trajectory_tokens: Tensor  # [N] int64
     chosen: Tensor | None  # [N] float32; None: all
-    elsewhere: Elsewhere | None
+    elsewhere: TokensElsewhere | None
     ref_logprobs: Tensor | None  # [N] float32
     old_logprobs: Tensor | None  # [N] float32
     on_policy: Tensor  # [N] bool

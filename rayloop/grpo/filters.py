@@ -46,38 +46,39 @@ class MemberFilter(SettingsModel):
 
 
 RIGHT_REWARD = 1.0
-"""Reward from which an equal group is counted as all right; only the counts differ."""
+"""Equal rewards of at least this are counted as all_right; they are refused in any case."""
 WRONG_REWARD = 0.0
-"""Reward up to which an equal group is counted as all wrong; only the counts differ."""
+"""Equal rewards of at most this are counted as all_wrong; they are refused in any case."""
 
 
 class EqualRewards(SettingsModel):
-    """Group filter: a group without contrast, whose advantages are all 0, teaches nothing.
+    """Group filter: a group whose advantages are all 0 teaches nothing.
 
-    With most kinds of advantage that is a group of equal rewards, in which gdpo, gigpo and turns
-    may still find a contrast. Counted as all_right, all_wrong or all_equal.
+    With most kinds of advantage these are the groups of equal rewards; gdpo, gigpo and turns may
+    give such a group other advantages. Counted as all_right, all_wrong or all_equal.
     """
 
     kind: Literal["equal_rewards"] = "equal_rewards"
 
     def refused(self, group: Group) -> Mapping[int, str]:
         """All kept members, or none. A lone sample has nothing to be equal to, and stays."""
-        reason = without_contrast(group.kept)
+        reason = reason_of_no_gradient(group.kept)
         if not reason:
             return {}
         return {i: reason for i, member in enumerate(group.members) if member.kept}
 
 
-def without_contrast(members: Sequence[Member]) -> str:
-    """all_right, all_wrong or all_equal when these members of a group have no policy gradient.
+def reason_of_no_gradient(members: Sequence[Member]) -> str:
+    """all_right, all_wrong or all_equal when all advantages of these members are 0, else "".
 
-    "" when one of them has, and where the advantage leaves the policy gradient out. Raises
-    ValueError for a member without an advantage.
+    Also "" for fewer than two members, and when one is trained without the policy gradient (its
+    weight ``rl`` is 0). Raises ValueError for a member without an advantage.
     """
     credits = [member.credit for member in members if member.credit is not None]
     if len(credits) < len(members):
         raise ValueError("a member has no advantage yet: filters come after advantages")
-    if len(credits) < 2 or any(credit.teaches or not credit.streams.rl for credit in credits):
+    # Without the policy gradient, the other losses teach whatever the advantages are.
+    if len(credits) < 2 or any(credit.teaches or credit.streams.rl == 0 for credit in credits):
         return ""
     return equality([member.reward for member in members]) or "all_equal"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from rayloop.core.token_mask import TokenMask
 from rayloop.core.types import Sampling
 from rayloop.grpo.batch import Batch, TrainSample
-from rayloop.grpo.losses.surrogates import Elsewhere
+from rayloop.grpo.losses.surrogates import TokensElsewhere
 
 
 def micro_batches(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...], ...]:
@@ -76,11 +76,11 @@ def pack(
 ) -> Batch:
     """Packs all samples into one row, in order.
 
-    Attention stays within a sample because row 0 of the position ids restarts at each.
+    Attention stays within a sample and its prompt: row 0 of the position ids restarts at each.
     ``share_images``: an image of several samples (the same Future) is in the batch once.
-    ``share_prompts``: a sample lacks its prompt if the sample before it has the same one, and
-    starts at the position after it. Raises ValueError when the samples do not agree on what may be
-    sampled, and the errors of their images.
+    ``share_prompts``: a sample whose prompt equals that of the sample before is packed without the
+    prompt, and its positions start after the prompt. Raises ValueError when the samples do not
+    agree on what may be sampled, and the errors of their images.
     """
     if not samples:
         raise ValueError("nothing to pack: a micro-batch needs at least one sample")
@@ -190,7 +190,7 @@ def _per_token(values: Sequence[Any], counts: Tensor, dtype: torch.dtype) -> Ten
 
 
 def _without_repeated_prompts(samples: Sequence[TrainSample]) -> list[TrainSample]:
-    """The samples, of which each with the prompt of the one before it lacks it."""
+    """The samples, without their prompts where the sample before has the same prompt."""
     packed: list[TrainSample] = []
     previous: Hashable = None
     for sample in samples:
@@ -201,7 +201,10 @@ def _without_repeated_prompts(samples: Sequence[TrainSample]) -> list[TrainSampl
 
 
 def _without_prompt(sample: TrainSample) -> TrainSample:
-    """The sample without its prompt: it predicts from -1 on, which is the prompt's last token."""
+    """The sample without its prompt.
+
+    Its ``predict`` begins with -1, the prompt's last token, so its ``prompt_length`` is 0.
+    """
     return dataclasses.replace(
         sample,
         token_ids=sample.token_ids[sample.prompt_length :],
@@ -218,8 +221,8 @@ def _predict(samples: Sequence[TrainSample]) -> list[Tensor]:
     start = 0
     prompt_end = 0
     for sample in samples:
-        # A sample without its prompt is packed after the others,
-        # but its first token follows the prompt's last one.
+        # Length 0: the sample shares the last prompt of the row,
+        # whose last token (-1) predicts the sample's first one.
         if sample.prompt_length:
             prompt_end = start + sample.prompt_length - 1
         places.append(torch.where(sample.predict < 0, prompt_end, start + sample.predict))
@@ -239,15 +242,15 @@ def _all_or_none(values: Sequence[Tensor | None], name: str) -> Tensor | None:
     return None
 
 
-def _elsewhere(samples: Sequence[TrainSample]) -> Elsewhere | None:
+def _elsewhere(samples: Sequence[TrainSample]) -> TokensElsewhere | None:
     """The tokens of these trajectories in other micro-batches, under the samples' numbers."""
-    parts: list[Elsewhere] = []
+    parts: list[TokensElsewhere] = []
     for number, sample in enumerate(samples):
         part = sample.elsewhere
         if part is not None and len(sample.predict):
             segment = torch.full_like(part.segment, number)
             parts.append(dataclasses.replace(part, segment=segment))
-    return Elsewhere.joined(parts)
+    return TokensElsewhere.joined(parts)
 
 
 def _token_mask(samples: Sequence[TrainSample]) -> Tensor | None:

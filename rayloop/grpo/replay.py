@@ -64,8 +64,8 @@ class ReplayBuffer:
     def inject(self, group: Group) -> Injection:
         """Returns the group with a stored success as member 0 when all of it failed.
 
-        The displaced member counts as ``surplus[replaced_by_replay]``, or as excluded. Members are
-        scored, and have neither advantage nor status. The draw depends on (seed, task, group) and
+        The displaced member counts as ``surplus[replaced_by_replay]``, or as excluded if unscored.
+        No member has an advantage or a status yet. The draw depends on (seed, task, group) and
         on the stored successes. The buffer does not change: ``store`` the original group once it is
         committed.
         """
@@ -74,7 +74,8 @@ class ReplayBuffer:
         success = self._draw(group)
         if success is None:
             return Injection(group)
-        # ARPO replaces the first member; which one does not matter, since all of them failed.
+        # ARPO replaces the first member. Any would do: the scored ones
+        # failed alike, and an unscored one teaches nothing.
         members = (replace(success, replayed=True), *group.members[1:])
         first = group.members[0]
         # The ledger counts an unscored member under the reason for which it has no reward.

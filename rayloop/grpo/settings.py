@@ -225,7 +225,7 @@ class StalenessSettings(SettingsModel):
     """Section 7: how far generation may run ahead of training, in steps."""
 
     max_staleness: int = Field(0, ge=0)
-    """0: synchronous; nothing starts before the weight sync and nothing in flight survives it.
+    """0: synchronous; a step waits for all groups in flight, and others start after its sync.
 
     Raise it until the trainer no longer waits for generation (``timing_s/gen``); more than that
     only makes samples older. Above 0, whole groups that a step leaves over compete again at the

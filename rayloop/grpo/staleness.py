@@ -33,10 +33,10 @@ def is_stale(
 ) -> bool:
     """Whether a trajectory that ``first``, its oldest version, began is too old for ``training``.
 
-    A version of another lineage is stale, unless ``inherited`` (lineage -> step of the checkpoint
-    from which the present one was restored) has it.
+    A version of another lineage is stale, unless the present lineage continues from it:
+    ``inherited`` has the last such step of each lineage.
     """
-    # After a restore the weights of later steps are others, though their numbers come again.
+    # A restored run trains the steps after its checkpoint again, to other weights.
     if first.lineage != training.lineage and first.step > inherited.get(first.lineage, -1):
         return True
     return lag(first, training) > max_staleness

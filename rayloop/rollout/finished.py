@@ -209,12 +209,12 @@ class FinishedGroups:
         ledger: Ledger,
         ready: ReadyGroups,
         alarms: Alarms,
-        blame: FailureHistory,
+        history: FailureHistory,
     ) -> None:
         self.ledger = ledger
         self.ready = ready
         self.alarms = alarms
-        self.blame = blame
+        self.history = history
         self.groups: list[Group] = []
         algorithm = config.algorithm
         self.buffer = ReplayBuffer(algorithm.replay, config.seed)
@@ -248,7 +248,7 @@ class FinishedGroups:
         outcomes = [member.outcome for member in played_members]
         kinds = [outcome.kind for outcome in outcomes if isinstance(outcome, Unscored)]
         failed = UnscoredKind.ENVIRONMENT_FAILURE in kinds
-        reason = self.blame.ended(group.number, group.task.id, failed)
+        reason = self.history.ended(group.number, group.task.id, failed)
         self.ready.add(group)
         return reason
 

@@ -44,7 +44,7 @@ class RolloutManager:
         ledger: Ledger,
         dataset: Dataset,
         reporter: Reports,
-        blame: FailureHistory,
+        history: FailureHistory,
     ) -> None:
         self.config = config
         self.ledger = ledger
@@ -60,7 +60,7 @@ class RolloutManager:
             dropout=config.policy.engine.drops_out,
             compares_states=config.algorithm.advantage.kind == "gigpo",
         )
-        self.finished = FinishedGroups(config, ledger, self.ready, self.alarms, blame)
+        self.finished = FinishedGroups(config, ledger, self.ready, self.alarms, history)
         self.in_flight: dict[int, GroupRequest] = {}
         self._group_rollout = GroupRollout(config, self._notify)
         self._taken = 0
@@ -282,7 +282,7 @@ class RolloutManager:
         """Issue quarantined tasks again, as if none had ever failed. Returns their ids."""
         ids = sorted(self.scheduler.quarantined)
         self.scheduler.quarantined.clear()
-        self.finished.blame.clear()
+        self.finished.history.clear()
         return ids
 
     def quarantine(self, task: Task, path: str, reason: str) -> None:
@@ -314,7 +314,7 @@ class RolloutManager:
             "ready": self.ready.state(),
             "finished": self.finished.state(),
             "alarms": self.alarms.state(),
-            "blame": self.finished.blame.state(),
+            "blame": self.finished.history.state(),
         }
 
     def restore(self, state: Mapping[str, Any], store: Store) -> None:
@@ -333,6 +333,6 @@ class RolloutManager:
         self.ready.restore(state["ready"], store, task)
         self.finished.restore(state["finished"], store, task)
         self.alarms.restore(state["alarms"])
-        self.finished.blame.restore(state["blame"])
+        self.finished.history.restore(state["blame"])
         self.in_flight.clear()
         self._taken = 0

@@ -267,7 +267,7 @@ class Reporter:
         seconds = sum(timings.values())
         # An evaluation does not count; the bound avoids a division by 0.
         busy_seconds = max(seconds - timings.get("testing", 0.0), 1e-9)
-        trajectories = sum(len(group.members) for group in collected.finished)
+        trajectories = sum(len(group.members) for group in collected.ended_groups)
         group_metrics = step_metrics(collected, self.config.algorithm.target)
         tokens = group_metrics.get("rollout/tokens", 0.0)
         record = {
@@ -297,7 +297,7 @@ class Reporter:
         return record
 
     def _length_ratio(self, collected: Collected) -> dict[str, float]:
-        played = _fresh_lengths(chain(*(group.members for group in collected.finished)))
+        played = _fresh_lengths(chain(*(group.members for group in collected.ended_groups)))
         trained = _fresh_lengths(chain(*(group.kept for group in collected.groups)))
         self._lengths.observe(played, trained)
         ratio = self._lengths.value

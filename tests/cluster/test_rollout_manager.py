@@ -537,7 +537,7 @@ def test_groups_are_committed_in_issue_order_in_deterministic_mode(tmp_path: Pat
 
         async def test() -> None:
             collected = await loop.rollouts.collect(loop.version, {})
-            order.extend(group.number for group in collected.finished)
+            order.extend(group.number for group in collected.ended_groups)
 
         loop.run(test)
         assert {request.cohort for request in loop.played} == ({4} if deterministic else {None})
@@ -703,13 +703,13 @@ def test_a_failure_that_a_replayed_success_displaces_is_noticed(
 
     loop = Loop(tmp_path, play, algorithm__replay={"kind": "corrected"})
     blamed: list[str] = []
-    ended = loop.rollouts.finished.blame.ended
+    ended = loop.rollouts.finished.history.ended
 
     def note(group: int, task: str, failed: bool) -> str:
         blamed.extend([task] * failed)
         return ended(group, task, failed)
 
-    monkeypatch.setattr(loop.rollouts.finished.blame, "ended", note)
+    monkeypatch.setattr(loop.rollouts.finished.history, "ended", note)
 
     async def test() -> None:
         while not loop.ledger.counts().get("replayed"):

@@ -177,7 +177,7 @@ def test_trained_and_dropped_groups_are_recorded_in_turn(tmp_path: Path) -> None
     driver.dump = dump
     finished = [make_group(number, [0.0, 1.0]) for number in (9, 2, 3, 1, 4, 8)]
     trained = [group for group in finished if group.number in (2, 9, 4)]
-    asyncio.run(driver.record({}, SimpleNamespace(groups=trained, finished=finished)))
+    asyncio.run(driver.record({}, SimpleNamespace(groups=trained, ended_groups=finished)))
     assert recorded == [2, 1, 4, 3, 9]
 
 

@@ -18,7 +18,7 @@ from rayloop.engines.training.sharding import everywhere, total
 from rayloop.grpo.batch import TrainSample
 from rayloop.grpo.losses.policy import entropy_bound
 from rayloop.grpo.losses.settings import CustomLoss, LossSettings
-from rayloop.grpo.losses.surrogates import Elsewhere
+from rayloop.grpo.losses.surrogates import TokensElsewhere
 
 
 class ScoreFunction(Protocol):
@@ -96,7 +96,7 @@ def completed(
             dataclasses.replace(
                 sample,
                 chosen=None if entropy is None else (entropy >= bound).float(),
-                elsewhere=Elsewhere.joined(
+                elsewhere=TokensElsewhere.joined(
                     [_constants(sibling, scores[id(sibling)]) for sibling in siblings]
                 ),
             )
@@ -140,11 +140,11 @@ def _sequences_of_trajectories(
     return sequences
 
 
-def _constants(sample: TrainSample, scores: Scores) -> Elsewhere:
+def _constants(sample: TrainSample, scores: Scores) -> TokensElsewhere:
     """Return a sample's tokens as the losses of its trajectory's other sequences see them."""
     assert scores.entropy is not None
     old_logprobs = scores.logprobs if sample.old_logprobs is None else sample.old_logprobs
-    return Elsewhere(
+    return TokensElsewhere(
         logprobs=scores.logprobs,
         old_logprobs=old_logprobs,
         # This is the rule of ``PolicyLoss``, which sees only the tokens of its own micro-batch.

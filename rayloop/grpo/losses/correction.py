@@ -17,7 +17,7 @@ class Weights:
     """The importance weights of tokens, and where the rule changed them."""
 
     weight: Tensor  # [N], without gradient
-    bounded: Tensor  # [N] bool, where the rule truncated or masked
+    capped: Tensor  # [N] bool, where the rule truncated or masked
     masked: Tensor  # [N] bool, where it masked: the token has neither a policy gradient nor a KL
     left_out: Tensor  # [N] bool, where a whole trajectory counts nothing
 
@@ -39,7 +39,7 @@ def weights(inputs: LossInputs, old_logprobs: Tensor, rule: Correction | None) -
     ratio = torch.exp(_at_level(gap, inputs, rule).clamp(-RATIO_BOUND, RATIO_BOUND))
     outside = (ratio < rule.low) | (ratio > rule.high)
     left_out = _left_out(inputs, gap, rule)
-    bounded = outside | left_out
+    capped = outside | left_out
     if rule.action == "truncate":
         # Truncating keeps a biased gradient of each token
         # instead of a large variance (arXiv:1802.01561).
@@ -49,8 +49,8 @@ def weights(inputs: LossInputs, old_logprobs: Tensor, rule: Correction | None) -
         # With bypass the ratio has the engine's log-probs in
         # its denominator already: a weight would count the gap twice.
         weight = ones if rule.bypass else ratio
-        masked = bounded
-    return Weights(weight * ~masked, bounded, masked, left_out)
+        masked = capped
+    return Weights(weight * ~masked, capped, masked, left_out)
 
 
 def _at_level(gap: Tensor, inputs: LossInputs, rule: Correction) -> Tensor:

@@ -17,7 +17,13 @@ from rayloop.grpo.losses import correction
 from rayloop.grpo.losses.kl import Coefficients, estimate, k3, to_go
 from rayloop.grpo.losses.metrics import LossMetrics
 from rayloop.grpo.losses.settings import LossSettings
-from rayloop.grpo.losses.surrogates import Elsewhere, LossInputs, LossOutputs, importance, surrogate
+from rayloop.grpo.losses.surrogates import (
+    LossInputs,
+    LossOutputs,
+    TokensElsewhere,
+    importance,
+    surrogate,
+)
 
 TokenValues = TypeVar("TokenValues", correction.Weights, LossOutputs)
 
@@ -81,7 +87,7 @@ class PolicyLoss:
         on_policy: Tensor | None = None,
         lag: Tensor | None = None,
         chosen: Tensor | None = None,
-        elsewhere: Elsewhere | None = None,
+        elsewhere: TokensElsewhere | None = None,
     ) -> PerToken:
         """Returns the losses of the sampled tokens; all arguments are [N].
 
@@ -133,7 +139,7 @@ class PolicyLoss:
         return advantage - self.coefficients.kl * to_go(kl, segment)
 
     def _weights_and_surrogate(
-        self, inputs: LossInputs, tokens: Mapping[str, Any], elsewhere: Elsewhere | None
+        self, inputs: LossInputs, tokens: Mapping[str, Any], elsewhere: TokensElsewhere | None
     ) -> tuple[correction.Weights, LossOutputs]:
         """The importance weights and the surrogate loss of ``tokens``, which are ``inputs``."""
         rule = self._settings.rule
@@ -193,7 +199,7 @@ def _metrics(
     return LossMetrics.of(
         ratio=inputs.ratio,
         clips=surrogate,
-        capped=weights.bounded,
+        capped=weights.capped,
         mismatch=old_logprobs - inputs.rollout_logprobs,
         mismatch_k3=k3(inputs.rollout_logprobs, old_logprobs),
         kl=kl,

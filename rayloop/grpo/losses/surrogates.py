@@ -76,11 +76,11 @@ class LossInputs:
 
 
 @dataclass(frozen=True)
-class Elsewhere:
-    """Constants [G] of the tokens that a micro-batch lacks.
+class TokensElsewhere:
+    """Constants [G] of the G tokens that the losses need and that are in other micro-batches.
 
-    They are those of a trajectory's other sequences, where an agent began again or an episode
-    forgot its images. ``segment``: the trajectory's number in the micro-batch.
+    They belong to other sequences of these trajectories, which have several where an agent began
+    again or an episode forgot its images. ``segment``: the trajectory's number in this micro-batch.
     """
 
     logprobs: Tensor
@@ -91,7 +91,7 @@ class Elsewhere:
     ref_logprobs: Tensor | None
     entropy: Tensor
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Elsewhere":
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "TokensElsewhere":
         """The same on ``device``."""
         tensors: dict[str, Any] = {}
         for field in fields(self):
@@ -99,10 +99,10 @@ class Elsewhere:
             if tensor is not None:
                 tensor = tensor.to(device, non_blocking=non_blocking)
             tensors[field.name] = tensor
-        return Elsewhere(**tensors)
+        return TokensElsewhere(**tensors)
 
     @classmethod
-    def joined(cls, parts: Sequence["Elsewhere"]) -> "Elsewhere | None":
+    def joined(cls, parts: Sequence["TokensElsewhere"]) -> "TokensElsewhere | None":
         """All tokens of ``parts``; None where there are no parts."""
         if not parts:
             return None

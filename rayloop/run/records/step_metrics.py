@@ -12,20 +12,21 @@ from typing import Any
 
 from rayloop.core.groups import Group, Member, Scored
 from rayloop.core.types import EndReason, Summary
-from rayloop.grpo.filters import equality, without_contrast
+from rayloop.grpo.filters import equality, reason_of_no_gradient
 from rayloop.measure.intervals import calibration_error
 
 
 @dataclass(frozen=True)
 class Collected:
-    """The ``groups`` of a step (request order), and events since the last one.
+    """The ``groups`` that a step trains (in request order), and events since the last step.
 
-    ``finished``: after the filters. ``dropped``: by ``state/source``. ``acceptance``: share that
-    survives, averaged. ``replay``: ``ReplayBuffer.stats``, empty when off.
+    ``ended_groups``: all that ended, after the filters. ``dropped``: stale and surplus members, by
+    ``state/source``. ``acceptance``: the average share that survives the filters. ``replay``:
+    ``ReplayBuffer.stats``, empty when off.
     """
 
     groups: tuple[Group, ...]
-    finished: tuple[Group, ...] = ()
+    ended_groups: tuple[Group, ...] = ()
     dropped: Mapping[str, int] = field(default_factory=dict)
     acceptance: float = 1.0
     replay: Mapping[str, Any] = field(default_factory=dict)
@@ -36,11 +37,11 @@ def step_metrics(collected: Collected, target: int) -> dict[str, float]:
 
     ``target``: trajectories of a full step.
     """
-    members = list(chain(*(group.members for group in collected.finished)))
+    members = list(chain(*(group.members for group in collected.ended_groups)))
     metrics: dict[str, float] = {
         **_counts(collected, members, target),
         **_reward_metrics(members),
-        **_equal_groups(collected.finished),
+        **_equal_groups(collected.ended_groups),
         **_by_source("trained", chain(*(group.kept for group in collected.groups))),
         **_by_source("played", members),
         **_misjudged(chain(*(group.scored for group in collected.groups))),
@@ -68,7 +69,7 @@ def _counts(collected: Collected, members: Sequence[Member], target: int) -> dic
     trained = sum(len(group.kept) for group in collected.groups)
     replayed = sum(group.replay_of is not None for group in collected.groups)
     return {
-        "rollout/groups": float(len(collected.finished)),
+        "rollout/groups": float(len(collected.ended_groups)),
         "rollout/trajectories": float(len(members)),
         "rollout/trained": float(trained),
         "rollout/trained_share": trained / target,
@@ -132,7 +133,7 @@ def _equal_groups(finished: Sequence[Group]) -> dict[str, float]:
         rewards = [member.reward for member in scored if not member.replayed]
         if len(rewards) > 1:
             with_credit = [member for member in scored if member.credit is not None]
-            contrasts.append(without_contrast(with_credit))
+            contrasts.append(reason_of_no_gradient(with_credit))
             equalities.append(equality(rewards))
     if not equalities:
         return {}

@@ -251,7 +251,7 @@ OF_THE_PROCESS = {
     },
     "GroupScheduler": {"config", "dataset", "ledger", "bad", "_on_bad_row"},
     "ReadyGroups": {"settings", "ledger", "_counted_groups", "_survivors", "_fresh", "_fresh_for"},
-    "FinishedGroups": {"ledger", "ready", "alarms", "blame", "_injected"},
+    "FinishedGroups": {"ledger", "ready", "alarms", "history", "_injected"},
     "Alarms": {
         "settings",
         "_reward",
@@ -337,7 +337,7 @@ def full(made: RolloutManager) -> None:
     made.finished.acceptance.observe(3, 16)
     made.alarms.graded = True
     made.alarms.collapse.first["response_length/mean"] = [38.0, 20.0]
-    made.finished.blame.groups_failed["train-9"] = 2
+    made.finished.history.groups_failed["train-9"] = 2
 
 
 def parts(made: RolloutManager) -> dict[str, Any]:
@@ -352,7 +352,7 @@ def parts(made: RolloutManager) -> dict[str, Any]:
         finished.acceptance,
         made.alarms,
         made.alarms.collapse,
-        made.finished.blame,
+        made.finished.history,
         made.ledger,
     )
     return {type(part).__name__: part for part in found}
