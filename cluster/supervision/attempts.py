@@ -222,7 +222,6 @@ class EpisodeRunner:
     def _carry_out(self, call: Call, episodes: Sequence[_Episode]) -> None:
         """Do what the verdict on a call says. Raises Diverged."""
         pool = self.services.environment
-        worker = call.environment.worker
         context = Context(
             self.config.environment.attempts,
             [episode.record for episode in episodes],
@@ -232,32 +231,32 @@ class EpisodeRunner:
             self.history.successes,
         )
         result = verdict(call, context)
-        pool.release(worker, well=result.well, count=len(episodes))
-        for replacement in result.replacements:
-            pool.lost(*replacement)
+        pool.release(call.environment.worker, well=result.well, count=len(episodes))
+        for worker, why, charged, spares_others in result.replacements:
+            pool.lost(worker, why, charged, spares_others)
         for settle in result.episodes:
             self._settle(episodes[settle.episode], settle, call)
 
     def _settle(self, episode: _Episode, settle: Settle, call: Call) -> None:
-        number, well, next_step, episode.record, charges = settle
-        self.calls.release_engine(call.requests[number], well)
-        result = call.results[number]
-        episode.over = next_step is not Next.AGAIN
+        request = episode.request
+        self.calls.release_engine(call.requests[settle.episode], settle.well)
+        result = call.results[settle.episode]
+        episode.record = settle.record
+        episode.over = settle.next is not Next.AGAIN
         if not isinstance(result, Failure):
             self.history.succeeded(call.environment.worker)
             episode.result = result
             name = self.services.environment.name(call.environment)
             WAITS.record_episodes(result[:1], name, self.services.rollout.name(call.engine))
-        elif next_step is Next.END_RUN:
+        elif settle.next is Next.END_RUN:
             raise Diverged(result.why)
-        elif next_step is Next.BAD_DATA:
-            episode.report(episode.request.task, result.path, result.why)
-        elif next_step is not Next.TOO_LONG:
+        elif settle.next is Next.BAD_DATA:
+            episode.report(request.task, result.path, result.why)
+        elif settle.next is not Next.TOO_LONG:
             attempt = episode.record.attempts - 1
-            self._emit(incidents.EpisodeFailed(str(episode.request.id), attempt, why=result.why))
+            self._emit(incidents.EpisodeFailed(str(request.id), attempt, why=result.why))
 
-        request = episode.request
-        for seat, failure in charges:
+        for seat, failure in settle.charges:
             place = self.services.environment.place(seat)
             self.history.failed(request.id.group, request.task.id, seat.worker, place, failure)
 

@@ -1,7 +1,9 @@
 """The verdict on failures: what is done about episodes, actors and tasks, in which order.
 
-Pure functions: they only read what they are given. ``FailureHistory`` collects the facts, and
-``EpisodeRunner`` (cluster/supervision/attempts.py) carries the actions out.
+``verdict`` gets a ``Call`` that has ended; it says what becomes of each episode (``Settle``), and
+which actors end (``Replace``). Pure functions: they only read what they are given.
+``FailureHistory`` collects the facts, and ``EpisodeRunner`` (cluster/supervision/attempts.py)
+carries the actions out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +17,7 @@ from rayloop.core.failures import Cause, Failure, Scope
 from rayloop.core.types import Ref, RolloutRequest, Summary, Trajectory
 
 FREE_ATTEMPTS = 10
-"""Attempts of an episode that are not charged to it: another episode ended its actor."""
+"""Attempts that an episode has beyond its limit when other episodes ended its actors."""
 TASK_FAILURES = 2
 """Groups in a row: one may be chance, and each further one costs a group."""
 ACTOR_FAILURES = 3
@@ -73,9 +75,11 @@ class Loss(NamedTuple):
     @property
     def failure(self) -> Failure:
         """The failure of each episode of the call."""
-        scope = Scope.PROCESS if self.is_hung else Scope.EPISODE
+        scope = Scope.EPISODE
         if self.is_spent or self.has_ended:
             scope = Scope.BYSTANDER
+        elif self.is_hung:
+            scope = Scope.PROCESS
         cause = Cause.HUNG if scope is Scope.PROCESS else Cause.LOST
         reason = f"the environment actor was lost: {self.first_line}"
         return Failure(cause, scope, retryable=True, why=reason)
@@ -222,9 +226,11 @@ def _replacements(call: Call, episodes: Sequence[Settle], context: Context) -> l
     for seat, failure in chain.from_iterable(episode.charges for episode in episodes):
         process = context.processes[seat.worker]
         tasks = {call.requests[0].task.id} | process.failing
-        others_went_well = context.successes > process.began
-        if seat is not call.environment:
-            # The success of this call counts, too, and ended the row of its own actor.
+        if seat is call.environment:
+            others_went_well = context.successes > process.began
+        else:
+            # A doubt about data, with which this call has now played an episode.
+            # On the same actor, this success ended the streak of its failures.
             others_went_well = seat.worker != call.environment.worker
         if failure.scope is Scope.PROCESS:
             # It holds a call that hangs, and is not to blame.
@@ -242,15 +248,16 @@ def _replacements(call: Call, episodes: Sequence[Settle], context: Context) -> l
     return replacements
 
 
-def _settled(number: int, failure: Failure | EpisodeResult, call: Call, context: Context) -> Settle:
+def _settled(number: int, result: Failure | EpisodeResult, call: Call, context: Context) -> Settle:
     """What becomes of an episode."""
     record = context.records[number]
-    if not isinstance(failure, Failure):
+    if not isinstance(result, Failure):
         # Actors that could not read the data with which another one played the episode now. The
         # pool itself counts the misses of engines.
         doubts_of_actors = [doubt for doubt in record.doubts if doubt[1].of_actor]
         return Settle(number, True, Next.PLAYED, record, doubts_of_actors)
 
+    failure = result
     attempts = record.attempts + 1
     limit = context.limit
     doubts = record.doubts
@@ -282,6 +289,7 @@ def _settled(number: int, failure: Failure | EpisodeResult, call: Call, context:
         next_step = Next.TOO_LONG
     elif is_bad_data and _confirmed(doubts, context):
         next_step = Next.BAD_DATA
+    # The last condition ends attempts that are not charged.
     elif charged >= limit or same_bug_again or attempts >= context.limit + FREE_ATTEMPTS:
         next_step = Next.GIVEN_UP
     environments = record.environments | {call.environment.slot}
