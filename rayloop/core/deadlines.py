@@ -34,7 +34,7 @@ class Awaited:
     limit: asyncio.Timeout | None = None
     """Ends the wait."""
     why: str = ""
-    """The reason for the end at ``limit``."""
+    """Why ``actor`` was given up, or ""."""
 
 
 class Span(NamedTuple):
@@ -150,8 +150,7 @@ async def with_deadline(
     """
     WAITS.entered += 1
     key = WAITS.entered
-    deadline_message = f"did not answer within {deadline:g} s"
-    wait = Awaited(what, time.monotonic(), actor, counts, starts, why=deadline_message)
+    wait = Awaited(what, time.monotonic(), actor, counts, starts)
     WAITS.open[key] = wait
     try:
         async with asyncio.timeout(deadline) as wait.limit:
@@ -160,8 +159,9 @@ async def with_deadline(
         # The call itself raised a TimeoutError, before the deadline.
         if wait.limit is None or not wait.limit.expired():
             raise
-        kind = AnswerLate if wait.why is deadline_message else WorkerLost
-        raise kind(f"{what} {wait.why}") from error
+        if wait.why:
+            raise WorkerLost(f"{what} {wait.why}") from error
+        raise AnswerLate(f"{what} did not answer within {deadline:g} s") from error
     finally:
         del WAITS.open[key]
         if counts:

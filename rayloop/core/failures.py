@@ -3,8 +3,8 @@
 The command line prints a ``RayloopError`` as one paragraph.
 
 The rule: **what the policy broke is always scored; what the infrastructure or the data broke never
-is; nothing else decides.** ``blame`` decides about foreign code that carries out what the policy
-wrote. A grader's own failure is ``reward.on_error``'s.
+is.** ``blame`` decides about foreign code that carries out what the policy wrote. The rule leaves
+out the grader's own bugs: ``reward.on_error`` decides whether they are scored.
 """
 
 import difflib
@@ -65,8 +65,8 @@ class Scope(StrEnum):
 class Failure:
     """Why an episode was not played: a value for the driver (cluster/supervision/attempts.py).
 
-    ``retryable``: another actor may play it. ``why`` is for people; ``path`` is the file of
-    BAD_DATA.
+    Unless it is ``retryable``, the same ``why`` twice in a row ends the attempts
+    (rollout/verdict.py). ``path`` is the file of BAD_DATA.
     """
 
     cause: Cause

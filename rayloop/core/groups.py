@@ -14,9 +14,9 @@ from rayloop.core.types import STREAMS, Ref, Streams, Summary, Task, Trajectory,
 
 
 class UnscoredKind(StrEnum):
-    """Failures that the policy did not cause.
+    """Why a trajectory has no reward, never by a fault of the policy. It counts in no statistic.
 
-    Such a trajectory has no reward and counts in no statistic.
+    All are failures but NOT_APPLICABLE: the reward returned None, since it does not fit the row.
     """
 
     INVALID_REWARD = "invalid_reward"
@@ -61,6 +61,7 @@ class Unscored:
         """The outcome of an episode that was not played."""
         if failure.cause in (Cause.BAD_DATA, Cause.OVER_LONG):
             return cls(UnscoredKind(failure.cause), failure.why)
+        # The failures of engines count here, too.
         return cls(UnscoredKind.ENVIRONMENT_FAILURE, failure.why)
 
 

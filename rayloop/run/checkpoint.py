@@ -39,9 +39,9 @@ TRAINER = "trainer"
 BEST = "best"
 STRUCTURE = "driver.json"
 TENSORS = "driver.safetensors"
+# Folders whose names end with these are never read.
 ASIDE = ".tmp"
 DAMAGED = ".damaged"
-"""Suffixes of the names of folders that are not read."""
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 FAILED_SAVES = 3
 """Failed saves in a row during which training continues; then it waits for the storage.
@@ -72,11 +72,11 @@ class Checkpoint:
 
     @property
     def sums(self) -> dict[str, Checksum]:
-        """Of the trainer's files, by name; empty for a checkpoint from before there were any."""
+        """Checksums of the trainer's files, by name; empty for a checkpoint that has none."""
         return {name.removeprefix(f"{TRAINER}/"): sum for name, sum in _sums(self.about).items()}
 
     def state(self) -> Any:
-        """The driver's. Raises Damaged, and CheckpointError when it cannot be read."""
+        """The driver's state. Raises Damaged, and CheckpointError when it cannot be read."""
         self.verify({STRUCTURE, TENSORS}.__contains__)
         return read(self.folder / STRUCTURE, self.folder / TENSORS)
 
