@@ -1,6 +1,6 @@
 """The reward actor, which scores finished episodes. No torch.
 
-It never turns a failure of the grader into a number.
+It turns a failure of the grader into a number only where ``reward.on_error`` is one.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from rayloop.core.model_files import resolve
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.threads import in_thread, own_frames
 from rayloop.core.types import UNGRADED, Ref, Task, Trajectory
-from rayloop.rewards.functions import around, as_outcome, as_outcomes, as_source
+from rayloop.rewards.functions import as_outcome, as_outcomes, as_source, infrastructure_errors
 from rayloop.rewards.settings import RewardSettings
 from rayloop.run.records.rollouts import RolloutRecord, rollout_record
 
@@ -54,7 +54,7 @@ class RewardActor(Actor):
         self._dry_run = dry_run
         self._tokenizer = load_tokenizer(resolve(model.path, model.revision).folder)
         self._source: Any = as_source(settings.source.build(), settings.source.use, settings.per)
-        self._around = around(self._source)
+        self._infrastructure_errors = infrastructure_errors(self._source)
         self.rewards = 0
 
     def health(self) -> int:
@@ -110,12 +110,11 @@ class RewardActor(Actor):
                 outcomes = await self._attempts(graded, task, contexts)
         finally:
             self.rewards -= len(graded)
-        remaining_outcomes = iter(outcomes)
-        results = []
-        for trajectory in trajectories:
-            is_broken = trajectory.end_reason in UNGRADED
-            results.append(self._broken(trajectory) if is_broken else next(remaining_outcomes))
-        return results
+        scores = iter(outcomes)
+        return [
+            self._broken(trajectory) if trajectory.end_reason in UNGRADED else next(scores)
+            for trajectory in trajectories
+        ]
 
     def _broken(self, trajectory: Trajectory) -> Outcome:
         """The outcome of an episode that the policy broke."""
@@ -169,8 +168,8 @@ class RewardActor(Actor):
                 ids = ", ".join(str(trajectory.id) for trajectory in trajectories)
                 logger.warning("the grader failed on %s of task %s", ids, task.id, exc_info=error)
                 errors.append(error)
-                # To ask again could only cost another thread.
-                if isinstance(error, DeadlineExceeded) and not self._settings.fails:
+                # A second call would not change the outcome, and could hang another thread.
+                if isinstance(error, DeadlineExceeded) and not self._settings.scores_failures:
                     break
         return [self._failed(errors)] * len(trajectories)
 
@@ -181,14 +180,15 @@ class RewardActor(Actor):
         reason = f"{self._settings.source.use}: {last_line}"
         if isinstance(last, DeadlineExceeded):
             # A source that asks a service may hang because of the service.
-            asks_service = bool(getattr(self._source, "infrastructure", False))
-            if self._settings.fails and not asks_service and type(errors[0]) is type(last):
+            asks_service = getattr(self._source, "infrastructure", False)
+            scores_failure = self._settings.scores_failures and not asks_service
+            if scores_failure and type(errors[0]) is type(last):
                 return Scored(self._settings.failing_value, flags=("grader_timeout",))
             return Unscored(UnscoredKind.TIMEOUT, reason)
         trace = own_frames(last)[-TRACEBACK_CHARACTERS:]
-        if isinstance(last, self._around) or type(errors[0]) is not type(last):
+        if isinstance(last, self._infrastructure_errors) or type(errors[0]) is not type(last):
             return Unscored(UnscoredKind.REWARD_UNAVAILABLE, reason, trace)
-        if self._settings.fails:
+        if self._settings.scores_failures:
             return Scored(self._settings.failing_value, flags=("grader_error",), trace=trace)
         return Unscored(UnscoredKind.GRADER_ERROR, reason, trace)
 

@@ -25,7 +25,7 @@ from rayloop.core.protocols import ScoreContext
 from rayloop.core.threads import complete
 from rayloop.data.rows import rows
 from rayloop.measure.intervals import calibration_error, interval
-from rayloop.rewards.functions import around, as_outcome
+from rayloop.rewards.functions import as_outcome, infrastructure_errors
 from rayloop.rewards.saved import OfflineScoring, Saved
 
 BATCH_ROWS = 512
@@ -238,7 +238,7 @@ def _outcome(result: Any, source: Any) -> Outcome:
         return Unscored(UnscoredKind.BAD_DATA, str(result))
     if isinstance(result, ConfigError) or not isinstance(result, Exception):
         raise result
-    is_unavailable = isinstance(result, around(source))
+    is_unavailable = isinstance(result, infrastructure_errors(source))
     kind = UnscoredKind.REWARD_UNAVAILABLE if is_unavailable else UnscoredKind.GRADER_ERROR
     return Unscored(kind, f"{type(result).__name__}: {result}")
 

@@ -334,7 +334,7 @@ def as_source(source: Any, use: str, per: Per = "trajectory") -> RewardSource | 
     raise ConfigError(_unknown_form(use, takes, per))
 
 
-def around(source: Any) -> tuple[type[BaseException], ...]:
+def infrastructure_errors(source: Any) -> tuple[type[BaseException], ...]:
     """The exceptions of a source that are failures of the infrastructure.
 
     Raises ConfigError for an unusable ``infrastructure``.

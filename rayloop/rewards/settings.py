@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, field_validator
 
 from rayloop.config.settings import Component, Role, SettingsModel
 from rayloop.core.failures import ConfigError
-from rayloop.rewards.functions import METHODS, Per, around, as_source
+from rayloop.rewards.functions import METHODS, Per, as_source, infrastructure_errors
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RewardRole(Role):
                         f"use: {component.use!r} has {method} and no {expected_method}: set"
                         f" reward.per: {per}"
                     )
-        around(source)
+        infrastructure_errors(source)
         super().check(component)
 
 
@@ -97,11 +97,11 @@ class RewardSettings(SettingsModel):
     """
 
     @property
-    def fails(self) -> bool:
-        """Whether a trajectory that the grader failed on gets a reward."""
+    def scores_failures(self) -> bool:
+        """Whether a trajectory that the grader failed on gets ``failing_value``."""
         return self.on_error != "exclude"
 
     @property
     def failing_value(self) -> float:
-        """The reward of an episode that the policy itself broke."""
+        """The reward of what the policy broke, and of grader failures if ``scores_failures``."""
         return 0.0 if self.on_error == "exclude" else self.on_error

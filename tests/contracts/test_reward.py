@@ -17,7 +17,7 @@ import pytest
 
 from rayloop.config.settings import check_components, load
 from rayloop.core.groups import Scored, Unscored
-from rayloop.rewards.functions import around
+from rayloop.rewards.functions import infrastructure_errors
 from rayloop.rewards.settings import RewardSettings
 from tests.support.judge_stub import JudgeStub
 from tests.support.packages import package_marks
@@ -100,7 +100,7 @@ def test_one_answer_is_enough(case: RewardCase, stub: JudgeStub) -> None:
 
 @each
 def test_it_says_what_is_infrastructure(case: RewardCase, stub: JudgeStub) -> None:
-    declared = around(case.source(stub))
+    declared = infrastructure_errors(case.source(stub))
     assert OSError in declared or Exception in declared
 
 
@@ -134,7 +134,7 @@ def test_the_rewards_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         Scored(0.0, {"characters": 2.0}),
     ]
     asked = RewardCase("client:Asked", options={"url": "http://127.0.0.1:9"})
-    assert httpx.HTTPError in around(asked.source(stub))
+    assert httpx.HTTPError in infrastructure_errors(asked.source(stub))
     made = asked.source(stub)
     made.client = httpx.AsyncClient(
         base_url="http://grader",
