@@ -42,11 +42,14 @@ def compare(reference: str, answer: str, question: Question, tolerance: float = 
 def _has_other_meaning(pair: NumberPair) -> bool:
     """Whether the question may make a number an option, a word, a time or a notation."""
     question = pair.question
+    # "2" may name an option, and "seven" may be the very word that is asked for.
     if question.numbered or (question.wording and "word" in pair.forms):
         return True
     has_unit = pair.reference.unit or pair.answer.unit
+    # 1/2 may be a date or a score instead of a half.
     if "fraction" in pair.forms and (question.codes or has_unit):
         return True
+    # Whole numbers that differ are different codes; as times, 15 and 3 may be the same hour.
     are_counts = pair.integers and not question.times
     return question.codes and pair.difference != 0 and not are_counts
 

@@ -16,7 +16,7 @@ from rayloop.judge.rules.units import MEASURED
 Relation = Literal["same", "different", "unclear"]
 
 _NEAR = Fraction(1, 100)
-"""A number that is missed by less may have been rounded or read off: no rule calls it wrong."""
+"""Numbers this near may be one that was rounded or read off, unless both are whole."""
 _PER_CENT = (100,)
 _POWERS_OF_THOUSAND = (10**3, 10**6, 10**9, 10**12)
 _COUNTED_IN = (2, 12, 10**2, *_POWERS_OF_THOUSAND, 10**5, 10**7)
