@@ -479,4 +479,4 @@ def _doubtful_settings(config: RunConfig) -> list[str]:
         beyond_positions(Prepared.of(config)),
         *idle_settings(config),
     )
-    return [warning for warning in warnings if warning]
+    return list(filter(None, warnings))
