@@ -37,7 +37,7 @@ from rayloop.core.types import (
 )
 from rayloop.data.dataset import Dataset
 from rayloop.envs.episode import run_episode
-from rayloop.envs.grammar.actions import Actions, Click
+from rayloop.envs.grammar.actions import Actions, Click, Point
 from rayloop.envs.grammar.scanner import read
 from rayloop.envs.instance import Environments, Instance
 from rayloop.rollout.scheduler import requests
@@ -83,9 +83,10 @@ class Filmed:
         elif method == "step":
             turn = read(args[0])
             first = turn.actions[0] if isinstance(turn, Actions) else None
+            place = first.at if isinstance(first, Click) else None
             self.clicks.append(
-                (first.at.x / COORDINATE_RANGE, first.at.y / COORDINATE_RANGE)
-                if isinstance(first, Click)
+                (place.x / COORDINATE_RANGE, place.y / COORDINATE_RANGE)
+                if isinstance(place, Point)
                 else None
             )
             self._keep(answer.observation)

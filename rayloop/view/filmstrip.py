@@ -21,7 +21,8 @@ from rayloop.core.types import ImageSource
 from rayloop.data.images import MOST_BYTES, decode, probe, untinted
 from rayloop.envs.grammar.actions import Action, Mistake, Point
 from rayloop.envs.grammar.arpo import Broken, ScreenSize, acts
-from rayloop.envs.grammar.scanner import read
+from rayloop.envs.grammar.language import action_format
+from rayloop.envs.grammar.rules import Extent
 from rayloop.envs.grammar.screens import Pointing
 from rayloop.envs.tools import ToolError, tool_call
 from rayloop.run.folder import RunFolder
@@ -299,7 +300,8 @@ def _actions(text: str, screen: Mapping[str, Any], width: int, height: int) -> S
         if screen.get("variant") == "original":
             size = ScreenSize(pointing.size(width, height), (width, height))
             return list(chain.from_iterable(acts(text, size)))
-        turn = read(text)
+        unit = Extent(*pointing.size(width, height))
+        turn = action_format(screen.get("language") or "ui_tars").read(text, unit)
         if isinstance(turn, Mistake):
             return ()
         return [pointing.on(action, width, height) for action in turn.actions]

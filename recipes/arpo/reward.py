@@ -1,5 +1,6 @@
 """ARPO's reward: the environment's result, less half a point for a last turn without an action."""
 
+import math
 from typing import Literal
 
 from rayloop.config.settings import SettingsModel
@@ -8,7 +9,8 @@ from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
 from rayloop.envs.grammar.actions import Mistake
 from rayloop.envs.grammar.arpo import Broken, parsed
-from rayloop.envs.grammar.scanner import read
+from rayloop.envs.grammar.language import action_format
+from rayloop.envs.grammar.rules import Extent
 
 
 class ArpoReward:
@@ -29,6 +31,8 @@ class ArpoReward:
         original: turns are read by ARPO's parser with its mistakes (README.md), and no result is 0,
         to repeat a published run.
         """
+        language: str = "ui_tars"
+        """How the policy writes its actions, as in the environment's settings."""
         format_weight: float = 0.5
         """The cost of a last turn that is not an action.
 
@@ -37,6 +41,7 @@ class ArpoReward:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._format = action_format(settings.language)
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
         """Unscored without a result of the environment."""
@@ -48,17 +53,18 @@ class ArpoReward:
                 "the environment's evaluate returned None: there is no result",
             )
         turn = context.texts[-1]
-        flags = _original_flags(turn) if original else _flags(turn)
+        flags = _original_flags(turn) if original else self._flags(turn)
         components = {"success": result or 0.0, "format": -1.0 if flags else 0.0}
         value = components["success"] + self._settings.format_weight * components["format"]
         if result is None:
             flags = (*flags, "no_result")
         return Scored(value, components, flags)
 
-
-def _flags(turn: str) -> tuple[str, ...]:
-    """The flag of a turn that the action grammar cannot read."""
-    return ("unparsable",) if isinstance(read(turn), Mistake) else ()
+    def _flags(self, turn: str) -> tuple[str, ...]:
+        """The flag of a turn that the action grammar cannot read."""
+        # The screen's size is not known here: a click beside it is an action.
+        found = self._format.read(turn, Extent(math.inf, math.inf))
+        return ("unparsable",) if isinstance(found, Mistake) else ()
 
 
 def _original_flags(turn: str) -> tuple[str, ...]:

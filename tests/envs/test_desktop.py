@@ -40,9 +40,9 @@ from rayloop.envs.grammar.actions import (
     Type,
 )
 from rayloop.envs.grammar.screens import Pointing
+from rayloop.envs.grammar.ui_tars import write
 from tests.envs.desktop_solutions import SOLUTIONS, key, typed
 from tests.support.runs import eventually
-from tools.makers.action_text import write
 
 LACKS = missing()
 pytestmark = [pytest.mark.env, pytest.mark.skipif(bool(LACKS), reason=f"missing here: {LACKS}")]

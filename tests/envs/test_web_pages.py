@@ -322,3 +322,15 @@ def red(observation: Observation | None) -> float:
     ]
     pixels = np.asarray(Image.open(io.BytesIO(source.data or b"")).convert("RGB"))
     return float((pixels == RED).all(axis=2).mean())
+
+
+def test_a_turn_of_another_language_acts_on_the_page(folder: Path) -> None:
+    shape = {"width": 224, "height": 224, "language": "qwen3_vl"}
+    with visiting(folder, "listening.html", "0", **shape) as (environment, _):
+        call = '{"name": "computer_use", "arguments": {"action": "left_click", "coordinate": [500, 250]}}'
+        step = environment.step(f"Action: Click.\n<tool_call>\n{call}\n</tool_call>")
+        assert step.error is None
+        assert happened(environment)[0][2:4] == [112, 56]
+        refused = environment.step("Action: click(start_box='(50,60)')")
+        assert refused.error
+        assert "<tool_call>" in refused.error

@@ -22,8 +22,8 @@ from rayloop.envs.browser.miniwob import MiniWob
 from rayloop.envs.browser.tab import Screen
 from rayloop.envs.grammar.actions import Actions, Click, Point
 from rayloop.envs.grammar.screens import Pointing
+from rayloop.envs.grammar.ui_tars import write
 from rayloop.recipes.arpo.prepare import PAGES, rows
-from tools.makers.action_text import write
 
 WARM_PAGES = (*PAGES, "click-color", "click-widget")
 """The pages for which ``targets.js`` has a rule."""

@@ -14,8 +14,8 @@ from rayloop.core.types import Message, Task
 from rayloop.envs.browser.miniwob import MiniWob
 from rayloop.envs.grammar.actions import Actions, Click, Point
 from rayloop.envs.grammar.screens import Pointing
+from rayloop.envs.grammar.ui_tars import write
 from rayloop.measure.controls import Item
-from tools.makers.action_text import write
 
 ARM, AT_ONCE = "random", 8
 SETTINGS = MiniWob.Settings(pointing=Pointing(coordinates="relative"), success_at=1.0)

@@ -4,7 +4,7 @@ tried as it is made.
 
 from __future__ import annotations
 
-from tools.pages.compatible import pictures, rows, templates, tokenizers
+from tools.pages.compatible import languages, pictures, rows, templates, tokenizers
 
 HEADER = """# What works with published models
 
@@ -12,7 +12,13 @@ Made by `python -m tools.pages.compatibility`; do not edit. Each line was tried 
 was made, on a CPU: ✓ equal, – the artefact itself does not have it. `tests/published` has the
 artefacts and says where they come from.
 """
-SECTIONS = (templates.section, tokenizers.section, rows.section, pictures.section)
+SECTIONS = (
+    templates.section,
+    tokenizers.section,
+    rows.section,
+    pictures.section,
+    languages.section,
+)
 """Each gives the lines of one section."""
 
 

@@ -125,7 +125,7 @@ class HoldKey:
 
 @dataclass(frozen=True)
 class Type:
-    """A text is typed where the focus is; ``clear``: in place of what is there.
+    """A text is typed where the focus is; ``clear`` replaces the old text.
 
     A new line in it is the Enter key; the grammar's "submit" is one at the end.
     """

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from rayloop.envs.grammar import actions
 from rayloop.envs.grammar.actions import Action, Point
 
-Kind = Literal["point", "text", "key", "keys", "direction", "ignored"]
+Kind = Literal["point", "text", "key", "keys", "direction", "seconds", "ignored"]
 """How an argument's text is read."""
 DIRECTIONS = ("up", "down", "left", "right")
 MOST_KEYS = 4
@@ -121,6 +121,7 @@ _AT = Argument(START, "point", "at")
 _START = Argument(START, "point", "start")
 _END = Argument(END, "point", "end")
 _TIME = Argument(("time",), "ignored", "time", required=False)
+_SECONDS = Argument(("time",), "seconds", "seconds", required=False)
 
 
 def _with(action: Callable[..., Action], **fixed: Any) -> Callable[..., Action]:
@@ -192,7 +193,7 @@ FUNCTIONS: Mapping[str, CallSignature] = {
     "finished": CallSignature(_text("answer"), actions.Finish),
     "call_user": CallSignature(_text("reason"), actions.CallUser),
     "error_env": CallSignature(_text("reason"), actions.CallUser),
-    "long_press": CallSignature((_AT, _TIME), lambda at, time="": actions.LongPress(at)),
+    "long_press": CallSignature((_AT, _SECONDS), actions.LongPress),
     "open_app": CallSignature((Argument(("app_name",), "text", "name"),), actions.OpenApp),
     "press_home": CallSignature((), _with(actions.PhoneButton, name="home")),
     "press_back": CallSignature((), _with(actions.PhoneButton, name="back")),

@@ -208,10 +208,10 @@ class _Scanner:
 def _value(argument: Argument, word: str, text: str, at: int) -> Any:
     """Return what an argument's text means. ``at`` is where it stands."""
     if argument.kind == "point":
-        point = _point(text)
-        if point is None:
+        place = point(text)
+        if place is None:
             raise _Stop(f"{word} must be a point such as '(12,34)' or '<point>12 34</point>'", at)
-        return point
+        return place
     if argument.kind == "direction":
         if text.strip().lower() not in DIRECTIONS:
             raise _Stop(f"{word} must be one of {', '.join(DIRECTIONS)}", at)
@@ -221,6 +221,8 @@ def _value(argument: Argument, word: str, text: str, at: int) -> Any:
         if name is None:
             raise _Stop(f"there is no key {text[:QUOTED_CHARACTERS]!r}", at)
         return name
+    if argument.kind == "seconds":
+        return _number(text.strip())
     if argument.kind == "keys":
         names = keys(text)
         if names is None or len(names) > MOST_KEYS:
@@ -231,7 +233,7 @@ def _value(argument: Argument, word: str, text: str, at: int) -> Any:
     return text
 
 
-def _point(text: str) -> Point | None:
+def point(text: str) -> Point | None:
     """Return the point of two numbers, or the middle of a box of four; None for other texts."""
     inside = text.strip()
     for left, right in WRAPPERS:

@@ -4,12 +4,12 @@ It has their settings, the prompts of rows, a turn's actions, and the first obse
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rayloop.config.settings import SettingsModel
 from rayloop.core.protocols import Observation, StepResult
@@ -18,7 +18,8 @@ from rayloop.data.resizing import smart_resize
 from rayloop.envs.grammar.actions import Action, Mistake, Point, Sleep
 from rayloop.envs.grammar.arpo import Broken, ScreenSize, acts
 from rayloop.envs.grammar.basic import BasicActions
-from rayloop.envs.grammar.scanner import read
+from rayloop.envs.grammar.language import action_format, language
+from rayloop.envs.grammar.rules import Extent
 
 INSTRUCTION = "{instruction}"
 """The text in a row's prompt that the task's instruction replaces."""
@@ -29,15 +30,18 @@ UI_TARS_OR_FAIL = _TEXT.replace("{call_user}", "call_user() # When the task cann
 """The same for tasks of which some cannot be done, as in OSWorld."""
 
 COORDINATE_RANGE = 1000
+FRACTION_DIGITS = 4
+"""Digits behind the point of a coordinate from 0 to 1."""
 
 
 class Pointing(SettingsModel):
     """Coordinates of a model's actions."""
 
-    coordinates: Literal["absolute", "relative"] = "absolute"
-    """Pixels of the resized screenshot, or relative: 0 to 1000; as the model was trained.
+    coordinates: Literal["absolute", "relative", "fraction"] = "absolute"
+    """Pixels of the resized screenshot, relative (0 to 1000) or fraction (0 to 1).
 
-    Qwen2.5-VL and UI-TARS 1.5 write pixels, UI-TARS 1.0 and Qwen3-VL relative numbers.
+    As the model was trained: Qwen2.5-VL and UI-TARS 1.5 write pixels, UI-TARS 1.0 and Qwen3-VL
+    relative numbers, Aguvis fractions.
     """
     factor: int = Field(28, ge=1)
     """Sides of the resized screenshot are multiples of this many pixels.
@@ -57,8 +61,9 @@ class Pointing(SettingsModel):
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Return a screen's width and height in the model's unit."""
-        if self.coordinates == "relative":
-            return COORDINATE_RANGE, COORDINATE_RANGE
+        if self.coordinates != "absolute":
+            largest = COORDINATE_RANGE if self.coordinates == "relative" else 1
+            return largest, largest
         rows, columns = smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
         return columns, rows
 
@@ -82,9 +87,11 @@ class Pointing(SettingsModel):
         The points of ``action`` are in pixels of the screen.
         """
         columns, rows = self.size(width, height)
+        digits = FRACTION_DIGITS if self.coordinates == "fraction" else None
 
         def to_unit(point: Point) -> Point:
-            return Point(round(point.x * columns / width), round(point.y * rows / height))
+            x = round(point.x * columns / width, digits)
+            return Point(x, round(point.y * rows / height, digits))
 
         return _with_points(action, to_unit)
 
@@ -105,6 +112,12 @@ def _with_points(action: Action, convert: Callable[[Point], Point]) -> Action:
 class ScreenSettings(SettingsModel):
     """How a policy's turns reach a screen, and how it is shown to the policy."""
 
+    language: str = "ui_tars"
+    """How the policy writes its actions: ui_tars, or the name of a file of rayloop/envs/languages.
+
+    Take the one that the model was trained on (docs/compatibility.md). ``pointing`` has its
+    coordinates unless it says others.
+    """
     pointing: Pointing = Pointing()
     """How the model's coordinates become pixels.
 
@@ -129,16 +142,28 @@ class ScreenSettings(SettingsModel):
     It can end within a turn, whose last actions ARPO would still carry out.
     """
 
+    @model_validator(mode="before")
+    @classmethod
+    def _point_as_the_language(cls, data: Any) -> Any:
+        """Add the language's coordinates to ``pointing`` where it does not say them."""
+        if not isinstance(data, Mapping) or data.get("language", "ui_tars") == "ui_tars":
+            return data
+        pointing = data.get("pointing", {})
+        if not isinstance(pointing, Mapping):
+            return data
+        return {**data, "pointing": {**language(str(data["language"])).pointing, **pointing}}
+
 
 class ScreenEnvironment:
     """What environments with a screen share: it reads turns, and shows what follows.
 
     It also checks the number of a turn's actions. In subclasses ``_carry_out`` does actions,
-    ``reset`` returns ``_first``, and ``screen_size`` is needed for ``variant: original``.
+    ``reset`` returns ``_first``, and ``screen_size`` gives the size.
     """
 
     def __init__(self, settings: ScreenSettings) -> None:
         self._screen = settings
+        self._format = action_format(settings.language)
         self._action_count = 0
         self._basic: BasicActions | None = None
 
@@ -150,7 +175,8 @@ class ScreenEnvironment:
         """
         if self._screen.variant == "original":
             return self._original(text)
-        turn = read(text)
+        unit = self._screen.pointing.size(*self.screen_size())
+        turn = self._format.read(text, Extent(*unit))
         if isinstance(turn, Mistake):
             return self._refused(str(turn))
         if len(turn.actions) > self._screen.max_actions:

@@ -34,8 +34,8 @@ from rayloop.envs.grammar.actions import (
 from rayloop.envs.grammar.calls import FUNCTIONS, KEYS, NAMED
 from rayloop.envs.grammar.scanner import read
 from rayloop.envs.grammar.screens import Pointing
+from rayloop.envs.grammar.ui_tars import Spelling, write, written
 from tests.support.growth import grows_with_length
-from tools.makers.action_text import Spelling, write, written
 
 AT = Point(966, 546)
 SPELLINGS: tuple[Spelling, ...] = ("box", "box_tokens", "point")
@@ -61,7 +61,7 @@ READ: dict[str, tuple[Action, ...]] = {
     "type(content='pop rock', start_box='(966,546)')": (Click(AT), Type("pop rock")),
     "hotkey(hotkey='ctrl v')": (Hotkey(("ctrl", "v")),),
     "press(press='arrowup')": (Hotkey(("up",)),),
-    "long_press(start_box='(966,546)', time='2')": (LongPress(AT),),
+    "long_press(start_box='(966,546)', time='2')": (LongPress(AT, 2),),
     "hotkey(key='ctrl c')": (Hotkey(("ctrl", "c")),),
     "hotkey(key='Ctrl+ArrowLeft')": (Hotkey(("ctrl", "left")),),
     "hotkey(key='ctrl +')": (Hotkey(("ctrl", "+")),),
@@ -191,7 +191,7 @@ def test_the_canonical_spelling() -> None:
         written(Drag(Point(1, 2), Point(3, 4)), "point")
         == "drag(start_point='<point>1 2</point>', end_point='<point>3 4</point>')"
     )
-    with pytest.raises(ValueError, match="no name for 3 clicks"):
+    with pytest.raises(ValueError, match="no name for Click"):
         written(Click(AT, times=3))
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import ROOT
-from tools.pages.compatible import pictures, rows, templates, tokenizers
+from tools.pages.compatible import languages, pictures, rows, templates, tokenizers
 from tools.pages.compatible.artefacts import FORMS, PUBLISHED, Published
+from tools.pages.compatible.golden_turns import FAMILIES
 
 PAGE = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")
 
@@ -69,3 +70,8 @@ def test_each_form_of_picture_is_shown_as_the_page_says(name: str) -> None:
     data, colours = pictures.PNGS[name]
     assert pictures.shown(data) == ["#" + bytes(colour).hex() for colour in colours]
     assert cells(name) == [", ".join(pictures.shown(data))], "make docs"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_language_of_a_gui_model_is_counted_as_the_page_says(family: str) -> None:
+    assert [int(cell) for cell in cells(f"`{family}`")] == [*languages.counted(family)], "make docs"

@@ -55,6 +55,9 @@ class Canvas(ScreenEnvironment):
     def close(self) -> None:
         """Nothing is held."""
 
+    def screen_size(self) -> tuple[int, int]:
+        return SIZE
+
     def _look(self) -> ImageSource:
         return ImageSource(data=png(self._canvas))
 
