@@ -174,7 +174,7 @@ class Driver:
         group = with_advantages(group, self.advantage)
         # The filters may leave the group partial, or empty.
         group = apply_filters(group, self.filters)
-        # Without a KL term this does nothing. The steps that run meanwhile train other groups.
+        # Without a KL term this does nothing. The group stays in flight until it has ended.
         return await self.annotate(group)
 
     async def main(self) -> dict[str, Any]:
