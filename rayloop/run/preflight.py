@@ -11,10 +11,12 @@ from typing import Any
 from rayloop.chat.rendering import Renderer
 from rayloop.chat.tokenizer import load_tokenizer, read_json
 from rayloop.config.settings import components
+from rayloop.config.yaml_source import dotted
 from rayloop.core.failures import ConfigError
 from rayloop.core.model_families import learned_positions, positions, unsupported
 from rayloop.engines.settings import TransformersEngineSettings, VllmEngineSettings
 from rayloop.engines.shape import ModelSource
+from rayloop.envs.grammar.language import language, names
 from rayloop.grpo.idle import Situation, idle
 from rayloop.launch.ray_variables import in_job
 from rayloop.loggers.settings import installed
@@ -58,6 +60,8 @@ def preflight(
     # Raises for tokenizer and chat template.
     renderer = Renderer(config.model, folder=prepared.model.files.folder)
     bannable(config, len(renderer.banned_tokens))
+    model_config = read_json(prepared.model.files.folder / "config.json")
+    speaks(config.environment, config.model.path, str(model_config.get("model_type")))
     beyond_positions(prepared)
     return prepared
 
@@ -227,6 +231,24 @@ def held_in(environment: EnvironmentSettings) -> str:
         if check is not None and settings is not None:
             said.append(check(settings))
     return "; ".join(dict.fromkeys(filter(None, said)))
+
+
+def speaks(environment: EnvironmentSettings, model: str, model_type: str) -> None:
+    """Raise ConfigError where an environment's language is that of other models.
+
+    Any model may learn UI-TARS's, and one without a language of its own any language.
+    """
+    fitting = [name for name in names() if model_type in language(name).model_types]
+    for path, part in components(environment):
+        chosen = getattr(part.options(), "language", None)
+        if not fitting or chosen not in names() or chosen in fitting:
+            continue
+        if language(chosen).model_types:
+            key = dotted(("environment", *path, "with", "language"))
+            raise ConfigError(
+                f"{key} is {chosen}, but {model} is a {model_type}, which was trained on another"
+                f" one. Set {key} to {' or '.join(fitting)}"
+            )
 
 
 def bannable(config: RunConfig, banned: int) -> None:

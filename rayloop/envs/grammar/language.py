@@ -79,6 +79,8 @@ class Language(SettingsModel):
     """A language whose turns have calls; UI-TARS's is ``ui_tars.py``."""
 
     family: str
+    model_types: tuple[str, ...] = ()
+    """Values of ``model_type`` in config.json; empty: any model."""
     like: str = ""
     """The language of whose file this one has what it does not say itself, rules of calls, too."""
     thinking: tuple[Part, ...] = (Part(open="<think>", close="</think>"),)
