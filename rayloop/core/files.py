@@ -221,9 +221,12 @@ def size_below(folder: Path) -> int:
 
 def unused(path: Path) -> Path:
     """``path``, or the first of path-1, path-2, ... that does not exist. Raises OSError."""
-    if not path.exists():
-        return path
-    candidates = (path.with_name(f"{path.name}-{number}") for number in count(1))
+    return first_unused(path, "-") if path.exists() else path
+
+
+def first_unused(path: Path, suffix: str) -> Path:
+    """``path`` with the suffix and the first number from 1 that no file has. Raises OSError."""
+    candidates = (path.with_name(f"{path.name}{suffix}{number}") for number in count(1))
     return next(candidate for candidate in candidates if not candidate.exists())
 
 

@@ -192,8 +192,8 @@ def _both(then: Mapping[str, Any], config: RunConfig) -> tuple[dict[str, Any], d
 
     The keys of older checkpoints are translated.
     """
-    old = _flat(then["config"])
-    new = _flat(config.model_dump(mode="json", by_alias=True))
+    old = flat(then["config"])
+    new = flat(config.model_dump(mode="json", by_alias=True))
     if not old.pop("data.shuffle", True):
         old["data.order"] = "file"
     frozen = old.pop("policy.engine.freeze_vision", None)
@@ -231,9 +231,9 @@ def _fixed(key: str) -> bool:
     return is_fixed and key not in FREE
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted keys; everything else is a value."""
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Each value that is not a mapping with keys, by its dotted key."""
     if not isinstance(value, Mapping) or not value:
         return {prefix: value}
-    parts = (_flat(part, f"{prefix}.{key}" if prefix else key) for key, part in value.items())
+    parts = (flat(part, f"{prefix}.{key}" if prefix else key) for key, part in value.items())
     return {key: each for part in parts for key, each in part.items()}

@@ -18,7 +18,7 @@ from starlette.responses import RedirectResponse, Response
 from rayloop.core.failures import RayloopError
 from rayloop.run.folder import RunFolder
 from rayloop.run.records.metrics import Metric, prometheus
-from rayloop.serve_apps.console.content import TABLE_ROWS, Absent, Console, flat, said
+from rayloop.serve_apps.console.content import TABLE_ROWS, Absent, Console, flat_json, said
 from rayloop.view.filmstrip import cut
 from rayloop.view.formatting import span
 from rayloop.view.page import templates
@@ -76,7 +76,7 @@ class Pages:
         self.environment.globals["ROWS"] = TABLE_ROWS
         self.environment.filters |= {
             "cut": cut,
-            "flat": flat,
+            "flat": flat_json,
             "meaning": _metric_row,
             "said": said,
             "span": span,

@@ -22,6 +22,7 @@ from rayloop.judge.calibrate import CALIBRATION
 from rayloop.measure.report import verdict
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder, configuration
+from rayloop.run.identity import flat
 from rayloop.run.place import own_copy
 from rayloop.serve_apps.console.judge_status import calibrated, judge_now
 from rayloop.view.charts import charts, drawn, is_constant
@@ -272,14 +273,14 @@ class Console:
                 f"{other} is neither a run in this folder nor an earlier attempt of this run"
             )
 
-        values = flat(self.folder.configuration)
+        values = flat_json(self.folder.configuration)
         if other:
-            other_values = flat(configuration(others[other]))
+            other_values = flat_json(configuration(others[other]))
             keys = sorted(values.keys() | other_values.keys())
             rows = [(key, values.get(key), other_values.get(key)) for key in keys]
             rows = [row for row in rows if not _is_equal(row)]
         else:
-            default_values = flat(defaults(RunConfig, self.folder.configuration))
+            default_values = flat_json(defaults(RunConfig, self.folder.configuration))
             rows = [(key, value, default_values.get(key)) for key, value in values.items()]
             rows.sort(key=_is_equal)
         return {"rows": rows, "others": list(others), "other": other}
@@ -418,14 +419,11 @@ def said(event: Record) -> str:
     return describe(fields).removeprefix(f"[{event.get('step')}] ")
 
 
-def flat(value: Any, path: str = "") -> dict[str, str]:
+def flat_json(value: Any) -> dict[str, str]:
     """Every value as JSON, by its dotted key."""
-    if not isinstance(value, Mapping) or not value:
-        return {path: json.dumps(value, ensure_ascii=False, default=str)}
-    values: dict[str, str] = {}
-    for name, part in value.items():
-        values |= flat(part, f"{path}.{name}" if path else name)
-    return values
+    return {
+        key: json.dumps(part, ensure_ascii=False, default=str) for key, part in flat(value).items()
+    }
 
 
 def _start(query: Query) -> int:

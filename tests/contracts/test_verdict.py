@@ -15,7 +15,16 @@ import yaml
 from rayloop.core.failures import Cause, Failure, Scope
 from rayloop.core.types import RolloutRequest, Sampling, Task, TrajectoryId
 from rayloop.rollout.history import FailureHistory
-from rayloop.rollout.verdict import Call, Context, Loss, Next, Played, Record, Verdict, verdict
+from rayloop.rollout.verdict import (
+    Call,
+    Context,
+    EpisodeResult,
+    Loss,
+    Next,
+    Record,
+    Verdict,
+    verdict,
+)
 from rayloop.run.sections import EnvironmentSettings
 
 TASK = "train-3"
@@ -108,7 +117,7 @@ class Story:
             RolloutRequest(task, TrajectoryId(1, number), 0, 0, Sampling()) for number in numbers
         ]
         played: Any = ("summary", "payload")
-        outcomes: list[Failure | Played] = (
+        outcomes: list[Failure | EpisodeResult] = (
             [loss.failure] * len(numbers)
             if loss is not None
             else [FAILURES.get(results[number], played) for number in numbers]

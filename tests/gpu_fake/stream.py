@@ -85,7 +85,7 @@ def main() -> None:
                 del tensor
 
     with FakeTensorMode(allow_non_fake_inputs=True), watch:
-        sender.send(Version(0, 1), gathered(), BroadcastGroup("127.0.0.1", 1, "all", 2))
+        sender.send(Version(0, 1), gathered(), BroadcastGroup("127.0.0.1", 1, "all", 2, 60.0))
         copies = sender.sent().source
     watch.close()
     print(

@@ -1,13 +1,12 @@
 """Records of sampled trajectories (docs/run_folder.md), and the files of their images."""
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rayloop.core.files import write_whole
+from rayloop.core.files import first_unused, write_whole
 from rayloop.core.groups import Group, Member, Outcome, Scored, Unscored
 from rayloop.core.types import ImageRef, TokenIds, Trajectory, Turn
 from rayloop.data.images import encoding
@@ -293,8 +292,4 @@ def _entries(images: Sequence[ImageRef], trajectory: Trajectory) -> tuple[Mappin
 
 def aside(path: Path) -> Path:
     """``path`` with the first free suffix ``.attempt-K``, for records that a restart supersedes."""
-    for attempt in itertools.count(1):
-        free = path.with_name(f"{path.name}.attempt-{attempt}")
-        if not free.exists():
-            break
-    return free
+    return first_unused(path, ".attempt-")
