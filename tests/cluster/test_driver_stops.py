@@ -156,7 +156,7 @@ class Services:
     """Its engines load whatever they are given."""
 
     weights = ""
-    workers = ()
+    workers: dict[int, Any] = {}
 
     def __init__(self, policy: PolicyGroup) -> None:
         self.policy, self.reference, self.rollout = policy, None, self
@@ -166,11 +166,9 @@ class Services:
     async def start(self, admit: Any) -> None:
         await asyncio.sleep(0)
 
-    def within(self, deadline: float, spares: bool = False) -> Services:
-        return self
-
-    async def everywhere(self, method: Any, *args: Any) -> None:
+    async def answers(self, *calls: Any, spares: bool = False) -> list[Any]:
         await asyncio.sleep(0)
+        return []
 
     def stop(self) -> None: ...
 
