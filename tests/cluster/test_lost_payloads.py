@@ -24,6 +24,7 @@ from rayloop.actors.policy import PolicyRank, RankSettings
 from rayloop.actors.reference import ReferenceActor
 from rayloop.actors.reward import RewardActor
 from rayloop.cluster.driver import Driver
+from rayloop.cluster.loop import annotating
 from rayloop.cluster.loop.saving import capture
 from rayloop.cluster.supervision.calls import RewardCalls
 from rayloop.cluster.supervision.policy_group import PolicyGroup
@@ -297,8 +298,9 @@ def test_the_reference_annotates_the_rest(tmp_path: Path, digits_model: Path) ->
 
 
 def test_what_a_run_without_a_reference_left_ready_is_annotated_when_it_goes_on_with_one(
-    tmp_path: Path, digits_model: Path
+    tmp_path: Path, digits_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(annotating, "Calls", lambda pool, deadline, attempts: pool)
     before = Stage(tmp_path, digits_model, set())
     hashes = identity(Prepared.of(before.config))
     store = before.driver.checkpoints
@@ -306,9 +308,6 @@ def test_what_a_run_without_a_reference_left_ready_is_annotated_when_it_goes_on_
 
     class Reference:
         """One of the payloads does not survive."""
-
-        def within(self, deadline: float, attempts: int) -> Reference:
-            return self
 
         async def split(
             self, returns: int, method: Any, payloads: list[Any], folder: str | None

@@ -403,6 +403,7 @@ _WRITTEN = {
     "keys": "ctrl a",
     "direction": "up",
     "ignored": "5",
+    "seconds": "1",
 }
 """A value of each kind of argument in the grammar of screens."""
 
