@@ -121,14 +121,14 @@ def _end_reasons(summaries: Sequence[Summary]) -> dict[str, float]:
     return {**shares, "rollout/paid_at_max_turns": paid / len(summaries)}
 
 
-def _equal_groups(finished: Sequence[Group]) -> dict[str, float]:
+def _equal_groups(ended_groups: Sequence[Group]) -> dict[str, float]:
     """Shares of groups that taught nothing, and of those with only right or only wrong answers.
 
     Over groups with two fresh scored members at least, whatever the filters made of them.
     """
     contrasts: list[str] = []
     equalities: list[str] = []
-    for group in finished:
+    for group in ended_groups:
         scored = [member for member in group.members if isinstance(member.outcome, Scored)]
         rewards = [member.reward for member in scored if not member.replayed]
         if len(rewards) > 1:
@@ -141,11 +141,11 @@ def _equal_groups(finished: Sequence[Group]) -> dict[str, float]:
         "rollout/equal_rewards": mean(float(reason != "") for reason in contrasts),
         "rollout/all_right": mean(float(name == "all_right") for name in equalities),
         "rollout/all_wrong": mean(float(name == "all_wrong") for name in equalities),
-        **_shared_states(finished),
+        **_shared_states(ended_groups),
     }
 
 
-def _shared_states(finished: Sequence[Group]) -> dict[str, float]:
+def _shared_states(ended_groups: Sequence[Group]) -> dict[str, float]:
     """Share of turns that begin at the state of another turn of their group.
 
     GiGPO compares such turns (arXiv:2505.10978). The first turn of each trajectory does not count:
@@ -153,7 +153,7 @@ def _shared_states(finished: Sequence[Group]) -> dict[str, float]:
     """
     shared = 0
     turns = 0
-    for group in finished:
+    for group in ended_groups:
         states: Counter[str] = Counter()
         for member in group.members:
             if isinstance(member.outcome, Scored):
