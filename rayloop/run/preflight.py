@@ -247,7 +247,7 @@ def speaks(environment: EnvironmentSettings, model: str, model_type: str) -> Non
             key = dotted(("environment", *path, "with", "language"))
             raise ConfigError(
                 f"{key} is {chosen}, but {model} is a {model_type}, which was trained on another"
-                f" one. Set {key} to {' or '.join(fitting)}"
+                f" one. Set {key} to {' or '.join([*fitting, 'ui_tars'])}"
             )
 
 
