@@ -101,7 +101,7 @@ def measured(
 
 
 def recorded(experiment: Experiment, run: RunFolder) -> Record:
-    """Of a run folder: the metrics that the picture draws, each evaluation, and the gain from the
+    """The metrics of a run that the picture draws, each evaluation, and the gain from the
     first to the last one.
     """
     records = list(run.metrics)

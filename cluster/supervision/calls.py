@@ -96,7 +96,7 @@ class RolloutCalls:
     async def _answered(
         self, call: Call, lease: Lease[EnvironmentActor], engine: Lease[RolloutActor]
     ) -> Call:
-        """The call with its results. Raises the errors that are no loss."""
+        """The call with its results. Raises errors other than a loss."""
         environments = self._services.environment
         requests = call.requests
         count = len(requests)

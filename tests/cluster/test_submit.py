@@ -121,7 +121,7 @@ def clone(tmp_path: Path) -> Path:
     folder = tmp_path / "clone"
     command = ["git", "clone", "-q", "--depth=1", f"file://{ROOT}", str(folder)]
     if subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("this is no checkout of git")
+        pytest.skip("this is not a checkout of git")
     return folder
 
 

@@ -40,7 +40,7 @@ def read(family: str, text: str) -> Actions | Mistake:
     return action_format(family).read(text, screen(family))
 
 
-def refused(family: str, text: str, reason: str = "") -> Mistake:
+def assert_refused(family: str, text: str, reason: str = "") -> Mistake:
     found = read(family, text)
     assert isinstance(found, Mistake), text[:200]
     assert found.reason
@@ -79,7 +79,7 @@ def test_what_is_written_is_read_again(turn: GoldenTurn) -> None:
 
 @pytest.mark.parametrize("turn", [turn for turn in TURNS if "refused" in turn.others], ids=str)
 def test_a_spelling_that_is_not_read_is_refused(turn: GoldenTurn) -> None:
-    refused(turn.family, turn.text)
+    assert_refused(turn.family, turn.text)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -102,7 +102,7 @@ def test_a_turn_that_is_cut_is_a_mistake_or_what_was_written_until_then(family: 
     "text", ["", " ", "\n" * 100, "\ud800", "\x00", "I think.", "{", "<", "[" * 50]
 )
 def test_a_text_that_is_no_turn_is_refused(family: str, text: str) -> None:
-    refused(family, text)
+    assert_refused(family, text)
 
 
 def one(family: str, arguments: str) -> str:
@@ -130,11 +130,13 @@ def test_wrong_values_of_json_are_said(family: str) -> None:
     good = read(family, one(family, json.dumps(arguments)))
     assert isinstance(good, Actions)
     assert good.actions == (Click(Point(10, 20)),)
-    refused(family, one(family, json.dumps({**arguments, "colour": "red"})), "not 'colour'")
+    assert_refused(family, one(family, json.dumps({**arguments, "colour": "red"})), "not 'colour'")
     name = next(iter(arguments)) if language(family).name_keys else ""
     if name:
-        refused(family, one(family, json.dumps({**arguments, name: "fly"})), "no action 'fly'")
-        refused(family, one(family, json.dumps({**arguments, name: 5})))
+        assert_refused(
+            family, one(family, json.dumps({**arguments, name: "fly"})), "no action 'fly'"
+        )
+        assert_refused(family, one(family, json.dumps({**arguments, name: 5})))
     place = next(key for key, value in arguments.items() if value in (10, [10, 20]))
     pair = isinstance(arguments[place], list)
     for number in (
@@ -151,9 +153,9 @@ def test_wrong_values_of_json_are_said(family: str) -> None:
     ):
         written = f"[{number}, 20]" if pair else number
         text = one(family, json.dumps({**arguments, place: "HERE"}).replace('"HERE"', written))
-        refused(family, text)
+        assert_refused(family, text)
     outside = [5000, 20] if pair else 5000
-    refused(
+    assert_refused(
         family, one(family, json.dumps({**arguments, place: outside})), "must be a point in 0.."
     )
 
@@ -179,15 +181,15 @@ def test_wrong_values_of_json_are_said(family: str) -> None:
 )
 def test_code_that_is_not_calls_with_constants_is_refused(family: str, code: str) -> None:
     """No code is run: these are names and values that no language has."""
-    refused(family, language(family).written.calls.replace("{}", code))
+    assert_refused(family, language(family).written.calls.replace("{}", code))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("opening", ["[", "{", '{"a":', '{"action":', "(", "click(", "<think>"])
 def test_deep_and_long_texts_are_refused(family: str, opening: str) -> None:
     calls = "{}" if family == "ui_tars" else language(family).written.calls
-    refused(family, calls.replace("{}", opening * 10_000))
-    refused(family, opening * (1_000_000 // len(opening)))
+    assert_refused(family, calls.replace("{}", opening * 10_000))
+    assert_refused(family, opening * (1_000_000 // len(opening)))
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "ui_tars"])
@@ -203,7 +205,7 @@ def test_a_thought_that_quotes_an_action_stays_a_thought(family: str) -> None:
 
 def test_several_actions_where_a_turn_has_one() -> None:
     two = '{"action_type": "wait"}\n{"action_type": "wait"}'
-    refused("android_world", f"Action: {two}", "a turn has one action")
+    assert_refused("android_world", f"Action: {two}", "a turn has one action")
     found = read("qwen3_vl", "\n".join([golden_turns("qwen3_vl")[2].text] * 2))
     assert isinstance(found, Actions)
     assert len(found.actions) == 2
@@ -221,7 +223,7 @@ def test_another_language_is_refused() -> None:
     }
     for family, reader in others.items():
         for turn in golden_turns(family):
-            refused(reader, turn.text)
+            assert_refused(reader, turn.text)
 
 
 def test_what_a_language_lacks_is_written_by_others_or_refused() -> None:

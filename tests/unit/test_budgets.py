@@ -53,7 +53,7 @@ def tracked(*patterns: str) -> list[Path]:
         ["git", "ls-files", "--", *patterns], cwd=ROOT, capture_output=True, text=True, check=False
     )
     if found.returncode or not found.stdout:
-        pytest.skip("this is no checkout of git")
+        pytest.skip("this is not a checkout of git")
     return [Path(line) for line in found.stdout.splitlines() if (ROOT / line).is_file()]
 
 

@@ -63,7 +63,7 @@ _SELECT = """([x, y, value]) => {
 }"""
 """Whether the list at a place has such an item, which is then chosen.
 
-The items of an open list are no part of a page's screenshot.
+The items of an open list are not part of a page's screenshot.
 """
 
 

@@ -23,7 +23,7 @@ from rayloop.run.folder import RunFolder
 ROOT = Path(__file__).parents[3]
 RECORDS = sorted((ROOT / "benchmarks" / "evidence").glob("*.json"))
 BYTES = 400_000
-"""Of all records together."""
+"""The size of all records together."""
 TASKS = 10
 
 
