@@ -216,9 +216,13 @@ class OneFile:
             logprobs, _ = self.scorer(batch)
             old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
             per_token = PolicyLoss(LOSS)(
-                logprobs, old_logprobs, batch.rollout_logprobs, batch.advantage, batch.segment
+                logprobs,
+                old_logprobs,
+                batch.rollout_logprobs,
+                batch.advantage,
+                batch.trajectory_ids,
             ).loss
-            part = (token_weights(batch.segment, LOSS, denominator) * per_token).sum()
+            part = (token_weights(batch.trajectory_ids, LOSS, denominator) * per_token).sum()
             part.backward()
             loss += part.item()
         gradients = [p.grad for p in self.policy.parameters() if p.grad is not None]

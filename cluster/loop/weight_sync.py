@@ -142,8 +142,9 @@ class WeightSync:
         """Load an update into every engine in service.
 
         Raises the first failure, when all loads have ended. An engine is late when it takes much
-        longer than earlier loads. Raises AnswerLate then for the update of ``keep``, which can be
-        exported again. For a broadcast the late engine is replaced: the others have given up.
+        longer than earlier loads. If it is late for the update of ``keep``, AnswerLate is raised,
+        and the caller exports that version again. If it is late in a broadcast, it is replaced: the
+        other engines cannot finish the broadcast without it.
         """
         await self.services.colocation.to_rollout()
         is_current = update is self._current

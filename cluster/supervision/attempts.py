@@ -217,7 +217,7 @@ class EpisodeRunner:
             call = await self.calls.run_episodes(requests, episodes[0].record)
             # Nothing is awaited until the verdict is carried out: its facts stay true.
             self._carry_out(call, episodes)
-        return call.loss is not None and call.loss.failure.of_actor
+        return call.lost is not None and call.lost.failure.of_actor
 
     def _carry_out(self, call: Call, episodes: Sequence[_Episode]) -> None:
         """Do what the verdict on a call says. Raises Diverged."""
@@ -231,7 +231,7 @@ class EpisodeRunner:
             self.history.successes,
         )
         result = verdict(call, context)
-        pool.release(call.environment.worker, well=result.well, count=len(episodes))
+        pool.release(call.environment.worker, well=result.actor_worked, count=len(episodes))
         for worker, why, charged, spares_others in result.replacements:
             pool.lost(worker, why, charged, spares_others)
         for settle in result.episodes:
@@ -239,7 +239,7 @@ class EpisodeRunner:
 
     def _settle(self, episode: _Episode, settle: Settle, call: Call) -> None:
         request = episode.request
-        self.calls.release_engine(call.requests[settle.episode], settle.well)
+        self.calls.release_engine(call.requests[settle.episode], settle.engine_worked)
         result = call.results[settle.episode]
         episode.record = settle.record
         episode.over = settle.next is not Next.AGAIN

@@ -30,15 +30,15 @@ from rayloop.core.types import Ref, RolloutRequest, Task, Trajectory
 from rayloop.envs.episode import CLOSE_TIMEOUT_S
 from rayloop.rewards.settings import RewardSettings
 from rayloop.rollout.history import FailureHistory
-from rayloop.rollout.verdict import Call, Loss, Record
+from rayloop.rollout.verdict import Call, LostCall, Record
 from rayloop.run.records.rollouts import RolloutRecord
 from rayloop.run.sections import EnvironmentSettings
 
 MARGIN = CLOSE_TIMEOUT_S + 30.0
 """Seconds that a call may take beyond ``environment.episode_timeout``.
 
-At that time its actor ends every episode itself. An episode that waited for room has its whole time
-from then on (``RolloutCalls._deadline``).
+An actor ends an episode itself after ``environment.episode_timeout``. The time of an episode begins
+when it gets room on the actor (``RolloutCalls._deadline``).
 """
 
 
@@ -96,7 +96,7 @@ class RolloutCalls:
     async def _answered(
         self, call: Call, lease: Lease[EnvironmentActor], engine: Lease[RolloutActor]
     ) -> Call:
-        """The call with its results. Raises errors other than a loss."""
+        """The call with its results. Raises all errors but the loss of the environment actor."""
         environments = self._services.environment
         requests = call.requests
         count = len(requests)
@@ -115,14 +115,14 @@ class RolloutCalls:
         except Exception as error:
             if not is_lost(error):
                 raise
-            loss = Loss(
+            lost = LostCall(
                 str(error),
                 brief(error),
                 is_spent(error),
                 isinstance(error, WorkerLost),
                 lease.worker in environments.ended,
             )
-            return call._replace(results=[loss.failure] * count, loss=loss)
+            return call._replace(results=[lost.failure] * count, lost=lost)
 
         # An episode that was played has a payload.
         refs = cast(Sequence[Ref[Trajectory]], payloads)

@@ -233,7 +233,8 @@ class Pool(Generic[A]):
     ) -> None:
         """Replace a lost or sick worker in the background. Idempotent.
 
-        ``charged``: it costs one of ``recovery.replacements``; ``spares_others``: it is ``ended``.
+        ``charged``: it costs one of ``recovery.replacements``; ``spares_others``: this run ends it,
+        so that its other calls are not to blame for their loss.
         """
         if spares_others:
             self.ended.add(serial)

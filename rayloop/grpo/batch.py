@@ -129,7 +129,7 @@ class Batch:
     starts: Tensor  # [1, T] int64: row 0 of position_ids
     predict: Tensor  # [N] int64, index into T
     targets: Tensor  # [N] int64
-    segment: Tensor  # [N] int64, which of the S trajectories; ascending
+    trajectory_ids: Tensor  # [N] int64, which of the S trajectories; ascending
     rollout_logprobs: Tensor  # [N] float32
     advantage: Tensor  # [N] float32
     # [N] float32: rl, ref_kl and ce weigh the losses of docs/algorithm.md, section 6.

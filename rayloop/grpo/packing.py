@@ -159,7 +159,7 @@ def _prediction_fields(samples: Sequence[TrainSample], counts: Tensor) -> dict[s
     return {
         "predict": torch.cat(_predict(samples)),
         "targets": torch.cat([s.targets for s in samples]),
-        "segment": _per_token(range(len(samples)), counts, torch.int64),
+        "trajectory_ids": _per_token(range(len(samples)), counts, torch.int64),
         "rollout_logprobs": torch.cat([s.rollout_logprobs for s in samples]),
         "on_policy": _per_token([s.on_policy for s in samples], counts, torch.bool),
         "lag": _per_token([s.lag for s in samples], counts, torch.int64),
@@ -248,8 +248,8 @@ def _elsewhere(samples: Sequence[TrainSample]) -> TokensElsewhere | None:
     for number, sample in enumerate(samples):
         part = sample.elsewhere
         if part is not None and len(sample.predict):
-            segment = torch.full_like(part.segment, number)
-            parts.append(dataclasses.replace(part, segment=segment))
+            trajectory_ids = torch.full_like(part.trajectory_ids, number)
+            parts.append(dataclasses.replace(part, trajectory_ids=trajectory_ids))
     return TokensElsewhere.joined(parts)
 
 

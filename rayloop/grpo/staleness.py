@@ -48,7 +48,7 @@ def is_due(
     max_staleness: int,
     inherited: Mapping[int, int] = NO_LINEAGES,
 ) -> bool:
-    """Whether ``training`` is the last version that may train on what ``first`` began."""
+    """Whether what ``first`` began may be trained by ``training``, and by no later version."""
     stale_for = partial(is_stale, first, max_staleness=max_staleness, inherited=inherited)
     following = Version(training.lineage, training.step + 1)
     return stale_for(following) and not stale_for(training)

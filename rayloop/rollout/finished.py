@@ -93,9 +93,10 @@ class ReadyGroups:
         )
 
     def take(self, chosen: Selection, among: Collection[int]) -> None:
-        """Take the groups ``chosen.train``; ``among`` are the numbers of the selected-from groups.
+        """Take the groups ``chosen.train`` out of the list.
 
-        The others of these compete again or are surplus.
+        ``among``: the numbers of all groups that ``select`` compared. Those that it did not choose
+        stay in the list, or are surplus in a synchronous run.
         """
         self.settle(chosen.train)
         self.groups = [group for group in self.groups if group.number not in among]

@@ -154,7 +154,7 @@ class RolloutManager:
 
         ``version`` is the version that will train. ``fetch_batch`` keeps the payloads, and returns
         the lost trajectories, which are excluded and replaced. Raises GenerationBudgetSpent,
-        ConfigError (no task is left), Stalled, Preempted.
+        ConfigError (no task is left), Preempted.
         """
         self._collecting = True
         self._notify()

@@ -77,8 +77,8 @@ def requests(
 class GroupRollout:
     """The rollouts of groups with the version that the engines serve.
 
-    ``changed`` is called when an episode begins once more. Until an episode ends, its first version
-    is assumed to be the one served when it was admitted to the engines: that or an older one.
+    ``changed`` is called when an episode begins once more. An episode in flight
+    counts as begun by the version that was served when it was admitted to the engines.
     """
 
     def __init__(self, config: RunConfig, changed: Callable[[], None]) -> None:

@@ -59,7 +59,7 @@ class Record(NamedTuple):
     engines: frozenset[int] = frozenset()
 
 
-class Loss(NamedTuple):
+class LostCall(NamedTuple):
     """The error of a call that was lost with its environment actor.
 
     ``is_spent``: the actor asked to be replaced; ``has_ended``: it was ended before, because of
@@ -123,14 +123,14 @@ class GroupFailures:
 class Call(NamedTuple):
     """A call of episodes of one group, which has ended; ``results`` has one value per episode.
 
-    ``loss``: it was lost with its environment actor.
+    ``lost``: set if it was lost with its environment actor.
     """
 
     requests: Sequence[RolloutRequest]
     environment: Seat
     engine: Seat
     results: Sequence[Failure | EpisodeResult] = ()
-    loss: Loss | None = None
+    lost: LostCall | None = None
 
 
 class Context(NamedTuple):
@@ -151,8 +151,8 @@ class Context(NamedTuple):
 class Replace(NamedTuple):
     """Replace an environment actor.
 
-    ``charged``: it costs one of ``recovery.replacements``; ``spares_others``: other calls that are
-    lost with the actor are not to blame.
+    ``charged``: it costs one of ``recovery.replacements``; ``spares_others``: the run ends the
+    actor itself, so that the actor's other calls are not to blame for their loss.
     """
 
     worker: int
@@ -178,12 +178,12 @@ class Next(StrEnum):
 class Settle(NamedTuple):
     """The end of an episode's attempt.
 
-    ``well``: whether its engine did its work, None if unknown; ``record`` includes the attempt;
+    ``engine_worked``: None if unknown; ``record`` includes the attempt;
     ``charges``: failures that now count against the task and an environment actor.
     """
 
     episode: int
-    well: bool | None
+    engine_worked: bool | None
     next: Next
     record: Record
     charges: Sequence[Doubt] = ()
@@ -192,11 +192,11 @@ class Settle(NamedTuple):
 class Verdict(NamedTuple):
     """What follows from a call; its parts are carried out in their order.
 
-    ``well``: whether the environment actor did its work, None if unknown; ``replacements``: of
-    environment actors, of which the first of an actor stands.
+    ``actor_worked``: whether the environment actor did, None if unknown; ``replacements``: of
+    environment actors. If an actor is named twice, the first one counts.
     """
 
-    well: bool | None
+    actor_worked: bool | None
     replacements: Sequence[Replace]
     episodes: Sequence[Settle]
 
@@ -204,20 +204,20 @@ class Verdict(NamedTuple):
 def verdict(call: Call, context: Context) -> Verdict:
     """What follows from a call."""
     failures = [result for result in call.results if isinstance(result, Failure)]
-    well = None
+    actor_worked = None
     if len(failures) < len(call.results):
-        # A call that went well in part went well for its environment actor.
-        well = True
-    elif call.loss is None and any(failure.of_actor for failure in failures):
+        # One episode that was played shows that the actor works.
+        actor_worked = True
+    elif call.lost is None and any(failure.of_actor for failure in failures):
         # A lost actor is replaced instead.
-        well = False
+        actor_worked = False
     episodes = [
         _settled(number, result, call, context) for number, result in enumerate(call.results)
     ]
-    # Successes last: an actor on which some of a group went well is not sick, and an engine that
-    # served one of these episodes must not end with a miss.
+    # Successes last: each ends the actor's streak of failing tasks, and clears the misses of its
+    # engine.
     episodes.sort(key=lambda episode: episode.next is Next.PLAYED)
-    return Verdict(well, _replacements(call, episodes, context), episodes)
+    return Verdict(actor_worked, _replacements(call, episodes, context), episodes)
 
 
 def _replacements(call: Call, episodes: Sequence[Settle], context: Context) -> list[Replace]:
@@ -240,11 +240,11 @@ def _replacements(call: Call, episodes: Sequence[Settle], context: Context) -> l
             reason = f"episodes of {len(tasks)} different tasks failed on it one after the other"
             why = f"{reason}, last: {failure.why}"
             replacements.append(Replace(seat.worker, why, charged=True))
-    loss = call.loss
-    if loss is not None and not loss.has_ended:
-        why = loss.first_line if loss.is_spent else loss.text
-        charged = not loss.is_spent
-        replacements.append(Replace(call.environment.worker, why, charged, loss.is_spent))
+    lost = call.lost
+    if lost is not None and not lost.has_ended:
+        why = lost.first_line if lost.is_spent else lost.text
+        charged = not lost.is_spent
+        replacements.append(Replace(call.environment.worker, why, charged, lost.is_spent))
     return replacements
 
 
@@ -262,20 +262,20 @@ def _settled(number: int, result: Failure | EpisodeResult, call: Call, context: 
     limit = context.limit
     doubts = record.doubts
     engines = record.engines
-    well = None
+    engine_worked = None
     is_bad_data = failure.cause is Cause.BAD_DATA
     if is_bad_data:
         seat = call.environment
         if not failure.of_actor:
             seat = call.engine
-            well = False
+            engine_worked = False
         doubts = (*doubts, (seat, failure))
         # The second opinion must come from another engine, too.
         engines |= {call.engine.slot}
         # Two actors have to agree about bad data, even where one attempt is allowed.
         limit = max(limit, 2)
     # Another episode ended the actor, or may have.
-    is_shared = call.loss is not None and len(call.results) > 1
+    is_shared = call.lost is not None and len(call.results) > 1
     by_others = is_shared or failure.scope is Scope.BYSTANDER
     # Bad data is charged in any case, so that a task which is never confirmed ends.
     charged = record.charged + (is_bad_data or not by_others)
@@ -296,9 +296,9 @@ def _settled(number: int, result: Failure | EpisodeResult, call: Call, context: 
     after = Record(attempts, charged, failure, doubts, environments, engines)
     # Bad data counts against its actor when another one has played the episode. The loss of a call
     # is one failure, however many episodes were lost.
-    counts = failure.of_actor and not is_bad_data and (call.loss is None or number == 0)
+    counts = failure.of_actor and not is_bad_data and (call.lost is None or number == 0)
     charges = [(call.environment, failure)] if counts else []
-    return Settle(number, well, next_step, after, charges)
+    return Settle(number, engine_worked, next_step, after, charges)
 
 
 def _confirmed(doubts: Sequence[Doubt], context: Context) -> bool:

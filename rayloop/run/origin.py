@@ -32,8 +32,8 @@ Take = Callable[[Checkpoint], Awaitable[None]]
 class Origin:
     """What one start of a run continues from.
 
-    ``since``: how many lineages had begun before it; a checkpoint of a later lineage goes before
-    ``resume``. ``fence`` shows whether the run still is this start's.
+    ``since``: how many lineages had begun before it. A checkpoint that this start has saved itself
+    is preferred to ``resume``. ``fence`` shows whether the run still is this start's.
     """
 
     folder: Path

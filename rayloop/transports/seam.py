@@ -76,7 +76,7 @@ class Rollouts(Protocol):
 
     @property
     def patience(self) -> float:
-        """The limit in seconds of the next ``load`` of a broadcast, which ``keep`` does not get."""
+        """Seconds that the next ``load`` of a broadcast may take; such an update is never kept."""
 
     def keep(self, update: WeightUpdate[Any]) -> None:
         """Let engines that start from now on load this update.
@@ -87,11 +87,11 @@ class Rollouts(Protocol):
     async def load(self, update: WeightUpdate[Any]) -> None:
         """Load the update into every engine.
 
-        It has a sixth of the seconds of the key ``policy.step_timeout``, and less when the last
-        loads of this kind were much faster. An engine that is lost or late is replaced. Raises the
-        first failure (WeightSyncError, BroadcastFailed) after all have ended. When an engine is
-        late for the update of ``keep``, AnswerLate is raised instead, which must not be caught:
-        ``deliver`` is then called once more.
+        The deadline is a sixth of ``policy.step_timeout``, or less when the last loads of this kind
+        were much faster. An engine that is lost or late is replaced. Raises the first failure
+        (WeightSyncError, BroadcastFailed) after all loads have ended. If an engine is late for the
+        update of ``keep``, AnswerLate is raised instead. It must not be caught: the caller exports
+        the version again and calls ``deliver`` once more.
         """
 
     def fell_back(self, version: Version, error: Exception) -> None:

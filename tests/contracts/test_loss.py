@@ -28,17 +28,17 @@ NAMES = [loss.kind for loss in SHIPPED]
 
 def tokens(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    trajectory_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     old_logprobs, noise, drift = (
-        torch.rand(len(segment), generator=generator, dtype=torch.float64) for _ in range(3)
+        torch.rand(len(trajectory_ids), generator=generator, dtype=torch.float64) for _ in range(3)
     )
     advantage = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
     return {
         "logprobs": -3 * old_logprobs + noise - 0.5,
         "old_logprobs": -3 * old_logprobs,
         "rollout_logprobs": -3 * old_logprobs + drift - 0.5,
-        "advantage": advantage[segment],
-        "segment": segment,
+        "advantage": advantage[trajectory_ids],
+        "trajectory_ids": trajectory_ids,
     }
 
 
@@ -52,9 +52,9 @@ def result(
         given["old_logprobs"],
         given["rollout_logprobs"],
         given["advantage"],
-        given["segment"],
+        given["trajectory_ids"],
     ).loss
-    part = (token_weights(given["segment"], loss, whole).double() * per_token).sum()
+    part = (token_weights(given["trajectory_ids"], loss, whole).double() * per_token).sum()
     return part.item(), torch.autograd.grad(part, logprobs)[0]
 
 
@@ -69,9 +69,9 @@ def test_packing_changes_nothing(loss: LossSettings, lengths: list[int], random:
     random.shuffle(order)
     total = 0.0
     for number in order:
-        here = packed["segment"] == number
+        here = packed["trajectory_ids"] == number
         alone = {name: values[here] for name, values in packed.items()} | {
-            "segment": torch.zeros(lengths[number], dtype=torch.int64)
+            "trajectory_ids": torch.zeros(lengths[number], dtype=torch.int64)
         }
         part, pull = result(loss, alone, denominator)
         total += part
@@ -82,7 +82,7 @@ def test_packing_changes_nothing(loss: LossSettings, lengths: list[int], random:
 @pytest.mark.parametrize("loss", SHIPPED, ids=NAMES)
 def test_an_advantage_of_zero_teaches_nothing(loss: LossSettings) -> None:
     given = tokens([4, 2, 3])
-    given["advantage"] = torch.where(given["segment"] == 1, 0.0, given["advantage"])
+    given["advantage"] = torch.where(given["trajectory_ids"] == 1, 0.0, given["advantage"])
     _, gradient = result(loss, given, Denominator(9, 3))
     assert gradient[4:6].tolist() == [0.0, 0.0]
     assert gradient.abs().sum() > 0
@@ -96,7 +96,7 @@ def test_at_the_policy_that_sampled_the_gradient_is_minus_the_advantage(loss: Lo
     given = tokens([4, 2, 3])
     given["old_logprobs"] = given["rollout_logprobs"] = given["logprobs"]
     _, gradient = result(loss, given, Denominator(9, 3))
-    weights = token_weights(given["segment"], loss, Denominator(9, 3)).double()
+    weights = token_weights(given["trajectory_ids"], loss, Denominator(9, 3)).double()
     torch.testing.assert_close(gradient, -given["advantage"] * weights, atol=1e-9, rtol=0)
 
 
@@ -162,7 +162,7 @@ def test_a_class_has_a_method_and_says_what_it_clipped() -> None:
         given["old_logprobs"],
         given["rollout_logprobs"],
         given["advantage"],
-        given["segment"],
+        given["trajectory_ids"],
     )
     assert out.metrics.finalize()["clip_high"] == pytest.approx(
         (given["logprobs"] > given["old_logprobs"]).double().mean().item()
@@ -181,5 +181,5 @@ def test_another_answer_is_an_error_that_names_the_loss(name: str, got: str) -> 
             given["old_logprobs"],
             given["rollout_logprobs"],
             given["advantage"],
-            given["segment"],
+            given["trajectory_ids"],
         )

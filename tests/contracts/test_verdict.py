@@ -19,7 +19,7 @@ from rayloop.rollout.verdict import (
     Call,
     Context,
     EpisodeResult,
-    Loss,
+    LostCall,
     Next,
     Record,
     Verdict,
@@ -43,10 +43,10 @@ FAILURES = {
     "of engine": Failure(Cause.RAISED, Scope.ENGINE, retryable=True, why="KeyError: 'turn'"),
 }
 LOSSES = {
-    "died": Loss("it died: exit 1\nlog", "it died: exit 1", False, False, False),
-    "silent": Loss("no answer in 200 s", "no answer in 200 s", False, True, False),
-    "spent": Loss("8 calls hang\nlog", "8 calls hang", True, True, False),
-    "ended by another call": Loss("it was killed", "it was killed", False, False, True),
+    "died": LostCall("it died: exit 1\nlog", "it died: exit 1", False, False, False),
+    "silent": LostCall("no answer in 200 s", "no answer in 200 s", False, True, False),
+    "spent": LostCall("8 calls hang\nlog", "8 calls hang", True, True, False),
+    "ended by another call": LostCall("it was killed", "it was killed", False, False, True),
 }
 WELL = {True: "well", False: "ill", None: "unknown"}
 TABLE: dict[str, dict[str, Any]] = yaml.safe_load(
@@ -108,7 +108,7 @@ class Story:
         the workers.
         """
         results: dict[int, str] = step.get("results", {})
-        loss = LOSSES.get(step.get("loss", ""))
+        lost = LOSSES.get(step.get("loss", ""))
         numbers = list(step.get("episodes", results))
         environment = self.seat(step.get("worker", index + 1), self.nodes)
         engine = self.seat(step.get("engine", index + 1), self.engine_nodes)
@@ -118,11 +118,11 @@ class Story:
         ]
         played: Any = ("summary", "payload")
         outcomes: list[Failure | EpisodeResult] = (
-            [loss.failure] * len(numbers)
-            if loss is not None
+            [lost.failure] * len(numbers)
+            if lost is not None
             else [FAILURES.get(results[number], played) for number in numbers]
         )
-        call = Call(requests, environment, engine, outcomes, loss)
+        call = Call(requests, environment, engine, outcomes, lost)
         before = [self.records.get(number, Record()) for number in numbers]
         context = Context(
             self.limit,
@@ -151,7 +151,7 @@ class Story:
 
 def said(result: Verdict) -> list[str]:
     """A verdict as the rows of the table have it, in the order in which it is carried out."""
-    lines = [f"actor {WELL[result.well]}"]
+    lines = [f"actor {WELL[result.actor_worked]}"]
     for worker, why, charged, spares_others in result.replacements:
         cost = "charged" if charged else "free"
         lines.append(f"replace {worker}, {cost}{', spares others' * spares_others}: {why}")
@@ -163,7 +163,7 @@ def said(result: Verdict) -> list[str]:
         if settle.next is Next.AGAIN:
             line += f" off {sorted(record.environments)}"
             line += f" engines {sorted(record.engines)}" * bool(record.engines)
-        line += f", engine {WELL[settle.well]}" * (settle.well is not None)
+        line += f", engine {WELL[settle.engine_worked]}" * (settle.engine_worked is not None)
         line += "".join(f", counts on {seat.worker}" for seat, _ in settle.charges)
         lines.append(line)
     return lines

@@ -104,16 +104,16 @@ def expected(
 ) -> float:
     """The loss of whole trajectories in one call, from their log-probs."""
     lengths = torch.tensor([len(c) for c in current])
-    segment = torch.repeat_interleave(torch.arange(len(items)), lengths)
+    trajectory_ids = torch.repeat_interleave(torch.arange(len(items)), lengths)
     rollout_logprobs = [
         p for item in items for turn in item.trajectory.sampled_turns for p in turn.logprobs or ()
     ]
     logprobs = torch.from_numpy(np.concatenate(current))
-    advantage = torch.tensor([item.advantage for item in items])[segment]
+    advantage = torch.tensor([item.advantage for item in items])[trajectory_ids]
     out = PolicyLoss(settings)(
-        logprobs, logprobs, torch.tensor(rollout_logprobs), advantage, segment
+        logprobs, logprobs, torch.tensor(rollout_logprobs), advantage, trajectory_ids
     )
-    weights = token_weights(segment, settings, Denominator(len(segment), len(items)))
+    weights = token_weights(trajectory_ids, settings, Denominator(len(trajectory_ids), len(items)))
     return float((weights * out.loss).sum())
 
 

@@ -70,7 +70,7 @@ def test_a_sampled_token_is_predicted_by_the_one_before_it_in_its_own_sample() -
     assert batch.position_ids.tolist() == [[[0, 1, 2, 3, 4, 5, 0, 1]]]
     assert batch.predict.tolist() == [1, 2, 4, 6]
     assert batch.targets.tolist() == [3, 4, 6, 8]
-    assert batch.segment.tolist() == [0, 0, 0, 1]
+    assert batch.trajectory_ids.tolist() == [0, 0, 0, 1]
 
 
 def test_min_tokens_counts_within_the_turn() -> None:
@@ -280,7 +280,9 @@ def test_a_group_is_planned_together_and_cut_at_the_budget(tiny_vlm: Path) -> No
     number = {id(sample): i for i, sample in enumerate(samples)}
     plan = [[number[id(sample)] for sample in group] for group in lab.collator.plan(samples)]
     assert plan == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert [lab.collator.batch([samples[i] for i in group]).segment.max() for group in plan] == [
+    assert [
+        lab.collator.batch([samples[i] for i in group]).trajectory_ids.max() for group in plan
+    ] == [
         3,
         3,
     ]
@@ -380,7 +382,7 @@ def test_a_batch_that_cannot_be_packed_fails_in_its_turn(tiny_vlm: Path) -> None
         ]
     )
     batches = lab.collator.ahead([[good], [broken], [last]])
-    assert next(batches).segment.max() == 0
+    assert next(batches).trajectory_ids.max() == 0
     with pytest.raises(DataFailure, match="neither bytes nor a path"):
         next(batches)
     assert list(batches) == []

@@ -26,8 +26,8 @@ def tokens(situation: Situation, *, one: bool) -> dict[str, Tensor]:
     Drifts are large enough for every clip, mask and bound.
     """
     generator = torch.Generator().manual_seed(0)
-    segment = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
-    n = len(segment)
+    trajectory_ids = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+    n = len(trajectory_ids)
 
     def noise() -> Tensor:
         return 0.8 * torch.randn(n, generator=generator, dtype=torch.float64)
@@ -41,8 +41,10 @@ def tokens(situation: Situation, *, one: bool) -> dict[str, Tensor]:
         "rollout_logprobs": old_logprobs if situation.exact else old_logprobs + gap,
         "ref_logprobs": logprobs if situation.refresh_every == 1 and one else old_logprobs + away,
         "entropy": torch.rand(n, generator=generator, dtype=torch.float64),
-        "advantage": torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64)[segment],
-        "segment": segment,
+        "advantage": torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64)[
+            trajectory_ids
+        ],
+        "trajectory_ids": trajectory_ids,
     }
 
 
@@ -54,7 +56,7 @@ def gradient(changes: Changes, situation: Situation) -> Tensor:
         data.pop(name).clone().requires_grad_() for name in ("logprobs", "entropy")
     )
     bound = entropy_bound(entropy.detach(), loss.top_entropy_quantile)
-    on_policy = torch.full(data["segment"].shape, algorithm.replay.kind == "on_policy")
+    on_policy = torch.full(data["trajectory_ids"].shape, algorithm.replay.kind == "on_policy")
     ref_logprobs = data.pop("ref_logprobs")
     out = PolicyLoss(loss)(
         logprobs,
@@ -64,9 +66,9 @@ def gradient(changes: Changes, situation: Situation) -> Tensor:
         on_policy=on_policy,
         chosen=entropy.detach() >= bound if loss.top_entropy_quantile < 1 else None,
     )
-    group = data["segment"] // 2
+    group = data["trajectory_ids"] // 2
     update_size = Denominator(len(logprobs), len(LENGTHS), len(group.unique()))
-    weights = token_weights(data["segment"], loss, update_size, torch.bincount(group)[group])
+    weights = token_weights(data["trajectory_ids"], loss, update_size, torch.bincount(group)[group])
     policy_gradient = algorithm.advantage.kind != "distill"
     total = (weights * out.rl).sum() if policy_gradient else 0.0 * logprobs.sum()
     total = total if out.ref_kl is None else total + (weights * out.ref_kl).sum()

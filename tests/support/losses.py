@@ -17,8 +17,8 @@ def policy_loss(
     settings: LossSettings,
     **others: Any,
 ) -> PerToken:
-    """``PolicyLoss`` over the tokens of one trajectory, unless ``segment`` says otherwise."""
-    segment = others.pop("segment", torch.zeros(logprobs.shape, dtype=torch.int64))
+    """``PolicyLoss`` over the tokens of one trajectory, unless ``trajectory_ids`` says otherwise."""
+    trajectory_ids = others.pop("trajectory_ids", torch.zeros(logprobs.shape, dtype=torch.int64))
     return PolicyLoss(settings)(
-        logprobs, old_logprobs, rollout_logprobs, advantage, segment, **others
+        logprobs, old_logprobs, rollout_logprobs, advantage, trajectory_ids, **others
     )

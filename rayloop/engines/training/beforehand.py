@@ -151,7 +151,7 @@ def _constants(sample: TrainSample, scores: Scores) -> TokensElsewhere:
         rollout_logprobs=old_logprobs if sample.on_policy else sample.rollout_logprobs,
         advantage=sample.advantages,
         # ``pack`` fills in the trajectory's number, which is known once the row is put together.
-        segment=torch.zeros(len(sample.predict), dtype=torch.int64),
+        trajectory_ids=torch.zeros(len(sample.predict), dtype=torch.int64),
         ref_logprobs=sample.ref_logprobs,
         entropy=scores.entropy,
     )

@@ -323,7 +323,7 @@ class FsdpEngine:
             old_logprobs,
             batch.rollout_logprobs,
             batch.advantage,
-            batch.segment,
+            batch.trajectory_ids,
             ref_logprobs=batch.ref_logprobs,
             entropy=entropy,
             on_policy=batch.on_policy,

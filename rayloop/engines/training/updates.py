@@ -86,7 +86,7 @@ def weighted_sum(
         if token_losses is None or not denominator.tokens:
             continue
         weights = token_weights(
-            batch.segment, settings, denominator, batch.group_tokens, batch.trajectory_tokens
+            batch.trajectory_ids, settings, denominator, batch.group_tokens, batch.trajectory_tokens
         )
         parts.append((getattr(batch, stream) * weights * token_losses).sum())
     return torch.stack(parts).sum() if parts else None

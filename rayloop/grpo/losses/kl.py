@@ -69,21 +69,21 @@ def estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator) -> Te
     return k2 - k2.detach() + k3(logprobs, ref_logprobs).detach()
 
 
-def to_go(values: Tensor, segment: Tensor) -> Tensor:
+def to_go(values: Tensor, trajectory_ids: Tensor) -> Tensor:
     """Returns for each token [N] the sum of ``values`` [N] from it to the end of its trajectory.
 
     The sums are in float64, so that the trajectories before it in the row do not matter.
-    ``segment`` [N] int64 ascends.
+    ``trajectory_ids`` [N] int64 ascends.
     """
     exact = values.double()
     # A micro-batch may have no predicted token, and max of an empty tensor raises.
-    trajectories = int(segment.max()) + 1 if len(segment) else 1
-    totals = exact.new_zeros(trajectories).index_add(0, segment, exact)  # [S]
+    trajectories = int(trajectory_ids.max()) + 1 if len(trajectory_ids) else 1
+    totals = exact.new_zeros(trajectories).index_add(0, trajectory_ids, exact)  # [S]
     prefix = exact.cumsum(0) - exact  # [N], the sum of all tokens before each
-    is_first = segment[1:] != segment[:-1]
+    is_first = trajectory_ids[1:] != trajectory_ids[:-1]
     # [S], the prefix of each trajectory's first token; that of the row's first token is 0.
-    starts = torch.zeros_like(totals).index_add(0, segment[1:], prefix[1:] * is_first)
-    return (totals[segment] - (prefix - starts[segment])).to(values)
+    starts = torch.zeros_like(totals).index_add(0, trajectory_ids[1:], prefix[1:] * is_first)
+    return (totals[trajectory_ids] - (prefix - starts[trajectory_ids])).to(values)
 
 
 class Coefficients:

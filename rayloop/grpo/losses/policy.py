@@ -80,7 +80,7 @@ class PolicyLoss:
         old_logprobs: Tensor,
         rollout_logprobs: Tensor,
         advantage: Tensor,
-        segment: Tensor,
+        trajectory_ids: Tensor,
         *,
         ref_logprobs: Tensor | None = None,
         entropy: Tensor | None = None,
@@ -92,13 +92,13 @@ class PolicyLoss:
         """Returns the losses of the sampled tokens; all arguments are [N].
 
         ``logprobs``, ``old_logprobs``, ``rollout_logprobs``, ``ref_logprobs``: log-probs;
-        ``segment``: trajectories (int64); ``entropy`` in nats. ``logprobs`` and ``entropy`` carry
-        the gradient; every other log-prob is a constant. ``on_policy`` (bool) marks replayed tokens
-        treated as on-policy: their ``rollout_logprobs`` are ``old_logprobs`` and their weight 1.
-        ``lag`` (int64) is each token's version lag in steps, for the metrics only. ``chosen``
-        (bool): the tokens of ``top_entropy_quantile``. ``elsewhere``: the other tokens of
-        trajectories that are here in part. Raises ValueError when a setting lacks its input, and
-        the errors of a custom loss.
+        ``trajectory_ids`` (int64): the trajectory of each token; ``entropy`` in nats. ``logprobs``
+        and ``entropy`` carry the gradient; every other log-prob is a constant. ``on_policy`` (bool)
+        marks replayed tokens treated as on-policy: their ``rollout_logprobs`` are ``old_logprobs``
+        and their weight 1. ``lag`` (int64) is each token's version lag in steps, for the metrics
+        only. ``chosen`` (bool): the tokens of ``top_entropy_quantile``. ``elsewhere``: the other
+        tokens of trajectories that are here in part. Raises ValueError when a setting lacks its
+        input, and the errors of a custom loss.
         """
         self._check_inputs(ref_logprobs, entropy, chosen)
         # They say how tokens were sampled: a gradient through them would change the estimate.
@@ -112,8 +112,10 @@ class PolicyLoss:
             "logprobs": logprobs,
             "old_logprobs": old_logprobs,
             "rollout_logprobs": rollout_logprobs,
-            "advantage": self._with_kl_reward(advantage, old_logprobs, ref_logprobs, segment),
-            "segment": segment,
+            "advantage": self._with_kl_reward(
+                advantage, old_logprobs, ref_logprobs, trajectory_ids
+            ),
+            "trajectory_ids": trajectory_ids,
             "ref_logprobs": ref_logprobs,
             "entropy": entropy,
         }
@@ -128,7 +130,11 @@ class PolicyLoss:
         return PerToken(rl, self._kl(inputs, weights), -logprobs, metrics)
 
     def _with_kl_reward(
-        self, advantage: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor | None, segment: Tensor
+        self,
+        advantage: Tensor,
+        old_logprobs: Tensor,
+        ref_logprobs: Tensor | None,
+        trajectory_ids: Tensor,
     ) -> Tensor:
         """The advantage [N], minus the KL from the token on where the KL is a reward."""
         term = self._settings.kl_term
@@ -136,7 +142,7 @@ class PolicyLoss:
             return advantage
         # The KL as a reward is that of the old policy, so that it is constant within the step.
         kl = estimate(old_logprobs, ref_logprobs, term.estimator)
-        return advantage - self.coefficients.kl * to_go(kl, segment)
+        return advantage - self.coefficients.kl * to_go(kl, trajectory_ids)
 
     def _weights_and_surrogate(
         self, inputs: LossInputs, tokens: Mapping[str, Any], elsewhere: TokensElsewhere | None
@@ -240,7 +246,7 @@ def entropy_bound(entropies: Tensor, share: float) -> float:
 
 
 def token_weights(
-    segment: Tensor,
+    trajectory_ids: Tensor,
     settings: LossSettings,
     denominator: Denominator,
     group_tokens: Tensor | None = None,
@@ -248,19 +254,19 @@ def token_weights(
 ) -> Tensor:
     """Returns the weights [N] float32 of the tokens in the loss of the update.
 
-    That loss is ``(weights * loss).sum()``, summed over all micro-batches and ranks. ``segment``
-    [N] int64 is the trajectory of each token. ``group_tokens`` [N]: the loss tokens of each token's
-    group in the update, for prompt-mean; ``trajectory_tokens`` [N]: those of its trajectory, where
-    that has several sequences. token-mean: DAPO (arXiv:2503.14476); seq-mean-token-mean: GRPO
-    (arXiv:2402.03300); a number: Dr. GRPO (arXiv:2503.20783). Raises ValueError for an empty
-    denominator.
+    That loss is ``(weights * loss).sum()``, summed over all micro-batches and ranks.
+    ``trajectory_ids`` [N] int64: the trajectory of each token. ``group_tokens`` [N]: the loss
+    tokens of each token's group in the update, for prompt-mean; ``trajectory_tokens`` [N]: those of
+    its trajectory, where that has several sequences. token-mean: DAPO (arXiv:2503.14476);
+    seq-mean-token-mean: GRPO (arXiv:2402.03300); a number: Dr. GRPO (arXiv:2503.20783). Raises
+    ValueError for an empty denominator.
     """
     if denominator.tokens <= 0 or denominator.sequences <= 0:
         raise ValueError(
             f"an update over {denominator.tokens:g} tokens of {denominator.sequences:g}"
             " trajectories"
         )
-    ones = torch.ones(segment.shape, dtype=torch.float32, device=segment.device)
+    ones = torch.ones(trajectory_ids.shape, dtype=torch.float32, device=trajectory_ids.device)
     match settings.aggregation:
         case "token-mean":
             return ones / denominator.tokens
@@ -269,7 +275,7 @@ def token_weights(
         case "seq-mean-token-mean":
             if trajectory_tokens is None:
                 # This holds while all tokens of each trajectory are here, as one sequence.
-                trajectory_tokens = torch.bincount(segment)[segment]
+                trajectory_tokens = torch.bincount(trajectory_ids)[trajectory_ids]
             return ones / (denominator.sequences * trajectory_tokens)
         case "prompt-mean":
             if group_tokens is None or denominator.prompts <= 0:

@@ -43,18 +43,18 @@ def importance(logprobs: Tensor, other: Tensor) -> Tensor:
 class LossInputs:
     """The values [N] from which a surrogate computes the losses of tokens.
 
-    Log-probs in nats, advantages, and ``segment``, int64 >= 0, the trajectory of the token.
+    Log-probs in nats, advantages, and ``trajectory_ids``, int64 >= 0, the trajectory of the token.
     ``logprobs`` and ``entropy`` carry the gradient, all others are constants. ``old_logprobs``: the
     log-probs in the ratio's denominator, the trainer's old ones or, with ``correction: bypass``,
-    the engine's (``rollout_logprobs``). A trajectory is complete: tokens of its other sequences,
-    whose losses another micro-batch computes, are among the N without a gradient.
+    the engine's (``rollout_logprobs``). A trajectory is complete: if one of its sequences is in
+    another micro-batch, the tokens of that sequence are here too, as constants.
     """
 
     logprobs: Tensor
     old_logprobs: Tensor
     rollout_logprobs: Tensor
     advantage: Tensor
-    segment: Tensor
+    trajectory_ids: Tensor
     ref_logprobs: Tensor | None = None
     entropy: Tensor | None = None
 
@@ -65,29 +65,30 @@ class LossInputs:
 
     def mean(self, values: Tensor) -> Tensor:
         """The mean of ``values`` [N] over each token's trajectory, at each token [N]."""
-        return self.total(values) / torch.bincount(self.segment)[self.segment]
+        return self.total(values) / torch.bincount(self.trajectory_ids)[self.trajectory_ids]
 
     def total(self, values: Tensor) -> Tensor:
         """The sum of ``values`` [N] over each token's trajectory, at each token [N]."""
         # index_add takes trajectories of any length: nothing is padded, and the gradient flows.
-        trajectories = len(torch.bincount(self.segment))
-        totals = values.new_zeros(trajectories).index_add(0, self.segment, values)
-        return totals[self.segment]
+        trajectories = len(torch.bincount(self.trajectory_ids))
+        totals = values.new_zeros(trajectories).index_add(0, self.trajectory_ids, values)
+        return totals[self.trajectory_ids]
 
 
 @dataclass(frozen=True)
 class TokensElsewhere:
-    """Constants [G] of the G tokens that the losses need and that are in other micro-batches.
+    """Constants [G] of tokens in other micro-batches, which the losses of this one need.
 
-    They belong to other sequences of these trajectories, which have several where an agent began
-    again or an episode forgot its images. ``segment``: the trajectory's number in this micro-batch.
+    When an agent restarts its context, its trajectory is several sequences. These are the G tokens
+    of the sequences that are not in this micro-batch. ``trajectory_ids``: the number that the
+    trajectory has in this micro-batch.
     """
 
     logprobs: Tensor
     old_logprobs: Tensor
     rollout_logprobs: Tensor
     advantage: Tensor
-    segment: Tensor
+    trajectory_ids: Tensor
     ref_logprobs: Tensor | None
     entropy: Tensor
 
@@ -120,18 +121,18 @@ class TokensElsewhere:
         ``tokens``: values [N] by the names of these fields. In each trajectory they precede the
         tokens of this object.
         """
-        segment = tokens["segment"]
-        assert segment is not None
+        trajectory_ids = tokens["trajectory_ids"]
+        assert trajectory_ids is not None
         # The sort is stable: the given tokens of a trajectory
         # keep their order, and stay in front of the others.
-        order = torch.cat([segment, self.segment]).argsort(stable=True)
+        order = torch.cat([trajectory_ids, self.trajectory_ids]).argsort(stable=True)
         complete: dict[str, Tensor | None] = {}
         for name, tensor in tokens.items():
             if tensor is not None:
                 tensor = torch.cat([tensor, getattr(self, name)])[order]
             complete[name] = tensor
         # The inverse permutation says where each of the first N tokens is.
-        return complete, order.argsort()[: len(segment)]
+        return complete, order.argsort()[: len(trajectory_ids)]
 
 
 @dataclass(frozen=True)

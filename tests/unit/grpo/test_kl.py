@@ -35,9 +35,17 @@ def pulls(estimator: Estimator, *, unbiased: bool) -> tuple[torch.Tensor, torch.
                 kl_coef=1.0, kl=KlTerm(estimator=estimator, unbiased=unbiased), correction="none"
             )
         )
-        zero, segment = torch.zeros(10, dtype=torch.float64), torch.zeros(10, dtype=torch.int64)
+        zero, trajectory_ids = (
+            torch.zeros(10, dtype=torch.float64),
+            torch.zeros(10, dtype=torch.int64),
+        )
         found = loss(
-            logprobs, logprobs.detach(), rollout_logprobs, zero, segment, ref_logprobs=ref_logprobs
+            logprobs,
+            logprobs.detach(),
+            rollout_logprobs,
+            zero,
+            trajectory_ids,
+            ref_logprobs=ref_logprobs,
         ).ref_kl
         assert found is not None
         term = found
@@ -80,9 +88,9 @@ def test_an_unbiased_term_without_the_kls_gradient_is_refused(estimator: Estimat
 
 def test_returns_to_go_in_a_long_row_are_those_of_a_trajectory_alone() -> None:
     """Float32, the last of 40 trajectories of 1,000 tokens."""
-    segment = torch.repeat_interleave(torch.arange(40), 1000)
-    costs = 2 * torch.rand(len(segment), generator=torch.Generator().manual_seed(0))
-    packed = to_go(costs, segment)[-1000:]
+    trajectory_ids = torch.repeat_interleave(torch.arange(40), 1000)
+    costs = 2 * torch.rand(len(trajectory_ids), generator=torch.Generator().manual_seed(0))
+    packed = to_go(costs, trajectory_ids)[-1000:]
     alone = to_go(costs[-1000:], torch.zeros(1000, dtype=torch.int64))
     exact = costs[-1000:].double().flip(0).cumsum(0).flip(0)
     torch.testing.assert_close(packed, alone, atol=0, rtol=1e-6)
@@ -97,9 +105,9 @@ def test_far_from_the_reference_an_estimate_keeps_its_gradient(
 ) -> None:
     logprobs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
     settings = PpoLoss.model_validate({"kl": estimator, "kl_coef": 1.0, "correction": "none"})
-    zero, segment = torch.zeros_like(logprobs), torch.zeros(1, dtype=torch.int64)
+    zero, trajectory_ids = torch.zeros_like(logprobs), torch.zeros(1, dtype=torch.int64)
     found = PolicyLoss(settings)(
-        logprobs, zero, zero, zero, segment, ref_logprobs=logprobs.detach() + distance
+        logprobs, zero, zero, zero, trajectory_ids, ref_logprobs=logprobs.detach() + distance
     ).ref_kl
     assert found is not None
     expected = oracle.kl(logprobs[0], logprobs.detach()[0] + distance, estimator)
@@ -149,10 +157,15 @@ def test_an_unbiased_term_pulls_where_its_weight_is_bounded(estimator: Estimator
     settings = PpoLoss(
         kl_coef=1.0, kl=KlTerm(estimator=estimator, unbiased=True), correction="none"
     )
-    zero, segment = torch.zeros_like(logprobs), torch.zeros(1, dtype=torch.int64)
+    zero, trajectory_ids = torch.zeros_like(logprobs), torch.zeros(1, dtype=torch.int64)
     rollout_logprobs, ref_logprobs = torch.tensor([-26.0]).double(), torch.tensor([-3.0]).double()
     found = PolicyLoss(settings)(
-        logprobs, logprobs.detach(), rollout_logprobs, zero, segment, ref_logprobs=ref_logprobs
+        logprobs,
+        logprobs.detach(),
+        rollout_logprobs,
+        zero,
+        trajectory_ids,
+        ref_logprobs=ref_logprobs,
     ).ref_kl
     assert found is not None
     term, weight = {"k1": 2.0, "k3": math.exp(-2) + 1}[estimator], math.exp(20)

@@ -214,20 +214,20 @@ def test_a_term_without_its_input_is_an_error() -> None:
 
 
 def test_aggregations_by_hand() -> None:
-    loss, segment = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0, 0, 0, 1])
+    loss, trajectory_ids = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0, 0, 0, 1])
     expected = {"token-mean": 2.5, "seq-mean-token-sum": 5.0, "seq-mean-token-mean": 3.0, 50: 0.2}
     for aggregation, value in expected.items():
         weights = token_weights(
-            segment, settings_for(aggregation), Denominator(tokens=4, sequences=2)
+            trajectory_ids, settings_for(aggregation), Denominator(tokens=4, sequences=2)
         )
         assert (weights * loss).sum().item() == pytest.approx(value)
     groups = torch.tensor([3, 3, 3, 1])
     weights = token_weights(
-        segment, settings_for("prompt-mean"), Denominator(4, 2, prompts=2), groups
+        trajectory_ids, settings_for("prompt-mean"), Denominator(4, 2, prompts=2), groups
     )
     assert (weights * loss).sum().item() == pytest.approx((2 + 4) / 2)
     with pytest.raises(ValueError, match="0 tokens"):
-        token_weights(segment, PLAIN, Denominator(tokens=0, sequences=2))
+        token_weights(trajectory_ids, PLAIN, Denominator(tokens=0, sequences=2))
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -239,14 +239,14 @@ def test_one_denominator_however_trajectories_are_split(
     aggregation: str, lengths: list[int], parts: list[int]
 ) -> None:
     settings, denominator = settings_for(aggregation), Denominator(sum(lengths), len(lengths))
-    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    loss = torch.randn(len(segment), generator=torch.Generator().manual_seed(0))
-    whole = (token_weights(segment, settings, denominator) * loss).sum()
-    assigned = torch.tensor(parts)[segment]
+    trajectory_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    loss = torch.randn(len(trajectory_ids), generator=torch.Generator().manual_seed(0))
+    whole = (token_weights(trajectory_ids, settings, denominator) * loss).sum()
+    assigned = torch.tensor(parts)[trajectory_ids]
     split = 0.0
     for part in range(4):
         here = assigned == part
-        local = torch.unique(segment[here], return_inverse=True)[1]
+        local = torch.unique(trajectory_ids[here], return_inverse=True)[1]
         split += (token_weights(local, settings, denominator) * loss[here]).sum().item()
     assert split == pytest.approx(whole.item(), rel=1e-4, abs=1e-5)
 

@@ -171,12 +171,14 @@ def random_update(seed: int, dtype: torch.dtype, *, streams: bool) -> Values:
     of 0.
     """
     generator = torch.Generator().manual_seed(seed)
-    segment = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
-    noise = torch.randn(5, len(segment), generator=generator, dtype=torch.float64)
-    old_logprobs = -3 * torch.rand(len(segment), generator=generator, dtype=torch.float64)
+    trajectory_ids = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    noise = torch.randn(5, len(trajectory_ids), generator=generator, dtype=torch.float64)
+    old_logprobs = -3 * torch.rand(len(trajectory_ids), generator=generator, dtype=torch.float64)
     advantage = torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64)
     advantage[::4] = 0
-    per_turn = advantage[segment] + 0.5 * (torch.arange(len(segment)) % 2) * (segment % 2)
+    per_turn = advantage[trajectory_ids] + 0.5 * (torch.arange(len(trajectory_ids)) % 2) * (
+        trajectory_ids % 2
+    )
     values = {
         "old_logprobs": old_logprobs,
         "logprobs": old_logprobs + 0.4 * noise[0],
@@ -187,16 +189,18 @@ def random_update(seed: int, dtype: torch.dtype, *, streams: bool) -> Values:
     }
     weights = WEIGHTS if streams else (Streams(),) * len(LENGTHS)
     values |= {
-        name: torch.tensor([getattr(one, name) for one in weights], dtype=torch.float64)[segment]
+        name: torch.tensor([getattr(one, name) for one in weights], dtype=torch.float64)[
+            trajectory_ids
+        ]
         for name in STREAMS
     }
     whole = torch.tensor(
         [sum(n for n, g in zip(LENGTHS, GROUPS, strict=True) if g == group) for group in GROUPS]
     )
-    lengths = torch.bincount(segment)[segment]
+    lengths = torch.bincount(trajectory_ids)[trajectory_ids]
     return {name: value.to(dtype) for name, value in values.items()} | {
-        "segment": segment,
-        "group_tokens": whole[segment],
+        "trajectory_ids": trajectory_ids,
+        "group_tokens": whole[trajectory_ids],
         "trajectory_tokens": lengths,
     }
 
@@ -215,7 +219,7 @@ def denominators(values: Values) -> dict[str, Denominator]:
     """As the trainer counts them, over all trajectories."""
     samples = []
     for number in range(len(LENGTHS)):
-        here = (values["segment"] == number).nonzero()[:, 0]
+        here = (values["trajectory_ids"] == number).nonzero()[:, 0]
         streams = Streams(*(float(values[name][here[0]]) for name in STREAMS))
         group_tokens = int(values["group_tokens"][here[0]])
         samples.append(
@@ -253,7 +257,7 @@ def theirs(values: Values, given: Settings) -> tuple[float, Tensor]:
     logprobs, entropy = (values[name].double().requires_grad_() for name in ("logprobs", "entropy"))
     rows = []
     for number, group in enumerate(GROUPS):
-        here = (values["segment"] == number).nonzero()[:, 0].tolist()
+        here = (values["trajectory_ids"] == number).nonzero()[:, 0].tolist()
         old_logprobs, rollout_logprobs, ref_logprobs = (
             [values[n][i].double() for i in here]
             for n in ("old_logprobs", "rollout_logprobs", "ref_logprobs")
@@ -360,9 +364,13 @@ def apart(
     """
     total, furthest = 0.0, 0.0
     for numbers in ((6, 0), (3,), (5, 1), (4,), (2,)):
-        here = torch.cat([(tokens["segment"] == number).nonzero()[:, 0] for number in numbers])
+        here = torch.cat(
+            [(tokens["trajectory_ids"] == number).nonzero()[:, 0] for number in numbers]
+        )
         part = {name: value[here] for name, value in tokens.items()}
-        part["segment"] = torch.cat([torch.full((LENGTHS[n],), i) for i, n in enumerate(numbers)])
+        part["trajectory_ids"] = torch.cat(
+            [torch.full((LENGTHS[n],), i) for i, n in enumerate(numbers)]
+        )
         value, gradient = ours(part, loss, settings, update)
         total += value
         furthest = max(furthest, (gradient - pull[:, here]).abs().max().item())
@@ -535,7 +543,7 @@ def test_gspos_gradient_is_that_of_the_trajectorys_loss() -> None:
     logprobs = tokens["logprobs"].clone().requires_grad_()
     losses = []
     for number in range(len(LENGTHS)):
-        here = (tokens["segment"] == number).nonzero()[:, 0].tolist()
+        here = (tokens["trajectory_ids"] == number).nonzero()[:, 0].tolist()
         c, o = ([values[i] for i in here] for values in (logprobs, tokens["old_logprobs"]))
         losses.append(oracle.gspo(c, o, 0.7, 0.2, 0.3))
     expected = torch.stack(losses).mean()

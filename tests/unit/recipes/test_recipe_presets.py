@@ -155,11 +155,11 @@ def test_arpo_averages_within_a_trajectory_first(preset: str) -> None:
     """
     settings = read(ROOT / f"recipes/arpo/presets/{preset}.yaml", []).policy.loss
     lengths = [3, 5, 40]
-    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    trajectory_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     losses = torch.arange(float(sum(lengths)))
     published = sum(part.mean() for part in losses.split(lengths)) / len(lengths)
     ours = (
-        token_weights(segment, settings, Denominator(sum(lengths), len(lengths))) * losses
+        token_weights(trajectory_ids, settings, Denominator(sum(lengths), len(lengths))) * losses
     ).sum()
     torch.testing.assert_close(ours, torch.as_tensor(published))
 
