@@ -18,8 +18,9 @@ LONGEST_TARGET = 200
 
 
 def target_of(file: Path) -> Path | None:
-    """The file or folder of this checkout that an unpacked link names, or None for a file that was
-    never a link.
+    """The file or folder of this checkout that an unpacked link names.
+
+    None for a file that was never a link.
     """
     if file.is_symlink() or not file.is_file() or file.stat().st_size > LONGEST_TARGET:
         return None

@@ -1,9 +1,9 @@
-"""Lets `import torchvision` work beside a CPU build of torch: PyPI's torchvision is built for CUDA
-and cannot load its own library.
+"""Lets `import torchvision` work beside a CPU build of torch.
 
-Its Python files then decorate operators that nobody has defined. They are defined here, without an
-implementation (no model needs them), in every Python process of the environment and not before
-somebody imports torchvision. `make` copies this file and its .pth into the environment.
+PyPI's torchvision is built for CUDA and cannot load its own library. Its Python files then decorate
+operators that nobody has defined. They are defined here, without an implementation (no model needs
+them), in every Python process of the environment and not before somebody imports torchvision.
+`make` copies this file and its .pth into the environment.
 """
 
 import importlib.abc
