@@ -250,55 +250,63 @@ def _replacements(call: Call, episodes: Sequence[Settle], context: Context) -> l
 
 def _settled(number: int, result: Failure | EpisodeResult, call: Call, context: Context) -> Settle:
     """What becomes of an episode."""
-    record = context.records[number]
+    before = context.records[number]
     if not isinstance(result, Failure):
         # Actors that could not read the data with which another one played the episode now. The
         # pool itself counts the misses of engines.
-        doubts_of_actors = [doubt for doubt in record.doubts if doubt[1].of_actor]
-        return Settle(number, True, Next.PLAYED, record, doubts_of_actors)
+        doubts_of_actors = [doubt for doubt in before.doubts if doubt[1].of_actor]
+        return Settle(number, True, Next.PLAYED, before, doubts_of_actors)
 
     failure = result
-    attempts = record.attempts + 1
-    limit = context.limit
-    doubts = record.doubts
-    engines = record.engines
-    engine_worked = None
+    after = _after(before, failure, call)
     is_bad_data = failure.cause is Cause.BAD_DATA
-    if is_bad_data:
-        seat = call.environment
-        if not failure.of_actor:
-            seat = call.engine
-            engine_worked = False
-        doubts = (*doubts, (seat, failure))
-        # The second opinion must come from another engine, too.
-        engines |= {call.engine.slot}
-        # Two actors have to agree about bad data, even where one attempt is allowed.
-        limit = max(limit, 2)
-    # Another episode ended the actor, or may have.
-    is_shared = call.lost is not None and len(call.results) > 1
-    by_others = is_shared or failure.scope is Scope.BYSTANDER
-    # Bad data is charged in any case, so that a task which is never confirmed ends.
-    charged = record.charged + (is_bad_data or not by_others)
-    # The same bug on a second actor is not tried a third time.
-    same_bug_again = not failure.retryable and failure.why == record.failure.why
-
-    next_step = Next.AGAIN
-    if failure.cause is Cause.DIVERGED:
-        next_step = Next.END_RUN
-    elif failure.cause is Cause.OVER_LONG:
-        next_step = Next.TOO_LONG
-    elif is_bad_data and _confirmed(doubts, context):
-        next_step = Next.BAD_DATA
-    # The last condition ends attempts that are not charged.
-    elif charged >= limit or same_bug_again or attempts >= context.limit + FREE_ATTEMPTS:
-        next_step = Next.GIVEN_UP
-    environments = record.environments | {call.environment.slot}
-    after = Record(attempts, charged, failure, doubts, environments, engines)
+    engine_worked = False if is_bad_data and not failure.of_actor else None
     # Bad data counts against its actor when another one has played the episode. The loss of a call
     # is one failure, however many episodes were lost.
     counts = failure.of_actor and not is_bad_data and (call.lost is None or number == 0)
     charges = [(call.environment, failure)] if counts else []
-    return Settle(number, engine_worked, next_step, after, charges)
+    return Settle(number, engine_worked, _next(before, after, context), after, charges)
+
+
+def _after(before: Record, failure: Failure, call: Call) -> Record:
+    """The record of an episode with its failed attempt."""
+    doubts = before.doubts
+    engines = before.engines
+    is_bad_data = failure.cause is Cause.BAD_DATA
+    if is_bad_data:
+        seat = call.environment if failure.of_actor else call.engine
+        doubts = (*doubts, (seat, failure))
+        # The second opinion must come from another engine, too.
+        engines |= {call.engine.slot}
+    # Another episode ended the actor, or may have.
+    is_shared = call.lost is not None and len(call.results) > 1
+    by_others = is_shared or failure.scope is Scope.BYSTANDER
+    # Bad data is charged in any case, so that a task which is never confirmed ends.
+    charged = before.charged + (is_bad_data or not by_others)
+    environments = before.environments | {call.environment.slot}
+    return Record(before.attempts + 1, charged, failure, doubts, environments, engines)
+
+
+def _next(before: Record, after: Record, context: Context) -> Next:
+    """What follows the failed attempt that ``after`` includes and ``before`` does not."""
+    failure = after.failure
+    is_bad_data = failure.cause is Cause.BAD_DATA
+    if failure.cause is Cause.DIVERGED:
+        return Next.END_RUN
+    if failure.cause is Cause.OVER_LONG:
+        return Next.TOO_LONG
+    if is_bad_data and _confirmed(after.doubts, context):
+        return Next.BAD_DATA
+
+    # Two actors have to agree about bad data, even where one attempt is allowed.
+    limit = max(context.limit, 2) if is_bad_data else context.limit
+    # The same bug on a second actor is not tried a third time.
+    same_bug_again = not failure.retryable and failure.why == before.failure.why
+    # Attempts that are not charged end, too.
+    too_many = after.attempts >= context.limit + FREE_ATTEMPTS
+    if after.charged >= limit or same_bug_again or too_many:
+        return Next.GIVEN_UP
+    return Next.AGAIN
 
 
 def _confirmed(doubts: Sequence[Doubt], context: Context) -> bool:
