@@ -107,16 +107,14 @@ def add_sft(parser: argparse.ArgumentParser) -> None:
 
 
 def _sft(arguments: argparse.Namespace) -> int:
-    from rayloop.data.dataset import Dataset
     from rayloop.sft.answers import try_first
     from rayloop.sft.stage import SftConfig
 
     with cluster(arguments) as (address, temporary):
         config = load(arguments.config, arguments.overrides, SftConfig)
         check_components(config)
-        reader = config.data.reader.build()
-        dataset = Dataset(config.data.train, reader, False, lambda failure: None)
-        first = next(iter(dataset), None)
+        rows = config.data.rows(config.data.train, lambda failure: None)
+        first = next(iter(rows), None)
         if first is not None:
             try_first(config.answers, first)
         from rayloop.cluster.stages.sft import sft  # imports ray, which reads the environment

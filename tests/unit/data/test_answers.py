@@ -9,6 +9,7 @@ import random
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from rayloop.cli import main
 from rayloop.config.settings import Component
@@ -88,6 +89,19 @@ def test_wrong_answers_are_refused_before_anything_starts(
     assert main(["sft", "warm.yaml", f"answers.use=mine_answers.py:{use}"]) == 2
     assert why in capsys.readouterr().err
     assert not (project / "out").exists()
+
+
+def test_a_row_whose_image_lies_elsewhere_is_tried_too(
+    project: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With data.anywhere, as the stage itself reads the rows."""
+    image = tmp_path_factory.mktemp("elsewhere") / "a.png"
+    Image.new("RGB", (28, 28)).save(image)
+    row = {"prompt": "How many?", "answer": "3", "images": [str(image)]}
+    (project / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    stage = ["sft", "warm.yaml", "answers.use=mine_answers.py:raises", "data.anywhere=true"]
+    assert main(stage) == 2
+    assert "in raises" in capsys.readouterr().err
 
 
 def test_an_answer_is_a_text_or_messages() -> None:
