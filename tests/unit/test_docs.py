@@ -41,7 +41,8 @@ PAGES = sorted(
 )
 TEXTS = sorted([*PAGES, *(path for top in TOPS[:7] for path in (ROOT / top).rglob("*.py"))])
 """Pages, and the modules whose docstrings and comments also name files."""
-FILE = re.compile(rf"(?<![\w./-])(?:{'|'.join(TOPS)})/[\w./*-]*[\w*]")
+FILE = re.compile(rf"(?<![\w./-])(?<!@[0-9a-f]{{40}}:)(?:{'|'.join(TOPS)})/[\w./*-]*[\w*]")
+"""A file here: one behind a commit (``owner/name@...:docs/page.md``) is in another repository."""
 LINK = re.compile(r"\]\(([^)\s:#]*)(?:#([^)\s]*))?\)")
 MODULE = re.compile(r"python3? -m ([\w.]+)")
 DOTTED = re.compile(

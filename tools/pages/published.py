@@ -21,11 +21,16 @@ HEADER = """# Published values, and ours
 Made by `python -m tools.pages.published`; do not edit. Of each published system: every value
 of its scripts beside ours, what differs in behaviour, and its prompts by the SHA-256 of their text.
 A value without a key has its reason. The first configuration is the default, the second repeats the
-original. Memory is what `estimate` computes for the second, with the longest trajectories that it
-allows; no GPU has measured it.
+original; where only one is named, it has the published values, and ours where none is stated.
+Memory is what `estimate` computes for the second, with the longest trajectories that it allows; no
+GPU has measured it.
 """
+NOT_STATED = "not stated"
+"""Stands for a published value that no source gives."""
 ABSENT = object()
 """A configuration has nothing at this place."""
+WHICH = ("default", "faithful")
+"""The configurations of a system; without a ``faithful`` one, the default has published values."""
 
 
 def files() -> list[Path]:
@@ -45,24 +50,38 @@ def section(path: Path) -> Iterator[str]:
     name = path.parent.name + path.stem.removeprefix("published").replace("_", " ")
     licence = "no licence" if source["licence"] in (None, "none") else source["licence"]
     yield f"## {name}\n"
-    runs = ", ".join(f"`{folder}/{data[which]}`" for which in ("default", "faithful"))
+    runs = ", ".join(f"`{folder}/{data[which]}`" for which in WHICH if which in data)
     yield f"`{source['repository']}` at {source['commit']} ({licence}). {runs}.\n"
-    roles = on_gpus(path.parent / data["faithful"])
-    yield from table(
-        ("role as published", "GPUs", "GiB of each", "for", "smallest card"), of_roles(roles)
-    )
-    yield from table(("published cards", "fits", "why not"), of_cards(roles, data["cards"]))
-    yield from table(("value", "key", "published", "ours", "reason"), map(row_of, data["values"]))
+    if "cards" in data:
+        roles = on_gpus(path.parent / data["faithful"])
+        yield from table(
+            ("role as published", "GPUs", "GiB of each", "for", "smallest card"), of_roles(roles)
+        )
+        yield from table(("published cards", "fits", "why not"), of_cards(roles, data["cards"]))
+    sources = data.get("sources") or {}
+    yield from table(("source", "where"), ([key, f"`{at}`"] for key, at in sources.items()))
+    columns = ("value", "key", "published", "ours", "reason", *(("from",) if sources else ()))
+    yield from table(columns, (row_of(one)[: len(columns)] for one in data["values"]))
     names = ("what", "original", "corrected", "why", "run")
     yield from table(
         ("differs", *names[1:4], "which runs"),
         ([one.get(key, "") for key in names] for one in data["differences"]),
     )
+    missing = data.get("missing") or ()
+    yield from table(
+        ("cannot be repeated", "why", "from"),
+        ([one["what"], one["why"], one.get("from", "")] for one in missing),
+    )
     prompts = (
-        [one.get("file") or one.get("why", ""), one["from"], f"`{one['sha256']}`"]
+        [one.get("file") or one.get("why", ""), one["from"], hash_of(one)]
         for one in data.get("prompts") or ()
     )
     yield from table(("prompt", "from", "SHA-256"), prompts)
+
+
+def hash_of(prompt: Mapping[str, Any]) -> str:
+    """The cell of a prompt's hash; empty where its bytes could not be had."""
+    return f"`{prompt['sha256']}`" if "sha256" in prompt else ""
 
 
 def row_of(one: Mapping[str, Any]) -> list[str]:
@@ -75,6 +94,7 @@ def row_of(one: Mapping[str, Any]) -> list[str]:
         written(one["published"]),
         "" if ours is ABSENT else written(ours),
         one.get("reason", ""),
+        one.get("from", ""),
     ]
 
 
@@ -133,11 +153,16 @@ def _settings(component: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def configurations(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The default and the faithful configuration of a file, as plain values. Raises ConfigError."""
+    """The default and the faithful configuration of a file, as plain values.
+
+    They are the same where a file has no faithful one. Raises ConfigError.
+    """
     data = yaml.safe_load(path.read_text(encoding="utf-8"))
     default, faithful = (
-        read(path.parent / data[name], []).model_dump(mode="json", by_alias=True)
-        for name in ("default", "faithful")
+        read(path.parent / data.get(name, data["default"]), []).model_dump(
+            mode="json", by_alias=True
+        )
+        for name in WHICH
     )
     return default, faithful
 

@@ -5,6 +5,7 @@ ours what the default sets.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,17 @@ from rayloop.engines.settings import FsdpSettings
 from rayloop.estimate.memory import GIB, RoleMemory
 from tests.support.runs import ROOT
 from tools.pages.fits import SEVEN, THREE, of_cards, of_roles
-from tools.pages.published import ABSENT, configurations, files, page, value_at
+from tools.pages.published import ABSENT, NOT_STATED, configurations, files, page, value_at
 
 FILES = files()
-SECTIONS = {"source", "default", "faithful", "cards", "values", "differences", "prompts"}
+ALWAYS = {"source", "default", "values", "differences"}
+SECTIONS = ALWAYS | {"faithful", "cards", "sources", "missing", "prompts"}
 ALLOWED = {
     "cards": ({"gpus", "gb", "from"}, set()),
-    "values": ({"what", "published"}, {"key", "ours", "reason"}),
+    "values": ({"what", "published"}, {"key", "ours", "reason", "from"}),
     "differences": ({"what", "original", "corrected", "why", "run"}, set()),
-    "prompts": ({"from", "sha256"}, {"file", "why"}),
+    "missing": ({"what", "why"}, {"from"}),
+    "prompts": ({"from"}, {"sha256", "file", "why"}),
 }
 """Section -> what each of its entries must have, and what it may."""
 
@@ -97,7 +100,8 @@ def test_there_is_one_for_charts() -> None:
 @pytest.mark.parametrize("path", FILES, ids=named)
 def test_its_form(path: Path) -> None:
     found = data(path)
-    assert SECTIONS - {"prompts"} <= set(found) <= SECTIONS
+    assert ALWAYS <= set(found) <= SECTIONS
+    assert ("faithful" in found) == ("cards" in found), "memory is that of the faithful preset"
     assert {"repository", "commit", "licence"} == set(found["source"])
     for section, (must, may) in ALLOWED.items():
         for entry in found.get(section) or ():
@@ -108,14 +112,42 @@ def test_its_form(path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("path", [path for path in FILES if "sources" in data(path)], ids=named)
+def test_every_value_names_its_sources(path: Path) -> None:
+    found = data(path)
+    missing = [entry["what"] for entry in found["values"] if not entry.get("from")]
+    assert missing == []
+    entries = [*found["values"], *(found.get("missing") or ()), *(found.get("prompts") or ())]
+    used = {
+        name.partition(":")[0]
+        for entry in entries
+        for name in entry.get("from", "").split(", ")
+        if name
+    }
+    assert used == set(found["sources"])
+    form = re.compile(
+        r"[\w.-]+/[\w.-]+@[0-9a-f]{40}:\S+|[\w.-]+/[\w.-]+#\d+, .+|arXiv:\d{4}\.\d{5}, .+"
+    )
+    assert [at for at in found["sources"].values() if not form.fullmatch(at)] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_what_is_not_stated_has_our_value_and_its_reason(path: Path) -> None:
+    unstated = [entry for entry in data(path)["values"] if entry["published"] == NOT_STATED]
+    assert [one["what"] for one in unstated if not {"key", "ours", "reason"} <= set(one)] == []
+
+
 @pytest.mark.parametrize("path", FILES, ids=named)
 def test_the_faithful_preset_has_what_is_published_and_the_default_what_is_ours(path: Path) -> None:
     default, faithful = configurations(path)
+    found_data = data(path)
     wrong = []
-    for entry in (entry for entry in data(path)["values"] if "key" in entry):
+    for entry in (entry for entry in found_data["values"] if "key" in entry):
+        ours = entry.get("ours", entry["published"])
+        repeated = entry["published"] != NOT_STATED and "faithful" in found_data
         said = {
-            "faithful": (faithful, entry["published"]),
-            "default": (default, entry.get("ours", entry["published"])),
+            "faithful": (faithful, entry["published"] if repeated else ours),
+            "default": (default, ours),
         }
         for which, (config, value) in said.items():
             found = value_at(config, entry["key"])
@@ -163,6 +195,7 @@ def test_prompts_that_are_shipped_have_their_hash(path: Path) -> None:
             assert hashlib.sha256(text).hexdigest() == prompt["sha256"], prompt["file"]
         else:
             assert prompt.get("why"), f"{prompt['from']}: why is it not shipped?"
+            assert "sha256" in prompt or "sources" in data(path), prompt["from"]
     listed = [
         prompt.get("file")
         for one in path.parent.glob("published*.yaml")
