@@ -20,7 +20,7 @@ from rayloop.core.types import Version
 from tests.support.clusters import private_ray
 from tests.support.weight_sync import Stage, Streaming, weights
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(660)
 
 COLLECTIVE: dict[str, Any] = {"kind": "collective"}
 GROUP = "_membership._name"

@@ -302,7 +302,7 @@ class Stage:
     def named(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] == kind]
 
-    def run(self, play: Callable[[], Awaitable[None]], seconds: float = 240) -> None:
+    def run(self, play: Callable[[], Awaitable[None]], seconds: float = 600) -> None:
         """Start the rollout actors, play, and end all."""
 
         async def all_of_it() -> None:
