@@ -36,8 +36,9 @@ from rayloop.envs.catalog import FAMILIES, family, named_environment
 from rayloop.envs.episode import run_episode
 from rayloop.envs.instance import Environments, Instance
 from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
-from rayloop.run.config import RunConfig, read
+from rayloop.run.config import Prepared, RunConfig, read
 from rayloop.run.folder import RunFolder
+from rayloop.run.preflight import speaking
 from rayloop.view.formatting import visible
 from rayloop.view.pictures import Colours, blocks, colours
 from rayloop.view.reader import members
@@ -127,6 +128,7 @@ def _play(arguments: argparse.Namespace) -> int:
         record = Recorded.of(folder, arguments.origin)
     if file.suffix in (".yaml", ".yml"):
         config = read(file, arguments.overrides)
+        config = speaking(config, Prepared.of(config).model)
         kind, task = _of_run(config, record.task or arguments.row)
     elif arguments.overrides:
         raise ConfigError(

@@ -7,7 +7,9 @@ from rayloop import recipes
 from rayloop.chat.template import CLOCK
 from rayloop.commands.arguments import add_cluster, add_run, cluster
 from rayloop.config.model import ModelSettings
+from rayloop.config.settings import Component
 from rayloop.core.failures import ConfigError
+from rayloop.envs.grammar.choice import AUTO
 from rayloop.run.config import Prepared, RunConfig, read
 from rayloop.run.folder import RunFolder
 from rayloop.run.preflight import preflight
@@ -98,6 +100,21 @@ def as_asked(model: ModelSettings, checkpoint: Path, folder: Path) -> ModelSetti
     )
 
 
+def _speaking_as_trained(config: RunConfig, checkpoint: Path) -> RunConfig:
+    """The configuration with the language of the checkpoint's run, where ``auto`` would look.
+
+    An exported model has lost the name by which ``auto`` knows a language.
+    """
+    folder = run_of(checkpoint)
+    trained = RunFolder.at(folder).configuration.get("environment", {}) if folder else {}
+    language = trained.get("language", AUTO)
+    if config.environment.language != AUTO or language == AUTO:
+        return config
+    choice = language if isinstance(language, str) else Component.model_validate(language)
+    environment = config.environment.model_copy(update={"language": choice})
+    return config.model_copy(update={"environment": environment})
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate. Returns the exit code; raises RayloopError."""
     with cluster(arguments) as (address, temporary):
@@ -115,6 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
         if arguments.checkpoint is not None:
             model = as_asked(config.model, arguments.checkpoint, out / "models")
+            config = _speaking_as_trained(config, arguments.checkpoint)
             config = config.model_copy(update={"model": model})
         eval_data = config.data.model_copy(update={"eval": data})
         eval_config = config.model_copy(update={"data": eval_data})
@@ -124,7 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
         from rayloop.cluster.stages.evaluate import evaluate
 
         return evaluate(
-            Prepared(config, prepared.model),
+            Prepared(prepared.config.model_copy(update={"data": config.data}), prepared.model),
             data,
             out,
             controls=arguments.controls,

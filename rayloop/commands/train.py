@@ -90,10 +90,10 @@ def add_try(parser: argparse.ArgumentParser) -> None:
 def _try(arguments: argparse.Namespace) -> int:
     config = read(arguments.config, arguments.overrides)
     config = from_start(config, Path(config.output) / config.name)
-    preflight(config, trains=False, reads=("train",))
+    prepared = preflight(config, trains=False, reads=("train",))
     from rayloop.cluster.stages.dry_run import try_row  # imports torch
 
-    return try_row(config, arguments.row)
+    return try_row(prepared.config, arguments.row)
 
 
 def add_sft(parser: argparse.ArgumentParser) -> None:

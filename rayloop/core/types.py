@@ -112,7 +112,8 @@ class Task:
     ``source`` names the data source (metrics are split by it); ``extra`` is passed through.
     ``environment``: the kind to play it in, one of ``environment.kinds``; empty for the one of
     ``environment.episode``. ``tools``: schemas in OpenAI's form that the chat template shows where
-    the environment has no tools itself.
+    the environment has no tools itself. ``bare``: the messages only say what to do, and an
+    environment with a screen puts the prompt of the model's language around them.
     """
 
     id: str
@@ -122,6 +123,7 @@ class Task:
     extra: Mapping[str, Any] = field(default_factory=dict)
     environment: str = ""
     tools: tuple[Mapping[str, Any], ...] = ()
+    bare: bool = False
 
     @property
     def images(self) -> list[ImageSource]:

@@ -41,6 +41,8 @@ PROMPTS = ("prompt", "messages", "problem")
 
 The first that a row has counts, unless the settings name another.
 """
+TASK = "task"
+"""The key of a prompt that only says what to do."""
 _FROM_PARQUET = re.compile(r"\.parquet:\d+$")
 _MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF")
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
@@ -228,7 +230,8 @@ def _as_sequence(value: Any) -> Sequence[Any]:
 class ChatRows:
     """Reads rows ``{prompt, images, answer, ...}``: the columns of verl, TRL and the Hub.
 
-    ``prompt`` is a text, or a list of {role, content} (or its JSON) that may have tool calls.
+    ``prompt`` is a text, or a list of {role, content} (or its JSON) that may have tool calls, or
+    {task: text}, which only says what to do: the language of the model has the prompt around it.
     ``tools`` has schemas, for environments that have no tools themselves. The k-th ``<image>`` (or
     image part) is the row's k-th image; without any, images come first. The id is ``id``,
     ``extra_info``'s id or data_source/split/index, or file:line. ``extra`` has the keys of
@@ -261,7 +264,10 @@ class ChatRows:
         """The row as a task. Raises DataFailure."""
         prompt_column = self._prompt_column(row, where)
         prompt = field(row, prompt_column, where)
-        listed = _listed(prompt, where)
+        is_bare = isinstance(prompt, Mapping) and set(prompt) == {TASK}
+        if is_bare:
+            prompt = str(field(prompt, TASK, where))
+        listed = None if is_bare else _listed(prompt, where)
         conversation = [{"role": "user", "content": prompt}] if listed is None else listed
         tools = parsed(row.get("tools"))
         if _FROM_PARQUET.search(where):
@@ -291,6 +297,7 @@ class ChatRows:
             str(row.get("data_source") or ""),
             {**extra, **info},
             tools=offered(tools),
+            bare=is_bare,
         )
 
     def _prompt_column(self, row: Mapping[str, Any], where: str) -> str:

@@ -10,13 +10,12 @@ from typing import Any
 
 from rayloop.chat.rendering import Renderer
 from rayloop.chat.tokenizer import load_tokenizer, read_json
-from rayloop.config.settings import components
-from rayloop.config.yaml_source import dotted
+from rayloop.config.settings import check_components, components
 from rayloop.core.failures import ConfigError
 from rayloop.core.model_families import learned_positions, positions, unsupported
 from rayloop.engines.settings import TransformersEngineSettings, VllmEngineSettings
 from rayloop.engines.shape import ModelSource
-from rayloop.envs.grammar.language import language, names
+from rayloop.envs.grammar.choice import AUTO, Model, chosen, listeners, spoken, stop_words
 from rayloop.grpo.idle import Situation, idle
 from rayloop.launch.ray_variables import in_job
 from rayloop.loggers.settings import installed
@@ -37,15 +36,18 @@ def preflight(
     reads: Sequence[str] = ("train", "eval"),
     model: ModelSource | None = None,
 ) -> Prepared:
-    """The run with its model.
+    """The run with its model, and with the model's language.
 
     ``reads``: the files of ``data`` that are read; ``model``: the model, where another check has
     looked it up. Raises ConfigError that names the key, what is not there, and what to do.
     """
     prepared = Prepared(config, model) if model else Prepared.of(config)
+    known(prepared.model)
+    config = speaking(config, prepared.model)
+    check_components(config)
+    prepared = Prepared(config, prepared.model)
     if in_job():
         lasting(config.output)
-    known(prepared.model)
     for key, path in ((f"data.{name}", getattr(config.data, name)) for name in reads):
         if path is not None and not Path(path).is_file():
             raise ConfigError(
@@ -60,8 +62,6 @@ def preflight(
     # Raises for tokenizer and chat template.
     renderer = Renderer(config.model, folder=prepared.model.files.folder)
     bannable(config, len(renderer.banned_tokens))
-    model_config = read_json(prepared.model.files.folder / "config.json")
-    speaks(config.environment, config.model.path, str(model_config.get("model_type")))
     beyond_positions(prepared)
     return prepared
 
@@ -233,22 +233,37 @@ def held_in(environment: EnvironmentSettings) -> str:
     return "; ".join(dict.fromkeys(filter(None, said)))
 
 
-def speaks(environment: EnvironmentSettings, model: str, model_type: str) -> None:
-    """Raise ConfigError where an environment's language is that of other models.
+LANGUAGE_KEY = "environment.language"
 
-    Any model may learn UI-TARS's, and one without a language of its own any language.
+
+def speaking(config: RunConfig, model: ModelSource) -> RunConfig:
+    """The run with the language of its model in all components that read turns.
+
+    Its stop words end the policy's turns. Raises ConfigError when the model speaks another one than
+    ``environment.language``; a run in which nothing reads turns stays as it is.
     """
-    fitting = [name for name in names() if model_type in language(name).model_types]
-    for path, part in components(environment):
-        chosen = getattr(part.options(), "language", None)
-        if not fitting or chosen not in names() or chosen in fitting:
-            continue
-        if language(chosen).model_types:
-            key = dotted(("environment", *path, "with", "language"))
-            raise ConfigError(
-                f"{key} is {chosen}, but {model} is a {model_type}, which was trained on another"
-                f" one. Set {key} to {' or '.join([*fitting, 'ui_tars'])}"
-            )
+    if not listeners(config):
+        return config
+    speaker = _speaker(model, is_needed=config.environment.language == AUTO)
+    language = chosen(config.environment.language, speaker, LANGUAGE_KEY)
+    config = spoken(config, language, speaker, LANGUAGE_KEY)
+    environment = config.environment.model_copy(update={"language": language})
+    sampling = config.rollout.sampling
+    stop = tuple(dict.fromkeys((*sampling.stop, *stop_words(language))))
+    rollout = config.rollout.model_copy(
+        update={"sampling": sampling.model_copy(update={"stop": stop})}
+    )
+    return config.model_copy(update={"environment": environment, "rollout": rollout})
+
+
+def _speaker(model: ModelSource, *, is_needed: bool) -> Model:
+    """What is known of the model; of one that is not here, its path, unless more ``is_needed``."""
+    try:
+        return Model(model.path, read_json(model.files.folder / "config.json"))
+    except ConfigError:
+        if is_needed:
+            raise
+        return Model(model.path, {})
 
 
 def bannable(config: RunConfig, banned: int) -> None:

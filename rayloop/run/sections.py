@@ -15,6 +15,8 @@ from rayloop.engines.settings import (
     OptimizerSettings,
     TransformersEngineSettings,
 )
+from rayloop.envs.grammar.choice import AUTO
+from rayloop.envs.grammar.family import LANGUAGE, LanguageChoice
 from rayloop.envs.settings import ENVIRONMENT, EnvironmentKind, EpisodeSettings, SamplingSettings
 from rayloop.grpo.losses.settings import LOSS, LossChoice, PpoLoss
 from rayloop.grpo.settings import UpdateSettings
@@ -167,6 +169,13 @@ class RolloutSettings(RoleSettings):
 class EnvironmentSettings(RoleSettings):
     """The actors that play episodes."""
 
+    language: Annotated[LanguageChoice, LANGUAGE] = AUTO
+    """How the model writes its turns on screens, with their prompt, stop words and coordinates: the
+    name of a language (docs/compatibility.md), a file, or ``{use: module:Class}`` with ``read`` and
+    ``write``. ``auto``: that of ``model.path``, by its name and config.json. Environments with a
+    screen and rewards that read turns have it. Why a key: a model trained on UI-TARS' turns may be
+    in a folder of any name.
+    """
     episode: EpisodeSettings = EpisodeSettings()
     kinds: Annotated[dict[str, EnvironmentKind], ENVIRONMENT] = {}
     """``{name: {use: module:Class, with: {...}, isolation: thread}}``: several kinds of environment

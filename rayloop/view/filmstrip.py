@@ -21,9 +21,9 @@ from rayloop.core.types import ImageSource
 from rayloop.data.images import MOST_BYTES, decode, probe, untinted
 from rayloop.envs.grammar.actions import Action, Mistake, Point
 from rayloop.envs.grammar.arpo import Broken, ScreenSize, acts
-from rayloop.envs.grammar.language import action_format
+from rayloop.envs.grammar.language import spoken_format
 from rayloop.envs.grammar.rules import Extent
-from rayloop.envs.grammar.screens import Pointing
+from rayloop.envs.grammar.screens import ScreenSettings
 from rayloop.envs.tools import ToolError, tool_call
 from rayloop.run.folder import RunFolder
 from rayloop.run.records.rollouts import NEW_CONTEXT
@@ -63,6 +63,10 @@ def shrunk(data: bytes, tint: float) -> bytes:
     return file.getvalue()
 
 
+SCREEN_KEYS = {"language", "pointing", "variant"}
+"""Settings of environments with a screen, by which they are known."""
+
+
 def _screen_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings of the run's screen environment; empty when it has none."""
     environment = config.get("environment") or {}
@@ -70,7 +74,7 @@ def _screen_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     kinds = environment.get("kinds") or {}
     for component in (episode.get("environment"), *kinds.values()):
         settings: Mapping[str, Any] = (component or {}).get("with") or {}
-        if "pointing" in settings or "variant" in settings:
+        if SCREEN_KEYS & settings.keys():
             return settings
     return {}
 
@@ -296,12 +300,14 @@ def _runs(text: str, logprobs: Sequence[Sequence[float]]) -> list[Record]:
 def _actions(text: str, screen: Mapping[str, Any], width: int, height: int) -> Sequence[Action]:
     """The actions of a turn on a screen, points in its pixels; empty for a text that has none."""
     try:
-        pointing = Pointing.model_validate(screen.get("pointing") or {})
-        if screen.get("variant") == "original":
+        known = {key: screen[key] for key in SCREEN_KEYS & screen.keys()}
+        settings = ScreenSettings.model_validate(known)
+        pointing = settings.pointing
+        if settings.variant == "original":
             size = ScreenSize(pointing.size(width, height), (width, height))
             return list(chain.from_iterable(acts(text, size)))
         unit = Extent(*pointing.size(width, height))
-        turn = action_format(screen.get("language") or "ui_tars").read(text, unit)
+        turn = spoken_format(settings.language).read(text, unit)
         if isinstance(turn, Mistake):
             return ()
         return [pointing.on(action, width, height) for action in turn.actions]

@@ -7,17 +7,17 @@ folder.
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rayloop.core.failures import ConfigError
-from rayloop.envs.grammar.screens import UI_TARS_OR_FAIL
+from rayloop.envs.grammar.family import BARE
 from rayloop.envs.osworld.environment import rows
 from rayloop.recipes import preparer, write_rows
 from rayloop.recipes.arpo.prepare import ORIGINAL, Prompt
 
-PROMPTS = {"ui-tars": UI_TARS_OR_FAIL, "original": ORIGINAL}
+PROMPTS: Mapping[str, Prompt] = {"language": BARE, "original": ORIGINAL}
 NEEDED = {"id", "instruction", "evaluator"}
 """Keys of a task."""
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--prompt",
         choices=PROMPTS,
-        default="ui-tars",
+        default="language",
         help="prompt of the rows (default: %(default)s)",
     )
     parser.add_argument(
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def tasks(folder: Path, name: Path, prompt: Prompt = UI_TARS_OR_FAIL) -> list[dict[str, Any]]:
+def tasks(folder: Path, name: Path, prompt: Prompt = BARE) -> list[dict[str, Any]]:
     """Rows {id, data_source (the domain), prompt, osworld} of a list.
 
     ``name`` is a path, or is relative to ``folder``.

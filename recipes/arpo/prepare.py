@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rayloop.envs.grammar.screens import INSTRUCTION, UI_TARS
+from rayloop.envs.grammar.family import BARE, INSTRUCTION
 from rayloop.recipes import preparer, write_rows
 
 PAGES = (
@@ -29,8 +29,8 @@ ROWS = {"train": 900, "val": 72}
 """Numbers of rows in the shipped splits."""
 
 
-Prompt = str | list[dict[str, str]]
-"""A row's prompt: one text, or messages."""
+Prompt = str | list[dict[str, str]] | dict[str, str]
+"""A row's prompt: one text, or messages, or only the task."""
 
 
 def rows(
@@ -56,8 +56,8 @@ ORIGINAL: Prompt = [
 
 Texts: dvlab-research/ARPO (Apache-2.0).
 """
-PROMPTS: Mapping[str, Prompt] = {"bare": INSTRUCTION, "ui-tars": UI_TARS, "original": ORIGINAL}
-"""The prompts by name: UI-TARS's for models that know it, or that of ARPO.
+PROMPTS: Mapping[str, Prompt] = {"bare": INSTRUCTION, "language": BARE, "original": ORIGINAL}
+"""The prompts by name: the instruction alone, that of the model's language, or that of ARPO.
 
 Explanations do not help a tiny model.
 """

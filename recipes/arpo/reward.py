@@ -1,7 +1,9 @@
 """ARPO's reward: the environment's result, less half a point for a last turn without an action."""
 
 import math
-from typing import Literal
+from typing import Annotated, Literal, Self
+
+from pydantic import model_validator
 
 from rayloop.config.settings import SettingsModel
 from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
@@ -9,7 +11,9 @@ from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
 from rayloop.envs.grammar.actions import Mistake
 from rayloop.envs.grammar.arpo import Broken, parsed
-from rayloop.envs.grammar.language import action_format
+from rayloop.envs.grammar.choice import ANY_MODEL
+from rayloop.envs.grammar.family import LANGUAGE, LanguageChoice
+from rayloop.envs.grammar.language import spoken_format
 from rayloop.envs.grammar.rules import Extent
 
 
@@ -31,17 +35,27 @@ class ArpoReward:
         original: turns are read by ARPO's parser with its mistakes (README.md), and no result is 0,
         to repeat a published run.
         """
-        language: str = "ui_tars"
-        """How the policy writes its actions, as in the environment's settings."""
+        language: Annotated[LanguageChoice, LANGUAGE] = ANY_MODEL
+        """How the policy writes its actions. A run sets it to ``environment.language``."""
         format_weight: float = 0.5
         """The cost of a last turn that is not an action.
 
         Raise it while the policy still writes such turns.
         """
 
+        @model_validator(mode="after")
+        def _original_in_its_language(self) -> Self:
+            if self.variant == "original" and self.language != ANY_MODEL:
+                raise ValueError(
+                    f"variant: original reads turns by ARPO's parser, which is that of {ANY_MODEL},"
+                    f" not of {self.language}. Set environment.language to {ANY_MODEL}, or variant"
+                    " to corrected"
+                )
+            return self
+
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._format = action_format(settings.language)
+        self._format = spoken_format(settings.language)
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
         """Unscored without a result of the environment."""

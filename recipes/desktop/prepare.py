@@ -3,15 +3,15 @@
 ``data prepare desktop --out DIR`` makes train.jsonl and val.jsonl (every fourth task).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rayloop.core.failures import ConfigError
 from rayloop.envs.desktop.tasks import PROMPT, SHIPPED, rows
-from rayloop.envs.grammar.screens import UI_TARS
+from rayloop.envs.grammar.family import BARE
 from rayloop.recipes import preparer, write_rows
 
-PROMPTS = {"bare": PROMPT, "ui-tars": UI_TARS}
+PROMPTS: Mapping[str, object] = {"bare": PROMPT, "language": BARE}
 HELD_OUT = 4
 """Every fourth task is held out."""
 

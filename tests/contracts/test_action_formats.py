@@ -23,7 +23,7 @@ from rayloop.envs.grammar.actions import (
     Scroll,
     Unsupported,
 )
-from rayloop.envs.grammar.language import action_format, language, names
+from rayloop.envs.grammar.language import action_format, language
 from rayloop.envs.grammar.rules import Extent
 from tests.support.growth import grows_with_length
 from tools.pages.compatible.golden_turns import FAMILIES, GoldenTurn, golden_turns, screen
@@ -32,8 +32,11 @@ TURNS = [turn for family in FAMILIES for turn in golden_turns(family)]
 READABLE = [turn for turn in TURNS if "refused" not in turn.others]
 FUZZED_TEXTS = int(os.environ.get("FUZZED_TEXTS", "2000"))
 """Texts of each format."""
-JSON_FAMILIES = [name for name in names() if language(name).written.form in ("function", "object")]
-PYTHON_FAMILIES = [name for name in names() if language(name).written.form == "python"]
+WITH_CALLS = [name for name in FAMILIES if name != "ui_tars"]
+JSON_FAMILIES = [
+    name for name in WITH_CALLS if language(name).written.form in ("function", "object")
+]
+PYTHON_FAMILIES = [name for name in WITH_CALLS if language(name).written.form == "python"]
 
 
 def read(family: str, text: str) -> Actions | Mistake:
@@ -192,7 +195,7 @@ def test_deep_and_long_texts_are_refused(family: str, opening: str) -> None:
     assert_refused(family, opening * (1_000_000 // len(opening)))
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "ui_tars"])
+@pytest.mark.parametrize("family", WITH_CALLS)
 def test_a_thought_that_quotes_an_action_stays_a_thought(family: str) -> None:
     written_by = language(family)
     quoted = written_by.write(Actions("", (Finish(),)), screen(family))

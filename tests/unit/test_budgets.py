@@ -21,9 +21,9 @@ from rayloop.run.config import RunConfig
 from tests.support.runs import ROOT
 from tools.pages.config import leaf_keys
 
-KEYS = 193
+KEYS = 196
 """Paths that a user can set to a value; a class that is used at two places has its keys twice."""
-TOKENS = 445_800
+TOKENS = 449_000
 """Names, operators, numbers and strings of the product: a budget that nobody meets by writing
 denser lines.
 """

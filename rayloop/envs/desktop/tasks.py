@@ -207,7 +207,7 @@ def task_file(path: Path) -> TaskFile:
 PROMPT = "You see the screen of a computer. {instruction}"
 
 
-def rows(path: Path = SHIPPED, prompt: str = PROMPT) -> list[dict[str, Any]]:
+def rows(path: Path = SHIPPED, prompt: object = PROMPT) -> list[dict[str, Any]]:
     """Return the rows of a data file, one for each task: its id in the column ``desktop``.
 
     Raises as ``TaskFile``.

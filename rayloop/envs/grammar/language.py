@@ -2,15 +2,13 @@
 
 import dataclasses
 import functools
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeGuard
 
 import yaml
-from pydantic import Field
 
-from rayloop.config.settings import SettingsModel
+from rayloop.config.settings import SettingsModel, local_path
 from rayloop.envs.grammar import bodies
 from rayloop.envs.grammar.actions import (
     Action,
@@ -27,11 +25,17 @@ from rayloop.envs.grammar.actions import (
     Unsupported,
 )
 from rayloop.envs.grammar.bodies import QUOTED_CHARACTERS, Stop, WrittenCall
-from rayloop.envs.grammar.rules import ActionWriter, ArgumentReader, Extent, PointStyle, Rule, Rules
+from rayloop.envs.grammar.family import LanguageChoice, named_keys
+from rayloop.envs.grammar.reading import ArgumentReader
+from rayloop.envs.grammar.rules import Extent, PointStyle, Rule, Rules
+from rayloop.envs.grammar.turns import TurnParts
 from rayloop.envs.grammar.ui_tars import UiTars
+from rayloop.envs.grammar.writing import ActionWriter
 
 MAX_LISTED_NAMES = 12
 """Names of calls that a mistake lists."""
+MAX_LISTED_CALLS = 100
+"""Calls of a list that are read; a turn with so many is refused anyway."""
 
 
 class ActionFormat(Protocol):
@@ -52,15 +56,6 @@ class ActionFormat(Protocol):
         ...
 
 
-class Part(SettingsModel):
-    """A part of a turn, between two marks."""
-
-    open: str = ""
-    """The mark before it, at the beginning of a line, or anywhere if it is a special token."""
-    close: str = ""
-    """The mark behind it; empty: the part ends at the next mark of another one."""
-
-
 class Written(SettingsModel):
     """How the parts of a turn are written; ``{}`` stands for the text."""
 
@@ -73,27 +68,15 @@ class Written(SettingsModel):
     """The object around a call, whose key ``inside`` holds the call."""
     inside: str = ""
     points: PointStyle = "pair"
+    between_keys: str = ""
+    """What stands between the keys of a combination; empty: they are a list."""
 
 
-class Language(SettingsModel):
+class Language(TurnParts):
     """A language whose turns have calls; UI-TARS's is ``ui_tars.py``."""
 
-    family: str
-    model_types: tuple[str, ...] = ()
-    """Values of ``model_type`` in config.json; empty: any model."""
     like: str = ""
     """The language of whose file this one has what it does not say itself, rules of calls, too."""
-    thinking: tuple[Part, ...] = (Part(open="<think>", close="</think>"),)
-    """What comes first and is never searched for calls."""
-    thought: tuple[Part, ...] = ()
-    """Where the thought is, the first that is not empty; else what stands before the summary."""
-    summary: tuple[Part, ...] = ()
-    other: tuple[str, ...] = ()
-    """Marks of parts that are not read."""
-    calls: tuple[Part, ...] = Field(min_length=1)
-    """Where calls are: the first kind that a text has; the last such part, or all of them."""
-    several: bool = False
-    """Whether a turn may have more than one part with calls, or more than one object."""
     name_keys: tuple[str, ...] = ()
     """Keys of an object, or arguments of a function, that name the call."""
     around: tuple[str, ...] = ()
@@ -102,157 +85,98 @@ class Language(SettingsModel):
     """Arguments that mean nothing to a screen."""
     rules: tuple[Rules, ...]
     written: Written
-    pointing: dict[str, Any] = {}
-    """Coordinates and resize factor of the family's models, for settings that do not say them."""
 
     def read(self, text: str, screen: Extent) -> Actions | Mistake:
         """See ``ActionFormat``."""
         try:
-            thinking, start = self._thinking(text)
-            parts = self._call_parts(text, start)
+            thinking, start = self.thinking_of(text)
+            spans = self.spans_of_calls(text, start)
             actions: list[Action] = []
-            for begin, end in parts:
-                parsed = bodies.calls(text, begin, end)
-                if len(parsed) > 1 and not self.several and parsed[1].form == "object":
-                    raise Stop("a turn has one action", parsed[1].position)
-                for call in parsed:
-                    actions += self._meant(call, screen)
+            for begin, end in spans:
+                for call in self._calls_between(text, begin, end):
+                    actions += self._meaning(call, screen)
             if not actions:
                 raise Stop("no action was found", len(text))
         except Stop as stop:
             quotation = text[stop.position : stop.position + QUOTED_CHARACTERS]
             return Mistake(stop.reason, stop.position, quotation)
-        before = text[start : parts[0][0]]
-        prose = before + "\n" + text[parts[-1][1] :]
-        summary, _ = self._section(prose, self.summary)
-        thought, _ = self._section(prose, self.thought)
-        if not thought:
-            thought = self._unmarked(before) or thinking
-        return Actions(thought, tuple(actions), summary)
+        thought, summary = self.thought_and_summary(text, start, spans)
+        return Actions(thought or thinking, tuple(actions), summary)
 
     def write(self, actions: Actions, screen: Extent) -> str:
         """See ``ActionFormat``."""
         written = self.written
-        writer = ActionWriter(written.points)
-        texts = [self._call_text(*call) for call in self._calls(actions.actions, writer)]
-        is_python = written.form == "python"
-        if len(texts) > 1 and not (self.several or is_python):
-            raise ValueError(f"{self.family} writes one action in a turn, not {len(texts)}")
-        blocks = ["\n".join(texts)] if is_python else texts
-        lines = [written.calls.replace("{}", block) for block in blocks]
+        key_names = {key: names[0] for key, names in self.keys.items()}
+        writer = ActionWriter(written.points, key_names, written.between_keys)
+        calls = [self._call_text(*call) for call in self._calls_of(actions.actions, writer)]
+        if written.form == "python":
+            # A program of several lines is one part of a turn.
+            calls = ["\n".join(calls)]
+        if len(calls) > 1 and not self.several:
+            raise ValueError(f"{self.family} writes one action in a turn, not {len(calls)}")
         thought = written.thought.replace("{}", actions.thought) if actions.thought else ""
         summary = written.summary.replace("{}", actions.summary) if actions.summary else ""
-        return thought + summary + "\n".join(lines)
+        return thought + summary + "\n".join(written.calls.replace("{}", call) for call in calls)
 
-    def _thinking(self, text: str) -> tuple[str, int]:
-        """Return what is thought first, and where the rest begins. Raises Stop."""
-        start = len(text) - len(text.lstrip())
-        for part in self.thinking:
-            if not text.startswith(part.open, start):
-                continue
-            begin = start + len(part.open)
-            end = text.find(part.close, begin)
-            if end < 0:
-                raise Stop(f"{part.open} is never closed with {part.close}", len(text))
-            return text[begin:end].strip(), end + len(part.close)
-        return "", 0
+    def _calls_between(self, text: str, begin: int, end: int) -> Sequence[WrittenCall]:
+        """Return the calls of a part. Raises Stop."""
+        calls = bodies.calls(text, begin, end)
+        if len(calls) > 1 and calls[1].form == "object" and not self.several:
+            raise Stop("a turn has one action", calls[1].position)
+        return calls
 
-    def _call_parts(self, text: str, start: int) -> list[tuple[int, int]]:
-        """Return where the calls begin and end. Raises Stop."""
-        for part in self.calls:
-            if not part.open:
-                return [(start, len(text))]
-            begins = [match.end() for match in _pattern((part.open,)).finditer(text, start)]
-            if part.open == "{":
-                begins = [begin - 1 for begin in begins[:1]]
-            if begins:
-                chosen = begins if self.several else begins[-1:]
-                return [(begin, self._end(text, begin, part)) for begin in chosen]
-        expected = " or ".join(repr(part.open) for part in self.calls)
-        raise Stop(f"no line begins with {expected}", len(text))
-
-    def _end(self, text: str, begin: int, part: Part) -> int:
-        if not part.close:
-            mark = _pattern(self._marks()).search(text, begin) if self._marks() else None
-            return mark.start() if mark else len(text)
-        find = text.find if self.several else text.rfind
-        end = find(part.close, begin)
-        if end < 0 and text[begin:].strip().endswith(("}", "</function>")):
-            # An engine may leave out the stop word.
-            return len(text)
-        if end < 0:
-            raise Stop(f"{part.open} is never closed with {part.close}", len(text))
-        return end
-
-    def _marks(self) -> tuple[str, ...]:
-        return (*(part.open for part in (*self.thought, *self.summary)), *self.other)
-
-    def _section(self, prose: str, parts: Sequence[Part]) -> tuple[str, int]:
-        """Return the first part that is not empty, and where its mark stands; "" and -1 if none."""
-        for part in parts:
-            mark = _pattern((part.open,)).search(prose)
-            if mark is None:
-                continue
-            end = prose.find(part.close, mark.end()) if part.close else -1
-            if not part.close:
-                following = _pattern(self._everything()).search(prose, mark.end())
-                end = following.start() if following else -1
-            section = prose[mark.end() : end if end >= 0 else len(prose)].strip()
-            if section:
-                return section, mark.start()
-        return "", -1
-
-    def _everything(self) -> tuple[str, ...]:
-        opens = (part.open for part in self.calls if part.open)
-        return (*self._marks(), *opens)
-
-    def _unmarked(self, before: str) -> str:
-        """Return what stands before all marks."""
-        marks = self._everything()
-        mark = _pattern(marks).search(before) if marks else None
-        return before[: mark.start() if mark else len(before)].strip()
-
-    def _meant(self, call: WrittenCall, screen: Extent) -> tuple[Action, ...]:
+    def _meaning(self, call: WrittenCall, screen: Extent) -> tuple[Action, ...]:
         """Return what a call means. Raises Stop."""
         if call.name:
-            return self._by_name(call, dict(call.arguments), screen)
+            return self._by_name(call, call.name, dict(call.arguments), screen)
         value = dict(call.arguments)
+        inner_calls = self._inside(value)
+        if inner_calls:
+            meanings = [
+                self._meaning(dataclasses.replace(call, arguments=inner), screen)
+                for inner in inner_calls[:MAX_LISTED_CALLS]
+            ]
+            return tuple(action for meaning in meanings for action in meaning)
+        if self.written.form not in ("function", "marks"):
+            return self._by_name(call, "", value, screen)
+        name = value.pop("name", None)
+        arguments = value.pop("arguments", {})
+        if value or not isinstance(name, str) or not isinstance(arguments, dict):
+            raise Stop('a call looks like {"name": ..., "arguments": {...}}', call.position)
+        return self._by_name(call, name, dict(arguments), screen)
+
+    def _inside(self, value: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the objects that an object is only wrapped around; none where it is a call."""
         for key in self.around:
             inner = value.get(key)
             if isinstance(inner, dict):
-                return self._meant(WrittenCall("", inner, call.position), screen)
+                return [inner]
             if isinstance(inner, list) and inner and all(isinstance(one, dict) for one in inner):
-                parts = [
-                    self._meant(WrittenCall("", one, call.position), screen) for one in inner[:100]
-                ]
-                return tuple(action for part in parts for action in part)
-        if self.written.form in ("function", "marks"):
-            name, arguments = value.pop("name", None), value.pop("arguments", {})
-            if value or not isinstance(name, str) or not isinstance(arguments, dict):
-                raise Stop('a call looks like {"name": ..., "arguments": {...}}', call.position)
-            return self._by_name(WrittenCall(name, {}, call.position), dict(arguments), screen)
-        return self._by_name(WrittenCall("", {}, call.position), value, screen)
+                return inner
+        return []
 
     def _by_name(
-        self, call: WrittenCall, arguments: dict[str, Any], screen: Extent
+        self, call: WrittenCall, name: str, arguments: dict[str, Any], screen: Extent
     ) -> tuple[Action, ...]:
-        """Return what the call of a name, or of a function, means. Raises Stop."""
-        name = call.name
+        """Return what the call of a name, or of a function, means. Raises Stop.
+
+        An argument of a function, or of an object without a name, names the call.
+        """
         function = ""
-        if any(rules.function == name for rules in self.rules if name) or not name:
+        is_function = any(rules.function == name for rules in self.rules)
+        if not name or is_function:
             function = name
             keys = [key for key in self.name_keys if isinstance(arguments.get(key), str)]
             if not keys:
                 expected = " or ".join(self.name_keys)
                 raise Stop(f"the call needs {expected}, the name of an action", call.position)
             name = arguments.pop(keys[0])
-        candidates: list[Rule] = []
-        names: list[str] = []
-        for rules in self.rules:
-            if rules.function == function:
-                candidates += [rule for rule in rules.calls if rule.call == name]
-                names += [rule.call for rule in rules.calls if rule.call not in names]
+        rules_of_function = [
+            rule for rules in self.rules if rules.function == function for rule in rules.calls
+        ]
+        candidates = [rule for rule in rules_of_function if rule.call == name]
         if not candidates:
+            names = list(dict.fromkeys(rule.call for rule in rules_of_function))
             shown = ", ".join(names[:MAX_LISTED_NAMES])
             raise Stop(
                 f"there is no action {name[:QUOTED_CHARACTERS]!r}; there are {shown}", call.position
@@ -280,7 +204,7 @@ class Language(SettingsModel):
             refusal = rule.refusal(given, self.ignored)
             if refusal is None:
                 has_texts = self.written.points == "text" or call.form == "line"
-                reader = ArgumentReader(call, screen, has_texts)
+                reader = ArgumentReader(call, screen, has_texts, named_keys(self.keys))
                 return reader.actions(rule, given)
             refusals.append((len(given.keys() & {*rule.arguments}), refusal))
         if not refusals:
@@ -292,33 +216,34 @@ class Language(SettingsModel):
         _, refusal = max(refusals, key=lambda one: one[0])
         raise Stop(refusal, call.position)
 
-    def _calls(
+    def _calls_of(
         self, actions: Sequence[Action], writer: ActionWriter
     ) -> list[tuple[Rules, Rule, WrittenCall]]:
         """Return the calls that write actions. Raises ValueError."""
-        results = []
-        at = 0
-        while at < len(actions):
-            action = actions[at]
-            following = actions[at + 1] if at + 1 < len(actions) else None
-            focus = action.at if isinstance(action, Click) and action == Click(action.at) else None
-            found = None
-            if isinstance(following, Type) and focus is not None:
-                found = self._first(following, writer, focus)
-                at += found is not None
-            found = found or self._first(action, writer)
-            if found is not None:
-                results.append(found)
-            elif _divided(action) == (action,):
+        calls: list[tuple[Rules, Rule, WrittenCall]] = []
+        remaining = list(actions)
+        while remaining:
+            action = remaining.pop(0)
+            call = None
+            if _is_plain_click(action) and remaining and isinstance(remaining[0], Type):
+                # Some languages have one call for a click on a field and a text.
+                call = self._first_call(remaining[0], writer, focus=action.at)
+                if call is not None:
+                    remaining.pop(0)
+            call = call or self._first_call(action, writer)
+            if call is not None:
+                calls.append(call)
+                continue
+            parts = _divided(action)
+            if parts == (action,):
                 raise ValueError(f"{self.family} has no words for {action}")
-            else:
-                results += self._calls(_divided(action), writer)
-            at += 1
-        return results
+            remaining = [*parts, *remaining]
+        return calls
 
-    def _first(
+    def _first_call(
         self, action: Action, writer: ActionWriter, focus: Any = None
     ) -> tuple[Rules, Rule, WrittenCall] | None:
+        """Return the call by the first rule that has words for an action."""
         has_functions = any(rules.function for rules in self.rules)
         for rules in self.rules:
             if has_functions and not rules.function:
@@ -350,20 +275,6 @@ class Language(SettingsModel):
         return bodies.as_json(arguments)
 
 
-@functools.cache
-def _pattern(marks: tuple[str, ...]) -> re.Pattern[str]:
-    """Return the pattern of any of the marks.
-
-    A special token counts anywhere, another mark only at the beginning of a line.
-    """
-    anywhere = [re.escape(mark) for mark in marks if mark.startswith(("<|", "</"))]
-    at_line = [re.escape(mark) for mark in marks if not mark.startswith(("<|", "</"))]
-    choices = [*anywhere]
-    if at_line:
-        choices.append(rf"(?:^|(?<=</think>)|(?<=</THINK>))[ \t]*(?:{'|'.join(at_line)})")
-    return re.compile("|".join(choices), re.MULTILINE)
-
-
 def _named(rule: Rule, arguments: dict[str, Any], has_texts: bool) -> dict[str, Any]:
     """Return the arguments by name: those without one get the rule's names in turn."""
     unnamed = [value for name, value in arguments.items() if name.isdigit()]
@@ -378,6 +289,11 @@ def _named(rule: Rule, arguments: dict[str, Any], has_texts: bool) -> dict[str, 
         for name, value in results.items():
             results[name] = value if name in texts or name in rule.when else _value(value)
     return results
+
+
+def _is_plain_click(action: Action) -> TypeGuard[Click]:
+    """Return whether an action is one click of the left button at a place."""
+    return isinstance(action, Click) and action.at is not None and action == Click(action.at)
 
 
 def _divided(action: Action) -> tuple[Action, ...]:
@@ -413,35 +329,61 @@ def _is_short(value: Any) -> bool:
 FOLDER = Path(__file__).parents[1] / "languages"
 
 
-@functools.cache
 def language(name: str) -> Language:
-    """Return the shipped language of that name. Raises ValueError for an unknown one."""
-    if name not in names():
-        raise ValueError(f"there is no language {name!r}; there are {', '.join(names())}")
-    return Language.model_validate(_content(name))
+    """Return a language with calls, by its name. Raises ValueError for another one."""
+    file = action_format(name)
+    if not isinstance(file, Language):
+        raise ValueError(f"{name} has no rules of calls")
+    return file
+
+
+@functools.cache
+def action_format(name: str) -> UiTars | Language:
+    """Return a shipped language by its name, or that of a file (*.yaml).
+
+    Raises ValueError for an unknown one, OSError for a file that cannot be read.
+    """
+    content = _content(name)
+    return Language.model_validate(content) if "rules" in content else UiTars(**content)
+
+
+def spoken_format(choice: LanguageChoice) -> ActionFormat:
+    """Return the language of a setting. Raises as ``action_format``, and ConfigError."""
+    if isinstance(choice, str):
+        return action_format(choice)
+    built: ActionFormat = choice.build()
+    return built
 
 
 def _content(name: str) -> dict[str, Any]:
-    content: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
-    if "like" in content:
-        inherited = _content(content["like"])
-        own = {
-            (rules.get("function", ""), rule["call"])
-            for rules in content["rules"]
-            for rule in rules["calls"]
-        }
-        rules = list(content["rules"])
-        for group in inherited["rules"]:
-            function = group.get("function", "")
-            calls = [rule for rule in group["calls"] if (function, rule["call"]) not in own]
-            rules.append({**group, "calls": calls})
-        content = {**inherited, **content, "rules": rules}
-    return content
+    """Return what a file says, with what the file that it is ``like`` says besides."""
+    file = FOLDER / f"{name}.yaml"
+    if name.endswith((".yaml", ".yml")):
+        file = local_path(name)
+    elif name not in names():
+        raise ValueError(f"there is no language {name!r}; there are {', '.join(names())}")
+    content: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    if "like" not in content:
+        return content
+    inherited = _content(content["like"])
+    merged = {**inherited, **content}
+    if "rules" in inherited:
+        merged["rules"] = _merged_rules(content.get("rules", []), inherited["rules"])
+    return merged
 
 
-def action_format(name: str) -> ActionFormat:
-    """Return UI-TARS's format, or a shipped language. Raises ValueError for an unknown one."""
-    return UiTars() if name == UiTars.family else language(name)
+def _merged_rules(
+    rules: Sequence[Mapping[str, Any]], inherited: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Return a file's rules, and the inherited ones of calls for which it has none."""
+    own = {(group.get("function", ""), rule["call"]) for group in rules for rule in group["calls"]}
+    merged = list(rules)
+    for group in inherited:
+        function = group.get("function", "")
+        calls = [rule for rule in group["calls"] if (function, rule["call"]) not in own]
+        if calls:
+            merged.append({**group, "calls": calls})
+    return merged
 
 
 def names() -> list[str]:

@@ -5,29 +5,24 @@ It has their settings, the prompts of rows, a turn's actions, and the first obse
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from rayloop.config.settings import SettingsModel
+from rayloop.core.failures import DataFailure
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.data.resizing import smart_resize
 from rayloop.envs.grammar.actions import Action, Mistake, Point, Sleep
 from rayloop.envs.grammar.arpo import Broken, ScreenSize, acts
 from rayloop.envs.grammar.basic import BasicActions
-from rayloop.envs.grammar.language import action_format, language
+from rayloop.envs.grammar.choice import ANY_MODEL
+from rayloop.envs.grammar.family import INSTRUCTION, LANGUAGE, LanguageChoice, LanguageFile
+from rayloop.envs.grammar.language import spoken_format
 from rayloop.envs.grammar.rules import Extent
-
-INSTRUCTION = "{instruction}"
-"""The text in a row's prompt that the task's instruction replaces."""
-_TEXT = (Path(__file__).parent / "prompts" / "ui_tars.txt").read_text(encoding="utf-8").rstrip()
-UI_TARS = _TEXT.replace("{call_user}", "")
-"""Source: bytedance/UI-TARS 582f3a7 (Apache-2.0), prompts of UI-TARS 1.5 for computers."""
-UI_TARS_OR_FAIL = _TEXT.replace("{call_user}", "call_user() # When the task cannot be done.\n")
-"""The same for tasks of which some cannot be done, as in OSWorld."""
 
 COORDINATE_RANGE = 1000
 FRACTION_DIGITS = 4
@@ -112,11 +107,11 @@ def _with_points(action: Action, convert: Callable[[Point], Point]) -> Action:
 class ScreenSettings(SettingsModel):
     """How a policy's turns reach a screen, and how it is shown to the policy."""
 
-    language: str = "ui_tars"
-    """How the policy writes its actions: ui_tars, or the name of a file of rayloop/envs/languages.
+    language: Annotated[LanguageChoice, LANGUAGE] = ANY_MODEL
+    """How the policy writes its actions, and the prompt of rows that only say the task.
 
-    Take the one that the model was trained on (docs/compatibility.md). ``pointing`` has its
-    coordinates unless it says others.
+    A run sets it to ``environment.language``. ``pointing`` has its coordinates unless it says
+    others.
     """
     pointing: Pointing = Pointing()
     """How the model's coordinates become pixels.
@@ -146,12 +141,27 @@ class ScreenSettings(SettingsModel):
     @classmethod
     def _point_as_the_language(cls, data: Any) -> Any:
         """Add the language's coordinates to ``pointing`` where it does not say them."""
-        if not isinstance(data, Mapping) or data.get("language", "ui_tars") == "ui_tars":
+        if not isinstance(data, Mapping):
             return data
         pointing = data.get("pointing", {})
-        if not isinstance(pointing, Mapping):
+        choice = data.get("language")
+        if not isinstance(choice, str) or not isinstance(pointing, Mapping):
             return data
-        return {**data, "pointing": {**language(str(data["language"])).pointing, **pointing}}
+        usual: dict[str, Any] = getattr(spoken_format(choice), "pointing", {})
+        if not usual:
+            return data
+        defaults = cls.model_fields["pointing"].default.model_dump()
+        return {**data, "pointing": {**defaults, **usual, **pointing}}
+
+    @model_validator(mode="after")
+    def _original_in_its_language(self) -> Self:
+        if self.variant == "original" and self.language != ANY_MODEL:
+            raise ValueError(
+                f"variant: original reads turns by ARPO's rules, which are those of {ANY_MODEL},"
+                f" not of {self.language}. Set environment.language to {ANY_MODEL}, or variant to"
+                " corrected"
+            )
+        return self
 
 
 class ScreenEnvironment:
@@ -161,9 +171,12 @@ class ScreenEnvironment:
     ``reset`` returns ``_first``, and ``screen_size`` gives the size.
     """
 
+    SCREEN: ClassVar[str] = "computer"
+    """The kind of screen, by which a language has its prompt: a key of ``prompts``."""
+
     def __init__(self, settings: ScreenSettings) -> None:
         self._screen = settings
-        self._format = action_format(settings.language)
+        self._format = spoken_format(settings.language)
         self._action_count = 0
         self._basic: BasicActions | None = None
 
@@ -243,19 +256,44 @@ class ScreenEnvironment:
         return StepResult(self._shown(f"Error: {reason}", *screens), error=reason)
 
     def _first(self, task: Task, instruction: str, *screen: str | ImageSource) -> Observation:
-        """Return the row's messages with the instruction in the last one, and the screen.
-
-        ``instruction`` replaces ``{instruction}``.
-        """
+        """Return the first messages and the screen. Raises DataFailure."""
         self._action_count = 0
         self._basic = None
-        *earlier, last = with_instruction(task, instruction)
         if self._screen.variant == "original":
-            return Observation((*earlier, last, Message(self._screen.role, screen)))
-        return Observation((*earlier, Message(last.role, (*last.parts, *screen))))
+            shown = Message(self._screen.role, screen)
+            return Observation((*_with_instruction(task, instruction), shown))
+        beginning = Beginning(self._screen, self.SCREEN, self.screen_size())
+        return Observation(tuple(beginning.messages(task, instruction, *screen)))
 
 
-def with_instruction(task: Task, instruction: str) -> Sequence[Message]:
+@dataclass(frozen=True)
+class Beginning:
+    """How episodes begin: on a ``screen`` of a kind, of ``size`` in pixels."""
+
+    settings: ScreenSettings
+    screen: str
+    size: tuple[int, int]
+
+    def messages(
+        self, task: Task, instruction: str, *shown: str | ImageSource
+    ) -> Sequence[Message]:
+        """Return the row's messages with the instruction in the last one, and what is shown.
+
+        ``instruction`` replaces ``{instruction}``. A row that only says the task gets the prompt of
+        the language around it. Raises DataFailure where the language has none.
+        """
+        *earlier, last = _with_instruction(task, instruction)
+        language = spoken_format(self.settings.language)
+        if not (task.bare and isinstance(language, LanguageFile)):
+            return *earlier, Message(last.role, (*last.parts, *shown))
+        unit = Extent(*self.settings.pointing.size(*self.size))
+        try:
+            return language.messages(self.screen, unit, last.parts, shown)
+        except ValueError as error:
+            raise DataFailure(task.id, str(error)) from error
+
+
+def _with_instruction(task: Task, instruction: str) -> Sequence[Message]:
     """Return the row's messages with ``instruction`` for ``{instruction}`` in the last one."""
     *earlier, last = task.messages
     texts = [

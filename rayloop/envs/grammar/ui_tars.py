@@ -4,6 +4,7 @@ from typing import Literal
 
 from rayloop.envs.grammar import actions, scanner
 from rayloop.envs.grammar.actions import Action, Actions, Mistake, Point
+from rayloop.envs.grammar.family import LanguageFile
 from rayloop.envs.grammar.rules import Extent
 
 Spelling = Literal["box", "box_tokens", "point"]
@@ -19,10 +20,8 @@ _POINTS = {
 _CLICKS = {("left", 1): "click", ("left", 2): "left_double", ("right", 1): "right_single"}
 
 
-class UiTars:
+class UiTars(LanguageFile):
     """The format of UI-TARS. Points outside of the screen are read, and are clamped later."""
-
-    family = "ui_tars"
 
     def read(self, text: str, screen: Extent) -> Actions | Mistake:
         """See ``ActionFormat``."""

@@ -33,7 +33,8 @@ from rayloop.envs.grammar.actions import (
     Type,
 )
 from rayloop.envs.grammar.basic import notches
-from rayloop.envs.grammar.screens import UI_TARS_OR_FAIL, ScreenEnvironment, with_instruction
+from rayloop.envs.grammar.family import BARE
+from rayloop.envs.grammar.screens import Beginning, ScreenEnvironment
 from rayloop.envs.osworld.machines import (
     Machine,
     MachineLost,
@@ -109,6 +110,7 @@ class OSWorld(ScreenEnvironment):
     """
 
     Settings = OSWorldSettings
+    SCREEN = "infeasible"
 
     def __init__(self, settings: OSWorldSettings) -> None:
         super().__init__(settings)
@@ -125,7 +127,8 @@ class OSWorld(ScreenEnvironment):
 
         Raises DataFailure.
         """
-        return with_instruction(task, str(_task_of(task, settings.tasks)["instruction"]))
+        beginning = Beginning(settings, OSWorld.SCREEN, (settings.width, settings.height))
+        return beginning.messages(task, str(_task_of(task, settings.tasks)["instruction"]))
 
     def reset(self, task: Task) -> Observation:
         """Reset a machine for the task; tries other machines, with growing pauses between.
@@ -246,7 +249,7 @@ def _task_of(task: Task, tasks: str) -> Mapping[str, Any]:
     return config
 
 
-def rows(path: Path, prompt: object = UI_TARS_OR_FAIL) -> list[dict[str, Any]]:
+def rows(path: Path, prompt: object = BARE) -> list[dict[str, Any]]:
     """Return rows of a data file from one of OSWorld's lists of tasks, ``{domain: [id, ...]}``.
 
     Raises OSError, ValueError.

@@ -15,8 +15,8 @@ from rayloop.core.groups import Scored, Unscored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId
 from rayloop.envs.grammar.actions import Actions, Click, Point
+from rayloop.envs.grammar.language import action_format
 from rayloop.envs.grammar.scanner import read
-from rayloop.envs.grammar.screens import UI_TARS, UI_TARS_OR_FAIL
 from rayloop.recipes.arpo.prepare import PAGES, ROWS, main, rows
 from rayloop.recipes.arpo.reward import ArpoReward
 from rayloop.run.config import RunConfig
@@ -124,11 +124,12 @@ def test_splits_share_pages_and_no_seed() -> None:
     assert len(set(seeds)) == len(seeds) == sum(ROWS.values())
 
 
-@pytest.mark.parametrize("prompt", [UI_TARS, UI_TARS_OR_FAIL])
-def test_the_prompt_for_ui_tars_shows_actions_that_can_be_read(prompt: str) -> None:
+@pytest.mark.parametrize("screen", ["computer", "infeasible", "phone"])
+def test_the_prompt_for_ui_tars_shows_actions_that_can_be_read(screen: str) -> None:
+    prompt = action_format("ui_tars").prompt(screen).user
     assert prompt.endswith("\n\n## User Instruction\n{instruction}")
-    assert ("call_user()" in prompt) is (prompt is UI_TARS_OR_FAIL)
-    space = prompt.split("## Action Space\n")[1].split("\n\n## Note")[0]
+    assert ("call_user()" in prompt) is (screen == "infeasible")
+    space = prompt.split("## Action Space\n")[1].split("\n\n## ")[0]
     for line in space.splitlines():
         call = (
             line.split(" #")[0]

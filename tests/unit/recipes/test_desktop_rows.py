@@ -1,4 +1,4 @@
-"""``data prepare desktop``: every task is in one split, in the words that were asked for."""
+"""``data prepare desktop``: every task is in one split, with the prompt that was asked for."""
 
 from __future__ import annotations
 
@@ -13,17 +13,14 @@ from rayloop.recipes.desktop.prepare import main
 
 
 def test_each_task_is_in_one_split(tmp_path: Path) -> None:
-    assert main(["--out", str(tmp_path), "--prompt", "ui-tars"]) == 0
+    assert main(["--out", str(tmp_path), "--prompt", "language"]) == 0
     train, val = (
         [json.loads(line) for line in (tmp_path / f"{name}.jsonl").open(encoding="utf-8")]
         for name in ("train", "val")
     )
     assert (len(train), len(val)) == (12, 4)
     assert sorted(row["desktop"] for row in train + val) == sorted(task_file(SHIPPED).tasks)
-    assert all(
-        "## Action Space" in row["prompt"] and row["prompt"].endswith("{instruction}")
-        for row in train
-    )
+    assert all(row["prompt"] == {"task": "{instruction}"} for row in train)
 
 
 def test_a_file_of_ones_own_is_checked(tmp_path: Path) -> None:

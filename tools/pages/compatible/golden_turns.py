@@ -21,7 +21,7 @@ SCREENS = {
     **dict.fromkeys(("ui_tars", "qwen2_5_vl", "opencua", "android_world"), PIXELS),
     **dict.fromkeys(("openai_computer", "anthropic_computer"), PIXELS),
 }
-FAMILIES = ["ui_tars", *names()]
+FAMILIES = names()
 
 
 @dataclass(frozen=True)

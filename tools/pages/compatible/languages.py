@@ -25,7 +25,8 @@ HEADER = """## Action languages of GUI models
 
 Golden turns of `tests/data/languages`, which names the source of each: turns, those read as what
 they mean, those written and read again equal, those whose actions a web page and a desktop can
-carry out. `environment.with.language` takes the name; prompts are those of the rows.
+carry out. `environment.language` takes the name; `auto` takes that of the model, by its name and
+`model_type`.
 
 | language | turns | read | written | web page | desktop |
 |---|---|---|---|---|---|"""
