@@ -290,6 +290,7 @@ def test_a_row_of_osworld_is_shown_and_its_python_asked_for_before_the_model_is_
     mine = {
         "data": {"train": str(tmp_path / "rows.jsonl")},
         "environment__episode": {"environment": kind},
+        "environment__language": "ui_tars",
     }
     code, text = try_it(**mine)
     assert code == 2, text

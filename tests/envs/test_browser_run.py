@@ -74,6 +74,7 @@ def test_a_run_finishes_though_its_browser_is_killed(grounding_model: Path, tmp_
         grounding_model,
         data={"train": str(tmp_path / "rows.jsonl")},
         environment={
+            "language": "ui_tars",
             "kinds": {
                 "miniwob": {"use": f"{here}:Clicks"},
                 "pages": {

@@ -66,7 +66,10 @@ def test_a_run_on_desktops(grounding_model: Path, tmp_path: Path) -> None:
         tmp_path,
         grounding_model,
         data={"train": str(tmp_path / "rows.jsonl")},
-        environment={"episode": {"environment": environment, "max_turns": 4}},
+        environment={
+            "language": "ui_tars",
+            "episode": {"environment": environment, "max_turns": 4},
+        },
         reward={"source": {"use": "rayloop.rewards.environment_result:EnvironmentResult"}},
     )
     with run(config) as made:

@@ -91,11 +91,12 @@ def test_a_recorded_episode_of_a_page_is_replayed_and_goes_on_by_hand(
             "position_tint": TINT,
         },
         "environment": {
+            "language": "ui_tars",
             "episode": {
                 "environment": {"use": "rayloop.envs.browser.miniwob:MiniWob", "with": settings},
                 "max_turns": 6,
                 "max_tokens": 8000,
-            }
+            },
         },
         "reward": {"source": {"use": "rayloop.rewards.environment_result:EnvironmentResult"}},
         "rollout": {"sampling": {"max_tokens": 400}},
