@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from rayloop.config.settings import check_components
-from rayloop.envs.grammar.language import language
+from rayloop.envs.grammar.choice import Model, chosen, spoken
 from rayloop.grpo.idle import Situation, idle
 from rayloop.run.config import RunConfig, read
 from rayloop.run.demand import demand
-from rayloop.run.preflight import speaks
 from tests.support.runs import ROOT
 
 FOLDER = ROOT / "recipes/screen_agents"
@@ -52,10 +51,10 @@ def test_it_asks_for_the_gpus_that_it_names(system: tuple[str, RunConfig]) -> No
 
 def test_its_language_is_one_that_its_model_may_speak(system: tuple[str, RunConfig]) -> None:
     name, config = system
-    chosen = config.environment.episode.environment.with_["language"]
-    assert chosen == LANGUAGES[name]
-    assert language(chosen).family == chosen
-    speaks(config.environment, config.model.path, MODEL_TYPE)
+    model = Model(config.model.path, {"model_type": MODEL_TYPE})
+    key = "environment.language"
+    assert chosen(config.environment.language, model, key) == LANGUAGES[name]
+    check_components(spoken(config, LANGUAGES[name], model, key))
 
 
 def test_the_first_lines_say_that_nobody_ran_it_here(system: tuple[str, RunConfig]) -> None:
