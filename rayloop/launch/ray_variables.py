@@ -6,6 +6,7 @@ They are set before Ray is imported, which is when it reads them.
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +21,8 @@ LOCK = "lock"
 """The file in it that the owning process keeps locked."""
 UNLOCKED = "unlocked"
 """The name of that file until it is locked."""
+REMOVED_WITHIN_S = 10.0
+"""Seconds in which a folder is removed that processes may still write to."""
 OBJECT_STORE_BYTES = 512 * 2**20
 """Bytes of shared memory of a private cluster."""
 UNREAD = {"RAY_task_events_report_interval_ms": "0"}
@@ -124,19 +127,29 @@ def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
     Folders that killed processes left in TMPDIR are removed too.
     """
     sweep()
-    with (
-        tempfile.TemporaryDirectory(
-            prefix=PREFIX, dir=parent, ignore_cleanup_errors=True
-        ) as folder,
-        open(Path(folder) / UNLOCKED, "w", encoding="utf-8") as lock,
-    ):
-        # Where locks do not work, ``sweep`` leaves folders alone.
-        with suppress(OSError):
-            lock_file(lock)
-        # Only now under the name that ``sweep`` looks for: another process
-        # would take a folder whose lock is still free for an abandoned one.
-        Path(lock.name).rename(Path(folder) / LOCK)
-        yield Path(folder)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    try:
+        with open(folder / UNLOCKED, "w", encoding="utf-8") as lock:
+            # Where locks do not work, ``sweep`` leaves folders alone.
+            with suppress(OSError):
+                lock_file(lock)
+            # Only now under the name that ``sweep`` looks for: another process
+            # would take a folder whose lock is still free for an abandoned one.
+            Path(lock.name).rename(folder / LOCK)
+            yield folder
+    finally:
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove the folder, within ``REMOVED_WITHIN_S``."""
+    deadline = time.monotonic() + REMOVED_WITHIN_S
+    shutil.rmtree(folder, ignore_errors=True)
+    # Ray's processes end a moment after ``ray.shutdown``: one of them may have written a file while
+    # its folder was being removed, which then stays.
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

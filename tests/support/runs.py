@@ -230,7 +230,8 @@ class Run:
         eventually(
             lambda: not tagged(self.tag), f"processes of the run end: {tagged(self.tag)}", 10
         )
-        assert [str(path) for path in self.temporary.rglob("*")][:20] == []
+        left = [str(path) for path in self.temporary.rglob("*")]
+        assert not left, f"files in the run's TMPDIR: {left[:20]}"
         eventually(
             lambda: not self._kept_memory(),
             f"shared memory is given back: {self._kept_memory()}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -70,3 +71,20 @@ def test_a_sweep_removes_the_folder_of_a_process_that_was_killed(
     assert len(list(tmp_path.iterdir())) == 1
     sweep()
     assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_is_removed_although_a_process_still_writes_into_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's daemons end a moment after the cluster: here one writes while its folder is removed."""
+    rmtree = shutil.rmtree
+
+    def rmtree_and_write(path: Path, **options: Any) -> None:
+        rmtree(path, **options)
+        monkeypatch.setattr(shutil, "rmtree", rmtree)
+        path.mkdir()
+        (path / "late.log").touch()
+
+    with temporary_folder(tmp_path) as folder:
+        monkeypatch.setattr(shutil, "rmtree", rmtree_and_write)
+    assert not folder.exists()
