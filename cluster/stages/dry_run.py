@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -43,15 +44,19 @@ from rayloop.core.types import (
     TrajectoryId,
 )
 from rayloop.data.dataset import TRUTHS, Dataset
+from rayloop.data.images import decode, untinted
 from rayloop.data.validation import first_intact
 from rayloop.engines.settings import EngineChoice, TransformersEngineSettings
 from rayloop.envs.episode import CLOSE_TIMEOUT_S, run_episode
+from rayloop.envs.grammar.actions import Mistake
+from rayloop.envs.grammar.screens import ScreenSettings
 from rayloop.envs.instance import Environments
 from rayloop.rollout.scheduler import requests
 from rayloop.run.config import RunConfig
 from rayloop.run.records.rollouts import NEW_CONTEXT, jsonable
 from rayloop.transports.settings import ObjectStoreTransport
 from rayloop.view.formatting import rewarded, visible
+from rayloop.view.screen_turns import actions_of, drawn
 
 TRIAL_ANSWERS = 2
 SHOWN_FAILURES = 3
@@ -303,6 +308,7 @@ class _DryRun:
             f" {result.end_reason}{cut}"
         )
 
+        self._write_screen(number, result)
         for turn in result.turns[1:]:
             role = f"{turn.role}: " if len(result.turns) > 2 else ""
             text = NEW_CONTEXT if turn.restart else self.renderer.shown(turn.token_ids)
@@ -316,6 +322,35 @@ class _DryRun:
         if isinstance(outcome, Scored):
             return 1 if outcome.trace else 0
         return START_AGAIN_EXIT_CODE if outcome.kind is UnscoredKind.REWARD_UNAVAILABLE else 1
+
+    def _write_screen(self, number: int, result: Trajectory) -> None:
+        """Write how the first turn on a screen is read, and name a picture of where it acts."""
+        options = self.environments.kind(self.task).options()
+        if not isinstance(options, ScreenSettings):
+            return
+        self.write(f"the language is {options.language}")
+        images = [image for image in result.turns[0].images if image.path is None]
+        if not images:
+            self.write("no picture: the policy sees no screen")
+            return
+        screen = images[-1]
+        size = (screen.width, screen.height)
+        text = self.renderer.decode(result.sampled_turns[0].token_ids)
+        actions = actions_of(text, options, size)
+        if isinstance(actions, Mistake):
+            self.write(f"no picture: its first turn is not one of {options.language}: {actions}")
+            return
+        self.write(f"its first turn is read as {', '.join(map(str, actions))}")
+        picture = decode(result.image_bytes[screen.sha256])
+        tint = self.config.model.position_tint
+        marked = drawn(untinted(picture, tint) if tint else picture, actions)
+        if marked is None:
+            self.write("no picture: none of these has a place")
+            return
+        file = Path(self.config.output) / f"{self.config.name}-try" / f"answer_{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        marked.save(file)
+        self.write(f"where it acts: {file}")
 
     def _write_error(self, error: BaseException) -> None:
         """Write the message of a RayloopError, or the traceback of the user's own code."""

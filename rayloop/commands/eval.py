@@ -7,7 +7,6 @@ from rayloop import recipes
 from rayloop.chat.template import CLOCK
 from rayloop.commands.arguments import add_cluster, add_run, cluster
 from rayloop.config.model import ModelSettings
-from rayloop.config.settings import Component
 from rayloop.core.failures import ConfigError
 from rayloop.envs.grammar.choice import AUTO
 from rayloop.run.config import Prepared, RunConfig, read
@@ -106,12 +105,12 @@ def _speaking_as_trained(config: RunConfig, checkpoint: Path) -> RunConfig:
     An exported model has lost the name by which ``auto`` knows a language.
     """
     folder = run_of(checkpoint)
-    trained = RunFolder.at(folder).configuration.get("environment", {}) if folder else {}
-    language = trained.get("language", AUTO)
-    if config.environment.language != AUTO or language == AUTO:
+    if folder is None or config.environment.language != AUTO:
         return config
-    choice = language if isinstance(language, str) else Component.model_validate(language)
-    environment = config.environment.model_copy(update={"language": choice})
+    trained = RunFolder.at(folder).configuration.get("environment", {})
+    # A run's record has the language that was found, or a class, which the configuration names.
+    language = str(trained.get("language", AUTO))
+    environment = config.environment.model_copy(update={"language": language})
     return config.model_copy(update={"environment": environment})
 
 

@@ -9,8 +9,6 @@ import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
-from itertools import chain
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -19,16 +17,14 @@ from rayloop.core.failures import ConfigError, RayloopError
 from rayloop.core.files import content
 from rayloop.core.types import ImageSource
 from rayloop.data.images import MOST_BYTES, decode, probe, untinted
-from rayloop.envs.grammar.actions import Action, Mistake, Point
-from rayloop.envs.grammar.arpo import Broken, ScreenSize, acts
-from rayloop.envs.grammar.language import spoken_format
-from rayloop.envs.grammar.rules import Extent
+from rayloop.envs.grammar.actions import Action, Mistake
 from rayloop.envs.grammar.screens import ScreenSettings
 from rayloop.envs.tools import ToolError, tool_call
 from rayloop.run.folder import RunFolder
 from rayloop.run.records.rollouts import NEW_CONTEXT
 from rayloop.view.completions import MARKUP
 from rayloop.view.reader import Record, box_reader
+from rayloop.view.screen_turns import actions_of, mark
 
 MAX_SIDE_PIXELS = 1280
 """Pixels of a side; larger images are shrunk for the page.
@@ -192,7 +188,7 @@ class Filmstrips:
                 y2 *= height
             return sha, [{"kind": "box", "label": "box", "at": (x1, y1, x2 - x1, y2 - y1)}]
         actions = _actions(text, self._screen, width, height)
-        marks = [mark for mark in map(_mark, actions) if mark is not None]
+        marks = [found for found in map(mark, actions) if found is not None]
         return (sha, marks) if marks else ("", [])
 
     def _reason_hidden(self, path: Path, sha256: str) -> str:
@@ -299,37 +295,12 @@ def _runs(text: str, logprobs: Sequence[Sequence[float]]) -> list[Record]:
 
 def _actions(text: str, screen: Mapping[str, Any], width: int, height: int) -> Sequence[Action]:
     """The actions of a turn on a screen, points in its pixels; empty for a text that has none."""
+    known = {key: screen[key] for key in SCREEN_KEYS & screen.keys()}
     try:
-        known = {key: screen[key] for key in SCREEN_KEYS & screen.keys()}
-        settings = ScreenSettings.model_validate(known)
-        pointing = settings.pointing
-        if settings.variant == "original":
-            size = ScreenSize(pointing.size(width, height), (width, height))
-            return list(chain.from_iterable(acts(text, size)))
-        unit = Extent(*pointing.size(width, height))
-        turn = spoken_format(settings.language).read(text, unit)
-        if isinstance(turn, Mistake):
-            return ()
-        return [pointing.on(action, width, height) for action in turn.actions]
-    except (Broken, ConfigError, ValueError, OverflowError):
+        actions = actions_of(text, ScreenSettings.model_validate(known), (width, height))
+    except (ConfigError, ValueError, OverflowError):
         return ()
-
-
-def _mark(action: Action) -> Record | None:
-    """The action's label with its point, or its two points; None for an action without a place."""
-    values = [getattr(action, field.name) for field in fields(action) if field.name != "unit"]
-    points = [value for value in values if isinstance(value, Point)]
-    if not points:
-        return None
-    texts = [value for value in values if isinstance(value, str)]
-    coordinates: list[float] = []
-    for point in points:
-        coordinates += [point.x, point.y]
-    return {
-        "kind": "drag" if len(points) > 1 else "click",
-        "label": " ".join([type(action).__name__.lower(), *map(str, texts)]),
-        "at": coordinates,
-    }
+    return () if isinstance(actions, Mistake) else actions
 
 
 def _boxed(text: str) -> tuple[int, list[float] | None]:

@@ -11,7 +11,7 @@ from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
 from rayloop.envs.grammar.actions import Mistake
 from rayloop.envs.grammar.arpo import Broken, parsed
-from rayloop.envs.grammar.choice import ANY_MODEL
+from rayloop.envs.grammar.choice import ANY_MODEL, ORIGINAL_IS_ITS_OWN
 from rayloop.envs.grammar.family import LANGUAGE, LanguageChoice
 from rayloop.envs.grammar.language import spoken_format
 from rayloop.envs.grammar.rules import Extent
@@ -46,11 +46,7 @@ class ArpoReward:
         @model_validator(mode="after")
         def _original_in_its_language(self) -> Self:
             if self.variant == "original" and self.language != ANY_MODEL:
-                raise ValueError(
-                    f"variant: original reads turns by ARPO's parser, which is that of {ANY_MODEL},"
-                    f" not of {self.language}. Set environment.language to {ANY_MODEL}, or variant"
-                    " to corrected"
-                )
+                raise ValueError(ORIGINAL_IS_ITS_OWN)
             return self
 
     def __init__(self, settings: Settings) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,18 @@ import pyarrow.parquet
 import pytest
 import ray
 import yaml
+from PIL import Image
 
 from rayloop.cli import main
 from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import RewardLost
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import Observation, ScoreContext, StepResult
-from rayloop.core.types import Message, Task, Trajectory
+from rayloop.core.types import ImageSource, Message, Task, Trajectory
+from rayloop.envs.grammar.actions import Action, Actions, Click, Point, Sleep
+from rayloop.envs.grammar.rules import Extent
+from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings
+from rayloop.view.screen_turns import MARK_COLOUR
 from tests.support.pictures import picture
 from tests.support.runs import ROOT, settings
 
@@ -424,3 +429,89 @@ def test_an_interruption_speaks_of_saving_where_something_is_saved(
     monkeypatch.setattr("rayloop.commands.train.read", read)
     assert main([command, str(tmp_path / "run.yaml")]) == 1
     assert capsys.readouterr().err == f"rayloop: {said}\n"
+
+
+class Canvas(ScreenEnvironment):
+    """A screen of 80 x 60 pixels on which nothing happens."""
+
+    class Settings(ScreenSettings):
+        """Those of a screen."""
+
+    def reset(self, task: Task) -> Observation:
+        return self._first(task, "Click the middle.", ImageSource(data=picture(80, 60)))
+
+    def screen_size(self) -> tuple[int, int]:
+        return 80, 60
+
+    def _carry_out(self, actions: Sequence[Action]) -> StepResult:
+        return StepResult(done=True)
+
+    def evaluate(self) -> float:
+        return 1.0
+
+    def close(self) -> None: ...
+
+
+class AlwaysTheMiddle:
+    """A language in which every text is a click in the middle, or a wait."""
+
+    class Settings(SettingsModel):
+        waits: bool = False
+
+    def __init__(self, settings: AlwaysTheMiddle.Settings) -> None:
+        self._waits = settings.waits
+
+    def read(self, text: str, screen: Extent) -> Actions:
+        click = Click(Point(screen.columns / 2, screen.rows / 2))
+        return Actions("", (Sleep() if self._waits else click,))
+
+    def write(self, actions: Actions, screen: Extent) -> str:
+        return "middle"
+
+
+def canvas(tmp_path: Path, language: object) -> dict[str, Any]:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": {"task": "{instruction}"}}) + "\n", encoding="utf-8")
+    return {
+        "model__path": str(ROOT / "recipes/arpo/tiny"),
+        "data": {"train": str(rows)},
+        "environment__language": language,
+        "environment__episode": {"environment": {"use": f"{__name__}:Canvas"}},
+        "reward__source": {"use": "rayloop.rewards.environment_result:EnvironmentResult"},
+    }
+
+
+def test_a_click_is_drawn_on_the_screen(try_it: Try, tmp_path: Path) -> None:
+    language = {"use": f"{__name__}:AlwaysTheMiddle"}
+    code, text = try_it(**canvas(tmp_path, language))
+    assert code == 0, text
+    assert "Click the middle." in text
+    assert "its first turn is read as Click(at=Point(x=40, y=30)" in text
+    file = tmp_path / "run-try/answer_1.png"
+    assert f"where it acts: {file}" in text
+    drawn = Image.open(file)
+    assert drawn.size == (80, 60)
+    assert drawn.getpixel((40 + 8, 30)) == MARK_COLOUR
+    assert drawn.getpixel((40, 30)) != MARK_COLOUR
+
+
+def test_where_no_click_can_be_drawn_it_says_why(try_it: Try, tmp_path: Path) -> None:
+    waits = {"use": f"{__name__}:AlwaysTheMiddle", "with": {"waits": True}}
+    _, text = try_it(**canvas(tmp_path, waits))
+    assert "read as Sleep(seconds=None)\nno picture: none of these has a place" in text
+    _, text = try_it(**canvas(tmp_path, "ui_tars"))
+    assert "the language is ui_tars\nno picture: its first turn is not one of ui_tars: no line" in (
+        text
+    )
+    assert "You are a GUI agent." in text
+    assert not (tmp_path / "run-try").exists()
+
+
+def test_a_wrong_language_is_refused_before_the_model_is_loaded(
+    try_it: Try, tmp_path: Path
+) -> None:
+    code, text = try_it(**canvas(tmp_path, "qwen3_vl"))
+    assert code == 2
+    assert "environment.language is qwen3_vl, but" in text
+    assert "is a qwen2_5_vl that was trained on qwen2_5_vl" in text
+    assert "loaded in" not in text

@@ -23,7 +23,7 @@ from rayloop.envs.grammar.actions import (
     Scroll,
     Unsupported,
 )
-from rayloop.envs.grammar.language import action_format, language
+from rayloop.envs.grammar.language import Language, action_format
 from rayloop.envs.grammar.rules import Extent
 from tests.support.growth import grows_with_length
 from tools.pages.compatible.golden_turns import FAMILIES, GoldenTurn, golden_turns, screen
@@ -32,6 +32,15 @@ TURNS = [turn for family in FAMILIES for turn in golden_turns(family)]
 READABLE = [turn for turn in TURNS if "refused" not in turn.others]
 FUZZED_TEXTS = int(os.environ.get("FUZZED_TEXTS", "2000"))
 """Texts of each format."""
+
+
+def language(family: str) -> Language:
+    """A family's language, which has rules of calls."""
+    found = action_format(family)
+    assert isinstance(found, Language)
+    return found
+
+
 WITH_CALLS = [name for name in FAMILIES if name != "ui_tars"]
 JSON_FAMILIES = [
     name for name in WITH_CALLS if language(name).written.form in ("function", "object")

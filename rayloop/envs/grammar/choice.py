@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from rayloop.config.settings import Component, SettingsModel, components
 from rayloop.config.yaml_source import KeyPath, dotted
@@ -15,6 +16,11 @@ from rayloop.envs.grammar.language import action_format, names, spoken_format
 AUTO = "auto"
 ANY_MODEL = "ui_tars"
 """The language that any model may learn: it has no tools and few words."""
+ORIGINAL_IS_ITS_OWN = (
+    f"variant: original reads turns by ARPO's rules, which are those of {ANY_MODEL}. Set"
+    f" environment.language to {ANY_MODEL}, or variant to corrected, in environment and reward"
+)
+"""Why ARPO's own reading of turns has no other language."""
 S = TypeVar("S", bound=SettingsModel)
 
 
@@ -115,7 +121,7 @@ def spoken(settings: S, language: LanguageChoice, model: Model, key: str) -> S:
             )
         options = {**component.with_, "language": written}
         points = options.get("pointing", {})
-        if pointing and _has_setting(component, "pointing") and isinstance(points, Mapping):
+        if pointing and "pointing" in _settings_of(component) and isinstance(points, Mapping):
             options["pointing"] = {**pointing, **points}
         settings = _put(settings, (*path, "with"), options)
     return settings
@@ -131,18 +137,17 @@ def _pointing(language: LanguageChoice, model: Model) -> Mapping[str, Any]:
 
 def listeners(settings: BaseModel) -> list[tuple[KeyPath, Component]]:
     """Return the components of settings that take the run's language, with their paths."""
-    return [(path, part) for path, part in components(settings) if _listens(part)]
+    found = []
+    for path, component in components(settings):
+        field = _settings_of(component).get("language")
+        if field is not None and LANGUAGE in field.metadata:
+            found.append((path, component))
+    return found
 
 
-def _listens(component: Component) -> bool:
+def _settings_of(component: Component) -> Mapping[str, FieldInfo]:
     model = component.settings_class()
-    field = model.model_fields.get("language") if model else None
-    return field is not None and LANGUAGE in field.metadata
-
-
-def _has_setting(component: Component, name: str) -> bool:
-    model = component.settings_class()
-    return model is not None and name in model.model_fields
+    return model.model_fields if model else {}
 
 
 def stop_words(language: LanguageChoice) -> tuple[str, ...]:

@@ -329,14 +329,6 @@ def _is_short(value: Any) -> bool:
 FOLDER = Path(__file__).parents[1] / "languages"
 
 
-def language(name: str) -> Language:
-    """Return a language with calls, by its name. Raises ValueError for another one."""
-    file = action_format(name)
-    if not isinstance(file, Language):
-        raise ValueError(f"{name} has no rules of calls")
-    return file
-
-
 @functools.cache
 def action_format(name: str) -> UiTars | Language:
     """Return a shipped language by its name, or that of a file (*.yaml).

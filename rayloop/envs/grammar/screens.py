@@ -19,7 +19,7 @@ from rayloop.data.resizing import smart_resize
 from rayloop.envs.grammar.actions import Action, Mistake, Point, Sleep
 from rayloop.envs.grammar.arpo import Broken, ScreenSize, acts
 from rayloop.envs.grammar.basic import BasicActions
-from rayloop.envs.grammar.choice import ANY_MODEL
+from rayloop.envs.grammar.choice import ANY_MODEL, ORIGINAL_IS_ITS_OWN
 from rayloop.envs.grammar.family import INSTRUCTION, LANGUAGE, LanguageChoice, LanguageFile
 from rayloop.envs.grammar.language import spoken_format
 from rayloop.envs.grammar.rules import Extent
@@ -156,11 +156,7 @@ class ScreenSettings(SettingsModel):
     @model_validator(mode="after")
     def _original_in_its_language(self) -> Self:
         if self.variant == "original" and self.language != ANY_MODEL:
-            raise ValueError(
-                f"variant: original reads turns by ARPO's rules, which are those of {ANY_MODEL},"
-                f" not of {self.language}. Set environment.language to {ANY_MODEL}, or variant to"
-                " corrected"
-            )
+            raise ValueError(ORIGINAL_IS_ITS_OWN)
         return self
 
 
