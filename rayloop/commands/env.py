@@ -13,6 +13,7 @@ from pathlib import Path
 from rayloop.chat.rendering import Renderer
 from rayloop.commands import env_check
 from rayloop.commands.arguments import add_overrides
+from rayloop.config.settings import check_components
 from rayloop.core.failures import ConfigError, InfrastructureFailure
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.threads import complete
@@ -34,6 +35,9 @@ from rayloop.core.types import (
 from rayloop.data.images import decode, png, probe
 from rayloop.envs.catalog import FAMILIES, family, named_environment
 from rayloop.envs.episode import run_episode
+from rayloop.envs.grammar.actions import Actions, Click, Point
+from rayloop.envs.grammar.language import spoken_format
+from rayloop.envs.grammar.rules import Extent
 from rayloop.envs.instance import Environments, Instance
 from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
 from rayloop.run.config import Prepared, RunConfig, read
@@ -76,6 +80,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=(
             "with a run's folder as NAME: replay an episode on record up to this turn, then go on;"
             " or a turn's address in the console"
+        ),
+    )
+    play.add_argument(
+        "--language",
+        metavar="NAME",
+        help=(
+            "with family:task: the language of the turns (docs/compatibility.md); a run has its"
+            " model's"
         ),
     )
     play.add_argument(
@@ -139,6 +151,14 @@ def _play(arguments: argparse.Namespace) -> int:
         environments, kind, task = named_environment(arguments.name, arguments.seed)
         example = environments.example
         turn = environments.turn
+        if arguments.language:
+            options = {**kind.with_, "language": arguments.language}
+            kind = kind.model_copy(update={"with_": options})
+            check_components(EpisodeSettings(environment=kind))
+            turn = str
+    language = kind.with_.get("language")
+    if isinstance(language, str):
+        example = _click(language)
     terminal_colours = None if arguments.pictures else colours(os.environ, sys.stdout.isatty())
     picture_folder = arguments.pictures or PLAYED / task.id.replace("/", "-")
     pictures = PictureView(picture_folder, terminal_colours)
@@ -154,6 +174,11 @@ def _play(arguments: argparse.Namespace) -> int:
         ends = config is not None and config.environment.episode.on_error == "end"
         complete(_episode(kind, task, ask, pictures, example, ends))
     return 0
+
+
+def _click(language: str) -> str:
+    """A click near the corner of a screen, as the language writes it."""
+    return spoken_format(language).write(Actions("", (Click(Point(1, 1)),)), Extent(1, 1))
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ from rayloop.chat.template import CLOCK
 from rayloop.commands.arguments import add_cluster, add_run, cluster
 from rayloop.config.model import ModelSettings
 from rayloop.core.failures import ConfigError
-from rayloop.envs.grammar.choice import AUTO
 from rayloop.run.config import Prepared, RunConfig, read
 from rayloop.run.folder import RunFolder
-from rayloop.run.preflight import preflight
+from rayloop.run.preflight import preflight, speaking
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,21 +98,6 @@ def as_asked(model: ModelSettings, checkpoint: Path, folder: Path) -> ModelSetti
     )
 
 
-def _speaking_as_trained(config: RunConfig, checkpoint: Path) -> RunConfig:
-    """The configuration with the language of the checkpoint's run, where ``auto`` would look.
-
-    An exported model has lost the name by which ``auto`` knows a language.
-    """
-    folder = run_of(checkpoint)
-    if folder is None or config.environment.language != AUTO:
-        return config
-    trained = RunFolder.at(folder).configuration.get("environment", {})
-    # A run's record has the language that was found, or a class, which the configuration names.
-    language = str(trained.get("language", AUTO))
-    environment = config.environment.model_copy(update={"language": language})
-    return config.model_copy(update={"environment": environment})
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate. Returns the exit code; raises RayloopError."""
     with cluster(arguments) as (address, temporary):
@@ -131,7 +115,9 @@ def run(arguments: argparse.Namespace) -> int:
             )
         if arguments.checkpoint is not None:
             model = as_asked(config.model, arguments.checkpoint, out / "models")
-            config = _speaking_as_trained(config, arguments.checkpoint)
+            if run_of(arguments.checkpoint):
+                # The exported model has lost the name by which `auto` may know its language.
+                config = speaking(config, Prepared.of(config).model)
             config = config.model_copy(update={"model": model})
         eval_data = config.data.model_copy(update={"eval": data})
         eval_config = config.model_copy(update={"data": eval_data})

@@ -107,6 +107,7 @@ def add_sft(parser: argparse.ArgumentParser) -> None:
 
 
 def _sft(arguments: argparse.Namespace) -> int:
+    from rayloop.envs.grammar.choice import listeners
     from rayloop.sft.answers import try_first
     from rayloop.sft.stage import SftConfig
 
@@ -116,6 +117,8 @@ def _sft(arguments: argparse.Namespace) -> int:
         rows = config.data.rows(config.data.train, lambda failure: None)
         first = next(iter(rows), None)
         if first is not None:
+            if first.bare or listeners(config):
+                config = config.speaking()
             try_first(config.answers, first)
         from rayloop.cluster.stages.sft import sft  # imports ray, which reads the environment
 

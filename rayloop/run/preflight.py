@@ -15,7 +15,8 @@ from rayloop.core.failures import ConfigError
 from rayloop.core.model_families import learned_positions, positions, unsupported
 from rayloop.engines.settings import TransformersEngineSettings, VllmEngineSettings
 from rayloop.engines.shape import ModelSource
-from rayloop.envs.grammar.choice import AUTO, Model, chosen, listeners, spoken, stop_words
+from rayloop.envs.grammar.choice import AUTO, Model, chosen, listeners, spoken
+from rayloop.envs.grammar.language import spoken_format
 from rayloop.grpo.idle import Situation, idle
 from rayloop.launch.ray_variables import in_job
 from rayloop.loggers.settings import installed
@@ -249,7 +250,8 @@ def speaking(config: RunConfig, model: ModelSource) -> RunConfig:
     config = spoken(config, language, speaker, LANGUAGE_KEY)
     environment = config.environment.model_copy(update={"language": language})
     sampling = config.rollout.sampling
-    stop = tuple(dict.fromkeys((*sampling.stop, *stop_words(language))))
+    stop_words = getattr(spoken_format(language), "stop", ())
+    stop = tuple(dict.fromkeys((*sampling.stop, *stop_words)))
     rollout = config.rollout.model_copy(
         update={"sampling": sampling.model_copy(update={"stop": stop})}
     )

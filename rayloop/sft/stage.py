@@ -16,6 +16,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from rayloop.chat.rendering import Rendered, Renderer
+from rayloop.chat.tokenizer import read_json
 from rayloop.config.model import Dtype
 from rayloop.config.settings import Component, LocalPath, SettingsModel
 from rayloop.core.protocols import TrainItem
@@ -32,6 +33,10 @@ from rayloop.core.types import (
     Version,
 )
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
+from rayloop.engines.shape import ModelSource
+from rayloop.envs.grammar.choice import AUTO, Model, chosen, spoken
+from rayloop.envs.grammar.family import LANGUAGE, LanguageChoice
+from rayloop.envs.grammar.screens import asked_in
 from rayloop.run.sections import DataSettings, Placement
 from rayloop.sft.answers import ANSWERS, built, checked
 
@@ -128,6 +133,11 @@ class SftConfig(SettingsModel):
     They are the rows' answers, a class of docs/components.md, or a function of ``(task)`` or
     ``(task, rng)`` that returns the text, for example ``{use: "mine:spoken"}``.
     """
+    language: Annotated[LanguageChoice, LANGUAGE] = AUTO
+    """The language whose prompt is around rows that only say a task: auto, a name or a file.
+
+    As ``environment.language`` of a run.
+    """
     tiny: TinySettings | None = None
     engine: FsdpSettings = FsdpSettings()
     optimizer: OptimizerSettings = OptimizerSettings(lr=1e-3)
@@ -137,6 +147,14 @@ class SftConfig(SettingsModel):
     """
     log_every: int = Field(25, gt=0)
     """Steps between two lines on the terminal. Lower it to watch a short stage."""
+
+    def speaking(self) -> Self:
+        """The stage with the language of its model. Raises ConfigError as ``chosen``."""
+        source = ModelSource(self.model.path, self.model.revision)
+        model = Model(source.path, read_json(source.files.folder / "config.json"))
+        language = chosen(self.language, model, "language")
+        stage = self.model_copy(update={"language": language})
+        return spoken(stage, language, model, "language")
 
     @model_validator(mode="after")
     def _measured(self) -> Self:
@@ -153,6 +171,7 @@ class Examples:
 
     def __init__(self, config: SftConfig) -> None:
         self.renderer = Renderer(config.model)
+        self.language = config.language
         self.answers = built(config.answers)
         self.sampling = self.renderer.sampling(Sampling())
 
@@ -169,7 +188,8 @@ class Examples:
                 if image.data is not None:
                     images[image.ref.sha256] = image.data
 
-        show("prompt", self.renderer.prompt(task.messages, task.tools))
+        asked = asked_in(self.language, task)
+        show("prompt", self.renderer.prompt(asked.messages, task.tools))
         answer = checked(self.answers.answer(task, rng), task)
         for is_answer, messages in groupby(answer, key=_is_assistant):
             if is_answer:

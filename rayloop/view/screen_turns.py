@@ -60,10 +60,7 @@ def drawn(picture: Image.Image, actions: Sequence[Action]) -> Image.Image | None
     copy = picture.convert("RGB")
     draw = ImageDraw.Draw(copy)
     for one in marks:
-        places = one["at"]
-        if one["kind"] == "drag":
-            draw.line(places, MARK_COLOUR, width=2)
-        x, y = places[0], places[1]
+        x, y = one["at"][:2]
         radius = MARK_RADIUS_PIXELS
         draw.ellipse((x - radius, y - radius, x + radius, y + radius), outline=MARK_COLOUR, width=2)
         draw.text((x + radius + 2, y - radius), one["label"], MARK_COLOUR)

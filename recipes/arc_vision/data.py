@@ -1,11 +1,12 @@
 """UI grounding rows: a screenshot, an instruction, and the box of the element that it means."""
 
+import dataclasses
 import random
 import re
 from collections.abc import Mapping
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -15,6 +16,9 @@ from rayloop.core.protocols import Box
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.data.images import probe
 from rayloop.data.messages import PLACEHOLDER, field, image_entry
+from rayloop.envs.grammar.choice import ANY_MODEL
+from rayloop.envs.grammar.family import INSTRUCTION, LANGUAGE, LanguageChoice
+from rayloop.envs.grammar.screens import asked_in
 
 PROMPTS = Path(__file__).parent / "prompts"
 """Texts that ``template`` names."""
@@ -94,6 +98,25 @@ class GroundingRows:
         head = _FIELD.sub(value_of, head)
         tail = _FIELD.sub(value_of, tail)
         return tuple(part for part in (head, image, tail) if part)
+
+
+class ScreenRows(GroundingRows):
+    """Grounding rows that are asked with the prompt of the model's language."""
+
+    class Settings(GroundingRows.Settings):
+        prompt: str = INSTRUCTION
+        """The task, around which the language has its prompt; otherwise as in GroundingRows."""
+        language: Annotated[LanguageChoice, LANGUAGE] = ANY_MODEL
+        """The model's language. A run sets it to ``environment.language``."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._language = settings.language
+
+    def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
+        """As ``GroundingRows.task``."""
+        task = super().task(row, where, root)
+        return asked_in(self._language, dataclasses.replace(task, bare=True))
 
 
 def _template(name: str) -> str:

@@ -1,17 +1,14 @@
 """ARPO's reward: the environment's result, less half a point for a last turn without an action."""
 
 import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import model_validator
-
-from rayloop.config.settings import SettingsModel
 from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
 from rayloop.envs.grammar.actions import Mistake
 from rayloop.envs.grammar.arpo import Broken, parsed
-from rayloop.envs.grammar.choice import ANY_MODEL, ORIGINAL_IS_ITS_OWN
+from rayloop.envs.grammar.choice import ANY_MODEL, OriginalSpeaks
 from rayloop.envs.grammar.family import LANGUAGE, LanguageChoice
 from rayloop.envs.grammar.language import spoken_format
 from rayloop.envs.grammar.rules import Extent
@@ -28,7 +25,7 @@ class ArpoReward:
 
     compares = False
 
-    class Settings(SettingsModel):
+    class Settings(OriginalSpeaks):
         variant: Literal["corrected", "original"] = "corrected"
         """corrected: turns are read by the grammar that acts, and only a result is a reward.
 
@@ -42,12 +39,6 @@ class ArpoReward:
 
         Raise it while the policy still writes such turns.
         """
-
-        @model_validator(mode="after")
-        def _original_in_its_language(self) -> Self:
-            if self.variant == "original" and self.language != ANY_MODEL:
-                raise ValueError(ORIGINAL_IS_ITS_OWN)
-            return self
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

@@ -41,6 +41,23 @@ def test_a_page_is_played_by_hand(
     assert [Image.open(file).size for file in sorted(tmp_path.iterdir())] == [(160, 210)] * 4
 
 
+def test_a_page_is_played_in_the_language_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Points are thousandths of the screen, as Qwen3-VL writes them; another language is wrong."""
+    call = (
+        '{"name": "computer_use", "arguments": {"action": "left_click", "coordinate": [62, 950]}}'
+    )
+    typed = f"click(start_box='(10,200)')\n<tool_call>{call}</tool_call>\nquit\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    command = ["env", "play", "miniwob:click-test", "--language", "qwen3_vl"]
+    assert main([*command, "--pictures", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert 'one turn a line, such as <tool_call>\n{"name": "computer_use"' in said
+    assert said.count("not carried out: ") == 1
+    assert "no line begins with '<tool_call>' or '{'" in said
+
+
 def test_the_last_picture_is_of_what_the_last_turn_did(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,26 +2,35 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, model_validator
 from pydantic.fields import FieldInfo
 
 from rayloop.config.settings import Component, SettingsModel, components
 from rayloop.config.yaml_source import KeyPath, dotted
 from rayloop.core.failures import ConfigError
 from rayloop.envs.grammar.family import LANGUAGE, LanguageChoice, longest_name
-from rayloop.envs.grammar.language import action_format, names, spoken_format
+from rayloop.envs.grammar.language import action_format, names
 
 AUTO = "auto"
 ANY_MODEL = "ui_tars"
 """The language that any model may learn: it has no tools and few words."""
-ORIGINAL_IS_ITS_OWN = (
-    f"variant: original reads turns by ARPO's rules, which are those of {ANY_MODEL}. Set"
-    f" environment.language to {ANY_MODEL}, or variant to corrected, in environment and reward"
-)
-"""Why ARPO's own reading of turns has no other language."""
 S = TypeVar("S", bound=SettingsModel)
+
+
+class OriginalSpeaks(SettingsModel):
+    """Settings with a ``variant`` and a ``language``: ARPO's own reading of turns has one."""
+
+    @model_validator(mode="after")
+    def _original_in_its_language(self) -> Self:
+        values = self.__dict__
+        if values["variant"] == "original" and values["language"] != ANY_MODEL:
+            raise ValueError(
+                f"variant: original reads turns by ARPO's rules, which are those of {ANY_MODEL}."
+                f" Set environment.language to {ANY_MODEL}, or variant to corrected"
+            )
+        return self
 
 
 @dataclass(frozen=True)
@@ -89,11 +98,9 @@ def chosen(choice: LanguageChoice, model: Model, key: str) -> LanguageChoice:
     language = action_format(choice)
     if choice in (own, ANY_MODEL) or not language.models or not own:
         return choice
-    may_learn = language.of_models(model.type) is not None
-    if may_learn and not is_named:
-        return choice
     # A model with the name of its family may be taught the language of one that builds on it.
-    if may_learn and any(entry.default for entry in action_format(own).models):
+    is_base = any(entry.default for entry in action_format(own).models)
+    if language.of_models(model.type) is not None and (is_base or not is_named):
         return choice
     raise ConfigError(
         f"{key} is {choice}, but {model.path} is a {model.type} that was trained on {own}: its own"
@@ -121,7 +128,7 @@ def spoken(settings: S, language: LanguageChoice, model: Model, key: str) -> S:
             )
         options = {**component.with_, "language": written}
         points = options.get("pointing", {})
-        if pointing and "pointing" in _settings_of(component) and isinstance(points, Mapping):
+        if pointing and "pointing" in settings_of(component) and isinstance(points, Mapping):
             options["pointing"] = {**pointing, **points}
         settings = _put(settings, (*path, "with"), options)
     return settings
@@ -139,20 +146,16 @@ def listeners(settings: BaseModel) -> list[tuple[KeyPath, Component]]:
     """Return the components of settings that take the run's language, with their paths."""
     found = []
     for path, component in components(settings):
-        field = _settings_of(component).get("language")
+        field = settings_of(component).get("language")
         if field is not None and LANGUAGE in field.metadata:
             found.append((path, component))
     return found
 
 
-def _settings_of(component: Component) -> Mapping[str, FieldInfo]:
+def settings_of(component: Component) -> Mapping[str, FieldInfo]:
+    """Return the settings of a component by name; empty for a function."""
     model = component.settings_class()
     return model.model_fields if model else {}
-
-
-def stop_words(language: LanguageChoice) -> tuple[str, ...]:
-    """Return the texts that end a turn; a class of the user's may have them as ``stop``."""
-    return tuple(getattr(spoken_format(language), "stop", ()))
 
 
 def _put(value: Any, path: KeyPath, new: Any) -> Any:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -15,11 +15,12 @@ from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import DataFailure
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
+from rayloop.data.images import probe
 from rayloop.data.resizing import smart_resize
 from rayloop.envs.grammar.actions import Action, Mistake, Point, Sleep
 from rayloop.envs.grammar.arpo import Broken, ScreenSize, acts
 from rayloop.envs.grammar.basic import BasicActions
-from rayloop.envs.grammar.choice import ANY_MODEL, ORIGINAL_IS_ITS_OWN
+from rayloop.envs.grammar.choice import ANY_MODEL, OriginalSpeaks
 from rayloop.envs.grammar.family import INSTRUCTION, LANGUAGE, LanguageChoice, LanguageFile
 from rayloop.envs.grammar.language import spoken_format
 from rayloop.envs.grammar.rules import Extent
@@ -104,7 +105,7 @@ def _with_points(action: Action, convert: Callable[[Point], Point]) -> Action:
     return kind(**values)
 
 
-class ScreenSettings(SettingsModel):
+class ScreenSettings(OriginalSpeaks):
     """How a policy's turns reach a screen, and how it is shown to the policy."""
 
     language: Annotated[LanguageChoice, LANGUAGE] = ANY_MODEL
@@ -152,12 +153,6 @@ class ScreenSettings(SettingsModel):
             return data
         defaults = cls.model_fields["pointing"].default.model_dump()
         return {**data, "pointing": {**defaults, **usual, **pointing}}
-
-    @model_validator(mode="after")
-    def _original_in_its_language(self) -> Self:
-        if self.variant == "original" and self.language != ANY_MODEL:
-            raise ValueError(ORIGINAL_IS_ITS_OWN)
-        return self
 
 
 class ScreenEnvironment:
@@ -287,6 +282,21 @@ class Beginning:
             return language.messages(self.screen, unit, last.parts, shown)
         except ValueError as error:
             raise DataFailure(task.id, str(error)) from error
+
+
+def asked_in(language: LanguageChoice, task: Task) -> Task:
+    """Return a task whose row has its screen with the language's prompt, if it is bare.
+
+    Raises DataFailure for an image that cannot be read, and for a language without a prompt.
+    """
+    if not task.bare:
+        return task
+    if not task.images:
+        raise DataFailure(task.id, "the row only says a task, and has no image of the screen")
+    _, width, height = probe(task.images[0])
+    beginning = Beginning(ScreenSettings(language=language), "computer", (width, height))
+    messages = tuple(beginning.messages(task, INSTRUCTION))
+    return dataclasses.replace(task, messages=messages, bare=False)
 
 
 def _with_instruction(task: Task, instruction: str) -> Sequence[Message]:

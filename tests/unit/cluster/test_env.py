@@ -112,6 +112,20 @@ def test_a_row_of_a_run_is_played(
     assert "the usable rows 1 to 2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "language", "reason"),
+    [
+        ("scripted:three-turns", "qwen3_vl", "environment.with.language: unknown key"),
+        ("desktop:append-line", "klingon", "there is no language 'klingon'; there are aguvis"),
+    ],
+)
+def test_a_language_that_cannot_be_typed_is_refused(
+    name: str, language: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["env", "play", name, "--language", language]) == 2
+    assert reason in capsys.readouterr().err
+
+
 def test_every_family_is_listed_with_its_first_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "list"]) == 0
     said = capsys.readouterr().out

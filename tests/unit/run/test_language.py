@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import yaml
 
 from rayloop.core.failures import ConfigError
-from rayloop.core.types import Message, Task
+from rayloop.core.types import ImageSource, Message, Task
 from rayloop.engines.shape import ModelSource
 from rayloop.envs.grammar.actions import Actions, Click, Hotkey, Mistake, Point
 from rayloop.envs.grammar.choice import Model, chosen, native
@@ -21,10 +22,13 @@ from rayloop.envs.grammar.screens import Beginning, ScreenSettings
 from rayloop.recipes.arpo.reward import ArpoReward
 from rayloop.run.config import RunConfig, read
 from rayloop.run.preflight import speaking
+from rayloop.sft.stage import Examples, SftConfig
 from rayloop.view.filmstrip import _screen_settings
-from tests.support.runs import settings
+from tests.support.pictures import picture
+from tests.support.runs import ROOT, settings
 
 BROWSER = {"use": "rayloop.envs.browser.web:WebPage", "with": {"folder": "."}}
+ANSWER = "Action: click(start_box='(1,1)')"
 ARPO = {"use": "rayloop.recipes.arpo.reward:ArpoReward", "with": {}}
 
 
@@ -209,7 +213,7 @@ def test_arpos_own_reader_has_no_other_language(tmp_path: Path) -> None:
     config = speaking(run(tmp_path, kind=kind), model(tmp_path / "model", "qwen3_vl"))
     with pytest.raises(ValueError, match=r"Set environment.language to ui_tars, or variant to cor"):
         config.environment.episode.environment.options()
-    with pytest.raises(ValueError, match=r"Set environment.language to ui_tars"):
+    with pytest.raises(ValueError, match=r"ARPO's rules, which are those of ui_tars"):
         ArpoReward.Settings(variant="original", language="qwen3_vl")
 
 
@@ -327,3 +331,28 @@ def test_keys_of_one_text_are_joined() -> None:
     turn = Actions("", (Hotkey(("ctrl", "c")),))
     assert '"text": "ctrl+c"' in action_format("anthropic_computer").write(turn, unit)
     assert "key(keys='ctrl+c')" in action_format("glm_v").write(turn, unit)
+
+
+def test_the_supervised_stage_asks_in_the_language_of_its_model(tmp_path: Path) -> None:
+    def stage(language: str) -> SftConfig:
+        return SftConfig.model_validate(
+            {
+                "output": str(tmp_path / "out"),
+                "steps": 1,
+                "model": {"path": str(ROOT / "recipes/arpo/tiny")},
+                "data": {"train": str(tmp_path / "rows.jsonl")},
+                "language": language,
+            }
+        )
+
+    shown = ImageSource(data=picture(200, 100))
+    task = Task("t", (Message("user", ("Click it.", shown)),), ANSWER, bare=True)
+    examples = Examples(stage("ui_tars").speaking())
+    prompt, answer = examples.item(task, random.Random(0)).trajectory.turns
+    text = examples.renderer.decode(prompt.token_ids)
+    assert "You are a GUI agent." in text
+    assert "## User Instruction\nClick it." in text
+    assert len(prompt.images) == 1
+    assert examples.renderer.decode(answer.token_ids).startswith(ANSWER)
+    with pytest.raises(ConfigError, match=r"^language is qwen3_vl, but .* trained on qwen2_5_vl"):
+        stage("qwen3_vl").speaking()
