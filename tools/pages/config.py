@@ -44,6 +44,7 @@ COMPONENTS = {
     ("Readers", "data.reader"): (
         "rayloop.data.dataset:ChatRows",
         "rayloop.recipes.arc_vision.data:GroundingRows",
+        "rayloop.recipes.arc_vision.data:ScreenRows",
         "rayloop.recipes.chart_rvr.data:ChartRows",
         "rayloop.recipes.chart_rvr.data:ConversationRows",
         "rayloop.recipes.digits.data:DigitRows",
@@ -55,6 +56,7 @@ COMPONENTS = {
         "rayloop.judge.reward:JudgeReward",
         "rayloop.recipes.arc_vision.reward:ArcVisionReward",
         "rayloop.recipes.arc_vision.reward:IoUReward",
+        "rayloop.recipes.arc_vision.reward:ClickReward",
         "rayloop.recipes.arpo.reward:ArpoReward",
         "rayloop.recipes.chart_rvr.rewards.reward:ChartReward",
         "rayloop.recipes.chart_rvr.measure:ChartAnswer",
