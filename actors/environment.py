@@ -19,6 +19,7 @@ from rayloop.actors.images import SentImages
 from rayloop.actors.lease import Engine, FirstTurn, Lease, LeasedEngine, LeasesEngines
 from rayloop.chat.rendering import Renderer
 from rayloop.config.model import ModelSettings
+from rayloop.config.settings import Component
 from rayloop.core import threads
 from rayloop.core.deadlines import bounded
 from rayloop.core.failures import (
@@ -61,6 +62,7 @@ class EnvironmentActor(Actor):
         kinds: Mapping[str, EnvironmentKind] | None = None,
         timeout: float = 3600.0,
         at_once: int | None = None,
+        history: Component | None = None,
     ) -> None:
         """Make the renderer and the environments.
 
@@ -74,7 +76,7 @@ class EnvironmentActor(Actor):
         for kind in all_kinds:
             kind.options()
         self._agent_driven = any(kind.agent_driven for kind in all_kinds)
-        self._environments = Environments(episode.environment, kinds or {})
+        self._environments = Environments(episode.environment, kinds or {}, history)
         self._timeout = timeout
         self._room = asyncio.Semaphore(at_once) if at_once else contextlib.nullcontext()
         self._images = SentImages()
@@ -160,6 +162,7 @@ class EnvironmentActor(Actor):
                     self._for(request),
                     engine.generate,
                     prompts,
+                    self._environments.history(request.task),
                 )
                 trajectory = await bounded(self._timeout, running, timeout_error)
                 seconds = time.monotonic() - began

@@ -203,6 +203,7 @@ class Services:
                 settings.kinds,
                 settings.episode_timeout,
                 settings.episodes_at_once,
+                settings.history,
             )
 
         return self._pool("environment", settings.actors, settings.placement, make)

@@ -137,7 +137,10 @@ class _DryRun:
         self.folder = folder
         self.write = write
         self.episode = config.environment.episode
-        self.environments = Environments(self.episode.environment, config.environment.kinds)
+        environment = config.environment
+        self.environments = Environments(
+            self.episode.environment, environment.kinds, environment.history
+        )
         self.renderer = _CheckingRenderer(config.model)
         self.seen = False
         self.written: set[str] = set()
@@ -213,6 +216,7 @@ class _DryRun:
                 self.renderer,
                 self.episode,
                 self._generate,
+                history=self.environments.history(request.task),
             )
 
     async def _generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:

@@ -42,6 +42,19 @@ class Rendered:
     token_ids: TokenIds
     images: tuple[PromptImage, ...] = ()
 
+    @property
+    def refs(self) -> tuple[ImageRef, ...]:
+        """The images without their bytes."""
+        return tuple(image.ref for image in self.images)
+
+
+def common_prefix(first: TokenIds, second: TokenIds) -> int:
+    """The number of tokens at the start that are equal."""
+    for index, (token, other_token) in enumerate(zip(first, second, strict=False)):
+        if token != other_token:
+            return index
+    return min(len(first), len(second))
+
 
 class Renderer:
     """A renderer for one model folder, for many threads; equal texts and images are handled once.

@@ -385,12 +385,17 @@ async def _episode_of_run(
 ) -> None:
     """The episode of a run with the turns of the ``record``, and then the user's."""
     renderer = Renderer(config.model)
-    environments = Environments(kind, {})
+    environments = Environments(kind, {}, config.environment.history)
     turns = _TypedTurns(task, renderer, ask, pictures, record)
     request = RolloutRequest(task, TrajectoryId(0, 0), 0, 0, config.rollout.sampling.sampling())
     try:
         trajectory = await run_episode(
-            request, environments.of(task), renderer, config.environment.episode, turns.generate
+            request,
+            environments.of(task),
+            renderer,
+            config.environment.episode,
+            turns.generate,
+            history=environments.history(task),
         )
     except EpisodeLeft as error:
         print(error)

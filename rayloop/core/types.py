@@ -242,9 +242,9 @@ class Turn:
     """A run of tokens: sampled by the policy (``logprobs`` set) or context.
 
     ``restart``: nothing before it is seen from here on. ``executed``: whether the environment
-    carried out a sampled turn's action; None: unknown, or an answer. ``reward``: the environment's
-    reward for a sampled turn (``StepResult.reward``). ``times``: the completion's, then when the
-    environment had answered; for a prompt, when its rendering began and ended.
+    carried out a sampled turn's action; None: unknown, or an answer. ``reward``: of a sampled turn
+    (``StepResult.reward``). ``times``: the completion's, then when the environment had answered;
+    for a prompt, of its rendering. ``alone``: an observation that is shown in another way.
     """
 
     role: str
@@ -258,6 +258,7 @@ class Turn:
     reward: float = 0.0
     token_mask: TokenMask | None = None
     times: tuple[float, ...] = field(default=(), compare=False)
+    alone: tuple[TokenIds, tuple[ImageRef, ...]] | None = None
 
     @property
     def sampled(self) -> bool:
@@ -371,9 +372,9 @@ class Trajectory:
         The context of a restart repeats earlier tokens; each sampled token is trained once.
         """
         restarts = [place for place, turn in enumerate(self.turns) if place and turn.restart]
-        bounds = pairwise([0, *restarts, len(self.turns)])
         if not restarts:
             return (self,)
+        bounds = pairwise([0, *restarts, len(self.turns)])
         return tuple(replace(self, turns=self.turns[start:end]) for start, end in bounds)
 
     @property
@@ -381,8 +382,7 @@ class Trajectory:
         """The anchor state (GiGPO, arXiv:2505.10978) of each sampled turn.
 
         It is 16 hex digits of BLAKE2b over the images and tokens after the previous sampled turn
-        (for the first turn: the prompt's). A restart's context is skipped, and an end token that
-        comes first.
+        (the prompt's for the first). A restart's context and a first end token are skipped.
         """
         states: list[str] = []
         images: list[str] = []
@@ -393,12 +393,12 @@ class Trajectory:
                 images = []
                 tokens = []
             elif not turn.restart:
-                # Whether a turn ended with its end token or was
-                # cut does not change the state that follows.
-                begins_with_end = turn.token_ids and turn.token_ids[0] in self.sampling.end_tokens
+                # Whether a turn was cut or ended with its end token does not change the state.
+                token_ids, turn_images = turn.alone or (turn.token_ids, turn.images)
+                begins_with_end = token_ids and token_ids[0] in self.sampling.end_tokens
                 skipped = 1 if begins_with_end and not tokens else 0
-                tokens += turn.token_ids[skipped:]
-                images += [image.sha256 for image in turn.images]
+                tokens += token_ids[skipped:]
+                images += [image.sha256 for image in turn_images]
         return tuple(states)
 
     def flatten(self) -> FlatTrajectory:
@@ -474,10 +474,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Ref(Generic[T_co]):
-    """A value in the object store, now or later: Ray's ObjectRef at run time.
-
-    The driver passes payloads on and never opens one.
-    """
+    """A value in the object store, now or later: Ray's ObjectRef at run time."""
 
     def __await__(self) -> Generator[Any, None, T_co]:
         raise NotImplementedError("Ref is a type only; Ray's ObjectRef is awaited")

@@ -5,7 +5,7 @@ which computes [T, T] per layer, and calls the kernel for every image and window
 """
 
 import os
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -59,8 +60,8 @@ def use_grouped_decoding(model: PreTrainedModel) -> None:
         model.set_attn_implementation({"": GROUPED_SDPA, "text_config": GROUPED_SDPA})
 
 
-def shares_prompts(model: PreTrainedModel) -> bool:
-    """Whether the model's attention finds the prompt that several samples of a row share."""
+def shares_prefixes(model: PreTrainedModel) -> bool:
+    """Whether the model's attention finds the beginning that samples of a row share."""
     return bool(model.config.get_text_config()._attn_implementation in (PACKED_SDPA, PACKED_FLEX))
 
 
@@ -83,22 +84,31 @@ There SDPA takes 1.3 to 9 times as long (docs/performance.md). In float32, and f
 SDPA is faster.
 """
 SMALL_LOG2 = 6
-"""Binary logarithm of the length up to which samples with a common prompt are one part.
+"""Binary logarithm of the length up to which samples with a common beginning are one part.
 
 For them padding costs less than a call.
 """
 
 
 class _Sequences(NamedTuple):
-    """The sequences of a packed row [n].
+    """The n sequences of a packed row.
 
-    The ``shared`` first tokens of a sequence begin at ``roots``, the others at ``starts``.
+    The first ``shared`` [n] of the ``lengths`` [n] tokens of a sequence are those of the sequence
+    before it, which may share them as well; the others begin at ``starts`` [n].
     """
 
     lengths: Tensor
     shared: Tensor
-    roots: Tensor
     starts: Tensor
+
+    def paths(self) -> list[Tensor]:
+        """Return the places of all tokens of each sequence, shared ones included."""
+        paths: list[Tensor] = []
+        path = self.starts[:0]
+        for length, shared, start in zip(*(field.tolist() for field in self), strict=True):
+            path = torch.cat([path[:shared], torch.arange(start, start + length - shared)])
+            paths.append(path)
+        return paths
 
 
 class _Part(NamedTuple):
@@ -143,10 +153,10 @@ def _packed_sdpa(
     """Attend sample by sample.
 
     ``query``, ``key`` and ``value`` are [1, heads, T, d]; a sample begins where ``position_ids``
-    [1, T] are 0. A sample that begins at P > 0 continues the first P tokens of the last sample that
-    began at 0. Samples of similar length are padded. ``starts``: the same positions on the CPU.
-    ``row``: the ``sequence.SplitRow`` of which these are a slice; ``starts`` are then the positions
-    of all of it.
+    [1, T] do not count on. One that begins at P continues the first P tokens of the sample before
+    it, which may share them in the same way. Samples of similar length are padded. ``starts``: the
+    same positions on the CPU. ``row``: the ``sequence.SplitRow`` of which these are a slice;
+    ``starts`` are then the positions of all of it.
     """
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -175,7 +185,7 @@ def _packed_flex(
 ) -> tuple[Tensor, None]:
     """Attend as ``_packed_sdpa``, in one call.
 
-    It needs no padding and no copies of a shared prompt's keys: FlexAttention (arXiv:2412.05496),
+    It needs no padding and no copies of shared keys: FlexAttention (arXiv:2412.05496),
     which torch compiles on a GPU. On a CPU it has no backward pass.
     """
     source = position_ids if starts is None else starts
@@ -201,25 +211,25 @@ def _compiled(function: Callable[..., Any], device: str) -> Callable[..., Any]:
 def _mask(source: Tensor, window: int | None, device: torch.device) -> BlockMask:
     """Return the mask of a row, in which a token sees those before it in its sample.
 
-    The prompt that the sample continues is among them.
+    What the sample shares with the one before it is among them.
     """
     masks = _masks.setdefault(source, {})
     if window not in masks:
         positions = source[0].cpu()
         sequences = _sequences(positions)
-        new_tokens = sequences.lengths - sequences.shared
-        sequence_of = torch.arange(len(sequences.starts)).repeat_interleave(new_tokens)
+        # Where the first sequence begins that does not continue a token.
+        end = torch.full_like(positions, len(positions))
+        following = zip(sequences.shared[1:], sequences.starts[1:], strict=True)
+        for path, (shared, start) in zip(sequences.paths(), following, strict=False):
+            end[path[shared:]] = start
         # FlexAttention compiles the rule below, which can read tensors only.
-        start = sequences.starts[sequence_of].to(device)
-        root = sequences.roots[sequence_of].to(device)
-        shared = sequences.shared[sequence_of].to(device)
+        seen_until = end.to(device)
         place = positions.to(device)
 
         def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            in_sample = (key >= start[query]) & (key <= query)
-            in_prompt = (key >= root[query]) & (key < root[query] + shared[query])
+            in_sample = (key <= query) & (query < seen_until[key])
             in_window = place[query] - place[key] < (window or len(place))
-            return (in_sample | in_prompt) & in_window
+            return in_sample & in_window
 
         make_mask = _compiled(create_block_mask, device.type)
         masks[window] = make_mask(sees, None, None, len(place), len(place), device=device)
@@ -297,7 +307,7 @@ def _part_on(part: _Part, device: torch.device) -> _Part:
 def _samples(position_ids: Tensor) -> _Layout:
     """Return the layout of a language model's row: one part per power of two above the length.
 
-    Samples that share a prompt are sorted by the length after it: a long prompt would hide how
+    Samples that share a beginning are sorted by the length after it: a long prompt would hide how
     different they are, and all would be padded to the longest.
     """
     sequences = _sequences(position_ids[0])
@@ -313,37 +323,36 @@ def _sequences(positions: Tensor) -> _Sequences:
     shared = positions[starts]
     borders = torch.cat([starts, starts.new_tensor([len(positions)])])
     lengths = shared + borders.diff()
-    # A sequence that shares a prompt follows the one
-    # that has it whole: the last such start before it.
-    roots = torch.where(shared == 0, starts, 0).cummax(0).values
-    return _Sequences(lengths, shared, roots, starts)
+    return _Sequences(lengths, shared, starts)
 
 
 def _images(borders: Tensor) -> _Layout:
     """Return the layout of a vision tower's row: windows or images by their size."""
     lengths = borders.diff()
     starts = borders[:-1]
-    return _layout(_Sequences(lengths, torch.zeros_like(lengths), starts, starts), lengths)
+    return _layout(_Sequences(lengths, torch.zeros_like(lengths), starts), lengths)
 
 
 def _layout(sequences: _Sequences, kinds: Tensor) -> _Layout:
     """Return a layout with one part for all sequences of each of the ``kinds`` [n]."""
     total = int((sequences.lengths - sequences.shared).sum())
+    paths = sequences.paths() if sequences.shared.any() else []
     parts: list[_Part] = []
     places = torch.empty(total, dtype=torch.int64)
     padded_total = 0
     for kind in kinds.unique():
-        members = _Sequences(*(field[kinds == kind] for field in sequences))
-        part, real = _part(members, total)
+        indices = (kinds == kind).nonzero()[:, 0]
+        members = _Sequences(*(field[indices] for field in sequences))
+        part, real = _part(members, [paths[i] for i in indices if paths], total)
         places[part.queries.flatten()[real]] = padded_total + real
         parts.append(part)
         padded_total += part.queries.numel()
     return _Layout(parts, places)
 
 
-def _part(sequences: _Sequences, total: int) -> tuple[_Part, Tensor]:
+def _part(sequences: _Sequences, paths: Sequence[Tensor], total: int) -> tuple[_Part, Tensor]:
     """Return the part of these sequences, and the indices of its queries that are not padding."""
-    lengths, shared, roots, starts = (field[:, None] for field in sequences)
+    lengths, shared, starts = (field[:, None] for field in sequences)
     new_steps = torch.arange(int((lengths - shared).max()))
     steps = torch.arange(int(lengths.max()))
     # Padding reads any token of the row: its output is never taken.
@@ -353,9 +362,9 @@ def _part(sequences: _Sequences, total: int) -> tuple[_Part, Tensor]:
     # hides the padding behind each sequence as well.
     if not shared.any():
         return _Part(queries, queries, None), real
-    keys = torch.where(steps < shared, roots + steps, starts - shared + steps)
+    keys = pad_sequence(paths, batch_first=True)
     mask = (steps <= shared[..., None] + new_steps[:, None])[:, None]
-    return _Part(queries, keys.clamp(max=total - 1), mask), real
+    return _Part(queries, keys, mask), real
 
 
 def _attend(

@@ -50,7 +50,9 @@ from rayloop.core.types import (
     derive,
 )
 from rayloop.data.images import NOT_SHOWN
-from rayloop.envs.context import Exchange, context_with_room, images_replaced
+from rayloop.envs.history.contexts import Contexts, images_replaced
+from rayloop.envs.history.past import Past
+from rayloop.envs.history.policies import FULL, EpisodeHistory
 from rayloop.envs.instance import AgentDriven, Instance
 from rayloop.envs.settings import EpisodeSettings
 from rayloop.rewards.functions import number
@@ -123,10 +125,12 @@ async def run_episode(
     settings: EpisodeSettings,
     generate: Generate,
     prompts: FirstPrompts | None = None,
+    history: EpisodeHistory = FULL,
 ) -> Trajectory:
     """Make the environment, play one episode and close it, also when cancelled.
 
-    ``prompts`` is shared with others of its call. Raises DataFailure, OverLongPrompt,
+    ``prompts`` is shared with others of its call; an agent decides itself what the policy sees, and
+    has no ``history``. Raises DataFailure, OverLongPrompt,
     EnvironmentHung, EnvironmentFailed, and whatever ``generate`` raises.
     """
     try:
@@ -137,7 +141,8 @@ async def run_episode(
 
             return await run_agent_episode(request, environment, renderer, settings, generate)
         prompts = prompts or FirstPrompts(renderer)
-        episode = _Episode(request, environment, renderer, settings, generate, prompts)
+        contexts = Contexts(renderer, history.policy, history.language)
+        episode = _Episode(request, environment, renderer, settings, generate, prompts, contexts)
         return await episode.run()
     finally:
         try:
@@ -157,12 +162,11 @@ class _Episode:
     settings: EpisodeSettings
     generate: Generate
     prompts: FirstPrompts
+    contexts: Contexts
     turns: list[Turn] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     images: list[PromptImage] = field(default_factory=list)
     image_bytes: dict[str, bytes] = field(default_factory=dict)
-    prompt: Rendered = field(default_factory=lambda: Rendered(()))
-    exchanges: list[Exchange] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.sampling = self.renderer.sampling(self.request.sampling)
@@ -206,7 +210,9 @@ class _Episode:
         first: Observation = await self._call("reset", task, timeout=settings.step_timeout)
         self._check("reset", "return Observation", first)
         tools = await self._call("tools", timeout=settings.step_timeout) or list(task.tools)
-        rendered = await self.prompts.of(first.messages, tools, settings.step_timeout)
+        past = Past(first.messages, task_images=tuple(task.images))
+        messages = self.contexts.begin(past, tools)
+        rendered = await self.prompts.of(messages, tools, settings.step_timeout)
 
         limit = min(settings.max_prompt_tokens, settings.max_tokens - 1)
         if len(rendered.token_ids) > limit:
@@ -217,7 +223,6 @@ class _Episode:
             )
             raise DataFailure(task.id, reason)
 
-        self.prompt = rendered
         self._append("prompt", rendered, times=(start_time, time.time()))
 
     async def _turn(self, index: int) -> EndReason | None:
@@ -231,10 +236,9 @@ class _Episode:
         if completion.finish is FinishReason.LENGTH and room <= self.sampling.max_tokens:
             return EndReason.OVER_LENGTH
 
+        text = self._text(completion)
         try:
-            step: StepResult = await self._call(
-                "step", self._text(completion), timeout=self.settings.step_timeout
-            )
+            step: StepResult = await self._call("step", text, timeout=self.settings.step_timeout)
         except PolicyFailure as error:
             return _ended(error, self.request)
         times = (*completion.times, time.time()) if completion.times else ()
@@ -259,7 +263,7 @@ class _Episode:
             return EndReason.DONE
         if index + 1 >= self.settings.max_turns:
             return EndReason.MAX_TURNS
-        return await self._observe(step.observation.messages, completion)
+        return await self._observe(step.observation.messages, completion, text)
 
     def _reward(self, value: Any) -> float:
         """Return a step's reward. Raises EnvironmentFailed when it is not a finite number."""
@@ -290,7 +294,7 @@ class _Episode:
         return completion
 
     async def _observe(
-        self, messages: Sequence[Message], completion: Completion
+        self, messages: Sequence[Message], completion: Completion, text: str
     ) -> EndReason | None:
         """Append an observation if it fits.
 
@@ -306,16 +310,13 @@ class _Episode:
         if self.renderer.image_token is None:
             messages = [images_replaced(message, NOT_SHOWN) for message in messages]
         try:
-            rendered = await in_thread(
-                self.renderer.observation,
-                messages,
+            following = await in_thread(
+                self.contexts.after,
+                text,
                 completion.token_ids,
+                messages,
                 timeout=settings.step_timeout,
             )
-            is_full = len(self.images) + len(rendered.images) > settings.max_images
-            context = None
-            if is_full and settings.when_full == "forget":
-                context = await self._new_context(completion, rendered)
         except ImageRefused as error:
             logger.info("%s: the environment's image is refused: %s", self.request.id, error)
             return EndReason.ACTION_ERROR
@@ -327,16 +328,20 @@ class _Episode:
         except DeadlineExceeded as error:
             late = ToolDeadline(f"what the action gave could not be shown: {error}")
             return _ended(late, self.request)
-        if len(rendered.token_ids) >= self._room(context):
+        observation, context, alone = following
+        if len(observation.token_ids) >= self._room(context):
             return EndReason.OVER_LENGTH
-        if is_full and context is None:
+        earlier_images = self.images if context is None else context.images
+        if len(earlier_images) + len(observation.images) > settings.max_images:
             return EndReason.MAX_IMAGES
         if context is not None:
             self.token_ids = []
             self.images = []
             self._append("context", context, restart=True)
-        self._append(messages[-1].role if messages else "user", rendered)
-        self.exchanges.append(Exchange(completion.token_ids, messages, rendered))
+        self._append(messages[-1].role if messages else "user", observation)
+        if alone is not None:
+            by_itself = (alone.token_ids, alone.refs)
+            self.turns[-1] = dataclasses.replace(self.turns[-1], alone=by_itself)
         return None
 
     def _room(self, context: Rendered | None = None) -> int:
@@ -349,23 +354,10 @@ class _Episode:
         responses = [turn for turn in self.turns[1:] if not turn.restart]
         return min(room, response_limit - sum(len(turn.token_ids) for turn in responses))
 
-    async def _new_context(self, completion: Completion, observation: Rendered) -> Rendered | None:
-        """Return the context up to ``completion`` with room for the images of ``observation``."""
-        room = self.settings.max_images - len(observation.images)
-        return await in_thread(
-            context_with_room,
-            self.renderer,
-            self.prompt,
-            self.exchanges,
-            completion.token_ids,
-            room,
-            timeout=self.settings.step_timeout,
-        )
-
     def _append(
         self, role: str, rendered: Rendered, *, restart: bool = False, times: tuple[float, ...] = ()
     ) -> None:
-        images = tuple(image.ref for image in rendered.images)
+        images = rendered.refs
         self.turns.append(Turn(role, rendered.token_ids, images, restart=restart, times=times))
         self.token_ids += rendered.token_ids
         self.images += rendered.images

@@ -8,11 +8,13 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rayloop.config.settings import Component
 from rayloop.core.deadlines import bounded
 from rayloop.core.failures import DataFailure, DeadlineExceeded, EnvironmentFailed
 from rayloop.core.protocols import Environment
 from rayloop.core.threads import OwnerThread, contained
 from rayloop.core.types import Task
+from rayloop.envs.history.policies import FULL, EpisodeHistory, built
 from rayloop.envs.process import IdleWorkers, InProcess
 from rayloop.envs.settings import EnvironmentKind
 from rayloop.envs.tools import schemas
@@ -183,9 +185,22 @@ class Environments:
     A task that names none gets ``default``, and every task where there are no ``kinds``.
     """
 
-    def __init__(self, default: EnvironmentKind, kinds: Mapping[str, EnvironmentKind]) -> None:
+    def __init__(
+        self,
+        default: EnvironmentKind,
+        kinds: Mapping[str, EnvironmentKind],
+        history: Component | None = None,
+    ) -> None:
+        """Build the history of each kind; without one, episodes show everything.
+
+        Raises ConfigError.
+        """
         self._default = default
         self._kinds = kinds
+        self._histories: dict[int, EpisodeHistory] = {}
+        for kind in (default, *kinds.values()):
+            if history is not None and not kind.agent_driven:
+                self._histories[id(kind)] = built(history, kind)
         self._workers = IdleWorkers()
         self._endpoint: Endpoint | None = None
 
@@ -198,6 +213,10 @@ class Environments:
                 task.id, f"environment.kinds has no {task.environment!r}, which the task names"
             )
         return self._kinds[task.environment]
+
+    def history(self, task: Task) -> EpisodeHistory:
+        """Return what a task's policy is shown of its past. Raises as ``kind``."""
+        return self._histories.get(id(self.kind(task)), FULL)
 
     def of(self, task: Task) -> Instance:
         """Return a new instance, not made yet; it must be closed. Raises as ``kind``."""

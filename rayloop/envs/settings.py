@@ -76,9 +76,10 @@ class EpisodeSettings(SettingsModel):
     max_prompt_tokens: int = Field(4096, gt=0)
     """A longer rendered prompt is excluded with its size, never truncated."""
     max_tokens: int = Field(8192, gt=0)
-    """Tokens per episode, prompt and observations included.
+    """Tokens of a context, prompt and observations included.
 
-    Beyond it the episode ends as over_length.
+    Beyond it the episode ends as over_length. With ``environment.history: full`` the context is
+    the whole episode.
     """
     max_response_tokens: int | None = Field(None, gt=0)
     """Tokens of all turns and observations together, without the prompt.
@@ -89,14 +90,8 @@ class EpisodeSettings(SettingsModel):
     max_images: int = Field(32, ge=0)
     """Images in the policy's context.
 
-    With an observation beyond it the episode does what ``when_full`` says.
-    """
-    when_full: Literal["end", "forget"] = "end"
-    """What an image beyond ``max_images`` does.
-
-    It ends the episode (``end``), or replaces the oldest images by words in a new context, which is
-    a separate sequence for the trainer (``forget``). Why a key: an episode of 50 screenshots does
-    not fit into the context of a small model, which must forget the oldest to reach the end.
+    An observation beyond it ends the episode as max_images; ``environment.history`` can leave out
+    older images before that.
     """
     on_error: Literal["continue", "end"] = "continue"
     """What follows an action that the environment could not use.

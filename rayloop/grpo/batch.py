@@ -49,7 +49,7 @@ class TrainSample:
     # Per image [patches, D] float32; another thread computes them.
     pixels: tuple[Future[Tensor], ...] = ()
     grids: tuple[tuple[int, int, int], ...] = ()  # per image (t, h, w) in patches
-    prompt_images: int = 0  # number of images before the first sampled token
+    image_tokens: tuple[int, ...] = ()  # per image, the tokens that it has among token_ids
     advantage: Tensor | float = 0.0  # [N] float32, or one for all
     streams: Streams = STREAMS
     group_tokens: int = 0  # sampled tokens of its group in the update; 0: of the sample
@@ -73,7 +73,7 @@ class TrainSample:
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the first sampled one: 0 after a shared prompt, all if none was sampled."""
+        """Tokens before the first sampled one; all if none was sampled."""
         return int(self.predict[0]) + 1 if self.predict.numel() else self.length
 
     @property
@@ -114,12 +114,13 @@ Reading them from a GPU would wait for all work that is queued there.
 class Batch:
     """A micro-batch: S trajectories packed into one row of T tokens without padding.
 
-    P patches of n distinct images. A prompt that several trajectories in a row share is in the row
-    once, before the first of them.
+    P patches of n distinct images. A beginning that neighbours share is in the row once: in the
+    first of them.
     """
 
     token_ids: Tensor  # [1, T] int64
-    # [R, 1, T] int64; row 0 restarts with each trajectory, at 0 or after the shared prompt
+    # [R, 1, T] int64; row 0 restarts with each trajectory, at 0 or after what it shares with the
+    # one before
     position_ids: Tensor
     pixel_values: Tensor | None  # [P, D] float32
     image_grid: Tensor | None  # [n, 3] int64
@@ -208,7 +209,7 @@ def make_sample(
         sampling=trajectory.sampling,
         pixels=tuple(pixels),
         grids=tuple(image.grid for image in trajectory.images),
-        prompt_images=_prompt_images(trajectory),
+        image_tokens=tuple(image.tokens for image in trajectory.images),
         advantage=_turn_advantages(item) if item.turns else item.advantage,
         streams=item.streams,
         group_tokens=item.group_tokens,
@@ -218,17 +219,6 @@ def make_sample(
         lag=item.lag,
         token_mask=None if trajectory.sampling.effective_top_k is None else flat.token_mask,
     )
-
-
-def _prompt_images(trajectory: Trajectory) -> int:
-    """Number of images before the first sampled token."""
-    images = 0
-    for turn in trajectory.turns:
-        # A sampled turn without tokens predicts nothing, so the prompt continues after it.
-        if turn.sampled and turn.token_ids:
-            break
-        images += len(turn.images)
-    return images
 
 
 def _turn_advantages(item: TrainItem) -> Tensor:

@@ -1,10 +1,12 @@
 """Cuts a rank's trajectories into micro-batches, and packs each into one row. Deterministic."""
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -12,6 +14,12 @@ from rayloop.core.token_mask import TokenMask
 from rayloop.core.types import Sampling
 from rayloop.grpo.batch import Batch, TrainSample
 from rayloop.grpo.losses.surrogates import TokensElsewhere
+
+LEAST_SHARED_TOKENS = 64
+"""Tokens from which a beginning is shared that is not all of a prompt.
+
+A shorter one would cost more in attention than it saves.
+"""
 
 
 def micro_batches(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...], ...]:
@@ -35,57 +43,100 @@ def micro_batches(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...],
     return tuple(tuple(sorted(group)) for group in groups)
 
 
-def prompt_groups(samples: Sequence[TrainSample], budget: int) -> list[list[TrainSample]]:
-    """The samples by common prompt.
+class Packed(NamedTuple):
+    """Samples that begin alike, in an order in which neighbours share most, and their tokens.
 
-    Each group has at most ``budget`` tokens when its prompt counts once, or has one sample.
+    A beginning that a sample has in common with the one before it counts once.
     """
-    groups: list[list[TrainSample]] = []
-    latest: dict[Hashable, list[TrainSample]] = {}
+
+    samples: list[TrainSample]
+    tokens: int
+
+
+def prefix_groups(
+    samples: Sequence[TrainSample], budget: int, image_token: int | None = None
+) -> list[Packed]:
+    """The samples by common beginnings: the prompt of a group, the contexts of a trajectory.
+
+    Each group has at most ``budget`` tokens, or one sample.
+    """
+    contents = _contents(samples, image_token)
+    # Of all samples before it in this order, the last has the longest beginning in common.
+    order = sorted(range(len(samples)), key=lambda i: (contents[i].tobytes(), i))
+    groups: list[Packed] = []
+    firsts: list[int] = []
+    previous: int | None = None
+    for index in order:
+        sample = samples[index]
+        shared = 0
+        if previous is not None:
+            shared = _shared(contents[previous], contents[index], sample.prompt_length)
+        tokens = sample.length - shared
+        if shared and groups[-1].tokens + tokens <= budget:
+            group = groups[-1]
+            groups[-1] = Packed([*group.samples, sample], group.tokens + tokens)
+            firsts[-1] = min(firsts[-1], index)
+        else:
+            groups.append(Packed([sample], sample.length))
+            firsts.append(index)
+        previous = index
+    return [groups[i] for i in sorted(range(len(groups)), key=firsts.__getitem__)]
+
+
+def _contents(
+    samples: Sequence[TrainSample], image_token: int | None
+) -> list[npt.NDArray[np.int32]]:
+    """[T] for each sample: its tokens, in place of an image's tokens a number for the image."""
+    # Image tokens are the same for all images. Numbers by first use, unlike addresses, give the
+    # same order after a resume. A shared image is the same future.
+    numbers: dict[int, int] = {}
+    contents: list[npt.NDArray[np.int32]] = []
     for sample in samples:
-        prompt = _prompt(sample)
-        group = latest.get(prompt)
-        if group is None or packed_length([*group, sample]) > budget:
-            group = []
-            latest[prompt] = group
-            groups.append(group)
-        group.append(sample)
-    return groups
+        tokens = sample.token_ids.numpy().astype(">i4")
+        images = [numbers.setdefault(id(pixels), len(numbers)) for pixels in sample.pixels]
+        if images:
+            numbered = np.array([-1 - number for number in images], np.int32)
+            tokens[tokens == image_token] = numbered.repeat(sample.image_tokens)
+        contents.append(tokens)
+    return contents
 
 
-def _prompt(sample: TrainSample) -> Hashable:
-    """Equal for samples whose tokens and images before the first sampled token are the same."""
-    # Image tokens are the same for all images, so the images
-    # are compared as well; a shared image is the same future.
-    images = tuple(id(pixels) for pixels in sample.pixels[: sample.prompt_images])
-    return sample.token_ids[: sample.prompt_length].numpy().tobytes(), images
+def _shared(first: npt.NDArray[np.int32], second: npt.NDArray[np.int32], prompt_length: int) -> int:
+    """The tokens at the start of ``second`` that it need not compute after ``first``.
 
-
-def packed_length(group: Sequence[TrainSample]) -> int:
-    """Tokens of samples with one common prompt, which counts once."""
-    # A group has one prompt, so the prompt of its first sample stands for all.
-    return group[0].prompt_length + sum(sample.length - sample.prompt_length for sample in group)
+    0 for less than ``LEAST_SHARED_TOKENS`` tokens, and less than the prompt of ``second``.
+    """
+    length = min(len(first), len(second))
+    differing = np.flatnonzero(first[:length] != second[:length])
+    shared = int(differing[0]) if len(differing) else length
+    return shared if shared >= min(prompt_length, LEAST_SHARED_TOKENS) else 0
 
 
 def pack(
     samples: Sequence[TrainSample],
     *,
     share_images: bool = False,
-    share_prompts: bool = False,
+    share_prefixes: bool = False,
     image_token: int | None = None,
 ) -> Batch:
     """Packs all samples into one row, in order.
 
     Attention stays within a sample and its prompt: row 0 of the position ids restarts at each.
     ``share_images``: an image of several samples (the same Future) is in the batch once.
-    ``share_prompts``: a sample whose prompt equals that of the sample before is packed without the
-    prompt, and its positions start after the prompt. Raises ValueError when the samples do not
+    ``share_prefixes``: a sample is packed without the beginning that it has in common with the
+    sample before, and its positions start after that. Raises ValueError when the samples do not
     agree on what may be sampled, and the errors of their images.
     """
     if not samples:
         raise ValueError("nothing to pack: a micro-batch needs at least one sample")
-    if share_prompts:
-        samples = _without_repeated_prompts(samples)
+    shared = [0] * len(samples)
+    targets = torch.cat([sample.targets for sample in samples])  # [N]
+    if share_prefixes:
+        shared = _shared_lengths(samples, image_token)
+        samples = [
+            _without(sample, length, image_token)
+            for sample, length in zip(samples, shared, strict=True)
+        ]
     # Samples that predict nothing need no log-probs.
     predicting = [sample for sample in samples if sample.predict.numel()]
     counts = torch.tensor([sample.predict.numel() for sample in samples])  # [S], N in total
@@ -97,7 +148,8 @@ def pack(
         starts=position_ids[:1],
         **_sampling_fields(samples, predicting, counts),
         **_image_fields(samples, token_ids, image_token, share_images),
-        **_prediction_fields(samples, counts),
+        targets=targets,
+        **_prediction_fields(samples, shared, counts),
         **_loss_fields(samples, counts),
         chosen=_all_or_none([s.chosen for s in predicting], "chosen tokens"),
         elsewhere=_elsewhere(samples),
@@ -154,11 +206,12 @@ def _image_fields(
     }
 
 
-def _prediction_fields(samples: Sequence[TrainSample], counts: Tensor) -> dict[str, Tensor]:
-    """The fields of the sampled tokens, each [N]."""
+def _prediction_fields(
+    samples: Sequence[TrainSample], shared: Sequence[int], counts: Tensor
+) -> dict[str, Tensor]:
+    """Further fields of the sampled tokens, each [N]."""
     return {
-        "predict": torch.cat(_predict(samples)),
-        "targets": torch.cat([s.targets for s in samples]),
+        "predict": torch.cat(_predict(samples, shared)),
         "trajectory_ids": _per_token(range(len(samples)), counts, torch.int64),
         "rollout_logprobs": torch.cat([s.rollout_logprobs for s in samples]),
         "on_policy": _per_token([s.on_policy for s in samples], counts, torch.bool),
@@ -189,43 +242,45 @@ def _per_token(values: Sequence[Any], counts: Tensor, dtype: torch.dtype) -> Ten
     return torch.tensor(values, dtype=dtype).repeat_interleave(counts)
 
 
-def _without_repeated_prompts(samples: Sequence[TrainSample]) -> list[TrainSample]:
-    """The samples, without their prompts where the sample before has the same prompt."""
-    packed: list[TrainSample] = []
-    previous: Hashable = None
-    for sample in samples:
-        prompt = _prompt(sample)
-        packed.append(_without_prompt(sample) if prompt == previous else sample)
-        previous = prompt
-    return packed
+def _shared_lengths(samples: Sequence[TrainSample], image_token: int | None) -> list[int]:
+    """Of each sample, the tokens that it shares with the one before it."""
+    contents = _contents(samples, image_token)
+    shared = [
+        _shared(previous, content, sample.prompt_length)
+        for previous, content, sample in zip(contents, contents[1:], samples[1:], strict=False)
+    ]
+    return [0, *shared]
 
 
-def _without_prompt(sample: TrainSample) -> TrainSample:
-    """The sample without its prompt.
+def _without(sample: TrainSample, shared: int, image_token: int | None) -> TrainSample:
+    """The sample without its first ``shared`` tokens and their images.
 
-    Its ``predict`` begins with -1, the prompt's last token, so its ``prompt_length`` is 0.
+    Its ``predict`` counts from there: those of shared tokens are negative.
     """
+    image_tokens = int((sample.token_ids[:shared] == image_token).sum()) if sample.pixels else 0
+    images = int(np.searchsorted(np.cumsum(sample.image_tokens), image_tokens, "right"))
     return dataclasses.replace(
         sample,
-        token_ids=sample.token_ids[sample.prompt_length :],
-        position_ids=sample.position_ids[:, sample.prompt_length :],
-        predict=sample.predict - sample.prompt_length,
-        pixels=sample.pixels[sample.prompt_images :],
-        grids=sample.grids[sample.prompt_images :],
+        token_ids=sample.token_ids[shared:],
+        position_ids=sample.position_ids[:, shared:],
+        predict=sample.predict - shared,
+        pixels=sample.pixels[images:],
+        grids=sample.grids[images:],
+        image_tokens=sample.image_tokens[images:],
     )
 
 
-def _predict(samples: Sequence[TrainSample]) -> list[Tensor]:
-    """Per sample, the indices into the row of the hidden states that predict its tokens."""
+def _predict(samples: Sequence[TrainSample], shared: Sequence[int]) -> list[Tensor]:
+    """Per sample, the indices into the row of the hidden states that predict its tokens.
+
+    ``shared``: of each, the tokens that it continues, of the sample before it.
+    """
     places: list[Tensor] = []
     start = 0
-    prompt_end = 0
-    for sample in samples:
-        # Length 0: the sample shares the last prompt of the row,
-        # whose last token (-1) predicts the sample's first one.
-        if sample.prompt_length:
-            prompt_end = start + sample.prompt_length - 1
-        places.append(torch.where(sample.predict < 0, prompt_end, start + sample.predict))
+    path = torch.zeros(0, dtype=torch.int64)
+    for sample, length in zip(samples, shared, strict=True):
+        path = torch.cat([path[:length], torch.arange(start, start + sample.length)])
+        places.append(path[sample.predict + length])
         start += sample.length
     return places
 

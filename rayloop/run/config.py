@@ -21,6 +21,7 @@ from rayloop.engines.settings import (
     TransformersEngineSettings,
 )
 from rayloop.engines.shape import ModelSource
+from rayloop.envs.history.policies import shows_everything
 from rayloop.grpo.alarms import AlarmSettings
 from rayloop.grpo.losses.settings import AdaptiveKl
 from rayloop.grpo.settings import AlgorithmSettings
@@ -384,8 +385,8 @@ def _advantage_problems(c: RunConfig) -> Any:
 def _begins_again(environment: EnvironmentSettings) -> Any:
     """Why trajectories may have several sequences, over which KL in the reward has no return."""
     needs = "policy.loss.kl in the reward needs trajectories of one sequence"
-    if environment.episode.when_full == "forget":
-        yield f"{needs}: set environment.episode.when_full to end, not forget"
+    if not shows_everything(environment.history):
+        yield f"{needs}: set environment.history to full"
     for kind in (environment.episode.environment, *environment.kinds.values()):
         if kind.agent_driven:
             yield f"{needs}, and an agent ({kind.name}) may begin again: leave `in: reward` out"

@@ -17,6 +17,7 @@ from rayloop.engines.settings import TransformersEngineSettings, VllmEngineSetti
 from rayloop.engines.shape import ModelSource
 from rayloop.envs.grammar.choice import AUTO, Model, chosen, listeners, spoken
 from rayloop.envs.grammar.language import spoken_format
+from rayloop.envs.history.policies import shows_everything
 from rayloop.grpo.idle import Situation, idle
 from rayloop.launch.ray_variables import in_job
 from rayloop.loggers.settings import installed
@@ -195,7 +196,7 @@ def idle_settings(config: RunConfig) -> list[str]:
     algorithm = config.algorithm
     environment = config.environment
     kinds = (environment.episode.environment, *environment.kinds.values())
-    begins_again = environment.episode.when_full == "forget" or any(
+    begins_again = not shows_everything(environment.history) or any(
         kind.agent_driven for kind in kinds
     )
     is_on_policy = algorithm.synchronous and algorithm.replay.kind != "corrected"

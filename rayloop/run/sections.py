@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from rayloop.config.settings import Component, LocalPath, Role, SettingsModel
 from rayloop.core.failures import DataFailure
@@ -17,6 +17,7 @@ from rayloop.engines.settings import (
 )
 from rayloop.envs.grammar.choice import AUTO
 from rayloop.envs.grammar.family import LANGUAGE, LanguageChoice
+from rayloop.envs.history.policies import HISTORY, WINDOW, component
 from rayloop.envs.settings import ENVIRONMENT, EnvironmentKind, EpisodeSettings, SamplingSettings
 from rayloop.grpo.losses.settings import LOSS, LossChoice, PpoLoss
 from rayloop.grpo.settings import UpdateSettings
@@ -181,6 +182,15 @@ class EnvironmentSettings(RoleSettings):
     """``{name: {use: module:Class, with: {...}, isolation: thread}}``: several kinds of environment
     in one run. A row names its own in the column ``environment``; a row without is played in
     ``episode.environment``. Empty: that column means nothing.
+    """
+    history: Annotated[Component, HISTORY, BeforeValidator(component)] = Component(use=WINDOW)
+    """What the policy is shown of its past at each turn, and is trained on: ``full``,
+    ``drop_thoughts``, ``{last_images: n}``, ``{last_turns: n}`` (older answers as a list of text),
+    ``language`` (as the makers of the environment's action language) or ``{use: module:Class}``.
+
+    Why a key: each family of models was trained with another past, and 50 screenshots do not fit
+    into the context of a small model. Where a context does not continue the one before it, it is a
+    separate sequence for the trainer.
     """
     placement: Placement = Placement(num_cpus=0.5)
     episodes_at_once: int | None = Field(None, ge=1)

@@ -67,6 +67,10 @@ COMPONENTS = {
         "rayloop.rewards.environment_result:EnvironmentResult",
         "rayloop.rewards.shaped:ShapedReward",
     ),
+    ("Histories", "environment.history"): (
+        "rayloop.envs.history.policies:Window",
+        "rayloop.envs.history.policies:ByLanguage",
+    ),
     ("Environments", "environment.episode.environment"): (
         "rayloop.envs.single_turn:SingleTurn",
         "rayloop.envs.tools:ToolCalls",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from rayloop.chat.openai.api import ChatMessage, message_of
-from rayloop.chat.rendering import Rendered, Renderer
+from rayloop.chat.rendering import Rendered, Renderer, common_prefix
 from rayloop.core.failures import DataFailure
 from rayloop.core.threads import Cache
 from rayloop.core.traces import Trace
@@ -172,7 +172,7 @@ class Histories:
             name = self._by_key.get(b"after" + keys[number])
             conversation = self._by_name.get(name) if name else None
             if conversation is not None:
-                equal = _common_prefix(tokens, conversation.token_ids)
+                equal = common_prefix(tokens, conversation.token_ids)
                 return (
                     f"messages[{number}] is not the answer that was given to the {number} before it"
                     f" ({name}); rendered again, the first {equal} tokens are equal to the known"
@@ -182,14 +182,6 @@ class Histories:
             "these answers were not given here, or are forgotten (limits.history): the history was"
             " rendered again"
         )
-
-
-def _common_prefix(first: TokenIds, second: TokenIds) -> int:
-    """The number of tokens at the start that are equal."""
-    for index, (token, other_token) in enumerate(zip(first, second, strict=False)):
-        if token != other_token:
-            return index
-    return min(len(first), len(second))
 
 
 def _turn(role: str, rendered: Rendered) -> Turn:

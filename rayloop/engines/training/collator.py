@@ -19,12 +19,12 @@ from torch import Tensor
 from rayloop.core.model_families import family
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import FlatTrajectory, ImageRef, Sampling, Trajectory
-from rayloop.engines.attention import shares_prompts
+from rayloop.engines.attention import shares_prefixes
 from rayloop.engines.machine import cores
 from rayloop.engines.models import Vision, load_vision, positions, tensor_cache
 from rayloop.engines.settings import FsdpSettings, ModelSettings
 from rayloop.grpo.batch import Batch, TrainSample, make_sample
-from rayloop.grpo.packing import micro_batches, pack, packed_length, prompt_groups
+from rayloop.grpo.packing import Packed, micro_batches, pack, prefix_groups
 
 DECODING_THREADS = 8
 """Threads that decode images, at most one per core."""
@@ -42,6 +42,7 @@ class Collator:
         self._family = family(model.config.model_type)
         self._device = device
         self._vision = load_vision(settings, model.config)
+        self._image_token = model.config.image_token_id if self._vision else None
         self._engine = engine
         self._pool = ThreadPoolExecutor(min(DECODING_THREADS, cores()), "pixels")
         # Packing has a separate thread, because it waits for the threads that decode.
@@ -78,14 +79,14 @@ class Collator:
         if not self._family.packs:
             return [[sample] for sample in samples]
         budget = self._engine.micro_batch * self._engine.sequence_parallel
-        if shares_prompts(self._model):
-            groups = prompt_groups(samples, budget)
+        if shares_prefixes(self._model):
+            groups = prefix_groups(samples, budget, self._image_token)
         else:
-            groups = [[sample] for sample in samples]
-        lengths = [packed_length(group) for group in groups]
+            groups = [Packed([sample], sample.length) for sample in samples]
+        lengths = [group.tokens for group in groups]
         plan: list[list[TrainSample]] = []
         for group_indices in micro_batches(lengths, budget):
-            members = [groups[i] for i in group_indices]
+            members = [groups[i].samples for i in group_indices]
             plan.append(list(chain.from_iterable(members)))
         return plan
 
@@ -123,8 +124,8 @@ class Collator:
         return pack(
             [*samples] if samples and has_images else [*samples, self._dummy],
             share_images=self._family.pooled,
-            share_prompts=shares_prompts(self._model),
-            image_token=self._model.config.image_token_id if self._vision else None,
+            share_prefixes=shares_prefixes(self._model),
+            image_token=self._image_token,
         )
 
     def _pixels(self, image: ImageRef, trajectory: Trajectory, swap: bool) -> Future[Tensor]:
@@ -176,11 +177,13 @@ class Collator:
         length = self._engine.sequence_parallel  # every rank of a row has a token
         token_ids = torch.zeros(length).long()
         grids = torch.zeros(0, 3).long()
+        image_tokens: tuple[int, ...] = ()
         pixels = Future[Tensor]()
         if self._vision is not None:
             image, grid, count = self._vision.dummy()
-            image_tokens = torch.full((count,), self._model.config.image_token_id)
-            token_ids = torch.cat([image_tokens, token_ids[count:]])
+            image_ids = torch.full((count,), self._image_token)
+            token_ids = torch.cat([image_ids, token_ids[count:]])
+            image_tokens = (count,)
             grids = torch.tensor([grid])
             pixels.set_result(image)
         empty = torch.zeros(0)
@@ -194,6 +197,7 @@ class Collator:
             sampling=Sampling(),
             pixels=(pixels,) if len(grids) else (),
             grids=tuple((t, h, w) for t, h, w in grids.tolist()),
+            image_tokens=image_tokens,
         )
 
 

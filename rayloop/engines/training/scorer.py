@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rayloop.core.model_families import family
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import Trajectory
-from rayloop.engines.attention import shares_prompts, use_packed
+from rayloop.engines.attention import shares_prefixes, use_packed
 from rayloop.engines.models import image_features, load_model
 from rayloop.engines.settings import FsdpSettings, ModelSettings
 from rayloop.engines.training.collator import Collator
@@ -75,7 +75,7 @@ class Scorer(nn.Module):
         # 0 of [4, 1, T] off to find where a sample begins.
         positions = batch.position_ids[0] if len(batch.position_ids) == 1 else batch.position_ids
         inputs: dict[str, Any] = self._inputs(batch, row)
-        if shares_prompts(self.model):
+        if shares_prefixes(self.model):
             inputs["starts"] = batch.starts
         if row:
             positions = positions[..., row.slice]

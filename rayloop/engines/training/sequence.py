@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from rayloop.core.failures import ConfigError
 from rayloop.core.model_families import family
-from rayloop.engines.attention import shares_prompts
+from rayloop.engines.attention import shares_prefixes
 from rayloop.grpo.batch import Batch
 
 Encode = Callable[[Tensor, Tensor], Sequence[Tensor]]
@@ -50,7 +50,7 @@ class SequenceGroup:
                     f"policy.engine.sequence_parallel: {size} does not divide {name} ({number})"
                 )
         model_family = family(model.config.model_type)
-        packs = model_family.packs and shares_prompts(model)
+        packs = model_family.packs and shares_prefixes(model)
         # Only images that enter as embeddings can be cut with the row.
         images_fit = model_family.pooled or not model_family.images
         if not (packs and images_fit):

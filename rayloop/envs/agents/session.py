@@ -8,7 +8,6 @@ import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from itertools import chain
 from typing import Any
 
 from rayloop.chat.openai.answers import Chats
@@ -33,6 +32,7 @@ from rayloop.core.types import (
     Turn,
     derive,
 )
+from rayloop.envs.history.contexts import context_turn
 from rayloop.envs.settings import EpisodeSettings
 
 Generate = Callable[[TokenPrompt, Sampling], Awaitable[Completion]]
@@ -277,7 +277,7 @@ def turns_of(
             if id(turn) in places:
                 shared = count
         if turns:
-            turns.append(_context(leaf.turns[:shared]))
+            turns.append(context_turn(leaf.turns[:shared]))
         for turn in leaf.turns[shared:]:
             has_reward = id(turn) in turn_rewards
             turns.append(
@@ -287,10 +287,3 @@ def turns_of(
                 places[id(turn)] = len(places)
     order = tuple(places[id(conversation.turns[-1])] for conversation in answered)
     return tuple(turns), () if order == tuple(sorted(order)) else order
-
-
-def _context(turns: Sequence[Turn]) -> Turn:
-    """Return the turns as the one context with which a conversation restarts."""
-    token_ids = chain.from_iterable(turn.token_ids for turn in turns)
-    images = chain.from_iterable(turn.images for turn in turns)
-    return Turn("context", tuple(token_ids), tuple(images), restart=True)

@@ -81,8 +81,14 @@ class LanguageFile(SettingsModel):
     """Kind of screen -> prompt: ``computer``, ``phone``, and ``infeasible`` for a computer with
     tasks that cannot be done.
     """
+    histories: dict[str, dict[str, Any]] = {}
+    """Kind of screen -> what the makers' models saw of their past: settings of ``Window``."""
     open_questions: tuple[str, ...] = ()
     """What public sources do not settle."""
+
+    def history(self, screen: str) -> Mapping[str, Any]:
+        """Return the history for a kind of screen, else the computer's; empty: everything."""
+        return self.histories.get(screen) or self.histories.get("computer", {})
 
     def prompt(self, screen: str) -> ScreenPrompt:
         """Return the prompt for a kind of screen, else the computer's.

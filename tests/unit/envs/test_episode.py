@@ -46,6 +46,7 @@ from rayloop.core.types import (
     Version,
 )
 from rayloop.envs.episode import run_episode, summarize
+from rayloop.envs.history.policies import FULL, EpisodeHistory
 from rayloop.envs.image_tools import ImageTools
 from rayloop.envs.instance import InThread
 from rayloop.envs.scripted import ScriptedTool
@@ -85,6 +86,7 @@ def run(
     environment: Any,
     said: list[Said],
     asked: RolloutRequest | None = None,
+    history: EpisodeHistory = FULL,
     **settings: Any,
 ) -> tuple[Trajectory, ScriptedEngine]:
     """Play with a scripted engine; returns the trajectory and the engine."""
@@ -92,9 +94,10 @@ def run(
     defaults = {"max_turns": 4, "max_tokens": 500, "step_timeout": 5.0}
     chosen = EpisodeSettings.model_validate({**defaults, **settings})
     owned = InThread(type(environment).__name__, lambda: environment)
-    return asyncio.run(
-        run_episode(asked or request(), owned, renderer, chosen, engine.generate)
-    ), engine
+    episode = run_episode(
+        asked or request(), owned, renderer, chosen, engine.generate, history=history
+    )
+    return asyncio.run(episode), engine
 
 
 TOOL = {

@@ -158,7 +158,7 @@ NOT_SAID = [
     "{policy: {loss: {entropy_coef: {target: 0.3}}}}",
     (
         "{algorithm: {filtering: {filters: [{kind: max_length, tokens: 9000}]}}, environment:"
-        " {episode: {when_full: forget}}}"
+        " {history: drop_thoughts}}"
     ),
     "{algorithm: {replay: {kind: corrected}}}",
     (

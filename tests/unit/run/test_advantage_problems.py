@@ -72,11 +72,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {
             "policy.loss": {"kl_coef": 0.1, "kl": {"in": "reward"}},
-            "environment.episode.when_full": "forget",
+            "environment.history": {"last_images": 4},
         },
         (
             "policy.loss.kl in the reward needs trajectories of one sequence: set"
-            " environment.episode.when_full to end"
+            " environment.history to full"
         ),
     ),
     (

@@ -74,4 +74,6 @@ def test_each_form_of_picture_is_shown_as_the_page_says(name: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_language_of_a_gui_model_is_counted_as_the_page_says(family: str) -> None:
-    assert [int(cell) for cell in cells(f"`{family}`")] == [*languages.counted(family)], "make docs"
+    *counts, history = cells(f"`{family}`")
+    assert [int(cell) for cell in counts] == [*languages.counted(family)], "make docs"
+    assert history == languages.history(family), "make docs"

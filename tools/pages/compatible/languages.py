@@ -26,10 +26,11 @@ HEADER = """## Action languages of GUI models
 Golden turns of `tests/data/languages`, which names the source of each: turns, those read as what
 they mean, those written and read again equal, those whose actions a web page and a desktop can
 carry out. `environment.language` takes the name; `auto` takes that of the model, by its name and
-`model_type`.
+`model_type`. The last column is what `environment.history: language` sets for a computer, as the
+makers have it.
 
-| language | turns | read | written | web page | desktop |
-|---|---|---|---|---|---|"""
+| language | turns | read | written | web page | desktop | history |
+|---|---|---|---|---|---|---|"""
 NOT_ON_A_PAGE = (OpenApp, PhoneButton)
 NOT_ON_A_DESKTOP = (OpenApp, PhoneButton, LongPress, GoBack, OpenUrl, SelectOption)
 
@@ -39,7 +40,14 @@ def section() -> Iterator[str]:
     yield HEADER
     for family in FAMILIES:
         counts = map(str, counted(family))
-        yield f"| `{family}` | {' | '.join(counts)} |"
+        yield f"| `{family}` | {' | '.join(counts)} | {history(family)} |"
+
+
+def history(family: str) -> str:
+    """What ``environment.history: language`` sets."""
+    chosen = action_format(family).history("computer")
+    settings = ", ".join(f"{name}: {value!r}" for name, value in chosen.items())
+    return f"`{{{settings}}}`" if settings else "`full`"
 
 
 def counted(family: str) -> tuple[int, int, int, int, int]:

@@ -1,0 +1,1 @@
+"""What the policy is shown of its past: history policies, and the contexts that they make."""
