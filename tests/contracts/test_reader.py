@@ -6,6 +6,7 @@ A new reader: a line in ``tools/pages/config.py``, and two of its rows here.
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 import pickle
@@ -27,6 +28,7 @@ from rayloop.data.dataset import Dataset
 from rayloop.run.sections import DataSettings
 from tests.support.packages import package_marks
 from tests.support.pages import write_snippets
+from tests.support.pictures import picture
 from tools.pages.config import COMPONENTS
 
 Row = dict[str, Any]
@@ -57,24 +59,24 @@ ARC: list[Row] = [
     }
     for i in range(2)
 ]
+INLINE = f"data:image/png;base64,{base64.b64encode(picture(56, 56)).decode()}"
+FLAT: list[Row] = [
+    {
+        "id": f"g{i}",
+        "image": "a.png",
+        "instruction": f"Click {i}.",
+        "bbox": [0.1, 0.2, 0.3, 0.4],
+        "page": "p",
+    }
+    for i in range(2)
+]
 ROWS: dict[str, list[list[Row]]] = {
     "rayloop.data.dataset:ChatRows": [
         CHAT,
         [{"id": f"q{i}", "prompt": f"{i}?", "answer": str(i)} for i in range(2)],
     ],
-    "rayloop.recipes.arc_vision.data:GroundingRows": [
-        ARC,
-        [
-            {
-                "id": f"g{i}",
-                "image": "a.png",
-                "instruction": f"Click {i}.",
-                "bbox": [0.1, 0.2, 0.3, 0.4],
-                "page": "p",
-            }
-            for i in range(2)
-        ],
-    ],
+    "rayloop.recipes.arc_vision.data:GroundingRows": [ARC, FLAT],
+    "rayloop.recipes.arc_vision.data:ScreenRows": [[{**row, "image": INLINE} for row in FLAT]],
     "rayloop.recipes.chart_rvr.data:ChartRows": [
         [
             {
@@ -185,7 +187,8 @@ def test_jsonl_and_parquet_hold_the_same_tasks(tmp_path: Path, use: str, rows: l
             for part in message.parts
             if isinstance(part, ImageSource)
         ]
-        assert all(image.path == str(tmp_path / "a.png") for image in shown), "relative to the file"
+        files = [image.path for image in shown if image.data is None]
+        assert all(path == str(tmp_path / "a.png") for path in files), "relative to the file"
         assert pickle.loads(pickle.dumps(task)) == task, "it travels between processes"
     same, bad, _ = dataset(use, parquet(tmp_path / "rows.parquet", rows))
     assert not bad

@@ -134,6 +134,13 @@ CASES = [
         extra=LEGS,
     ),
     RewardCase("rayloop.recipes.arc_vision.reward:IoUReward", RIGHT_BOX, WRONG_BOX, BOX),
+    RewardCase(
+        "rayloop.recipes.arc_vision.reward:ClickReward",
+        "Action: click(start_box='(84,42)')",
+        "Action: click(start_box='(150,42)')",
+        BOX,
+        extra={"image_size": (280, 140)},
+    ),
     RewardCase("rayloop.recipes.arc_vision.reward:ArcVisionReward", RIGHT_BOX, WRONG_BOX, BOX),
     RewardCase(
         "rayloop.recipes.chart_rvr.rewards.reward:ChartReward", SAID[0], SAID[1], options=UNEMBEDDED
