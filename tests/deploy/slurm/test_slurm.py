@@ -67,6 +67,11 @@ class Site:
         """What Slurm says about a job."""
         return self.lab.slurm("scontrol", "-o", "show", "job", job)
 
+    def restarts(self, job: str) -> int:
+        """How often Slurm has started the job again."""
+        [number] = re.findall(r"Restarts=(\d+)", self.state(job))
+        return int(number)
+
     def head(self, count: int) -> Head:
         """The published head, once so many nodes are in the dashboard."""
         head: Head = self.wait(self.place.head, "a head", 240)
@@ -189,6 +194,8 @@ def test_a_dead_node_is_replaced_and_the_run_outlives_its_heads_time_limit(site:
     assert site.cluster("status").count("ALIVE") == 4
 
     site.wait(lambda: len(site.steps("limited")) > 2, "three steps", 420)
+    # On a busy machine Slurm itself may start a job twice, before it runs.
+    restarts = site.restarts(job)
     busy = site.nodes(workers)
     [victim] = [
         node
@@ -213,7 +220,7 @@ def test_a_dead_node_is_replaced_and_the_run_outlives_its_heads_time_limit(site:
         if record["time"] > lost["time"]
     ]
     print(f"the next step after {first - cut:.1f} s")
-    assert "Restarts=0" in site.state(job)
+    assert site.restarts(job) == restarts
 
     site.limit(
         head_job, minutes=site.minutes(head_job) + 1
@@ -225,7 +232,7 @@ def test_a_dead_node_is_replaced_and_the_run_outlives_its_heads_time_limit(site:
     site.completed(job, 600)
     assert site.steps("limited") == list(range(1, 49)), "every step once, none lost"
     assert len(site.events("limited", "preempted")) == 1, "it was saved before its head left"
-    assert "Restarts=0" in site.state(job), "it followed the head"
+    assert site.restarts(job) == restarts, "it followed the head"
 
     site.cluster("down")
     site.nothing_left_behind()
