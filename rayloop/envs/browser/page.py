@@ -3,9 +3,11 @@
 A turn in the UI-TARS grammar goes to the page, and the page's screen comes back.
 """
 
+import dataclasses
 import shutil
 from collections.abc import Sequence
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -17,11 +19,12 @@ from rayloop.envs.browser.containment import BrowserSettings, available
 from rayloop.envs.browser.host import Host, host_of
 from rayloop.envs.browser.inputs import NotHere, pause
 from rayloop.envs.browser.tab import Files, PageHangs, PageTooLarge, Screen, Size, Tab
-from rayloop.envs.grammar.actions import Action, CallUser, Finish, GoBack, OpenUrl
+from rayloop.envs.grammar.actions import Action, CallUser, Finish, GoBack, Mark, OpenUrl, Point
 from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings
 
 MAX_TREE_CHARACTERS = 20_000
 """Characters of an accessibility tree; the rest is cut."""
+ELEMENTS = (Path(__file__).parent / "elements.js").read_text(encoding="utf-8")
 
 
 class PageSettings(ScreenSettings):
@@ -29,10 +32,13 @@ class PageSettings(ScreenSettings):
 
     browser: BrowserSettings = BrowserSettings()
     """The Chromium of the environment actor: how it is confined, its pages and its deadlines."""
-    observe: tuple[Literal["screenshot", "tree"], ...] = Field(("screenshot",), min_length=1)
-    """What the policy sees after each turn: screenshot, tree or both.
+    observe: tuple[Literal["screenshot", "tree", "elements"], ...] = Field(
+        ("screenshot",), min_length=1
+    )
+    """What the policy sees after each turn: screenshot, tree, elements, or several of them.
 
-    ``tree`` is the accessibility tree with boxes (hundreds of tokens).
+    ``tree`` is the accessibility tree with boxes (hundreds of tokens). ``elements`` are numbered
+    lines of what can be acted upon, for languages whose actions name a number, as AndroidWorld's.
     """
 
 
@@ -59,6 +65,7 @@ class PageEnvironment(ScreenEnvironment):
         self._settings = settings
         self._tab: Tab | None = None
         self._host: Host | None = None
+        self._elements: dict[str, Point] = {}
         # Whether the last call of the page succeeded.
         self._sound = False
 
@@ -81,14 +88,15 @@ class PageEnvironment(ScreenEnvironment):
         tab = self._open(host)
         self._tab = tab
         timeout = 2 * self._settings.browser.load_timeout
-        instruction, screen, tree = host.run(self._start(tab), timeout)
+        instruction, screen, texts = host.run(self._start(tab), timeout)
         self._seen(screen)
         self._sound = True
-        return self._first(task, instruction, *self._parts(screen, tree))
+        return self._first(task, instruction, *self._parts(screen, texts))
 
     def screen_size(self) -> tuple[int, int]:
         """Return the size of the page's window."""
-        return self.size.width, self.size.height
+        size = self.size
+        return round(size.width * size.scale), round(size.height * size.scale)
 
     def _carry_out(self, actions: Sequence[Action]) -> StepResult:
         """Carry out a turn's actions, up to the one that ends the episode.
@@ -114,7 +122,7 @@ class PageEnvironment(ScreenEnvironment):
             # The deadlines of the page come first.
             pauses = self.SETTLE_S + sum(map(pause, on_page))
             timeout = 2 * self._settings.browser.action_timeout + pauses
-            screen, tree = self._host.run(self._act(self._tab, on_page), timeout)
+            screen, texts = self._host.run(self._act(self._tab, on_page), timeout)
         except NotHere:
             self._sound = True
             raise
@@ -123,7 +131,7 @@ class PageEnvironment(ScreenEnvironment):
         is_over = self._seen(screen)
         self._sound = True
         return StepResult(
-            self._shown(*self._parts(screen, tree)),
+            self._shown(*self._parts(screen, texts)),
             done=is_over or ends,
             info={"refused": dict(self._tab.refused)},
         )
@@ -165,28 +173,52 @@ class PageEnvironment(ScreenEnvironment):
     def _release(self, host: Host, tab: Tab) -> None:
         host.run(host.close_tab(tab), 3 * CLOSE_TIMEOUT_S)
 
-    async def _start(self, tab: Tab) -> tuple[str, Screen, str]:
-        """Return instruction, screen and tree.
+    async def _start(self, tab: Tab) -> tuple[str, Screen, dict[str, str]]:
+        """Return instruction, screen and texts.
 
         A page that hangs or is too large before the policy acts is not the policy's fault.
         """
         try:
             instruction = await self._begin(tab)
-            return instruction, await tab.look(self.STATE), await self._tree(tab)
+            return instruction, await tab.look(self.STATE), await self._text(tab)
         except (PageHangs, PageTooLarge, ValueError) as error:
             raise EnvironmentFailed(f"the page could not be started: {error}") from error
 
-    async def _act(self, tab: Tab, actions: Sequence[Action]) -> tuple[Screen, str]:
-        return await tab.act(actions, self.STATE, self.OVER, self.SETTLE_S), await self._tree(tab)
+    async def _act(self, tab: Tab, actions: Sequence[Action]) -> tuple[Screen, dict[str, str]]:
+        screen = await tab.act(actions, self.STATE, self.OVER, self.SETTLE_S)
+        return screen, await self._text(tab)
 
-    async def _tree(self, tab: Tab) -> str:
-        if "tree" not in self._settings.observe:
-            return ""
-        return (await tab.tree(self.TREE))[:MAX_TREE_CHARACTERS]
+    def basic(self, action: Action) -> tuple[Action, ...]:
+        """As ``ScreenEnvironment.basic``; a number stands for the middle of its element."""
+        placed: Any = action
+        place = getattr(action, "at", None)
+        if isinstance(place, Mark) and place.name in self._elements:
+            placed = dataclasses.replace(placed, at=self._elements[place.name])
+        return super().basic(placed)
 
-    def _parts(self, screen: Screen, tree: str) -> tuple[str | ImageSource, ...]:
+    async def _text(self, tab: Tab) -> dict[str, str]:
+        """Return the texts about the screen, by their names in ``observe``."""
+        texts: dict[str, str] = {}
+        if "tree" in self._settings.observe:
+            texts["tree"] = (await tab.tree(self.TREE))[:MAX_TREE_CHARACTERS]
+        if "elements" in self._settings.observe:
+            texts["elements"] = self._numbered(await tab.evaluate(ELEMENTS))
+        return texts
+
+    def _numbered(self, elements: Sequence[tuple[float, float, str, str]]) -> str:
+        """Return a line for each element, and keep their places in the model's unit."""
+        columns, rows = self._settings.pointing.size(*self.screen_size())
+        self._elements = {}
+        lines = []
+        for number, (x, y, tag, text) in enumerate(elements):
+            place = Point(x * columns / self.size.width, y * rows / self.size.height)
+            self._elements[str(number)] = place
+            lines.append(f"{number}: {tag} {text!r}")
+        return "\n".join(lines)
+
+    def _parts(self, screen: Screen, texts: dict[str, str]) -> tuple[str | ImageSource, ...]:
         parts: dict[str, str | ImageSource] = {
             "screenshot": ImageSource(data=screen.png),
-            "tree": tree,
+            **texts,
         }
         return tuple(parts[name] for name in self._settings.observe)

@@ -22,6 +22,7 @@ from rayloop.core.failures import EnvironmentFailed
 from rayloop.envs.browser.chromium import CLOSE_TIMEOUT_S, Chromium
 from rayloop.envs.browser.containment import BrowserSettings
 from rayloop.envs.browser.inputs import Inputs, NotHere, pause
+from rayloop.envs.browser.touch import PHONE_AGENT, TouchInputs
 from rayloop.envs.grammar.actions import Action, GoBack, OpenUrl, Point
 
 CACHED_FILES = 512
@@ -125,7 +126,7 @@ class Screen:
 
 @dataclass(frozen=True)
 class Size:
-    """The size of screen and view in pixels.
+    """The size of screen and view in pixels of the page.
 
     The screen is the upper left of the view, which may be larger, so that dialogs do not scroll it.
     """
@@ -134,6 +135,10 @@ class Size:
     height: int
     view_width: int
     view_height: int
+    scale: float = 1.0
+    """Pixels of the screenshot for each pixel of the page."""
+    touch: bool = False
+    """Whether it is the screen of a phone."""
 
 
 class Tab:
@@ -156,19 +161,21 @@ class Tab:
         self.refused: Counter[str] = Counter()
         self.address = ""
         self._context = context
-        self._page = page
+        self.page = page
         self._cdp = cdp
         self._settings = settings
         self._requests = 0
         self._answers = 0
         self._crashed = asyncio.Event()
         self._inputs = Inputs(page, size.height)
+        if size.touch:
+            self._inputs = TouchInputs(page, cdp, self._evaluate, size.scale)
         self._tasks: set[asyncio.Task[None]] = set()
         self._questions: set[asyncio.Future[Any]] = set()
 
     async def load(self, url: str) -> None:
         """Load a page. Raises EnvironmentFailed when it cannot be loaded in time."""
-        loading = self._page.goto(url, wait_until="load")
+        loading = self.page.goto(url, wait_until="load")
         await self._in_time(self._settings.load_timeout, loading, f"loading {url}")
         self.address = url
 
@@ -197,7 +204,7 @@ class Tab:
                     break
             if settle:
                 await asyncio.sleep(settle)
-                await self._page.wait_for_load_state("load")
+                await self.page.wait_for_load_state("load")
             return await self._look(expression)
 
         pauses = settle + sum(map(pause, actions))
@@ -206,15 +213,15 @@ class Tab:
     async def _perform(self, action: Action) -> None:
         match action:
             case OpenUrl(url):
-                address = urljoin(self._page.url, url if "://" in url else f"http://{url}")
+                address = urljoin(self.page.url, url if "://" in url else f"http://{url}")
                 has_file = self._files.serves(address) and self._files.find(address) is not None
                 if not has_file and not self._files.passes(address):
                     raise NotHere(f"{url} cannot be opened here")
-                await self._page.goto(address, wait_until="load")
-            case GoBack():
-                await self._page.go_back(wait_until="load")
-                if self._page.url == "about:blank":
-                    await self._page.go_forward(wait_until="load")
+                await self.page.goto(address, wait_until="load")
+            case GoBack() if not self.size.touch:
+                await self.page.go_back(wait_until="load")
+                if self.page.url == "about:blank":
+                    await self.page.go_forward(wait_until="load")
                     raise NotHere("there is no page to go back to")
             case _:
                 await self._inputs.perform(action)
@@ -230,7 +237,7 @@ class Tab:
 
         It is YAML with boxes (x, y, width, height in pixels). Raises as ``act``.
         """
-        snapshot = self._page.locator(selector).aria_snapshot(mode="ai", boxes=True)
+        snapshot = self.page.locator(selector).aria_snapshot(mode="ai", boxes=True)
         timeout = self._settings.action_timeout
         tree = await self._in_time(timeout, snapshot, "the accessibility tree")
         return _REFERENCE.sub("", str(tree))
@@ -270,12 +277,12 @@ class Tab:
             if message.text.startswith(NO_FILE):
                 self.refused["file"] += 1
 
-        self._page.on("crash", lambda *_: self._crashed.set())
-        self._page.on("framenavigated", self._navigated)
-        self._page.on("dialog", lambda dialog: refuse("dialog", dialog.dismiss()))
-        self._page.on("download", lambda download: refuse("download", download.cancel()))
+        self.page.on("crash", lambda *_: self._crashed.set())
+        self.page.on("framenavigated", self._navigated)
+        self.page.on("dialog", lambda dialog: refuse("dialog", dialog.dismiss()))
+        self.page.on("download", lambda download: refuse("download", download.cancel()))
         self._context.on("page", lambda page: refuse("window", page.close()))
-        self._page.on("console", count_file)
+        self.page.on("console", count_file)
         self._files = files
 
     async def route(self, route: Any) -> None:
@@ -380,7 +387,7 @@ class Tab:
             finally:
                 self._questions.discard(question)
             await asyncio.sleep(RETRY_AFTER_S)
-            await self._page.wait_for_load_state("load")
+            await self.page.wait_for_load_state("load")
 
     def _navigated(self, frame: Any) -> None:
         """Cancel what the page before was asked: ``_ask`` asks the new page again."""
@@ -459,9 +466,17 @@ async def open_tab(chromium: Chromium, settings: BrowserSettings, size: Size, fi
                 service_workers="block",
                 locale="en-US",
                 timezone_id="UTC",
+                device_scale_factor=size.scale,
+                is_mobile=size.touch,
+                has_touch=size.touch,
+                user_agent=PHONE_AGENT if size.touch else None,
             )
             page = await context.new_page()
             cdp = await context.new_cdp_session(page)
+            # A screenshot of this session would end what Playwright's session emulates.
+            metrics: dict[str, Any] = {"width": size.view_width, "height": size.view_height}
+            metrics |= {"deviceScaleFactor": size.scale, "mobile": size.touch}
+            await cdp.send("Emulation.setDeviceMetricsOverride", metrics)
             tab = Tab(chromium, context, page, cdp, settings, size)
             # Before any page is loaded: its dialogs and windows would get through otherwise.
             tab.listen(files)

@@ -1,6 +1,6 @@
 """Custom pages: a row names an address and the check of its task, a JavaScript expression."""
 
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urljoin, urlsplit
 
 from pydantic import Field
@@ -15,6 +15,11 @@ from rayloop.rewards.functions import number
 
 HOST = "pages"
 """The host under which a folder's pages are addressed."""
+SCREENS = {
+    "desktop": Size(800, 600, 800, 600),
+    "phone": Size(360, 800, 360, 800, scale=3.0, touch=True),
+}
+"""The screens of devices; the phone's has 1080x2400 pixels, as AndroidWorld's and MobileGym's."""
 
 
 class WebPage(PageEnvironment):
@@ -40,10 +45,27 @@ class WebPage(PageEnvironment):
 
         Name only what a policy may harm.
         """
-        width: int = Field(800, ge=56)
-        """Pixels of the screen from left to right; a smaller one costs fewer image tokens."""
-        height: int = Field(600, ge=56)
-        """Pixels of the screen from top to bottom; a smaller one costs fewer image tokens."""
+        device: Literal["desktop", "phone"] = "desktop"
+        """What the page is shown on: a desktop with a mouse, or a phone that is touched.
+
+        A phone has the buttons back and home, opens apps by name, and scrolls with a finger; a long
+        press opens a menu.
+        """
+        width: int | None = Field(None, ge=56)
+        """Pixels of the page from left to right; fewer cost fewer image tokens.
+
+        None: 800, or a phone's 360.
+        """
+        height: int | None = Field(None, ge=56)
+        """Pixels of the page from top to bottom; fewer cost fewer image tokens.
+
+        None: 600, or a phone's 800.
+        """
+        scale: float | None = Field(None, gt=0)
+        """Pixels of the screenshot for each pixel of the page; fewer cost fewer image tokens.
+
+        None: 1, or a phone's 3.
+        """
         settle: float = Field(0.2, ge=0)
         """Seconds between a turn's actions and the screenshot, for late changes.
 
@@ -59,7 +81,12 @@ class WebPage(PageEnvironment):
         super().__init__(settings)
         self._web = settings
         self.SETTLE_S = settings.settle
-        self.size = Size(settings.width, settings.height, settings.width, settings.height)
+        usual = SCREENS[settings.device]
+        if usual.touch:
+            self.SCREEN = "phone"
+        width = settings.width or usual.width
+        height = settings.height or usual.height
+        self.size = Size(width, height, width, height, settings.scale or usual.scale, usual.touch)
         self._url = ""
         self._check = ""
         self._instruction = ""

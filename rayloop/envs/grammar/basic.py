@@ -32,6 +32,12 @@ NOTCH_PIXELS = 100.0
 """Pixels that a page moves for a notch of the wheel."""
 SWIPE_AMOUNT = 0.5
 """The part of the screen that a finger goes when a swipe has only a direction."""
+SCREEN_NOTCHES = 8.0
+"""Notches of a wheel that move the content as a finger does that goes over a whole screen."""
+MIN_SWIPE_AMOUNT = 0.05
+"""The shortest way of a finger, as a part of the screen: less would be a tap."""
+MAX_SWIPE_AMOUNT = 0.8
+"""The longest way of a finger, as a part of the screen."""
 _OPPOSITE: dict[Direction, Direction] = {
     "up": "down",
     "down": "up",
@@ -59,11 +65,13 @@ class BasicActions:
     ``columns`` and ``rows`` are the size of the screen in the unit of the points. The results are
     Click, Hover and Drag with places, LongPress, Scroll, MouseButton, Hotkey, HoldKey, Type,
     SelectOption, Sleep and what only some screens have; keys that are down meanwhile are actions.
+    On a ``touch`` screen a Swipe with both ends takes the place of Scroll.
     """
 
     columns: float
     rows: float
     pointer: Point | None = None
+    touch: bool = False
 
     def of(self, action: Action) -> tuple[Action, ...]:
         """Return the actions that one stands for. Raises ValueError in words for the policy."""
@@ -82,6 +90,8 @@ class BasicActions:
         match action:
             case Screenshot() | Answer():
                 return ()
+            case Swipe() | Scroll() if self.touch:
+                return (self._swiped(action),)
             case Swipe():
                 return (self._scrolled(action),)
             case Drag(start, end, path) if path:
@@ -110,6 +120,28 @@ class BasicActions:
             raise ValueError("the pointer was not moved yet: give a place")
         return self.pointer
 
+    def _swiped(self, action: Swipe | Scroll) -> Swipe:
+        """Return the way of a finger, with both ends on the screen."""
+        if isinstance(action, Scroll):
+            per_screen = {"notches": SCREEN_NOTCHES, "pixels": self.rows, "fraction": 1.0}
+            amount = action.amount and action.amount / per_screen[action.unit]
+            place = action.at if isinstance(action.at, Point) else None
+            # The content follows the finger.
+            return self._swiped(Swipe(place, None, _OPPOSITE[action.direction], amount))
+        start = action.start or Point(self.columns / 2, self.rows / 2)
+        if action.end is not None:
+            return replace(action, start=start)
+        if action.direction is None:
+            raise ValueError("a swipe needs a direction, or where it ends")
+        part = min(max(action.amount or SWIPE_AMOUNT, MIN_SWIPE_AMOUNT), MAX_SWIPE_AMOUNT)
+        if action.direction in ("up", "left"):
+            part = -part
+        if action.direction in ("up", "down"):
+            first, last = _ends(start.y, part, self.rows)
+            return Swipe(Point(start.x, first), Point(start.x, last))
+        first, last = _ends(start.x, part, self.columns)
+        return Swipe(Point(first, start.y), Point(last, start.y))
+
     def _scrolled(self, swipe: Swipe) -> Scroll:
         """Return the turn of a wheel that moves the content as the finger would."""
         start = swipe.start or Point(self.columns / 2, self.rows / 2)
@@ -126,6 +158,15 @@ class BasicActions:
         if direction is None:
             raise ValueError("a swipe needs a direction, or where it ends")
         return Scroll(_OPPOSITE[direction], start, amount, "fraction")
+
+
+def _ends(start: float, part: float, length: float) -> tuple[float, float]:
+    """Return the ends of a way on the screen, nine tenths of which a finger uses."""
+    way = part * length
+    lowest = length / 20 - min(way, 0)
+    highest = length - length / 20 - max(way, 0)
+    first = min(max(start, lowest), highest)
+    return first, first + way
 
 
 def _limited(seconds: float) -> float:

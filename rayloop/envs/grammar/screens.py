@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -162,7 +162,7 @@ class ScreenEnvironment:
     ``reset`` returns ``_first``, and ``screen_size`` gives the size.
     """
 
-    SCREEN: ClassVar[str] = "computer"
+    SCREEN = "computer"
     """The kind of screen, by which a language has its prompt: a key of ``prompts``."""
 
     def __init__(self, settings: ScreenSettings) -> None:
@@ -201,7 +201,7 @@ class ScreenEnvironment:
         pointing = self._screen.pointing
         if self._basic is None:
             columns, rows = pointing.size(width, height)
-            self._basic = BasicActions(columns, rows)
+            self._basic = BasicActions(columns, rows, touch=self.SCREEN == "phone")
         return tuple(pointing.on(part, width, height) for part in self._basic.of(action))
 
     def _original(self, text: str) -> StepResult:

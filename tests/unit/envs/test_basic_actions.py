@@ -91,3 +91,32 @@ def test_how_far_a_wheel_turns() -> None:
     assert notches(Scroll("up", amount=0.5, unit="fraction"), 800) == 4
     assert notches(Scroll("up", amount=5, unit="pixels"), 800) == 1
     assert notches(Scroll("up", amount=1e300), 800) == MAX_NOTCHES
+
+
+ON_TOUCH_SCREENS: dict[Action, tuple[Point, Point]] = {
+    Swipe(A, B): (A, B),
+    Swipe(None, B): (Point(500, 500), B),
+    Swipe(direction="left"): (Point(550, 500), Point(50, 500)),
+    Swipe(Point(500, 100), None, "up", 0.3): (Point(500, 350), Point(500, 50)),
+    Scroll("down", Point(500, 600), 0.2, "fraction"): (Point(500, 600), Point(500, 400)),
+    Scroll("up", None, 2): (Point(500, 500), Point(500, 750)),
+    Scroll("right", None, 200, "pixels"): (Point(500, 500), Point(300, 500)),
+    Scroll("down", None, 1e300): (Point(500, 850), Point(500, 50)),
+    Scroll("down", None, 0): (Point(500, 550), Point(500, 50)),
+    Scroll("down", None, 1e-9): (Point(500, 500), Point(500, 450)),
+}
+"""An action on a touch screen of 1000x1000 -> where its finger goes down and up."""
+
+
+@pytest.mark.parametrize("action", ON_TOUCH_SCREENS, ids=str)
+def test_a_finger_moves_the_content_of_a_touch_screen(action: Action) -> None:
+    [swipe] = BasicActions(1000, 1000, touch=True).of(action)
+    assert isinstance(swipe, Swipe)
+    for found, expected in zip((swipe.start, swipe.end), ON_TOUCH_SCREENS[action], strict=True):
+        assert found is not None
+        assert (found.x, found.y) == pytest.approx((expected.x, expected.y))
+
+
+def test_a_swipe_that_leads_nowhere_is_said_on_a_touch_screen() -> None:
+    with pytest.raises(ValueError, match="a swipe needs a direction"):
+        BasicActions(1000, 1000, touch=True).of(Swipe())
