@@ -117,10 +117,28 @@ def _desktop() -> Family:
     )
 
 
+def _phone() -> Family:
+    from rayloop.envs.browser.phone import PROMPT, tasks
+
+    def task(name: str, seed: int) -> Task:
+        return _task(name, seed, PROMPT, extra={"phone": name, "seed": seed})
+
+    return Family(
+        "a phone with five apps in a real Chromium, which is touched; needs what miniwob needs",
+        "click(start_box='(500,300)'), press_back() or open_app(app_name='Clock')",
+        tuple(tasks()),
+        "rayloop.envs.browser.phone:Phone",
+        {"pointing": {"coordinates": "relative"}},
+        task,
+        screen_turn,
+    )
+
+
 FAMILIES: Mapping[str, Callable[[], Family]] = {
     "desktop": _desktop,
     "interpreter": _interpreter,
     "miniwob": _miniwob,
+    "phone": _phone,
     "scripted": _scripted,
 }
 """The word before the colon -> the family. A new family is one line here."""

@@ -35,7 +35,7 @@ from tests.support.pictures import picture
 from tests.support.runs import eventually
 
 HERE = "tests.support.environments"
-ROW = {"desktop": "sort-lines", "page": "click-test", "seed": 1}
+ROW = {"desktop": "sort-lines", "page": "click-test", "phone": "set-alarm", "seed": 1}
 TASK = Task("t1", (Message("user", ("Look.", ImageSource(data=picture(56, 56)))),), extra=ROW)
 CROP = '<tool_call>{"name": "crop", "arguments": {"box": [0, 0, 1, 0.5]}}</tool_call>'
 ROTATE = '<tool_call>{"name": "rotate", "arguments": {"angle": 30}}</tool_call>'
@@ -66,6 +66,12 @@ PROGRAMS: list[tuple[str, dict[str, Any], str, tuple[str, ...]]] = [
         "rayloop.envs.browser.miniwob:MiniWob",
         {},
         "Action: wait()",
+        ("chromium-headless-shell", "bwrap"),
+    ),
+    (
+        "rayloop.envs.browser.phone:Phone",
+        {"scale": 1},
+        "Action: press_home()",
         ("chromium-headless-shell", "bwrap"),
     ),
     (

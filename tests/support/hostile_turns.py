@@ -423,6 +423,30 @@ def screen_calls() -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def phone_calls() -> list[str]:
+    """Actions of a phone as JSON of MobileGym's: at the edges, in the wrong order, of no app."""
+    points = ([0, 0], [1000, 1000], [500, 500], [1, 999])
+    calls = [
+        {"action": name, "point": point} for name in ("CLICK", "LONGPRESS") for point in points
+    ]
+    calls += [{"action": "DOUBLE_TAP", "point": point} for point in points]
+    calls += [
+        {"action": name, "point1": start, "point2": end}
+        for name in ("SWIPE", "DRAG")
+        for start in points
+        for end in points
+    ]
+    calls += [{"action": name} for name in ("BACK", "HOME", "RECENT", "ENTER", "BACK", "BACK")]
+    apps = ("Clock", "clock ", "", "x" * HUGE, "<b>", "'", '"]);alert(1)//', "\u202e", "\0", "../")
+    calls += [{"action": "AWAKE", "value": app} for app in apps]
+    calls += [
+        {"action": "TYPE", "value": CONTROLS},
+        {"action": "TYPE", "value": "x", "clear": True},
+    ]
+    calls += [{"action": "WAIT", "value": seconds} for seconds in (0, -1, 1e-9)]
+    return [json.dumps(one) for one in calls]
+
+
 def codes() -> list[str]:
     """Turns of an interpreter: what fails, prints much, and gives pictures that are none."""
     bodies = (
