@@ -306,6 +306,23 @@ ENVIRONMENTS = [
         marks=(*ENV, needs("chromium-headless-shell", "bwrap")),
     ),
     Case(
+        "rayloop.envs.browser.web:WebPage",
+        options={"folder": str(ROOT / "tests/support/hostile_page"), "device": "phone", "scale": 1},
+        each=5,
+        raises=False,
+        extra={"url": "index.html", "check": "false"},
+        marks=(*ENV, needs("chromium-headless-shell", "bwrap")),
+    ),
+    Case(
+        "rayloop.envs.browser.phone:Phone",
+        lambda: [*hostile.moves()[::3], *hostile.phone_calls()],
+        options={"language": "mobilegym", "scale": 1},
+        each=5,
+        raises=False,
+        extra={"phone": "set-alarm", "seed": 1},
+        marks=(*ENV, needs("chromium-headless-shell", "bwrap")),
+    ),
+    Case(
         "rayloop.envs.desktop.environment:DesktopTasks",
         extra={"desktop": "sort-lines"},
         each=20,
@@ -330,6 +347,8 @@ ELSEWHERE = {
         "test_an_agent_that_an_answer_breaks_is_scored, and published agents in tests/adapters"
     ),
     "rayloop.envs.osworld.environment:OSWorld": "test_osworld_is_scored_whatever_the_policy_writes",
+    "rayloop.envs.browser.mobilegym:MobileGym": "tests/envs/test_mobilegym.py, with a stand-in",
+    "rayloop.envs.adapters.android:Android": "tests/unit/envs/test_android.py, with a stand-in for adb",
 }
 """Environments that are played by another test here."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from rayloop.envs.grammar.actions import (
     Action,
@@ -11,6 +13,7 @@ from rayloop.envs.grammar.actions import (
     Finish,
     GoBack,
     LongPress,
+    Mark,
     OpenApp,
     OpenUrl,
     PhoneButton,
@@ -24,14 +27,16 @@ from tools.pages.compatible.golden_turns import FAMILIES, GoldenTurn, golden_tur
 HEADER = """## Action languages of GUI models
 
 Golden turns of `tests/data/languages`, which names the source of each: turns, those read as what
-they mean, those written and read again equal, those whose actions a web page and a desktop can
-carry out. `environment.language` takes the name; `auto` takes that of the model, by its name and
+they mean, those written and read again equal, those whose actions a web page, a phone and a
+desktop can carry out; numbers of elements with `observe: [screenshot, elements]`.
+`environment.language` takes the name; `auto` takes that of the model, by its name and
 `model_type`. The last column is what `environment.history: language` sets for a computer, as the
 makers have it.
 
-| language | turns | read | written | web page | desktop | history |
-|---|---|---|---|---|---|---|"""
-NOT_ON_A_PAGE = (OpenApp, PhoneButton)
+| language | turns | read | written | web page | phone | desktop | history |
+|---|---|---|---|---|---|---|---|"""
+NOT_ON_A_PAGE: tuple[type[Action], ...] = (OpenApp, PhoneButton)
+NOT_ON_A_PHONE: tuple[type[Action], ...] = ()
 NOT_ON_A_DESKTOP = (OpenApp, PhoneButton, LongPress, GoBack, OpenUrl, SelectOption)
 
 
@@ -50,14 +55,15 @@ def history(family: str) -> str:
     return f"`{{{settings}}}`" if settings else "`full`"
 
 
-def counted(family: str) -> tuple[int, int, int, int, int]:
-    """Golden turns, and those read, written, and carried out by a page and by a desktop."""
+def counted(family: str) -> tuple[int, int, int, int, int, int]:
+    """Golden turns, and those read, written, and carried out by a page, a phone and a desktop."""
     turns = golden_turns(family)
     return (
         len(turns),
         sum(map(is_read, turns)),
         sum(map(is_written, turns)),
         sum(does_all(turn, NOT_ON_A_PAGE) for turn in turns),
+        sum(does_all(turn, NOT_ON_A_PHONE) for turn in turns),
         sum(does_all(turn, NOT_ON_A_DESKTOP) for turn in turns),
     )
 
@@ -84,17 +90,31 @@ def does_all(turn: GoldenTurn, lacking: tuple[type[Action], ...]) -> bool:
     if not is_read(turn):
         return False
     unit = screen(turn.family)
-    basic = BasicActions(unit.columns, unit.rows, Point(0, 0))
+    on_phone = lacking is NOT_ON_A_PHONE
+    basic = BasicActions(unit.columns, unit.rows, Point(0, 0), touch=on_phone)
     for action in turn.actions:
         if isinstance(action, Finish | CallUser):
             continue
         try:
-            parts = basic.of(action)
+            parts = basic.of(action if lacking is NOT_ON_A_DESKTOP else placed(action))
         except ValueError:
             return False
         if any(isinstance(part, lacking) for part in parts):
             return False
-        has_button = getattr(action, "button", "left") not in ("back", "forward")
-        if lacking is NOT_ON_A_PAGE and not has_button:
+        button = getattr(action, "button", "left")
+        if lacking is NOT_ON_A_PAGE and button in ("back", "forward"):
+            return False
+        if on_phone and button != "left":
+            return False
+        # A page may have these, and the shipped phone does not.
+        if on_phone and action in (PhoneButton("menu"), PhoneButton("recent")):
             return False
     return True
+
+
+def placed(action: Action) -> Any:
+    """The action at the place of its element, where a page shows the numbers of elements."""
+    place = getattr(action, "at", None)
+    has_number = isinstance(place, Mark) and place.name.isdecimal()
+    changed: Any = action
+    return dataclasses.replace(changed, at=Point(0, 0)) if has_number else action
