@@ -29,14 +29,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.fsdp import CPUOffloadPolicy  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl  # noqa: E402, F401
+from transformers.models.qwen3_vl import modeling_qwen3_vl  # noqa: E402
+from transformers.vision_utils import (  # noqa: E402
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+)
 
+from rayloop.core.types import ImageRef  # noqa: E402
 from rayloop.engines import attention, models  # noqa: E402
 from rayloop.engines.settings import ModelSettings, OptimizerSettings  # noqa: E402
 from rayloop.engines.shape import Shape  # noqa: E402
 from rayloop.engines.training import beforehand, collator, fsdp, lora, sharding, updates  # noqa: E402
 from rayloop.estimate.memory import GIB, memory  # noqa: E402
 from rayloop.run.config import RunConfig  # noqa: E402
-from tests.gpu_fake.models import Row, run_of, write_model  # noqa: E402
+from tests.gpu_fake.models import Row, run_of, shape_of, write_model  # noqa: E402
+from tests.gpu_fake.shapes import ModelShape  # noqa: E402
 from tests.gpu_fake.watch import Watch  # noqa: E402
 
 P = ParamSpec("P")
@@ -45,16 +53,19 @@ R = TypeVar("R")
 
 class Images:
     """Stands in for ``Vision``: pixels of the right shape, of which one patch exists until they are
-    packed.
+    packed. ``numbers``: of a patch.
     """
 
+    def __init__(self, numbers: int) -> None:
+        self._numbers = numbers
+
     def pixels(self, ref: Any, data: bytes | None = None) -> Tensor:
-        """[patches, 1176] of zeros."""
-        return torch.zeros(1, 1176).expand(ref.grid[1] * ref.grid[2], -1)
+        """[patches, numbers] of zeros."""
+        return torch.zeros(1, self._numbers).expand(ref.grid[1] * ref.grid[2], -1)
 
     def dummy(self) -> tuple[Tensor, tuple[int, int, int], int]:
         """The smallest image."""
-        return torch.zeros(4, 1176), (1, 2, 2), 1
+        return torch.zeros(4, self._numbers), (1, 2, 2), 1
 
 
 def outside(work: Callable[P, R]) -> Callable[P, R]:
@@ -69,10 +80,12 @@ def outside(work: Callable[P, R]) -> Callable[P, R]:
 
 
 class Stage:
-    """What replaces the parts that cannot exist here, for one engine."""
+    """What replaces the parts that cannot exist here, for one engine and the row that it trains."""
 
-    def __init__(self) -> None:
-        self.watch, self.queries = Watch(), {"language": [0, 0], "tower": [0, 0]}
+    def __init__(self, shape: ModelShape, images: Sequence[ImageRef]) -> None:
+        self._grids = torch.tensor([image.grid for image in images])
+        self.watch = Watch(sum(image.tokens for image in images))
+        self.queries = {"language": [0, 0], "tower": [0, 0]}
         device.pretend(self.watch.attend)
         fsdp.on_all_ranks = sharding.on_all_ranks = lambda build, within=None: build()
         beforehand.total = updates.total = self._total
@@ -82,12 +95,13 @@ class Stage:
         fsdp.join = self._join
         fsdp.from_first = self._load
         fsdp.checkpoint_names = outside(models.checkpoint_names)
-        collator.load_vision = lambda *_: Images()
+        collator.load_vision = lambda *_: Images(shape.patch_numbers)
         self._patched: list[tuple[Any, str, Any]] = []
         self._patch(collator.Collator, "_make_dummy", outside)
         self._patch(attention, "_samples", lambda make: self._counted("language", make))
         self._patch(attention, "_images", lambda make: self._counted("tower", make))
         self._patch(lora, "add_adapters", self._adapting)
+        self._patch(modeling_qwen3_vl.Qwen3VLModel, "get_image_features", self._with_grids)
 
     def _patch(self, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
         before = getattr(owner, name)
@@ -142,6 +156,36 @@ class Stage:
 
         return adapted
 
+    def _with_grids(self, encode: Callable[..., Any]) -> Callable[..., Any]:
+        """Qwen3-VL's tower reads the images' grids from the device, where they have no values here.
+
+        It computes these places from them on the device.
+        """
+
+        def encoded(model: Any, pixels: Tensor, _: Tensor, **options: Any) -> Any:
+            self.watch.wait("grids")
+            tower, grids = model.visual, self._grids
+            merge = tower.spatial_merge_size
+            with unset_fake_temporarily():
+                rows = get_vision_position_ids(grids, merge)
+                borders = get_vision_cu_seqlens(grids)
+                indices, weights = get_vision_interpolation_indices_and_weights(
+                    grids,
+                    tower.num_grid_per_side,
+                    tower.interpolation_mode,
+                    tower.interpolation_align_corners,
+                    merge,
+                )
+            places = {
+                "position_ids": rows.to("cuda", non_blocking=True),
+                "interp_indices": indices.to("cuda", non_blocking=True),
+                "interp_weights": weights.to("cuda", non_blocking=True),
+                "cu_seqlens": borders,
+            }
+            return encode(model, pixels, grids, **places, **options)
+
+        return encoded
+
     def _counted(self, what: str, make: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         def counted(source: Tensor) -> Any:
             layout = make(source)
@@ -161,7 +205,9 @@ def measure(config: RunConfig, layers: int | None = None) -> dict[str, Any]:
     """
     row, settings = Row.longest(config), config.policy.engine
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    stage = Stage()
+    items = row.items()
+    images = [image for item in items for image in item.trajectory.images]
+    stage = Stage(shape_of(config), images)
     with tempfile.TemporaryDirectory() as folder, mode:
         write_model(config, Path(folder), layers)
         engine = fsdp.FsdpEngine(
@@ -178,7 +224,7 @@ def measure(config: RunConfig, layers: int | None = None) -> dict[str, Any]:
         _watch_resident(stage.watch, engine)
         resident = stage.watch.live
         with stage.watch:
-            engine.train([row.items()])
+            engine.train([items])
         found = _found(stage, engine, row, resident)
         shape = outside(_shape)(engine)
         engine.close()

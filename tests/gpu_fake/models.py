@@ -8,7 +8,6 @@ import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -26,43 +25,9 @@ from rayloop.estimate.memory import Lengths
 from rayloop.estimate.run import IMAGE_TOKEN_SIDE_PIXELS, lengths, plan
 from rayloop.run.config import RunConfig, read
 from rayloop.sft.stage import SftConfig
+from tests.gpu_fake.shapes import SHAPES, ModelShape
 from tests.support.runs import ROOT
 
-TEXT: dict[str, dict[str, Any]] = {
-    "3B": {
-        "hidden_size": 2048,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "intermediate_size": 11_008,
-        "vocab_size": 151_936,
-        "tie_word_embeddings": True,
-    },
-    "7B": {
-        "hidden_size": 3584,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "intermediate_size": 18_944,
-        "vocab_size": 152_064,
-        "tie_word_embeddings": False,
-    },
-}
-"""Qwen2.5-VL's language models, which UI-TARS-1.5 and PyVision have too."""
-TOWER = {
-    "depth": 32,
-    "hidden_size": 1280,
-    "num_heads": 16,
-    "intermediate_size": 3420,
-    "window_size": 112,
-    "patch_size": 14,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "in_channels": 3,
-    "fullatt_block_indexes": [7, 15, 23, 31],
-    "hidden_act": "silu",
-    "tokens_per_second": 2,
-}
 IMAGE = 151_655
 WORDS = 1000
 """Ordinary tokens in these trajectories."""
@@ -103,9 +68,9 @@ def _has_gpus(path: Path) -> bool:
     return bool({"policy", "answers"} & {*content}) and "num_gpus" in text
 
 
-def text_of(config: RunConfig) -> dict[str, Any]:
-    """The one of ``TEXT`` that the configuration's model has."""
-    (found,) = [text for size, text in TEXT.items() if size in config.model.path]
+def shape_of(config: RunConfig) -> ModelShape:
+    """The one of ``SHAPES`` that the configuration's model has."""
+    (found,) = [shape for size, shape in SHAPES.items() if size in config.model.path]
     return found
 
 
@@ -113,30 +78,25 @@ def same(path: Path) -> str:
     """Equal for configurations whose updates are the same for a rank."""
     config = run_of(path)
     engine, loss = config.policy.engine, config.policy.loss
-    return repr((text_of(config), Row.longest(config), config.policy.ranks, engine, loss))
+    return repr((shape_of(config), Row.longest(config), config.policy.ranks, engine, loss))
 
 
 def write_model(config: RunConfig, folder: Path, layers: int | None = None) -> None:
     """A folder with the model's config.json; ``layers``: of the language model, where not all."""
-    text = text_of(config)
-    text = text | {
-        "model_type": "qwen2_5_vl_text",
+    shape = shape_of(config)
+    text = shape.text | {
+        "model_type": f"{shape.family}_text",
         "max_position_embeddings": 128_000,
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
-        "use_sliding_window": False,
-        "num_hidden_layers": layers or text["num_hidden_layers"],
-        "rope_parameters": {
-            "rope_type": "default",
-            "mrope_section": [16, 24, 24],
-            "rope_theta": 1e6,
-        },
+        "num_hidden_layers": layers or shape.text["num_hidden_layers"],
+        "rope_parameters": shape.rotary,
     }
     content = {
-        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-        "model_type": "qwen2_5_vl",
+        "architectures": [shape.architecture],
+        "model_type": shape.family,
         "text_config": text,
-        "vision_config": TOWER | {"out_hidden_size": text["hidden_size"]},
+        "vision_config": shape.tower | {"out_hidden_size": text["hidden_size"]},
         "tie_word_embeddings": text["tie_word_embeddings"],
         "image_token_id": IMAGE,
         "video_token_id": IMAGE + 1,
@@ -154,17 +114,22 @@ class Row:
     share: bool
     lengths: Lengths
     images: int
+    image_token_side: int = IMAGE_TOKEN_SIDE_PIXELS
+    """Pixels."""
 
     @classmethod
     def longest(cls, config: RunConfig) -> Row:
         """As many trajectories as fill the micro-batch, if an update has them: the longest that
         there may be with a common prompt, else equal ones.
         """
+        side = shape_of(config).image_token_side
         each, engine, episode = (
             lengths(config, plan(config, None)),
             config.policy.engine,
             config.environment.episode,
         )
+        # The estimate counts image tokens of Qwen2.5-VL. Those of Qwen3-VL have more pixels.
+        each = replace(each, images=each.images * IMAGE_TOKEN_SIDE_PIXELS**2 // side**2)
         together = engine.sequence_parallel
         budget = engine.micro_batch * together
         update = (
@@ -176,7 +141,11 @@ class Row:
         images = min(episode.max_images, episode.max_turns)
         if episode.max_turns == 1 and config.algorithm.group_size > 1:
             return cls(
-                max(1, min((budget - each.prompt) // each.response, update)), True, each, images
+                max(1, min((budget - each.prompt) // each.response, update)),
+                True,
+                each,
+                images,
+                side,
             )
         number = max(
             1,
@@ -188,7 +157,7 @@ class Row:
         )
         if number > 1:
             each = replace(each, prompt=budget // number - each.response)
-        return cls(number, False, each, images)
+        return cls(number, False, each, images, side)
 
     @property
     def tokens(self) -> int:
@@ -207,7 +176,7 @@ class Row:
     def _item(self, number: int) -> TrainItem:
         group = 0 if self.share else number
         refs = [
-            _image(f"{group}-{i}", self.lengths.images // self.images - 1)
+            _image(f"{group}-{i}", self.lengths.images // self.images - 1, self.image_token_side)
             for i in range(self.images)
         ]
         ids = [token for ref in refs for token in (*[IMAGE] * ref.tokens, group % WORDS)]
@@ -224,14 +193,14 @@ class Row:
         return TrainItem(made, 1.0, ref_logprobs=[0.0] * len(written), group_tokens=len(written))
 
 
-def _image(name: str, most: int) -> ImageRef:
-    """An image of almost ``most`` tokens, as square as can be."""
+def _image(name: str, most: int, side: int) -> ImageRef:
+    """An image of almost ``most`` tokens of ``side`` pixels, as square as can be."""
     high = math.isqrt(most)
     wide = most // high
     return ImageRef(
         name,
-        wide * IMAGE_TOKEN_SIDE_PIXELS,
-        high * IMAGE_TOKEN_SIDE_PIXELS,
+        wide * side,
+        high * side,
         (1, 2 * high, 2 * wide),
         high * wide,
     )

@@ -31,16 +31,26 @@ VALUES = {
     "repeat_interleave",
 }
 """Operations whose kernel on CUDA reads a number back before it returns."""
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
+
+
+def _one(dtype: torch.dtype) -> bool | int | float:
+    """What is read of any tensor."""
+    if dtype == torch.bool:
+        return True
+    return 1.0 if dtype.is_floating_point else 1
 
 
 class Watch(TorchDispatchMode):
     """Watches all that happens while it is entered.
 
-    ``peak``: bytes; ``waits``: by kind and line.
+    ``image_tokens``: of the row, which a mask of them selects; ``peak``: bytes; ``waits``: by kind
+    and line.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, image_tokens: int = 0) -> None:
         super().__init__()
+        self._image_tokens = image_tokens
         self.live = self.peak = 0
         self.waits, self.collectives, self.attention = (
             Counter[str](),
@@ -71,13 +81,31 @@ class Watch(TorchDispatchMode):
         if name == "_local_scalar_dense":
             if args[0].device.type == "cuda":
                 self.wait("item")
-            return 1.0 if args[0].dtype.is_floating_point else 1
-        out = func(*args, **kwargs)
+            return _one(args[0].dtype)
+        if name in INDEXING:
+            out = func(args[0], self._places(args[1]), *args[2:], **kwargs)
+        else:
+            out = func(*args, **kwargs)
         self._count(func, name, args, kwargs, out)
         for tensor in tree_iter(out):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda":
                 self.see(tensor, name)
         return out
+
+    def _places(self, indices: Any) -> list[Any]:
+        """The indices without masks: CUDA takes the places where a mask is true, for each of its
+        dimensions.
+        """
+        places: list[Any] = []
+        for index in indices:
+            if index is None or index.dtype != torch.bool:
+                places.append(index)
+                continue
+            for _ in range(index.dim()):
+                place = torch.empty(self._image_tokens, dtype=torch.int64, device=index.device)
+                self.see(place, "places of a mask")
+                places.append(place)
+        return places
 
     def _count(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
         if name in COLLECTIVES:
@@ -90,7 +118,7 @@ class Watch(TorchDispatchMode):
                 self.wait(f"{here} to {there}")
         elif name in VALUES and "cuda" in str(args[0].device):
             self.wait(name)
-        elif name in ("index", "index_put", "index_put_", "_unsafe_index"):
+        elif name in INDEXING:
             indices = [index for index in args[1] if index is not None]
             if args[0].device.type == "cuda" and any(
                 i.dtype == torch.bool or i.device.type == "cpu" for i in indices
@@ -108,10 +136,11 @@ class Watch(TorchDispatchMode):
             for f in traceback.extract_stack()
             if "/rayloop/" in f.filename or "/transformers/" in f.filename
         ]
-        frames = frames or traceback.extract_stack()[-6:]
-        self.waits[
-            f"{kind}: {'/'.join(frames[-1].filename.split('/')[-2:])} {frames[-1].name}"
-        ] += 1
+        # The backward pass calls operations from no line of Python.
+        place = "autograd backward"
+        if frames:
+            place = f"{'/'.join(frames[-1].filename.split('/')[-2:])} {frames[-1].name}"
+        self.waits[f"{kind}: {place}"] += 1
 
     def attend(
         self,
