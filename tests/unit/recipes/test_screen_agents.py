@@ -12,7 +12,7 @@ from rayloop.run.demand import demand
 from tests.support.runs import ROOT
 
 FOLDER = ROOT / "recipes/screen_agents"
-GPUS = {"webgym": 64, "openwebrl": 8, "mobilegym": 4, "clawgui": 2, "safactory": 4}
+GPUS = {"webgym": 64, "openwebrl": 8, "mobilegym": 4, "clawgui": 2, "safactory": 6}
 """System -> the GPUs that its file asks for."""
 LANGUAGES = {
     "webgym": "webgym",
