@@ -199,6 +199,7 @@ class Environments:
         self._kinds = kinds
         self._histories: dict[int, EpisodeHistory] = {}
         for kind in (default, *kinds.values()):
+            # An agent decides itself what it shows of the past.
             if history is not None and not kind.agent_driven:
                 self._histories[id(kind)] = built(history, kind)
         self._workers = IdleWorkers()

@@ -123,6 +123,7 @@ class RunConfig(SettingsModel):
         for problem in (
             *_problems(self),
             *_reference_problems(self),
+            *_history_problems(self.environment),
             *_engine_problems(self),
             *_transport_problems(self),
         ):
@@ -380,6 +381,24 @@ def _advantage_problems(c: RunConfig) -> Any:
         )
     if loss.uses_kl and loss.kl_term.where == "reward":
         yield from _begins_again(c.environment)
+
+
+def _history_problems(environment: EnvironmentSettings) -> Any:
+    """Settings of the history that no episode could follow."""
+    settings = environment.history.options()
+    images = getattr(settings, "last_images", None)
+    if images is not None and images > environment.episode.max_images:
+        yield (
+            f"environment.history shows {images} images, and environment.episode.max_images is"
+            f" {environment.episode.max_images}: no episode would see the last one"
+        )
+    kinds = (environment.episode.environment, *environment.kinds.values())
+    agents = [kind.name for kind in kinds if kind.agent_driven]
+    if agents and len(agents) == len(kinds) and not shows_everything(environment.history):
+        yield (
+            f"environment.history does nothing: {agents[0]} decides itself what the policy sees."
+            " Leave it out"
+        )
 
 
 def _begins_again(environment: EnvironmentSettings) -> Any:

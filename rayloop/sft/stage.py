@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from rayloop.chat.rendering import Rendered, Renderer
 from rayloop.chat.tokenizer import read_json
@@ -37,6 +37,9 @@ from rayloop.engines.shape import ModelSource
 from rayloop.envs.grammar.choice import AUTO, Model, chosen, spoken
 from rayloop.envs.grammar.family import LANGUAGE, LanguageChoice
 from rayloop.envs.grammar.screens import asked_in
+from rayloop.envs.history.contexts import Contexts, context_turn
+from rayloop.envs.history.past import Past
+from rayloop.envs.history.policies import HISTORY, WINDOW, component, of_language
 from rayloop.run.sections import DataSettings, Placement
 from rayloop.sft.answers import ANSWERS, built, checked
 
@@ -138,6 +141,12 @@ class SftConfig(SettingsModel):
 
     As ``environment.language`` of a run.
     """
+    history: Annotated[Component, HISTORY, BeforeValidator(component)] = Component(use=WINDOW)
+    """What the model is shown of its past at each answer of a conversation.
+
+    As ``environment.history`` of the run for which this is the warm start. The images of a row that
+    has a whole prompt always stay.
+    """
     tiny: TinySettings | None = None
     engine: FsdpSettings = FsdpSettings()
     optimizer: OptimizerSettings = OptimizerSettings(lr=1e-3)
@@ -173,6 +182,8 @@ class Examples:
         self.renderer = Renderer(config.model)
         self.language = config.language
         self.answers = built(config.answers)
+        self.spoken: LanguageChoice = "" if config.language == AUTO else config.language
+        self.history = of_language(config.history, self.spoken, "computer", "the stage")
         self.sampling = self.renderer.sampling(Sampling())
 
     def item(self, task: Task, rng: random.Random) -> TrainItem:
@@ -180,6 +191,7 @@ class Examples:
         turns: list[Turn] = []
         images: dict[str, bytes] = {}
         answer_ids = TokenIds()
+        text = ""
 
         def show(role: str, rendered: Rendered) -> None:
             refs = tuple(image.ref for image in rendered.images)
@@ -189,15 +201,27 @@ class Examples:
                     images[image.ref.sha256] = image.data
 
         asked = asked_in(self.language, task)
-        show("prompt", self.renderer.prompt(asked.messages, task.tools))
+        contexts = Contexts(self.renderer, self.history, self.spoken)
+        # The image of a row that only says a task is the first screen.
+        task_images = () if task.bare else tuple(task.images)
+        past = Past(tuple(asked.messages), task_images=task_images)
+        show("prompt", self.renderer.prompt(contexts.begin(past, task.tools), task.tools))
         answer = checked(self.answers.answer(task, rng), task)
         for is_answer, messages in groupby(answer, key=_is_assistant):
             if is_answer:
-                answer_ids = self.renderer.answer("".join(_texts(messages)), opening=True)
+                text = "".join(_texts(messages))
+                answer_ids = self.renderer.answer(text, opening=True)
                 logprobs = (0.0,) * len(answer_ids)
                 turns.append(Turn(ASSISTANT, answer_ids, logprobs=logprobs, version=START))
-            else:
-                show("observation", self.renderer.observation(list(messages), answer_ids))
+                continue
+            if not answer_ids:
+                show("observation", self.renderer.observation(list(messages), ()))
+                continue
+            following = contexts.after(text, answer_ids, list(messages))
+            if following.context is not None:
+                show("context", following.context)
+                turns[-1] = context_turn(turns[-1:])
+            show("observation", following.observation)
         trajectory = Trajectory(
             TrajectoryId(0, 0),
             0,

@@ -40,7 +40,8 @@ class Window:
     | `{last_turns: 4}` | `{use: ...:Window, with: {last_turns: 4}}` |
     | `language` | `{use: ...:ByLanguage}` |
 
-    Settings may be combined: `{last_images: 3, answers: "{action}"}`.
+    Settings may be combined: `{last_images: 3, answers: "{action}"}`. Your own is a class with the
+    method `shown(past)` of `rayloop.envs.history.past:History`.
     """
 
     class Settings(SettingsModel):
@@ -206,19 +207,24 @@ FULL = EpisodeHistory(Window(Window.Settings()))
 
 
 def built(history: Component, environment: EnvironmentKind) -> EpisodeHistory:
-    """Return the policy for episodes of an environment.
-
-    Raises ConfigError where its language decides, and it has none of the shipped kind.
-    """
+    """Return the policy for episodes of an environment. Raises ConfigError as ``of_language``."""
     language: LanguageChoice = getattr(environment.options(), "language", "")
+    screen = getattr(environment.resolve(), "SCREEN", "computer")
+    return EpisodeHistory(of_language(history, language, screen, environment.name), language)
+
+
+def of_language(history: Component, language: LanguageChoice, screen: str, name: str) -> History:
+    """Return the policy for a kind of screen.
+
+    Raises ConfigError where the language decides, and ``name`` has none with a file.
+    """
     policy: History = history.build()
-    if isinstance(policy, ByLanguage):
-        file = spoken_format(language) if language else None
-        if not isinstance(file, LanguageFile):
-            raise ConfigError(
-                f"environment.history is language, and {environment.name} has no language with a"
-                " file: set full, or another one of docs/environments.md"
-            )
-        makers = file.history(getattr(environment.resolve(), "SCREEN", "computer"))
-        policy = Window(Window.Settings.model_validate(makers))
-    return EpisodeHistory(policy, language)
+    if not isinstance(policy, ByLanguage):
+        return policy
+    file = spoken_format(language) if language else None
+    if not isinstance(file, LanguageFile):
+        raise ConfigError(
+            f"history is language, and {name} has no language with a file: set full, or another one"
+            " of docs/environments.md"
+        )
+    return Window(Window.Settings.model_validate(file.history(screen)))

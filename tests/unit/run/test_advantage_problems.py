@@ -80,6 +80,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         ),
     ),
     (
+        {"environment.history": {"last_images": 33}},
+        "environment.history shows 33 images, and environment.episode.max_images is 32",
+    ),
+    (
+        {"environment.history": "drop_thoughts", "environment.episode.environment": HARNESS},
+        "environment.history does nothing: AgentEnv decides itself what the policy sees",
+    ),
+    (
         {
             "policy.loss": {"kl_coef": 0.1, "kl": {"in": "reward"}},
             "environment.episode.environment": HARNESS,
