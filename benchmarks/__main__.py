@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from benchmarks import (
+    histories,
     judge,
     latency,
     memory,
@@ -53,6 +54,10 @@ ACTIONS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "latency": (
         latency.add_arguments,
         "how busy engines are with slow environments, beside a turn barrier",
+    ),
+    "histories": (
+        histories.add_arguments,
+        "what a trainer computes under each history",
     ),
     "shares": (shares.add_arguments, "tokens per rank of a simulated trainer, beside the fewest"),
     "browser": (browser.add_arguments, "steps of MiniWoB++ pages in the real Chromium"),

@@ -21,7 +21,7 @@ from rayloop.engines.settings import (
     TransformersEngineSettings,
 )
 from rayloop.engines.shape import ModelSource
-from rayloop.envs.history.policies import shows_everything
+from rayloop.envs.history.policies import Window, shows_everything
 from rayloop.grpo.alarms import AlarmSettings
 from rayloop.grpo.losses.settings import AdaptiveKl
 from rayloop.grpo.settings import AlgorithmSettings
@@ -385,8 +385,8 @@ def _advantage_problems(c: RunConfig) -> Any:
 
 def _history_problems(environment: EnvironmentSettings) -> Any:
     """Settings of the history that no episode could follow."""
-    settings = environment.history.options()
-    images = getattr(settings, "last_images", None)
+    window = environment.history.options()
+    images = window.last_images if isinstance(window, Window.Settings) else None
     if images is not None and images > environment.episode.max_images:
         yield (
             f"environment.history shows {images} images, and environment.episode.max_images is"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.histories import HISTORIES, contexts_of, distinct_tokens
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import Trajectory
 from rayloop.engines import attention
@@ -16,7 +17,6 @@ from rayloop.engines.settings import FsdpSettings
 from rayloop.grpo.batch import TrainSample
 from rayloop.grpo.packing import pack, prefix_groups
 from tests.engines.test_training_batches import Lab
-from tests.support.contexts import HISTORIES, contexts_of, distinct_tokens
 
 TURNS = 6
 
