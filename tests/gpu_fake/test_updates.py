@@ -38,8 +38,8 @@ ONCE = {
 }
 """Functions that wait for the device once in an update, however many micro-batches it has."""
 
-QWEN3_VL = {"forward", "torch_compilable_check", "_deepstack_process", "backward"}
-"""Functions of Qwen3-VL that wait for the device in each micro-batch.
+QWEN3_VL = {"_inputs", "forward", "torch_compilable_check", "_deepstack_process", "backward"}
+"""Functions that wait for the device in each micro-batch of Qwen3-VL.
 
 Its tower reads the images' sizes from the device, and transformers finds the image tokens of the
 first layers (DeepStack, arXiv:2406.04334) by a mask, in both passes.
