@@ -208,8 +208,12 @@ FULL = EpisodeHistory(Window(Window.Settings()))
 
 def built(history: Component, environment: EnvironmentKind) -> EpisodeHistory:
     """Return the policy for episodes of an environment. Raises ConfigError as ``of_language``."""
-    language: LanguageChoice = getattr(environment.options(), "language", "")
+    options = environment.options()
+    language: LanguageChoice = getattr(options, "language", "")
+    # A page is a phone's where its settings say so, an app on Android by its class.
     screen = getattr(environment.resolve(), "SCREEN", "computer")
+    if getattr(options, "device", "") == "phone":
+        screen = "phone"
     return EpisodeHistory(of_language(history, language, screen, environment.name), language)
 
 

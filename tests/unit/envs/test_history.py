@@ -309,6 +309,7 @@ def test_a_languages_history_has_the_images_of_its_source(name: str) -> None:
     [
         ("qwen3_vl", "Computer", {"last_turns": 4}),
         ("qwen3_vl", "Phone", {"last_turns": 1}),
+        ("qwen3_vl", "Page", {"last_turns": 1}),
         ("gui_owl", "Phone", {"last_turns": 5, "step": "Step{number}: {summary}"}),
         ("qwen3_5", "Phone", {}),
         ("openai_computer", "Computer", {}),
@@ -371,6 +372,13 @@ class Computer:
 
     class Settings(SettingsModel):
         language: str
+
+
+class Page(Computer):
+    """A page that may be a phone's."""
+
+    class Settings(Computer.Settings):
+        device: str = "phone"
 
 
 class Phone(Computer):
