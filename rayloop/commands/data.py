@@ -1,26 +1,38 @@
-"""``data prepare|validate``: make a recipe's dataset, and check a file before a run reads it."""
+"""``data prepare|validate|convert``: make rows, check them, write them in another language."""
 
 import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
 
 from rayloop import recipes
 from rayloop.chat.rendering import Renderer
 from rayloop.commands.arguments import add_overrides
 from rayloop.config.settings import Component
-from rayloop.core.failures import ConfigError, RayloopError
+from rayloop.config.yaml_source import parse_value
+from rayloop.core.failures import ConfigError, DataFailure, RayloopError
 from rayloop.core.files import write_whole
+from rayloop.core.types import Task
+from rayloop.data.dataset import ChatRows, Dataset
 from rayloop.data.published import prepare
 from rayloop.data.validation import Checked, Length, check, leaks
+from rayloop.envs.grammar.choice import ANY_MODEL
+from rayloop.envs.grammar.screens import ScreenSettings
 from rayloop.measure.controls import solved_tasks
 from rayloop.run.config import Prepared, RunConfig, read
+from rayloop.run.export import recorded
+from rayloop.run.folder import RunFolder
 from rayloop.run.held_out import read_items
 from rayloop.run.lifetime import right
 from rayloop.run.preflight import beyond_positions
+from rayloop.sft.conversion import Converter, episodes
+from rayloop.sft.translation import Translation
 
 GENERIC = "generic"
 SINGLE_TURN = "rayloop.envs.single_turn:SingleTurn"
@@ -66,6 +78,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--anywhere", action="store_true", help="with a data file: as data.anywhere=true"
     )
     checking.set_defaults(run=_validate)
+    _add_convert(actions)
+
+
+def _add_convert(actions: Any) -> None:
+    converting = actions.add_parser(
+        "convert", help="write demonstrations in another action language, as rows for sft"
+    )
+    source = "a run's folder, for its episodes on record (keep_rollouts), or a data file"
+    converting.add_argument("source", type=Path, metavar="SOURCE", help=source)
+    converting.add_argument(
+        "--to",
+        required=True,
+        metavar="LANGUAGE",
+        help=(
+            "its name, or with the coordinates of its model:"
+            " '{language: ui_tars, pointing: {coordinates: relative}}'"
+        ),
+    )
+    converting.add_argument(
+        "--from", dest="origin", metavar="LANGUAGE", help="default: the run's; of a file ui_tars"
+    )
+    converting.add_argument("--out", type=Path, required=True, metavar="DIR", help="for rows")
+    reward = "with a run: only episodes with this reward or more"
+    converting.add_argument("--least-reward", type=float, metavar="R", help=reward)
+    converting.set_defaults(run=_convert)
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
@@ -153,6 +190,41 @@ def _validate(arguments: argparse.Namespace) -> int:
         )
     result = check(arguments.file, Component(use=arguments.reader), anywhere=arguments.anywhere)
     return 1 if result.problems else 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    source = _language("--from", arguments.origin or ANY_MODEL)
+    target = _language("--to", arguments.to)
+    failures: list[DataFailure] = []
+    tasks: Iterable[Task]
+    if arguments.source.is_dir():
+        folder = RunFolder.begun(arguments.source)
+        config = recorded(folder.config)
+        options = config.environment.episode.environment.options()
+        if isinstance(options, ScreenSettings) and arguments.origin is None:
+            source = options
+        tasks = episodes(folder, config.model.position_tint, arguments.least_reward)
+    else:
+        tasks = Dataset(arguments.source, ChatRows(ChatRows.Settings()), False, failures.append)
+    converter = Converter(Translation(source, target), arguments.out)
+    converter.convert(tasks)
+    for failure in failures:
+        converter.leave_out(failure)
+    print("\n".join(converter.written()))
+    return 0 if converter.rows else 1
+
+
+def _language(option: str, text: str) -> ScreenSettings:
+    """A language, by its name or with settings as YAML. Raises ConfigError."""
+    value = parse_value(text, option)
+    settings = {"language": value} if isinstance(value, str) else value
+    try:
+        return ScreenSettings.model_validate(settings)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"]))
+        reason = problem["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{option} {text}: {key} {reason}".replace("  ", " ")) from error
 
 
 ITEMS = "items.jsonl"

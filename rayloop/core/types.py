@@ -110,10 +110,9 @@ class Task:
     """One dataset row.
 
     ``source`` names the data source (metrics are split by it); ``extra`` is passed through.
-    ``environment``: the kind to play it in, one of ``environment.kinds``; empty for the one of
-    ``environment.episode``. ``tools``: schemas in OpenAI's form that the chat template shows where
-    the environment has no tools itself. ``bare``: the messages only say what to do, and an
-    environment with a screen puts the prompt of the model's language around them.
+    ``environment``: the kind to play it in; empty: that of the run. ``tools``: schemas in OpenAI's
+    form that the chat template shows where the environment has no tools itself. ``bare``: the
+    messages only say what to do, and a screen puts the language's prompt around them.
     """
 
     id: str
@@ -245,6 +244,7 @@ class Turn:
     carried out a sampled turn's action; None: unknown, or an answer. ``reward``: of a sampled turn
     (``StepResult.reward``). ``times``: the completion's, then when the environment had answered;
     for a prompt, of its rendering. ``alone``: an observation that is shown in another way.
+    ``said``: roles and texts of what it renders, None for an image.
     """
 
     role: str
@@ -259,6 +259,7 @@ class Turn:
     token_mask: TokenMask | None = None
     times: tuple[float, ...] = field(default=(), compare=False)
     alone: tuple[TokenIds, tuple[ImageRef, ...]] | None = None
+    said: tuple[tuple[str, tuple[str | None, ...]], ...] = field(default=(), compare=False)
 
     @property
     def sampled(self) -> bool:

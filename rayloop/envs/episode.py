@@ -224,6 +224,7 @@ class _Episode:
             raise DataFailure(task.id, reason)
 
         self._append("prompt", rendered, times=(start_time, time.time()))
+        self._keep_words(first.messages)
 
     async def _turn(self, index: int) -> EndReason | None:
         """Sample one turn and let the environment answer it.
@@ -342,6 +343,7 @@ class _Episode:
         if alone is not None:
             by_itself = (alone.token_ids, alone.refs)
             self.turns[-1] = dataclasses.replace(self.turns[-1], alone=by_itself)
+        self._keep_words(messages)
         return None
 
     def _room(self, context: Rendered | None = None) -> int:
@@ -364,6 +366,14 @@ class _Episode:
         self.image_bytes |= {
             image.ref.sha256: image.data for image in rendered.images if image.data is not None
         }
+
+    def _keep_words(self, messages: Sequence[Message]) -> None:
+        """Keep the texts that the last turn renders, for its record."""
+        said = []
+        for message in messages:
+            texts = (part if isinstance(part, str) else None for part in message.parts)
+            said.append((message.role, tuple(texts)))
+        self.turns[-1] = dataclasses.replace(self.turns[-1], said=tuple(said))
 
     def _text(self, completion: Completion) -> str:
         """Return the turn's text for the environment, cut behind the first stop string.

@@ -143,6 +143,7 @@ ELSEWHERE = {
     "report runs/sums": "tests/cluster/test_own_task.py",
     "*queries.yaml*": "tests/cluster/test_environment_pages.py",
     "try rates.yaml": "tests/cluster/test_environment_pages.py",
+    "data convert *": "tests/unit/data/test_conversion.py",
     "env play agent.yaml": "tests/unit/envs/test_agent_env.py",
     "env play runs/mine --from=*": "tests/envs/test_play.py",
     "try CONFIG model.path=model": "tests/engines/test_model_page.py",

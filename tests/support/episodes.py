@@ -30,7 +30,7 @@ from rayloop.envs.episode import run_episode, summarize
 from rayloop.envs.instance import InThread
 from rayloop.envs.settings import EpisodeSettings
 from rayloop.run.folder import RunFolder
-from rayloop.run.records.rollouts import rollout_record
+from rayloop.run.records.rollouts import RolloutRecord, rollout_record
 from tests.support.scripted_engine import ScriptedEngine
 
 TINY = Path(__file__).parents[2] / "recipes/arpo/tiny"
@@ -77,6 +77,21 @@ def recorded(
 
     ``settings``: the environment's, for config.yaml.
     """
+    records, images = group(environment, task, said, reason)
+    with RunFolder(root, name).acquired() as folder:
+        config = {
+            "model": {"position_tint": TINT},
+            "environment": {"episode": {"environment": {"use": "a:B", "with": settings}}},
+        }
+        folder.write_config(yaml.safe_dump(config))
+        folder.rollouts.write(1, records, images)
+    return folder
+
+
+def group(
+    environment: Callable[[], Any], task: Task, said: Sequence[Sequence[str]], reason: str = ""
+) -> tuple[list[RolloutRecord], dict[str, bytes]]:
+    """The records of a group whose k-th member says the k-th texts, and their images."""
     of, tokenizer = renderer(), load_tokenizer(TINY)
     trajectories = [
         played(of, environment, task, sample, texts) for sample, texts in enumerate(said)
@@ -89,21 +104,13 @@ def recorded(
         )
         for sample, one in enumerate(trajectories)
     )
-    group = Group(1, task, members)
+    members_group = Group(1, task, members)
     texts: tuple[Any, Any] = (
         lambda ids: tokenizer.decode(list(ids)),
         lambda ids: shown(tokenizer, ids),
     )
     records = [
-        rollout_record(group, member, one, *texts)
+        rollout_record(members_group, member, one, *texts)
         for member, one in zip(members, trajectories, strict=True)
     ]
-    images = {sha: data for one in trajectories for sha, data in one.image_bytes.items()}
-    with RunFolder(root, name).acquired() as folder:
-        config = {
-            "model": {"position_tint": TINT},
-            "environment": {"episode": {"environment": {"use": "a:B", "with": settings}}},
-        }
-        folder.write_config(yaml.safe_dump(config))
-        folder.rollouts.write(1, records, images)
-    return folder
+    return records, {sha: data for one in trajectories for sha, data in one.image_bytes.items()}

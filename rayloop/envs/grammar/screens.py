@@ -75,7 +75,7 @@ class Pointing(SettingsModel):
             y = round(point.y * height / rows)
             return Point(min(max(x, 0), width - 1), min(max(y, 0), height - 1))
 
-        return _with_points(action, to_pixels)
+        return with_points(action, to_pixels)
 
     def written(self, action: Action, width: int, height: int) -> Action:
         """Return the action with its points as the model would write them, for demonstrations.
@@ -89,10 +89,10 @@ class Pointing(SettingsModel):
             x = round(point.x * columns / width, digits)
             return Point(x, round(point.y * rows / height, digits))
 
-        return _with_points(action, to_unit)
+        return with_points(action, to_unit)
 
 
-def _with_points(action: Action, convert: Callable[[Point], Point]) -> Action:
+def with_points(action: Action, convert: Callable[[Point], Point]) -> Action:
     """Return the action with each of its points converted."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(action):
@@ -223,7 +223,7 @@ class ScreenEnvironment:
         def to_unit(point: Point) -> Point:
             return Point(point.x * columns / width, point.y * rows / height)
 
-        actions = [_with_points(action, to_unit) for action in chain.from_iterable(calls)]
+        actions = [with_points(action, to_unit) for action in chain.from_iterable(calls)]
         try:
             step = self._carry_out(actions or [Sleep()])
         except ValueError as error:

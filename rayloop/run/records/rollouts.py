@@ -23,7 +23,7 @@ class RolloutTurn:
 
     ``images`` as in ``RolloutRecord``; ``Turn.executed``; ``Turn.reward``. ``logprobs``: for each
     sampled token the index in ``text`` where it ends, and its log-prob; empty where they are
-    unknown. ``tokens``: number of tokens; ``times``: ``Turn.times``.
+    unknown. ``tokens``: number of tokens; ``times``: ``Turn.times``; ``said``: ``Turn.said``.
     """
 
     role: str
@@ -35,6 +35,7 @@ class RolloutTurn:
     logprobs: tuple[tuple[int, float], ...] = ()
     tokens: int = 0
     times: tuple[float, ...] = ()
+    said: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class RolloutRecord:
     ``advantages``: of each sampled turn, where they are not all ``advantage``; both are those that
     the trainer got. ``gaps``: for each sampled turn of a trained trajectory mean and largest
     |difference| of the engine's and the trainer's log-probs, None where the trainer computed none.
+    ``said``: the messages of the prompt.
     """
 
     group: int
@@ -73,6 +75,7 @@ class RolloutRecord:
     states: tuple[str, ...] = ()
     advantages: tuple[float, ...] = ()
     gaps: tuple[tuple[float, float] | None, ...] = ()
+    said: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
 
 
 SHOWN_FIELDS = frozenset(
@@ -205,6 +208,7 @@ def rollout_record(
         reason=scored.reason if scored else "",
         states=summary.states,
         advantages=member.credit.turns if member.credit is not None else (),
+        said=prompt.said,
     )
 
 
@@ -238,6 +242,7 @@ def _turn(turn: Turn, trajectory: Trajectory, text: Callable[[TokenIds], str]) -
         logprobs,
         len(turn.token_ids),
         turn.times,
+        turn.said,
     )
 
 

@@ -94,6 +94,7 @@ SAMPLED = Turn(
     TokenMask.of([[5, 8], [6], [2, 9, 151643]]),
     (1.5, 2.25, 3.0),
     ((7,), (IMAGE,)),
+    (("user", ("Look:", None)),),
 )
 TRAJECTORY = Trajectory(
     ID,
@@ -183,6 +184,7 @@ def test_a_group_comes_back_as_it_was(tmp_path: Path) -> None:
     assert plain_only[0] == plain_only[1]
     assert found.members[0].summary.spans == SUMMARY.spans
     assert found.members[0].payload.turns[1].times == SAMPLED.times
+    assert found.members[0].payload.turns[1].said == SAMPLED.said
     traces = [member.outcome.trace for member in found.members]  # which equality leaves out
     assert traces == ["Traceback", "Traceback"]
 

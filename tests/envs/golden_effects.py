@@ -1,0 +1,195 @@
+"""What a golden turn must do to a screen, from the actions that its file names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rayloop.envs.grammar.actions import (
+    Action,
+    Answer,
+    CallUser,
+    Click,
+    Drag,
+    Finish,
+    HoldKey,
+    Hotkey,
+    Hover,
+    LongPress,
+    Mark,
+    MouseButton,
+    Point,
+    Screenshot,
+    Scroll,
+    Sleep,
+    Swipe,
+    Type,
+)
+from tools.pages.compatible.golden_turns import SCREENS, THOUSAND, GoldenTurn
+
+Event = tuple[Any, ...]
+WHEEL = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
+OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
+UNRESIZED = ("android_world", "openai_computer", "anthropic_computer")
+"""Languages whose coordinates are pixels of the screen itself."""
+FACTOR = 28
+USUAL_SWIPE = 0.5
+
+
+@dataclass(frozen=True)
+class Screen:
+    """Size in pixels, and how far the usual scroll goes."""
+
+    width: int
+    height: int
+    usual_pixels: int
+
+
+def unit(family: str, screen: Screen) -> tuple[float, float]:
+    """The largest coordinates of a family's points on a screen."""
+    extent = SCREENS.get(family, THOUSAND)
+    if extent.columns <= THOUSAND.columns:
+        return extent.columns, extent.rows
+    if family in UNRESIZED:
+        return screen.width, screen.height
+    return tuple(round(side / FACTOR) * FACTOR for side in (screen.width, screen.height))  # type: ignore[return-value]
+
+
+class Effects:
+    """The events that actions cause, with places in pixels.
+
+    ``pointer`` is where the pointer was left. ``held`` are keys and buttons that stay down.
+    """
+
+    def __init__(self, turn: GoldenTurn, screen: Screen, pointer: Point) -> None:
+        self.family = turn.family
+        self.screen = screen
+        self.pointer = pointer
+        self.places: list[Point] = []
+        self.typed = ""
+        self.clears = False
+        self.seconds = 0.0
+        self.wheel = [0.0, 0.0]
+        self.ends = False
+        self.events = list(self._all(turn.actions))
+
+    def _all(self, actions: Sequence[Action]) -> Iterator[Event]:
+        for action in actions:
+            if isinstance(action, Finish | CallUser):
+                self.ends = True
+                return
+            keys = getattr(action, "keys", ()) if not isinstance(action, Hotkey) else ()
+            yield from (("key", key, True) for key in keys)
+            yield from self._of(action)
+            yield from (("key", key, False) for key in reversed(keys))
+
+    def _of(self, action: Action) -> Iterator[Event]:
+        match action:
+            case Click(at, button, times):
+                self._go(at)
+                yield from [self._button("down", button), self._button("up", button)] * times
+            case Hover(at):
+                self._go(at)
+            case LongPress(at, seconds):
+                self._go(at)
+                self.seconds += seconds or 0
+                yield self._button("down", "left")
+                yield self._button("up", "left")
+            case Drag(start, end, path):
+                self._go(start)
+                yield self._button("down", "left")
+                for place in (*path, end):
+                    self._go(place)
+                yield self._button("up", "left")
+            case MouseButton(down):
+                yield self._button("down" if down else "up", "left")
+            case Hotkey(keys):
+                yield from (("key", key, True) for key in keys)
+                yield from (("key", key, False) for key in reversed(keys))
+            case HoldKey(key, _, seconds) if seconds is not None:
+                self.seconds += seconds
+                yield from (("key", key, True), ("key", key, False))
+            case HoldKey(key, down):
+                yield ("key", key, down)
+            case Type(text, clear):
+                self.typed = text if clear else self.typed + text
+                self.clears = clear
+            case Sleep(seconds):
+                self.seconds += seconds or 0
+            case Scroll(direction, at, amount, kind):
+                self._go(at)
+                pixels = {"notches": 100, "pixels": 1, "fraction": self.screen.height}[kind]
+                self._turn(direction, None if amount is None else amount * pixels)
+            case Swipe():
+                self._swipe(action)
+            case Screenshot() | Answer():
+                pass
+            case other:
+                raise AssertionError(f"nobody said what {other} does")
+
+    def _swipe(self, swipe: Swipe) -> None:
+        columns, rows = unit(self.family, self.screen)
+        start = swipe.start or Point(columns / 2, rows / 2)
+        self._go(start)
+        direction, amount = swipe.direction, swipe.amount
+        if swipe.end is not None:
+            across = (swipe.end.x - start.x) / columns
+            down = (swipe.end.y - start.y) / rows
+            direction = "down" if down > 0 else "up"
+            if abs(across) > abs(down):
+                direction = "right" if across > 0 else "left"
+            amount = max(abs(across), abs(down))
+        assert direction is not None
+        part = USUAL_SWIPE if amount is None else amount
+        self._turn(OPPOSITE[direction], part * self.screen.height)
+
+    def _turn(self, direction: str, pixels: float | None) -> None:
+        distance = self.screen.usual_pixels if pixels is None else min(max(pixels, 100), 5000)
+        right, down = WHEEL[direction]
+        self.wheel[0] += right * distance
+        self.wheel[1] += down * distance
+
+    def _go(self, place: Point | Mark | None) -> None:
+        if place is None:
+            return
+        assert isinstance(place, Point)
+        columns, rows = unit(self.family, self.screen)
+        x = min(max(place.x * self.screen.width / columns, 0), self.screen.width - 1)
+        y = min(max(place.y * self.screen.height / rows, 0), self.screen.height - 1)
+        self.pointer = Point(x, y)
+        self.places.append(self.pointer)
+
+    def _button(self, kind: str, button: str) -> Event:
+        return (kind, button, self.pointer.x, self.pointer.y)
+
+
+def near(first: Event, second: Event) -> bool:
+    """Whether two events are the same, with places at most one pixel apart."""
+    pairs = list(zip(first, second, strict=False))
+    return len(first) == len(second) and all(
+        abs(a - b) <= 1 if isinstance(a, float | int) and not isinstance(a, bool) else a == b
+        for a, b in pairs
+    )
+
+
+def assert_seen(
+    expected: Effects, seen: Sequence[Event], text: str, wheel: Sequence[float]
+) -> None:
+    """The screen got what the turn means: buttons, keys, text, wheel, and places of the pointer."""
+    moves = [event[-2:] for event in seen if event[0] in ("move", "down", "up", "wheel")]
+    for place in expected.places:
+        assert any(near((place.x, place.y), move) for move in moves), (place, seen)
+    events = [event for event in seen if event[0] in ("down", "up", "key")]
+    if expected.typed:
+        assert text == expected.typed
+        # The typed characters are keys, too.
+        remaining = iter(events)
+        for event in expected.events:
+            assert any(near(event, other) for other in remaining), (event, seen)
+    else:
+        assert len(events) == len(expected.events), (expected.events, events)
+        for event, other in zip(expected.events, events, strict=True):
+            assert near(event, other), (event, other)
+    for meant, turned in zip(expected.wheel, wheel, strict=True):
+        assert abs(meant - turned) <= 1, (expected.wheel, wheel)
