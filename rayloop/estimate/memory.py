@@ -14,6 +14,7 @@ from rayloop.engines.settings import (
     MICRO_BATCH_TOKENS,
     PICTURES_GIB,
     FsdpSettings,
+    SglangEngineSettings,
     TransformersEngineSettings,
     VllmEngineSettings,
 )
@@ -405,6 +406,9 @@ def _engine(config: RunConfig, shape: Shape, tokens: int) -> tuple[dict[str, int
         sequences = min(engine.max_sequences, sequences)
     vllm = engine if isinstance(engine, VllmEngineSettings) else None
     shards = vllm.tensor_parallel if vllm else 1
+    if isinstance(engine, SglangEngineSettings):
+        shards = engine.extra.get("tp_size", 1)
+        sequences = min(engine.extra.get("max_running_requests", sequences), sequences)
     bytes_each = _BYTES[engine.dtype]
     sequence_cache = shape.cache * bytes_each * tokens // shards
     configured_cache = (vllm.kv_cache_bytes or 0) if vllm else 0
@@ -417,5 +421,8 @@ def _engine(config: RunConfig, shape: Shape, tokens: int) -> tuple[dict[str, int
     if vllm and shape.vision:
         gibibytes = vllm.extra.get("mm_processor_cache_gb", PICTURES_GIB)
         parts["pictures"] = int(gibibytes * GIB)
-    spare = sequence_cache * (sequences - 1) if vllm and not configured_cache else 0
+    # Where the cache is full, these two let sequences wait.
+    sequences_may_wait = isinstance(engine, VllmEngineSettings | SglangEngineSettings)
+    is_spare = sequences_may_wait and not configured_cache
+    spare = sequence_cache * (sequences - 1) if is_spare else 0
     return parts, spare

@@ -5,10 +5,13 @@ of each role.
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from rayloop.cli import main
 from rayloop.core.failures import ConfigError
@@ -26,6 +29,7 @@ from rayloop.estimate.memory import (
 )
 from rayloop.estimate.run import duration, measured, plan
 from rayloop.run.config import Prepared, RunConfig, read
+from tests.gpu_fake.models import write_model
 from tests.support.runs import ROOT
 
 PRESETS = ROOT / "recipes/chart_rvr/presets"
@@ -340,6 +344,21 @@ def test_an_engine_holds_its_weights_and_the_cache_of_what_it_decodes() -> None:
     assert set(parts(remote, "rollout")) == {"process"}
 
 
+def test_sequences_wait_for_room_in_sglangs_cache_as_in_vllms() -> None:
+    """So a card fits that holds one of them; ``extra`` has the names of ``sglang.Engine``."""
+
+    def cache(**extra: Any) -> tuple[int, int]:
+        config = run_of(**ON_GPU, rollout__engine={"kind": "sglang", "extra": extra})
+        [role] = [role for role in memory(config, qwen3b(), LENGTHS) if role.name == "rollout"]
+        return role.parts["cache"], role.spare
+
+    whole, spare = cache()
+    sequences = whole // (whole - spare)
+    assert sequences > 16
+    assert cache(tp_size=2) == (whole // 2, spare // 2)
+    assert cache(max_running_requests=16)[0] == 16 * (whole - spare)
+
+
 @pytest.mark.parametrize(("extra", "gib"), [({}, 1), ({"mm_processor_cache_gb": 4}, 4)], ids=str)
 def test_the_pictures_that_vllm_keeps_are_counted_in_main_memory(
     extra: dict[str, Any], gib: int
@@ -427,6 +446,18 @@ def qwen7b() -> Shape:
     return Shape(sizes, text, {"hidden_size": 1280, "depth": 32, "intermediate_size": 3420})
 
 
+def qwen3_vl(name: str) -> Shape:
+    """The shapes of a configuration's Qwen3-VL, without values."""
+    config = read(ROOT / name, [])
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(config, Path(folder))
+        described = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(described)
+    sizes = {key: tuple(value.shape) for key, value in model.named_parameters()}
+    return Shape(sizes, described.text_config.to_dict(), described.vision_config.to_dict())
+
+
 @pytest.fixture
 def fresh_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The working folder has the recipes and no runs."""
@@ -451,6 +482,8 @@ def test_every_recipe_has_an_estimate_and_fits_cards_of_80_gb(
         pytest.skip("not a run's file")
 
     def shape(model: ModelSource) -> Shape:
+        if name.startswith("recipes/screen_agents/"):
+            return qwen3_vl(name)
         return qwen3b() if "3B" in model.path or "2B" in model.path else qwen7b()
 
     monkeypatch.setattr(ModelSource, "shape", property(shape))
