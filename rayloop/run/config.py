@@ -5,12 +5,14 @@ It is assembled from the settings classes that each part owns, and checked acros
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
 from rayloop.config.settings import Component, LocalPath, SettingsModel, check_components, load
+from rayloop.core.failures import ConfigError
 from rayloop.engines.machine import per_process
 from rayloop.engines.settings import (
     CustomEngine,
@@ -385,16 +387,20 @@ def _advantage_problems(c: RunConfig) -> Any:
 
 def _history_problems(environment: EnvironmentSettings) -> Any:
     """Settings of the history that no episode could follow."""
-    window = environment.history.options()
-    images = window.last_images if isinstance(window, Window.Settings) else None
+    if shows_everything(environment.history):
+        return
+    images = None
+    # ``check_components`` says where a component is named that cannot be imported.
+    with suppress(ConfigError):
+        window = environment.history.options()
+        images = window.last_images if isinstance(window, Window.Settings) else None
     if images is not None and images > environment.episode.max_images:
         yield (
             f"environment.history shows {images} images, and environment.episode.max_images is"
             f" {environment.episode.max_images}: no episode would see the last one"
         )
-    kinds = (environment.episode.environment, *environment.kinds.values())
-    agents = [kind.name for kind in kinds if kind.agent_driven]
-    if agents and len(agents) == len(kinds) and not shows_everything(environment.history):
+    agents = _agents(environment)
+    if len(agents) == 1 + len(environment.kinds):
         yield (
             f"environment.history does nothing: {agents[0]} decides itself what the policy sees."
             " Leave it out"
@@ -406,9 +412,19 @@ def _begins_again(environment: EnvironmentSettings) -> Any:
     needs = "policy.loss.kl in the reward needs trajectories of one sequence"
     if not shows_everything(environment.history):
         yield f"{needs}: set environment.history to full"
+    for agent in _agents(environment):
+        yield f"{needs}, and an agent ({agent}) may begin again: leave `in: reward` out"
+
+
+def _agents(environment: EnvironmentSettings) -> list[str]:
+    """The names of the environments in which an agent decides what the policy sees."""
+    agents = []
     for kind in (environment.episode.environment, *environment.kinds.values()):
-        if kind.agent_driven:
-            yield f"{needs}, and an agent ({kind.name}) may begin again: leave `in: reward` out"
+        # ``check_components`` says where a component is named that cannot be imported.
+        with suppress(ConfigError):
+            if kind.agent_driven:
+                agents.append(kind.name)
+    return agents
 
 
 def _reference_problems(c: RunConfig) -> Any:

@@ -65,7 +65,11 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         "reward": {"source": foreign},
     }
     config["data"] = {"train": str(tmp_path / "rows.jsonl"), "reader": foreign, "order": foreign}
-    config["environment"] = {"episode": {"environment": foreign}, "kinds": {"own": foreign}}
+    config["environment"] = {
+        "episode": {"environment": foreign},
+        "kinds": {"own": foreign},
+        "history": foreign,
+    }
     config["loggers"] = [foreign]
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n', encoding="utf-8")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")

@@ -759,7 +759,7 @@ def test_lists_of_osworld_become_rows(tmp_path: Path) -> None:
         ("chrome/2", "chrome"),
         ("os/3", "os"),
     ]
-    assert "{instruction}" in rows[0]["prompt"]
+    assert rows[0]["prompt"] == {"task": "{instruction}"}
     assert main([*command, "--max-samples", "2"]) == 0
     assert len((tmp_path / "out/train.jsonl").read_text(encoding="utf-8").splitlines()) == 2
     (tmp_path / "examples/os/3.json").unlink()
