@@ -124,7 +124,7 @@ class ScreenSettings(OriginalSpeaks):
     max_actions: int = Field(8, ge=1)
     """Actions in one turn with ``corrected``; a turn with more is answered with an error.
 
-    Raise it for models that plan ahead.
+    Raise it for models that write longer plans.
     """
     variant: Literal["corrected", "original"] = "corrected"
     """original: as in ARPO, for models that it trained.
