@@ -4,16 +4,20 @@ are read again, and answer every other text with what is wrong, in time that gro
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
+import re
 from collections.abc import Callable
 from functools import partial
+from typing import get_args
 
 import pytest
 
 from rayloop.envs.grammar.actions import (
     Actions,
+    Button,
     Click,
     Drag,
     Finish,
@@ -251,6 +255,22 @@ def test_what_a_language_lacks_is_written_by_others_or_refused() -> None:
         qwen.write(Actions("", (Unsupported("fly"),)), unit)
     with pytest.raises(ValueError, match="one action in a turn"):
         language("mobilegym").write(Actions("", (Finish(), Finish())), unit)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_click_of_any_button_is_read_as_written_or_refused(family: str) -> None:
+    speech = action_format(family)
+    unit = Extent(1000, 1000)
+    for button, times in itertools.product(get_args(Button), (1, 2, 3)):
+        click = Click(Point(100, 200), button, times)
+        try:
+            text = speech.write(Actions("", (click,)), unit)
+        except ValueError as error:
+            assert re.search("no (words|name) for", str(error))  # noqa: PT017, some are written
+            continue
+        read = speech.read(text, unit)
+        assert isinstance(read, Actions), (text, read)
+        assert read.actions == (click,)
 
 
 PIECES = (

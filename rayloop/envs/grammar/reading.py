@@ -8,7 +8,7 @@ from rayloop.envs.grammar import actions
 from rayloop.envs.grammar.actions import Action, Click, Hotkey, Mark, Point, Scroll
 from rayloop.envs.grammar.bodies import QUOTED_CHARACTERS, Stop, WrittenCall
 from rayloop.envs.grammar.calls import DIRECTIONS, MOST_KEYS, key
-from rayloop.envs.grammar.rules import SIGNED, WHOLE_SCREEN, Extent, Rule, Specification
+from rayloop.envs.grammar.rules import BUTTONS, SIGNED, WHOLE_SCREEN, Extent, Rule, Specification
 from rayloop.envs.grammar.scanner import point
 
 MAX_REPEATS = 20
@@ -145,7 +145,7 @@ class ArgumentReader:
         return value.lower()
 
     def _button(self, name: str, value: Any) -> str:
-        if value not in ("left", "right", "middle"):
+        if value not in BUTTONS:
             raise self._stop(name, "left, right or middle", value)
         return str(value)
 

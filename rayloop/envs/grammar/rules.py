@@ -18,6 +18,8 @@ WHOLE_SCREEN = "WINDOW"
 """The mark that stands for no element."""
 SIGNED = {"up": "down", "down": "up", "left": "right", "right": "left"}
 """Fields of a rule for a scroll with a signed number -> the direction of a negative one."""
+BUTTONS = ("left", "right", "middle")
+"""Buttons that a call's argument may name."""
 PointStyle = Literal["pair", "text", "box", "dict"]
 """``[x, y]``, ``"[x,y]"``, ``[[x, y, x, y]]`` or ``{"x": x, "y": y}``."""
 

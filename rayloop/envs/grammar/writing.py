@@ -17,7 +17,7 @@ from rayloop.envs.grammar.actions import (
     Unsupported,
 )
 from rayloop.envs.grammar.bodies import WrittenCall
-from rayloop.envs.grammar.rules import SIGNED, PointStyle, Rule, Specification
+from rayloop.envs.grammar.rules import BUTTONS, SIGNED, PointStyle, Rule, Specification
 
 USUAL_AMOUNTS = {"notches": 5.0, "pixels": 500.0, "fraction": 0.5}
 """How far a scroll is written where the action does not say it, by unit."""
@@ -81,6 +81,8 @@ class ActionWriter:
         if isinstance(value, Mark) and not may_be_mark:
             return False
         if specification.is_mark and not isinstance(value, Mark):
+            return False
+        if name == "button" and value not in BUTTONS:
             return False
         names = specification.names
         if len(names) == 2:
