@@ -184,11 +184,11 @@ def component(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     # A mapping without `use` has got that of the default.
-    options = {key: part for key, part in value.items() if key not in ("use", "with")}
-    return {
-        "use": value.get("use", WINDOW),
-        "with": {**value.get("with", {}), **options},
-    }
+    options = dict(value)
+    use = options.pop("use", WINDOW)
+    # A component is accepted with the name of its field, too, as it is dumped.
+    given = {**options.pop("with", {}), **options.pop("with_", {})}
+    return {"use": use, "with": {**given, **options}}
 
 
 def shows_everything(history: Component) -> bool:

@@ -353,6 +353,7 @@ def test_what_a_configuration_may_say(written: Any, settings: dict[str, Any]) ->
     assert policy.settings == Window.Settings.model_validate(settings)
     assert shows_everything(section.history) == (written == "full")
     assert EnvironmentSettings().history == EnvironmentSettings(history="full").history
+    assert EnvironmentSettings.model_validate(section.model_dump(mode="json")) == section
 
 
 @pytest.mark.parametrize(
