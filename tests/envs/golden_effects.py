@@ -28,6 +28,9 @@ from rayloop.envs.grammar.actions import (
 )
 from tools.pages.compatible.golden_turns import SCREENS, THOUSAND, GoldenTurn
 
+FORMER_TEXT = "former#"
+"""What a field holds before a turn that clears it: a text that no golden turn types."""
+
 Event = tuple[Any, ...]
 WHEEL = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
 OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
@@ -186,7 +189,7 @@ def assert_seen(
     if expected.typed:
         # A turn may also press keys that write, such as Enter.
         assert all(part in text for part in expected.typed), (expected.typed, text)
-        assert not (expected.clears and "old" in text), text
+        assert not (expected.clears and FORMER_TEXT in text), text
         # The typed characters are keys, too.
         remaining = iter(events)
         for event in expected.events:

@@ -33,7 +33,7 @@ from rayloop.envs.grammar.actions import (
 )
 from rayloop.envs.grammar.language import action_format
 from rayloop.envs.grammar.rules import Extent
-from tests.envs.golden_effects import Effects, Event, Screen, assert_seen, unit
+from tests.envs.golden_effects import FORMER_TEXT, Effects, Event, Screen, assert_seen, unit
 from tests.envs.pages import host, write
 from tests.envs.programs import needs
 from tools.pages.compatible.golden_turns import FAMILIES, GoldenTurn, golden_turns
@@ -207,7 +207,7 @@ def in_browser(page: WebPage, turn: GoldenTurn, screen: Screen) -> None:
     refused = is_refused(turn, PAGE_LACKS, buttons=False)
     page._carry_out(preparing(turn, *extent))
     middle = Point(screen.width * MIDDLE, screen.height * MIDDLE)
-    asked(page, "begin('old')" if clears(turn) else "begin('')")
+    asked(page, f"begin('{FORMER_TEXT}')" if clears(turn) else "begin('')")
     before = asked(page, "location.href")
     chosen = [action for action in turn.actions if isinstance(action, SelectOption)]
     if chosen and not refused:
