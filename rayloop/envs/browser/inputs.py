@@ -84,10 +84,11 @@ def pause(action: Action) -> float:
 class Inputs:
     """Playwright's mouse and keyboard of one page."""
 
-    def __init__(self, page: Any, height: int) -> None:
+    def __init__(self, page: Any, width: int, height: int) -> None:
         self._page = page
         self._mouse = page.mouse
         self._keyboard = page.keyboard
+        self._width = width
         self._height = height
         self._at = Point(0, 0)
         self._button_down = False
@@ -108,7 +109,7 @@ class Inputs:
             case Scroll(direction, at):
                 if isinstance(at, Point) and at != self._at:
                     await self.move(at)
-                pixels = NOTCH_PIXELS * (notches(action, self._height) or 1)
+                pixels = NOTCH_PIXELS * (notches(action, self._width, self._height) or 1)
                 right, down = _WHEEL[direction]
                 await self._mouse.wheel(right * pixels, down * pixels)
             case MouseButton(down):

@@ -167,7 +167,7 @@ class Tab:
         self._requests = 0
         self._answers = 0
         self._crashed = asyncio.Event()
-        self._inputs = Inputs(page, size.height)
+        self._inputs = Inputs(page, size.width, size.height)
         if size.touch:
             self._inputs = TouchInputs(page, cdp, self._evaluate, size.scale)
         self._tasks: set[asyncio.Task[None]] = set()

@@ -59,7 +59,7 @@ class TouchInputs(Inputs):
     """
 
     def __init__(self, page: Any, cdp: Any, evaluate: Any, scale: float) -> None:
-        super().__init__(page, 0)
+        super().__init__(page, 0, 0)
         self._cdp = cdp
         self._evaluate = evaluate
         self._scale = scale

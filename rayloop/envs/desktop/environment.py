@@ -191,7 +191,8 @@ class DesktopTasks(ScreenEnvironment):
             case Scroll(direction, at):
                 if isinstance(at, Point):
                     ask("move", x=int(at.x), y=int(at.y))
-                ticks = notches(action, self._settings.limits.height) or SCROLL_TICKS
+                limits = self._settings.limits
+                ticks = notches(action, limits.width, limits.height) or SCROLL_TICKS
                 ask("scroll", direction=direction, ticks=round(ticks))
             case MouseButton(down):
                 ask("button", down=down)

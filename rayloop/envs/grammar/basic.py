@@ -46,14 +46,15 @@ _OPPOSITE: dict[Direction, Direction] = {
 }
 
 
-def notches(scroll: Scroll, height: int) -> float | None:
-    """Return how far the wheel turns on a screen of ``height`` pixels, at least one notch.
+def notches(scroll: Scroll, width: int, height: int) -> float | None:
+    """Return how far the wheel turns on a screen of so many pixels, at least one notch.
 
     None: as far as is usual.
     """
     if scroll.amount is None:
         return None
-    pixels_per_unit = {"notches": NOTCH_PIXELS, "pixels": 1.0, "fraction": float(height)}
+    screen = height if scroll.direction in ("up", "down") else width
+    pixels_per_unit = {"notches": NOTCH_PIXELS, "pixels": 1.0, "fraction": float(screen)}
     count = scroll.amount * pixels_per_unit[scroll.unit] / NOTCH_PIXELS
     return min(max(count, 1.0), MAX_NOTCHES)
 
@@ -123,7 +124,9 @@ class BasicActions:
     def _swiped(self, action: Swipe | Scroll) -> Swipe:
         """Return the way of a finger, with both ends on the screen."""
         if isinstance(action, Scroll):
-            per_screen = {"notches": SCREEN_NOTCHES, "pixels": self.rows, "fraction": 1.0}
+            is_vertical = action.direction in ("up", "down")
+            screen = self.rows if is_vertical else self.columns
+            per_screen = {"notches": SCREEN_NOTCHES, "pixels": screen, "fraction": 1.0}
             amount = action.amount and action.amount / per_screen[action.unit]
             place = action.at if isinstance(action.at, Point) else None
             # The content follows the finger.

@@ -221,7 +221,8 @@ class OSWorld(ScreenEnvironment):
         if isinstance(action, Finish | CallUser):
             # The right answer to a task that cannot be done.
             return ["FAIL"]
-        return [code(part, self._settings.height) for part in self.basic(action)]
+        screen = self._settings.width, self._settings.height
+        return [code(part, *screen) for part in self.basic(action)]
 
 
 def _task_of(task: Task, tasks: str) -> Mapping[str, Any]:
@@ -269,8 +270,8 @@ makes ``>`` of it.
 """
 
 
-def code(action: Action, height: int = 1080) -> str:
-    """Return the Python that a machine with a screen of ``height`` pixels runs for a basic action.
+def code(action: Action, width: int = 1920, height: int = 1080) -> str:
+    """Return the Python that a machine with such a screen runs for a basic action.
 
     The policy's text is in it only as a quoted text. Raises ValueError.
     """
@@ -290,7 +291,7 @@ def code(action: Action, height: int = 1080) -> str:
         case Scroll(direction, at):
             moves = [f"moveTo({int(at.x)}, {int(at.y)})"] if isinstance(at, Point) else []
             wheel = "scroll" if direction in ("up", "down") else "hscroll"
-            ticks = round(notches(action, height) or SCROLL_TICKS)
+            ticks = round(notches(action, width, height) or SCROLL_TICKS)
             sign = "" if direction in ("up", "right") else "-"
             return _calls(*moves, f"{wheel}({sign}{ticks})")
         case MouseButton(down):

@@ -85,12 +85,13 @@ def test_what_no_screen_can_do_is_said(action: Action, reason: str) -> None:
 
 
 def test_how_far_a_wheel_turns() -> None:
-    assert notches(Scroll("up"), 800) is None
-    assert notches(Scroll("up", amount=3), 800) == 3
-    assert notches(Scroll("up", amount=300, unit="pixels"), 800) == 3
-    assert notches(Scroll("up", amount=0.5, unit="fraction"), 800) == 4
-    assert notches(Scroll("up", amount=5, unit="pixels"), 800) == 1
-    assert notches(Scroll("up", amount=1e300), 800) == MAX_NOTCHES
+    assert notches(Scroll("up"), 1000, 800) is None
+    assert notches(Scroll("up", amount=3), 1000, 800) == 3
+    assert notches(Scroll("up", amount=300, unit="pixels"), 1000, 800) == 3
+    assert notches(Scroll("up", amount=0.5, unit="fraction"), 1000, 800) == 4
+    assert notches(Scroll("left", amount=0.5, unit="fraction"), 1000, 800) == 5
+    assert notches(Scroll("up", amount=5, unit="pixels"), 1000, 800) == 1
+    assert notches(Scroll("up", amount=1e300), 1000, 800) == MAX_NOTCHES
 
 
 ON_TOUCH_SCREENS: dict[Action, tuple[Point, Point]] = {

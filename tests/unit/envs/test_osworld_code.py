@@ -80,7 +80,7 @@ def test_amounts_buttons_and_seconds_reach_the_machine() -> None:
     )
     assert code(Scroll("down", at, 2)).endswith("moveTo(3, 4); pyautogui.scroll(-2)")
     assert code(Scroll("right", at, 540, "pixels")).endswith("pyautogui.hscroll(5)")
-    assert code(Scroll("up", at, 0.5, "fraction"), 800).endswith("pyautogui.scroll(4)")
+    assert code(Scroll("up", at, 0.5, "fraction"), height=800).endswith("pyautogui.scroll(4)")
     assert code(MouseButton(True)).endswith("mouseDown()")
     assert code(Sleep()) == "WAIT"
     assert code(Sleep(2.0)) == "import time; time.sleep(2.0)"
