@@ -375,7 +375,7 @@ def test_memory_processes_and_files_are_limited() -> None:
 
 def broken(environment: DesktopTasks, *turns: str) -> str:
     """The error with which the episode ends, after ``turns``; it is not looked at any more."""
-    for turn in itertools.chain(turns, itertools.repeat("wait()", 20)):
+    for turn in itertools.chain(turns, itertools.repeat("wait()", 60)):
         step = environment.step(f"Action: {turn}")
         if step.done:
             assert environment.evaluate() == 0.0
