@@ -281,8 +281,8 @@ def _yes_or_no(text: str, question: Question) -> str:
 def items(text: str) -> tuple[str, list[str]] | None:
     """A plain text's list: its notation and its parts.
 
-    None if the text is no list, if it is a number, or if its one comma may be a decimal point. The
-    notation says which brackets there are, whether two items have only ``and`` between them,
+    None if the text is not a list, if it is a number, or if its one comma may be a decimal point.
+    The notation says which brackets there are, whether two items have only ``and`` between them,
     whether a comma may be a decimal point, and which separators the two levels have.
     """
     brackets = text[0] + text[-1] if _BRACKETED.fullmatch(text) else ""

@@ -18,7 +18,7 @@ CODES = {"recent": "app_switch"}
 
 
 class Android(ScreenEnvironment):
-    """A row has an ``instruction``. There is no result: a judge looks at the screens."""
+    """A row has an ``instruction``. It returns no result: a judge looks at the screens."""
 
     SCREEN = "phone"
 

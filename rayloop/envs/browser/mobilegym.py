@@ -90,7 +90,7 @@ class MobileGym(WebPage):
 def bench(checkout: str) -> tuple[Any, Any]:
     """Return MobileGym's modules of the phone and of the runner.
 
-    Raises EnvironmentFailed for a folder that is no checkout, or without its packages.
+    Raises EnvironmentFailed for a folder that is not a checkout, or lacks its packages.
     """
     sys.path.append(checkout)
     try:

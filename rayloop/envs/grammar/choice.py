@@ -94,7 +94,7 @@ def chosen(choice: LanguageChoice, model: Model, key: str) -> LanguageChoice:
             f" {', '.join(names())} (docs/compatibility.md)"
         )
     if choice not in names():
-        raise ConfigError(f"{key}: there is no language {choice!r}; there are {', '.join(names())}")
+        raise ConfigError(f"{key}: {choice!r} is not a language; there are {', '.join(names())}")
     language = action_format(choice)
     if choice in (own, ANY_MODEL) or not language.models or not own:
         return choice

@@ -353,7 +353,7 @@ def _content(name: str) -> dict[str, Any]:
     if name.endswith((".yaml", ".yml")):
         file = local_path(name)
     elif name not in names():
-        raise ValueError(f"there is no language {name!r}; there are {', '.join(names())}")
+        raise ValueError(f"{name!r} is not a language; there are {', '.join(names())}")
     content: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
     if "like" not in content:
         return content

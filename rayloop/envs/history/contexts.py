@@ -29,8 +29,8 @@ class Continuation(NamedTuple):
 class Contexts:
     """The contexts of one episode.
 
-    A context that begins with the whole one before it continues it. Any other begins anew, with the
-    answers that are shown unchanged as they were sampled, and all else rendered.
+    A context that begins with the whole one before it continues it. Any other is a new
+    sequence: answers that are shown unchanged keep their sampled ids, and the rest is rendered.
     """
 
     def __init__(self, renderer: Renderer, history: History, language: LanguageChoice = "") -> None:

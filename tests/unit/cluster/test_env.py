@@ -116,7 +116,7 @@ def test_a_row_of_a_run_is_played(
     ("name", "language", "reason"),
     [
         ("scripted:three-turns", "qwen3_vl", "environment.with.language: unknown key"),
-        ("desktop:append-line", "klingon", "there is no language 'klingon'; there are aguvis"),
+        ("desktop:append-line", "klingon", "'klingon' is not a language; there are aguvis"),
     ],
 )
 def test_a_language_that_cannot_be_typed_is_refused(

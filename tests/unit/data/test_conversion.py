@@ -214,8 +214,8 @@ def test_a_bad_row_is_one_sentence(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--to", "klingon"], "--to klingon: there is no language 'klingon'; there are aguvis"),
-        (["--to", "aguvis", "--from", "klingon"], "--from klingon: there is no language"),
+        (["--to", "klingon"], "--to klingon: 'klingon' is not a language; there are aguvis"),
+        (["--to", "aguvis", "--from", "klingon"], "--from klingon: 'klingon' is not a language"),
         (["--to", "{pointing: {factor: 0}}"], "pointing.factor Input should be greater"),
         (["--to", "{colour: red}"], "colour Extra inputs are not permitted"),
     ],

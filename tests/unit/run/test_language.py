@@ -33,7 +33,7 @@ ARPO = {"use": "rayloop.recipes.arpo.reward:ArpoReward", "with": {}}
 
 
 class Shouted:
-    """A language of one's own: its turns are CLICK x y."""
+    """A custom language: its turns are CLICK x y."""
 
     stop = ("!",)
 
