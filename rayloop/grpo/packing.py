@@ -92,6 +92,7 @@ def _contents(
     numbers: dict[int, int] = {}
     contents: list[npt.NDArray[np.int32]] = []
     for sample in samples:
+        # The most significant byte first, so that the order of the bytes is that of the numbers.
         tokens = sample.token_ids.numpy().astype(">i4")
         images = [numbers.setdefault(id(pixels), len(numbers)) for pixels in sample.pixels]
         if images:

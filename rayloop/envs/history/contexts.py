@@ -71,6 +71,7 @@ class Contexts:
         pieces = [rendered]
         for ids, following in parts:
             pieces += [Rendered(ids), self._renderer.observation(following, ids)]
+        # What follows the newest answer is the observation; the context is all before it.
         *earlier, observation = pieces
         _, last_messages = parts[-1]
         changed = last_messages != list(messages)
@@ -90,7 +91,7 @@ class Contexts:
         expected = [answer for answer in answers if answer in unchanged]
         problem = ""
         if not all(isinstance(message, Message | PastAnswer) for message in shown):
-            problem = "something that is neither a Message nor an PastAnswer"
+            problem = "something that is neither a Message nor a PastAnswer"
         elif not shown or _is_answer(shown[0]) or _is_answer(shown[-1]):
             problem = "no message of another role than assistant at the beginning and at the end"
         elif unchanged != expected:
@@ -110,7 +111,8 @@ class Contexts:
             if _is_answer(message):
                 parts.append((self._ids(message), []))
             elif isinstance(message, Message):
-                (parts[-1][1] if parts else head).append(message)
+                following = parts[-1][1] if parts else head
+                following.append(message)
         return head, parts
 
     def _ids(self, answer: Message | PastAnswer) -> TokenIds:
@@ -137,7 +139,8 @@ class Contexts:
         ]
         if has_images and same_images:
             return context, observation
-        # The history shows the observation in another way: all of it is context.
+        # An image would lie on both sides of the border, or the history shows the observation in
+        # another way: then all of it is context.
         return whole, Rendered(())
 
 

@@ -87,6 +87,9 @@ class Window:
         older = len(past.exchanges) + 1 - turns
         if older <= 0:
             return past.everything
+
+        # Older turns are a list of steps behind the task. The observation of the oldest turn that
+        # is shown follows the list, in one message, since some templates refuse two in a row.
         steps = [
             _filled(self.settings.step, exchange.answer) for exchange in past.exchanges[:older]
         ]
