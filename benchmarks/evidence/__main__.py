@@ -24,7 +24,15 @@ from typing import Any
 
 from benchmarks.evidence import filtering, menu, peer, staleness
 from benchmarks.evidence.experiments import EXPERIMENTS, SUPERVISED, Experiment
-from benchmarks.evidence.runs import Record, configured, differences, measured, start_of, write
+from benchmarks.evidence.runs import (
+    Record,
+    configured,
+    differences,
+    measured,
+    pooled,
+    start_of,
+    write,
+)
 from benchmarks.evidence.tables import draw, markdown
 from rayloop.core.failures import RayloopError
 from rayloop.grpo.collapse import Collapse, CollapseSettings, Floor
@@ -113,6 +121,8 @@ def _experiment(chosen: argparse.Namespace) -> int:
                     **measured(experiment, chosen.name, arm, seed, chosen.overrides),
                 }
             found["compared"] = differences(experiment, found["runs"])
+            if experiment.pooled:
+                found["pooled"] = pooled(experiment, found["runs"])
             write(chosen.out, found)
     draw(experiment, found)
     print("\n".join(markdown(experiment, found)))

@@ -40,6 +40,8 @@ class Experiment:
     """Configuration files of the arms that have their own."""
     seeds: tuple[int, ...] = (0, 1, 2)
     needs: str = ""
+    pooled: bool = False
+    """Also record the gain of each arm over all seeds, with an interval over tasks."""
     by_source: bool = False
     """Also record the scores by source, and draw them."""
     random_episodes: int = 0
@@ -85,6 +87,15 @@ def _variants(recipe: str, score: str, *common: str, needs: str = "") -> Experim
     )
 
 
+_TEN_STEPS = (
+    "checkpoint={resume: never, every: 10}",
+    "evaluation.every=10",
+    "steps=10",
+)
+_WARM_STARTS = "python -m tools.makers.warm_starts"
+_QWEN_POINTS = "{coordinates: absolute, min_pixels: 37632, max_pixels: 37632}"
+"""Pixels of the resized screenshot, whose size is that of ``model.max_pixels`` in the recipe."""
+
 EXPERIMENTS = {
     "quickstart": Experiment(
         "the quickstart as it is shipped: gain, controls, cost",
@@ -121,6 +132,48 @@ EXPERIMENTS = {
         ("success",),
         common=("checkpoint.resume=never",),
         by_source=True,
+    ),
+    "languages": Experiment(
+        "the pages of arpo_short in UI-TARS' and in Qwen2.5-VL's language, from warm starts that"
+        " the writer made",
+        Path("recipes/arpo/short.yaml"),
+        ("success",),
+        common=_TEN_STEPS,
+        pooled=True,
+        arms={
+            "ui_tars": ("model.path=runs/models/languages/ui_tars",),
+            "qwen2_5_vl": (
+                "model.path=runs/models/languages/qwen2_5_vl",
+                "environment.language=qwen2_5_vl",
+                f"environment.episode.environment.with.pointing={_QWEN_POINTS}",
+            ),
+        },
+        needs=_WARM_STARTS,
+    ),
+    "histories": Experiment(
+        "the newest image alone in view, against all of them, at the same number of episodes, on"
+        " pages of several turns",
+        Path("recipes/arpo/short.yaml"),
+        ("success",),
+        common=(
+            *_TEN_STEPS,
+            "data.train=runs/data/histories/train.jsonl",
+            "data.eval=runs/data/histories/val.jsonl",
+        ),
+        arms={
+            "full": ("environment.history=full", "model.path=runs/models/languages/ui_tars"),
+            "last_images 1": (
+                "environment.history={last_images: 1}",
+                "model.path=runs/models/languages/ui_tars_last_image",
+            ),
+        },
+        pooled=True,
+        by_source=True,
+        needs=(
+            f"{_WARM_STARTS}; python -m rayloop data prepare arpo --out runs/data/histories --train"
+            " 160 --val 48 --pages click-button-sequence click-collapsible click-dialog-2"
+            " focus-text-2"
+        ),
     ),
     "pyvision": Experiment(
         "whether a policy that mostly guesses learns to look with code",

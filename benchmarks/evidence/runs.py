@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks.evidence.experiments import SUPERVISED, Experiment
@@ -103,6 +104,9 @@ def measured(
 def recorded(experiment: Experiment, run: RunFolder) -> Record:
     """The metrics of a run that the picture draws, each evaluation, and the gain from the
     first to the last one.
+
+    ``trained_tokens`` are the sampled ones of the whole run, ``prompt_tokens`` the others of an
+    episode, with its observations and images.
     """
     records = list(run.metrics)
     events = list(run.events)
@@ -120,6 +124,9 @@ def recorded(experiment: Experiment, run: RunFolder) -> Record:
         held_out[str(step)] = {"tokens": sum(tokens[:step]), **result}
     return {
         "steps": len(records),
+        "trained_tokens": round(sum(record.get("actor/tokens", 0.0) for record in records)),
+        "turns": round(fmean(record.get("rollout/turns/mean", 0.0) for record in records), 2),
+        "prompt_tokens": round(fmean(record.get("prompt_length/mean", 0.0) for record in records)),
         "first_step_s": round(records[0]["time"] - events[0]["time"], 1),
         "median_step_s": round(seconds[len(seconds) // 2], 2),
         "training": {
@@ -254,6 +261,38 @@ def differences(experiment: Experiment, runs: Mapping[str, Mapping[str, Record]]
                 arm: _difference(run, here[first]) for arm, run in here.items() if arm != first
             }
     return {seed: by_arm for seed, by_arm in found.items() if by_arm}
+
+
+def pooled(experiment: Experiment, runs: Mapping[str, Mapping[str, Record]]) -> Record:
+    """Arm -> its gain over all seeds, and how it differs from the first arm, of runs whose folders
+    are here.
+
+    A task's score is its mean over the seeds; the intervals are over tasks.
+    """
+    found: Record = {}
+    ends = {arm: _ends(arm, runs) for arm in experiment.arms}
+    _, first = next(iter(ends.values()))
+    for number, (arm, (before, after)) in enumerate(ends.items()):
+        if after:
+            found[arm] = {"gain": gained(after, before)}
+        if after and first and number:
+            found[arm]["difference"] = gained(after, first)
+    return found
+
+
+def _ends(arm: str, runs: Mapping[str, Mapping[str, Record]]) -> tuple[list[Item], list[Item]]:
+    """All seeds' items at the first and at the last evaluation of an arm."""
+    before: list[Item] = []
+    after: list[Item] = []
+    for by_arm in runs.values():
+        run = by_arm.get(arm)
+        if run is None or not Path(run["folder"]).is_dir():
+            continue
+        evaluations = RunFolder.at(Path(run["folder"])).evaluations
+        steps = [int(step) for step in run["held_out"]]
+        before += read_items(evaluations.file(min(steps)))
+        after += read_items(evaluations.file(max(steps)))
+    return before, after
 
 
 def _difference(run: Record, other: Record) -> Record:

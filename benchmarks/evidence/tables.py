@@ -22,6 +22,7 @@ def markdown(experiment: Experiment, found: Record) -> list[str]:
     ]
     tables = [
         _runs(experiment, runs, found["compared"]),
+        _pooled(experiment, found.get("pooled", {})),
         _sources(experiment, runs, found),
         _controls(experiment, runs),
         _sets(runs),
@@ -65,6 +66,20 @@ def _runs(
                     else ""
                 )
         yield _row(cells)
+
+
+def _pooled(experiment: Experiment, pooled: Record) -> Iterator[str]:
+    """Gains over all seeds, and differences to the first arm."""
+    columns = [f"{score}, {kind}" for score in experiment.shown for kind in KINDS.values()]
+    yield from _head("all seeds", "value", *columns)
+    for arm, values in pooled.items():
+        for name, by_kind in values.items():
+            cells = [
+                spread(by_kind[kind][score])
+                for score in experiment.shown
+                for kind in KINDS.values()
+            ]
+            yield _row([arm, name, *cells])
 
 
 def _sources(

@@ -24,7 +24,7 @@ from tools.makers.random_clicks import ARM, play
 pytestmark = [pytest.mark.env, needs("chromium-headless-shell", "bwrap")]
 
 
-@pytest.mark.parametrize("page", WARM_PAGES)
+@pytest.mark.parametrize("page", [*WARM_PAGES, "click-collapsible"])
 def test_a_demonstrator_that_is_not_hasty_solves_the_page(page: str) -> None:
     played = [demonstrated(row, 0.2) for row in rows("calm", 3, pages=(page,))]
     turns, result = next((turns, result) for turns, result in played if turns)

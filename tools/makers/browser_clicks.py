@@ -26,7 +26,7 @@ from rayloop.envs.grammar.ui_tars import write
 from rayloop.recipes.arpo.prepare import PAGES, rows
 
 WARM_PAGES = (*PAGES, "click-color", "click-widget")
-"""The pages for which ``targets.js`` has a rule."""
+"""The pages of recipes/arpo/tiny. ``targets.js`` has a rule for each, and for click-collapsible."""
 HASTE, TURNS, PAGES_AT_ONCE = 1.6, 4, 8
 TARGETS = Path(__file__).parent / "arpo/targets.js"
 COORDINATE_STEP = 10
@@ -141,10 +141,17 @@ def main() -> int:
     parser.add_argument(
         "--haste", type=float, default=HASTE, help="spread of the clicks (default: %(default)s)"
     )
+    parser.add_argument(
+        "--pages",
+        nargs="+",
+        default=WARM_PAGES,
+        help="names of MiniWoB++ pages (default: those of recipes/arpo/tiny)",
+    )
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
     file = chosen.out / "warm.parquet"
-    wins, count = record(file, list(rows("warm", chosen.episodes, pages=WARM_PAGES)), chosen.haste)
+    asked = list(rows("warm", chosen.episodes, pages=tuple(chosen.pages)))
+    wins, count = record(file, asked, chosen.haste)
     print(f"{file}: {count} turns of {chosen.episodes} episodes, {wins:.0%} of them solved")
     return 0
 

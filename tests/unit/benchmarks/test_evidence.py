@@ -69,6 +69,9 @@ def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
                     "time": 10.0 + step,
                     "timing_s/step": 1.0,
                     "rollout/tokens": 100,
+                    "rollout/turns/mean": 1.0 + step / 2,
+                    "actor/tokens": 90 + step,
+                    "prompt_length/mean": 50.0,
                     "reward/mean": 0.5,
                 }
                 for step in (1, 2)
@@ -128,6 +131,7 @@ def test_a_promise_is_checked_and_a_run_of_the_same_configuration_is_taken_as_it
     ) == ("alone", 2, 100.0, 1.0, 10.0)
     assert run["gain"]["sampled"]["reward"] == [0.1, 0.1, 0.1]
     assert run["held_out"]["2"]["tokens"] == 200
+    assert (run["trained_tokens"], run["turns"], run["prompt_tokens"]) == (183, 1.75, 50)
     assert (
         "| 0 | as shipped | 100.0 | 50 | 2 | 200 | 0.225 -> 0.325 (+0.100 [+0.100, +0.100]) |"
         in capsys.readouterr().out
@@ -167,6 +171,27 @@ def test_arms_are_compared_task_by_task_with_the_first(
     assert compared["with replay"]["steps"] == [2, 2]
     assert compared["with replay"]["greedy"]["success"] == [0.1, 0.1, 0.1]
     assert "| with replay |" in capsys.readouterr().out
+
+
+def test_seeds_are_pooled_task_by_task(tmp_path: Path) -> None:
+    rises = {("0", "full"): 0.1, ("1", "full"): 0.3, ("0", "last_images 1"): 0.5}
+    found: dict[str, dict[str, Any]] = {"0": {}, "1": {}}
+    for (seed, arm), rise in rises.items():
+        folder = tmp_path / f"{arm}-{seed}"
+        for step in (0, 1):
+            file = folder / "evaluations" / f"step_{step:06d}.jsonl"
+            lines(file, answers(step, "success", rise))
+        found[seed][arm] = {"folder": str(folder), "held_out": {"0": {}, "1": {}}}
+
+    pooled = runs.pooled(EXPERIMENTS["histories"], found)
+
+    assert pooled["full"].keys() == {"gain"}
+    assert pooled["full"]["gain"]["sampled"]["success"] == [0.2, 0.2, 0.2]
+    other = pooled["last_images 1"]
+    assert other["gain"]["greedy"]["success"] == [0.5, 0.5, 0.5]
+    assert other["difference"]["greedy"]["success"] == [0.3, 0.3, 0.3]
+    table = markdown(EXPERIMENTS["ablation_replay"], {"runs": {}, "compared": {}, "pooled": pooled})
+    assert "| last_images 1 | difference | +0.300 [+0.300, +0.300] |" in "\n".join(table)
 
 
 def test_between_its_ends_a_run_keeps_what_its_picture_draws(tmp_path: Path) -> None:

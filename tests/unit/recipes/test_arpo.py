@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from rayloop.cli import main as cli
 from rayloop.config.settings import check_components, load
@@ -17,10 +17,13 @@ from rayloop.core.types import EndReason, Sampling, Task, Trajectory, Trajectory
 from rayloop.envs.grammar.actions import Actions, Click, Point
 from rayloop.envs.grammar.language import action_format
 from rayloop.envs.grammar.scanner import read
+from rayloop.envs.grammar.screens import ScreenSettings
 from rayloop.recipes.arpo.prepare import PAGES, ROWS, main, rows
 from rayloop.recipes.arpo.reward import ArpoReward
 from rayloop.run.config import RunConfig
 from rayloop.sft.stage import SftConfig
+from rayloop.sft.translation import Translation
+from tools.makers import warm_starts
 from tools.makers.browser_clicks import (
     COORDINATE_STEP,
     WARM_PAGES,
@@ -156,9 +159,28 @@ def test_an_action_is_four_tokens_of_the_shipped_model() -> None:
     assert beginnings()["(500,"] == beginnings()["500)"] == "0.50"
 
 
+@pytest.mark.parametrize(("x", "y"), [(0, 0), (500, 250), (1000, 1000)])
+def test_a_converted_click_is_four_of_the_tokens_of_its_language(x: int, y: int) -> None:
+    ui_tars, qwen = (
+        ScreenSettings.model_validate(json.loads(language))
+        for language in (warm_starts.UI_TARS, warm_starts.QWEN)
+    )
+    said = f"Action: click(start_box='({x},{y})')"
+    answer = Translation(ui_tars, qwen).turn(said, 160, 210)
+    tokenizer = Tokenizer.from_file(str(ROOT / "recipes/arc_vision/tiny/tokenizer.json"))
+    known = warm_starts.calls()
+    assert all(tokenizer.token_to_id(token) is not None for token in known.values())
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in known])
+    found = tokenizer.encode(answer, add_special_tokens=False).tokens
+    assert len(found) == 4
+    assert "".join(found) == answer
+    assert known[found[1]] == f"{x / 1000:.2f}"
+    assert known[found[2]] == f"{y / 1000:.2f}"
+
+
 def test_every_page_of_the_demonstrations_has_a_rule() -> None:
     rules = (ROOT / "tools/makers/arpo/targets.js").read_text(encoding="utf-8")
-    assert all(f"'{page}'" in rules for page in WARM_PAGES)
+    assert all(f"'{page}'" in rules for page in (*WARM_PAGES, *warm_starts.PAGES))
     assert [row["seed"] for row in rows("warm", 2)] == [
         "warm-click-button-0",
         "warm-click-button-sequence-0",
@@ -176,8 +198,9 @@ def test_the_configurations_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
                 config.model.min_pixels,
                 config.model.max_pixels,
             )
-    warm = load(ROOT / "tools/makers/arpo/warm.yaml", [], SftConfig)
-    check_components(warm)
+    for recipe in ("arpo", "languages"):
+        warm = load(ROOT / f"tools/makers/{recipe}/warm.yaml", [], SftConfig)
+        check_components(warm)
 
 
 def test_replay_is_one_switch() -> None:

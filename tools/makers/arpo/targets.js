@@ -7,6 +7,7 @@
   const targets = {
     'click-button': (text) => labelled('#area button', quoted(text)),
     'click-button-sequence': () => every(buttonsPushed.length ? '#subbtn2' : '#subbtn'),
+    'click-collapsible': () => every(document.querySelector('.ui-accordion-content-active') ? '#subbtn' : '#area h3'),
     'click-color': (text) => every('#area .color').filter((e) => e.dataset.color === text.match(/the (\w+) colored/)[1]),
     'click-dialog': () => every('.ui-dialog-titlebar button'),
     'click-dialog-2': (text) => quoted(text) === 'x' ? every('.ui-dialog-titlebar button')
