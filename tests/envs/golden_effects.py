@@ -8,6 +8,7 @@ from typing import Any
 
 from rayloop.envs.grammar.actions import (
     Action,
+    Actions,
     Answer,
     CallUser,
     Click,
@@ -26,6 +27,8 @@ from rayloop.envs.grammar.actions import (
     Swipe,
     Type,
 )
+from rayloop.envs.grammar.language import action_format
+from rayloop.envs.grammar.rules import Extent
 from tools.pages.compatible.golden_turns import SCREENS, THOUSAND, GoldenTurn
 
 FORMER_TEXT = "former#"
@@ -36,8 +39,22 @@ WHEEL = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
 OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
 UNRESIZED = ("android_world", "openai_computer", "anthropic_computer")
 """Languages whose coordinates are pixels of the screen itself."""
+KEYS = {
+    "ctrl": ("Control", "Control_L"),
+    "shift": ("Shift", "Shift_L"),
+    "alt": ("Alt", "Alt_L"),
+    "enter": ("Enter", "Return"),
+    "tab": ("Tab", "Tab"),
+    "down": ("ArrowDown", "Down"),
+    "pagedown": ("PageDown", "Next"),
+    "f11": ("F11", "F11"),
+}
+"""The grammar's names of keys -> those of DOM and of X."""
 FACTOR = 28
 USUAL_SWIPE = 0.5
+MIDDLE = 0.5
+PAUSE_S = 0.3
+"""The longest wait of a turn here; the turns ask for up to ten seconds."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +68,11 @@ class Screen:
     """The least distance of the wheel."""
 
 
+LARGE = Screen(1500, 1850, 100)
+"""Not a multiple of 28, so that points of resized screens are rescaled."""
+SMALL = Screen(640, 480, 100)
+
+
 def unit(family: str, screen: Screen) -> tuple[float, float]:
     """The largest coordinates of a family's points on a screen."""
     extent = SCREENS.get(family, THOUSAND)
@@ -59,6 +81,12 @@ def unit(family: str, screen: Screen) -> tuple[float, float]:
     if family in UNRESIZED:
         return screen.width, screen.height
     return tuple(round(side / FACTOR) * FACTOR for side in (screen.width, screen.height))  # type: ignore[return-value]
+
+
+def screen_of(family: str) -> Screen:
+    """Points of absolute languages need a large screen."""
+    columns, _ = unit(family, LARGE)
+    return LARGE if columns > 1000 else SMALL
 
 
 class Effects:
@@ -200,3 +228,43 @@ def assert_seen(
             assert near(event, other), (event, other)
     for meant, turned in zip(expected.wheel, wheel, strict=True):
         assert abs(meant - turned) <= expected.screen.wheel_pixels / 2, (expected.wheel, wheel)
+
+
+def key_names(events: list[Event], place: int) -> list[Event]:
+    """Expected events with the screen's names of keys."""
+    names = {ours: theirs[place] for ours, theirs in KEYS.items()}
+    return [
+        ("key", names.get(event[1], event[1]), event[2]) if event[0] == "key" else event
+        for event in events
+    ]
+
+
+def preparing(turn: GoldenTurn, columns: float, rows: float) -> list[Action]:
+    """What comes before a turn: the pointer is in the middle, and what it lets go is held."""
+    actions: list[Action] = [Hover(Point(columns * MIDDLE, rows * MIDDLE))]
+    match turn.actions[:1]:
+        case [MouseButton(False)]:
+            actions.append(MouseButton(True))
+        case [HoldKey(key, False, None)]:
+            actions.append(HoldKey(key))
+    return actions
+
+
+def released(turn: GoldenTurn) -> list[Action]:
+    """What lets go all that a turn leaves held."""
+    actions: list[Action] = []
+    for action in turn.actions:
+        match action:
+            case MouseButton(True):
+                actions.append(MouseButton(False))
+            case HoldKey(key, True, None):
+                actions.append(HoldKey(key, down=False))
+    return actions
+
+
+def assert_written_equal(turn: GoldenTurn, extent: Extent) -> None:
+    language = action_format(turn.family)
+    found = language.read(turn.text, extent)
+    assert isinstance(found, Actions), found
+    if "one_way" not in turn.others:
+        assert language.read(language.write(found, extent), extent) == found

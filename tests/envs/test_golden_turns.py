@@ -18,12 +18,8 @@ from rayloop.core.types import Message, Task
 from rayloop.envs.grammar import basic
 from rayloop.envs.grammar.actions import (
     Action,
-    Actions,
     GoBack,
-    HoldKey,
-    Hover,
     Mark,
-    MouseButton,
     OpenApp,
     OpenUrl,
     PhoneButton,
@@ -31,9 +27,21 @@ from rayloop.envs.grammar.actions import (
     SelectOption,
     Unsupported,
 )
-from rayloop.envs.grammar.language import action_format
 from rayloop.envs.grammar.rules import Extent
-from tests.envs.golden_effects import FORMER_TEXT, Effects, Event, Screen, assert_seen, unit
+from tests.envs.golden_effects import (
+    FORMER_TEXT,
+    MIDDLE,
+    PAUSE_S,
+    Effects,
+    Screen,
+    assert_seen,
+    assert_written_equal,
+    key_names,
+    preparing,
+    released,
+    screen_of,
+    unit,
+)
 from tests.envs.pages import host, write
 from tests.envs.programs import needs
 from tools.pages.compatible.golden_turns import FAMILIES, GoldenTurn, golden_turns
@@ -49,11 +57,6 @@ pytestmark = [
     pytest.mark.env,
     needs("chromium-headless-shell", "bwrap"),
 ]
-PAUSE_S = 0.3
-"""The longest wait of a turn here; the turns ask for up to ten seconds."""
-LARGE = Screen(1500, 1850, 100)
-"""Not a multiple of 28, so that points of resized screens are rescaled."""
-SMALL = Screen(640, 480, 100)
 PAGE = """<textarea id=field style="position:fixed;right:0;bottom:0;width:1px;height:1px;opacity:0">
 </textarea><div style="height:9000px;width:9000px"></div><script>
     window.log = []; window.turned = [0, 0]; const field = document.getElementById('field');
@@ -74,19 +77,7 @@ PAGE = """<textarea id=field style="position:fixed;right:0;bottom:0;width:1px;he
         for (const text of ['Other', item]) made.add(new Option(text)); document.body.append(made) }
 </script>"""
 """A page that writes down what it gets. Its field keeps the focus."""
-KEYS = {
-    "ctrl": ("Control", "Control_L"),
-    "shift": ("Shift", "Shift_L"),
-    "alt": ("Alt", "Alt_L"),
-    "enter": ("Enter", "Return"),
-    "tab": ("Tab", "Tab"),
-    "down": ("ArrowDown", "Down"),
-    "pagedown": ("PageDown", "Next"),
-    "f11": ("F11", "F11"),
-}
-"""The grammar's names of keys -> those of DOM and of X."""
 PAGE_LACKS = (OpenApp, PhoneButton, Unsupported)
-MIDDLE = 0.5
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -113,46 +104,6 @@ def is_refused(turn: GoldenTurn, lacking: tuple[type[Action], ...], buttons: boo
     return False
 
 
-def key_names(events: list[Event], place: int) -> list[Event]:
-    """Expected events with the screen's names of keys."""
-    names = {ours: theirs[place] for ours, theirs in KEYS.items()}
-    return [
-        ("key", names.get(event[1], event[1]), event[2]) if event[0] == "key" else event
-        for event in events
-    ]
-
-
-def preparing(turn: GoldenTurn, columns: float, rows: float) -> list[Action]:
-    """What comes before a turn: the pointer is in the middle, and what it lets go is held."""
-    actions: list[Action] = [Hover(Point(columns * MIDDLE, rows * MIDDLE))]
-    match turn.actions[:1]:
-        case [MouseButton(False)]:
-            actions.append(MouseButton(True))
-        case [HoldKey(key, False, None)]:
-            actions.append(HoldKey(key))
-    return actions
-
-
-def released(turn: GoldenTurn) -> list[Action]:
-    """What lets go all that a turn leaves held."""
-    actions: list[Action] = []
-    for action in turn.actions:
-        match action:
-            case MouseButton(True):
-                actions.append(MouseButton(False))
-            case HoldKey(key, True, None):
-                actions.append(HoldKey(key, down=False))
-    return actions
-
-
-def assert_written_equal(turn: GoldenTurn, extent: Extent) -> None:
-    language = action_format(turn.family)
-    found = language.read(turn.text, extent)
-    assert isinstance(found, Actions), found
-    if "one_way" not in turn.others:
-        assert language.read(language.write(found, extent), extent) == found
-
-
 # The browser -----------------------------------------------------------------------------------
 
 
@@ -167,12 +118,6 @@ class Visited(WebPage):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("golden"), listening=PAGE, index=PAGE)
-
-
-def screen_of(family: str) -> Screen:
-    """Points of absolute languages need a large screen."""
-    columns, _ = unit(family, LARGE)
-    return LARGE if columns > 1000 else SMALL
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -87,28 +87,35 @@ def is_written(turn: GoldenTurn) -> bool:
 
 def does_all(turn: GoldenTurn, lacking: tuple[type[Action], ...]) -> bool:
     """Whether a screen without some kinds of actions carries out a turn that is read."""
-    if not is_read(turn):
-        return False
+    return is_read(turn) and first_lacking(turn, lacking) is None
+
+
+def first_lacking(turn: GoldenTurn, lacking: tuple[type[Action], ...]) -> int | None:
+    """The place in the turn of the first action that a screen without some kinds lacks."""
     unit = screen(turn.family)
-    on_phone = lacking is NOT_ON_A_PHONE
-    basic = BasicActions(unit.columns, unit.rows, Point(0, 0), touch=on_phone)
-    for action in turn.actions:
-        if isinstance(action, Finish | CallUser):
-            continue
-        try:
-            parts = basic.of(action if lacking is NOT_ON_A_DESKTOP else placed(action))
-        except ValueError:
-            return False
-        if any(isinstance(part, lacking) for part in parts):
-            return False
-        button = getattr(action, "button", "left")
-        if lacking is NOT_ON_A_PAGE and button in ("back", "forward"):
-            return False
-        if on_phone and button != "left":
-            return False
-        # A page may have these, and the shipped phone does not.
-        if on_phone and action in (PhoneButton("menu"), PhoneButton("recent")):
-            return False
+    basic = BasicActions(unit.columns, unit.rows, Point(0, 0), touch=lacking is NOT_ON_A_PHONE)
+    for number, action in enumerate(turn.actions):
+        if not does(action, basic, lacking):
+            return number
+    return None
+
+
+def does(action: Action, basic: BasicActions, lacking: tuple[type[Action], ...]) -> bool:
+    """Whether a screen without some kinds of actions carries out an action."""
+    if isinstance(action, Finish | CallUser):
+        return True
+    try:
+        parts = basic.of(action if lacking is NOT_ON_A_DESKTOP else placed(action))
+    except ValueError:
+        return False
+    if any(isinstance(part, lacking) for part in parts):
+        return False
+    button = getattr(action, "button", "left")
+    if lacking is NOT_ON_A_PAGE:
+        return button not in ("back", "forward")
+    if lacking is NOT_ON_A_PHONE:
+        # A page may have these buttons, and the shipped phone does not.
+        return button == "left" and action not in (PhoneButton("menu"), PhoneButton("recent"))
     return True
 
 
