@@ -21,7 +21,7 @@ from rayloop.core.protocols import StepResult
 from rayloop.envs.desktop.environment import SCROLL_TICKS, DesktopTasks
 from rayloop.envs.desktop.session import Desktop, DesktopLimits, missing
 from rayloop.envs.grammar import basic
-from rayloop.envs.grammar.actions import Action, Point
+from rayloop.envs.grammar.actions import Action, Hotkey, Point
 from tests.envs.golden_effects import (
     FORMER_TEXT,
     LARGE,
@@ -209,3 +209,12 @@ def field(events: list[Event]) -> str:
             text = written[0] if is_marked else text + written[0]
             is_marked = False
     return text
+
+
+@pytest.mark.parametrize("key", ["?", "+", "a", "~", "5"])
+def test_a_key_writes_its_own_character(desktops: dict[Screen, Listening], key: str) -> None:
+    listening = desktops[SMALL]
+    environment = listening.environment("ui_tars")
+    listening.seen()
+    act(environment, [Hotkey((key,))])
+    assert field(listening.seen()) == FORMER_TEXT + key

@@ -34,7 +34,6 @@ NAMES = {
 }
 """The grammar's names of keys that write nothing (rayloop/envs/grammar/calls.py) -> X's."""
 CONTROL = {"\n": 0xFF0D, "\r": 0xFF0D, "\t": 0xFF09, "\b": 0xFF08}
-CONTROL = {"\n": 0xFF0D, "\r": 0xFF0D, "\t": 0xFF09, "\b": 0xFF08}
 NOTICED_AFTER_S = 0.5
 """Seconds in which programs have read keys typed before, or a changed keyboard map.
 
@@ -57,11 +56,17 @@ class Keyboard:
         mapping = display.get_keyboard_mapping(self._first_code, code_count)
         free = [self._first_code + index for index, keys in enumerate(mapping) if not any(keys)]
         self._free = free[::-1]
-        self._shift = self._key("shift")
+        self._shift, _ = self._key("shift")
 
     def press(self, keys: Sequence[str]) -> None:
         """Press keys together, as ``ctrl`` and ``s``. Raises ValueError for an unknown key."""
-        codes = [self._key(key) for key in keys]
+        codes: list[int] = []
+        for key in keys:
+            code, needs_shift = self._key(key)
+            # Without it the key of ``?`` writes a slash.
+            if needs_shift and self._shift not in codes:
+                codes.append(self._shift)
+            codes.append(code)
         for code in codes:
             xtest.fake_input(self._display, X.KeyPress, code)
         for code in reversed(codes):
@@ -70,7 +75,8 @@ class Keyboard:
 
     def hold(self, key: str, down: bool) -> None:
         """Press a key that stays down, or release it. Raises ValueError for an unknown key."""
-        xtest.fake_input(self._display, X.KeyPress if down else X.KeyRelease, self._key(key))
+        code, _ = self._key(key)
+        xtest.fake_input(self._display, X.KeyPress if down else X.KeyRelease, code)
         self._display.sync()
 
     def type(self, text: str, delay: float) -> None:
@@ -135,16 +141,17 @@ class Keyboard:
                 return code, level == 1
         return None
 
-    def _key(self, name: str) -> int:
-        symbol = 0
+    def _key(self, name: str) -> tuple[int, bool]:
+        """Return a key's code, and whether it is pressed with shift. Raises ValueError."""
+        place: tuple[int, bool] | None = None
         if name in NAMES:
-            symbol = XK.string_to_keysym(NAMES[name])
+            code = self._display.keysym_to_keycode(XK.string_to_keysym(NAMES[name]))
+            place = (int(code), False) if code else None
         elif len(name) == 1:
-            symbol = _symbol(name)
-        code = self._display.keysym_to_keycode(symbol) if symbol else 0
-        if not code:
+            place = self._lookup(name)
+        if place is None:
             raise ValueError(f"there is no key {name!r}")
-        return int(code)
+        return place
 
 
 def _symbol(character: str) -> int:
