@@ -81,7 +81,7 @@ def submit_numbered(
 ) -> Any:
     """Begin a call that the actor runs once for each number (``PolicyRank.numbered``).
 
-    Returns one reference, or a list of as many as the method ``returns`` values.
+    Returns one reference, or a list with one for each value that the method ``returns``.
     """
     untyped: Any = handle
     # Ray shows a call, and the process that runs it, by this name.

@@ -77,7 +77,7 @@ class FirstTurn:
         self._late: asyncio.TimerHandle | None = None
 
     def begins(self) -> None:
-        """An episode has room.
+        """An episode begins, now that its actor has room for it.
 
         The time that it waited for room says nothing about how long the others will take.
         """
@@ -205,7 +205,7 @@ class LeasedEngine:
             self._cohort = Cohort(str(request.id.group), request.cohort)
 
     def begins(self) -> None:
-        """The episode has room, and is played from now on."""
+        """The episode begins, now that its actor has room for it."""
         if self._first is not None:
             self._first.begins()
 

@@ -428,9 +428,9 @@ class PolicyRank(Actor):
         return self.engine.save(folder)
 
     def begin_save(self, folder: str) -> None:
-        """Save beside training: returns when the state is copied to the host's memory.
+        """Save during training: returns when the state is copied to the host's memory.
 
-        One at a time.
+        Only one save runs at a time.
         """
         self._written = self.engine.begin_save(folder)
 

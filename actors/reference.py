@@ -74,7 +74,7 @@ class ReferenceActor(Actor):
         return lost, *(arrays.get(payload) for payload in payloads)
 
     def _hold(self, folder: str | None) -> None:
-        """Score with the model in ``folder`` from now on; None: with the model of the settings."""
+        """Score all later calls with the model in ``folder``; None: the model of the settings."""
         # Released before the next one is loaded.
         self.scorer: Any = None
         if self._server is not None:

@@ -1,6 +1,6 @@
 """The bodies of ``POST /v1/judge``: items to judge, and their results.
 
-A result is a verdict, or the reason why there is none.
+A result is a verdict, or the reason for its absence.
 """
 
 from enum import StrEnum
@@ -61,7 +61,7 @@ class VerdictKind(StrEnum):
 
 
 class NoVerdict(StrEnum):
-    """Why there is no verdict. ``invalid``: the judge's reply has none."""
+    """Why a verdict is missing. ``invalid``: the judge's reply has no verdict."""
 
     INVALID = "invalid"
     UNAVAILABLE = "unavailable"

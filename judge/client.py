@@ -129,7 +129,7 @@ class JudgeClient:
         self._introduction: asyncio.Task[None] | None = None
 
     async def judge(self, item: JudgeItem, patience: float) -> Result:
-        """The verdict, or after ``patience`` seconds the reason why there is none.
+        """The verdict, or after ``patience`` seconds the reason for its absence.
 
         Raises ConfigError for an unusable key file.
         """
@@ -251,7 +251,7 @@ class JudgeClient:
             self._senders.discard(task)
 
     def _next_batch(self) -> list[_Question]:
-        """Take questions from the queue: one to be sent alone, or as many as a request takes."""
+        """Take questions from the queue: one to be sent alone, or up to a full request."""
         batch: list[_Question] = []
         while self._queue and len(batch) < self.settings.batch:
             if self._queue[0].alone and batch:

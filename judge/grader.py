@@ -92,7 +92,7 @@ def fingerprint(
 
 
 class Grader:
-    """Judges items by rules, and by ``model`` those that no rule decides.
+    """Judges items by rules, and the items that no rule decides by ``model``.
 
     Without a model the items that no rule decides are incorrect, with that reason. The cache is
     asked before the model; equal questions at the same time reach the model once. An item that

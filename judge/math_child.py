@@ -45,7 +45,7 @@ def main() -> None:
 
 def accepted(reference: str, answer: str) -> bool:
     """Whether math-verify accepts the answer."""
-    # The parent kills this process after its own deadline, so those of math-verify are off.
+    # The parent kills this process after its own deadline, so math-verify's own deadlines are off.
     texts = (parse(text, parsing_timeout=None) for text in (reference, answer))
     return bool(verify(*texts, timeout_seconds=None))
 

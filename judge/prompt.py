@@ -41,8 +41,8 @@ IMAGES = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
 def sanitise(text: str, limit: int) -> str:
     """Text without special tokens, control and invisible characters, cut to ``limit`` characters.
 
-    Special tokens are those of chat templates and vision. One pass: a token is removed where it
-    closes, so nested tokens, and tokens that result from a removal, are removed too.
+    Special tokens are the tokens of chat templates and vision. One pass: a token is removed where
+    it closes, so nested tokens, and tokens that result from a removal, are removed too.
     """
     output: list[str] = []
     open_brackets: list[int] = []
@@ -214,7 +214,7 @@ def _fields(text: str, kind: Literal["binary", "scored"]) -> tuple[Any, str]:
     if not has_fields or not isinstance(data["reason"], str):
         raise ValueError(f"expected an object of reason and {name}")
     if isinstance(data[name], bool) or data[name] not in values:
-        raise ValueError(f"{name} is none of {', '.join(map(str, values))}")
+        raise ValueError(f"{name} is not one of {', '.join(map(str, values))}")
     return data[name], data["reason"]
 
 

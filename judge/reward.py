@@ -67,7 +67,7 @@ class JudgeReward:
     infrastructure = True
 
     class Settings(SettingsModel):
-        """Which judge's verdicts are rewards, and the policy when there is no verdict."""
+        """The judge whose verdicts are rewards, and what follows a missing verdict."""
 
         judge: ClientSettings = ClientSettings()
         """The judge's address, and how the client asks it."""
@@ -91,7 +91,7 @@ class JudgeReward:
         rules_first: bool = True
         """Whether rules in the run's own process decide first, and the judge is asked the rest."""
         on_unavailable: Literal["wait", "exclude", "stop"] = "wait"
-        """What follows when there is no verdict; ``try`` does not wait for a judge.
+        """What follows a missing verdict; ``try`` does not wait for a judge.
 
         wait: wait for nine tenths of ``reward.timeout``, then end the run. exclude, stop: after
         ``patience`` exclude the trajectory, or end the run.
@@ -415,7 +415,7 @@ def _serve_metrics(port: int) -> None:
 
 
 def question(task: Task) -> str:
-    """The text of the task's last user message. Raises DataFailure when there is none."""
+    """The text of the task's last user message. Raises DataFailure for a task without one."""
     for message in reversed(task.messages):
         if message.role == "user":
             return "\n".join(part for part in message.parts if isinstance(part, str))

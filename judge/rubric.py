@@ -42,7 +42,7 @@ class Example(SettingsModel):
 class Rubric(SettingsModel):
     """Instructions and examples for the model.
 
-    The verdicts of ``binary`` are correct or incorrect, those of ``scored`` one of SCORES.
+    A verdict of ``binary`` is correct or incorrect, a verdict of ``scored`` is one of SCORES.
     """
 
     name: str = Field(pattern=r"^[a-z0-9_]{1,64}$")
@@ -210,7 +210,7 @@ def _with_image(labelled: Labelled, rubric: Rubric) -> Labelled:
 def _shipped(name: str) -> list[Labelled]:
     """The items of a shipped file, one JSON object per line.
 
-    An object has the keys of JudgeItem and those of Labelled.
+    An object has the keys of JudgeItem and of Labelled.
     """
     labelled = []
     for line in _DATA.joinpath(name).read_text(encoding="utf-8").splitlines():

@@ -112,9 +112,7 @@ def parser(words: Sequence[str]) -> argparse.ArgumentParser:
     if words and words[0] not in COMMANDS:
         hint = nearest(words[0], list(COMMANDS))
         if hint:
-            top.error(
-                f"there is no command {words[0]!r}{hint} `python -m rayloop --help` lists all"
-            )
+            top.error(f"unknown command {words[0]!r}{hint} `python -m rayloop --help` lists all")
     for word, (module, purpose) in COMMANDS.items():
         command = commands.add_parser(word, help=purpose)
         if words and word == words[0]:

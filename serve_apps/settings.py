@@ -271,7 +271,7 @@ class ServeFile(SettingsModel):
     proxy_location: Literal["EveryNode", "HeadOnly"] = "EveryNode"
     """The nodes that answer.
 
-    EveryNode: those with replicas, and the head. HeadOnly: for clients that know only the head.
+    EveryNode: the nodes with replicas, and the head. HeadOnly: for clients that know only the head.
     """
     http_options: HttpOptions = HttpOptions()
     applications: tuple[ApplicationSettings, ...] = Field(

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-LIMIT_PER_1000_LINES = 15.0
+LIMIT_PER_1000_LINES = 8.0
 """The rate that each kind of text may have."""
 PRODUCT = ("rayloop", "actors", "cluster", "serve_apps", "judge", "recipes")
 PAGES = ("docs", "deploy", "benchmarks")
@@ -43,11 +43,20 @@ FAMILIES: dict[str, str] = {
     ),
     "those that (the X that)": r"\b[Tt]hose (?:that|of|which|who|with|not|in)\b",
     "anew, aside, beside, beforehand": (
-        r"\b(?:anew|aside|beforehand|in vain|alike|whereupon|beside)\b"
+        r"\b(?:anew|aside|beforehand|in vain|alike|whereupon|beside|at fault|for want of)\b"
     ),
     "lies in, stands in (is in)": (
         r"\b(?:stands?|lies?) (?:in|on|at|below|above|under|behind|there|here)\b"
     ),
+    "is none, are none (does not exist; has no X)": r"\b(?:is|are) none\b",
+    "goes on, goes well (continues, succeeds)": r"\b(?:go|goes|went|gone) (?:on|well)\b",
+    "from X on (starting at X, after X)": (
+        r"\bfrom (?:now|then|here|there|this|which|\d+|`+[^` ]+`+) on\b"
+    ),
+    "begins with Who (no noun)": r"(?:^|[.;] )[Ww]ho(?:ever)? [a-z]+(?![^.;]*\?)",
+    "does without (does not need)": r"\b(?:do|does) without\b",
+    "so many (this number of)": r"\b(?:at most|after|of|for|every) so many\b",
+    "among them (they include)": r"\bamong them\b",
 }
 
 

@@ -293,7 +293,7 @@ def items(text: str) -> tuple[str, list[str]] | None:
 
     tight = ", " not in inner and ";" not in inner
     if not tight:
-        # Where a comma and a blank separate items, a comma alone belongs to one, as in 1,000.
+        # Where a comma and a blank separate items, a comma alone belongs to an item, such as 1,000.
         inner = _COMMA_WITHOUT_BLANK.sub("\0", inner)
     pieces = _SEPARATOR.split(inner, maxsplit=_MAX_ITEMS)
     parts = [part.replace("\0", ",") for part in pieces[::2]]

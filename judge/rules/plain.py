@@ -49,7 +49,7 @@ WORDS = _number_words()
 MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 """Powers of ten."""
 WHOLE = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6}
-"""Words that are a number without another one before them, as in "a dozen"."""
+"""Words that are a number without another one before them, such as "a dozen"."""
 NUMERALS = frozenset({*WORDS, *MAGNITUDES, *WHOLE})
 """Every word for a number."""
 CHARACTERS = str.maketrans(
@@ -206,7 +206,7 @@ def is_blank(text: str) -> bool:
 
 
 def says_nothing(text: str) -> bool:
-    """Whether there is no letter, digit or symbol, as in ``:``, ``...``, ``#``.
+    """Whether the text has no letter, digit or symbol: ``:``, ``...``, ``#``.
 
     ∞, →, + and empty brackets are answers.
     """

@@ -120,7 +120,7 @@ class Question:
 
     @cached_property
     def blank(self) -> bool:
-        """Whether there is no question."""
+        """Whether the question is empty."""
         return not self.text.strip()
 
     names_code = _mentions(
@@ -246,7 +246,7 @@ class Question:
 
     @cached_property
     def negated(self) -> bool:
-        """Is negated, so that yes to it may mean no, as in "is it false that cats can fly?"."""
+        """Is negated, so that yes may mean no: "is it false that cats can fly?"."""
         return _NEGATED.search(_BOTH.sub(" ", self.asked)) is not None
 
     @cached_property
@@ -270,7 +270,7 @@ class Question:
 
     @cached_property
     def ambiguous(self) -> bool:
-        """An option's text is, or ends with, another one's letter, as in "A. B B. A".
+        """An option's text is, or ends with, another one's letter: "A. B B. A".
 
         A letter could then mean either.
         """
@@ -309,7 +309,7 @@ class Question:
         return same_text(first, second, strict=self.exact or self.case)
 
     def offers(self, mark: str) -> bool:
-        """Whether a mark is an option's text, as in "(A) : (B) ;"."""
+        """Whether a mark is an option's text: "(A) : (B) ;"."""
         mark = mark.strip()
         if mark not in self.text:
             return False

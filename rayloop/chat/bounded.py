@@ -18,7 +18,7 @@ import jinja2.sandbox
 import jinja2.visitor
 
 MAX_RENDERED_ELEMENTS = 1 << 26
-"""Elements and characters that one rendering may make, with those of intermediate texts and lists.
+"""Elements and characters that one rendering may make, intermediate texts and lists included.
 """
 RENDER_TIMEOUT_S = 60.0
 """Seconds for one rendering, which normally takes milliseconds."""

@@ -183,7 +183,7 @@ class Renderer:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def shown(self, token_ids: TokenIds) -> str:
-        """The text with its special tokens, for people to read."""
+        """The text with its special tokens, in a readable form."""
         return shown(self._tokenizer, token_ids)
 
     def resized(self, image: ImageRef) -> tuple[int, int]:

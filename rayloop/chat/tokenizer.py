@@ -95,7 +95,7 @@ def _with_guard_removed(tokenizer: Tokenizer, guard: str) -> Tokenizer:
 
 
 def shown(tokenizer: Tokenizer, token_ids: TokenIds) -> str:
-    """The text with its special tokens, for people to read.
+    """The text with its special tokens, in a readable form.
 
     A run of equal special tokens, as an image has, is shown as the first and their number.
     """

@@ -95,7 +95,7 @@ async def _round(name: str, limit: float, environments: Environments, tasks: Seq
     settled_count = 0
 
     async def check_one(task: Task) -> _Check:
-        """Check one environment, which stays open until all have settled, as in a step."""
+        """Check one environment, which stays open until all have settled."""
         nonlocal settled_count
         instance = environments.of(task)
         began = time.monotonic()

@@ -78,7 +78,7 @@ def _logs(arguments: argparse.Namespace) -> int:
 def _stored_logs(folder: RunFolder, role: str | None, lines: int) -> Iterator[tuple[str, str]]:
     """Name and last lines of each log of a run that has ended.
 
-    Raises ConfigError when there are none, or for a role, which the files' names do not have.
+    Raises ConfigError for a folder without logs, and for a role: the files' names have no roles.
     """
     files = sorted(path for path in folder.logs.glob("**/*") if path.is_file())
     if not files:

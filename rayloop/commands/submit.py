@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
 KEY_SUFFIXES = (".key", ".pem", ".p12", ".token")
-"""Suffixes of files that hold a secret: those that this package makes, and others."""
+"""Suffixes of files that hold a secret: files of this package, and common ones."""
 DATA_FOLDERS = ("runs", "checkpoints", "wandb", "node_modules", "build", "dist")
 """Names of folders that hold data and not code.
 
@@ -240,7 +240,7 @@ def follow(client: JobSubmissionClient, job: str) -> int:
             if time.monotonic() - last_contact > CONTACT_TIMEOUT_S:
                 raise SubmissionFailed(
                     f"no contact to the head for {CONTACT_TIMEOUT_S:g} s ({error}); job {job} may"
-                    " go on"
+                    " still be running"
                 ) from error
             time.sleep(POLL_INTERVAL_S)
             continue

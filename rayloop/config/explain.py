@@ -108,7 +108,7 @@ def keys(model: type[BaseModel]) -> dict[str, Any]:
 def defaults(model: type[BaseModel], data: Any, standard: Any = None) -> dict[str, Any]:
     """The default of each key of ``data``, which is a ``model`` as plain values.
 
-    The kinds are those that ``data`` chose; keys without a default are left out. ``standard``: the
+    The kinds are the ones in ``data``; keys without a default are left out. ``standard``: the
     instance that is the default at this place.
     """
     default_values: dict[str, Any] = {}
@@ -162,7 +162,7 @@ def explain(
 def take_texts(error: ValidationError, model: type[BaseModel], data: Any, source: Source) -> bool:
     """Replace numbers in ``data`` by their written text, at the places that need a text.
 
-    The places are those of ``error``. Returns whether a number was replaced.
+    ``error`` names the places. Returns whether a number was replaced.
     """
     replaced = False
     for detail in error.errors(include_url=False):

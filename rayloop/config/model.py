@@ -55,7 +55,7 @@ class ModelSettings(SettingsModel):
     changed on the Hub, name the commit that its folder records.
     """
     min_pixels: int = Field(784, gt=0)
-    """Images below this many pixels are enlarged, for prompt, engine and trainer alike.
+    """Images below this many pixels are enlarged in the prompt, the engine and the trainer.
 
     Raise it when small images are misread.
     """

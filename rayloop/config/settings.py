@@ -172,7 +172,7 @@ class Component(SettingsModel):
     logger or a paper's new loss, can only be named by its address.
     """
     with_: dict[str, Any] = Field(default_factory=dict, alias="with")
-    """Its own settings (docs/components.md has those of the shipped ones).
+    """Its own settings (docs/components.md lists the settings of the shipped ones).
 
     Why a key: two runs with the same component differ in them, for example in the weight that a
     reward gives to the format.

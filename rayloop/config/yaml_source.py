@@ -51,7 +51,7 @@ class Source:
                 del entries[key]
 
     def take(self, other: "Source", path: KeyPath) -> None:
-        """Replace the entries below (and at) ``path`` by those of ``other``."""
+        """Replace the entries below (and at) ``path`` by the entries of ``other``."""
         self.forget(path)
         self.lines.update(_below(other.lines, path))
         self.texts.update(_below(other.texts, path))
@@ -135,8 +135,8 @@ def _read_file(path: Path, extending: tuple[Path, ...]) -> tuple[dict[str, Any],
     base_path = Path(os.path.normpath(path.parent / base))
     if not base_path.is_file():
         raise ConfigError(
-            f"{source.where((EXTENDS,))}: extends: there is no file {base_path} (relative to this"
-            " file)"
+            f"{source.where((EXTENDS,))}: extends: the file {base_path} does not exist (relative to"
+            " this file)"
         )
     merged, base_source = _read_file(base_path, chain)
     merged_source = Source(source.file, base_source.lines, base_source.texts)

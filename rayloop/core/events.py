@@ -1,7 +1,7 @@
 """Events that a run records: one class for each kind, with typed fields.
 
-Those of failures are in incidents.py. The suffix ``Event`` is not part of the kind. docs/events.md
-is made from the docstrings and from ``by``, the emitting file.
+The events of failures are in incidents.py. The suffix ``Event`` is not part of the kind.
+docs/events.md is made from the docstrings and from ``by``, the emitting file.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ class Begin(Event, by="rayloop/run/reporter.py"):
     restored: str | None
     """The checkpoint; null for the start model."""
     superseded_records: int
-    """Metrics of later steps that were moved aside."""
+    """Metrics of later steps that were moved to another file."""
     best: Mapping[str, float] | None
     """The best held-out `reward` so far and its `step`."""
 

@@ -367,7 +367,7 @@ class Damaged(FileFailure, CheckpointError):
 
 
 class Blame(StrEnum):
-    """Who broke an episode."""
+    """The cause of a broken episode."""
 
     POLICY = "policy"
     """Scored: the policy sees the error, or the episode ends with it."""
@@ -446,7 +446,7 @@ def raised(error: BaseException) -> list[Raised]:
 
 
 def blame_of(chain: Sequence[Raised]) -> Blame:
-    """Who broke an episode, by what foreign code raised while it carried out the policy's text.
+    """The cause of an exception that foreign code raised while it carried out the policy's text.
 
     The data or the infrastructure where an exception of the chain shows it, else the policy.
     """

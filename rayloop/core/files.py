@@ -72,7 +72,7 @@ def check_sum(name: str, file: IO[bytes], expected: Checksum) -> None:
     if actual != expected:
         raise Damaged(
             name,
-            f"{actual.size:,} bytes with the CRC-32 {actual.crc32:08x} are there, "
+            f"{actual.size:,} bytes with the CRC-32 {actual.crc32:08x} were found, "
             f"{expected.size:,} with {expected.crc32:08x} were written",
         )
     file.seek(0)
@@ -110,7 +110,7 @@ def _temporary_name(path: Path) -> Path:
 def _write_new(path: Path, data: bytes, mode: int | None, durable: bool) -> None:
     """Write a file that does not exist yet.
 
-    ``mode`` and ``durable`` are those of ``write_whole``. Raises OSError.
+    ``mode`` and ``durable`` mean what they mean in ``write_whole``. Raises OSError.
     """
     creation_mode = 0o666 if mode is None else mode
     with open(path, "xb", opener=lambda path, flags: os.open(path, flags, creation_mode)) as file:
@@ -137,7 +137,7 @@ def needed(path: Path) -> Iterator[None]:
         notes = "".join(getattr(error, "__notes__", ()))
         raise StorageFailed(
             f"{error.filename or path} cannot be used: {error.strerror or error}{notes}. Make room"
-            " or repair the storage, and start again: the run goes on from its newest checkpoint"
+            " or repair the storage, and start again: the run continues from its newest checkpoint"
         ) from error
 
 

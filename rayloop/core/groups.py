@@ -48,7 +48,7 @@ class Scored:
 class Unscored:
     """The reason why no reward exists.
 
-    Never replaced by a number. ``trace`` as in ``Scored``; ``components``: the known ones.
+    Never replaced by a number. ``trace``: see ``Scored``; ``components``: the known ones.
     """
 
     kind: UnscoredKind

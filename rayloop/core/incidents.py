@@ -318,8 +318,8 @@ class WorkerLostEvent(Event, by="cluster/supervision/pool.py"):
 class NodeLost(Event, by="cluster/supervision/nodes.py"):
     """A node was lost with its actors.
 
-    All are replaced where there is room, at the cost of one replacement. To do: nothing while other
-    nodes have room; bring the node back, or join another.
+    All are replaced where there is room, at the cost of one replacement. To do: nothing while the
+    other nodes have free resources; bring the node back, or join another.
     """
 
     name: str

@@ -101,7 +101,7 @@ class Resolved:
 
     @property
     def weights(self) -> list[Path]:
-        """The files of weights: those in the index, else model.safetensors, else any.
+        """The files of weights: the files in the index, else model.safetensors, else any.
 
         Repositories may hold two sets.
         """

@@ -56,7 +56,7 @@ class TensorRecord:
 class Manifest:
     """The tensors of a weight update (docs/algorithm.md, section 10).
 
-    Names are those of the Hugging Face checkpoint.
+    The names come from the Hugging Face checkpoint.
     """
 
     version: Version

@@ -34,8 +34,8 @@ async def in_thread(function: Callable[..., Result], *args: object, timeout: flo
 def complete(coroutine: Coroutine[Any, Any, Result]) -> Result:
     """Run the coroutine to its end.
 
-    Where this thread runs an event loop already, as in a notebook, another thread runs it; an
-    interrupt of this thread cancels it.
+    Where this thread runs an event loop already, for example in a notebook, another thread runs it;
+    an interrupt of this thread cancels it.
     """
     try:
         asyncio.get_running_loop()

@@ -320,6 +320,6 @@ def _next_images(
         remaining -= image.tokens
     if remaining:
         raise DataFailure(
-            "trace", f"its image tokens are not those of its images: {remaining} are left over"
+            "trace", f"its images do not cover its image tokens: {remaining} are left over"
         )
     return tuple(result)

@@ -92,7 +92,7 @@ class Message:
     """One chat message; ``parts`` are texts and images in reading order.
 
     ``fields``: its other keys that a chat template may read (``tool_calls``, ``tool_call_id``,
-    ``name``, ``reasoning_content``); ``content`` among them stands for the parts (None).
+    ``name``, ``reasoning_content``); ``content``, whose value is None, stands for the parts.
     """
 
     role: str
@@ -240,11 +240,11 @@ class Completion:
 class Turn:
     """A run of tokens: sampled by the policy (``logprobs`` set) or context.
 
-    ``restart``: nothing before it is seen from here on. ``executed``: whether the environment
-    carried out a sampled turn's action; None: unknown, or an answer. ``reward``: of a sampled turn
-    (``StepResult.reward``). ``times``: the completion's, then when the environment had answered;
-    for a prompt, of its rendering. ``alone``: an observation that is shown in another way.
-    ``said``: roles and texts of what it renders, None for an image.
+    ``restart``: the policy no longer sees what comes before it. ``executed``: whether the
+    environment carried out a sampled turn's action; None: unknown, or an answer. ``reward``: of a
+    sampled turn (``StepResult.reward``). ``times``: the completion's, then when the environment had
+    answered; for a prompt, of its rendering. ``alone``: an observation that is shown in another
+    way. ``said``: roles and texts of what it renders, None for an image.
     """
 
     role: str
@@ -269,7 +269,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, order=True)
 class TrajectoryId:
-    """``group`` is the group's group number, ``sample`` the index within it.
+    """``group`` is the group's group number, ``sample`` the index in the group.
 
     Re-issues keep the id (see ``attempt``).
     """
@@ -285,8 +285,8 @@ class TrajectoryId:
 class RolloutRequest:
     """One episode to play: what the driver sends to an environment actor.
 
-    ``cohort`` is the group's size in deterministic mode; ``episode`` has values that replace those
-    of ``environment.episode``.
+    ``cohort`` is the group's size in deterministic mode; ``episode`` has values that override
+    ``environment.episode``.
     """
 
     task: Task

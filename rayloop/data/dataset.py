@@ -63,10 +63,10 @@ class Dataset:
     """The tasks of one file, without images.
 
     ``quarantine`` receives each bad row; with ``strict`` the first raises DataFailure. A row may
-    name files of its own folder only, links followed, unless they may be ``anywhere``: the author
-    of the rows may be a stranger, who could have any file of this machine shown to the policy.
-    Raises ConfigError when no row is left, ids are equal, or a row names an environment outside
-    ``kinds``.
+    only name files in the folder of its file, links followed, unless they may be ``anywhere``: the
+    author of the rows may be a stranger, who could have any file of this machine shown to the
+    policy. Raises ConfigError when no row is left, ids are equal, or a row names an environment
+    outside ``kinds``.
     """
 
     def __init__(
@@ -416,7 +416,7 @@ def _mapping(row: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]
 
 
 def _at(row: Mapping[str, Any], name: str, where: str) -> Any:
-    """The value of column ``a``, or for ``a.b`` of key ``b`` in it; None where there is none."""
+    """The value of column ``a``, or for ``a.b`` of key ``b`` in it; None where it is missing."""
     if name in row:
         return row[name]
     column, _, key = name.partition(".")

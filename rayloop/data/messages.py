@@ -72,7 +72,7 @@ def image_entry(entry: Any, where: str, root: Path) -> ImageSource:
     if re.match("https?://", value):
         raise DataFailure(
             where,
-            f"images are not downloaded: {short(value)}. Save it beside the data and give its path",
+            f"images are not downloaded: {short(value)}. Save it with the data and give its path",
         )
     if len(value) > _MAX_PATH_CHARACTERS:
         raise DataFailure(where, f"a path of {len(value)} characters: {short(value)}")
@@ -144,7 +144,7 @@ def _contents_with_places(
         pieces = list(chain.from_iterable(contents))
         places = pieces.count(None)
         numbers.append(places)
-        # Where nothing says the places, the images come first, as in TRL.
+        # Without stated places the images come first, which is TRL's order.
         if images and all(isinstance(piece, str) for piece in pieces):
             roles = [message["role"] for message in listed]
             question = contents[roles.index("user")] if "user" in roles else contents[-1]
@@ -155,7 +155,7 @@ def _contents_with_places(
     hint = ""
     if numbers[0] > len(images):
         hint = (
-            f'. A {PLACEHOLDER} that is text and not a place stands in a part: {{"type": "text",'
+            f'. Put a {PLACEHOLDER} that is text and not a place into a part: {{"type": "text",'
             ' "text": ...}'
         )
     raise DataFailure(

@@ -97,7 +97,7 @@ def _other_shape(path: Path) -> str:
     if head.startswith(b"\x1f\x8b"):
         return "is compressed; unpack it first (gunzip)"
     if head[_TAR_MAGIC] == b"ustar":
-        return f"is a tar archive; {_NEEDED}, with paths of images that lie beside it: tar -xf FILE"
+        return f"is a tar archive; {_NEEDED}, with paths of images in the same folder: tar -xf FILE"
     if head.startswith(b"PAR1"):
         return "is a parquet file; name it .parquet"
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -135,8 +135,8 @@ def _array(path: Path) -> Iterator[tuple[str, Any]]:
         array = _parsed(path.read_bytes().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{path} begins like a JSON array and is none: {error}. Correct it, or write a row per"
-            " line"
+            f"{path} begins like a JSON array but is not valid: {error}. Correct it, or write one"
+            " row per line"
         ) from error
     for number, row in enumerate(array, start=1):
         yield f"{path}:{number}", row
@@ -175,7 +175,8 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
                     f" more than {MAX_EXPANSION_FACTOR} times the file's: it was made to fill a"
                     " memory. Write it again as JSONL if it is yours"
                 )
-            # Maps become dicts: of a key that comes twice the last value stays, as in JSON.
+            # Maps become dicts: of a key that comes twice the last value stays, which is JSON's
+            # rule.
             decoded_rows = batch.to_pylist(maps_as_pydicts="lossy")
             # Its memory would stay until the next batch replaces it.
             del batch

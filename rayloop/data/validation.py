@@ -157,8 +157,8 @@ def unusable_images(task: Task, where: str) -> Iterator[DataFailure]:
 def _row_hash(task: Task, images: Sequence[str], reads: bool) -> str:
     """The hash of everything that an episode of the task depends on, except its id.
 
-    That is the question with its images. Where an environment ``reads`` the other columns or there
-    is no image, they count too: games that begin with the same image differ in them.
+    That is the question with its images. The other columns count too where an environment ``reads``
+    them or the task has no image: games that begin with the same image differ in them.
     """
     texts: list[str] = []
     fields: list[str] = []

@@ -139,7 +139,7 @@ def packages(
     if untested:
         state = f"not the tested version: {', '.join(untested)}"
         findings.append(Finding("warning", state, remedy))
-    return findings or [Finding("ok", f"{as_tested} packages as in the tested set")]
+    return findings or [Finding("ok", f"{as_tested} packages have the tested versions")]
 
 
 def sandbox(attack: Callable[[], Reached] = reached) -> list[Finding]:

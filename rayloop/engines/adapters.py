@@ -62,7 +62,7 @@ def merge_adapters(source: Path) -> MergedModel:
     adapted = _load_adapters(base_model, settings, source, base)
     logits = _logits(adapted)
 
-    # Merging writes into the weight: a shared one would change embedding and head alike.
+    # Merging writes into the weight: a shared one would change both embedding and head.
     _untie(base_model)
     try:
         merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)

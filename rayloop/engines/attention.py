@@ -51,8 +51,8 @@ def use_packed(model: PreTrainedModel) -> None:
 def use_grouped_decoding(model: PreTrainedModel) -> None:
     """Let a language model that runs SDPA decode without copies of its cache for query heads.
 
-    For a single new token the heads of a group equal that many queries of one head, since no order
-    among them is masked.
+    For a single new token the heads of a group equal that many queries of one head, since no mask
+    depends on their order.
     """
     if model.config._attn_implementation == "sdpa":
         AttentionInterface.register(GROUPED_SDPA, _grouped_sdpa)
@@ -93,7 +93,7 @@ For them padding costs less than a call.
 class _Sequences(NamedTuple):
     """The n sequences of a packed row.
 
-    The first ``shared`` [n] of the ``lengths`` [n] tokens of a sequence are those of the sequence
+    A sequence shares the first ``shared`` [n] of its ``lengths`` [n] tokens with the sequence
     before it, which may share them as well; the others begin at ``starts`` [n].
     """
 
@@ -125,7 +125,7 @@ class _Part(NamedTuple):
 class _Layout(NamedTuple):
     """A packed row, cut into parts of one kind.
 
-    ``places`` [T]: where each token's output is among those of all parts, padded.
+    ``places`` [T]: the index of each token's output in the padded outputs of all parts.
     """
 
     parts: list[_Part]
@@ -169,7 +169,7 @@ def _packed_sdpa(
 
 
 _masks: MutableMapping[Tensor, dict[int | None, BlockMask]] = WeakTensorKeyDictionary()
-"""Masks as in ``_layouts``, by the width of a sliding window."""
+"""Masks, by the width of a sliding window; keyed like ``_layouts``."""
 
 
 def _packed_flex(
@@ -209,9 +209,9 @@ def _compiled(function: Callable[..., Any], device: str) -> Callable[..., Any]:
 
 
 def _mask(source: Tensor, window: int | None, device: torch.device) -> BlockMask:
-    """Return the mask of a row, in which a token sees those before it in its sample.
+    """Return the mask of a row, in which a token sees the tokens before it in its sample.
 
-    What the sample shares with the one before it is among them.
+    They include the tokens that the sample shares with the sample before it.
     """
     masks = _masks.setdefault(source, {})
     if window not in masks:
@@ -428,7 +428,7 @@ def plain_attention(
         mask = scores.new_ones(scores.shape[2:], dtype=torch.bool).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
-    # The softmax is float32 as in transformers' eager attention.
+    # The softmax is float32, like transformers' eager attention.
     weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
     return (weights @ value).transpose(1, 2), None
 

@@ -176,9 +176,9 @@ class VllmEngineSettings(EngineChoice):
 
     ``gpu_memory_utilization``: share of the GPU's memory (on CPU: of the machine's) that must be
     free at the start, 0.9 by default; lower it when something else needs that memory. Leave 3.5 GB
-    of the GPU beside it: synced weights pass through them. ``kv_cache_memory_bytes``: size of the
-    cache per GPU, which then decides alone; set it on CPU and on a shared GPU.
-    ``tensor_parallel_size``: by default the actor's ``num_gpus``. ``max_model_len``: by default
+    of the GPU free: synced weights pass through them. ``kv_cache_memory_bytes``: size of the cache
+    per GPU, which then decides alone; set it on CPU and on a shared GPU. ``tensor_parallel_size``:
+    by default the actor's ``num_gpus``. ``max_model_len``: by default
     ``environment.episode.max_tokens``. ``enforce_eager: true``: no compilation and no CUDA graphs;
     it starts in seconds, and decodes more slowly. ``enable_sleep_mode: true``: it has the GPU in
     turns with the policy, each in main memory while the other computes. ``return_sampling_mask:
@@ -196,7 +196,7 @@ class VllmEngineSettings(EngineChoice):
 
     @property
     def tensor_parallel(self) -> int:
-        """GPUs of a stage of the pipeline: those of its actor, divided by the stages."""
+        """GPUs of a stage of the pipeline: the actor's GPUs, divided by the number of stages."""
         gpus_per_stage = max(1, self._gpus // self.pipeline_parallel)
         return int(self.extra.get("tensor_parallel_size") or gpus_per_stage)
 
@@ -382,10 +382,10 @@ class OpenAiHttpEngineSettings(EngineChoice):
     only the user knows where the server runs.
     """
     model: str
-    """The model's name at the server, as in its /v1/models.
+    """The model's name at the server, which its /v1/models lists.
 
-    A server that wants a key gets that of the variable ``OPENAI_API_KEY`` on the nodes of the
-    rollout actors. Why a key: one server holds several, such as a model and its adapters.
+    A server that needs a key gets the variable ``OPENAI_API_KEY`` of the rollout actors' nodes. Why
+    a key: one server holds several, such as a model and its adapters.
     """
     dtype: Dtype = "bfloat16"
     """Type in which the server computes.
@@ -395,9 +395,9 @@ class OpenAiHttpEngineSettings(EngineChoice):
     interface: Literal["chat", "tokens"] = "chat"
     """Form of requests and answers.
 
-    chat: messages and images go out, text comes back, there are no log-probs; ``model.path`` must
-    have a ChatML template (Qwen's). tokens: token ids go out, token ids and log-probs come back, as
-    with vLLM's server, which needs ``--logprobs-mode processed_logprobs``; text only. Why a key: a
+    chat: messages and images go out, text comes back without log-probs; ``model.path`` must have a
+    ChatML template (Qwen's). tokens: token ids go out, token ids and log-probs come back, as with
+    vLLM's server, which needs ``--logprobs-mode processed_logprobs``; text only. Why a key: a
     hosted model can only be evaluated, with chat; training needs tokens.
     """
     update: dict[str, dict[str, Any]] = {}
@@ -465,7 +465,7 @@ GenerationSettings = Annotated[
     | Annotated[Component, Tag(CUSTOM)],
     by_kind("transformers"),
 ]
-"""An engine of your own is named by where it is: ``{use: package.module:Class, with: {...}}``."""
+"""A custom engine is named by its address: ``{use: package.module:Class, with: {...}}``."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ SPECIAL_TOKENS = (
 """Qwen2.5-VL's special tokens, in its order."""
 
 CHAT_TEMPLATE = Path(__file__).with_name("tiny_chat.jinja").read_text(encoding="utf-8")
-"""ChatML as in Qwen2.5-VL, without its default system message."""
+"""Qwen2.5-VL's ChatML, without its default system message."""
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 """Mean of red, green and blue by which Qwen2.5-VL normalises pixels."""
@@ -128,7 +128,7 @@ def write_tiny_vlm(
 def _tokenizer(
     texts: Iterable[str], vocabulary: int, extra_tokens: Sequence[str]
 ) -> PreTrainedTokenizerFast:
-    """Byte-level BPE whose numbers are single digits, as in Qwen2.5."""
+    """Byte-level BPE whose numbers are single digits, like Qwen2.5's."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -161,8 +161,8 @@ def _tokenizer(
 
 def _text_config(tokenizer: PreTrainedTokenizerFast, size: TinySizes) -> dict[str, Any]:
     return {
-        # The size is rounded up as in the large models,
-        # whose tables also have rows without a token.
+        # The size is rounded up like the large models', whose tables also have rows without a
+        # token.
         "vocab_size": -(-len(tokenizer) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE,
         "hidden_size": size.hidden,
         "intermediate_size": size.intermediate,

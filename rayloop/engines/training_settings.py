@@ -90,7 +90,7 @@ MICRO_BATCH_TOKENS = 16_384
 LOGPROB_CHUNK_POSITIONS = 2048
 """Positions whose logits exist at the same time.
 
-With 152,000 tokens they take 6 to 10 GB at the peak; more positions were no faster on a CPU.
+With 152,000 tokens they take 6 to 10 GB at the peak; more positions did not speed up a CPU.
 """
 ADAPTERS = "adapters"
 """The parameter group of a model's adapters."""

@@ -157,7 +157,7 @@ class AgentEnv:
             await self._run({}, {}, call=False)
         elif shutil.which(self.settings.run[0]) is None:
             raise EnvironmentFailed(
-                f"with.run: there is no program {self.settings.run[0]!r}", bug=True
+                f"with.run: the program {self.settings.run[0]!r} was not found", bug=True
             )
         return Observation(task.messages)
 
@@ -361,7 +361,7 @@ _starting = threading.Lock()
 
 
 def _fork_server(python: str, preload: tuple[str, ...]) -> _ForkServer:
-    """Return the running fork server of this Python; start it when there is none."""
+    """Return the fork server of this Python; start it when it does not run."""
     with _starting:
         server = _fork_servers.get((python, preload))
         if server is None or not server.alive():

@@ -233,7 +233,7 @@ class Album:
     def _image(self, index: int) -> Image.Image:
         if not 0 <= index < len(self._images):
             raise ToolError(
-                f"there is no image {index}, so far there are {len(self._images)}, the first is 0"
+                f"no image {index}, so far there are {len(self._images)}, the first is 0"
             )
         return decode(self._images[index])
 

@@ -116,7 +116,7 @@ class IdleWorkers(list[WorkerProcess]):
     """Processes that wait for their next instance; the last one to come is taken first."""
 
     def take(self) -> tuple[WorkerProcess, bool]:
-        """Return one that seems to live, and True; a new one, and False, when there is none."""
+        """Return a process that seems to be alive and True, else a new one and False."""
         while self:
             worker = self.pop()
             if worker.idle():

@@ -423,8 +423,7 @@ class RunProgram:
         ``kind``: local, container or sandbox_fusion, or ``{use: module:Class, with: {...}}``.
         """
         run: tuple[str, ...] = Field(("bash", "-c"), min_length=1)
-        """What is called with the policy's text as its last argument: ``[python3, -c]`` for Python.
-        """
+        """The command; the policy's text is its last argument. For Python: ``[python3, -c]``."""
         timeout: float = Field(10.0, gt=0)
         """Seconds for a program.
 

@@ -84,7 +84,7 @@ def instructions(tools: Sequence[Schema]) -> str:
 
 
 def tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
-    """Return name and arguments of the last tool call in ``text``, None when there is none.
+    """Return name and arguments of the last tool call in ``text``, None when it has no call.
 
     Raises ToolError for a malformed call.
     """
@@ -163,9 +163,7 @@ class ToolCalls:
             name, arguments = call
             if name not in self._tools:
                 quoted = name[:QUOTED_CHARACTERS]
-                raise ToolError(
-                    f"there is no tool {quoted!r}; the tools are: {', '.join(self._tools)}"
-                )
+                raise ToolError(f"unknown tool {quoted!r}; the tools are: {', '.join(self._tools)}")
             result = self._result(self._tools[name], arguments)
         except ToolError as error:
             return StepResult(self._shown(f"Error: {error}", name=name), error=str(error))

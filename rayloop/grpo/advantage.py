@@ -37,7 +37,7 @@ class Advantage(Protocol):
 class Advantages:
     """The advantages of a group: ``values`` in the order of the rewards.
 
-    ``mean`` and unbiased ``std``, by which groups are ranked, are those of the rewards, or of
+    Groups are ranked by ``mean`` and unbiased ``std``. They are computed from the rewards, or from
     ``score != 0`` with the binarised baseline. A lone sample has mean 0 and std 1, as in verl.
     """
 
@@ -118,7 +118,7 @@ class Grpo:
         """``advantages`` of the rewards."""
         rewards = [member.reward for member in members]
         if self.settings.permuted:
-            # The draw depends on the group alone, so that a resumed run shuffles alike.
+            # The draw depends on the group alone, so that a resumed run shuffles in the same order.
             seed = derive(0, "permuted rewards", members[-1].summary.id.group)
             random.Random(seed).shuffle(rewards)
         return advantages(rewards, self.settings).values
@@ -126,7 +126,7 @@ class Grpo:
     def baseline(self, rewards: Sequence[float]) -> tuple[float, float]:
         """Mean and deviation by which groups are ranked.
 
-        With the binarised baseline they are those of ``reward != 0``.
+        With the binarised baseline they are computed from ``reward != 0``.
         """
         return _mean_and_std(_base(rewards, self.settings))
 

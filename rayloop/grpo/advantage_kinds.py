@@ -212,8 +212,8 @@ def _turns_by_state(
 class Distill:
     """On-policy distillation (MiniLLM, arXiv:2306.08543).
 
-    See also thinkingmachines.ai/blog/on-policy-distillation, 2025. There is no policy gradient of
-    the reward; the KL term against the reference (``reference.path``) is the loss. No group is
+    See also thinkingmachines.ai/blog/on-policy-distillation, 2025. The reward has no policy
+    gradient; the KL term against the reference (``reference.path``) is the loss. No group is
     needed.
     """
 

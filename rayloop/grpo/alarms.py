@@ -168,7 +168,7 @@ class Alarms:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Add the values of ``state`` to those of this process."""
+        """Add the values of ``state`` to the values of this process."""
         self.graded |= state["graded"]
         # Older checkpoints only have the lengths, under another name.
         older = {LENGTH: state.get("first_lengths", ())}
@@ -233,7 +233,7 @@ class Alarms:
     def compared(self, difference: float | None) -> None:
         """Take the mean |trainer's log-prob - engine's| of samples of the present weights.
 
-        It is in nats; None: there were no samples.
+        It is in nats; None: the step had no such samples.
         """
         self._steps_without_samples = 0
         if difference is None:
@@ -288,7 +288,7 @@ class Alarms:
             f" {reason}{source}. Repair it, and look at it with `python -m rayloop try CONFIG`: a"
             " dataset column that is missing, or an answer of a form that it does not expect,"
             " are the usual reasons. When only what the policy writes can break it,"
-            " reward.on_error=0.0 gives such answers the failing value, and the run goes on."
+            " reward.on_error=0.0 gives such answers the failing value, and the run continues."
         )
 
     def _shares(self) -> dict[str, Alarm]:

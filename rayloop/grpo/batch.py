@@ -276,8 +276,8 @@ def _check_token_mask(trajectory: Trajectory, flat: FlatTrajectory) -> None:
         first = errors[0]
         position = int(flat.turn_position[flat.loss_mask][first])
         raise ValueError(
-            f"{limits} sampled token {tokens[first]} at position {position} of its turn is none of"
-            " the kept tokens"
+            f"{limits} sampled token {tokens[first]} at position {position} of its turn is not"
+            " one of the kept tokens"
         )
 
 

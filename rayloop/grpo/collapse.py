@@ -85,7 +85,7 @@ ENTROPY_ADVICE = "A lower policy.optimizer.lr, policy.loss.entropy_coef or a KL 
 COLLAPSED_SHARE = 0.5
 """Share of the first steps' entropy below which a policy has collapsed.
 
-It counts where there are no groups to train on.
+It counts where no groups are left to train on.
 """
 MEAN_STEPS = 5
 """Steps of a mean, and number of first steps with which lengths and entropies are compared.
@@ -156,8 +156,8 @@ class Collapse:
     def step(self, metrics: Mapping[str, float]) -> dict[str, Alarm]:
         """Returns the watched values, none before ``MEAN_STEPS`` steps.
 
-        A mean is over those of the last ``MEAN_STEPS`` steps that have the metric: a step without a
-        forward pass has no entropy.
+        A mean skips steps of the last ``MEAN_STEPS`` that lack the metric: a step without a forward
+        pass has no entropy.
         """
         self._last.append(metrics)
         for name, first in self.first.items():

@@ -52,7 +52,7 @@ WRONG_REWARD = 0.0
 
 
 class EqualRewards(SettingsModel):
-    """Group filter: a group whose advantages are all 0 teaches nothing.
+    """Group filter: a group whose advantages are all 0 is not trained on.
 
     With most kinds of advantage these are the groups of equal rewards; gdpo, gigpo and turns may
     give such a group other advantages. Counted as all_right, all_wrong or all_equal.
@@ -77,7 +77,7 @@ def reason_of_no_gradient(members: Sequence[Member]) -> str:
     credits = [member.credit for member in members if member.credit is not None]
     if len(credits) < len(members):
         raise ValueError("a member has no advantage yet: filters come after advantages")
-    # Without the policy gradient, the other losses teach whatever the advantages are.
+    # Without the policy gradient, the other losses train whatever the advantages are.
     if len(credits) < 2 or any(credit.teaches or credit.streams.rl == 0 for credit in credits):
         return ""
     return equality([member.reward for member in members]) or "all_equal"

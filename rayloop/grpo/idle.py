@@ -1,7 +1,7 @@
 """Finds settings of the algorithm that do nothing together with the others of a run.
 
-They are known from the configuration, and are reported before the start. The claim of each sentence
-is that the gradients are those of the default, up to rounding.
+They are known from the configuration, and are reported before the start. Each sentence claims that
+the gradients equal the default's, up to rounding.
 """
 
 import math
@@ -35,7 +35,7 @@ class Situation:
     exact: bool = False
     """The engine's log-probs are the trainer's up to rounding."""
     refresh_every: int | None = None
-    """The reference is refreshed every so many steps."""
+    """The number of steps after which the reference is refreshed."""
     longest: int | None = None
     """Tokens of the longest possible trajectory; None: without a bound."""
     most_entropy: float = math.inf

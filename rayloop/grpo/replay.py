@@ -74,8 +74,8 @@ class ReplayBuffer:
         success = self._draw(group)
         if success is None:
             return Injection(group)
-        # ARPO replaces the first member. Any would do: the scored ones
-        # failed alike, and an unscored one teaches nothing.
+        # ARPO replaces the first member. Any would do: the scored ones all failed, and an unscored
+        # one is not trained on.
         members = (replace(success, replayed=True), *group.members[1:])
         first = group.members[0]
         # The ledger counts an unscored member under the reason for which it has no reward.

@@ -127,7 +127,7 @@ def _advice(counts: Mapping[str, int], unscored: int, cut: int) -> str:
     payloads_lost = counts.get(f"{TrajectoryState.EXCLUDED}[{UnscoredKind.PAYLOAD_LOST}]", 0)
     if 2 * payloads_lost > played:
         return (
-            f"{payloads_lost} were lost with the nodes that held them, which is no filter's doing:"
+            f"{payloads_lost} were lost with the nodes that held them, not removed by a filter:"
             " see payload_lost in events.jsonl"
         )
     if 2 * unscored > played:

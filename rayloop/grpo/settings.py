@@ -1,4 +1,4 @@
-"""Settings of the algorithm, beside its code (docs/algorithm.md gives the sections). No torch."""
+"""Settings of the algorithm (docs/algorithm.md gives the sections). No torch."""
 
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self
@@ -170,7 +170,7 @@ ADVANTAGE = Role(
 class FilteringSettings(SettingsModel):
     """Section 4: oversample, filter, rank (DAPO's dynamic sampling, arXiv:2503.14476).
 
-    It spends generated tokens to train on groups that teach.
+    It spends generated tokens to train on groups with a gradient.
     """
 
     filters: Annotated[tuple[FilterSettings, ...], FILTER] = (EqualRewards(),)

@@ -16,7 +16,7 @@ NO_LINEAGES: Mapping[int, int] = MappingProxyType({})
 
 
 def lag(version: Version, training: Version) -> int:
-    """Optimizer steps between the weights that sampled a trajectory and those that train on it.
+    """Optimizer steps between the weights that sampled a trajectory and the weights it trains.
 
     Raises ValueError for a version from the future. Only ``is_stale`` compares lineages.
     """
@@ -126,7 +126,7 @@ class AcceptanceRate:
             raise ValueError(f"{survivors} survivors of {finished} finished trajectories")
         if finished:
             # The weight depends on the number of trajectories,
-            # so that groups of any size decay alike.
+            # so that groups of any size decay at the same rate.
             weight = -math.expm1(-finished / self._memory)
             self._rate += (survivors / finished - self._rate) * weight
 
@@ -155,8 +155,8 @@ class LengthRatio:
     def observe(self, played: Sequence[int], trained: Sequence[int]) -> None:
         """Count the lengths of a step's trajectories.
 
-        ``played``: those that ended since the last step; ``trained``: those that this step trains
-        on.
+        ``played``: lengths that ended since the last step; ``trained``: lengths that this step
+        trains on.
         """
         self._played = self._average(self._played, played)
         self._trained = self._average(self._trained, trained)

@@ -15,7 +15,7 @@ import psutil
 GROUPS = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 NO_LIMIT_BYTES = 2**60
-"""Bytes from which a limit of version 1 means that there is none."""
+"""The least bytes at which a limit of version 1 means "unlimited"."""
 MIB = 2**20
 
 
@@ -75,7 +75,7 @@ def _path(own: Path, controller: str) -> str:
 
 
 def _number(file: Path) -> int | None:
-    """The number in a file; None without one, as in a file with "max"."""
+    """The number in a file; None without a number, for example for "max"."""
     try:
         return int(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

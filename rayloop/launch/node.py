@@ -327,7 +327,7 @@ def _join(
                 # The lost cluster made it fail.
                 reason = End.HEAD_LEFT
             if reason is End.HEAD_LEFT:
-                # There is no head that could drain this node.
+                # No head can drain this node any more.
                 ray.kill()
     return reason, code
 

@@ -66,7 +66,7 @@ except OSError as error:
 """Asks for SIGTERM at its parent's death, then becomes the command that it gets.
 
 See prctl(2), PR_SET_PDEATHSIG. ``preexec_fn`` would run the libraries' after-fork hooks between
-fork and exec, and those of gRPC and torch crash.
+fork and exec, where the hooks of gRPC and torch crash.
 """
 _STARTED = weakref.WeakSet[subprocess.Popen[bytes]]()
 """The processes that ``child`` started. The owner of one polls it for its exit code."""
@@ -230,7 +230,7 @@ def kept_logs(temporary: Path, beside: Path) -> Iterator[None]:
 
 
 def keep(logs: Path, target: Path, most: int = KEPT_LOG_BYTES, but: str = "") -> int:
-    """Copy the newest ``most`` bytes of the files in ``logs``, but those that match ``but``.
+    """Copy the newest ``most`` bytes of the files in ``logs``, except files that match ``but``.
 
     Returns the number of files. Raises nothing: a file that cannot be read or written is left out.
     """

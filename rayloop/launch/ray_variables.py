@@ -178,7 +178,7 @@ def joined_cluster(
 def authentication(token: Path | None, insecure: bool) -> dict[str, str]:
     """Ray's variables for a cluster with this token, or ``insecure`` without one.
 
-    There are none when neither is given: the environment's variables then hold.
+    Empty when neither is given: the environment's variables then apply.
     """
     if insecure:
         return _authentication(None)

@@ -124,7 +124,7 @@ class Rendezvous:
     def register(self, number: str, *, program: bool = False) -> None:
         """Record a Slurm job of the cluster.
 
-        `slurm down` ends all of them, those with a ``program`` first.
+        `slurm down` ends all of them, first the jobs with a ``program``.
         """
         self._make()
         (self.folder / "jobs").mkdir(exist_ok=True)
@@ -133,7 +133,7 @@ class Rendezvous:
             file.write("program\n" if program else "")
 
     def jobs(self, *, programs: bool = False) -> list[str]:
-        """The recorded jobs; with ``programs`` those that have one."""
+        """The recorded jobs; with ``programs`` only the jobs that have a program."""
         files = sorted((self.folder / "jobs").glob("*"))
         if programs:
             files = [file for file in files if file.read_text(encoding="utf-8")]
@@ -144,14 +144,14 @@ class Rendezvous:
         self._write("head.json", head)
 
     def seen(self) -> Head | str:
-        """The published head, which may be stale, or the reason why there is none.
+        """The published head, which may be stale, or the reason for its absence.
 
         The reason names the file. Raises ConfigError.
         """
         return self._read("head.json")
 
     def head(self) -> Head | None:
-        """The published head, which may be stale; None: there is none that can be read.
+        """The published head, which may be stale; None: no entry can be read.
 
         Raises ConfigError.
         """

@@ -19,7 +19,7 @@ from rayloop.launch.slurm_job import Queued, active
 
 SITE = (Path(__file__).with_name("slurm_scripts") / "site.yaml").resolve()
 SCRIPTS = SITE.parent
-"""The folder deploy/slurm, to whose files those of ``slurm_scripts`` are links.
+"""The folder deploy/slurm; the files in ``slurm_scripts`` are links to its files.
 
 An installed wheel has the files in ``slurm_scripts``.
 """
@@ -91,7 +91,7 @@ class SiteSettings(SettingsModel):
     interface: str | None = None
     """The network interface that nodes listen on, such as ib0.
 
-    Set it where Slurm's addresses are those of a slow network.
+    Set it where Slurm's addresses belong to a slow network.
     """
     head: NodeSettings = NodeSettings()
     worker: WorkerSettings = WorkerSettings()
@@ -166,7 +166,7 @@ def nodes(head: Head) -> list[dict[str, Any]]:
 
 
 def still_active(numbers: list[str], seconds: float) -> list[Queued]:
-    """Wait for the end of jobs; returns those that have not ended within ``seconds``."""
+    """Wait for the end of jobs; returns the jobs that have not ended within ``seconds``."""
     deadline = time.monotonic() + seconds
     jobs = active(numbers)
     while jobs and time.monotonic() < deadline:

@@ -23,7 +23,7 @@ FINAL_STATES = (
     "DEADLINE",
     "OUT_OF_MEMORY",
 )
-"""States of jobs that will not run again. PREEMPTED is not among them: it depends on the site."""
+"""States of jobs that will not run again. PREEMPTED is not listed: it depends on the site."""
 LOOPBACK = "127.0.0.1"
 GPU_LISTS = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "CUDA_VISIBLE_DEVICES")
 """Variables in which Slurm names a job's GPUs, where it does not count them."""
@@ -61,7 +61,7 @@ def slurm(*command: str) -> str:
 class Queued:
     """A job that waits, runs or ends just now; each element of an array is a separate one.
 
-    ``text`` is for people.
+    ``text`` describes it in words.
     """
 
     number: str

@@ -96,7 +96,7 @@ class Item:
     """One answer of an evaluation, the ``sample``-th of its task and arm.
 
     ``cut``: ``sampling.max_tokens`` ended a turn of it. ``turns``: of the arm RIGHT, its turns
-    after the prompt, as in ``rollouts``.
+    after the prompt, in the format of ``rollouts``.
     """
 
     arm: str

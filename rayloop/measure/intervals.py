@@ -13,7 +13,7 @@ CALIBRATION_BINS = 10
 BLOCK_ITEMS = 2**22
 """Items that are picked at a time, which keeps the memory of a resampling below 64 MiB."""
 MIN_ITEMS = 8
-"""Items below which there is no interval: resamples of few items vary too little.
+"""The least items for an interval: resamples of fewer items vary too little.
 
 A 95 % interval of normal values covers the mean in 92 % of cases for 20 items, 89 % for 8, 79 % for
 4, 51 % for 2, and never for 1.
@@ -61,7 +61,7 @@ def calibration_error(
     """The expected calibration error (Guo et al., 2017, equation 3), 0 to 1.
 
     It is over ``bins`` equal ranges of confidence. ``confidences`` [N] from 0 to 1, ``right`` [N] 0
-    or 1. Raises ValueError when there is none, or their numbers differ.
+    or 1. Raises ValueError when they are empty, or their numbers differ.
     """
     if not confidences or len(confidences) != len(right):
         raise ValueError(

@@ -182,7 +182,7 @@ def _on_average(differences: Table) -> str:
 
 
 def _rows(indent: str, rows: Table, only: Sequence[str] = ()) -> Iterator[str]:
-    """A line of each row, with all scores or those of ``only``."""
+    """A line of each row, with all scores or only the scores in ``only``."""
     width = max(map(len, rows), default=0)
     for name, row in rows.items():
         cells = [f"{score} {_shown(row[score])}" for score in only or row if score in row]

@@ -278,8 +278,7 @@ class TrlForm(FunctionForm):
         return [self._outcome_of(value, components) for value in values]
 
     def _outcome_of(self, value: Any, components: dict[str, Any]) -> Scored | Unscored:
-        # In TRL None means that the function does not apply to this row: there is no reward, and
-        # no failure.
+        # In TRL None means that the function does not apply to this row. That is not a failure.
         if value is None:
             return Unscored(
                 UnscoredKind.NOT_APPLICABLE, "the reward function returned None for this row"

@@ -71,7 +71,7 @@ class RewardSettings(SettingsModel):
 
     @property
     def compares(self) -> bool:
-        """Whether the source reads answers of rows. Those with ``compares = False`` do not."""
+        """Whether the source reads answers of rows: its attribute ``compares``, by default True."""
         return bool(getattr(self.source.resolve(), "compares", True))
 
     per: Per = "trajectory"

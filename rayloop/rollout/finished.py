@@ -95,8 +95,8 @@ class ReadyGroups:
     def take(self, chosen: Selection, among: Collection[int]) -> None:
         """Take the groups ``chosen.train`` out of the list.
 
-        ``among``: the numbers of all groups that ``select`` compared. Those that it did not choose
-        stay in the list, or are surplus in a synchronous run.
+        ``among``: the numbers of all groups that ``select`` compared. The groups that it did not
+        choose stay in the list, or are surplus in a synchronous run.
         """
         self.settle(chosen.train)
         self.groups = [group for group in self.groups if group.number not in among]
@@ -256,7 +256,7 @@ class FinishedGroups:
     def _account_for_replay(self, group: Group) -> tuple[Member, ...]:
         """The members that were played for this group.
 
-        A displaced member is among them, and not the stored one that took its place.
+        They include a displaced member, and not the stored one that took its place.
         """
         fresh, displaced = self._injected.pop(group.number)
         self.buffer.store(fresh)

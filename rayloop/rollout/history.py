@@ -1,11 +1,11 @@
 """The failures of a run's episodes, by which ``verdict.py`` decides who is to blame.
 
-- The task: it failed on two actors (or nodes) while other episodes went well, or on actors where
+- The task: it failed on two actors (or nodes) while other episodes succeeded, or on actors where
   nothing else fails. It is quarantined after ``TASK_FAILURES`` such groups in a row, or when
   ``environment.attempts`` episodes of one group hung.
-- The actor: episodes of ``ACTOR_FAILURES`` different tasks failed on it in a row, while others went
-  well. It is replaced.
-- Neither: nothing goes well, so the environment is broken. The generation budget ends the run and
+- The actor: episodes of ``ACTOR_FAILURES`` different tasks failed on it in a row, while others
+  succeeded. It is replaced.
+- Neither: every episode fails, so the environment is broken. The generation budget ends the run and
   gives the reason.
 
 An actor is counted by its node when the pool is on several, else by its slot; in a pool of one by
@@ -29,7 +29,7 @@ from rayloop.run.sections import EnvironmentSettings
 class FailureHistory:
     """The failures of a run's episodes.
 
-    ``groups_failed`` counts the groups in which a task failed since it last went well
+    ``groups_failed`` counts the groups in which a task failed since it last succeeded
     (checkpointed).
     """
 
@@ -46,7 +46,7 @@ class FailureHistory:
         self.processes.setdefault(worker, ActorProcess(self.successes))
 
     def succeeded(self, worker: int) -> None:
-        """An episode went well on the process ``worker``."""
+        """An episode succeeded on the process ``worker``."""
         self.successes += 1
         process = self.processes.setdefault(worker, ActorProcess(self.successes))
         process.served = True

@@ -74,7 +74,7 @@ class RolloutManager:
         self._last_commit: asyncio.Future[None] | None = None
 
     async def run(self, runner: GroupRunner, finish: Finish) -> None:
-        """Start groups without end, as many as are admitted.
+        """Start groups without end, as they are admitted.
 
         Groups in flight in an earlier call are lost, and are issued again.
         """

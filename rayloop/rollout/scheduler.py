@@ -289,7 +289,7 @@ class GroupScheduler:
     def probe_tasks(self) -> list[Task]:
         """The tasks that log-prob check and self-test may play, in the dataset's order.
 
-        Raises ConfigError when there is none.
+        Raises ConfigError when all tasks are quarantined.
         """
         if self.exhausted:
             raise self.no_task()

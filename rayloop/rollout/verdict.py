@@ -98,8 +98,8 @@ class Staff(Protocol):
 class ActorProcess:
     """An actor's process.
 
-    ``began``: the number of the run's successes when it began; ``served``: whether an episode went
-    well on it; ``failing``: the tasks that failed on it since.
+    ``began``: the number of the run's successes when it began; ``served``: whether an episode
+    succeeded on it; ``failing``: the tasks that failed on it since.
     """
 
     began: int
@@ -134,7 +134,7 @@ class Call(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What is known beside a call, and is only read.
+    """The facts that a verdict reads besides the failed call.
 
     ``limit``: ``environment.attempts``; ``records``: its episodes before the call; ``processes``:
     by serial number of an environment actor; ``successes``: the number of all before the call.
@@ -331,7 +331,8 @@ def blames_task(
 ) -> bool:
     """Whether the task is to blame for the failures of its group.
 
-    ``others_went_well``: episodes of other tasks, during the group; ``actors``: those of the pool.
+    ``others_went_well``: episodes of other tasks, during the group; ``actors``: the number of
+    actors in the pool.
     """
     # At one place alone something may be missing.
     if len(failures.places) < min(2, actors):
@@ -344,7 +345,7 @@ def blames_task(
 
 
 def quarantine_reason(hung: Sequence[int | str], groups_failed: int, limit: int) -> str:
-    """Why a task is quarantined that was blamed for so many groups in a row, or ""."""
+    """Why a task is quarantined after ``groups_failed`` failed groups in a row, or ""."""
     reason = too_many_hung(hung, limit)
     if not reason and groups_failed >= TASK_FAILURES:
         return f"its environment failed in {groups_failed} groups"

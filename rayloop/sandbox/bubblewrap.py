@@ -37,7 +37,7 @@ _POLL_INTERVAL_S = 0.005
 
 
 class NoUser(OSError):
-    """There is no free user number, or this process may not become another user."""
+    """No user number is free, or this process may not become another user."""
 
 
 class User:
@@ -208,17 +208,17 @@ def command(
 ) -> list[str]:
     """The command line that runs ``program`` in new namespaces.
 
-    The namespaces are user, process ids, mounts, IPC, host name and network (there is none). The
-    program ends with the thread that starts it. It sees ``OF_USR`` and ``SYSTEM``; the paths of
-    ``read``, read-only; the paths of ``write`` (here -> inside), which ``uid`` must be able to
-    write; and ``folders``, empty ones in memory (path -> bytes; /tmp has 64 MiB and /dev/shm 16 MiB
-    by default). Its variables are ``environment`` and a PATH; bwrap itself has none, since code
-    inside could read them from /proc/1/environ. ``options`` of bwrap come last, such as
-    ``--file FD PATH``. ``beside``: a second program and its ``uid``, in the same namespaces, as a
-    child of ``program``, which finds its process id in the variable BESIDE. ``uid`` (from
-    ``free_user``) is the unprivileged user of a program that root starts; any other user must give
-    None. Raises ValueError for another ``uid``, and FileNotFoundError when bwrap or a folder of
-    ``read`` is missing.
+    The namespaces are user, process ids, mounts, IPC, host name and network (without any
+    connection). The program ends with the thread that starts it. It sees ``OF_USR`` and ``SYSTEM``;
+    the paths of ``read``, read-only; the paths of ``write`` (here -> inside), which ``uid`` must be
+    able to write; and ``folders``, empty ones in memory (path -> bytes; /tmp has 64 MiB and
+    /dev/shm 16 MiB by default). Its variables are ``environment`` and a PATH; bwrap itself has
+    none, since code inside could read them from /proc/1/environ. ``options`` of bwrap come last,
+    such as ``--file FD PATH``. ``beside``: a second program and its ``uid``, in the same
+    namespaces, as a child of ``program``, which finds its process id in the variable BESIDE.
+    ``uid`` (from ``free_user``) is the unprivileged user of a program that root starts; any other
+    user must give None. Raises ValueError for another ``uid``, and FileNotFoundError when bwrap or
+    a folder of ``read`` is missing.
     """
     bwrap = _bwrap(uid)
     line = ["/usr/bin/env", "-i", bwrap, *_ISOLATION]

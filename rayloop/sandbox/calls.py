@@ -1,6 +1,6 @@
 """System calls by name: (number on x86_64, number on aarch64).
 
-The numbers are those of the kernel's asm/unistd_64.h and asm-generic/unistd.h.
+The numbers come from the kernel's asm/unistd_64.h and asm-generic/unistd.h.
 """
 
 import json

@@ -66,7 +66,7 @@ def send(
 ) -> None:
     """Send a message, at the latest by ``until`` on the monotonic clock.
 
-    Raises OSError (TimeoutError among them).
+    Raises OSError, including TimeoutError.
     """
     sizes = [len(blob) for blob in blobs]
     text = json.dumps({**header, "blobs": sizes}).encode()

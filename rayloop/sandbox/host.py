@@ -237,7 +237,7 @@ class Sandbox:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the fork server (of bubblewrap around it); None while there is none."""
+        """Process id of the fork server (of bubblewrap around it); None while none runs."""
         return self._server.process.pid if self._server else None
 
     def _next_spare(self, until: float) -> Interpreter:

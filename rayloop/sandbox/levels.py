@@ -35,7 +35,7 @@ _ATTACK_TIMEOUT_S = 10.0
 class Reached:
     """The strongest level that works here.
 
-    ``level``: None when there is none. ``reasons``: why each stronger level does not work.
+    ``level``: None when no level works. ``reasons``: why each stronger level does not work.
     ``held``: the names of the attacks that fail at ``level``.
     """
 

@@ -15,7 +15,7 @@ class Level(enum.StrEnum):
     FILTERED = "filtered"
     """Only the system calls of rayloop/sandbox/calls.json, and only Python's own files (Landlock).
 
-    There are no files to write and no threads.
+    The code cannot write files or start threads.
     """
     NAMESPACES = "namespaces"
     """No processes, files or network of this machine.

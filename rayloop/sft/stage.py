@@ -176,7 +176,7 @@ class SftConfig(SettingsModel):
 
 
 class Examples:
-    """Makes trajectories of rows: the sampled turns are those of the answer."""
+    """Makes trajectories of rows: the answer's turns are the sampled ones."""
 
     def __init__(self, config: SftConfig) -> None:
         self.renderer = Renderer(config.model)

@@ -141,7 +141,7 @@ class Collective(WeightTransport[Arrays | BroadcastGroup]):
             await asyncio.wait({self._copy})
             with suppress(PolicyLost, asyncio.CancelledError):
                 self._copy.result()
-        # Members that wait in vain give up before they are replaced.
+        # Members that nobody answers give up before they are replaced.
         timeout = min(rollouts.patience / 2, self.settings.timeout)
         meeting = await policy.invite(rollouts.members, self._failures, timeout)
         sending = asyncio.ensure_future(policy.send(version, meeting))
@@ -204,8 +204,8 @@ class BroadcastSender(Sender[Arrays | BroadcastGroup]):
         """Return the group for this rank and the engines with these serial numbers.
 
         It is the existing group unless the engines or the number of failed broadcasts have changed.
-        Its members wait ``timeout`` seconds, but those of a new group as long as the settings say:
-        they have yet to meet and to connect.
+        Its members wait ``timeout`` seconds. Members of a new group wait ``settings.timeout``: they
+        have yet to meet and to connect.
         """
         if self._meeting is None or self._invited != (engines, failures):
             self._invited = (engines, failures)

@@ -45,8 +45,8 @@ def _factors(device: torch.device) -> Tensor:
     """
     numbers = torch.arange(1, 2 * ROW_WORDS + 1, device=device) * _ODD_FACTOR
     for shift in (29, 32):
-        # Shift, xor and an odd product mix the words as in splitmix64: consecutive numbers then
-        # look random.
+        # Shift, xor and an odd product mix the words like splitmix64: consecutive numbers then look
+        # random.
         numbers = (numbers ^ (numbers >> shift)) * _ODD_FACTOR
     # An odd factor can be undone modulo 2**64, so that no changed word is lost.
     return (numbers | 1).view(2, ROW_WORDS)

@@ -82,8 +82,8 @@ class Membership:
         """
         assert self._group is not None
         options = dist.BroadcastOptions()
-        # After a wait alone, gloo's thread would go on until the limit of the group's constructor,
-        # and ``leave`` with it.
+        # With a limit for the wait alone, gloo's thread would run until the limit of the group's
+        # constructor, and ``leave`` with it.
         options.timeout = self._timeout
         self._group.broadcast([buffer], options).wait(self._timeout)
 

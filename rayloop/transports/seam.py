@@ -79,7 +79,7 @@ class Rollouts(Protocol):
         """Seconds that the next ``load`` of a broadcast may take; such an update is never kept."""
 
     def keep(self, update: WeightUpdate[Any]) -> None:
-        """Let engines that start from now on load this update.
+        """Let engines that start after this call load this update.
 
         Call it before the first ``load`` of a version.
         """

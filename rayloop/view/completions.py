@@ -19,7 +19,7 @@ from rayloop.view.formatting import visible
 MAX_TEXT_CHARACTERS = 400
 """The most characters of a text that are sent to the terminal's process."""
 LINE_COLUMNS = 120
-"""Columns of the lines where there is no terminal."""
+"""Columns of the lines when the output is not a terminal."""
 MARKUP = re.compile(r"<\|im_start\|>\w*\n?|<\|[^|<>]{1,40}\|>(?:×\d+)?")
 """Special tokens as ``chat.tokenizer.shown`` writes them."""
 

@@ -93,7 +93,7 @@ def _visible_character(character: str) -> str:
 
 
 def rewarded(outcome: Outcome) -> str:
-    """A reward, or the reason why there is none, with components and flags."""
+    """A reward, or the reason for its absence, with components and flags."""
     flags = ""
     if isinstance(outcome, Scored):
         parts = [f"reward: {outcome.value:g}"]

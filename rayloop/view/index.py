@@ -94,7 +94,7 @@ class EpisodeIndex:
         if not self._busy.acquire(timeout=seconds):
             return
         try:
-            # A file may be set aside between its listing and its reading.
+            # A file may be renamed between its listing and its reading.
             with self._opened() as db, suppress(FileNotFoundError):
                 self._read(db, time.monotonic() + seconds)
         finally:
@@ -142,8 +142,8 @@ class EpisodeIndex:
     ) -> tuple[int, list[Record]]:
         """The number of episodes that fit all ``filters`` (of ``WHERE``), and a page of them.
 
-        The page has ``count`` episodes from ``start`` on. With ``groups`` both are groups that have
-        such an episode.
+        The page has ``count`` episodes, the first with the index ``start``. With ``groups`` both
+        are groups that have such an episode.
         """
         conditions: list[str] = []
         values: list[Any] = []

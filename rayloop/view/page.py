@@ -86,7 +86,7 @@ def page(data: Mapping[str, Any]) -> str:
 
 
 def templates(*others: jinja2.BaseLoader) -> jinja2.Environment:
-    """The report's templates behind those of ``others``; they escape every value."""
+    """The report's templates, after the templates of ``others``; they escape every value."""
     environment = jinja2.Environment(
         loader=jinja2.ChoiceLoader([*others, PAGES]), autoescape=True, trim_blocks=True
     )

@@ -68,7 +68,7 @@ def _skipped(metrics: Mapping[str, float]) -> str:
 def _share(state: str, *, none: str) -> Callable[[Mapping[str, float]], str]:
     """The share of the finished trajectories with this end.
 
-    The end is ``filtered``, or ``excluded`` for want of a reward.
+    The end is ``filtered``, or ``excluded`` because the reward is missing.
     """
 
     def share(metrics: Mapping[str, float]) -> str:

@@ -1,4 +1,4 @@
-"""Reads the records of a run folder back for people.
+"""Reads the records of a run folder for reports and the console.
 
 It needs neither Ray, nor torch, nor the model.
 """

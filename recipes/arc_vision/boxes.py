@@ -102,7 +102,7 @@ def confidence(text: str) -> float | None:
 def grounding(answer: Box | None, truth: Box) -> dict[str, float]:
     """The components of an answer: ``iou``, ``click`` and ``format``; all 0 without one.
 
-    ``click`` is 1 when the answer's centre lies in the true box, ``format`` is 1.
+    ``click`` is 1 when the answer's centre is inside the true box, ``format`` is 1.
     """
     if answer is None:
         return {"iou": 0.0, "click": 0.0, "format": 0.0}
@@ -134,7 +134,7 @@ class BlindBox:
     """Answers with the box of the highest mean IoU over the training rows of an instruction.
 
     The candidates are the rows' boxes and their median. With fewer than ``fewest`` rows it takes
-    those of the page type, else all rows.
+    the rows of the page type, else all rows.
     """
 
     class Settings(SettingsModel):

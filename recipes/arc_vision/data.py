@@ -105,7 +105,7 @@ class ScreenRows(GroundingRows):
 
     class Settings(GroundingRows.Settings):
         prompt: str = INSTRUCTION
-        """The task, around which the language has its prompt; otherwise as in GroundingRows."""
+        """The task, around which the language has its prompt; otherwise like GroundingRows."""
         language: Annotated[LanguageChoice, LANGUAGE] = ANY_MODEL
         """The model's language. A run sets it to ``environment.language``."""
 
@@ -127,7 +127,7 @@ def _template(name: str) -> str:
             return place.read_bytes().decode()
     searched = " and ".join(map(str, places))
     raise ConfigError(
-        f"data.reader.with.template: there is no text {name!r}; looked for {searched}"
+        f"data.reader.with.template: the text {name!r} was not found; looked for {searched}"
     )
 
 
@@ -186,7 +186,7 @@ class BoxAnswers:
         loose: float = Field(0.0, ge=0)
         """Sides are drawn outside the true ones by up to this share.
 
-        Such labels are those of a hasty annotator, which a reward can improve on.
+        A hasty annotator makes such labels, and a reward can improve on them.
         """
 
     tokens = ("<bbox>[", "]</bbox>", *(f"{hundredths / 100:.2f}" for hundredths in range(101)))

@@ -1,6 +1,6 @@
 """The box parsers and tool payments of Arc Vision's published reward functions.
 
-They are those of jbarnes850/verl at b2577e0, for the original variants. Both parsers guess. Each
+They come from jbarnes850/verl at b2577e0, for the original variants. Both parsers guess. Each
 search is linear in the text, which a policy wrote.
 """
 

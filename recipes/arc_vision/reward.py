@@ -55,13 +55,13 @@ class IoUReward:
     """Intersection over union with the task's box.
 
     It is 0 with the flag ``unparsable`` when the last turn has no valid box. Components: ``iou``,
-    ``click`` (1 when the answer's centre lies in the true box), ``format`` (1 for a valid box). The
-    flag ``unknown_size`` marks an answer in pixels of an image whose size is unknown.
+    ``click`` (1 when the answer's centre is inside the true box), ``format`` (1 for a valid box).
+    The flag ``unknown_size`` marks an answer in pixels of an image whose size is unknown.
     """
 
     class Settings(SettingsModel):
         pixels: Literal["none", "image", "shown", "thousandths"] = "none"
-        """Unit of numbers above 1, also those in Qwen's ``"bbox_2d": [x1, y1, x2, y2]``.
+        """Unit of numbers above 1, also in Qwen's ``"bbox_2d": [x1, y1, x2, y2]``.
 
         They are pixels of the image file, pixels of the copy that the model was shown (Qwen2.5-VL
         writes these), or thousandths of its sides (Qwen3-VL). none: only fractions within
@@ -92,7 +92,7 @@ class IoUReward:
 class ClickReward:
     """1 where a turn in the model's language acts within the task's box, else 0.
 
-    Components and flags are those of ``IoUReward``, for a box without an area. A turn without a
+    It has the components and flags of ``IoUReward``, for a box without an area. A turn without a
     place is ``unparsable``, too.
     """
 
@@ -120,14 +120,13 @@ class ClickReward:
 class ArcVisionReward:
     """``weights.task r_task + weights.tool r_tool + weights.gate r_gate``, not clamped or scaled.
 
-    Components: those of ``IoUReward``, the three terms, ``tools`` (calls that count),
-    ``known_tools`` (those that name a tool), ``asked`` (calls that were written), ``penalties``
-    (how many applied), of the true box ``small`` and ``edge`` (0 or 1) and ``area``. Where the
-    policy says how sure it is, also ``confidence`` and ``right`` (as ``click``), which are never
-    paid: the run makes ``reward/calibration_error`` of them. ``simulated`` is what the original's
-    tools would have paid, which it logs. Flags name each penalty that applied, ``unparsable``,
-    ``unknown_size`` (an answer in pixels of an image whose size is unknown), ``tool_only`` and
-    ``incomplete``.
+    Components: all of ``IoUReward``, the three terms, ``tools`` (calls that count), ``known_tools``
+    (calls that name a tool), ``asked`` (calls that were written), ``penalties`` (how many applied),
+    of the true box ``small`` and ``edge`` (0 or 1) and ``area``. Where the policy says how sure it
+    is, also ``confidence`` and ``right`` (as ``click``), which are never paid: the run makes
+    ``reward/calibration_error`` of them. ``simulated`` is what the original's tools would have
+    paid, which it logs. Flags name each penalty that applied, ``unparsable``, ``unknown_size`` (an
+    answer in pixels of an image whose size is unknown), ``tool_only`` and ``incomplete``.
     """
 
     Settings = ArcVisionSettings

@@ -116,8 +116,8 @@ class ArcVisionSettings(SettingsModel):
     tool_only: float | None = None
     """The whole reward of calls without an answer to a small box or one at the edge.
 
-    For other boxes it is 0. None: 0, and in the originals 0.1, which taught to ask and never
-    to answer. Set it to ablate that.
+    For other boxes it is 0. None: 0, and in the originals 0.1, which trains a policy to ask and
+    never to answer. Set it to ablate that.
     """
     decay: Decay = Decay()
     completion: CompletionPenalty = CompletionPenalty()

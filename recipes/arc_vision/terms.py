@@ -17,7 +17,7 @@ _EMPTY_BOX_AREA = 0.01
 class Reading:
     """What a variant reads from an episode and its true box.
 
-    ``calls`` are the lower-case texts of the calls that count, ``written`` those of all calls.
+    ``calls`` are the lower-case texts of the calls that count, ``written`` the texts of all calls.
     ``closer``: the words of a call that looks closer. ``flag`` names why there is no ``answer``.
     """
 

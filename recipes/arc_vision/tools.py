@@ -42,7 +42,7 @@ class ArcVisionTools(ImageTools):
         named: bool = False
         """Whether ``<use_tool>NAME</use_tool>`` is carried out, with the original's arguments.
 
-        The original's prompt teaches it, and its engine never parsed it. Only with real results.
+        The original's prompt describes it, and its engine never parsed it. Only with real results.
         """
         gate: float = Field(0.0, ge=0, le=1)
         """An answer whose ``<confidence>`` is below this is not taken.
@@ -153,7 +153,7 @@ def _tool_functions(album: Album) -> Mapping[str, Callable[..., ToolResult]]:
     def inspect(region: Any, type: str = "structure") -> ToolResult:
         kinds = ("structure", "properties", "accessibility")
         if type not in kinds:
-            raise ToolError(f"type {type!r} is none of {', '.join(kinds)}")
+            raise ToolError(f"type {type!r} is not one of {', '.join(kinds)}")
         return album.inspect(region)
 
     def wait(duration: Any) -> ToolResult:

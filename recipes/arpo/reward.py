@@ -63,7 +63,7 @@ class ArpoReward:
 
     def _flags(self, turn: str) -> tuple[str, ...]:
         """The flag of a turn that the action grammar cannot read."""
-        # The screen's size is not known here: a click beside it is an action.
+        # The screen's size is not known here: a click outside of it is an action.
         found = self._format.read(turn, Extent(math.inf, math.inf))
         return ("unparsable",) if isinstance(found, Mistake) else ()
 

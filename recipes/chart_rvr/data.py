@@ -162,7 +162,7 @@ class ChartAnswers:
         if missing:
             raise DataFailure(
                 f"task {task.id}",
-                f"no {' and no '.join(missing)}: there is no rationale to learn from",
+                f"no {' and no '.join(missing)}: the row has no rationale to learn from",
             )
         kind = task.extra["chart_type"]
         table = json.dumps(task.extra["table"])

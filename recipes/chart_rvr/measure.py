@@ -231,7 +231,7 @@ class BlindChart:
         reward: Annotated[Component, Role("reward source", ("score",))]
         """The run's reward, which pays the constant completion too.
 
-        Write the same as in ``reward.source``.
+        Copy it from ``reward.source``.
         """
         fewest: int = Field(8, ge=1)
         """Training rows that a question needs for a separate completion.
@@ -276,7 +276,7 @@ class BlindChart:
     def _best_completion(self, rows: Sequence[Task]) -> str:
         """The candidate with the highest mean reward over the rows; the first of equal ones."""
         texts = list(dict.fromkeys([_answer(_usual(rows)), *map(_answer, rows)]))
-        # All rows of a text, then those of the next: one call shares the embedder's batches.
+        # All rows of a text, then all of the next: one call shares the embedder's batches.
         scores = self._scores(list(product(texts, rows)))
         means = {}
         for i, text in enumerate(texts):

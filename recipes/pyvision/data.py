@@ -126,8 +126,8 @@ def _asked(
 ) -> tuple[Message, ...]:
     """The messages that the original makes of a row.
 
-    They are those of PyVision-RL's ``rl_dataset.py`` and ``rl_dataset_wo_mm_hint.py``, and of
-    DeepEyes' evaluation.
+    They follow PyVision-RL's ``rl_dataset.py`` and ``rl_dataset_wo_mm_hint.py``, and DeepEyes'
+    evaluation.
     """
     question = str(field(row, "question", where))
     if name == "deepeyes":

@@ -30,8 +30,7 @@ class DeepEyesReward:
     For mathematics it is ``1.2 accuracy + 0.4 format``. ``format`` is -1 when tags are not in
     pairs, or the answer has 1,000 characters, else 0; ``tool`` is 1 when the answer is right and a
     tool showed an image. Components: ``accuracy``, ``format``, ``tool``, ``looked`` (an image was
-    shown) and ``calls``. Flags: ``ill_formed``, ``unparsable``, and those of the
-    verifier.
+    shown) and ``calls``. Flags: ``ill_formed``, ``unparsable``, and the flags of the verifier.
     """
 
     class Settings(SettingsModel):

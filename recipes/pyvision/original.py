@@ -1,6 +1,6 @@
 """The parsers of PyVision-RL and DeepEyes, mistakes included, for the ``original`` variants.
 
-They are those of agents-x-project/PyVision-RL at 62ca599 and Visual-Agent/DeepEyes at 6c5e796. Each
+They come from agents-x-project/PyVision-RL at 62ca599 and Visual-Agent/DeepEyes at 6c5e796. Each
 search is linear in the text.
 """
 
@@ -45,10 +45,10 @@ BENCHMARKS = {
 }
 """Categories in V*'s and HR-Bench's own files -> the data source that its rows of them have.
 
-4K and 8K are judged alike.
+4K and 8K are judged in the same way.
 """
 BROKEN = frozenset({"geoguessr", "thinklite_eureka", "xince"})
-"""Data sources whose functions refer to names that are not there."""
+"""Data sources whose functions refer to names that do not exist."""
 FORBIDDEN = (r"input\(", r"os\.system\(", r"subprocess\(")
 """Expressions of code that its interpreter refuses to run
 (``PythonInterpreter.Settings.forbidden``).
@@ -139,9 +139,9 @@ class DeepEyes:
 
 
 def deepeyes(response: str) -> DeepEyes:
-    """The last answer; the whole text where there is no tag.
+    """The last answer; the whole text where it has no tag.
 
-    From ``LONG_ANSWER_CHARACTERS`` on it is wrong and ill-formed.
+    An answer of ``LONG_ANSWER_CHARACTERS`` or more is wrong and ill-formed.
     """
     answer = response.rpartition("<answer>")[2].partition("</answer>")[0].strip()
     after_thought = response.rpartition("</think>")[2]

@@ -28,8 +28,8 @@ class PyVisionReward:
     ``calls``: turns whose code ran, in ``corrected`` without an error; ``original`` also counts
     code that raised or took too long. For a saved completion without turns it is the environment's
     count. Components: ``accuracy``, ``calls``, ``right``, and ``format`` (1 when the answer is in
-    its box). Flags: ``unparsable``, ``too_long``, ``undecided`` (no rule decides, and there is no
-    judge), ``no_number``; in the original ``raised`` with the name of its error, and
+    its box). Flags: ``unparsable``, ``too_long``, ``undecided`` (no rule decides, and no judge is
+    set), ``no_number``; in the original ``raised`` with the name of its error, and
     ``judge_failed``.
     """
 
@@ -53,7 +53,7 @@ class PyVisionReward:
         The original's 0.1; 0 pays for answers alone.
         """
         right_from: float = Field(0.5, ge=0, le=1)
-        """An accuracy from here on counts as right, where a judge gives shares."""
+        """The least accuracy that counts as right, where a judge gives shares."""
         verifiers: dict[str, Kind] = dict(SOURCES)
         """The rule of a data source, by its name or a pattern with ``*``.
 

@@ -106,7 +106,7 @@ class VisualToolBoxV2:
         return left, top, right, bottom
 
     def evaluate(self) -> None:
-        """There is no result."""
+        """Return None: the tools have no result."""
 
     def close(self) -> None:
         """Nothing is held."""

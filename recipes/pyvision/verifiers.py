@@ -28,7 +28,7 @@ Kind = Literal["mra", "option", "math", "rules", "judge"]
 SOURCES: Mapping[str, Kind] = {"vsi_numerical": "mra", "*_rule_verifiable": "mra"}
 """The rules of PyVision-RL's router; a judge decides every other source."""
 Judged = Outcome
-"""``Scored`` with the accuracy as its value, or the reason why there is none."""
+"""``Scored`` with the accuracy as its value, or the reason for its absence."""
 WRONG = Scored(0.0)
 RIGHT = Scored(1.0)
 UNDECIDED = Scored(0.0, flags=("undecided",))
@@ -208,7 +208,7 @@ class OptionReward:
     """
 
     class Settings(SettingsModel):
-        """Who decides where no option is found."""
+        """Decides where no option is found."""
 
         judge: Annotated[Component, Role("reward source", ("score",))] | None = None
         """The judge of answers that name no option, as in the papers' evaluations.

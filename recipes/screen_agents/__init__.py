@@ -1,1 +1,1 @@
-"""Runs of the screen agents that were published in 2026, each beside its published values."""
+"""Runs of the screen agents that were published in 2026, each with its published values."""

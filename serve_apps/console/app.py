@@ -90,7 +90,7 @@ class Pages:
         return Response(html.encode(errors="replace"), status, media_type="text/html")
 
     def refusal(self, request: Request, error: Exception) -> Response:
-        """The page that says why there is none."""
+        """The page that explains the refusal."""
         if isinstance(error, HTTPException):
             return self.html(request, "refused", {"why": error.detail}, error.status_code)
         status = 404 if isinstance(error, Absent) else 400
@@ -153,7 +153,7 @@ def web(folder: RunFolder, token: str) -> FastAPI:
     @app.get("/file/{name}")
     def file(name: str) -> Response:
         if name not in _FILE_TYPES:
-            raise Absent(f"there is no file {name}")
+            raise Absent(f"the file {name} does not exist")
         text = pages.environment.get_template(name).render()
         return Response(text, media_type=_FILE_TYPES[name])
 

@@ -58,7 +58,7 @@ async def _client_metrics(port: int) -> str:
 
 
 def calibrated(file: Path) -> Record:
-    """The report of ``judge calibrate`` in a file; empty when there is none that can be read."""
+    """The report of ``judge calibrate`` in a file; empty when it cannot be read."""
     with suppress(OSError, ValueError, TypeError):
         return dict(json.loads(file.read_text(encoding="utf-8")))
     return {}

@@ -1,6 +1,6 @@
 """The judge's address for runs in its own Ray cluster.
 
-A named actor has it, which lives as long as ``judge serve``.
+A named actor has it, and ends with ``judge serve``.
 """
 
 from typing import Any

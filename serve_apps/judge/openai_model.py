@@ -191,8 +191,8 @@ class OpenAIModel(CompletionModel):
 def correct_probability(tokens: Sequence[Mapping[str, Any]]) -> float | None:
     """P(correct) / (P(correct) + P(incorrect)) at the first token of the verdict's value.
 
-    None when neither word is there. ``tokens`` are OpenAI's ``logprobs.content``. A token counts
-    for the word that it begins.
+    None when neither word occurs. ``tokens`` are OpenAI's ``logprobs.content``. A token counts for
+    the word that it begins.
     """
     text = "".join(token["token"] for token in tokens)
     key = _VERDICT_KEY.search(text)

@@ -150,7 +150,7 @@ def test_a_healthy_machine_has_no_error_and_every_check_says_something(tmp_path:
     assert all(
         bool(row["remedy"]) == (row["level"] != "ok") for rows in found.values() for row in rows
     )
-    assert "packages as in the tested set" in found["packages"][0]["found"]
+    assert "packages have the tested versions" in found["packages"][0]["found"]
 
 
 def test_the_port_that_must_be_free_is_taken_and_its_owner_is_named() -> None:

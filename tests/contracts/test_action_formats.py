@@ -150,7 +150,7 @@ def test_wrong_values_of_json_are_said(family: str) -> None:
     name = next(iter(arguments)) if language(family).name_keys else ""
     if name:
         assert_refused(
-            family, one(family, json.dumps({**arguments, name: "fly"})), "no action 'fly'"
+            family, one(family, json.dumps({**arguments, name: "fly"})), "unknown action 'fly'"
         )
         assert_refused(family, one(family, json.dumps({**arguments, name: 5})))
     place = next(key for key, value in arguments.items() if value in (10, [10, 20]))

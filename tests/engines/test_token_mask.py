@@ -188,7 +188,7 @@ def test_kept_tokens_stay_with_the_segments_of_a_trajectory(tiny_text: Path) -> 
         (TokenMask.of([[4]]), r"7/0: .* returned 1 sets of kept tokens for 2 sampled tokens"),
         (
             TokenMask.of([[8, 4], [6, 9]]),
-            r"7/0: .* sampled token 5 at position 1 of its turn is none of the kept tokens",
+            r"7/0: .* sampled token 5 at position 1 of its turn is not one of the kept tokens",
         ),
     ],
 )

@@ -89,7 +89,7 @@ def test_a_checkpoint_of_a_run_with_a_revision_is_measured(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["tarin", "mine.yaml"], "there is no command 'tarin'; did you mean `train`?"),
+        (["tarin", "mine.yaml"], "unknown command 'tarin'; did you mean `train`?"),
         (["train", "mine.yml"], "did you mean `mine.yaml`?"),
         (["env", "list", "miniwbo"], "did you mean `miniwob`?"),
         (["env", "play", "scripted:three-turn"], "did you mean `three-turns`?"),

@@ -1,5 +1,5 @@
 """``python -m tools.pages.idle`` prints docs/idle_settings.md: the menu of losses,
-corrections, terms, replay and filters, and beside which other settings each of its entries does
+corrections, terms, replay and filters, and the other settings with which each of its entries does
 nothing. A test computes the gradients of each cell.
 """
 
@@ -17,7 +17,7 @@ from rayloop.grpo.settings import AlgorithmSettings, UpdateSettings
 HEADER = """# Settings that do nothing
 
 Made by `python -m tools.pages.idle`; do not edit. A run says before it starts which settings
-of its algorithm do nothing beside its others, with the reason, as events `warning`; so do `doctor
+of its algorithm do nothing next to its others, with the reason, as events `warning`; so do `doctor
 CONFIG` and, below the YAML, `train CONFIG --print-config`. A test computes the gradients of each
 cell.
 
@@ -40,7 +40,7 @@ SITUATIONS: dict[str, tuple[Changes, Situation]] = {
     "`refresh_every: 1`, one update": ({}, Situation(refresh_every=1)),
     "`distill`": ({"algorithm.advantage": {"kind": "distill"}, "loss.kl_coef": 1.0}, Situation()),
 }
-"""What a run is like beside the entry: its other settings, and what else decides."""
+"""The rest of a run, next to the entry: its other settings, and what else decides."""
 
 MASK = {"action": "mask", "low": 0.5, "high": 1.5}
 ENTRIES: dict[str, Changes] = {

@@ -259,7 +259,7 @@ def _calls(text: str, offered: Collection[str]) -> list[ToolCall]:
     for body in call_bodies:
         name, arguments = called(body)
         if name not in offered:
-            raise ValueError(f"there is no tool {name!r}")
+            raise ValueError(f"unknown tool {name!r}")
         arguments_text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         function = CalledFunction(name=name, arguments=arguments_text)
         calls.append(ToolCall(id=f"call_{secrets.token_hex(8)}", function=function))

@@ -87,8 +87,8 @@ class Histories:
     ) -> Conversation:
         """The conversation to answer.
 
-        Raises DataFailure for messages that cannot be rendered, and for messages that are not
-        those of ``continues``.
+        Raises DataFailure for messages that cannot be rendered, and for messages that differ from
+        the messages before the answer ``continues``.
         """
         keys = _keys(messages, tools)
         if messages[-1].role == "assistant":
@@ -143,7 +143,7 @@ class Histories:
             )
         if conversation.key != key:
             raise DataFailure(
-                "continues", f"the messages up to the last answer are not those of {name}"
+                "continues", f"the messages up to the last answer are not the ones before {name}"
             )
         return conversation
 

@@ -125,7 +125,7 @@ def _add_traces(app: FastAPI, find: Callable[[Request], AnswersChats]) -> None:
 
 def _unknown_model(name: str, run_model: str) -> Response:
     return problem(
-        404, "model_not_found", f"there is no model {name[:64]!r} here; the run's is {run_model!r}"
+        404, "model_not_found", f"unknown model {name[:64]!r}; the run's is {run_model!r}"
     )
 
 

@@ -129,7 +129,7 @@ def _no_row(source: Path, failures: Sequence[DataFailure], where: str = "") -> C
 def _rows(how: ColumnMap, source: Path, split: str, where: str) -> Iterator[Row | DataFailure]:
     """Our rows, each with ``@folder`` and ``@suffix`` of its file.
 
-    ``where`` is as in ``PrepareOptions``.
+    ``where``: see ``PrepareOptions``.
     """
     column, _, value = where.partition("=")
     for entry in entries(how, source, split):

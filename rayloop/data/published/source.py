@@ -135,7 +135,7 @@ def mapped(how: ColumnMap, row: Mapping[str, Any]) -> dict[str, Any]:
             result[column] = labels.get(str(value), value)
             if column in how.closed and result[column] not in labels.values():
                 words = ", ".join(dict.fromkeys(map(str, (*labels, *labels.values()))))
-                raise DataFailure(place, f"{column} {value!r:.100} is none of {words}")
+                raise DataFailure(place, f"{column} {value!r:.100} is not one of {words}")
         elif column in how.columns:
             names = " or ".join((source,) if isinstance(source, str) else source)
             present = ", ".join(name for name in list(row)[:20] if not name.startswith("@"))
@@ -164,7 +164,7 @@ def _column_or_text(row: Mapping[str, Any], where: str) -> Any:
 
 
 def value_at(row: Any, path: str) -> Any:
-    """The value at ``a`` or ``a.b``; None where there is none.
+    """The value at ``a`` or ``a.b``; None where it is missing.
 
     The path may also be the name of a column, dots included.
     """
@@ -305,7 +305,7 @@ def _rows_of_object(value: Mapping[str, Any]) -> list[Any]:
 
 
 def fractions(box: Any, kind: Boxes, width: int, height: int, where: str) -> list[float]:
-    """Corners [x1, y1, x2, y2] as fractions of the image; ``kind`` as in ``ColumnMap.boxes``.
+    """Corners [x1, y1, x2, y2] as fractions of the image; ``kind``: see ``ColumnMap.boxes``.
 
     Raises DataFailure for a box that is not within the image.
     """

@@ -68,7 +68,7 @@ def sizes(count: int, make: Mapping[str, NewSplit]) -> dict[str, int]:
 
 
 def in_order(count: int, wanted: Mapping[str, int]) -> list[str | None]:
-    """The split of each row: the first ``wanted[split]`` rows, then those of the next split.
+    """The split of each row: the first ``wanted[split]`` rows, then the next split's.
 
     None stands for a row that no split takes.
     """

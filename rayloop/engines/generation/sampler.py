@@ -59,7 +59,7 @@ class Sampler:
 
         They are tokens [B] int64, their log-probs [B] float32, which are end tokens [B] bool, and
         the kept tokens [B, k] int64, -1 where fewer are (k = 0 without ``top_p`` and ``top_k``).
-        ``logits`` [B, V] are those of the position. Greedy sequences take the most likely token.
+        ``logits`` [B, V] belong to the position. Greedy sequences take the most likely token.
         Logits that are NaN give log-probs that are NaN, which the rollout actor refuses.
         """
         mask = self._banned

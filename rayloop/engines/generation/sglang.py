@@ -283,7 +283,7 @@ def sent(image: PromptImage, patch: int) -> bytes:
 
 
 def arguments(model: ModelSettings, settings: SglangEngineSettings) -> dict[str, Any]:
-    """Return the keyword arguments of ``sglang.Engine``; those of ``extra`` win."""
+    """Return the keyword arguments of ``sglang.Engine``; ``extra`` overrides the others."""
     pixels = {"min_pixels": model.min_pixels, "max_pixels": model.max_pixels}
     defaults: dict[str, Any] = {
         "model_path": model.path,
@@ -301,8 +301,8 @@ def arguments(model: ModelSettings, settings: SglangEngineSettings) -> dict[str,
 def parameters(prompt: TokenPrompt, sampling: Sampling) -> dict[str, Any]:
     """Return SGLang's sampling parameters.
 
-    Its log-probs are those of the masked logits divided by the temperature. Not ``ignore_eos``, as
-    for vLLM: SGLang then ignores ``stop_token_ids``, too.
+    Its log-probs are computed from the masked logits divided by the temperature. Not
+    ``ignore_eos``, as for vLLM: SGLang then ignores ``stop_token_ids``, too.
     """
     return {
         "temperature": sampling.temperature,

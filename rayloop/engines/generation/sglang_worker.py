@@ -29,7 +29,7 @@ def take(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     [(_, packed)] = named_tensors
     version, broadcast, folder = pickle.loads(packed.cpu().numpy().tobytes())
     settings, meeting = pickle.loads(broadcast)
-    # The group lives as long as the process, so that later syncs need not meet again.
+    # The group ends with the process, so that later syncs need not meet again.
     if not _RECEIVERS:
         _RECEIVERS.append(BroadcastReceiver(settings))
     weights = _RECEIVERS[0].stream(version, meeting)

@@ -217,8 +217,8 @@ class VllmEngine:
     async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         """Give the tensors to the workers, which verify them.
 
-        Raises WeightSyncError. ``tensors`` [name] are whole and on any device, or those of the
-        adapters alone; they are converted to the engine's dtype.
+        Raises WeightSyncError. ``tensors`` [name] are all of the model's, on any device, or only
+        the adapters'; they are converted to the engine's dtype.
         """
         async with self._changing(manifest.version):
             # Gigabytes are copied in a thread, since health checks must be answered during it.
@@ -307,7 +307,7 @@ def _arguments(
 ) -> dict[str, Any]:
     """Return arguments of ``AsyncEngineArgs``.
 
-    Log-probs are those of the distribution sampled from: masked, and divided by the temperature.
+    Log-probs come from the distribution that is sampled: masked, and divided by the temperature.
     """
     arguments = common_arguments(model.path, settings) | {
         "logprobs_mode": "processed_logprobs",
@@ -358,7 +358,7 @@ def _parameters(prompt: TokenPrompt, sampling: Sampling, vocabulary: int, masks:
         include_stop_str_in_output=True,
         stop_token_ids=list(sampling.end_tokens),
         # The tokenizer's end token counts only where
-        # ``end_tokens`` names it, as in the trainer's mask.
+        # ``end_tokens`` names it, and so does the trainer's mask.
         ignore_eos=True,
         # Text is needed for stop strings alone; detokenising costs the event loop time.
         detokenize=bool(sampling.stop),
@@ -373,7 +373,7 @@ def _parameters(prompt: TokenPrompt, sampling: Sampling, vocabulary: int, masks:
 def _completion(output: Any, sampling: Sampling, version: Version) -> Completion:
     """Return the turn from vLLM's output.
 
-    At each position vLLM's log-probs are those of the sampled token and of the likeliest ones, -inf
+    At each position vLLM returns log-probs of the sampled token and of the likeliest ones, -inf
     where ``top_p`` or ``top_k`` removed them: the others are the kept tokens, unless it returns
     these as a sampling mask. Raises InfrastructureFailure when more may be kept than came back.
     """

@@ -140,7 +140,7 @@ def _parameters(body: Mapping[str, Any], room: int) -> Any:
             structure = StructuredOutputsParams(json=_schema(form))
         case kind:
             raise RequestRefused(
-                f"response_format: {kind!r} is none of text, json_object, json_schema"
+                f"response_format: {kind!r} is not one of text, json_object, json_schema"
             )
     return SamplingParams(
         temperature=body.get("temperature", 1.0),

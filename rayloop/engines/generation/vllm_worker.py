@@ -63,7 +63,7 @@ class VllmWorker:
     def take_weights(self, path: str, packed: bytes, rank: int = 0, alpha: float = 0.0) -> bytes:
         """Verify and load the tensors that ``written`` put into the file.
 
-        With a ``rank`` they are those of adapters. Returns the pickled fault, or nothing. The old
+        With a ``rank`` they belong to adapters. Returns the pickled fault, or nothing. The old
         weights stay when verifying finds a fault.
         """
         manifest: Manifest = pickle.loads(packed)

@@ -190,7 +190,7 @@ def image_limits(settings: ModelSettings, config: PreTrainedConfig) -> dict[str,
 def in_both_spellings(limits: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``image_limits`` with the two numbers also outside ``size``.
 
-    A folder may have them there, as those of Qwen-VL, and they then count.
+    A folder may have them there, as Qwen-VL's folders do, and they then count.
     """
     size = limits.get("size")
     if not size:
@@ -200,7 +200,7 @@ def in_both_spellings(limits: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Vision:
-    """Turns encoded images into the model's patches, alike in engine and trainer.
+    """Turns encoded images into the model's patches, the same in engine and trainer.
 
     Decoded images are cached by content.
     """
@@ -296,7 +296,7 @@ def load_vision(settings: ModelSettings, config: PreTrainedConfig) -> Vision | N
 def image_features(model: PreTrainedModel, pixels: Tensor, grids: Tensor) -> Sequence[Tensor]:
     """Return the features [tokens, hidden] of each image. Only for a ``pooled`` family.
 
-    ``pixels`` are those of all images in a row, ``grids`` [n, 3] int64 is on the CPU.
+    ``pixels`` has the pixels of all images in a row, ``grids`` [n, 3] int64 is on the CPU.
     """
     if family(model.config.model_type).images == "tiles":
         pooled: Tensor = model.get_image_features(pixels, return_dict=True).pooler_output
@@ -390,7 +390,8 @@ def collapsed(prompt: TokenPrompt, image_token: int | None, *, around: bool = Fa
             "prompt", f"{len(places)} image tokens, but its {len(counts)} images need {sum(counts)}"
         )
     ends = np.cumsum([0, *counts])
-    # The first token of each image stays; the engine expands it again to as many as its grid needs.
+    # The first token of each image stays; the engine expands it again to the number that its grid
+    # needs.
     dropped: list[npt.NDArray[np.int64]] = [np.delete(places, ends[:-1])]
     if around and counts:
         dropped += [places[ends[:-1]] - 1, places[ends[1:] - 1] + 1]

@@ -107,8 +107,8 @@ def completed(
 def _to_score(samples: Sequence[TrainSample], loss: LossSettings) -> list[TrainSample]:
     """Return the samples whose log-probs and entropies must be known before the update.
 
-    All for ``top_entropy_quantile``; those of trajectories with several sequences for a loss that
-    looks at whole trajectories.
+    All for ``top_entropy_quantile``; for a loss that looks at whole trajectories, the samples of
+    trajectories with several sequences.
     """
     if loss.top_entropy_quantile < 1:
         return list(samples)
@@ -147,7 +147,7 @@ def _constants(sample: TrainSample, scores: Scores) -> TokensElsewhere:
     return TokensElsewhere(
         logprobs=scores.logprobs,
         old_logprobs=old_logprobs,
-        # This is the rule of ``PolicyLoss``, which sees only the tokens of its own micro-batch.
+        # This is the rule of ``PolicyLoss``, which sees only the tokens of its micro-batch.
         rollout_logprobs=old_logprobs if sample.on_policy else sample.rollout_logprobs,
         advantage=sample.advantages,
         # ``pack`` fills in the trajectory's number, which is known once the row is put together.

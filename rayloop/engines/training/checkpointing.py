@@ -59,8 +59,8 @@ class TrainerCheckpoints:
         # The random state is read here, since training draws from it while the files are written.
         random_state = state.random_state()
         if self._group is None:
-            # In one group the writing thread's collectives would mix
-            # with those of training, in another order on each rank.
+            # In one group the collectives of the writing thread and of training would mix, in
+            # another order on each rank.
             timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
 

@@ -123,8 +123,8 @@ class FsdpEngine:
             trainable, self._optimizer, coefficients, rank, self._device
         )
 
-        # Ranks draw differently from here on: with one seed,
-        # dropout would leave out the same places on each.
+        # Each rank has a different seed: with the same seed, dropout would leave out the same
+        # places on each.
         torch.manual_seed(derive(seed, "trainer", rank))
         trainable_count = sum(p.numel() for p in trainable.values())
         parameter_count = sum(p.numel() for p in self._parameters.values())
@@ -299,7 +299,7 @@ class FsdpEngine:
             self._scorer.set_requires_all_reduce(last)
 
     def _discard(self) -> None:
-        """Drop the gradients of an update, also those that wait to be summed."""
+        """Drop the gradients of an update, including gradients that wait to be summed."""
         # FSDP holds gradients that wait outside of ``grad``, where zero_grad does not find them. A
         # pass with a loss of 0 makes it sum and release them.
         delays_sums = self._settings.replicas > 1 or self._settings.lora is not None

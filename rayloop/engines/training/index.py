@@ -111,9 +111,7 @@ def _checked(name: str, entry: TensorEntry) -> TensorEntry:
     the checkpoint.
     """
     if entry.dtype not in SIZES:
-        raise ValueError(
-            f"its index gives {name} the type {entry.dtype!r}, of which there are no tensors here"
-        )
+        raise ValueError(f"its index gives {name} the unknown type {entry.dtype!r}")
     for piece in entry.pieces:
         size = math.prod(piece.shape) * SIZES[entry.dtype]
         has_size = piece.crc32 is None or piece.bytes == size

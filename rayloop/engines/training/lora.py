@@ -58,7 +58,7 @@ def add_adapters(
     """Freeze the model and put adapters on its linear layers named in ``targets``, in place.
 
     Layers of the vision tower, some of which have the same names, get adapters only with
-    ``vision``. Raises ConfigError when there is no layer to adapt.
+    ``vision``. Raises ConfigError when no layer can be adapted.
     """
     from peft import LoraConfig, inject_adapter_in_model
 

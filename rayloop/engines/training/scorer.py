@@ -28,7 +28,7 @@ from rayloop.transports.manifest import DTYPES
 
 
 class Scores(NamedTuple):
-    """Output of ``Scorer``: a tuple, in which FSDP finds the tensors as in any pytree."""
+    """Output of ``Scorer``: a tuple, since FSDP finds the tensors in any pytree."""
 
     logprobs: Tensor
     """[N] float32."""

@@ -26,7 +26,7 @@ PREDICTED = ("targets", "temperature", "ban_end", "token_mask")
 
 @dataclasses.dataclass(frozen=True)
 class SequenceGroup:
-    """The ``size`` ranks that share rows; ``rank`` is this one's place among them."""
+    """The ``size`` ranks that share rows; ``rank`` is this rank's index in the group."""
 
     group: dist.ProcessGroup
     rank: int

@@ -1,6 +1,6 @@
 """A trainer's checkpoint: sharded tensors with a JSON index (``index``), and random states.
 
-Each rank has a file of random states. There are no pickles. The number of ranks may differ between
+Each rank has a file of random states. No file is a pickle. The number of ranks may differ between
 save and load: torch.distributed.checkpoint plans which rank writes and reads which pieces, and this
 module writes and reads them. A save during training has a separate process group, and writes a copy
 in host memory (``copied``).
@@ -308,7 +308,7 @@ class _Reader(_AnyFolder, StorageReader):
         if (len(data), Checksum().then(data).crc32) != (piece.bytes, piece.crc32):
             raise Damaged(
                 piece.file,
-                f"the {piece.bytes:,} bytes at {piece.offset:,} are not those that were written",
+                f"the {piece.bytes:,} bytes at {piece.offset:,} differ from what was written",
             )
         # frombuffer refuses an empty buffer, and warns of one that cannot be written.
         if not data:

@@ -27,7 +27,7 @@ class GymSettings(SettingsModel):
     options: dict[str, Any] = {}
     """Further arguments of ``gymnasium.make``."""
     image: Literal["observation", "render", "none"] = "observation"
-    """What is shown: observation, render or none.
+    """The image that is shown: observation, render or none.
 
     They are the observation, when it is a picture [H, W, 3], what ``render`` draws, and nothing,
     for ``describe``.

@@ -88,7 +88,7 @@ def needs(package: str, extra: str = "") -> None:
 
 
 def function(use: str) -> Callable[..., Any]:
-    """Return the function ``module:name``. Raises ValueError when there is none."""
+    """Return the function ``module:name``. Raises ValueError when it does not exist."""
     module, _, name = use.partition(":")
     try:
         value = getattr(importlib.import_module(module), name)

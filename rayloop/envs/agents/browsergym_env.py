@@ -30,9 +30,9 @@ def play(
 
     Further columns: ``actions``, subsets of BrowserGym's actions (``bid`` and ``coord`` upload
     files, ``nav`` opens any address); ``see``: screenshot, axtree or both; ``steps``, after which
-    it ends; ``success_at``, the page's reward from which on a task of MiniWoB++ is solved (None:
-    any above 0, as BrowserGym pays, a wrong card of find-greatest too). Returns the sum of the
-    rewards. Raises RuntimeError for a page that hangs after an action, ConnectionError for a
+    it ends; ``success_at``, the least reward of the page with which a task of MiniWoB++ is solved
+    (None: any above 0, as BrowserGym pays, a wrong card of find-greatest too). Returns the sum of
+    the rewards. Raises RuntimeError for a page that hangs after an action, ConnectionError for a
     browser that has ended, and what Playwright raises for a page that does not load.
     """
     import openai
@@ -40,7 +40,7 @@ def play(
     from playwright.sync_api import Error, TimeoutError
 
     action_set = HighLevelActionSet(actions, multiaction=False)
-    # It waits for as long as the policy says.
+    # It waits for a time that the policy chooses.
     del action_set.action_set["noop"]
     client = openai.OpenAI()
     history = list(messages)

@@ -88,7 +88,7 @@ def _post(rewards: Mapping[str, float], base_url: str, reward_key: str) -> None:
 
 
 def _answers_by_trace() -> Mapping[str, list[str]]:
-    """Return the names of the answers that each trace gets from now on, by the trace's id."""
+    """Return a dictionary that the next traces fill: trace id -> the names of its answers."""
     from verifiers.v1.graph import PendingTurn
 
     answers = defaultdict[str, list[str]](list)

@@ -32,7 +32,7 @@ Place = Point | Mark
 class Click:
     """``times`` clicks of a button, at a place or where the pointer is.
 
-    ``keys`` are down meanwhile, here and in other actions.
+    ``keys`` are held down during the clicks, and likewise in other actions.
     """
 
     at: Place | None = None
@@ -51,7 +51,7 @@ class Hover:
 
 @dataclass(frozen=True)
 class LongPress:
-    """A finger that stays down, on a touch screen; ``seconds`` None: as long as is usual."""
+    """A finger that stays down, on a touch screen; ``seconds`` None: the usual time."""
 
     at: Place
     seconds: float | None = None
@@ -74,7 +74,7 @@ class Drag:
 class Swipe:
     """A finger goes from ``start`` to ``end``, or ``amount`` of the screen in a direction.
 
-    What is below comes into view when it goes up.
+    A finger that goes up shows what is below.
     """
 
     start: Point | None = None
@@ -87,7 +87,7 @@ class Swipe:
 class Scroll:
     """The wheel turns at ``at``, or where the pointer is when that is None.
 
-    ``amount`` None: as far as is usual. ``fraction`` is of the screen's height.
+    ``amount`` None: the usual distance. ``fraction`` is of the screen's height.
     """
 
     direction: Direction
@@ -171,7 +171,7 @@ class OpenUrl:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer for the user, after which the episode goes on."""
+    """An answer for the user, after which the episode continues."""
 
     text: str
 

@@ -98,7 +98,8 @@ def parsed(text: str, screen: ScreenSize = ARPO) -> list[Parsed]:
     _, mark, actions = text.rpartition("Action:")
     if not mark:
         raise Broken("AssertionError")
-    # All calls are read before the inputs of the first: the first error decides, as in ARPO.
+    # All calls are read before the inputs of the first: the first error decides, which is ARPO's
+    # rule.
     names_and_arguments = [
         _call(repaired(action).replace("\n", "\\n").lstrip()) for action in actions.split("\n\n")
     ]

@@ -47,9 +47,9 @@ _OPPOSITE: dict[Direction, Direction] = {
 
 
 def notches(scroll: Scroll, width: int, height: int) -> float | None:
-    """Return how far the wheel turns on a screen of so many pixels, at least one notch.
+    """Return how many notches the wheel turns on a screen of this size in pixels, at least 1.
 
-    None: as far as is usual.
+    None: the usual distance.
     """
     if scroll.amount is None:
         return None
@@ -65,8 +65,8 @@ class BasicActions:
 
     ``columns`` and ``rows`` are the size of the screen in the unit of the points. The results are
     Click, Hover and Drag with places, LongPress, Scroll, MouseButton, Hotkey, HoldKey, Type,
-    SelectOption, Sleep and what only some screens have; keys that are down meanwhile are actions.
-    On a ``touch`` screen a Swipe with both ends takes the place of Scroll.
+    SelectOption, Sleep and what only some screens have; keys that are held down are separate
+    actions. On a ``touch`` screen a Swipe with both ends takes the place of Scroll.
     """
 
     columns: float

@@ -83,7 +83,7 @@ def key(written: str) -> str | None:
 def keys(written: str) -> tuple[str, ...] | None:
     """Return the keys of ``ctrl c``, ``ctrl+c`` or ``ctrl +``.
 
-    None when one is unknown or there is none.
+    None when one is unknown or the text has no key.
     """
     names: list[str] = []
     for word in written.split():
@@ -113,7 +113,7 @@ class CallSignature:
     make: Callable[..., Action | tuple[Action, ...]]
 
     def argument(self, name: str) -> Argument | None:
-        """Return the argument of that name; None when there is none."""
+        """Return the argument of that name; None when the call has no such argument."""
         return next((argument for argument in self.arguments if name in argument.names), None)
 
 

@@ -27,7 +27,7 @@ class OriginalSpeaks(SettingsModel):
         values = self.__dict__
         if values["variant"] == "original" and values["language"] != ANY_MODEL:
             raise ValueError(
-                f"variant: original reads turns by ARPO's rules, which are those of {ANY_MODEL}."
+                f"variant: original reads turns by ARPO's rules, and these belong to {ANY_MODEL}."
                 f" Set environment.language to {ANY_MODEL}, or variant to corrected"
             )
         return self
@@ -35,7 +35,7 @@ class OriginalSpeaks(SettingsModel):
 
 @dataclass(frozen=True)
 class Model:
-    """A model as far as it decides a language.
+    """The properties of a model that decide its language.
 
     ``path``: its folder or its name on the Hub; ``described``: its config.json.
     """
@@ -98,7 +98,7 @@ def chosen(choice: LanguageChoice, model: Model, key: str) -> LanguageChoice:
     language = action_format(choice)
     if choice in (own, ANY_MODEL) or not language.models or not own:
         return choice
-    # A model with the name of its family may be taught the language of one that builds on it.
+    # A base model may be trained on the language of a model that builds on it.
     is_base = any(entry.default for entry in action_format(own).models)
     if language.of_models(model.type) is not None and (is_base or not is_named):
         return choice

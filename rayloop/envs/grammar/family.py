@@ -44,7 +44,7 @@ class ScreenPrompt(SettingsModel):
     """
 
     system: str = ""
-    """The system message; empty: there is none."""
+    """The system message; empty: no system message."""
     user: str = INSTRUCTION
     image_first: bool = False
     """Whether the screen comes before the text."""

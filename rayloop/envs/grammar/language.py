@@ -42,7 +42,7 @@ class ActionFormat(Protocol):
     """How a policy writes its turns."""
 
     def read(self, text: str, screen: Extent) -> Actions | Mistake:
-        """Return the turn that a text is, with points as written; else where and why it is none.
+        """Return the turn in a text, with points as written, or where and why it is not a turn.
 
         Never raises, and takes time in proportion to the text.
         """
@@ -179,7 +179,8 @@ class Language(TurnParts):
             names = list(dict.fromkeys(rule.call for rule in rules_of_function))
             shown = ", ".join(names[:MAX_LISTED_NAMES])
             raise Stop(
-                f"there is no action {name[:QUOTED_CHARACTERS]!r}; there are {shown}", call.position
+                f"unknown action {name[:QUOTED_CHARACTERS]!r}; the actions are {shown}",
+                call.position,
             )
         return self._by_rule(candidates, call, arguments, screen)
 

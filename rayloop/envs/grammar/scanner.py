@@ -38,7 +38,7 @@ _DIGITS = frozenset("0123456789")
 
 
 def read(text: str) -> Actions | Mistake:
-    """Return the turn that the text is, with points as written; else where and why it is none."""
+    """Return the turn in the text, with points as written, or where and why it is not a turn."""
     start = _mark(text)
     if start is None:
         return Mistake(f"no line begins with '{MARK}'", len(text), "")
@@ -99,7 +99,7 @@ class _Scanner:
         if function is None:
             reason = "an action was expected"
             if name:
-                reason = f"there is no action {name[:QUOTED_CHARACTERS]!r}"
+                reason = f"unknown action {name[:QUOTED_CHARACTERS]!r}"
             raise _Stop(reason, start)
         self._expect("(", f"behind {name}")
         values: dict[str, Any] = {}

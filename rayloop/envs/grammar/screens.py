@@ -127,7 +127,7 @@ class ScreenSettings(OriginalSpeaks):
     Raise it for models that write longer plans.
     """
     variant: Literal["corrected", "original"] = "corrected"
-    """original: as in ARPO, for models that it trained.
+    """original: ARPO's rules, for models that it trained.
 
     Turns are read by its rules, mistakes included; one that cannot be read ends the episode; the
     first screen is a separate message.

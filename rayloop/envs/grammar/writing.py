@@ -68,7 +68,7 @@ class ActionWriter:
                 continue
             if not self._write(arguments, name, specification, value):
                 return None
-        # What is left over, the call does not say.
+        # The call cannot express the values that are left over.
         is_complete = all(value == defaults.get(name) for name, value in values.items())
         return WrittenCall(rule.call, arguments) if is_complete else None
 

@@ -139,7 +139,7 @@ class Contexts:
         ]
         if has_images and same_images:
             return context, observation
-        # An image would lie on both sides of the border, or the history shows the observation in
+        # An image would be on both sides of the border, or the history shows the observation in
         # another way: then all of it is context.
         return whole, Rendered(())
 

@@ -45,7 +45,7 @@ class Window:
     """
 
     class Settings(SettingsModel):
-        """What is shown. The defaults show everything."""
+        """Which parts of the past are shown. The defaults show everything."""
 
         last_images: int | None = Field(None, ge=1)
         """The environment's newest images that are shown; words stand for older ones.
@@ -58,14 +58,14 @@ class Window:
         Older answers become a list of text behind the first messages.
         """
         answers: str = ""
-        """How earlier answers are shown: ``{action}``, ``{summary}``, ``{number}`` (from 1 on).
+        """How earlier answers are shown: ``{action}``, ``{summary}``, ``{number}`` (from 1).
 
         Empty: as they were sampled. ``{action}`` leaves out the thought.
         """
         heading: str = "Previous actions:"
         """The line above the list of older answers."""
         step: str = "Step {number}: {summary}"
-        """A line of that list: also ``{index}``, the number from 0 on."""
+        """A line of that list: also ``{index}``, the number from 0."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -182,7 +182,7 @@ def component(value: Any) -> Any:
     """
     if isinstance(value, str):
         if value not in SHORT:
-            raise ValueError(f"{value!r} is none of {', '.join(SHORT)}, {{last_images: n}}")
+            raise ValueError(f"{value!r} is not one of {', '.join(SHORT)}, {{last_images: n}}")
         return SHORT[value]
     if not isinstance(value, Mapping):
         return value

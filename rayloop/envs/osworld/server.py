@@ -64,7 +64,7 @@ class MachineServer:
     def do_step(self, action: str, pause: float) -> tuple[Header, list[bytes]]:
         """Carry out one action, and take a screenshot ``pause`` seconds after it.
 
-        There is none when the episode is done.
+        No screenshot is taken when the episode is done.
         """
         observation, _, done, _ = self._env.step(action, pause)
         return {"done": bool(done)}, [] if done else [_screenshot(observation)]

@@ -123,6 +123,6 @@ def _sum(values: Tensor) -> Tensor:
 
 
 def _max(values: Tensor) -> Tensor:
-    """The maximum of values >= 0, 0 when there are none."""
+    """The maximum of values >= 0, and 0 without values."""
     # max of an empty tensor raises, and a rank's micro-batch may be empty.
     return torch.cat([values.detach().double(), values.new_zeros(1, dtype=torch.float64)]).max()

@@ -51,9 +51,9 @@ class PerToken:
 class Denominator:
     """Loss tokens, trajectories (``sequences``) and groups (``prompts``) of an optimizer update.
 
-    They are those of one stream, over all ranks and micro-batches, whose weight in the stream is
-    not 0. They are counted before the backward pass. Trajectories with advantage 0 count although
-    they are skipped.
+    They belong to one stream, over all ranks and micro-batches, and have a weight other than 0 in
+    it. They are counted before the backward pass. Trajectories with advantage 0 count although they
+    are skipped.
     """
 
     tokens: float
@@ -198,7 +198,7 @@ def _metrics(
     surrogate: LossOutputs,
     lag: Tensor | None,
 ) -> LossMetrics:
-    """The metrics of a micro-batch's tokens alone, or those of elsewhere would count twice."""
+    """The metrics of a micro-batch's tokens only: tokens from elsewhere would count twice."""
     kl = None
     if inputs.ref_logprobs is not None:
         kl = k3(inputs.logprobs.detach(), inputs.ref_logprobs)
@@ -256,8 +256,8 @@ def token_weights(
 
     That loss is ``(weights * loss).sum()``, summed over all micro-batches and ranks.
     ``trajectory_ids`` [N] int64: the trajectory of each token. ``group_tokens`` [N]: the loss
-    tokens of each token's group in the update, for prompt-mean; ``trajectory_tokens`` [N]: those of
-    its trajectory, where that has several sequences. token-mean: DAPO (arXiv:2503.14476);
+    tokens of each token's group in the update, for prompt-mean; ``trajectory_tokens`` [N]: the loss
+    tokens of its trajectory, where that has several sequences. token-mean: DAPO (arXiv:2503.14476);
     seq-mean-token-mean: GRPO (arXiv:2402.03300); a number: Dr. GRPO (arXiv:2503.20783). Raises
     ValueError for an empty denominator.
     """

@@ -21,7 +21,7 @@ class KlTerm(SettingsModel):
     """``kl: {estimator, in, unbiased}``."""
 
     estimator: Estimator = "k3"
-    """As ``policy.loss.kl`` itself, where the two keys beside it are set too.
+    """The estimator of ``policy.loss.kl``, where one of the two keys below is set too.
 
     Why a key: RLHF's reward (``in: reward``) needs ``k1``, which has no gradient in the loss.
     """
@@ -48,7 +48,7 @@ class AdaptiveKl(SettingsModel):
     """
 
     start: PositiveFloat
-    """The coefficient of the first step; those that follow depend on ``target``.
+    """The coefficient of the first step; later ones depend on ``target``.
 
     Why a key: a task whose rewards are small against the KL begins lower, or nothing is learned
     before the coefficient has fallen.
@@ -163,12 +163,12 @@ class LossSettings(SettingsModel):
     aggregation: Aggregation = "token-mean"
     """How tokens are averaged.
 
-    token-mean: all tokens of an update alike, so long answers weigh more (DAPO); seq-mean-...: all
-    answers alike, their tokens summed or averaged; prompt-mean: all groups alike, their tokens
-    averaged. A number: the sum over all tokens is divided by it, so length has no influence (Dr.
-    GRPO, arXiv:2503.20783; verl's seq-mean-token-sum-norm), and the gradient grows with the
-    trajectories of an update. For TRL's mean set the length times the trajectories of a full
-    update.
+    token-mean: each token of an update has the same weight, so long answers weigh more (DAPO);
+    seq-mean-...: each answer has the same weight, its tokens summed or averaged; prompt-mean: each
+    group has the same weight, its tokens averaged. A number: the sum over all tokens is divided by
+    it, so length has no influence (Dr. GRPO, arXiv:2503.20783; verl's seq-mean-token-sum-norm), and
+    the gradient grows with the trajectories of an update. For TRL's mean set the length times the
+    trajectories of a full update.
     """
     kl_coef: float | AdaptiveKl = Field(0.0)
     """beta of the KL term against the reference.
@@ -190,7 +190,7 @@ class LossSettings(SettingsModel):
     ``{target: 0.2}`` adapts it.
     """
     top_entropy_quantile: float = Field(1.0, gt=0, le=1)
-    """Share of an update's tokens, those with the most entropy, that have a policy gradient.
+    """Share of an update's tokens that have a policy gradient, chosen by the highest entropy.
 
     Below 1 each update begins with one more forward pass, which finds the entropy from which tokens
     count. Why a key: arXiv:2506.01939 trains on the fifth of the tokens with the most entropy: 0.2.

@@ -104,7 +104,7 @@ class TokensElsewhere:
 
     @classmethod
     def joined(cls, parts: Sequence["TokensElsewhere"]) -> "TokensElsewhere | None":
-        """All tokens of ``parts``; None where there are no parts."""
+        """All tokens of ``parts``; None without parts."""
         if not parts:
             return None
         tensors: dict[str, Any] = {}

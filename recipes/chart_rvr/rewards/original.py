@@ -1,7 +1,7 @@
 """The seven rewards as published, mistakes included.
 
-They are those of sanchit97/chartrl at 83c4406, and of its fork potate4/chartrl at 4948fe6. Texts
-are cut with ``str.split``: the content of a missing tag is the whole text.
+They come from sanchit97/chartrl at 83c4406, and from its fork potate4/chartrl at 4948fe6. Texts are
+cut with ``str.split``: the content of a missing tag is the whole text.
 """
 
 import json
@@ -277,8 +277,8 @@ class Original(Variant):
     def process(self, sample: ChartSample) -> Process:
         """The texts to compare.
 
-        The flag ``process_raised``: there is no reasoning to split, and the original ends with an
-        error.
+        The flag ``process_raised``: the row has no reasoning to split, and the original ends with
+        an error.
         """
         if not isinstance(sample.reasoning, str):
             return Process((), ("process_raised",))

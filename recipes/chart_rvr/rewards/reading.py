@@ -72,8 +72,8 @@ def block(text: str, tag: str) -> tuple[str | None, bool]:
 def well_formed(text: str) -> bool:
     """Whether the text has exactly the form that the prompt asks for.
 
-    Each tag is there once and in order, outside of ``think`` and ``answer`` are only blanks,
-    nothing is empty, and steps follow the table.
+    Each tag occurs once and in order, outside of ``think`` and ``answer`` are only blanks, nothing
+    is empty, and steps follow the table.
     """
     marks = (
         "<think>",
@@ -238,7 +238,7 @@ class Paid:
 class Process:
     """The ``pairs`` of texts that the process reward embeds.
 
-    There are none when there is nothing to compare; ``flags`` give the reason.
+    Empty when nothing can be compared; ``flags`` give the reason.
     """
 
     pairs: Sequence[Pair] = ()

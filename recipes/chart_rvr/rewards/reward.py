@@ -122,7 +122,7 @@ class ChartReward:
         embedder: Annotated[Component | None, EMBEDDER] = None
         """Embeds texts for the process reward: ``{use: module:Class}`` with ``embed(texts)``.
 
-        There is none by default.
+        By default no embedder is set.
         """
         batch: int = Field(256, ge=1)
         """Most texts in one call of the embedder; lower it when the server runs out of memory."""

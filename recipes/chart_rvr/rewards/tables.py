@@ -107,7 +107,7 @@ def same_cell(said: str, true: str) -> bool:
 def same_number(said: Number, true: Number, tolerance: Fraction) -> bool:
     """A missing unit equals the other number's unit.
 
-    ``%`` beside a bare number may also be a share: 50 % is 0.5.
+    A percentage may also equal a bare number as a share: 50 % is 0.5.
     """
     if said.unit and true.unit and said.unit != true.unit:
         return False

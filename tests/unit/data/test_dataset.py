@@ -203,7 +203,11 @@ SHAPES = [
     ("a.jsonl", b"", "is empty; one JSON object per line is needed"),
     ("a.jsonl", b"\n \n", "is empty"),
     ("a.jsonl", b"[" + GOOD + b"]", "is a JSON array; name it .json"),
-    ("a.json", b"[\n" + GOOD + b",\n" + GOOD, "begins like a JSON array and is none: Expecting"),
+    (
+        "a.json",
+        b"[\n" + GOOD + b",\n" + GOOD,
+        "begins like a JSON array but is not valid: Expecting",
+    ),
     ("a.json", b"[]", "holds no rows"),
     ("a.json", b'{\n  "prompt": "hi"\n}', "holds JSON objects over several lines"),
     ("a.csv", b"prompt,answer\nhi,ho\n", "is a table; one JSON object per line is needed: pandas"),

@@ -403,7 +403,7 @@ def test_an_agent_has_no_key_of_the_run_and_its_own_opens_nothing_else(
     [
         (
             "client.chat.completions.create(model='gpt-4o', messages=row['messages'])",
-            "there is no model 'gpt-4o' here",
+            "unknown model 'gpt-4o'",
         ),
         (
             (
@@ -497,7 +497,7 @@ def test_an_agent_that_an_answer_broke_is_scored(agent: Played, body: str) -> No
         ),
         (
             "client.chat.completions.create(model='gpt-4o', messages=row['messages'])",
-            "there is no model 'gpt-4o' here",
+            "unknown model 'gpt-4o'",
         ),
         (
             (
@@ -817,7 +817,7 @@ def test_a_check_finds_an_agent_without_playing(tmp_path: Path) -> None:
     (tmp_path / "good.py").write_text("def play(row): raise SystemExit('played')", encoding="utf-8")
     check(f"{tmp_path / 'good.py'}:play")
     check(["true"])
-    with pytest.raises(EnvironmentFailed, match="there is no program 'no-such-program'"):
+    with pytest.raises(EnvironmentFailed, match="the program 'no-such-program' was not found"):
         check(["no-such-program"])
     with pytest.raises(EnvironmentFailed, match="has no attribute 'other'"):
         check(f"{tmp_path / 'good.py'}:other")

@@ -105,8 +105,8 @@ WRONG = {
     "Action: click(start_box='(1,1)'": "the text ends within an action",
     "Action: click(start_box='(1,1)": "the quote of start_box is never closed",
     "Action: click": "the text ends within an action",
-    "Action: os.system(start_box='(1,1)')": "there is no action 'os'",
-    "Action: __import__('os')": "there is no action '__import__'",
+    "Action: os.system(start_box='(1,1)')": "unknown action 'os'",
+    "Action: __import__('os')": "unknown action '__import__'",
     "Action: wait() 'x'": "an action was expected",
     "Action: wait(seconds='5')": "wait takes time='...'",
     "Action: press_home(key='a')": "press_home takes no arguments",
@@ -138,7 +138,7 @@ def test_a_mistake_says_what_and_where(text: str) -> None:
 def test_a_mistake_points_at_its_own_action() -> None:
     text = "Action: wait()\nclick(start_box='(1,1)')\npush(start_box='(2,2)')"
     assert read(text) == Mistake(
-        "there is no action 'push'", text.index("push"), "push(start_box='(2,2)')"
+        "unknown action 'push'", text.index("push"), "push(start_box='(2,2)')"
     )
 
 

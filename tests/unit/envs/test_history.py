@@ -359,7 +359,7 @@ def test_what_a_configuration_may_say(written: Any, settings: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        ("forget", "'forget' is none of full, drop_thoughts, language"),
+        ("forget", "'forget' is not one of full, drop_thoughts, language"),
         ({"last_image": 5}, "last_image"),
     ],
 )

@@ -251,8 +251,7 @@ def test_what_cannot_be_done_is_said_to_the_policy(
 def test_only_the_tools_that_were_named_are_there() -> None:
     environment = made(image_tools=["zoom"])
     assert (
-        "there is no tool 'crop'; the tools are: zoom"
-        in call(environment, "crop", box=[0, 0, 1, 1])[1]
+        "unknown tool 'crop'; the tools are: zoom" in call(environment, "crop", box=[0, 0, 1, 1])[1]
     )
 
 

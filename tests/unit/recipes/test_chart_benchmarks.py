@@ -456,7 +456,7 @@ def test_a_label_of_chartfc_that_is_no_known_word_is_left_out_and_counted(
     assert written == ["Yes", "No", "Yes"]
     said = capsys.readouterr().out
     assert (
-        "left out: 1 row, such as test_barplot_seg, row 3: label 'NOT ENOUGH INFO' is none of"
+        "left out: 1 row, such as test_barplot_seg, row 3: label 'NOT ENOUGH INFO' is not one of"
         " SUPPORTS, " in said
     )
-    assert "label 'maybe' is none of" in said
+    assert "label 'maybe' is not one of" in said

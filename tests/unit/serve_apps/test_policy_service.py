@@ -217,7 +217,7 @@ def test_the_same_text_of_two_answers_is_distinguished_by_name(
         "continues": f"{two['id']}/0",
     }
     assert (
-        "are not those of"
+        "are not the ones before"
         in http.post("/v1/chat/completions", json=body).json()["error"]["message"]
     )
     body["continues"] = "chatcmpl-x/0"

@@ -21,6 +21,18 @@ from tools.english import families, of_page, of_source, of_yaml
         ("Those that are left.", 1),
         ("They begin anew, beside a file.", 2),
         ("The rule stands in the file, which lies below the folder.", 2),
+        ("None when there is none, and nobody knows why the others are none.", 2),
+        ("None when the file does not exist. Each is None.", 0),
+        ("The run goes on, unless the save went well.", 2),
+        ("The run goes to the next step, and continues well.", 0),
+        ("It counts from 1 on, and from now on. Rows from ``start`` on are read.", 3),
+        ("It starts from tiny/ on four pages, and reads py-spy's output from stdin.", 0),
+        ("Who holds the lock; who waits for it.", 2),
+        ("Who holds the lock?", 0),
+        ("The process that holds the lock, or who last held it.", 0),
+        ("A run does without it, for want of memory.", 2),
+        ("It ends after so many steps, the last one among them.", 2),
+        ("It has so many rows that one is cut.", 0),
     ],
 )
 def test_a_construction_counts_each_time(words: str, count: int) -> None:

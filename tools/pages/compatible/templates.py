@@ -64,7 +64,7 @@ tokens.
 
 - prompts: the tokens of a question, of one behind a system message, and of one behind an answer
   equal transformers'
-- tools, calls: so do those of a prompt with tools, and with a call and its result in the history
+- tools, calls: the same for a prompt with tools, and with a call and its result in the history
 - answers: a supervised answer has the tokens that it has in the whole conversation; *same text*
   where its first characters would be one token with the header's last ones, which a policy that is
   asked cannot sample
