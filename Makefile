@@ -102,6 +102,7 @@ docs: $(VENV)/.run
 	$(BIN)/python -m tools.pages.published > docs/published_values.md
 	$(BIN)/python -m tools.pages.idle > docs/idle_settings.md
 	$(BIN)/python -m tools.pages.compatibility > docs/compatibility.md
+	$(BIN)/python -m tools.pages.readme
 
 # What pip says may be long: the last line says what to do. What is installed is kept.
 FAILED = { echo "rayloop: pip failed, see above: a network that is gone, a full disk, or a package without a wheel for this Python and" \

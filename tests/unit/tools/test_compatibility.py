@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rayloop.envs.grammar.language import action_format
+from rayloop.envs.grammar.rules import Extent
 from tests.support.runs import ROOT
+from tools.pages import readme
 from tools.pages.compatible import languages, pictures, rows, templates, tokenizers
 from tools.pages.compatible.artefacts import FORMS, PUBLISHED, Published
 from tools.pages.compatible.golden_turns import FAMILIES
@@ -74,6 +77,30 @@ def test_each_form_of_picture_is_shown_as_the_page_says(name: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_language_of_a_gui_model_is_counted_as_the_page_says(family: str) -> None:
-    *counts, history = cells(f"`{family}`")
+    prompts, *counts, history = cells(f"`{family}`")
+    assert prompts == languages.prompts(family), "make docs"
     assert [int(cell) for cell in counts] == [*languages.counted(family)], "make docs"
     assert history == languages.history(family), "make docs"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_of_the_table_asks_for_the_task(family: str) -> None:
+    screens = languages.prompts(family)
+    for screen in screens.split(", ") if screens != "–" else ():
+        messages = action_format(family).messages(screen, Extent(1000, 1000), ["Buy milk."], [])
+        assert "Buy milk." in str(messages[-1].parts)
+
+
+def test_the_readme_has_the_table_of_languages() -> None:
+    text = readme.PAGE.read_text(encoding="utf-8")
+    assert readme.page(text) == text, "make docs"
+    without_table = text.replace(readme.BEGIN, "")
+    with pytest.raises(ValueError, match=r"README\.md lacks"):
+        readme.page(without_table)
+
+
+def test_a_check_mark_in_the_readme_is_all_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(languages, "FAMILIES", ["qwen3_5"])
+    monkeypatch.setattr(languages, "counted", lambda family: (15, 15, 14, 0, 15, 7))
+    *_, line = languages.overview()
+    assert line == "| `qwen3_5` | ✓ | ✓ | 14/15 | 0/15 | 7/15 | ✓ |"

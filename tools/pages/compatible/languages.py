@@ -27,14 +27,17 @@ from tools.pages.compatible.golden_turns import FAMILIES, GoldenTurn, golden_tur
 HEADER = """## Action languages of GUI models
 
 Golden turns of `tests/data/languages`, which names the source of each: turns, those read as what
-they mean, those written and read again equal, those whose actions a web page, a phone and a
-desktop can carry out; numbers of elements with `observe: [screenshot, elements]`.
-`environment.language` takes the name; `auto` takes that of the model, by its name and
-`model_type`. The last column is what `environment.history: language` sets for a computer, as the
-makers have it.
+they mean, those written and read again equal, those that a web page, a phone and a desktop carry
+out; numbers of elements with `observe: [screenshot, elements]`. `prompt`: screens for which the
+language has one. `environment.language` takes the name; `auto` takes that of the model, by its
+name and `model_type`. The last column is what `environment.history: language` sets for a
+computer, as the makers have it.
 
-| language | turns | read | written | web page | phone | desktop | history |
-|---|---|---|---|---|---|---|---|"""
+| language | prompt | turns | read | written | web page | phone | desktop | history |
+|---|---|---|---|---|---|---|---|---|"""
+OVERVIEW_HEADER = """| language | prompt | read | written | browser | desktop | phone |
+|---|---|---|---|---|---|---|"""
+PROMPTED_SCREENS = ("computer", "phone")
 NOT_ON_A_PAGE: tuple[type[Action], ...] = (OpenApp, PhoneButton)
 NOT_ON_A_PHONE: tuple[type[Action], ...] = ()
 NOT_ON_A_DESKTOP = (OpenApp, PhoneButton, LongPress, GoBack, OpenUrl, SelectOption)
@@ -45,7 +48,25 @@ def section() -> Iterator[str]:
     yield HEADER
     for family in FAMILIES:
         counts = map(str, counted(family))
-        yield f"| `{family}` | {' | '.join(counts)} | {history(family)} |"
+        yield f"| `{family}` | {prompts(family)} | {' | '.join(counts)} | {history(family)} |"
+
+
+def overview() -> Iterator[str]:
+    """README's table: of each language's turns all (✓), or how many."""
+    yield OVERVIEW_HEADER
+    for family in FAMILIES:
+        turns, read, written, page, phone, desktop = counted(family)
+        columns = (read, written, page, desktop, phone)
+        shares = ("✓" if count == turns else f"{count}/{turns}" for count in columns)
+        screens = prompts(family)
+        prompt = "✓" if screens == ", ".join(PROMPTED_SCREENS) else screens
+        yield f"| `{family}` | {prompt} | {' | '.join(shares)} |"
+
+
+def prompts(family: str) -> str:
+    """Kinds of screens for which the language has a prompt."""
+    language = action_format(family)
+    return ", ".join(screen for screen in PROMPTED_SCREENS if screen in language.prompts) or "–"
 
 
 def history(family: str) -> str:
