@@ -102,7 +102,7 @@ class Stage:
         snapshot = self.output / RUN / CHECKPOINTS / "checkpoint_manager_snapshot.json"
         eventually(
             lambda: snapshot.exists() or self.process.poll() is not None,
-            f"a checkpoint\n{self.text}",
+            lambda: f"a checkpoint\n{self.text}",
             DEADLINE,
         )
         assert self.process.poll() is None, self.text

@@ -39,7 +39,7 @@ from tests.engines.training import trajectory
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(
         find_spec("vllm") is None, reason="needs the environment with vLLM (make test-vllm)"
     ),
@@ -48,7 +48,7 @@ UPDATE: dict[str, Any] = {
     "/collective_rpc": {"method": "reload_weights", "kwargs": {"weights_path": "{folder}"}},
     "/reset_prefix_cache": {},
 }
-START = 200.0
+START = 400.0
 """Seconds that the server may take to start."""
 
 

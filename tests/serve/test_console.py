@@ -29,7 +29,7 @@ from tests.unit.view.test_trajectory_page import CONFIG as CONFIG
 from tests.unit.view.test_trajectory_page import evaluated as evaluated
 from tests.unit.view.test_trajectory_page import folder as folder
 
-pytestmark = [pytest.mark.judge, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.judge, pytest.mark.timeout(400)]
 
 
 def place(judge: Served) -> tuple[str, Path]:

@@ -23,7 +23,7 @@ from rayloop.judge.health import BreakerState
 from tests.support.judges import ModelStub, Served
 from tests.support.runs import ROOT, tagged
 
-pytestmark = [pytest.mark.judge, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.judge, pytest.mark.timeout(400)]
 
 
 def item(number: int, right: bool = True) -> JudgeItem:

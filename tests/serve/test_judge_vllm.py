@@ -22,7 +22,7 @@ from tests.support.vllm_processes import engine_cores
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(700),
     pytest.mark.skipif(
         find_spec("vllm") is None, reason="needs the environment with vLLM (make test-vllm)"
     ),

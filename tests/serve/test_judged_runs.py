@@ -11,7 +11,7 @@ import pytest
 from tests.support.judges import ModelStub, Served
 from tests.support.runs import Run, finished, ledger_closes, run, settings
 
-pytestmark = [pytest.mark.judge, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.judge, pytest.mark.timeout(400)]
 
 
 def judged(folder: Path, model: Path, judge: dict[str, Any], **changes: Any) -> dict[str, Any]:

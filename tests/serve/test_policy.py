@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from openai import OpenAI
 
 openai = pytest.importorskip("openai", reason="`make test-judge` installs it")
-pytestmark = [pytest.mark.judge, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.judge, pytest.mark.timeout(400)]
 
 
 def picture(red: int) -> bytes:

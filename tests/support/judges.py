@@ -33,7 +33,8 @@ from tests.support.runs import ROOT, TAG, eventually, tagged
 ASKED = re.compile(
     r"Question: (.*)\nReference answer: (.*)\n.*\n<candidate-\w+>\n(.*)\n</candidate"
 )
-START = 120.0
+START = 300.0
+"""Seconds that a judge may take to serve: engines start slowly on a busy machine."""
 
 
 class ModelStub:
@@ -159,7 +160,7 @@ class Served:
                 )
             return False
 
-        eventually(check, f"{replicas} replicas\n{self.text}", START, 0.2)
+        eventually(check, lambda: f"{replicas} replicas\n{self.text}", START, 0.2)
         return self.replicas()
 
 
@@ -200,7 +201,7 @@ def served(folder: Path, args: Mapping[str, Any], *options: str) -> Iterator[Ser
     try:
         eventually(
             lambda: made.announced.exists() or process.poll() is not None,
-            f"a judge\n{made.text}",
+            lambda: f"a judge\n{made.text}",
             START,
             0.1,
         )

@@ -18,7 +18,7 @@ import httpx
 
 from tests.support.runs import ROOT, TAG, Run, eventually
 
-START = 150.0
+START = 300.0
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Endpoint:
             with self.http() as http:
                 return http.get(self.url.removesuffix("/v1") + "/readyz").status_code == 200
 
-        eventually(check, f"the endpoint is ready\n{self.text}", deadline, 0.2)
+        eventually(check, lambda: f"the endpoint is ready\n{self.text}", deadline, 0.2)
 
 
 def command(*arguments: object, tag: str = "") -> list[str]:

@@ -85,15 +85,22 @@ def tagged(tag: str) -> list[psutil.Process]:
 
 
 def eventually(
-    condition: Callable[[], Any], what: str, deadline: float, every: float = 0.02
+    condition: Callable[[], Any],
+    what: str | Callable[[], str],
+    deadline: float,
+    every: float = 0.02,
 ) -> Any:
-    """The first true value of ``condition``. Raises AssertionError after ``deadline`` seconds."""
+    """The first true value of ``condition``. Raises AssertionError after ``deadline`` seconds.
+
+    ``what``: the start of its message; a function is called after the deadline.
+    """
     end = time.monotonic() + deadline
     while time.monotonic() < end:
         if value := condition():
             return value
         time.sleep(every)
-    raise AssertionError(f"{what}: not within {deadline:g} s")
+    subject = what if isinstance(what, str) else what()
+    raise AssertionError(f"{subject}: not within {deadline:g} s")
 
 
 @dataclass
@@ -168,7 +175,7 @@ class Run:
                 )
             return value
 
-        return eventually(check, f"{what}\n{self.text}", deadline)
+        return eventually(check, lambda: f"{what}\n{self.text}", deadline)
 
     def until_event(self, event: str, deadline: float = START, **fields: Any) -> dict[str, Any]:
         found: list[dict[str, Any]] = self.until(
