@@ -124,7 +124,7 @@ def start(folder: str, *, store: int = OBJECT_STORE_BYTES, **options: Any) -> No
             return
         except Exception as error:
             ray.shutdown()
-            # Daemons of a failed attempt would otherwise stay beside the daemons of the next one.
+            # Daemons of a failed attempt would otherwise stay when the next attempt starts its own.
             children = psutil.Process().children(recursive=True)
             end([child for child in children if child not in earlier_children])
             # Only a start that was too slow is worth another try; anything else would fail again.

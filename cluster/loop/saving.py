@@ -1,6 +1,6 @@
 """Saving the steps of a run, one at a time (docs/algorithm.md, section 12).
 
-With ``checkpoint.asynchronous`` a step is saved beside training.
+With ``checkpoint.asynchronous`` a step is saved during training.
 """
 
 import asyncio

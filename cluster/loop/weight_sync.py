@@ -133,7 +133,7 @@ class WeightSync:
         return self._broadcasts.seconds
 
     def keep(self, update: WeightUpdate[Any]) -> None:
-        """New engines load this update from now on."""
+        """New engines load this update after this call."""
         self._current = update
         self._lost.clear()
         self._available.set()
@@ -309,7 +309,7 @@ class WeightSync:
             return await self.services.policy.compare(payloads, swap_images=swap_images)
 
     async def _episode(self, purpose: str, request: RolloutRequest, runner: EpisodeRunner) -> Any:
-        """The payload of a fresh episode; with an event, the reason why there is none."""
+        """The payload of a fresh episode; else, with an event, the reason for its absence."""
         try:
             [result] = await runner.run_episodes([request])
         finally:
@@ -367,7 +367,7 @@ class WeightSync:
             )
 
         # In bfloat16 two implementations of a network with this
-        # much noise differ by more than those of a sound network.
+        # much noise differ by more than two of a sound network.
         share = ARRIVED_SHARE * moved.mean
         allowed = share if self.config.rounds else min(self.config.tolerance, share)
         if not follows.mean <= allowed:

@@ -161,7 +161,7 @@ class _DryRun:
         episodes = map(self._play, requests(self.config, task, ids, visit=1))
         results = await asyncio.gather(*episodes, return_exceptions=True)
         trajectories = [result for result in results if isinstance(result, Trajectory)]
-        # Scored beside the report: the answers are shown even while a judge does not answer.
+        # Scored during the report: the answers are shown even while a judge does not answer.
         scoring = asyncio.create_task(self._outcomes(trajectories, task))
         codes = [
             await self._answered(number, result, scoring)

@@ -356,7 +356,7 @@ def _config(namespace: str) -> RunConfig:
 
     Raises ConfigError when no driver answers.
     """
-    # A driver that is being replaced may be listed beside its successor: the first answer counts.
+    # A driver that is being replaced may be listed with its successor: the first answer counts.
     for actor_namespace, name in _actors():
         if actor_namespace != namespace or not name.startswith("driver-"):
             continue

@@ -114,7 +114,7 @@ class Nodes:
         return first
 
     async def _look(self) -> None:
-        # One look at a time: rows of an older look must not replace those of a newer one.
+        # One look at a time: rows of an older look must not replace newer ones.
         async with self._looking:
             timeout_error = WorkerLost("the head does not answer")
             try:
@@ -190,7 +190,7 @@ class Nodes:
         return asyncio.get_running_loop().time() < self._until.get(node, 0.0)
 
     def elsewhere(self, wanted: Mapping[str, float], but: Collection[str] = ()) -> str | None:
-        """A node with ``wanted`` free, which is not avoided; None when there is none."""
+        """A node with ``wanted`` free, which is not avoided; None when no node has it."""
         for node, free in room().items():
             if node in but or node in self._dead or self.bad(node):
                 continue

@@ -386,7 +386,7 @@ class PolicyGroup:
         return _merged(checksums)
 
     async def save_beside(self, folder: str, copied: asyncio.Event) -> Checksums:
-        """Save as ``save`` does, beside training from when ``copied`` is set."""
+        """Save as ``save`` does; training continues once ``copied`` is set."""
         await self.all(PolicyRank.begin_save, folder)
         # From here training may change the weights.
         copied.set()

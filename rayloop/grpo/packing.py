@@ -44,7 +44,7 @@ def micro_batches(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...],
 
 
 class Packed(NamedTuple):
-    """Samples that begin alike, in an order in which neighbours share most, and their tokens.
+    """Samples with a common beginning, ordered so that neighbours share most, and their tokens.
 
     A beginning that a sample has in common with the one before it counts once.
     """
@@ -61,7 +61,7 @@ def prefix_groups(
     Each group has at most ``budget`` tokens, or one sample.
     """
     contents = _contents(samples, image_token)
-    # Of all samples before it in this order, the last has the longest beginning in common.
+    # In this order no earlier sample shares a longer beginning than the one just before it.
     order = sorted(range(len(samples)), key=lambda i: (contents[i].tobytes(), i))
     groups: list[Packed] = []
     firsts: list[int] = []
@@ -244,7 +244,7 @@ def _per_token(values: Sequence[Any], counts: Tensor, dtype: torch.dtype) -> Ten
 
 
 def _shared_lengths(samples: Sequence[TrainSample], image_token: int | None) -> list[int]:
-    """Of each sample, the tokens that it shares with the one before it."""
+    """For each sample, the tokens that it shares with the one before it."""
     contents = _contents(samples, image_token)
     shared = [
         _shared(previous, content, sample.prompt_length)
@@ -256,7 +256,7 @@ def _shared_lengths(samples: Sequence[TrainSample], image_token: int | None) -> 
 def _without(sample: TrainSample, shared: int, image_token: int | None) -> TrainSample:
     """The sample without its first ``shared`` tokens and their images.
 
-    Its ``predict`` counts from there: those of shared tokens are negative.
+    Its ``predict`` counts from there: the positions of shared tokens are negative.
     """
     image_tokens = int((sample.token_ids[:shared] == image_token).sum()) if sample.pixels else 0
     images = int(np.searchsorted(np.cumsum(sample.image_tokens), image_tokens, "right"))

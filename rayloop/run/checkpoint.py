@@ -1,8 +1,8 @@
 """Checkpoints (docs/run_folder.md has their layout).
 
-A checkpoint is written aside, marked complete, renamed, and only then named ``latest``. A crash
-leaves the previous one loadable: ``*.tmp`` is never read. A later lineage is newer whatever its
-steps.
+A checkpoint is written under another name, marked complete, renamed, and only then named
+``latest``. A crash leaves the previous one loadable: ``*.tmp`` is never read. A later lineage is
+newer whatever its steps.
 """
 
 import asyncio
@@ -92,7 +92,7 @@ class Checkpoint:
 
 
 def _sums(marker: Mapping[str, Any]) -> dict[str, Checksum]:
-    """Of all files that the marker lists, by path."""
+    """The checksums of the files that the marker lists, by path."""
     return {
         name: Checksum(marker["files"][name], int(crc, 16))
         for name, crc in marker.get("crc32", {}).items()
@@ -158,7 +158,7 @@ class CheckpointStore:
         path = self.folder / "lineage"
         try:
             return int(path.read_text(encoding="utf-8")) if path.exists() else 0
-        except ValueError:  # a power loss took its content: those that saved are known
+        except ValueError:  # a power loss took its content: the saved ones are known
             return max((found.lineage for found in self.newest_first()), default=0)
 
     def next_lineage(self) -> int:

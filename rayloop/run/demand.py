@@ -67,8 +67,8 @@ def total(each: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def store_wanted(dtype: Dtype, parameters: int) -> int:
     """Bytes of a private cluster's object store.
 
-    They are the bytes of every run, and those of the weight updates that exist at once. ``dtype``:
-    of ``policy.engine``; ``parameters``: of the model.
+    They are the bytes of every run, and the bytes of the weight updates that exist at once.
+    ``dtype``: of ``policy.engine``; ``parameters``: of the model.
     """
     update = parameters * (2 if dtype == "bfloat16" else 4)
     return OBJECT_STORE_BYTES + int(STORED_UPDATES * update)

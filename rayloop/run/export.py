@@ -52,8 +52,8 @@ def find_checkpoint(source: Path) -> Checkpoint:
         checkpoint = CheckpointStore(source / "checkpoints", keep=1).find("auto")
     if checkpoint is None:
         raise ConfigError(
-            f"{source} is no run folder with a complete checkpoint, no checkpoint, no adapters, and"
-            " no model folder"
+            f"{source} is not a run folder with a complete checkpoint, a checkpoint, adapters, or"
+            " a model folder"
         )
     return checkpoint
 

@@ -54,9 +54,9 @@ class RunFolder:
 
     @classmethod
     def begun(cls, path: Path) -> Self:
-        """The folder of a run that has begun, for those who read it.
+        """The folder of a run that has begun, for reading.
 
-        Raises ConfigError when there is none at ``path``.
+        Raises ConfigError when ``path`` is not such a folder.
         """
         folder = cls.at(path.resolve())
         if not folder.used:
@@ -127,7 +127,7 @@ class RunFolder:
         return self.config.exists() or self.metrics.path.exists()
 
     def last_step(self) -> int:
-        """The last step on record; 0 when there is none."""
+        """The last step on record; 0 before the first record."""
         return max((int(record["step"]) for record in self.metrics if "step" in record), default=0)
 
     def write_config(self, text: str) -> None:

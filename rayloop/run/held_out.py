@@ -86,15 +86,15 @@ def read_items(file: Path) -> list[Item]:
 
 
 def on_training_rows(config: RunConfig) -> str:
-    """What is wrong with evaluating on the file that is trained on, when the run does; else ""."""
+    """A warning when the run is evaluated on the file that it trains on, else ""."""
     train = config.data.train
     held_out = config.data.eval
     if not config.evaluation.every or held_out is None or not Path(held_out).samefile(train):
         return ""
     return (
         f"data.eval is data.train ({train}): what is reported as held out was trained on, and says"
-        " nothing about other tasks. Name rows that are not trained on; evaluation.every=0 does"
-        " without"
+        " nothing about other tasks. Name rows that are not trained on, or set"
+        " evaluation.every=0"
     )
 
 

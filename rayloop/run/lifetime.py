@@ -32,7 +32,7 @@ class CheckpointSettings(SettingsModel):
     Lower it where machines may be lost, raise it when saving is slow.
     """
     asynchronous: bool = False
-    """Training goes on while a checkpoint is written, from a copy in the memory of the ranks'
+    """Training continues while a checkpoint is written, from a copy in the memory of the ranks'
     machines, as large as the checkpoint (docs/reliability.md). Why a key: on slow storage a save
     takes as long as a step, but not every machine has the memory for the copy.
     """
@@ -143,12 +143,12 @@ class EvaluationSettings(SettingsModel):
     """
     samples: int = Field(0, ge=0)
     """Answers per row that are sampled as in training, besides the greedy one: their mean is the
-    reward that is trained, a curve of its own. 4 show a gain of a few hundredths on a hundred rows.
-    With ``greedy: false`` there is nothing but them.
+    reward that is trained, in a separate curve. 4 show a gain of a few hundredths on a hundred
+    rows. With ``greedy: false`` there is nothing but them.
     """
     solved: Annotated[str, AfterValidator(_solved)] = "reward"
-    """Which answers are right, for pass@k and for the tasks that a policy can solve: from 1 on of
-    the reward, or of one of its components, such as ``success``; ``iou >= 0.5`` for a share. The
+    """Which answers are right, for pass@k and for the tasks that a policy can solve: at least 1 in
+    the reward, or in one of its components, such as ``success``; ``iou >= 0.5`` for a share. The
     tables of ``eval`` show this score.
     """
     by: tuple[str, ...] = ()

@@ -93,7 +93,7 @@ class Holder:
             return None if _hidden(self.pid) else False
 
     def is_dead(self, silence: float) -> bool:
-        """Whether the process has ended, as far as can be seen from here.
+        """Whether the process has ended, as seen from this machine.
 
         ``silence``: seconds since its last heartbeat.
         """
@@ -143,7 +143,7 @@ class Fence:
             raise RunTaken(
                 f"{self.path.parent} was taken over by another process (start {newest}, this one is"
                 f" {self.number}), while this one gave no sign of life. Nothing was written since;"
-                " the other one goes on from the newest checkpoint"
+                " the other one continues from the newest checkpoint"
             )
 
 
@@ -157,7 +157,7 @@ class RunLock:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.fence = Fence(path.absolute().with_suffix(".fence"), 0)
-        """The holder's fence, from ``acquire`` on.
+        """The holder's fence, once ``acquire`` has returned.
 
         It is absolute, since the driver, which has it too, works in another folder.
         """
@@ -256,7 +256,7 @@ class RunLock:
                 _write(file, "")
 
     def holder(self) -> Holder | None:
-        """Who holds it and lives, as far as can be seen from here; None when nobody does.
+        """The live holder, as seen from this machine; None when nobody holds it.
 
         Takes nothing, and waits for nobody.
         """

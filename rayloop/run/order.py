@@ -1,6 +1,6 @@
 """The rows that a run trains on and is measured on, and a curriculum (``data.order``).
 
-Rows of ``tier`` 0 come first, then those of 1, ...
+Rows of ``tier`` 0 come first, then rows of ``tier`` 1, ...
 """
 
 from collections import defaultdict
@@ -35,7 +35,7 @@ class Reports(Protocol):
 
 
 def training_rows(config: RunConfig, reporter: Reports) -> Dataset:
-    """``data.train``. Bad rows are quarantined. Raises ConfigError when there is none."""
+    """``data.train``. Bad rows are quarantined. Raises ConfigError when no row is left."""
     return _read(config.data.train, config, reporter)
 
 

@@ -127,9 +127,9 @@ class Origin:
     async def _first(
         self, take: Take, failed: list[tuple[Path, CheckpointError]], waits: bool
     ) -> Checkpoint | None:
-        """The first that ``take`` took; ``failed`` gets those before.
+        """The first that ``take`` took; ``failed`` gets the ones before.
 
-        ``waits``: none is tried beside what the storage refused.
+        ``waits``: no other is tried once the storage has refused one.
         """
         for checkpoint in self.candidates():
             if waits and any(refused(why) for _, why in failed):

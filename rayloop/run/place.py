@@ -2,9 +2,9 @@
 
 Others find the actors there by their names, without starting anything.
 
-A run folder may have been made by a stranger, and unpacked or copied here. Who follows its
-``cluster.json`` sends a token to the address in it, and unpickles the answers. So commands read
-this user's own copy, which the run writes where rendezvous folders are.
+A run folder may have been made by a stranger, and unpacked or copied here. A command that followed
+its ``cluster.json`` would send a token to the address in it, and unpickle the answers. So commands
+read this user's own copy, which the run writes where rendezvous folders are.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from rayloop.launch.rendezvous import default_root
 logger = logging.getLogger(__name__)
 
 OWN = ".runs"
-"""Folder beside the rendezvous folders, one file per live run.
+"""Folder next to the rendezvous folders, one file per live run.
 
 No cluster's name begins with a dot.
 """
@@ -85,7 +85,7 @@ def namespace(folder: Path) -> str:
 
 
 def run_of(namespace: str) -> str:
-    """The name of the run whose namespace it is; "" when it is no run's."""
+    """The name of the run whose namespace it is; "" for other namespaces."""
     begin, _, rest = namespace.partition("-")
     return rest.rpartition("-")[0] if begin == "rayloop" else ""
 

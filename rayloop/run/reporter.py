@@ -49,7 +49,7 @@ class Updates:
         self.total += 1
 
     def since(self, number: int) -> tuple[int, list[tuple[str, dict[str, Any]]]]:
-        """The number of all updates so far, and the held ones from ``number`` on."""
+        """The number of all updates so far, and the held ones after the first ``number``."""
         updates = list(self._newest)
         unseen = self.total - number
         return self.total, updates[max(0, len(updates) - unseen) :]
@@ -175,7 +175,7 @@ class Reporter:
     def begin(self, step: int, lineage: int, checkpoint: Checkpoint | None) -> None:
         """A lineage begins at ``step``.
 
-        Later records are moved aside, and this run's configuration is written.
+        Later records are moved to another file, and this run's configuration is written.
         """
         self._step = step
         superseded_records = self.folder.truncate_after(step)
@@ -247,7 +247,7 @@ class Reporter:
         limit = f"steps above {step}"
         if self.given_up and self.worse:
             limit = f"evaluation.patience above {len(self.worse)}"
-        self.event(incidents.AlreadyDone(advice=f"raise {limit} to go on"))
+        self.event(incidents.AlreadyDone(advice=f"raise {limit} to continue"))
 
     def is_best(self, step: int) -> bool:
         """Whether no evaluation had a better reward than the one after ``step``."""

@@ -1,7 +1,7 @@
 """How Chromium is confined: bubblewrap's namespaces around Chromium's sandbox.
 
-Each is used where this machine allows it. Inside there is no network (Playwright uses inherited
-pipes), no file but /usr, and no other process, and the profile is in memory.
+Each is used where this machine allows it. Chromium has no network (Playwright uses inherited
+pipes), no file but /usr, and no other process, and its profile is in memory.
 """
 
 import functools

@@ -135,7 +135,7 @@ class TouchInputs(Inputs):
         await self._up()
 
     async def _send(self, kind: str, *places: Point) -> None:
-        # The times are those of a finger; to wait for them would take a second for each swipe.
+        # The times follow a finger's; to wait for them would take a second for each swipe.
         points = [dict(zip("xy", self._on_page(place), strict=True)) for place in places]
         event = {"type": kind, "touchPoints": points, "timestamp": self._time}
         await self._cdp.send("Input.dispatchTouchEvent", event)

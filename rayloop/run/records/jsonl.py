@@ -57,7 +57,7 @@ class JsonLines:
         self._fits = fits
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one line, after those that are held.
+        """Write one line, after the held ones.
 
         Raises TypeError for a value that JSON cannot hold, and never OSError.
         """

@@ -27,7 +27,7 @@ def write(structure: Path, tensors: Path, value: Any) -> None:
     found: dict[str, np.ndarray] = {}
     plain = _Writer(found).plain(value, "state")
     try:
-        save_file(found, tensors)  # other threads go on meanwhile, unlike with ``save``
+        save_file(found, tensors)  # other threads continue during it, unlike with ``save``
     except SafetensorError as error:
         # safetensors has one class for all errors; only the text says that the storage refused.
         kind = CheckpointStorageFailed if "os error" in str(error) else CheckpointError
@@ -36,12 +36,12 @@ def write(structure: Path, tensors: Path, value: Any) -> None:
 
 
 def read(structure: Path, tensors: Path) -> Any:
-    """What was written. Raises CheckpointError when it cannot be read."""
+    """The value that was written. Raises CheckpointError when it cannot be read."""
     try:
         return _filled(json.loads(structure.read_text(encoding="utf-8")), load_file(tensors))
     except (OSError, ValueError, KeyError, RecursionError, SafetensorError) as error:
         raise CheckpointError(
-            f"{structure} and {tensors.name} beside it cannot be read: {error!r}"
+            f"{structure} and {tensors.name} in its folder cannot be read: {error!r}"
         ) from error
 
 

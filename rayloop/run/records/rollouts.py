@@ -14,7 +14,7 @@ from rayloop.run.records.jsonl import SCHEMA_VERSION, Fits, JsonLines, encode
 
 NEW_CONTEXT = "(a new context begins)"
 MAX_CHARACTER_BYTES = 4
-"""Of a character: a token may end within one."""
+"""The most bytes of a character: a token may end within one."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class RolloutRecord:
     ``versions``: first and last that sampled. ``unscored``: why there is no ``reward``. ``status``:
     ``kept``, or why not. ``images`` (of the prompt): ``{sha256, width, height, file}`` or ``path``.
     ``length``: all tokens. ``reason``: ``Scored.reason``. ``states``: ``Trajectory.states``.
-    ``advantages``: of each sampled turn, where they are not all ``advantage``; both are those that
-    the trainer got. ``gaps``: for each sampled turn of a trained trajectory mean and largest
-    |difference| of the engine's and the trainer's log-probs, None where the trainer computed none.
-    ``said``: the messages of the prompt.
+    ``advantages``: of each sampled turn, where they are not all ``advantage``; both are the
+    trainer's. ``gaps``: for each sampled turn of a trained trajectory mean and largest |difference|
+    of the engine's and the trainer's log-probs, None where the trainer computed none. ``said``: the
+    messages of the prompt.
     """
 
     group: int
@@ -94,7 +94,7 @@ SHOWN_FIELDS = frozenset(
         "replayed",
     )
 )
-"""Of a ``RolloutRecord``: what its readers take for granted."""
+"""The fields of a ``RolloutRecord`` that its readers take for granted."""
 
 
 def is_rollout(record: Mapping[str, Any]) -> bool:
@@ -118,7 +118,7 @@ class RolloutDump:
         return sum(self._damaged.values())
 
     def read(self, step: int) -> Iterator[dict[str, Any]]:
-        """The records of a step; none when there is no file."""
+        """The records of a step; empty without a file."""
         lines = JsonLines(self.file(step), self._fits)
         yield from lines
         self._damaged[step] = lines.damaged
@@ -128,7 +128,7 @@ class RolloutDump:
         return self.path / f"step_{step:06d}.jsonl"
 
     def files(self) -> dict[int, Path]:
-        """Step -> its file, in order; none of those that were set aside."""
+        """Step -> its file, in order, without superseded files."""
         return {
             int(file.stem.removeprefix("step_")): file
             for file in sorted(self.path.glob("step_*.jsonl"))

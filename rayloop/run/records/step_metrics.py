@@ -122,7 +122,7 @@ def _end_reasons(summaries: Sequence[Summary]) -> dict[str, float]:
 
 
 def _equal_groups(ended_groups: Sequence[Group]) -> dict[str, float]:
-    """Shares of groups that taught nothing, and of those with only right or only wrong answers.
+    """Shares of groups without a gradient, and of groups with only right or only wrong answers.
 
     Over groups with two fresh scored members at least, whatever the filters made of them.
     """

@@ -199,7 +199,7 @@ def test_reading_runs_no_code(tmp_path: Path) -> None:
     for name in (STRUCTURE, TENSORS):
         (folder / name).write_bytes(pickle.dumps(print))
     with pytest.raises(
-        CheckpointError, match=r"driver\.json and driver\.safetensors beside it cannot be read"
+        CheckpointError, match=r"driver\.json and driver\.safetensors in its folder cannot be read"
     ):
         Checkpoint(folder, 1, 1).state()
 

@@ -75,7 +75,7 @@ def test_a_resume_counts_on_and_the_evaluation_that_it_repeats_once(tmp_path: Pa
     evaluate(after, 0.1, first=2)
     assert after.given_up
     after.already_done(2)
-    assert reported[-1] == AlreadyDone("raise evaluation.patience above 2 to go on")
+    assert reported[-1] == AlreadyDone("raise evaluation.patience above 2 to continue")
     old = before.state()
     del old["worse"]  # as checkpoints were before
     after.restore(old)

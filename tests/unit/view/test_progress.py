@@ -332,8 +332,8 @@ def test_a_narrow_terminal_gets_fewer_columns(
             ),
         ),
         (
-            {"event": "already_done", "step": 2, "advice": "raise steps above 2 to go on"},
-            "[2] there is nothing left to train: raise steps above 2 to go on",
+            {"event": "already_done", "step": 2, "advice": "raise steps above 2 to continue"},
+            "[2] there is nothing left to train: raise steps above 2 to continue",
         ),
         (
             {"event": "preempted", "step": 2, "ledger": {"trained": 4}},

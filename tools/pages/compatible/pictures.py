@@ -83,7 +83,7 @@ PNGS = {
 HEADER = """## Pictures
 
 Each form in which a PNG keeps its pixels: the colours that the policy is shown, one after the
-other. Transparent ones get a white background, as in vLLM and qwen-vl-utils; 16 bits become the
+other. Transparent ones get the white background of vLLM and qwen-vl-utils; 16 bits become the
 nearest of 8.
 
 | PNG | colours shown |

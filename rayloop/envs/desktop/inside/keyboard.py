@@ -1,4 +1,4 @@
-"""Exact typing by XTEST: every character arrives, also those that the keyboard layout lacks.
+"""Exact typing by XTEST: every character arrives, even if the keyboard layout lacks it.
 
 A new line is Return.
 """
