@@ -12,7 +12,15 @@ from typing import Any
 from rayloop.commands.arguments import add_run
 from rayloop.core.failures import ConfigError, counted
 from rayloop.estimate.memory import RoleMemory, card, memory, on_card, with_micro_batch
-from rayloop.estimate.run import as_json, has_steps, lengths, lines, measured, plan
+from rayloop.estimate.run import (
+    as_json,
+    has_steps,
+    lengths,
+    lines,
+    measured,
+    most_image_tokens,
+    plan,
+)
 from rayloop.run.config import Prepared, read
 
 
@@ -37,12 +45,12 @@ def run(arguments: argparse.Namespace) -> int:
     measurement = measured(folder) if folder else None
     if measurement and not arguments.json:
         print(f"measured: {counted(measurement.steps, 'step')} of {folder}")
-    estimate = plan(config, measurement, arguments.step_seconds)
+    estimate = plan(config, measurement, most_image_tokens(prepared), arguments.step_seconds)
     roles: list[RoleMemory] = []
     reason = ""
     try:
         shape = prepared.model.shape
-        roles = memory(with_micro_batch(prepared).config, shape, lengths(config, estimate))
+        roles = memory(with_micro_batch(prepared).config, shape, lengths(estimate))
     except ConfigError as error:
         reason = str(error)
     except KeyError as error:

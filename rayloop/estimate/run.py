@@ -7,14 +7,14 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from rayloop.chat.tokenizer import read_json
 from rayloop.core.failures import ConfigError, DataFailure, counted
+from rayloop.data.images import image_geometry
 from rayloop.data.rows import rows
 from rayloop.estimate.memory import Lengths
-from rayloop.run.config import RunConfig
+from rayloop.run.config import Prepared, RunConfig
 from rayloop.run.folder import RunFolder
 
-IMAGE_TOKEN_SIDE_PIXELS = 28
-"""Pixels of a side of an image token, in Qwen2.5-VL."""
 _WARM_UP_STEPS = 1
 """First steps of a run that are not measured: caches are empty."""
 _DURATION_UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
@@ -107,6 +107,8 @@ class Plan:
     """Seconds of the run; None when they are unknown."""
     groups: int
     """Groups of a step."""
+    image_tokens: int
+    """Tokens of a trajectory's images, all of the largest size."""
     held_out: int = 0
     """Tokens of an evaluation's trajectory; 0 when its limit is not above training's."""
 
@@ -116,20 +118,40 @@ class Plan:
         return self.trajectories * (self.prompt + self.response)
 
 
-def plan(config: RunConfig, found: Measured | None, step_seconds: float | None = None) -> Plan:
+def most_image_tokens(prepared: Prepared) -> int:
+    """The most tokens of an image, by the model's config.json; without one, as in Qwen2.5-VL."""
+    settings = prepared.config.model
+    try:
+        content = read_json(prepared.model.files.folder / "config.json")
+        geometry = image_geometry(content, settings.min_pixels, settings.max_pixels)
+    # The model may be on another machine, or take no images.
+    except (ConfigError, KeyError):
+        return settings.max_pixels // 784
+    # The widest image leaves no pixel and no tile unused.
+    patches = math.prod(geometry.grid(geometry.factor, geometry.max_pixels // geometry.factor))
+    return patches // geometry.merge**2
+
+
+def plan(
+    config: RunConfig,
+    found: Measured | None,
+    tokens_per_image: int,
+    step_seconds: float | None = None,
+) -> Plan:
     """The plan of ``config``, timed by the measured steps of a run or by ``step_seconds``.
 
     Without measured lengths a trajectory is as long as the configuration allows: an upper bound.
+    ``tokens_per_image``: ``most_image_tokens``.
     """
     algorithm = config.algorithm
     update = config.policy.update
     steps = config.steps
-    max_prompt, max_response = _max_tokens(config)
+    max_prompt, max_response = _max_tokens(config, tokens_per_image)
     prompt = found.prompt if found else float(max_prompt)
     response = found.response if found else float(max_response)
     every = config.evaluation.every
     evaluations = config.evaluation.first + math.ceil(steps / every) if every else 0
-    held_out = sum(_max_tokens(config.in_evaluation)) if evaluations else 0
+    held_out = sum(_max_tokens(config.in_evaluation, tokens_per_image)) if evaluations else 0
     if held_out <= max_prompt + max_response:
         held_out = 0
 
@@ -151,33 +173,33 @@ def plan(config: RunConfig, found: Measured | None, step_seconds: float | None =
         evaluations=evaluations,
         seconds=seconds,
         groups=algorithm.groups_per_step,
+        image_tokens=_image_tokens(config, tokens_per_image),
         held_out=held_out,
     )
 
 
-def _max_tokens(config: RunConfig) -> tuple[int, int]:
+def _max_tokens(config: RunConfig, tokens_per_image: int) -> tuple[int, int]:
     """The most tokens of a trajectory that are read and written in this configuration."""
     episode = config.environment.episode
     response_limit = min(episode.max_tokens, episode.max_response_tokens or episode.max_tokens)
     response = min(episode.max_turns * config.rollout.sampling.max_tokens, response_limit)
     if episode.max_turns == 1:
         return episode.max_prompt_tokens, response
-    image_tokens = min(_image_tokens(config), episode.max_tokens // 2)
+    image_tokens = min(_image_tokens(config, tokens_per_image), episode.max_tokens // 2)
     prompt = max(episode.max_tokens - response, image_tokens)
     return prompt, episode.max_tokens - prompt
 
 
-def _image_tokens(config: RunConfig) -> int:
+def _image_tokens(config: RunConfig, tokens_per_image: int) -> int:
     """The most tokens of an episode's images, all of the largest size."""
     episode = config.environment.episode
-    images = min(episode.max_images, episode.max_turns)
-    return images * config.model.max_pixels // IMAGE_TOKEN_SIDE_PIXELS**2
+    return min(episode.max_images, episode.max_turns) * tokens_per_image
 
 
-def lengths(config: RunConfig, made: Plan) -> Lengths:
+def lengths(made: Plan) -> Lengths:
     """The plan's tokens of a trajectory, with images of the largest size."""
     prompt = round(made.prompt)
-    images = min(_image_tokens(config), prompt)
+    images = min(made.image_tokens, prompt)
     return Lengths(prompt, round(made.response), images, made.held_out)
 
 

@@ -22,7 +22,7 @@ from rayloop.core.types import (
     Version,
 )
 from rayloop.estimate.memory import Lengths
-from rayloop.estimate.run import IMAGE_TOKEN_SIDE_PIXELS, lengths, plan
+from rayloop.estimate.run import lengths, plan
 from rayloop.run.config import RunConfig, read
 from rayloop.sft.stage import SftConfig
 from tests.gpu_fake.shapes import SHAPES, ModelShape
@@ -74,6 +74,13 @@ def shape_of(config: RunConfig) -> ModelShape:
     return found
 
 
+def lengths_of(config: RunConfig) -> Lengths:
+    """The longest trajectory that the configuration allows, with images of its model."""
+    tower, model = shape_of(config).tower, config.model
+    side = tower["patch_size"] * tower["spatial_merge_size"]
+    return lengths(plan(config, None, model.max_pixels // side**2))
+
+
 def same(path: Path) -> str:
     """Equal for configurations whose updates are the same for a rank."""
     config = run_of(path)
@@ -114,7 +121,7 @@ class Row:
     share: bool
     lengths: Lengths
     images: int
-    image_token_side: int = IMAGE_TOKEN_SIDE_PIXELS
+    image_token_side: int
     """Pixels."""
 
     @classmethod
@@ -124,12 +131,10 @@ class Row:
         """
         side = shape_of(config).image_token_side
         each, engine, episode = (
-            lengths(config, plan(config, None)),
+            lengths_of(config),
             config.policy.engine,
             config.environment.episode,
         )
-        # The estimate counts image tokens of Qwen2.5-VL. Those of Qwen3-VL have more pixels.
-        each = replace(each, images=each.images * IMAGE_TOKEN_SIDE_PIXELS**2 // side**2)
         together = engine.sequence_parallel
         budget = engine.micro_batch * together
         update = (

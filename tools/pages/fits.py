@@ -22,6 +22,8 @@ from rayloop.estimate.memory import (
 from rayloop.estimate.run import lengths, plan
 from rayloop.run.config import read
 
+TOKEN_PIXELS = 28 * 28
+"""Pixels of an image token of Qwen2.5-VL."""
 _TOWER = {
     "hidden_size": 1280,
     "depth": 32,
@@ -130,7 +132,8 @@ def on_gpus(preset: Path) -> list[RoleMemory]:
     Raises ConfigError.
     """
     config = read(preset, [])
-    roles = memory(config, SHAPES[config.model.path], lengths(config, plan(config, None)))
+    made = plan(config, None, config.model.max_pixels // TOKEN_PIXELS)
+    roles = memory(config, SHAPES[config.model.path], lengths(made))
     return [role for role in roles if role.gpus]
 
 

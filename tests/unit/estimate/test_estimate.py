@@ -5,6 +5,7 @@ of each role.
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from rayloop.estimate.memory import (
     memory,
     with_micro_batch,
 )
-from rayloop.estimate.run import duration, measured, plan
+from rayloop.estimate.run import duration, lengths, measured, most_image_tokens, plan
 from rayloop.run.config import Prepared, RunConfig, read
 from tests.gpu_fake.models import write_model
 from tests.support.runs import ROOT
@@ -51,7 +52,7 @@ def test_more_answers_a_row_are_more_steps(preset: str, takes: str) -> None:
     """At 60 s a step of four completions, as Chart-RVR's guide takes it without the answers in its
     formula.
     """
-    made = plan(read(PRESETS / f"{preset}.yaml", []), None, MINUTE)
+    made = plan(read(PRESETS / f"{preset}.yaml", []), None, 1280, MINUTE)
     assert made.target == 4
     assert duration(made.seconds or 0) == takes
 
@@ -394,7 +395,7 @@ def test_an_engine_has_room_for_the_longest_episode_of_an_evaluation(
         return roles, capsys.readouterr().out
 
     (usual, _), (longer, text) = said(), said(over)
-    made = plan(read(QUICKSTART, []), None)
+    made = plan(read(QUICKSTART, []), None, 1280)
     assert longer["rollout"]["cache"] / usual["rollout"]["cache"] == pytest.approx(
         9000 / (made.prompt + made.response), rel=1e-3
     )
@@ -496,6 +497,75 @@ def test_every_recipe_has_an_estimate_and_fits_cards_of_80_gb(
     assert "141 GB" not in said
 
 
+def of_patches(model_type: str, patch: int) -> dict[str, Any]:
+    vision = {"patch_size": patch, "spatial_merge_size": 2}
+    return {"model_type": model_type, "vision_config": vision}
+
+
+INTERNVL = {
+    "model_type": "internvl",
+    "downsample_ratio": 0.5,
+    "vision_config": {"patch_size": [14, 14], "image_size": [448, 448]},
+}
+
+
+@pytest.mark.parametrize(
+    ("content", "tokens"),
+    [
+        (of_patches("qwen2_5_vl", 14), 1280),
+        (of_patches("glm4v", 14), 1280),
+        (of_patches("qwen3_vl", 16), 980),
+        (INTERNVL, 256 * (5 + 1)),
+        ({"model_type": "qwen3"}, 1280),
+        ({}, 1280),
+    ],
+    ids=["Qwen2.5-VL", "GLM-4V", "Qwen3-VL", "InternVL with a thumbnail", "text", "none"],
+)
+def test_an_image_has_the_tokens_of_the_runs_model(
+    content: dict[str, Any], tokens: int, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    config = run_of(model__path=str(tmp_path), model__max_pixels=1_003_520)
+    assert most_image_tokens(Prepared.of(config)) == tokens
+
+
+def test_a_larger_image_token_leaves_fewer_tokens_to_read() -> None:
+    """An episode whose turns may fill all its tokens reads at least its ten images."""
+    config = run_of(
+        environment__episode__max_turns=10,
+        environment__episode__max_images=10,
+        environment__episode__max_tokens=30_000,
+        rollout__sampling__max_tokens=3000,
+    )
+    made = plan(config, None, 980)
+    assert (made.prompt, made.response) == (9800, 20_200)
+    assert lengths(made).images == 9800
+
+
+def test_the_command_asks_the_model_for_its_image_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Patches of 28 pixels instead of 14: fewer image tokens keep fewer activations."""
+    monkeypatch.chdir(ROOT)
+    model = tmp_path / "model"
+    shutil.copytree(ROOT / "recipes/arc_vision/tiny", model)
+    overrides = [f"model.path={model}", "model.max_pixels=50176", f"output={tmp_path}"]
+    command = ["estimate", str(QUICKSTART), *overrides, "--json"]
+
+    def activations_of_a_rank() -> int:
+        assert main(command) == 0
+        roles = json.loads(capsys.readouterr().out)["memory"]
+        (rank,) = [role for role in roles if role["role"] == "policy"]
+        return int(rank["activations"])
+
+    usual = activations_of_a_rank()
+    file = model / "config.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    content["vision_config"]["patch_size"] = 28
+    file.write_text(json.dumps(content), encoding="utf-8")
+    assert activations_of_a_rank() < 0.995 * usual
+
+
 def test_two_ranks_are_too_few_for_arpos_episodes(
     fresh_clone: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -560,7 +630,7 @@ def steps_of(folder: Path, *seconds: float) -> Path:
 def test_time_is_measured_where_there_are_finished_steps(tmp_path: Path) -> None:
     found = measured(steps_of(tmp_path / "run", 60.0, 7.0, 2.0, 2.0))
     assert (found.seconds, found.evaluation, found.played_per_trained) == (2.0, 5.0, 1.5)
-    made = plan(run_of(steps=10, evaluation__every=5), found)
+    made = plan(run_of(steps=10, evaluation__every=5), found, 1280)
     assert made.evaluations == 3
     assert made.seconds == pytest.approx(2.0 * 256 / 100 * 10 + 3 * 5.0)
     assert made.trajectories == 10 * 256 * 1.5

@@ -139,4 +139,4 @@ def test_the_first_evaluation_can_be_left_out(tmp_path: Path, first: bool, count
     values = settings(tmp_path, tmp_path, steps=10, evaluation={"every": 5, "first": first})
     values["data"]["eval"] = values["data"]["train"]
     made = RunConfig.model_validate(values)
-    assert plan(made, None).evaluations == count
+    assert plan(made, None, 1280).evaluations == count
