@@ -24,11 +24,11 @@ from rayloop.envs.grammar.actions import (
     Scroll,
     Type,
 )
+from rayloop.envs.grammar.basic import USUAL_AMOUNTS
 from rayloop.envs.grammar.family import INSTRUCTION, LanguageFile
 from rayloop.envs.grammar.language import spoken_format
 from rayloop.envs.grammar.rules import Extent
 from rayloop.envs.grammar.screens import FRACTION_DIGITS, ScreenSettings, with_points
-from rayloop.envs.grammar.writing import USUAL_AMOUNTS
 
 
 @dataclass(eq=False)

@@ -55,22 +55,23 @@ USUAL_SWIPE = 0.5
 MIDDLE = 0.5
 PAUSE_S = 0.3
 """The longest wait of a turn here; the turns ask for up to ten seconds."""
+USUAL_SCROLLS = {"webgym": (0.94, "fraction"), "gui_owl": (400, "pixels")}
+"""How far a scroll goes in the programs of a family's makers; UI-TARS' goes five notches."""
 
 
 @dataclass(frozen=True)
 class Screen:
-    """Size in pixels, and how far the usual scroll goes."""
+    """Size in pixels."""
 
     width: int
     height: int
-    usual_pixels: int
     wheel_pixels: int = 2
     """The least distance of the wheel."""
 
 
-LARGE = Screen(1500, 1850, 100)
+LARGE = Screen(1500, 1850)
 """Not a multiple of 28, so that points of resized screens are rescaled."""
-SMALL = Screen(640, 480, 100)
+SMALL = Screen(640, 480)
 
 
 def unit(family: str, screen: Screen) -> tuple[float, float]:
@@ -152,8 +153,11 @@ class Effects:
                 self.seconds += seconds or 0
             case Scroll(direction, at, amount, kind):
                 self._go(at)
-                pixels = {"notches": 100, "pixels": 1, "fraction": self.screen.height}[kind]
-                self._turn(direction, None if amount is None else amount * pixels)
+                if amount is None:
+                    amount, kind = USUAL_SCROLLS.get(self.family, (5, "notches"))
+                side = self.screen.height if direction in ("up", "down") else self.screen.width
+                pixels = {"notches": 100, "pixels": 1, "fraction": side}[kind]
+                self._turn(direction, amount * pixels)
             case Swipe():
                 self._swipe(action)
             case Screenshot() | Answer():
@@ -175,10 +179,11 @@ class Effects:
             amount = max(abs(across), abs(down))
         assert direction is not None
         part = USUAL_SWIPE if amount is None else amount
-        self._turn(OPPOSITE[direction], part * self.screen.height)
+        side = self.screen.height if direction in ("up", "down") else self.screen.width
+        self._turn(OPPOSITE[direction], part * side)
 
-    def _turn(self, direction: str, pixels: float | None) -> None:
-        distance = self.screen.usual_pixels if pixels is None else min(max(pixels, 100), 5000)
+    def _turn(self, direction: str, pixels: float) -> None:
+        distance = min(max(pixels, 100), 5000)
         right, down = WHEEL[direction]
         self.wheel[0] += right * distance
         self.wheel[1] += down * distance

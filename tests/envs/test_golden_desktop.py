@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from rayloop.core.protocols import StepResult
-from rayloop.envs.desktop.environment import SCROLL_TICKS, DesktopTasks
+from rayloop.envs.desktop.environment import DesktopTasks
 from rayloop.envs.desktop.session import Desktop, DesktopLimits, missing
 from rayloop.envs.grammar import basic
 from rayloop.envs.grammar.actions import Action, Hotkey, Point
@@ -61,9 +61,7 @@ class Listening:
     """A desktop whose whole screen is a window that writes down what it gets."""
 
     def __init__(self, screen: Screen) -> None:
-        self.screen = dataclasses.replace(
-            screen, usual_pixels=SCROLL_TICKS * NOTCH_PIXELS, wheel_pixels=NOTCH_PIXELS
-        )
+        self.screen = dataclasses.replace(screen, wheel_pixels=NOTCH_PIXELS)
         self.desktop = Desktop(DesktopLimits(width=screen.width, height=screen.height))
         self.desktop.put("listener.py", LISTENER)
         self.desktop.launch([os.path.realpath(sys.executable), "-S", "listener.py", "log"])

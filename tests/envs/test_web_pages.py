@@ -112,7 +112,7 @@ def test_each_action_arrives(folder: Path) -> None:
             environment.step("Action: scroll(start_box='(50,60)', direction='down')").error is None
         )
         assert environment._tab is not None
-        assert host(environment).run(environment._tab.evaluate("scrollY"), 10) == 100
+        assert host(environment).run(environment._tab.evaluate("scrollY"), 10) == 500
         assert [key for kind, key, *_ in does(r"type(content='aB ä\n')") if kind == "keydown"] == [
             "a",
             "B",

@@ -109,7 +109,7 @@ class Inputs:
             case Scroll(direction, at):
                 if isinstance(at, Point) and at != self._at:
                     await self.move(at)
-                pixels = NOTCH_PIXELS * (notches(action, self._width, self._height) or 1)
+                pixels = NOTCH_PIXELS * notches(action, self._width, self._height)
                 right, down = _WHEEL[direction]
                 await self._mouse.wheel(right * pixels, down * pixels)
             case MouseButton(down):

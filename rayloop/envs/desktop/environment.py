@@ -39,8 +39,6 @@ from rayloop.envs.grammar.basic import notches
 from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings
 from rayloop.sandbox import bubblewrap
 
-SCROLL_TICKS = 5
-"""Ticks of the wheel for one scroll, as in UI-TARS."""
 MAX_TYPED_CHARACTERS = 4_000
 """Characters that one action may type."""
 CHARACTER_TIMEOUT_S = 0.05
@@ -191,8 +189,7 @@ class DesktopTasks(ScreenEnvironment):
             case Scroll(direction, at):
                 if isinstance(at, Point):
                     ask("move", x=int(at.x), y=int(at.y))
-                limits = self._settings.limits
-                ticks = notches(action, limits.width, limits.height) or SCROLL_TICKS
+                ticks = notches(action, *self.screen_size())
                 ask("scroll", direction=direction, ticks=round(ticks))
             case MouseButton(down):
                 ask("button", down=down)

@@ -87,7 +87,8 @@ class Swipe:
 class Scroll:
     """The wheel turns at ``at``, or where the pointer is when that is None.
 
-    ``amount`` None: the usual distance. ``fraction`` is of the screen's height.
+    ``amount`` None: the usual distance. ``fraction`` is of the screen's height, or of its width for
+    a scroll to the side.
     """
 
     direction: Direction

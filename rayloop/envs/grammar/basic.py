@@ -28,10 +28,25 @@ MAX_PAUSE_S = 10.0
 """Seconds of a wait, of a key or of a finger that stays down; a longer one is cut."""
 MAX_NOTCHES = 50.0
 """Notches of a scroll; a longer one is cut."""
+USUAL_NOTCHES = 5.0
+"""Notches of a scroll that does not say how far, in a language that does not say it either.
+
+UI-TARS turns a computer's wheel by 5 (codes/ui_tars/action_parser.py) and its browser's by 500
+pixels (UI-TARS-desktop, browser-operator.ts). GLM-V's scroll has 5 steps by default (agent.md).
+"""
 NOTCH_PIXELS = 100.0
 """Pixels that a page moves for a notch of the wheel."""
 SWIPE_AMOUNT = 0.5
-"""The part of the screen that a finger goes when a swipe has only a direction."""
+"""The part of the screen that a finger goes when a swipe has only a direction.
+
+AndroidWorld's scroll goes from the middle of the screen to its edge (actuation.py).
+"""
+USUAL_AMOUNTS = {
+    "notches": USUAL_NOTCHES,
+    "pixels": USUAL_NOTCHES * NOTCH_PIXELS,
+    "fraction": SWIPE_AMOUNT,
+}
+"""How far a scroll goes that does not say it, by unit, for languages that must say it."""
 SCREEN_NOTCHES = 8.0
 """Notches of a wheel that move the content as a finger does that goes over a whole screen."""
 MIN_SWIPE_AMOUNT = 0.05
@@ -46,13 +61,10 @@ _OPPOSITE: dict[Direction, Direction] = {
 }
 
 
-def notches(scroll: Scroll, width: int, height: int) -> float | None:
-    """Return how many notches the wheel turns on a screen of this size in pixels, at least 1.
-
-    None: the usual distance.
-    """
+def notches(scroll: Scroll, width: int, height: int) -> float:
+    """Return how many notches the wheel turns on a screen of this size in pixels, at least 1."""
     if scroll.amount is None:
-        return None
+        return USUAL_NOTCHES
     screen = height if scroll.direction in ("up", "down") else width
     pixels_per_unit = {"notches": NOTCH_PIXELS, "pixels": 1.0, "fraction": float(screen)}
     count = scroll.amount * pixels_per_unit[scroll.unit] / NOTCH_PIXELS

@@ -71,6 +71,8 @@ class LanguageFile(SettingsModel):
     """Models that speak it; empty: it is an environment's or a service's own, for any model."""
     pointing: dict[str, Any] = {}
     """Coordinates and resize factor of the family's models, for settings that do not say them."""
+    scroll: dict[str, Any] = {}
+    """``amount`` and ``unit`` of a scroll that does not say them; empty: ``USUAL_NOTCHES``."""
     stop: tuple[str, ...] = ()
     """Texts that end a turn, besides the chat template's token."""
     keys: dict[str, tuple[str, ...]] = {}

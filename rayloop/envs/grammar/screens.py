@@ -17,7 +17,7 @@ from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.data.images import probe
 from rayloop.data.resizing import smart_resize
-from rayloop.envs.grammar.actions import Action, Mistake, Point, Sleep
+from rayloop.envs.grammar.actions import Action, Mistake, Point, Scroll, Sleep
 from rayloop.envs.grammar.arpo import Broken, ScreenSize, acts
 from rayloop.envs.grammar.basic import BasicActions
 from rayloop.envs.grammar.choice import ANY_MODEL, OriginalSpeaks
@@ -199,6 +199,8 @@ class ScreenEnvironment:
         """
         width, height = self.screen_size()
         pointing = self._screen.pointing
+        if isinstance(action, Scroll) and action.amount is None:
+            action = dataclasses.replace(action, **getattr(self._format, "scroll", {}))
         if self._basic is None:
             columns, rows = pointing.size(width, height)
             self._basic = BasicActions(columns, rows, touch=self.SCREEN == "phone")

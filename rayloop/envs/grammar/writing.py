@@ -16,11 +16,10 @@ from rayloop.envs.grammar.actions import (
     Type,
     Unsupported,
 )
+from rayloop.envs.grammar.basic import USUAL_AMOUNTS
 from rayloop.envs.grammar.bodies import WrittenCall
 from rayloop.envs.grammar.rules import BUTTONS, SIGNED, PointStyle, Rule, Specification
 
-USUAL_AMOUNTS = {"notches": 5.0, "pixels": 500.0, "fraction": 0.5}
-"""How far a scroll is written where the action does not say it, by unit."""
 _COORDINATE_DIGITS = 4
 
 

@@ -221,8 +221,7 @@ class OSWorld(ScreenEnvironment):
         if isinstance(action, Finish | CallUser):
             # The right answer to a task that cannot be done.
             return ["FAIL"]
-        screen = self._settings.width, self._settings.height
-        return [code(part, *screen) for part in self.basic(action)]
+        return [code(part, *self.screen_size()) for part in self.basic(action)]
 
 
 def _task_of(task: Task, tasks: str) -> Mapping[str, Any]:
@@ -261,7 +260,6 @@ def rows(path: Path, prompt: object = BARE) -> list[dict[str, Any]]:
     return [{"id": name, "prompt": prompt, "osworld": name} for name in names]
 
 
-SCROLL_TICKS = 5
 _KEYS = {"meta": ("win",), "<": ("shift", ",")}
 """A key of the grammar -> pyautogui's keys, where they differ.
 
@@ -291,7 +289,7 @@ def code(action: Action, width: int = 1920, height: int = 1080) -> str:
         case Scroll(direction, at):
             moves = [f"moveTo({int(at.x)}, {int(at.y)})"] if isinstance(at, Point) else []
             wheel = "scroll" if direction in ("up", "down") else "hscroll"
-            ticks = round(notches(action, width, height) or SCROLL_TICKS)
+            ticks = round(notches(action, width, height))
             sign = "" if direction in ("up", "right") else "-"
             return _calls(*moves, f"{wheel}({sign}{ticks})")
         case MouseButton(down):

@@ -23,6 +23,7 @@ from rayloop.envs.grammar.actions import (
     Unsupported,
 )
 from rayloop.envs.grammar.basic import MAX_NOTCHES, MAX_PAUSE_S, BasicActions, notches
+from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings
 
 A, B, C = Point(10, 20), Point(30, 40), Point(50, 60)
 PARTS: dict[Action, tuple[Action, ...]] = {
@@ -85,7 +86,7 @@ def test_what_no_screen_can_do_is_said(action: Action, reason: str) -> None:
 
 
 def test_how_far_a_wheel_turns() -> None:
-    assert notches(Scroll("up"), 1000, 800) is None
+    assert notches(Scroll("up"), 1000, 800) == 5
     assert notches(Scroll("up", amount=3), 1000, 800) == 3
     assert notches(Scroll("up", amount=300, unit="pixels"), 1000, 800) == 3
     assert notches(Scroll("up", amount=0.5, unit="fraction"), 1000, 800) == 4
@@ -116,6 +117,51 @@ def test_a_finger_moves_the_content_of_a_touch_screen(action: Action) -> None:
     for found, expected in zip((swipe.start, swipe.end), ON_TOUCH_SCREENS[action], strict=True):
         assert found is not None
         assert (found.x, found.y) == pytest.approx((expected.x, expected.y))
+
+
+@pytest.mark.parametrize(
+    ("action", "across", "down"),
+    [
+        (Swipe(direction="left"), -200, 0),
+        (Swipe(direction="up", amount=0.25), 0, -200),
+        (Scroll("right"), -200, 0),
+        (Scroll("down", None, 200, "pixels"), 0, -200),
+        (Scroll("right", None, 200, "pixels"), -200, 0),
+        (Scroll("left", None, 0.25, "fraction"), 100, 0),
+    ],
+    ids=str,
+)
+def test_a_finger_goes_by_the_side_of_the_screen_in_its_direction(
+    action: Action, across: float, down: float
+) -> None:
+    """On a phone of 400x800 pixels."""
+    [swipe] = BasicActions(400, 800, touch=True).of(action)
+    assert isinstance(swipe, Swipe)
+    start, end = swipe.start, swipe.end
+    assert start is not None
+    assert end is not None
+    assert (end.x - start.x, end.y - start.y) == pytest.approx((across, down))
+
+
+@pytest.mark.parametrize(
+    ("language", "meant"),
+    [
+        ("ui_tars", Scroll("down")),
+        ("gui_owl", Scroll("down", amount=400, unit="pixels")),
+        ("webgym", Scroll("down", amount=0.94, unit="fraction")),
+    ],
+)
+def test_a_language_says_how_far_its_scroll_goes(language: str, meant: Scroll) -> None:
+    screen = SquareScreen(ScreenSettings(language=language))
+    assert screen.basic(Scroll("down")) == (meant,)
+    assert screen.basic(Scroll("down", amount=3)) == (Scroll("down", amount=3),)
+
+
+class SquareScreen(ScreenEnvironment):
+    """A screen that carries out nothing."""
+
+    def screen_size(self) -> tuple[int, int]:
+        return 800, 800
 
 
 def test_a_swipe_that_leads_nowhere_is_said_on_a_touch_screen() -> None:

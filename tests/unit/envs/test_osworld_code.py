@@ -78,6 +78,7 @@ def test_amounts_buttons_and_seconds_reach_the_machine() -> None:
     assert code(Click(at, "middle", 3)).endswith(
         "click(3, 4, clicks=3, interval=0.05, button='middle')"
     )
+    assert code(Scroll("down", at)).endswith("moveTo(3, 4); pyautogui.scroll(-5)")
     assert code(Scroll("down", at, 2)).endswith("moveTo(3, 4); pyautogui.scroll(-2)")
     assert code(Scroll("right", at, 540, "pixels")).endswith("pyautogui.hscroll(5)")
     assert code(Scroll("up", at, 0.5, "fraction"), height=800).endswith("pyautogui.scroll(4)")
