@@ -462,6 +462,8 @@ class Summary:
     seconds: float = 0.0
     prompt_tokens: int = 0
     """Tokens of ``length`` before the first sampled one."""
+    repeated_tokens: int = 0
+    """Tokens of ``length`` that its contexts have in common, and that are computed once."""
     cut: bool = False
     """Whether one of its sampled turns ended at a turn's or the episode's limit of tokens."""
     sent: ImagesSent = ImagesSent()

@@ -55,6 +55,7 @@ from rayloop.envs.history.past import Past
 from rayloop.envs.history.policies import FULL, EpisodeHistory
 from rayloop.envs.instance import AgentDriven, Instance
 from rayloop.envs.settings import EpisodeSettings
+from rayloop.grpo.balance import repeated_tokens
 from rayloop.rewards.functions import number
 
 Generate = Callable[[TokenPrompt, Sampling], Awaitable[Completion]]
@@ -458,6 +459,7 @@ def summarize(
         env_result=trajectory.env_result,
         seconds=seconds,
         prompt_tokens=sum(lengths[:first_sampled]),
+        repeated_tokens=repeated_tokens(trajectory, image_token),
         cut=any(turn.finish is FinishReason.LENGTH for turn in sampled),
         turn_rewards=tuple(turn.reward for turn in sampled),
         states=trajectory.states,

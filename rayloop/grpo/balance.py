@@ -8,9 +8,10 @@ import heapq
 import random
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from operator import ne
 from typing import NamedTuple, Self
 
-from rayloop.core.types import Summary, derive
+from rayloop.core.types import Summary, Trajectory, derive
 from rayloop.grpo.settings import UpdateSettings
 
 Place = tuple[int, int]
@@ -56,7 +57,10 @@ def mini_batches(
 
 
 class MemberLength(NamedTuple):
-    """Tokens of a trajectory: ``prompt``, common to the group, and ``rest`` after it."""
+    """Tokens of a trajectory: ``prompt``, common to the group, and ``rest`` after it.
+
+    What the contexts of a trajectory have in common counts once, as it is computed.
+    """
 
     prompt: int
     rest: int
@@ -64,7 +68,26 @@ class MemberLength(NamedTuple):
     @classmethod
     def of(cls, summary: Summary) -> Self:
         """Returns the lengths of a trajectory."""
-        return cls(summary.prompt_tokens, summary.length - summary.prompt_tokens)
+        prompt = summary.prompt_tokens
+        return cls(prompt, summary.length - summary.repeated_tokens - prompt)
+
+
+def repeated_tokens(trajectory: Trajectory, image_token: int | None) -> int:
+    """Returns the tokens with which contexts of a trajectory begin as the context before does.
+
+    They are computed once. ``image_token``: as ``Renderer.image_token``.
+    """
+    repeated = 0
+    previous: list[int | str] = []
+    for segment in trajectory.segments:
+        tokens = chain.from_iterable(turn.token_ids for turn in segment.turns)
+        # Image tokens are the same for all images, and their checksums are not.
+        images = chain.from_iterable([image.sha256] * image.tokens for image in segment.images)
+        content = [next(images, token) if token == image_token else token for token in tokens]
+        # The place of the first difference, or the end of the shorter one.
+        repeated += [*map(ne, previous, content), True].index(True)
+        previous = content
+    return repeated
 
 
 Groups = Sequence[Sequence[MemberLength]]

@@ -11,9 +11,11 @@ import torch
 
 from benchmarks.histories import HISTORIES, contexts_of, distinct_tokens
 from rayloop.core.protocols import TrainItem
-from rayloop.core.types import Trajectory
+from rayloop.core.types import Task, Trajectory
 from rayloop.engines import attention
 from rayloop.engines.settings import FsdpSettings
+from rayloop.envs.episode import summarize
+from rayloop.grpo.balance import MemberLength
 from rayloop.grpo.batch import TrainSample
 from rayloop.grpo.packing import pack, prefix_groups
 from tests.engines.test_training_batches import Lab
@@ -74,6 +76,22 @@ def test_a_plan_computes_little_more_than_the_distinct_tokens(
     assert computed < repeated
     predicted = sum(batch.predict.numel() for batch in batches)
     assert predicted == sum(len(sample.predict) for sample in samples)
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_a_trajectory_weighs_the_tokens_that_are_computed(tiny_vlm: Path, name: str) -> None:
+    """Where all its contexts are in one row."""
+    lab = Lab(tiny_vlm)
+    image_token = lab.model.config.image_token_id
+    trajectory = contexts_of(tiny_vlm, HISTORIES[name], turns=16)
+    samples = lab.samples([TrainItem(segment, 1.0) for segment in trajectory.segments])
+    summary = summarize(trajectory, Task("t", ()), 1.0, image_token)
+    weight = sum(MemberLength.of(summary))
+    (row,) = prefix_groups(samples, 1 << 20, image_token)
+    print(f"\n{name}: weighs {weight}, computes {row.tokens}, {summary.length} with repetitions")
+    assert summary.length == sum(sample.length for sample in samples)
+    assert weight == row.tokens
+    assert (weight < summary.length) == (len(samples) > 1)
 
 
 def test_other_images_are_no_common_beginning(tiny_vlm: Path) -> None:

@@ -73,6 +73,7 @@ SUMMARY = Summary(
     env_result=0.1,
     seconds=1.5,
     prompt_tokens=80,
+    repeated_tokens=7,
     cut=True,
     sent=ImagesSent(3, 1000, 1),
     turn_rewards=(0.5, -2.0 / 3.0),
@@ -474,7 +475,8 @@ def test_what_was_saved_once_is_read_for_ever(schema: int, tmp_path: Path) -> No
         assert first.credit == Credit(CREDIT.advantage)
     else:
         assert first.payload == without_alone(TRAJECTORY)
-        assert first.summary == SUMMARY
+        # These schemas do not have the field.
+        assert first.summary == dataclasses.replace(SUMMARY, repeated_tokens=0)
         assert first.credit == CREDIT
     assert first.ref_logprobs.tobytes() == REFERENCE.tobytes()
     assert (first.status, second.status) == (None, MEMBERS[1].status)

@@ -12,12 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayloop.core.types import EndReason, ImageRef, Sampling, Trajectory, TrajectoryId, Turn
 from rayloop.grpo.balance import (
     Groups,
     MemberLength,
     cut_groups,
     fullest,
     packed,
+    repeated_tokens,
     shares,
     whole_groups,
 )
@@ -36,6 +38,31 @@ UNLIKE = st.lists(
     max_size=9,
 )
 """Groups whose members begin differently: an environment may do that."""
+
+
+IMAGE = 7
+
+
+def context(tokens: tuple[int, ...], *images: str) -> tuple[Turn, Turn]:
+    refs = tuple(ImageRef(name, 28, 28, (1, 2, 4), 2) for name in images)
+    return Turn("context", tokens, refs, restart=True), Turn("assistant", (9,), logprobs=(0.0,))
+
+
+@pytest.mark.parametrize(
+    ("second", "repeated"),
+    [
+        (context((1, IMAGE, IMAGE, 2), "a"), 5),
+        (context((1, IMAGE, IMAGE, 2), "b"), 1),
+        (context((1, IMAGE, IMAGE, 2, 9), "a"), 5),
+        (context((1, IMAGE, IMAGE, 3), "a"), 3),
+        (context((3,)), 0),
+    ],
+    ids=["the same", "another image", "all of the first", "another token", "nothing"],
+)
+def test_what_a_context_repeats_is_computed_once(second: tuple[Turn, Turn], repeated: int) -> None:
+    turns = (*context((1, IMAGE, IMAGE, 2), "a"), *second)
+    trajectory = Trajectory(TrajectoryId(0, 0), 0, "task", 0, turns, Sampling(), EndReason.DONE)
+    assert repeated_tokens(trajectory, IMAGE) == repeated
 
 
 @given(st.one_of(GROUPS, UNLIKE), st.integers(1, 9))
