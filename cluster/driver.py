@@ -153,7 +153,7 @@ class Driver:
                         self.step += 1
                         await self.sync_weights()
 
-                # Before the record: the metrics of this step include those of its evaluation.
+                # Before the record: the metrics of this step include the metrics of its evaluation.
                 await self.evaluate()
                 await self.record(report, collected)
                 # Before the save: a step that diverged must not

@@ -214,7 +214,7 @@ class WeightSync:
         await with_deadline(
             self._resend_timeout(),
             self._available.wait(),
-            "weights in place of those that were lost",
+            "weights in place of the lost ones",
         )
 
     def _resend_timeout(self) -> float:

@@ -37,7 +37,7 @@ from rayloop.run.records.rollouts import RolloutRecord, jsonable
 
 Begins = Callable[[RolloutRequest], None]
 BadData = Callable[[Task, str, str], None]
-"""Gets a task, the file at fault and the reason."""
+"""Gets a task, the broken file and the reason."""
 EVALUATION_EPISODES_AT_ONCE = 128
 """Episodes of an evaluation that are played at once."""
 

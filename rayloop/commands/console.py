@@ -57,7 +57,7 @@ def add_console(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=0, help="port to listen on (a free one)")
     parser.add_argument("--insecure", action="store_true", help="no token; on loopback only")
     parser.add_argument(
-        "--address", help="serve it on the Ray Serve of this Ray cluster, beside a judge"
+        "--address", help="serve it on the Ray Serve of this Ray cluster, next to a judge"
     )
     parser.add_argument(
         "--token-file",

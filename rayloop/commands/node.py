@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     roles = parser.add_subparsers(required=True, metavar="ROLE")
     for role, run, cpus in (
         ("head", head, "default: 0"),
-        ("worker", worker, "default: those of the job, or all"),
+        ("worker", worker, "default: the job's, or all"),
     ):
         node = roles.add_parser(role, help=f"a {role} node; ends with SIGTERM")
         _add_resources(node, cpus)
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 metavar="SECONDS",
                 help="for a head to be published (600)",
             )
-            program = "after --: runs beside the node with RAY_ADDRESS set; the node ends with it"
+            program = "after --: runs with RAY_ADDRESS set; the node ends with it"
             node.add_argument("program", nargs="*", help=program)
     parser.set_defaults(run=run_node)
 
@@ -61,7 +61,7 @@ def _add_resources(node: argparse.ArgumentParser, cpus: str) -> None:
     node.add_argument(
         "--num-gpus",
         type=int,
-        help="GPUs to offer (default: none for a head, else those of the job, or all)",
+        help="GPUs to offer (default: none for a head, else the job's, or all)",
     )
     node.add_argument(
         "--resource",
@@ -110,7 +110,7 @@ def _add_lifetime(node: argparse.ArgumentParser) -> None:
         type=float,
         default=150.0,
         metavar="SECONDS",
-        help="for the program, near a job's limit also for those of other nodes, to save (150)",
+        help="for the program to save, near a job's limit also for other nodes' programs (150)",
     )
     node.add_argument(
         "--requeue",

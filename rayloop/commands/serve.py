@@ -200,7 +200,7 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
     )
     serve.add_argument("--token-file", type=Path, help="with --name: the cluster's token")
     serve.add_argument(
-        "--key-file", type=Path, metavar="FILE", help="default: policy.key beside the announcement"
+        "--key-file", type=Path, metavar="FILE", help="default: policy.key next to the announcement"
     )
     serve.add_argument(
         "--announce", type=Path, metavar="FILE", help="default: policy.json in the run's folder"

@@ -39,7 +39,7 @@ class Shape:
         return self._count(_is_vision)
 
     def trained(self, engine: FsdpSettings) -> int:
-        """Parameters with a gradient: all, those outside a frozen tower, or those of adapters."""
+        """Parameters with a gradient: all, all outside a frozen tower, or the adapters'."""
         if engine.lora is not None:
             return self.adapters(engine.lora, engine.trains_vision)
         return self.parameters - (0 if engine.trains_vision else self.vision_parameters)
@@ -47,7 +47,7 @@ class Shape:
     def adapters(self, lora: LoraSettings, vision: bool) -> int:
         """Parameters of the adapters: rank * (inputs + outputs) for every adapted linear layer.
 
-        Layers of experts are not adapted; ``vision``: those of the vision tower are.
+        Layers of experts are not adapted; ``vision``: layers of the vision tower are.
         """
         parameters = 0
         for name, size in self.tensors.items():

@@ -222,7 +222,7 @@ def _distilled(loss: LossSettings) -> Iterator[str]:
     reason = "advantage.kind: distill has no policy gradient, only the KL"
     # The correction of dppo weighs the KL.
     if not isinstance(loss, PpoLoss | DppoLoss):
-        kind = getattr(loss, "kind", "a loss of your own")
+        kind = getattr(loss, "kind", "a custom loss")
         yield _sentence("policy.loss.kind", kind, reason, "Leave it out")
     for setting, value in _changed_loss_settings(loss, (*CLIPS, "top_entropy_quantile")):
         yield _sentence(setting, value, reason, "Leave it out")

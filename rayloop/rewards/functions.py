@@ -395,7 +395,7 @@ def _unknown_form(use: str, takes: Mapping[str, inspect.Parameter], per: Per) ->
 
 
 _HIDDEN_NAMES_REMEDY = (
-    ". The names of the parameters identify the form: write those that are used before **kwargs;"
+    ". The names of the parameters identify the form: write the used ones before **kwargs;"
     " a decorator that hides them needs functools.wraps(function) on its wrapper"
 )
 

@@ -79,8 +79,8 @@ class RunConfig(SettingsModel):
     Change it to repeat an experiment independently.
     """
     steps: int = Field(gt=0)
-    """Steps to do in all, those of an earlier attempt included: raise it to go on with a run that
-    is done.
+    """All steps of the run, including an earlier attempt's: raise it to continue a run that is
+    done.
     """
     model: ModelSettings
     data: DataSettings
@@ -101,7 +101,7 @@ class RunConfig(SettingsModel):
     loggers: LoggersSettings = ()
     """Where metrics go besides ``metrics.jsonl`` and Prometheus, such as ``loggers: [{kind:
     tensorboard}, {use: "mine:Logger"}]`` (docs/bring_your_own/metric.md). One that fails is dropped
-    with an event; the run goes on. Why a key: each team watches its runs in one tool, W&B or
+    with an event; the run continues. Why a key: each team watches its runs in one tool, W&B or
     TensorBoard, and needs an account or a package for it.
     """
     keep_rollouts: int = Field(4, ge=0)
@@ -136,7 +136,7 @@ class RunConfig(SettingsModel):
     def engine(self) -> EngineChoice:
         """``rollout.engine`` on its actor's GPUs, with room for an episode.
 
-        One of your own computes in the trainer's dtype.
+        A custom engine computes in the trainer's dtype.
         """
         engine = self.rollout.engine
         if isinstance(engine, Component):
@@ -169,7 +169,7 @@ class RunConfig(SettingsModel):
 
     @property
     def longest(self) -> int:
-        """Tokens of an episode that an engine must have room for, those of evaluations included."""
+        """The most tokens of an episode that an engine must hold, including evaluations."""
         return max(each.environment.episode.max_tokens for each in (self, self.in_evaluation))
 
     @property
@@ -185,7 +185,7 @@ class RunConfig(SettingsModel):
 
     @property
     def optimizer(self) -> OptimizerSettings:
-        """``policy.optimizer``, whose schedule is as long as the run."""
+        """``policy.optimizer``, whose schedule has the length of the run."""
         update = self.policy.update
         return self.policy.optimizer.over(self.steps, update.epochs * update.mini_batches)
 

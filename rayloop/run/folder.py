@@ -61,7 +61,7 @@ class RunFolder:
         folder = cls.at(path.resolve())
         if not folder.used:
             lacks = (
-                "neither config.yaml nor metrics.jsonl is there. Name a run's folder,"
+                "it has neither config.yaml nor metrics.jsonl. Name a run's folder,"
                 " <output>/<name>."
             )
             raise ConfigError(f"{path} holds no run: {lacks}")

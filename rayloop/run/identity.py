@@ -34,7 +34,7 @@ FILES = {
     "chat template": ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"),
     "image processor": ("preprocessor_config.json",),
 }
-"""Of the model folder ``model.path``, by what they decide."""
+"""Files of the model folder ``model.path``, by what they decide."""
 FIXED = (
     "model.min_pixels",
     "model.max_pixels",
@@ -49,8 +49,8 @@ FIXED = (
 any.
 """
 FREE = ("policy.engine.lora.dropout", "policy.engine.lora.targets", "policy.engine.lora.vision")
-"""Of these, the keys that may change: dropout changes no weight's meaning, and only older
-checkpoints have the others.
+"""The keys in ``FIXED`` that may change all the same: dropout changes no weight's meaning, and only
+older checkpoints have the others.
 """
 TEMPLATE_TIME = "template_time"
 """The file of a folder that has the time which a chat template with the date in it shows there."""
@@ -203,7 +203,7 @@ def _both(then: Mapping[str, Any], config: RunConfig) -> tuple[dict[str, Any], d
         )
     if (
         "chat_template_kwargs" not in then["config"]["model"]
-    ):  # there were none, and dates were those of the moment
+    ):  # older runs lack them, and showed the current date
         old |= {
             key: value for key, value in new.items() if key.startswith("model.chat_template_kwargs")
         }
@@ -214,7 +214,7 @@ def _other_schema(schema: int) -> str:
     if schema > CHECKPOINT_SCHEMA_VERSION:
         return (
             f"its schema is {schema}, of a newer version of rayloop; this one reads {_READ}. Update"
-            " rayloop to go on with it"
+            " rayloop to continue it"
         )
     return (
         f"its schema is {schema or 'older than 1'} and this version of rayloop reads {_READ}."

@@ -62,7 +62,7 @@ class RoleSettings(SettingsModel):
 class ReferenceSettings(RoleSettings):
     """The actors that hold the reference, for ``policy.loss.kl_coef`` > 0.
 
-    There are none with LoRA and without ``path``: the reference is then the policy without its
+    With LoRA and without ``path`` no actor starts: the reference is then the policy without its
     adapter.
     """
 
@@ -78,7 +78,7 @@ class ReferenceSettings(RoleSettings):
     """Steps after which the start model's copies take over the policy's weights; null: never.
 
     Why a key: in runs of thousands of steps the KL to the start model ends all progress, and a new
-    reference every few hundred steps lets it go on (ProRL, arXiv:2505.24864).
+    reference every few hundred steps restores it (ProRL, arXiv:2505.24864).
     """
 
     @property
@@ -135,7 +135,7 @@ class DataSettings(SettingsModel):
 
     @property
     def shuffle(self) -> bool:
-        """Whether each epoch has an order of its own."""
+        """Whether each epoch has a different order."""
         return self.order != "file"
 
     def rows(
@@ -155,9 +155,9 @@ class RolloutSettings(RoleSettings):
     """The actors that generate."""
 
     engine: Annotated[GenerationSettings, Role("engine", ENGINE)] = TransformersEngineSettings()
-    """What generates: [engines](engines.md).
+    """The engine that generates: [engines](engines.md).
 
-    One of your own: [engine](bring_your_own/engine.md).
+    How to write one: [engine](bring_your_own/engine.md).
     """
     sampling: SamplingSettings = SamplingSettings()
     deterministic: bool = False
@@ -196,7 +196,7 @@ class EnvironmentSettings(RoleSettings):
     episodes_at_once: int | None = Field(None, ge=1)
     """Episodes that one actor plays at once; more of a group go to other actors.
 
-    None: all that it is given. Set it where an episode needs memory or cores of its own (browsers,
+    None: all that it is given. Set it where each episode needs separate memory or cores (browsers,
     desktops).
     """
     attempts: int = Field(3, ge=1)
@@ -207,7 +207,7 @@ class EnvironmentSettings(RoleSettings):
     first failure of an environment that is being repaired.
     """
     episode_timeout: float = Field(3600.0, gt=0)
-    """Seconds for a whole episode, from when its actor has room for it; beyond them it hangs, and
+    """Seconds for a whole episode, from the moment its actor begins it; beyond them it hangs, and
     is played again. A generation request has a sixth of them, after which its engine counts as
     lost. Raise it for long episodes and long turns, with ``recovery.stall_timeout``.
     """
@@ -253,5 +253,5 @@ class WeightSyncSettings(SettingsModel):
     logprob_check: Literal["self_test", "stop", "warn"] = "self_test"
     """The log-prob check at the start: a mean |difference| of 1e-3 is allowed in float32, 0.05 in
     bfloat16. stop: the run ends when engines and trainer disagree. self_test: also perturb each
-    group of parameters (not for large bfloat16 models). warn: as self_test, but go on.
+    group of parameters (not for large bfloat16 models). warn: as self_test, but continue.
     """

@@ -24,8 +24,8 @@ from rayloop.sft.translation import Translation, Untranslatable
 
 ASSISTANT = "assistant"
 NO_MESSAGES = (
-    "the record lacks messages of the environment: record it again, in an environment that is no"
-    " agent's and with all screens in its history"
+    "the record lacks messages of the environment: record it again, in an environment without"
+    " an agent and with all screens in its history"
 )
 
 
