@@ -118,7 +118,7 @@ class Inputs:
                 await press_or_release()
             case SelectOption(Point(x, y), value):
                 if not await self._page.evaluate(_SELECT, [x, y, value]):
-                    raise NotHere(f"there is no list with {value!r} at this place")
+                    raise NotHere(f"no list with {value!r} at this place")
             case Hotkey(keys):
                 for key in keys:
                     await self._keyboard.down(_name(key))

@@ -26,12 +26,12 @@ from tools.pages.compatible.golden_turns import FAMILIES, GoldenTurn, golden_tur
 
 HEADER = """## Action languages of GUI models
 
-Golden turns of `tests/data/languages`, which names the source of each: turns, those read as what
-they mean, those written and read again equal, those that a web page, a phone and a desktop carry
-out; numbers of elements with `observe: [screenshot, elements]`. `prompt`: screens for which the
-language has one. `environment.language` takes the name; `auto` takes that of the model, by its
-name and `model_type`. The last column is what `environment.history: language` sets for a
-computer, as the makers have it.
+Golden turns of `tests/data/languages`, which names the source of each. *turns*: all; *read*: read
+as what they mean; *written*: equal when written and read again; then the turns that a web page, a
+phone and a desktop carry out. Numbers of elements need `observe: [screenshot, elements]`. *prompt*:
+screens for which the language has one. `environment.language` takes the name; `auto` takes the
+model's language, by its name and `model_type`. *history*: what `environment.history: language` sets
+for a computer, as the makers define it.
 
 | language | prompt | turns | read | written | web page | phone | desktop | history |
 |---|---|---|---|---|---|---|---|---|"""
