@@ -34,7 +34,7 @@ FILES = {
     "chat template": ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"),
     "image processor": ("preprocessor_config.json",),
 }
-"""Of the model folder ``model.path``, by what they decide."""
+"""Files of the model folder ``model.path``, by what they decide."""
 FIXED = (
     "model.min_pixels",
     "model.max_pixels",
